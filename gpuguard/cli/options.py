@@ -1,0 +1,42 @@
+"""Options that several commands share, and what they open."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpuguard.backends import Backend
+    from gpuguard.lock import LockDirectory
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """--backend and --dir: which machine is read, and where its claims are."""
+    group = parser.add_argument_group("where to look")
+    group.add_argument(
+        "--backend",
+        metavar="B",
+        default=os.environ.get("GPUGUARD_BACKEND", "nvml"),
+        help="nvml, simulated or simulated:DIRECTORY (default: $GPUGUARD_BACKEND, else nvml)",
+    )
+    group.add_argument(
+        "--dir",
+        metavar="PATH",
+        default=os.environ.get("GPUGUARD_DIR") or None,
+        help="directory of the claims (default: $GPUGUARD_DIR, else /run/gpuguard, else /run/lock or /tmp)",
+    )
+
+
+def backend_of(args: argparse.Namespace) -> Backend:
+    """The backend that --backend names, in a process of its own, so that a driver that hangs cannot hang us."""
+    from gpuguard.backends.isolated import open_isolated
+
+    return open_isolated(args.backend)
+
+
+def directory_of(args: argparse.Namespace) -> LockDirectory:
+    """The claim directory that goes with --backend and --dir."""
+    from gpuguard.lock import lock_directory
+
+    return lock_directory(args.dir, backend=args.backend)

@@ -1,0 +1,106 @@
+"""Every error that gpuguard raises, drawn as a tree.
+
+    GpuguardError
+    +-- InvalidRequest          an option, a unit or a name that cannot be understood   (also a ValueError)
+    +-- BackendError            the devices cannot be read
+    |   +-- DriverNotFound      no libnvidia-ml, or no driver behind it
+    |   +-- DriverMismatch      library and kernel module are of different versions
+    |   +-- DriverUnresponsive  a driver call did not come back in time
+    |   +-- DriverPermission    the driver refuses this user
+    +-- NotEnoughGpus           fewer devices than wanted can be had now
+    |   +-- ImpossibleRequest   and waiting cannot change that
+    |   +-- WaitTimeout         and the time to wait is over
+    +-- ClaimError              claims cannot be made or kept
+        +-- LockDirectoryError  the directory of the lock files cannot be trusted or used
+        +-- ClaimLost           a device that this process held belongs to somebody else now
+        +-- CudaInitialized     CUDA runs in this process already: too late to choose its devices
+
+The message says what happened and what to do next; the facts behind it are attributes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpuguard.select import Refusal
+
+
+class GpuguardError(Exception):
+    """Base of every error that gpuguard raises on purpose."""
+
+
+class InvalidRequest(GpuguardError, ValueError):
+    """An option, a unit or a name that cannot be understood."""
+
+
+class BackendError(GpuguardError):
+    """The devices cannot be read."""
+
+
+class DriverNotFound(BackendError):
+    """There is no libnvidia-ml.so.1, or no driver behind it."""
+
+
+class DriverMismatch(BackendError):
+    """libnvidia-ml and the kernel module are of different versions.
+
+    Args:
+        library_version: of libnvidia-ml.so.1, None if unknown.
+        kernel_version: of the loaded kernel module, None if unknown.
+    """
+
+    def __init__(self, message: str, library_version: str | None = None, kernel_version: str | None = None) -> None:
+        super().__init__(message)
+        self.library_version = library_version
+        self.kernel_version = kernel_version
+
+
+class DriverUnresponsive(BackendError):
+    """A driver call did not come back in time."""
+
+
+class DriverPermission(BackendError):
+    """The driver refuses this user."""
+
+
+class NotEnoughGpus(GpuguardError):
+    """Fewer devices than wanted can be had now.  Nothing stays claimed.
+
+    Args:
+        wanted: how many devices were asked for.
+        available: how many could have been had.
+        refused: the other devices, each with its reasons.
+    """
+
+    def __init__(self, message: str, wanted: int = 0, available: int = 0, refused: Sequence[Refusal] = ()) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+        self.available = available
+        self.refused = tuple(refused)
+
+
+class ImpossibleRequest(NotEnoughGpus):
+    """The request can never be met on this machine, however long one waits."""
+
+
+class WaitTimeout(NotEnoughGpus):
+    """The time to wait is over and there are still not enough devices."""
+
+
+class ClaimError(GpuguardError):
+    """A claim cannot be made or kept."""
+
+
+class LockDirectoryError(ClaimError):
+    """The directory of the lock files cannot be trusted or used."""
+
+
+class ClaimLost(ClaimError):
+    """A device that this process held belongs to somebody else now."""
+
+
+class CudaInitialized(ClaimError):
+    """CUDA runs in this process already, so CUDA_VISIBLE_DEVICES comes too late."""

@@ -1,0 +1,183 @@
+"""The nouns: what a machine looked like at one moment.  All frozen, in base units, None = unknown.
+
+Bytes, percent (0..100), degrees Celsius, watts, joules, MHz, seconds.  Does not read anything: see backends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+# What one sample reads.  A reader names the groups that it needs, and no driver call is made for the others.
+# The cost is in driver calls per device; the identity (index, uuid) always comes along.
+MEMORY = "memory"  # 1    memory_*
+PROCESSES = "processes"  # 1..3 processes: pid, memory_used, kind
+PROCESS_DETAILS = "process_details"  # 1    who a process is (from /proc) and its SM utilization
+UTILIZATION = "utilization"  # 1..2 utilization, memory_utilization
+HEALTH = "health"  # ~4   problems, compute_mode, mig_mode; expands MIG instances
+MODEL = "model"  # static: name, pci_bus_id, minor_number, numa_node, cpu_affinity
+THERMAL = "thermal"  # temperature, fan_speed; thresholds are static
+POWER = "power"  # power_draw, power_limit, total_energy
+CLOCKS = "clocks"  # clocks and their maxima, pstate, throttle_reasons, persistence_mode
+ECC = "ecc"  # ecc_*, retired_pages, remapped_rows
+PCIE = "pcie"  # link and throughput: about 20 ms per device in a real driver
+NVLINK = "nvlink"  # links and peers: up to 18 calls per device
+TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
+
+SELECT_FIELDS = frozenset({MEMORY, PROCESSES})
+VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
+WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH, MODEL, THERMAL, POWER})
+ALL_FIELDS = WHO_FIELDS | {CLOCKS, ECC, PCIE, NVLINK, TOPOLOGY}
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process on a device.  Its identity is (pid, start_time), never the pid alone."""
+
+    pid: int
+    memory_used: int | None = None  # bytes
+    kind: str = "compute"  # compute, graphics, compute+graphics, mps
+    start_time: float | None = None  # seconds since boot, /proc/PID/stat field 22
+    uid: int | None = None
+    user: str | None = None
+    utilization: float | None = None  # percent of the SMs
+    command: tuple[str, ...] | None = None
+    executable: str | None = None
+    container: str | None = None  # id, from /proc/PID/cgroup
+    working_directory: str | None = None
+    conda_environment: str | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or a MIG instance of one (then parent_uuid is set)."""
+
+    index: int
+    uuid: str
+    name: str | None = None
+    pci_bus_id: str | None = None
+    minor_number: int | None = None
+    numa_node: int | None = None
+    cpu_affinity: str | None = None  # as in /proc/PID/status Cpus_allowed_list: "0-15,32-47"
+
+    memory_total: int | None = None  # bytes
+    memory_used: int | None = None  # bytes, without memory_reserved where the driver tells them apart
+    memory_free: int | None = None  # bytes
+    memory_reserved: int | None = None  # bytes that driver and firmware keep; None: contained in memory_used
+    processes: tuple[GpuProcess, ...] | None = None  # None: the driver gives no list
+    processes_plausible: bool = True  # False: nobody may act on this list
+    utilization: float | None = None  # percent of time in which a kernel ran, mean of the driver's sample buffer
+    memory_utilization: float | None = None  # percent
+
+    problems: tuple[str, ...] | None = None  # None: not read; (): healthy; else "lost", "reset required", ...
+    compute_mode: str | None = None  # default, exclusive_process, prohibited
+    mig_mode: bool | None = None
+    parent_uuid: str | None = None  # of a MIG instance
+    mig_profile: str | None = None  # "3g.40gb"
+    gpu_instance_id: int | None = None
+    compute_instance_id: int | None = None
+
+    temperature: float | None = None
+    temperature_slowdown: float | None = None
+    temperature_shutdown: float | None = None
+    fan_speed: float | None = None  # percent
+    power_draw: float | None = None  # watts
+    power_limit: float | None = None
+    total_energy: float | None = None  # joules since the driver was loaded
+
+    clock_sm: int | None = None  # MHz
+    clock_sm_max: int | None = None
+    clock_memory: int | None = None
+    clock_memory_max: int | None = None
+    pstate: int | None = None  # 0 is the fastest
+    throttle_reasons: tuple[str, ...] | None = None
+    persistence_mode: bool | None = None
+
+    ecc_mode: bool | None = None
+    ecc_corrected_volatile: int | None = None
+    ecc_uncorrected_volatile: int | None = None
+    ecc_corrected_aggregate: int | None = None
+    ecc_uncorrected_aggregate: int | None = None
+    retired_pages: int | None = None
+    remapped_rows: int | None = None
+
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    pcie_tx: float | None = None  # bytes per second
+    pcie_rx: float | None = None
+    nvlink_links: tuple[tuple[int, str], ...] | None = None  # (link number, pci bus id of the other end), active only
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A field that could not be read, and why.  device is a uuid, or None for the whole machine."""
+
+    device: str | None
+    field: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ClaimRecord:
+    """What a claim says of itself; only *alive*, *uid* and *devices* are facts that the kernel vouches for."""
+
+    id: str
+    uid: int
+    user: str
+    devices: tuple[str, ...]  # uuids
+    alive: bool = True
+    pid: int | None = None  # of the wrapper
+    since: float | None = None  # unix time
+    note: str | None = None
+    command: tuple[str, ...] | None = None
+    holders: tuple[int, ...] = ()  # pids that really hold the lock, as far as this user may see them
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A machine at one moment."""
+
+    host: str
+    backend: str
+    taken_at: float  # unix time
+    clock: float  # CLOCK_BOOTTIME, seconds
+    devices: tuple[Device, ...]
+    gaps: tuple[Gap, ...] = ()
+    simulated: bool = False
+    driver_version: str | None = None
+    nvml_version: str | None = None
+    cuda_version: str | None = None
+    topology: tuple[tuple[str, str, str], ...] | None = None  # (uuid, uuid, NVLINK|PIX|PXB|PHB|NODE|SYS)
+    claims: tuple[ClaimRecord, ...] = ()
+
+    def device(self, uuid: str) -> Device | None:
+        """The device with that uuid, or None."""
+        return next((device for device in self.devices if device.uuid == uuid), None)
+
+    def updated(self, newer: Snapshot) -> Snapshot:
+        """This snapshot with the devices that *newer* has read again, and with its gaps about them.
+
+        A device that turned out to be divided (MIG) brings its instances along, right behind it.
+        """
+        fresh = {device.uuid: device for device in newer.devices}
+        devices = [fresh.pop(device.uuid, device) for device in self.devices]
+        for device in fresh.values():
+            place = max((i for i, known in enumerate(devices) if device.parent_uuid in (known.uuid, known.parent_uuid)), default=-1)
+            devices.insert(place + 1 if place >= 0 else len(devices), device)
+        again = {device.uuid for device in newer.devices}
+        gaps = tuple(gap for gap in self.gaps if gap.device not in again) + newer.gaps
+        return replace(self, devices=tuple(devices), gaps=gaps, taken_at=newer.taken_at, clock=newer.clock)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the audit log: who did what to whom, and how it ended."""
+
+    time: float  # unix time
+    kind: str  # claim, release, ...
+    outcome: str
+    user: str | None = None
+    devices: tuple[str, ...] = ()  # uuids
+    pid: int | None = None
+    claim: str | None = None
+    message: str | None = None
+    facts: tuple[tuple[str, float | int | str | None], ...] = ()  # further numbers, their names carry the unit

@@ -1,0 +1,94 @@
+"""Text with a unit <-> numbers in base units.  A bare number is an error, because nobody can tell MB from GiB in it.
+
+    bytes     "20GiB" "500MB" "1.5TiB"      -> int, bytes
+    percent   "10%"                         -> float, 0..100
+    duration  "90s" "10m" "1h30m" "2d"      -> float, seconds
+    celsius   "85C"                         -> float
+    power     "300W" "1.2kW"                -> float, watts
+"""
+
+from __future__ import annotations
+
+import re
+
+from gpuguard.errors import InvalidRequest
+
+_BYTES = {
+    "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_WATTS = {"mW": 0.001, "W": 1, "kW": 1000}
+_CELSIUS = {"C": 1, "°C": 1}
+_PERCENT = {"%": 1}
+
+_QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s?([a-zA-Z%°]{1,3})")
+_DURATION = re.compile(r"(?:\d{1,9}(?:\.\d{1,9})?(?:ms|[smhdw]))+")
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of ``"20GiB"``; powers of 1000 for kB MB GB TB, of 1024 for KiB MiB GiB TiB."""
+    return round(_quantity(text, _BYTES, "a memory size", "20GiB"))
+
+
+def parse_percent(text: str) -> float:
+    """Percent of ``"10%"``, 0 to 100."""
+    percent = _quantity(text, _PERCENT, "a percentage", "10%")
+    if percent > 100:
+        raise InvalidRequest(f"{text!r} is more than 100%.")
+    return percent
+
+
+def parse_celsius(text: str) -> float:
+    """Degrees Celsius of ``"85C"``."""
+    return _quantity(text, _CELSIUS, "a temperature", "85C")
+
+
+def parse_watts(text: str) -> float:
+    """Watts of ``"300W"``."""
+    return _quantity(text, _WATTS, "a power", "300W")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``"90s"``, ``"10m"`` or ``"1h30m"``."""
+    stripped = text.strip()
+    if not _DURATION.fullmatch(stripped):
+        raise InvalidRequest(_complaint(text, "a duration", "10m", _SECONDS))
+    return sum(float(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(stripped))
+
+
+def format_bytes(count: float | None) -> str:
+    """``"20.0GiB"``; ``"n/a"`` when unknown."""
+    if count is None:
+        return "n/a"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1000:
+            return f"{count:.0f}{unit}" if unit in ("B", "KiB", "MiB") else f"{count:.1f}{unit}"
+        count /= 1024
+    return f"{count:.1f}TiB"
+
+
+def format_duration(seconds: float | None) -> str:
+    """The two largest units, ``"3h12m"``; ``"n/a"`` when unknown."""
+    if seconds is None:
+        return "n/a"
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
+    whole = int(max(seconds, 0))
+    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "m"), (whole % 60, "s")]
+    first = next((place for place, (number, _) in enumerate(parts) if number), 3)
+    return "".join(f"{number}{unit}" for number, unit in parts[first : first + 2] if number) or "0s"
+
+
+def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
+    match = _QUANTITY.fullmatch(text.strip())
+    if not match or match[2] not in units:
+        raise InvalidRequest(_complaint(text, what, example, units))
+    return float(match[1]) * units[match[2]]
+
+
+def _complaint(text: str, what: str, example: str, units: dict[str, float] | dict[str, int]) -> str:
+    if re.fullmatch(r"\d+(\.\d+)?", text.strip()):
+        return f"{text!r} has no unit: write {what} like {example!r} ({', '.join(units)})."
+    return f"{text!r} is not {what}: write it like {example!r} ({', '.join(units)})."
