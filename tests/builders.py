@@ -1,0 +1,127 @@
+"""Builders with harmless defaults: a test states only the facts that matter to it.
+
+from builders import GIB, a_device, a_process, a_snapshot
+a_snapshot(a_device(), a_device(memory_used=40 * GIB), a_device(processes=(a_process(user="bob"),)))
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
+
+MIB = 2**20
+GIB = 2**30
+TOTAL = 80 * GIB
+
+
+def a_uuid(index: int, kind: str = "GPU") -> str:
+    """A well-formed uuid that starts with the index: GPU-00000003-0000-4000-8000-000000000003."""
+    return f"{kind}-{index:08x}-0000-4000-8000-{index:012x}"
+
+
+def a_device(index: int = 0, **fields: Any) -> Device:
+    """A healthy, idle H100 80GB.  memory_free follows from memory_used (and the reverse) unless it is given."""
+    facts: dict[str, Any] = {
+        "uuid": a_uuid(index),
+        "name": "NVIDIA H100 80GB HBM3",
+        "pci_bus_id": f"00000000:{index + 1:02X}:00.0",
+        "minor_number": index,
+        "numa_node": 0,
+        "memory_total": TOTAL,
+        "memory_reserved": 0,
+        "processes": (),
+        "utilization": 0.0,
+        "memory_utilization": 0.0,
+        "problems": (),
+        "compute_mode": "default",
+        "mig_mode": False,
+        "temperature": 35.0,
+        "power_draw": 70.0,
+        "power_limit": 700.0,
+    }
+    facts.update(fields)
+    facts.setdefault("memory_used", _difference(facts, "memory_free", 4 * MIB))
+    facts.setdefault("memory_free", _difference(facts, "memory_used", None))
+    return Device(index=index, **facts)
+
+
+def a_mig_instance(parent: Device, number: int = 0, **fields: Any) -> Device:
+    """A MIG instance of *parent*: 3g.40gb, with the parent's index."""
+    facts: dict[str, Any] = {
+        "uuid": a_uuid(16 * (parent.index + 1) + number, "MIG"),
+        "parent_uuid": parent.uuid,
+        "mig_profile": "3g.40gb",
+        "mig_mode": True,
+        "gpu_instance_id": number + 1,
+        "compute_instance_id": 0,
+        "memory_total": 40 * GIB,
+        "utilization": None,
+        "memory_utilization": None,
+    }
+    facts.update(fields)
+    return a_device(parent.index, **facts)
+
+
+def a_process(pid: int = 4711, **fields: Any) -> GpuProcess:
+    """A compute process of alice with 10 GiB."""
+    facts: dict[str, Any] = {
+        "memory_used": 10 * GIB,
+        "kind": "compute",
+        "start_time": 1000.0,
+        "uid": 1001,
+        "user": "alice",
+        "command": ("python", "train.py"),
+    }
+    facts.update(fields)
+    return GpuProcess(pid=pid, **facts)
+
+
+def a_snapshot(*devices: Device, **fields: Any) -> Snapshot:
+    """A machine with these devices (one idle device when none is given), at clock 10000.
+
+    Devices that were all built without an index are numbered in the order given.
+    """
+    given = devices or (a_device(),)
+    if len({device.uuid for device in given}) < len(given):
+        given = tuple(_numbered(device, index) for index, device in enumerate(given))
+    facts: dict[str, Any] = {
+        "host": "node1",
+        "backend": "simulated",
+        "taken_at": 1_700_000_000.0,
+        "clock": 10_000.0,
+        "driver_version": "550.54.15",
+        "nvml_version": "12.550.54.15",
+        "cuda_version": "12.4",
+    }
+    facts.update(fields)
+    return Snapshot(devices=given, **facts)
+
+
+def a_claim_record(*devices: Device | str, **fields: Any) -> ClaimRecord:
+    """A living claim of alice on these devices (or uuids), made an hour before a_snapshot()."""
+    facts: dict[str, Any] = {
+        "id": "a1b2c3",
+        "uid": 1001,
+        "user": "alice",
+        "pid": 4700,
+        "since": 1_700_000_000.0 - 3600,
+        "command": ("python", "train.py"),
+    }
+    facts.update(fields)
+    uuids = tuple(device if isinstance(device, str) else device.uuid for device in devices)
+    return ClaimRecord(devices=uuids or (a_uuid(0),), **facts)
+
+
+def _difference(facts: dict[str, Any], other: str, otherwise: int | None) -> int | None:
+    """memory_total minus reserved minus the *other* part, where all are known."""
+    total, part = facts.get("memory_total"), facts.get(other)
+    if total is None or part is None:
+        return None if other in facts else otherwise
+    return int(total - part - (facts.get("memory_reserved") or 0))
+
+
+def _numbered(device: Device, index: int) -> Device:
+    identity = a_device(index)
+    return replace(device, index=index, uuid=identity.uuid, pci_bus_id=identity.pci_bus_id, minor_number=index)
