@@ -1,125 +1,34 @@
 """The command line: one file per sub-command, each with ``add_options(parser)`` and ``main(args) -> exit code``.
 
-Only the module of the command that was asked for is imported, because `gpuguard run` stands before every job.
-Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the others 0, 1 no, 2 usage, 4 no driver.
+This file only gives the driver a head start; `gpuguard.cli.main` does the rest.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
 
-from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-COMMANDS = {
-    "run": "claim GPUs, run a command on them, give them back when it ends",
-    "select": "print the GPUs that `run` would choose; claims nothing",
-    "explain": "say for each GPU why it is or is not eligible",
-    "who": "who uses and who holds which GPU",
-    "doctor": "check driver, lock directory and permissions, and say what to do",
-    "setup": "make the lock directory /run/gpuguard for all users of this machine",
-    "sim": "steer the simulated node: start, use, set, fault, show, stop",
-}
-
-EXIT_NO = 1
-EXIT_USAGE = 2
-EXIT_NO_DRIVER = 4
-EXIT_NOT_NOW = 75  # EX_TEMPFAIL of sysexits.h
-EXIT_TIMEOUT = 124  # as timeout(1)
-EXIT_RUN_FAILED = 125  # as env(1), timeout(1), docker run
+_READS_AT_ONCE = ("run", "select")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code and never raises."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = words[0] if words else ""
-    try:
-        status = _dispatch(command, words)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        # The reader went away (`gpuguard who | head -1`): there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return EXIT_NO
-    except KeyboardInterrupt:
-        return 130
-    except GpuguardError as error:
-        print(f"gpuguard: {error}", file=sys.stderr)
-        return exit_code(command, error)
+    if words and words[0] in _READS_AT_ONCE and _reads_nvml(words):
+        # The driver's library loads on the other core while this process still imports argparse.
+        from gpuguard.backends.isolated import prepare
+
+        prepare("nvml")
+    from gpuguard.cli.main import run_command_line
+
+    return run_command_line(words)
 
 
-def exit_code(command: str, error: GpuguardError) -> int:
-    """The exit code that tells a script what kind of *error* it was."""
-    if command == "run":
-        if isinstance(error, WaitTimeout):
-            return EXIT_TIMEOUT
-        return EXIT_NOT_NOW if type(error) is NotEnoughGpus else EXIT_RUN_FAILED
-    if isinstance(error, InvalidRequest):
-        return EXIT_USAGE
-    return EXIT_NO_DRIVER if isinstance(error, BackendError) else EXIT_NO
-
-
-class Parser(argparse.ArgumentParser):
-    """An argparse parser whose faults are InvalidRequest, so that each command can choose its exit code."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidRequest(f"{message}\nSee `{self.prog} --help`.")
-
-
-def build_parser(command: str) -> Parser:
-    """The parser of one sub-command."""
-    module = importlib.import_module(f"gpuguard.cli.{command}")
-    parser = Parser(
-        prog=f"gpuguard {command}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def _reads_nvml(words: list[str]) -> bool:
+    return os.environ.get("GPUGUARD_BACKEND", "nvml") == "nvml" and not any(
+        word.startswith("--backend") for word in words
     )
-    module.add_options(parser)
-    return parser
-
-
-def _dispatch(command: str, words: list[str]) -> int:
-    if command in ("-h", "--help", "help"):
-        print(overview())
-        return 0
-    if command in ("-V", "--version"):
-        from gpuguard import __version__
-
-        print(f"gpuguard {__version__}")
-        return 0
-    if command not in COMMANDS:
-        raise InvalidRequest(_unknown(command))
-    try:
-        args = build_parser(command).parse_args(words[1:])
-    except SystemExit as end:  # --help
-        return end.code if isinstance(end.code, int) else EXIT_USAGE
-    status: int = importlib.import_module(f"gpuguard.cli.{command}").main(args)
-    return status
-
-
-def overview() -> str:
-    """What `gpuguard --help` prints."""
-    rows = "\n".join(f"  {name:<9} {purpose}" for name, purpose in COMMANDS.items())
-    return (
-        "usage: gpuguard COMMAND [options]\n\n"
-        "Picks free GPUs on a shared server, claims them so that nobody else gets them, and runs the job.\n\n"
-        f"{rows}\n\n"
-        "  gpuguard run -n 2 -- python train.py     two free GPUs for one job\n"
-        "  gpuguard who                             who holds what\n"
-        "  gpuguard COMMAND --help                  all options of a command"
-    )
-
-
-def _unknown(command: str) -> str:
-    if not command:
-        return f"a command is missing.\n\n{overview()}"
-    import difflib
-
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"did you mean `gpuguard {near[0]}`?" if near else f"choose one of {', '.join(COMMANDS)}."
-    return f"there is no command {command!r}: {hint}"

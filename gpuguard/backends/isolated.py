@@ -1,0 +1,187 @@
+"""A backend in a process of its own, so that a driver call that hangs or crashes takes nobody along.
+
+Measured on ten other tools: all of them hang when one driver call does.  Here the sampler says which device it is about
+to touch; when it stays silent for too long it is abandoned (its end of the pipe is closed, which ends it), that device is
+called unresponsive, and a new sampler reads the others.  The devices themselves are read elsewhere: see nvml, simulated.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+from gpuguard import errors
+from gpuguard.backends import sampler
+
+TYPE_CHECKING = False  # this file is imported before the sampler starts: see there
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from gpuguard.model import Snapshot
+
+INIT_SECONDS = 30.0  # without persistence mode the driver wakes every device up first: seconds each
+SLOW_SECONDS = 2.0  # after which on_slow is told
+DEVICE_SECONDS = 1.5  # a device is a few dozen calls of 0.003 to 4.5 ms (RTX 4090, driver 610), PCIe counters 20 ms
+NEXT_DEVICE_SECONDS = 0.4  # once one device hangs: eight dead ones still answer within 5 s
+STARVED_SECONDS = 6.0  # a sampler that is runnable and not running is no driver's fault
+RETRY_SECONDS = 60.0  # when an unresponsive device is tried again
+
+_prepared: dict[str, sampler.Channel] = {}
+
+
+def prepare(name: str) -> None:
+    """Start the sampler that the next open_isolated(name, fork=True) will use."""
+    _prepared[name] = sampler.start_by_fork(name)
+
+
+def open_isolated(name: str, *, fork: bool = False, on_slow: Callable[[str], None] | None = None) -> Isolated:
+    """The backend *name* behind a process border; the sampler starts at once and initialises meanwhile.
+
+    Args:
+        name: as for open_backend.
+        fork: copy this process instead of starting an interpreter; only for a process without threads.
+        on_slow: told, in words, when the driver takes longer than SLOW_SECONDS to initialise.
+    """
+    start = sampler.start_by_fork if fork else sampler.start_by_spawn
+    return Isolated(name, start, _prepared.pop(name, None) if fork else None, on_slow)
+
+
+class Isolated:
+    """A Backend that lives in another process."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[str], sampler.Channel],
+        channel: sampler.Channel | None,
+        on_slow: Callable[[str], None] | None,
+    ) -> None:
+        self.name = name
+        self.simulated = name.startswith("simulated")
+        self._start = start
+        self._channel: sampler.Channel | None = channel or start(name)
+        self._ready = False
+        self._on_slow = on_slow
+        self._skip: dict[int, float] = {}  # device index -> when to try it again (monotonic)
+        self._abandoned: list[int] = []  # pids to reap
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        """As Backend.sample; also BackendError when the driver does not answer or crashes outside any device."""
+        self._skip = {index: until for index, until in self._skip.items() if until > time.monotonic()}
+        hung_before = bool(self._skip)
+        while True:
+            channel = self._running()
+            request = (tuple(fields), None if devices is None else tuple(devices), tuple(self._skip))
+            try:
+                sampler.send(channel[1], request)
+                return self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS)
+            except _Stuck as stuck:
+                self._abandon()
+                if stuck.index is None or stuck.index in self._skip:
+                    raise errors.DriverUnresponsive(f"{stuck.reason}.  Try `nvidia-smi`; if it hangs too, reboot.") from None
+                self._skip[stuck.index] = time.monotonic() + RETRY_SECONDS
+                hung_before = True
+            except BrokenPipeError:
+                self._abandon()
+                raise errors.DriverUnresponsive("the process that reads the devices ended by itself.  Try again.") from None
+
+    def close(self) -> None:
+        """End the sampler."""
+        self._abandon()
+
+    def _running(self) -> sampler.Channel:
+        if self._channel is None:
+            self._channel = self._start(self.name)
+        if not self._ready:
+            self._await_ready(self._channel)
+        return self._channel
+
+    def _await_ready(self, channel: sampler.Channel) -> None:
+        try:
+            if not self._wait(channel, SLOW_SECONDS):
+                if self._on_slow:
+                    self._on_slow("the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ...")
+                if not self._wait(channel, INIT_SECONDS - SLOW_SECONDS):
+                    raise errors.DriverUnresponsive(
+                        f"the driver did not initialise within {INIT_SECONDS:.0f} s.  Try `nvidia-smi`; if it hangs too, reboot."
+                    )
+            reply = sampler.receive(channel[2])
+            if reply is None:
+                raise errors.DriverUnresponsive("the driver library crashed while it initialised.  Try `nvidia-smi`.")
+            _raise_error(reply)
+        except errors.GpuguardError:
+            self._abandon()
+            raise
+        self._ready = True
+
+    def _reply(self, seconds: float) -> Snapshot:
+        channel = self._channel
+        assert channel is not None
+        index: int | None = None
+        while True:
+            where = "the driver" if index is None else f"device {index}"
+            if not self._wait(channel, seconds):
+                raise _Stuck(index, f"a driver call did not come back ({where})")
+            reply = sampler.receive(channel[2])
+            if reply is None:
+                raise _Stuck(index, f"the driver library crashed ({where})")
+            if reply[0] == "at":
+                index = reply[1]
+                continue
+            _raise_error(reply)
+            return sampler.unpack(reply[1])
+
+    def _wait(self, channel: sampler.Channel, seconds: float) -> bool:
+        """Whether the sampler said something in time; the time in which it only waits for a CPU does not count."""
+        poll = select.poll()
+        poll.register(channel[2], select.POLLIN)
+        if poll.poll(seconds * 1000):
+            return True
+        starved_until = time.monotonic() + STARVED_SECONDS
+        while _is_runnable(channel[0]) and time.monotonic() < starved_until:
+            if poll.poll(200):
+                return True
+        return bool(poll.poll(0))
+
+    def _abandon(self) -> None:
+        if self._channel:
+            pid, requests, replies = self._channel
+            self._channel, self._ready = None, False
+            os.close(requests)
+            os.close(replies)
+            self._abandoned.append(pid)
+        # Never a blocking wait: a sampler in an uninterruptible driver call ends only when the driver lets it.
+        self._abandoned = [pid for pid in self._abandoned if not _reaped(pid)]
+
+
+class _Stuck(Exception):
+    """The sampler fell silent or died while it read device *index*."""
+
+    def __init__(self, index: int | None, reason: str) -> None:
+        super().__init__(reason)
+        self.index = index
+        self.reason = reason
+
+
+def _raise_error(reply: tuple[object, ...]) -> None:
+    if reply[0] == "error":
+        _, name, message, attributes = reply
+        error: errors.GpuguardError = getattr(errors, str(name))(message)
+        vars(error).update(attributes)  # type: ignore[call-overload]
+        raise error
+
+
+def _is_runnable(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b") ")[2][:1] == b"R"
+    except OSError:
+        return False
+
+
+def _reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True

@@ -1,0 +1,176 @@
+"""The child side of the isolated backend: a process that reads the devices and answers over two pipes.
+
+It imports almost nothing before it forks: `gpuguard run` starts it before it parses its own command line, so that
+libnvidia-ml loads (22 ms for the Python bindings alone) on the other core meanwhile.
+
+A frame is a 4-byte length and a marshal of (kind, ...): requests (fields, devices, skip); replies ("ready",),
+("at", index) before a device is touched, ("snapshot", packed), ("error", class, message, attributes).
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import sys
+
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    from gpuguard.model import Snapshot
+
+Channel = tuple[int, int, int]  # pid of the child, descriptor to write requests to, descriptor to read replies from
+
+
+def start_by_fork(name: str) -> Channel:
+    """Start a sampler of backend *name* as a copy of this process: fast, and only for a process without threads."""
+    request_read, request_write = os.pipe()
+    reply_read, reply_write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(request_read)
+        os.close(reply_write)
+        return pid, request_write, reply_read
+    try:
+        _leave_the_family(keep=(request_read, reply_write))
+        serve(name, request_read, reply_write)
+    finally:
+        os._exit(1)
+
+
+def start_by_spawn(name: str) -> Channel:
+    """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else."""
+    request_read, request_write = os.pipe()
+    reply_read, reply_write = os.pipe()
+    code = "import sys; sys.path[:] = sys.argv[2:]; from gpuguard.backends.sampler import serve; serve(sys.argv[1], 0, 1)"
+    try:
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-c", code, name, *sys.path],
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, request_read, 0),
+                (os.POSIX_SPAWN_DUP2, reply_write, 1),
+                (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+            ],
+            setpgroup=0,
+            setsigmask=(),
+        )
+    finally:
+        os.close(request_read)
+        os.close(reply_write)
+    return pid, request_write, reply_read
+
+
+def serve(name: str, requests: int, replies: int) -> NoReturn:
+    """Answer requests until the other end is gone.  Never returns."""
+    import _thread
+
+    _thread.start_new_thread(_end_with_the_parent, (requests,))
+    from gpuguard.errors import GpuguardError
+
+    try:
+        _answer(name, requests, replies)
+    except GpuguardError as error:
+        send(replies, ("error", type(error).__name__, str(error), vars(error)))
+    except BrokenPipeError:
+        pass
+    except BaseException as error:  # noqa: BLE001  the border of this process: a fault must reach the parent as a message
+        send(replies, ("error", "BackendError", f"reading the devices failed inside gpuguard: {error!r}", {}))
+    os._exit(0)
+
+
+def _answer(name: str, requests: int, replies: int) -> None:
+    from gpuguard.backends import open_backend
+    from gpuguard.errors import BackendError
+
+    backend: Any = open_backend(name)
+    backend.progress = lambda index: send(replies, ("at", index))
+    send(replies, ("ready",))
+    while request := receive(requests):
+        fields, devices, skip = request
+        backend.skip = set(skip)
+        try:
+            reply = ("snapshot", pack(backend.sample(fields, devices)))
+        except BackendError as error:
+            reply = ("error", type(error).__name__, str(error), vars(error))  # type: ignore[assignment]
+        send(replies, reply)
+
+
+def _leave_the_family(keep: tuple[int, int]) -> None:
+    """Hold nothing of the parent: no claim, no terminal, no pipe that somebody waits for the end of."""
+    import signal
+
+    os.setpgid(0, 0)  # Ctrl-C and Ctrl-Z are for the job
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    for entry in os.listdir("/proc/self/fd"):
+        if int(entry) > 2 and int(entry) not in keep:
+            try:
+                os.close(int(entry))
+            except OSError:  # the descriptor of the listing itself
+                continue
+
+
+def _end_with_the_parent(requests: int) -> None:
+    """End this process when the parent closes its end or dies, even while a driver call hangs in the main thread."""
+    import select
+
+    poll = select.poll()
+    poll.register(requests, 0)  # hang-up alone
+    poll.poll()
+    os._exit(0)
+
+
+def send(descriptor: int, message: Any) -> None:
+    """Write one frame."""
+    body = marshal.dumps(message)
+    frame = memoryview(len(body).to_bytes(4, "little") + body)
+    while frame:
+        frame = frame[os.write(descriptor, frame) :]
+
+
+def receive(descriptor: int) -> Any:
+    """Read one frame; None when the other end is gone."""
+    head = _read(descriptor, 4)
+    body = _read(descriptor, int.from_bytes(head, "little")) if head else b""
+    return marshal.loads(body) if body else None
+
+
+def _read(descriptor: int, count: int) -> bytes:
+    parts = b""
+    while len(parts) < count:
+        part = os.read(descriptor, count - len(parts))
+        if not part:
+            return b""
+        parts += part
+    return parts
+
+
+def pack(snapshot: Snapshot) -> dict[str, Any]:
+    """A snapshot as plain values, without those that have their default of None."""
+    devices = [
+        {**_known(device), "processes": None if device.processes is None else [_known(each) for each in device.processes]}
+        for device in snapshot.devices
+    ]
+    gaps = [(gap.device, gap.field, gap.reason) for gap in snapshot.gaps]
+    return _known(snapshot) | {"devices": devices, "gaps": gaps, "claims": ()}
+
+
+def unpack(packed: dict[str, Any]) -> Snapshot:
+    """The snapshot that *pack* made plain."""
+    from gpuguard.model import Device, Gap, GpuProcess, Snapshot
+
+    devices = []
+    for values in packed["devices"]:
+        if values["processes"] is not None:
+            values["processes"] = tuple(GpuProcess(**process) for process in values["processes"])
+        devices.append(Device(**values))
+    gaps = tuple(Gap(*gap) for gap in packed["gaps"])
+    return Snapshot(**{**packed, "devices": tuple(devices), "gaps": gaps})
+
+
+def _known(noun: object) -> dict[str, Any]:
+    return {name: value for name, value in vars(noun).items() if value is not None}
