@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_nvml import FakeNvml, library
+from surroundings import clean_environment, pytest_runtest_setup, pytest_terminal_summary  # noqa: F401  (hooks)
 
 
 @pytest.fixture(scope="session")

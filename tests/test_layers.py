@@ -1,0 +1,83 @@
+"""The directory listing of ARCHITECTURE.md is the import order: a module imports only what stands above it."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from sources import PACKAGE, ROOT, imports, module_name, modules, tree
+
+ORDER = (
+    "errors", "units", "model", "backends", "clusters", "select", "policies", "waiting", "lock", "notify", "actions",
+    "history", "policyfile", "watchdog", "run", "daemon", "views", "cli", "__init__", "__main__",
+)  # fmt: skip
+
+
+def violations(module: ast.AST, name: str) -> list[str]:
+    """Imports of *module* that stand at its own place or below it, as "line N imports X"."""
+    own = name.split(".")[1]
+    found = []
+    for line, imported in imports(module, name):
+        if imported == "gpuguard.__version__":
+            continue  # the package is loaded before anything in it, so this cannot be a cycle
+        parts = imported.split(".")
+        if parts[0] != "gpuguard":
+            continue
+        layer = parts[1] if len(parts) > 1 and parts[1] in ORDER else "__init__"
+        if layer == own and (PACKAGE / own).is_dir():
+            continue
+        if ORDER.index(layer) >= ORDER.index(own):
+            found.append(f"line {line} imports {imported}, which does not stand above {own}")
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=module_name)
+def test_a_module_imports_only_what_stands_above_it(path):
+    assert violations(tree(path), module_name(path)) == []
+
+
+def test_every_module_has_a_place_in_the_order():
+    here = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+
+    assert here - set(ORDER) == set(), "say in ORDER and in ARCHITECTURE.md where it stands"
+
+
+def test_the_architecture_lists_the_modules_in_this_order():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    here = [
+        name for name in ORDER[:-2] if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()
+    ]
+    places = [text.find(f"\n      {name}") for name in here]
+
+    assert -1 not in places, [name for name, place in zip(here, places, strict=True) if place < 0]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("gpuguard.select", "import gpuguard.lock"),
+        ("gpuguard.select", "from gpuguard import lock"),
+        ("gpuguard.select", "def f():\n    from gpuguard.views.who import rows"),
+        ("gpuguard.backends.nvml", "from ..lock import Claim"),
+        ("gpuguard.lock", "import importlib\nimportlib.import_module(f'gpuguard.cli.{x}')"),
+        ("gpuguard.model", "from gpuguard import grab_gpus"),
+        ("gpuguard.lock", "import gpuguard"),
+        ("gpuguard.model", "import gpuguard.model"),
+    ],
+)
+def test_a_planted_violation_is_caught(name, source):
+    assert violations(ast.parse(source), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("gpuguard.lock", "from gpuguard.model import Device\nfrom gpuguard import select"),
+        ("gpuguard.backends.isolated", "from gpuguard.backends import open_backend"),
+        ("gpuguard.errors", "if TYPE_CHECKING:\n    from gpuguard.select import Refusal"),
+        ("gpuguard.cli", "from gpuguard import __version__"),
+    ],
+)
+def test_what_is_allowed_is_not_reported(name, source):
+    assert violations(ast.parse(source), name) == []

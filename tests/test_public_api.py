@@ -1,0 +1,79 @@
+"""What `import gpuguard` offers: exactly `__all__`, and nothing is loaded before it is used."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import gpuguard
+from gpuguard import errors, model
+
+MODEL = {"Device", "GpuProcess", "ClaimRecord", "Gap", "Snapshot", "Event"}
+FUNCTIONS = {"grab_gpus", "claim", "Claim", "select_devices", "snapshot", "who", "open_backend"}
+ERRORS = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
+
+# Each of these costs milliseconds that every job would pay (json, subprocess: 3; pathlib: 8; filelock: 40).
+HEAVY = {
+    "argparse", "asyncio", "concurrent", "ctypes", "email", "filelock", "http", "inspect", "json", "logging",
+    "multiprocessing", "pathlib", "psutil", "pynvml", "random", "secrets", "shutil", "socket", "subprocess",
+    "tempfile", "threading", "typing", "unittest", "urllib",
+}  # fmt: skip
+
+
+def printed_by(code: str) -> list[str]:
+    """The words that *code* prints in a bare interpreter."""
+    # -S: what an installation runs at start (the finder of an editable install, coverage) is not ours.
+    root = gpuguard.__path__[0].rpartition("/")[0]
+    code = f"import sys; sys.path.insert(0, {root!r}); {code}"
+    return subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def modules_loaded_by(statement: str) -> set[str]:
+    """What *statement* adds to a bare interpreter."""
+    return set(printed_by(f"before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"))
+
+
+def test_all_is_exact():
+    assert set(gpuguard.__all__) == MODEL | FUNCTIONS | ERRORS
+    assert len(gpuguard.__all__) == len(set(gpuguard.__all__))
+
+
+def test_there_is_no_public_name_besides_all():
+    assert set(printed_by("import gpuguard; print(*(n for n in vars(gpuguard) if n[0] != '_'))")) <= {"annotations"}
+    assert {name for name in dir(gpuguard) if not name.startswith("_")} >= set(gpuguard.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(MODEL | FUNCTIONS | ERRORS))
+def test_every_name_can_be_imported_and_explains_itself(name):
+    thing = getattr(gpuguard, name)
+
+    assert thing.__doc__
+    assert thing.__name__ == name
+
+
+def test_every_noun_of_the_model_is_public():
+    nouns = {name for name, kind in vars(model).items() if inspect.isclass(kind) and kind.__module__ == model.__name__}
+
+    assert nouns == MODEL
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'grab_gpu'"):
+        gpuguard.grab_gpu  # noqa: B018
+
+
+def test_importing_gpuguard_loads_nothing_but_itself():
+    loaded = modules_loaded_by("import gpuguard")
+
+    assert {name for name in loaded if not name.startswith("gpuguard")} <= {"__future__"}
+    assert len(loaded) <= 2
+
+
+@pytest.mark.parametrize("module", ["run", "lock", "select", "model", "units", "errors", "clusters"])
+def test_what_run_needs_loads_nothing_heavy(module):
+    loaded = modules_loaded_by(f"import gpuguard.{module}")
+
+    assert {name.partition(".")[0] for name in loaded} & HEAVY == set()
