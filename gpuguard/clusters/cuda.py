@@ -1,0 +1,61 @@
+"""CUDA_VISIBLE_DEVICES, read as CUDA reads it.
+
+The list ends at the first entry that names no device; -1 and the empty list leave nothing.  Indices are in PCI order:
+the only order that the driver, nvidia-smi and `gpuguard run` share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpuguard.model import Device
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def allowed(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[tuple[str, ...], str] | None:
+    """The uuids of the list, and what to tell people about it; None when the variable is not set."""
+    text = environ.get(VARIABLE)
+    if text is None:
+        return None
+    gpus = sorted((device for device in devices if device.parent_uuid is None), key=lambda device: device.index)
+    uuids: list[str] = []
+    for entry in text.split(","):
+        uuid = _named(entry.strip(), gpus, devices)
+        if uuid is None:
+            break
+        if uuid in uuids:
+            # CUDA takes a list that names a device twice for no list at all.
+            return (), f"{VARIABLE}={text} names a device twice, so CUDA sees none"
+        uuids.append(uuid)
+    return tuple(uuids), f"{VARIABLE}={text} allows {_listed(uuids, devices)}{_doubt(environ, text, gpus)}"
+
+
+def _named(entry: str, gpus: Sequence[Device], devices: Sequence[Device]) -> str | None:
+    if entry.isdecimal():
+        return next((device.uuid for device in gpus if device.index == int(entry)), None)
+    if not entry.upper().startswith(("GPU-", "MIG-")):
+        return None
+    matches = [device.uuid for device in devices if device.uuid.lower().startswith(entry.lower())]
+    if not matches and entry.upper().startswith("MIG-"):
+        return entry
+    return matches[0] if len(matches) == 1 else None
+
+
+def _listed(uuids: Sequence[str], devices: Sequence[Device]) -> str:
+    indices = {device.uuid: str(device.index) for device in devices if device.parent_uuid is None}
+    names = [indices.get(uuid, uuid) for uuid in uuids]
+    return f"only device{'s' * (len(names) > 1)} {', '.join(names)}" if names else "no device"
+
+
+def _doubt(environ: Mapping[str, str], text: str, gpus: Sequence[Device]) -> str:
+    """Without PCI_BUS_ID CUDA numbers the fastest first, and that differs from PCI order when the models differ."""
+    mixed = len({device.name for device in gpus}) > 1
+    if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not mixed or not any(letter.isdecimal() for letter in text):
+        return ""
+    if all(not entry.strip().isdecimal() for entry in text.split(",")):
+        return ""
+    return (
+        " in PCI order (the GPUs of this machine differ, and CUDA numbers them otherwise unless"
+        " CUDA_DEVICE_ORDER=PCI_BUS_ID: set it)"
+    )

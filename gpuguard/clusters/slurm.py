@@ -1,0 +1,43 @@
+"""Slurm: a job gets what Slurm gave it; a job that got no GPU must not take what is there.
+
+CUDA_VISIBLE_DEVICES says which, where it is set (see cuda).  SLURM_STEP_GPUS and SLURM_JOB_GPUS carry the numbers of
+the whole machine, so they are read only where the job sees more devices than it was given: where Slurm hides the
+others (ConstrainDevices), the visible ones are numbered from 0 again and all of them are the job's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpuguard.model import Device
+
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
+
+
+def allowed(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[tuple[str, ...], str] | None:
+    """What a Slurm job was given; None (no opinion) elsewhere and where CUDA_VISIBLE_DEVICES says it."""
+    job = environ.get("SLURM_JOB_ID")
+    if not job or "CUDA_VISIBLE_DEVICES" in environ:
+        return None
+    variable = next((name for name in GPU_VARIABLES if name in environ), None)
+    if variable is None:
+        return (), f"Slurm job {job} was given no GPU (ask Slurm for one: --gres=gpu:1)"
+    gpus = {device.index: device.uuid for device in devices if device.parent_uuid is None}
+    given = _numbers(environ[variable])
+    if variable == "GPU_DEVICE_ORDINAL" or len(given) >= len(gpus) > 0:
+        return None
+    uuids = tuple(gpus[number] for number in given if number in gpus)
+    return (
+        uuids,
+        f"{variable}={environ[variable]} of Slurm job {job} allows {len(uuids) or 'no'} of {len(gpus)} devices",
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    """[0, 1, 2, 5] of "0-2,5"."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdecimal() and (not last or last.isdecimal()):
+            numbers += range(int(first), int(last or first) + 1)
+    return numbers

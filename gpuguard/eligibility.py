@@ -1,0 +1,252 @@
+"""Why a device will not do for a request: all reasons, each a text that says who or what stands in the way.
+
+The two-key rule: nobody has claimed the device, *and* it looks free (no compute process of others, hardly any memory
+in use, healthy).  Unknown never satisfies a condition.  Does not rank: see select.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from gpuguard.model import Device, GpuProcess, Snapshot
+from gpuguard.request import Request, resolve
+from gpuguard.units import format_bytes, format_duration
+
+# Problems that may pass without anybody's doing, so that waiting makes sense; the others need an administrator.
+PASSING = ("not responding", "no answer", "hang", "timeout", "timed out", "thermal")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a device is refused.
+
+    Args:
+        permanent: waiting will not change it.
+        option: of the command line that asks for what the device lacks, "" when none does.
+    """
+
+    text: str
+    permanent: bool = False
+    option: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A device that will not do, with all reasons."""
+
+    device: Device
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A request whose selectors are resolved on one machine, and who has claimed what there."""
+
+    request: Request
+    snapshot: Snapshot
+    taken: Mapping[str, str]
+    wanted: frozenset[str] | None
+    excluded: frozenset[str]
+    preferred: Mapping[str, int]  # uuid -> place in the list, 0 is the best
+    instances: Mapping[str, int]  # uuid of a divided GPU -> how many MIG instances
+
+
+def terms_of(snapshot: Snapshot, request: Request, taken: Mapping[str, str]) -> Terms:
+    """Resolve the selectors of *request* on this machine.
+
+    Raises:
+        InvalidRequest: a selector names no device, or two.
+    """
+    devices = snapshot.devices
+    preferred = resolve(request.prefer, devices, "--prefer")
+    return Terms(
+        request,
+        snapshot,
+        taken,
+        None if request.devices is None else frozenset(resolve(request.devices, devices, "--gpus")),
+        frozenset(resolve(request.exclude, devices, "--exclude")),
+        {uuid: place for place, uuid in enumerate(preferred)},
+        Counter(device.parent_uuid for device in devices if device.parent_uuid),
+    )
+
+
+def reasons_against(device: Device, terms: Terms) -> tuple[Reason, ...]:
+    """All reasons why *device* will not do; empty when it will."""
+    return tuple(reason for rule in RULES for reason in rule(device, terms))
+
+
+def named(device: Device) -> str:
+    """What people call it: ``"device 3"``."""
+    if device.parent_uuid is None:
+        return f"device {device.index}"
+    return f"MIG {device.mig_profile or 'instance'} {device.uuid}"
+
+
+def foreign(device: Device, request: Request) -> tuple[GpuProcess, ...]:
+    """The processes that make it busy for this request."""
+    return tuple(p for p in device.processes or () if _computes(p, request) and p.uid not in request.mine_as_free)
+
+
+def used_by(processes: Sequence[GpuProcess], clock: float) -> str:
+    """``"bob (pid 812, python train.py, 3h12m) and 2 more"``."""
+    biggest = sorted(processes, key=lambda p: (-(p.memory_used or 0), p.pid))
+    more = f" and {len(biggest) - 2} more" if len(biggest) > 2 else ""
+    return ", ".join(_process(process, clock) for process in biggest[:2]) + more
+
+
+def shown(text: str, width: int = 60) -> str:
+    """Foreign text for a terminal: no control characters, and not endless."""
+    plain = "".join(letter if letter.isprintable() else "?" for letter in text[: width + 1])
+    return plain if len(plain) <= width else plain[: width - 1] + "…"
+
+
+def _out_of_scope(device: Device, terms: Terms) -> Iterator[Reason]:
+    request, family = terms.request, {device.uuid, device.parent_uuid}
+    if terms.wanted is not None and not family & terms.wanted:
+        yield Reason(f"not in --gpus {','.join(request.devices or ())}", True, "--gpus")
+    if family & terms.excluded:
+        yield Reason(f"in --exclude {','.join(request.exclude)}", True, "--exclude")
+    if request.within is not None and not family & set(request.within):
+        yield Reason(request.within_reason or "outside the devices that are allowed here", True)
+
+
+def _divided(device: Device, terms: Terms) -> Iterator[Reason]:
+    if not device.mig_mode or device.parent_uuid is not None:
+        return
+    count = terms.instances.get(device.uuid, 0)
+    if count:
+        yield Reason(f"divided into {count} MIG instance{'s' * (count != 1)}: they are chosen instead", True)
+    else:
+        yield Reason("MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)", True)
+
+
+def _wrong_kind(device: Device, terms: Terms) -> Iterator[Reason]:
+    request = terms.request
+    if request.models and device.name is None:
+        yield Reason(_unknown(device, "name", "its model", terms), True, "--model")
+    elif request.models and not any(is_model(device.name or "", glob) for glob in request.models):
+        yield Reason(f"is a {shown(device.name or '')}", True, "--model")
+    room = None if device.memory_total is None else device.memory_total - (device.memory_reserved or 0)
+    if request.min_total is not None and device.memory_total is None:
+        yield Reason(_unknown(device, "memory_total", "its memory", terms), True, "--min-total")
+    elif request.min_total is not None and (device.memory_total or 0) < request.min_total:
+        yield Reason(f"has {format_bytes(device.memory_total)} of memory in all", True, "--min-total")
+    if request.min_free is not None and room is not None and room < request.min_free:
+        yield Reason(f"has {format_bytes(room)} of memory even when it is empty", True, "--min-free")
+    elif request.min_free is not None and device.memory_free is None:
+        yield Reason(_unknown(device, "memory_free", "its free memory", terms), False, "--min-free")
+    elif request.min_free is not None and (device.memory_free or 0) < request.min_free:
+        yield Reason(f"only {format_bytes(device.memory_free)} free", False, "--min-free")
+
+
+def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
+    for problem in device.problems or ():
+        yield Reason(shown(problem, 200), not any(word in problem.lower() for word in PASSING))
+    if device.compute_mode == "prohibited" and not any("prohibited" in problem for problem in device.problems or ()):
+        yield Reason("its compute mode is prohibited (an administrator permits work: nvidia-smi -c DEFAULT)", True)
+    owners = [process for process in device.processes or () if process.kind != "graphics"]
+    if device.compute_mode == "exclusive_process" and owners:
+        yield Reason(f"in exclusive-process mode and taken by {used_by(owners, terms.snapshot.clock)}")
+
+
+def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
+    # Whoever claimed a GPU before it was divided still owns all of it.
+    holder = terms.taken.get(device.uuid) or terms.taken.get(device.parent_uuid or "")
+    if holder:
+        yield Reason(holder)
+
+
+def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
+    request, others = terms.request, foreign(device, terms.request)
+    allowed = request.max_processes or 0
+    if device.processes and not device.processes_plausible:
+        yield Reason("its process list is not plausible, so nobody can say who uses it")
+        return
+    if device.processes is None and (request.max_processes or request.mine_as_free):
+        option = "--max-processes" if request.max_processes else "--mine-as-free"
+        yield Reason(_unknown(device, "processes", "its list of processes", terms), False, option)
+    elif len(others) > allowed:
+        memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
+        limit = f" ({len(others)} processes)" if allowed else ""
+        yield Reason(f"{memory}used by {used_by(others, terms.snapshot.clock)}{limit}")
+    elif not allowed:
+        yield from _memory_in_use(device, terms)
+
+
+def _memory_in_use(device: Device, terms: Terms) -> Iterator[Reason]:
+    request = terms.request
+    if device.memory_used is None:
+        if device.processes is None and not device.problems:
+            yield Reason("neither its processes nor its memory in use are known, so nothing says that it is free")
+        return
+    own = [p.memory_used for p in device.processes or () if _computes(p, request)]
+    if None in own:
+        return
+    rest = device.memory_used - sum(memory or 0 for memory in own)
+    if rest > request.tolerance:
+        whose = "the driver gives no list of processes" if device.processes is None else "by no process that is visible"
+        limit = f"an idle device may hold {format_bytes(request.tolerance)} (--tolerance)"
+        yield Reason(f"{format_bytes(rest)} in use, {whose}; {limit}")
+
+
+# option, the request's limit, the device's value, what it is, its unit
+_LIMITS = (
+    ("--max-util", "max_util", "utilization", "utilization", "%"),
+    ("--max-memory-util", "max_memory_util", "memory_utilization", "memory utilization", "%"),
+    ("--max-temperature", "max_temperature", "temperature", "temperature", "C"),
+)
+
+
+def _above_limit(device: Device, terms: Terms) -> Iterator[Reason]:
+    for option, limit_name, field, what, unit in _LIMITS:
+        limit, value = getattr(terms.request, limit_name), getattr(device, field)
+        if limit is None:
+            continue
+        if value is None:
+            yield Reason(_unknown(device, field, f"its {what}", terms), False, option)
+        elif value > limit:
+            yield Reason(f"{what} is {value:.0f}{unit}", False, option)
+
+
+RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
+    _out_of_scope,
+    _divided,
+    _wrong_kind,
+    _unhealthy,
+    _claimed,
+    _busy,
+    _above_limit,
+)
+
+
+def is_model(name: str, glob: str) -> bool:
+    """Whether *glob* matches the name, or its end from some word on: "A100*" and "A100" fit NVIDIA A100-SXM4-80GB."""
+    words, pattern = name.lower().split(), glob.lower()
+    endings = [" ".join(words[start:]) for start in range(len(words))]
+    return any(fnmatchcase(ending, pattern + rest) for ending in endings for rest in ("", " *", "-*"))
+
+
+def _computes(process: GpuProcess, request: Request) -> bool:
+    # Desktop shells appear as compute+graphics with some 25 MiB; they would make every workstation's GPU busy for ever.
+    if process.kind == "compute+graphics":
+        return process.memory_used is None or process.memory_used > request.tolerance
+    return process.kind != "graphics"
+
+
+def _process(process: GpuProcess, clock: float) -> str:
+    facts = [f"pid {process.pid}"]
+    if process.command:
+        facts.append(shown(" ".join(process.command), 40))
+    if process.start_time is not None:
+        facts.append(format_duration(clock - process.start_time))
+    user = process.user or (f"uid {process.uid}" if process.uid is not None else "")
+    return f"{shown(user)} ({', '.join(facts)})" if user else ", ".join(facts)
+
+
+def _unknown(device: Device, field: str, what: str, terms: Terms) -> str:
+    gaps = (gap for gap in terms.snapshot.gaps if gap.device == device.uuid and field.startswith(gap.field))
+    why = next((f" ({shown(gap.reason)})" for gap in gaps), "")
+    return f"{what} is unknown{why}"

@@ -1,0 +1,163 @@
+"""What somebody asks for: how many devices, and which ones will do.
+
+Does not look at any device: see eligibility for why one will not do, and select for which ones are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import (
+    HEALTH,
+    MODEL,
+    PROCESS_DETAILS,
+    SELECT_FIELDS,
+    THERMAL,
+    TOPOLOGY,
+    UTILIZATION,
+    Device,
+)
+from gpuguard.units import format_bytes
+
+# What an idle device may still hold.  NVIDIA's resiliency extension takes memory for given back below the same 512 MB.
+IDLE_TOLERANCE = 512 * 2**20
+
+STRATEGIES = {
+    "spread": "the emptiest devices first",
+    "pack": "the fullest devices that still fit, and broken NUMA nodes, so that big gaps stay whole",
+    "first": "the lowest index first, whatever its load",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """How many devices are wanted, and what each must satisfy.  None: no such condition.
+
+    Selectors (devices, exclude, prefer) are an index, a uuid or a unique beginning of one; naming a GPU that is
+    divided into MIG instances names its instances.
+
+    Raises:
+        InvalidRequest: the conditions make no sense, whatever the machine.
+    """
+
+    num_gpus: int = 1
+    max_gpus: int | None = None  # take up to so many, at least num_gpus
+    devices: tuple[str, ...] | None = None  # selectors: no others
+    min_free: int | None = None  # bytes
+    min_total: int | None = None  # bytes
+    max_util: float | None = None  # percent
+    max_memory_util: float | None = None  # percent
+    max_processes: int | None = None  # share the device with up to so many processes of others
+    max_temperature: float | None = None  # Celsius
+    models: tuple[str, ...] = ()  # globs, one of them must match
+    exclude: tuple[str, ...] = ()  # selectors
+    prefer: tuple[str, ...] = ()  # selectors, best first
+    strategy: str = "spread"
+    mine_as_free: frozenset[int] = frozenset()  # uids whose processes do not make a device busy
+    within: tuple[str, ...] | None = None  # uuids that an outer scheduler or CUDA_VISIBLE_DEVICES allows
+    within_reason: str = ""  # "CUDA_VISIBLE_DEVICES=3 allows only device 3"
+    tolerance: int = IDLE_TOLERANCE  # bytes that an idle device may hold
+
+    def __post_init__(self) -> None:
+        if self.num_gpus < 1:
+            raise InvalidRequest(f"{self.num_gpus} GPUs cannot be asked for: ask for at least 1.")
+        if self.max_gpus is not None and self.max_gpus < self.num_gpus:
+            raise InvalidRequest(f"at most {self.max_gpus} GPUs are fewer than the {self.num_gpus} that are wanted.")
+        if self.max_processes is not None and self.max_processes < 0:
+            raise InvalidRequest(f"a device cannot have {self.max_processes} processes: permit 0 or more.")
+        if self.devices is not None and not self.devices:
+            raise InvalidRequest("the list of devices is empty: name some, as in 0,3, or leave it out.")
+        if self.strategy not in STRATEGIES:
+            raise InvalidRequest(f"there is no strategy {self.strategy!r}: choose one of {', '.join(STRATEGIES)}.")
+
+    @property
+    def most(self) -> int:
+        """How many devices are taken when there are plenty."""
+        return self.max_gpus or self.num_gpus
+
+
+def fields_needed(request: Request) -> frozenset[str]:
+    """The field groups that must be read for all devices before they can be chosen among.
+
+    What is not here (HEALTH above all) is read for the winners only.
+    """
+    selectors = (*(request.devices or ()), *request.exclude, *request.prefer, *(request.within or ()))
+    shares = bool(request.max_processes or request.mine_as_free)
+    wanted = {
+        UTILIZATION: request.max_util is not None or request.max_memory_util is not None or shares,
+        PROCESS_DETAILS: bool(request.mine_as_free),
+        THERMAL: request.max_temperature is not None,
+        MODEL: bool(request.models) or request.strategy == "pack" or request.most > 1,
+        TOPOLOGY: request.most > 1 and request.strategy != "first",
+        HEALTH: any(selector.upper().startswith("MIG-") for selector in selectors),  # it brings the MIG instances
+    }
+    return SELECT_FIELDS | {group for group, needed in wanted.items() if needed}
+
+
+def resolve(selectors: Iterable[str], devices: Sequence[Device], option: str = "--gpus") -> tuple[str, ...]:
+    """The uuids that *selectors* name, in their order.
+
+    Raises:
+        InvalidRequest: one names no device, several devices, or a device that was named before.
+    """
+    found: dict[str, str] = {}
+    for selector in selectors:
+        uuid = _resolve_one(selector, devices, option)
+        if uuid in found:
+            again = "twice" if found[uuid] == selector else f"as {found[uuid]} and as {selector}"
+            raise InvalidRequest(f"{option} names device {selector} {again}: name each device once.")
+        found[uuid] = selector
+    return tuple(found)
+
+
+def spelled(request: Request) -> str:
+    """The options of the command line that make this request: ``"-n 5 --model 'A100*'"``."""
+    return " ".join(options_of(request))
+
+
+def options_of(request: Request) -> tuple[str, ...]:
+    """The same, one text per option."""
+    values = (
+        ("-n", str(request.num_gpus)),
+        ("--gpus", ",".join(request.devices or ())),
+        ("--min-free", _size(request.min_free)),
+        ("--min-total", _size(request.min_total)),
+        ("--max-util", _number(request.max_util, "%")),
+        ("--max-memory-util", _number(request.max_memory_util, "%")),
+        ("--max-processes", _number(request.max_processes, "")),
+        ("--max-temperature", _number(request.max_temperature, "C")),
+        *(("--model", f"'{model}'") for model in request.models),
+        ("--exclude", ",".join(request.exclude)),
+        ("--prefer", ",".join(request.prefer)),
+        ("--strategy", "" if request.strategy == "spread" else request.strategy),
+        ("--tolerance", "" if request.tolerance == IDLE_TOLERANCE else _size(request.tolerance)),
+    )
+    mine = ("--mine-as-free",) if request.mine_as_free else ()
+    return tuple(f"{option} {value}" for option, value in values if value) + mine
+
+
+def _size(count: int | None) -> str:
+    return "" if count is None else format_bytes(count)
+
+
+def _number(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{value:g}{unit}"
+
+
+def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:
+    wanted = selector.strip().lower()
+    if wanted.isdecimal():
+        # A MIG instance carries the index of its GPU: the index means the GPU.
+        matches = [device for device in devices if device.index == int(wanted) and device.parent_uuid is None]
+    else:
+        exact = [device for device in devices if device.uuid.lower() == wanted]
+        begins = [device for device in devices if device.uuid.lower().startswith(wanted)]
+        matches = exact or (begins if len(wanted) > len("GPU-") else [])
+    if len(matches) == 1:
+        return matches[0].uuid
+    if matches:
+        raise InvalidRequest(f"{option} {selector} could be {', '.join(d.uuid for d in matches)}: write more of it.")
+    there = "\n".join(f"  {device.index}  {device.uuid}" for device in devices)
+    raise InvalidRequest(f"{option} {selector} names no device of this machine.  It has\n{there or '  none at all'}")

@@ -1,0 +1,232 @@
+"""Choosing devices: which are free, which of those are best, and why the others are refused.
+
+Among the eligible the order is: known before unknown memory, --prefer, no running work, most free memory, least
+utilization, fewest processes; then, for several devices, the best connected set; then health marks, temperature and
+the highest index, because most people take GPU 0.  Memory and utilization are compared coarsely: 3 MiB are no reason.
+Does not claim anything, so what it says may be over a moment later: see lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuguard.eligibility import Reason, Refusal, Terms, foreign, named, reasons_against, shown, terms_of
+from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
+from gpuguard.model import ClaimRecord, Device, Snapshot
+from gpuguard.request import Request, fields_needed, options_of, resolve, spelled
+from gpuguard.topology import best_connected
+from gpuguard.units import format_duration
+
+__all__ = [
+    "Choice",
+    "Reason",
+    "Refusal",
+    "Request",
+    "choose",
+    "fields_needed",
+    "named",
+    "not_enough",
+    "possible",
+    "resolve",
+    "spelled",
+    "taken_by",
+]
+
+_GRAIN = 512 * 2**20  # bytes of free memory that count as equal
+_UTILIZATION_GRAIN = 5  # percent
+_TEMPERATURE_GRAIN = 5  # Celsius
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What choose() found.
+
+    Args:
+        devices: the chosen ones in index order, none when fewer than wanted are eligible.
+        eligible: all that would do, the best first.
+        refused: all others in index order, each with all its reasons.
+    """
+
+    devices: tuple[Device, ...]
+    eligible: tuple[Device, ...]
+    refused: tuple[Refusal, ...]
+
+
+def choose(snapshot: Snapshot, request: Request, taken: Mapping[str, str]) -> Choice:
+    """The best devices of *snapshot* for *request*.
+
+    A device whose problems were not read yet (None) counts as healthy: read the winners again with VERIFY_FIELDS and
+    choose again until all winners have been read.
+
+    Args:
+        taken: uuid -> who has claimed it, as text for people.
+
+    Raises:
+        InvalidRequest: a selector names no device of this machine.
+    """
+    terms = terms_of(snapshot, request, taken)
+    against = {device.uuid: reasons_against(device, terms) for device in snapshot.devices}
+    candidates = [device for device in snapshot.devices if not against[device.uuid]]
+    crowds = _crowds(candidates)
+    tiers = {device.uuid: _tier(device, terms, crowds) for device in candidates}
+    eligible = sorted(candidates, key=lambda device: (tiers[device.uuid], _tie(device)))
+    refused = [Refusal(device, against[device.uuid]) for device in snapshot.devices if against[device.uuid]]
+    chosen: list[Device] = []
+    if len(eligible) >= request.num_gpus:
+        chosen = _best_set(eligible, tiers, min(request.most, len(eligible)), snapshot)
+    return Choice(
+        tuple(sorted(chosen, key=_place)),
+        tuple(eligible),
+        tuple(sorted(refused, key=lambda refusal: _place(refusal.device))),
+    )
+
+
+def possible(snapshot: Snapshot, request: Request) -> Choice:
+    """Which devices could ever satisfy *request*, and what will always stand against the others.
+
+    Only as good as the snapshot: a broken or a divided device shows only where HEALTH was read.
+    """
+    terms = terms_of(snapshot, request, {})
+    devices, refused = [], []
+    for device in sorted(snapshot.devices, key=_place):
+        lasting = tuple(reason for reason in reasons_against(device, terms) if reason.permanent)
+        if lasting:
+            refused.append(Refusal(device, lasting))
+        else:
+            devices.append(device)
+    return Choice(tuple(devices), tuple(devices), tuple(refused))
+
+
+def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoughGpus:
+    """The error that says what was wanted, what stands in the way, and what to do.
+
+    It is an ImpossibleRequest when waiting cannot help.  That is never said of a snapshot in which a device's HEALTH
+    is still unread: it may turn out to be divided into more.
+    """
+    could = possible(snapshot, request)
+    if len(could.devices) < request.num_gpus and all(device.problems is not None for device in could.devices):
+        return ImpossibleRequest(_never(request, could), request.num_gpus, len(choice.eligible), could.refused)
+    lasting = {refusal.device.uuid for refusal in could.refused}
+    passing = [refusal for refusal in choice.refused if refusal.device.uuid not in lasting]
+    lines = [
+        f"wanted {_gpus(request.num_gpus)}, but {_there('is', choice.eligible)} free now.",
+        *_explained(passing),
+        f"`gpuguard explain {spelled(request)}` shows each device.",
+    ]
+    return NotEnoughGpus("\n".join(lines), request.num_gpus, len(choice.eligible), choice.refused)
+
+
+def taken_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
+    """uuid -> "claimed by bob, 2h ago: python train.py", for each device of a living claim."""
+    taken: dict[str, str] = {}
+    for claim in claims:
+        if not claim.alive:
+            continue
+        ago = f", {format_duration(now - claim.since)} ago" if claim.since is not None else ""
+        what = claim.note or " ".join(claim.command or ())
+        text = f"claimed by {shown(claim.user)}{ago}" + (f": {shown(what)}" if what else "")
+        taken.update(dict.fromkeys(claim.devices, text))
+    return taken
+
+
+def _tier(device: Device, terms: Terms, crowds: Mapping[int, int]) -> tuple[float, ...]:
+    """Devices of one tier are equally good for this request; the smaller the better."""
+    request = terms.request
+    nothing_known = device.memory_free is None
+    preferred = min(
+        (terms.preferred[uuid] for uuid in (device.uuid, device.parent_uuid or "") if uuid in terms.preferred),
+        default=len(terms.preferred),
+    )
+    if request.strategy == "first":
+        return (nothing_known, preferred, device.index)
+    load = (device.utilization is None, (device.utilization or 0) // _UTILIZATION_GRAIN)
+    room = _room(device, request) // _GRAIN
+    if request.strategy == "pack":
+        crowd = (
+            crowds.get(device.numa_node, len(crowds)) if device.numa_node is not None else len(terms.snapshot.devices)
+        )
+        return (nothing_known, preferred, room, *load, crowd)
+    others = foreign(device, request)
+    working = bool(others) or device.memory_used is None or device.memory_used > request.tolerance
+    return (nothing_known, preferred, load[0], working, -room, load[1], device.processes is None, len(others))
+
+
+def _room(device: Device, request: Request) -> int:
+    # What an idle device holds differs by some MiB from day to day: it counts as empty, so that noise never decides.
+    empty = device.memory_used is not None and device.memory_used <= request.tolerance
+    return (device.memory_total if empty else None) or device.memory_free or 0
+
+
+def _crowds(candidates: Sequence[Device]) -> dict[int, int]:
+    nodes = [device.numa_node for device in candidates if device.numa_node is not None]
+    return {node: nodes.count(node) for node in nodes}
+
+
+def _tie(device: Device) -> tuple[float, float, float, tuple[int, int, int, int, str]]:
+    """What decides within a tier, after the connections: health marks, temperature, the highest index."""
+    marks = (
+        device.retired_pages,
+        device.remapped_rows,
+        device.ecc_uncorrected_aggregate,
+        device.ecc_uncorrected_volatile,
+    )
+    hot = float("inf") if device.temperature is None else device.temperature // _TEMPERATURE_GRAIN
+    index, *rest = _place(device)
+    return (sum(bool(mark) for mark in marks), float(None in marks), hot, (-index, *rest))  # type: ignore[return-value]
+
+
+def _place(device: Device) -> tuple[int, int, int, int, str]:
+    """Index order; the instances of a GPU come behind it in the order of the driver."""
+    return (
+        device.index,
+        device.parent_uuid is not None,
+        device.gpu_instance_id or 0,
+        device.compute_instance_id or 0,
+        device.uuid,
+    )
+
+
+def _best_set(
+    eligible: Sequence[Device], tiers: Mapping[str, tuple[float, ...]], wanted: int, snapshot: Snapshot
+) -> list[Device]:
+    """The best tiers whole, and of the last one needed those that are best connected with them and each other."""
+    last = tiers[eligible[wanted - 1].uuid]
+    fixed = [device for device in eligible if tiers[device.uuid] < last]
+    pool = [device for device in eligible if tiers[device.uuid] == last]
+    need = wanted - len(fixed)
+    if wanted == 1 or need == len(pool):
+        return list(eligible[:wanted])
+    return best_connected(fixed, pool, need, snapshot.topology or ())
+
+
+def _never(request: Request, could: Choice) -> str:
+    lacking = {reason.option for refusal in could.refused for reason in refusal.reasons}
+    asked = [option for option in options_of(request) if option.split()[0] in lacking]
+    names = list(dict.fromkeys(option.split()[0] for option in asked))
+    faults = [refusal for refusal in could.refused if not any(reason.option for reason in refusal.reasons)]
+    condition = f" that can satisfy {' '.join(asked)}" if asked else " that can be used" if faults else ""
+    advice = [f"ask for {len(could.devices)}"] * bool(could.devices) + [f"drop {' or '.join(names)}"] * bool(names)
+    lines = [
+        f"wanted {_gpus(request.num_gpus)}, but {_there('exist', could.devices)}{condition}.",
+        *_explained(faults),
+        *[f"{', or '.join(advice).capitalize()}."] * bool(advice),
+        f"`gpuguard explain {spelled(request)}` shows each device.",
+    ]
+    return "\n".join(lines)
+
+
+def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
+    lines = [f"  {named(r.device)}: {'; '.join(reason.text for reason in r.reasons)}" for r in refusals[:most]]
+    return lines + [f"  and {len(refusals) - most} more"] * (len(refusals) > most)
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
+
+
+def _there(verb: str, devices: Sequence[Device]) -> str:
+    """ "none is" "only 1 is" "only 4 are", likewise with "exist"."""
+    count = len(devices)
+    one, many = {"is": ("is", "are"), "exist": ("exists", "exist")}[verb]
+    return f"{f'only {count}' if count else 'none'} {many if count > 1 else one}"
