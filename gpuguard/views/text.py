@@ -1,0 +1,171 @@
+"""Text for terminals: a table printer, and the neutraliser for text that strangers wrote.
+
+A command line, a note or a container name is written by whoever started the job, and is read by somebody else, perhaps
+by root.  Nothing of it may move the cursor, hide or turn round other text, or break a line.  Does not read anything.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+# Printable by their category, and yet invisible: a name can be faked and a message hidden with them.
+_INVISIBLE = frozenset(
+    (0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x180B, 0x180C, 0x180D, 0x180F, 0x2800, 0x3164, 0xFFA0)
+).union(range(0xFE00, 0xFE10), range(0xE0100, 0xE01F0))
+# Real scripts stack up to four marks on a letter; a hundred of them paint over the lines above and below.
+_MARKS_AT_MOST = 4
+_COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
+
+Paint = Callable[[str, str], str]
+
+
+def neutralise(text: str) -> str:
+    r"""*text* with every character that is not plainly visible written out, as in ``\x1b`` or ``\u202e``.
+
+    What comes back is one line of printable characters, and neutralising it again changes nothing.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    pieces = []
+    marks = _MARKS_AT_MOST  # a mark without a letter before it would sit on our own text
+    for character in text:
+        if unicodedata.category(character) in ("Mn", "Me"):
+            marks += 1
+            visible = marks <= _MARKS_AT_MOST and ord(character) not in _INVISIBLE
+        else:
+            visible = character.isprintable() and ord(character) not in _INVISIBLE
+            marks = 0
+        pieces.append(character if visible else _written_out(character))
+    return "".join(pieces)
+
+
+def neutral_command(words: Sequence[str] | None) -> str:
+    """A command line as one neutral line, with quotes where a shell needs them; ``"n/a"`` when unknown."""
+    import shlex
+
+    return "n/a" if words is None else neutralise(shlex.join(words))
+
+
+def display_width(text: str) -> int:
+    """How many columns *text* takes on a terminal: 2 for a wide East Asian character, 0 for a combining mark."""
+    if text.isascii():
+        return len(text)
+    return sum(map(_columns, text))
+
+
+def shorten(text: str, width: int) -> str:
+    """*text*, or its beginning and ``…``, so that it takes at most *width* columns."""
+    if display_width(text) <= width:
+        return text
+    used, kept = 1, []
+    for character in text:
+        used += _columns(character)
+        if used > width:
+            break
+        kept.append(character)
+    return ("".join(kept) + "…") if width > 0 else ""
+
+
+def table(
+    rows: Iterable[Sequence[str]],
+    headers: Sequence[str] | None = None,
+    *,
+    align: str = "",
+    width: int | None = None,
+    paint: Callable[[str, int], str] | None = None,
+) -> list[str]:
+    """Lines with the columns of *rows* under each other, two spaces between them.
+
+    Args:
+        rows: neutral text, one sequence per row, all of one length.
+        headers: a first row, never painted.
+        align: ``<`` or ``>`` per column; left where it is too short.
+        width: columns of the terminal; the last column is shortened to fit.  None (a pipe): nothing is.
+        paint: puts colour on a cell: (padded cell, its column) -> cell.
+    """
+    body = [list(row) for row in rows]
+    whole = ([list(headers)] if headers else []) + body
+    if not whole:
+        return []
+    widths = [max(map(display_width, column)) for column in zip(*whole, strict=True)]
+    lines = []
+    for number, row in enumerate(whole):
+        colour = paint if number or not headers else None
+        lines.append(_line(row, widths, align, width, colour))
+    return lines
+
+
+def _line(
+    row: list[str], widths: list[int], align: str, width: int | None, paint: Callable[[str, int], str] | None
+) -> str:
+    left, cells, last = width, [], max((place for place, cell in enumerate(row) if cell), default=0)
+    for place, cell in enumerate(row[: last + 1]):
+        right = align[place : place + 1] == ">"
+        # No blanks at the end of a line: they wrap on a terminal, and show up in a diff.
+        padded = cell if place == last and not right else _padded(cell, widths[place], right)
+        if left is not None:
+            padded = shorten(padded, left)
+            left = max(0, left - widths[place] - 2)
+        cells.append(paint(padded, place) if paint else padded)
+        if left == 0:
+            break
+    return "  ".join(cells)
+
+
+def style(stream: TextIO, environ: Mapping[str, str]) -> Paint:
+    """A function (text, "red" or "bold red") -> text that colours on a terminal, and nowhere else.
+
+    https://no-color.org: NO_COLOR, when it is not empty, switches colours off.
+    """
+    if not stream.isatty() or environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
+        return lambda text, _: text
+
+    def painted(text: str, names: str) -> str:
+        codes = ";".join(_COLOURS[name] for name in names.split())
+        return f"\x1b[{codes}m{text}\x1b[0m" if codes else text
+
+    return painted
+
+
+def put(lines: Iterable[str], stream: TextIO) -> None:
+    """Print *lines*; what the encoding of *stream* lacks is written out instead of failing."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    text = "".join(f"{line}\n" for line in lines)
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def json_text(content: Mapping[str, Any], indent: int | None = 2) -> str:
+    """*content* as one JSON object in ASCII, valid for every reader: bytes that are no text become U+FFFD."""
+    import json
+
+    return json.dumps(_valid(content), indent=indent, ensure_ascii=True, allow_nan=False)
+
+
+def _valid(content: Any) -> Any:
+    if isinstance(content, str):
+        return "".join("\N{REPLACEMENT CHARACTER}" if "\ud800" <= c <= "\udfff" else c for c in content)
+    if isinstance(content, Mapping):
+        return {key: _valid(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_valid(value) for value in content]
+    return content
+
+
+def _padded(cell: str, width: int, right: bool) -> str:
+    blanks = " " * (width - display_width(cell))
+    return blanks + cell if right else cell + blanks
+
+
+def _columns(character: str) -> int:
+    # Vowels and final consonants of Hangul join the syllable before them.
+    if unicodedata.category(character) in ("Mn", "Me", "Cf") or "\u1160" <= character <= "\u11ff":
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _written_out(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # a byte of an argument that is no text (PEP 383)
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,306 @@
+"""The screen and the JSON of `gpuguard who`.
+
+docs/json.md describes every field of the JSON, and a test compares the two.  Who uses what is worked out in usage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gpuguard.model import Device, Gap, Snapshot
+from gpuguard.units import format_bytes, format_duration
+from gpuguard.views import usage
+from gpuguard.views.text import Paint, neutral_command, neutralise, shorten, table
+from gpuguard.views.usage import ClaimUse, DeviceUse, ProcessUse, UserTotal, Waiting
+
+LABELS = {  # state: (words, colour)
+    usage.FREE: ("free", "green"),
+    usage.CLAIMED: ("claimed, no process yet", "yellow"),
+    usage.IN_USE: ("in use", "bold"),
+    usage.IDLE: ("claimed but idle", "yellow"),
+    usage.UNCLAIMED_USE: ("used without a claim", "red"),
+    usage.UNHEALTHY: ("unhealthy", "bold red"),
+    usage.UNKNOWN: ("unknown", "yellow"),
+}
+_INDENT = "     "
+
+
+def to_text(
+    snapshot: Snapshot,
+    found: Sequence[DeviceUse],
+    waiting: Sequence[Waiting] = (),
+    *,
+    width: int | None = None,
+    paint: Paint = lambda text, _: text,
+) -> list[str]:
+    """The screen: title, devices with their claims and processes, totals per user, who waits, what is not known.
+
+    Args:
+        snapshot: of the whole machine, for the title and the gaps.
+        found: the devices to show.
+        waiting: who waits for devices.
+        width: columns of the terminal; None (a pipe): nothing is shortened.
+        paint: from text.style.
+    """
+    title = _title(snapshot)
+    lines = [paint(shorten(title, width) if width else title, "bold"), *_device_lines(snapshot, found, width, paint)]
+    if totals := usage.user_totals(tuple(found)):
+        lines += ["", *_total_lines(totals, width)]
+    if waiting:
+        rows = [_waiting_row(one, snapshot.taken_at) for one in waiting]
+        lines += ["", *table(rows, ["WAITING", "GPUS", "SINCE", "PID", "COMMAND"], align="<>>>", width=width)]
+    if gaps := gap_lines(snapshot):
+        lines += ["", "Not known:", *(f"  {gap if width is None else shorten(gap, width - 2)}" for gap in gaps)]
+    return lines
+
+
+def _title(snapshot: Snapshot) -> str:
+    whole = [device for device in snapshot.devices if not device.parent_uuid]
+    parts = [f"{len(whole)} GPU{'s' * (len(whole) != 1)}"]
+    if snapshot.driver_version:
+        parts.append(f"driver {snapshot.driver_version}")
+    parts.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.taken_at)))
+    host = f"{'SIMULATED node ' * snapshot.simulated}{snapshot.host}"
+    return neutralise(f"{host}: {', '.join(parts)}")
+
+
+def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | None, paint: Paint) -> list[str]:
+    if not found:
+        return ["nothing to show"]
+    devices = table(
+        [_device_row(use) for use in found],
+        ["GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "STATE"],
+        align="<<>>>>",
+        width=width,
+        paint=lambda cell, place: paint(cell, _colour(cell)) if place == 6 else cell,
+    )
+    rows = [(place, row) for place, use in enumerate(found) for row in _rows_below(use, snapshot)]
+    below = table((row for _, row in rows), align="<<<>>", width=None if width is None else width - len(_INDENT))
+    lines = devices[:1]
+    for place, line in enumerate(devices[1:]):
+        lines.append(line)
+        if reason := found[place].reason:
+            why = f"{_INDENT}why: {neutralise(reason)}"
+            lines.append(why if width is None else shorten(why, width))
+        lines += [_INDENT + text for (owner, _), text in zip(rows, below, strict=True) if owner == place]
+    return lines
+
+
+def _device_row(use: DeviceUse) -> list[str]:
+    device = use.device
+    name = (device.name or "n/a").removeprefix("NVIDIA ")
+    return [
+        device_label(device),
+        neutralise(f"{name} {device.mig_profile}" if device.mig_profile else name),
+        _of(device.memory_used, device.memory_total),
+        _number(device.utilization, "%"),
+        _number(device.temperature, "C"),
+        _number(device.power_draw, "W"),
+        LABELS[use.state][0],
+    ]
+
+
+def device_label(device: Device) -> str:
+    """``"3"``; a MIG instance of device 3 is ``"3.1"``, with its GPU instance id."""
+    if device.parent_uuid is None:
+        return str(device.index)
+    return f"{device.index}.{'?' if device.gpu_instance_id is None else device.gpu_instance_id}"
+
+
+def _rows_below(use: DeviceUse, snapshot: Snapshot) -> Iterable[list[str]]:
+    for held in use.claims:
+        yield _claim_row(held, snapshot)
+    for running in use.processes or ():
+        yield _process_row(running, snapshot)
+
+
+def _claim_row(held: ClaimUse, snapshot: Snapshot) -> list[str]:
+    record = held.record
+    note = f'"{neutralise(record.note)}"  ' if record.note else ""
+    remarks = [word for word, true in (("orphaned", held.orphaned), ("stopped", held.stopped)) if true]
+    since = None if record.since is None else snapshot.taken_at - record.since
+    return [
+        "claim",
+        neutralise(record.id),
+        neutralise(held.user or "unknown"),
+        format_duration(since),
+        "",
+        ", ".join(remarks),
+        note + neutral_command(record.command),
+    ]
+
+
+def _process_row(running: ProcessUse, snapshot: Snapshot) -> list[str]:
+    process = running.process
+    remarks = [running.claim or ("" if process.kind == "graphics" else "no claim")]
+    remarks += [process.kind] if process.kind != "compute" else []
+    remarks += ["stopped"] if running.stopped else []
+    container = f"in {neutralise(process.container[:12])}: " if process.container else ""
+    return [
+        "pid",
+        str(process.pid),
+        neutralise(process.user or "unknown"),
+        format_duration(_running(running, snapshot)),
+        format_bytes(process.memory_used),
+        neutralise(", ".join(filter(None, remarks))),
+        container + neutral_command(process.command),
+    ]
+
+
+def _total_lines(totals: Sequence[UserTotal], width: int | None) -> list[str]:
+    rows = [
+        [neutralise(row.user or "unknown"), *map(str, (row.devices, row.processes)), format_bytes(row.memory_used),
+         *map(str, (row.claimed, row.idle))]
+        for row in totals
+    ]  # fmt: skip
+    return table(rows, ["USER", "GPUS", "PROCESSES", "MEMORY", "CLAIMED", "IDLE"], align="<>>>>>", width=width)
+
+
+def _waiting_row(one: Waiting, now: float) -> list[str]:
+    note = f'"{neutralise(one.note)}"  ' if one.note else ""
+    since = format_duration(None if one.since is None else now - one.since)
+    return [neutralise(one.user), str(one.num_gpus), since, str(one.pid), note + neutral_command(one.command)]
+
+
+def gap_lines(snapshot: Snapshot) -> list[str]:
+    """``"GPU 0-3, 7: fan_speed, temperature: not supported"``, gaps of the same fields and reason together."""
+    fields: dict[tuple[str | None, str], list[str]] = {}
+    for gap in snapshot.gaps:
+        fields.setdefault((gap.device, gap.reason), []).append(gap.field)
+    alike: dict[tuple[str, str], list[str | None]] = {}
+    for (device, reason), names in fields.items():
+        alike.setdefault((", ".join(sorted(names)), reason), []).append(device)
+    return [f"{_where(devices, snapshot)}{names}: {neutralise(reason)}" for (names, reason), devices in alike.items()]
+
+
+def _where(uuids: list[str | None], snapshot: Snapshot) -> str:
+    found = [device for device in map(snapshot.device, filter(None, uuids)) if device]
+    if not found:
+        return ""
+    if len(found) > 1 and len(found) == len(snapshot.devices):
+        return "all GPUs: "
+    return f"GPU {', '.join(map(device_label, found))}: "
+
+
+def to_json(snapshot: Snapshot, found: Sequence[DeviceUse], waiting: Sequence[Waiting] = ()) -> dict[str, Any]:
+    """The object that docs/json.md describes; unknown is None."""
+    return {
+        "schema": 1,
+        "host": snapshot.host,
+        "backend": snapshot.backend,
+        "simulated": snapshot.simulated,
+        "taken_at": snapshot.taken_at,
+        "driver_version": snapshot.driver_version,
+        "devices": [_device_json(use, snapshot) for use in found],
+        "users": [
+            {
+                "user": row.user,
+                "devices": row.devices,
+                "processes": row.processes,
+                "memory_used_bytes": row.memory_used,
+                "claimed": row.claimed,
+                "idle": row.idle,
+            }
+            for row in usage.user_totals(tuple(found))
+        ],
+        "waiting": [
+            {
+                "user": one.user,
+                "pid": one.pid,
+                "num_gpus": one.num_gpus,
+                "since": one.since,
+                "note": one.note,
+                "command": one.command,
+            }
+            for one in waiting
+        ],
+        "gaps": [_gap_json(gap, snapshot) for gap in snapshot.gaps],
+    }
+
+
+def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
+    device = use.device
+    return {
+        "index": device.index,
+        "uuid": device.uuid,
+        "name": device.name,
+        "pci_bus_id": device.pci_bus_id,
+        "parent_uuid": device.parent_uuid,
+        "mig_profile": device.mig_profile,
+        "state": use.state,
+        "reason": use.reason,
+        "problems": device.problems,
+        "memory_total_bytes": device.memory_total,
+        "memory_used_bytes": device.memory_used,
+        "memory_free_bytes": device.memory_free,
+        "utilization_percent": device.utilization,
+        "memory_utilization_percent": device.memory_utilization,
+        "temperature_celsius": device.temperature,
+        "power_draw_watts": device.power_draw,
+        "power_limit_watts": device.power_limit,
+        "claims": [_claim_json(held) for held in use.claims],
+        "processes": None if use.processes is None else [_process_json(one, snapshot) for one in use.processes],
+        "processes_plausible": device.processes_plausible,
+    }
+
+
+def _claim_json(held: ClaimUse) -> dict[str, Any]:
+    record = held.record
+    return {
+        "id": record.id,
+        "user": held.user,
+        "uid": None if held.user is None else record.uid,
+        "pid": record.pid,
+        "since": record.since,
+        "note": record.note,
+        "command": record.command,
+        "alive": record.alive,
+        "holders": record.holders,
+        "idle": held.idle,
+        "orphaned": held.orphaned,
+        "stopped": held.stopped,
+    }
+
+
+def _process_json(running: ProcessUse, snapshot: Snapshot) -> dict[str, Any]:
+    process = running.process
+    return {
+        "pid": process.pid,
+        "user": process.user,
+        "uid": process.uid,
+        "memory_used_bytes": process.memory_used,
+        "utilization_percent": process.utilization,
+        "kind": process.kind,
+        "command": process.command,
+        "executable": process.executable,
+        "claim": running.claim,
+        "stopped": running.stopped,
+        "running_seconds": _running(running, snapshot),
+        "container": process.container,
+        "working_directory": process.working_directory,
+        "conda_environment": process.conda_environment,
+    }
+
+
+def _gap_json(gap: Gap, snapshot: Snapshot) -> dict[str, Any]:
+    device = snapshot.device(gap.device) if gap.device else None
+    return {"device": gap.device, "index": device.index if device else None, "field": gap.field, "reason": gap.reason}
+
+
+def _running(running: ProcessUse, snapshot: Snapshot) -> float | None:
+    start = running.process.start_time
+    return None if start is None else round(max(0.0, snapshot.clock - start), 2)
+
+
+def _colour(label: str) -> str:
+    return next((colour for words, colour in LABELS.values() if label.startswith(words)), "")
+
+
+def _number(value: float | None, unit: str) -> str:
+    return "n/a" if value is None else f"{value:.0f}{unit}"
+
+
+def _of(used: int | None, total: int | None) -> str:
+    return f"{format_bytes(used)}/{format_bytes(total)}"
