@@ -22,7 +22,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def module_name(path: Path) -> str:
-    """``gpuguard.cli.who`` of gpuguard/cli/who.py, ``gpuguard.cli`` of a drawer, ``gpuguard.__init__`` of the package."""
+    """``gpuguard.cli.who`` of a file, ``gpuguard.cli`` of a drawer, ``gpuguard.__init__`` of the package itself."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
 

@@ -36,5 +36,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped:
         terminalreporter.write_sep("=", "NOT TESTED", yellow=True, bold=True)
         terminalreporter.write_line(
-            f"{len(skipped)} tests need root (a second user id, device nodes) and were skipped: scripts/test -m root, as root"
+            f"{len(skipped)} tests need root (a second user id, device nodes) and were skipped. As root: scripts/test -m root"
         )

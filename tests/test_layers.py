@@ -8,8 +8,9 @@ import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "errors", "units", "model", "backends", "clusters", "select", "policies", "waiting", "lock", "notify", "actions",
-    "history", "policyfile", "watchdog", "run", "daemon", "views", "cli", "__init__", "__main__",
+    "errors", "units", "model", "backends", "clusters", "request", "eligibility", "topology", "select", "policies",
+    "waiting", "lockfiles", "records", "lock", "notify", "actions", "history", "policyfile", "watchdog", "settle",
+    "run", "daemon", "views", "cli", "__init__", "__main__",
 )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ IMPURE = {
 }  # fmt: skip
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval"}
 
-PURE = [PACKAGE / "select.py", *sorted((PACKAGE / "policies").glob("*.py"))]
+CHOOSING = [PACKAGE / f"{name}.py" for name in ("request", "eligibility", "topology", "select")]
+PURE = [*CHOOSING, *sorted((PACKAGE / "policies").glob("*.py"))]
 
 
 def impurities(module: ast.AST, name: str = "gpuguard.select") -> list[str]:

@@ -7,7 +7,7 @@ import ast
 import pytest
 from sources import PACKAGE, module_name, modules, tree
 
-# By name, whatever stands before the dot: os.kill, psutil.Process(...).kill, Popen.terminate, signal.pidfd_send_signal ...
+# By name, whatever stands before the dot: os.kill, psutil.Process(pid).kill, Popen.terminate ...
 SIGNALLING = {
     "kill", "killpg", "send_signal", "terminate", "suspend",
     "pidfd_send_signal", "pthread_kill", "tgkill", "sigqueue",
@@ -17,8 +17,9 @@ PROGRAMS = {"kill", "pkill", "killall", "skill", "fuser"}
 
 def ways_to_signal(module: ast.AST) -> list[str]:
     found = []
+    own = {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(module):
-        if isinstance(node, ast.Attribute) and node.attr in SIGNALLING:
+        if isinstance(node, ast.Attribute) and node.attr in SIGNALLING and not _is_ours(node, own):
             found.append(f"line {node.lineno}: .{node.attr}")
         elif isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} & SIGNALLING:
             found.append(f"line {node.lineno}: imports it from {node.module}")
@@ -27,6 +28,12 @@ def ways_to_signal(module: ast.AST) -> list[str]:
         elif isinstance(node, ast.List | ast.Tuple) and node.elts and _text(node.elts[0]) in PROGRAMS:
             found.append(f"line {node.lineno}: the program {_text(node.elts[0])}")
     return found
+
+
+def _is_ours(node: ast.Attribute, own: set[str]) -> bool:
+    """Whether it is a method that this module defines itself, or a function of actions."""
+    of = node.value.id if isinstance(node.value, ast.Name) else ""
+    return of == "actions" or (of == "self" and node.attr in own)
 
 
 def _is_getattr_of_one(node: ast.Call) -> bool:
@@ -54,6 +61,7 @@ def test_no_module_but_actions_can_signal_a_process(path):
         "getattr(os, 'kill')(pid, 9)",
         "subprocess.run(['pkill', 'python'])",
         "stop = os.kill",
+        "class Child(Popen):\n    def stop(self):\n        self.kill()",
     ],
 )
 def test_a_planted_signal_is_caught(source):

@@ -1,0 +1,123 @@
+"""What the documents show is what happens: blocks run, links lead somewhere, commands and options exist.
+
+The convention for blocks is in pages.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pages import RUNNABLE, SILENT, Block, a_place_to_run, anchors, blocks, documents, faults, links, matches
+from sources import ROOT
+
+from gpuguard.cli.main import COMMANDS, build_parser
+
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in documents()}
+ALL_BLOCKS = [block for name, text in PAGES.items() for block in blocks(text, name)]
+RUNNING_PAGES = sorted({block.page for block in ALL_BLOCKS if block.runs})
+
+
+@pytest.mark.parametrize("name", RUNNING_PAGES)
+def test_the_examples_of_a_page_do_what_they_show(name, tmp_path):
+    examples = [block for block in ALL_BLOCKS if block.page == name and block.runs]
+
+    with a_place_to_run(tmp_path):
+        assert [fault for block in examples for fault in faults(block, tmp_path)] == []
+
+
+def test_there_are_examples_in_the_readme():
+    assert "README.md" in RUNNING_PAGES
+
+
+@pytest.mark.parametrize("block", ALL_BLOCKS, ids=str)
+def test_a_block_says_in_which_language_it_is_and_why_it_is_not_run(block):
+    assert block.language in RUNNABLE | SILENT
+    assert not block.comment.startswith("not run") or len(block.comment) > len("not run: ")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_inside_the_project_lead_somewhere(name):
+    assert dead_links(PAGES[name], (ROOT / name).parent) == []
+
+
+def dead_links(text: str, folder: Path) -> list[str]:
+    dead = []
+    for target in links(text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        page = folder / path
+        found = page.exists() if path else True
+        if anchor and found:
+            found = anchor in anchors(page.read_text(encoding="utf-8") if path else text)
+        if not found:
+            dead.append(target)
+    return dead
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_command_that_a_page_names_exists(name):
+    named = set(re.findall(r"(?m)(?:^|[$(;&|] ?)gpuguard ([a-z]+)", code_of(PAGES[name])))
+
+    assert named - set(COMMANDS) == set()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_option_that_a_page_shows_for_a_command_exists(name):
+    for command, rest in re.findall(r"gpuguard ([a-z]+)((?: [^\n`|;&]*)?)", code_of(PAGES[name])):
+        if command in COMMANDS:
+            shown = set(re.findall(r"(?<!\S)--[a-z][\w-]*", re.split(r" -- | -- ?$", rest)[0]))
+            assert shown <= options_of(command), f"gpuguard {command}"
+
+
+def code_of(text: str) -> str:
+    """What stands in blocks and in `code`, one piece per line."""
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    return "\n".join([*(block.text for block in blocks(text, "") if block.language != "text"), *inline])
+
+
+def options_of(command: str) -> set[str]:
+    """All long options of a command and of its sub-commands."""
+    found, todo = {"--help"}, [build_parser(command)]
+    while todo:
+        for action in todo.pop()._actions:
+            found.update(action.option_strings)
+            if isinstance(action.choices, dict):
+                todo.extend(action.choices.values())
+    return found
+
+
+def test_every_command_is_named_in_the_readme():
+    assert [name for name in COMMANDS if f"gpuguard {name}" not in PAGES["README.md"]] == []
+
+
+def test_a_dead_link_is_found(tmp_path):
+    text = "# A title\n[here](#a-title) [there](README.md) [away](https://example.org/x) [gone](nowhere.md) [none](#b)"
+    (tmp_path / "README.md").touch()
+
+    assert dead_links(text, tmp_path) == ["nowhere.md", "#b"]
+
+
+def test_an_example_that_fails_or_prints_something_else_is_found(tmp_path):
+    def block(language: str, text: str) -> Block:
+        return Block("page", 1, language, text)
+
+    assert faults(block("sh", "true\n"), tmp_path) == []
+    assert faults(block("sh", "false\ntrue\n"), tmp_path)
+    assert faults(block("python", "raise SystemExit(3)\n"), tmp_path)
+    assert faults(block("console", "$ echo one two three\none ... three\n$ true\n"), tmp_path) == []
+    assert faults(block("console", "$ echo one two\none\n"), tmp_path)
+    assert faults(block("console", "$ false\n"), tmp_path)
+
+
+def test_dots_stand_for_anything_and_nothing_else_does():
+    assert matches("a ... d\n...\nlast", "a b c d\nmore\nmore\nlast\n")
+    assert not matches("a.c", "abc")
+
+
+def test_blocks_are_found_with_their_comment_and_line():
+    text = "<!-- not run: because -->\n```sh\nrm -rf /\n```\n\n```python\nx = 1\n```\n"
+
+    assert [(b.line, b.language, b.runs) for b in blocks(text, "page")] == [(3, "sh", False), (7, "python", True)]

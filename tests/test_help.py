@@ -1,0 +1,75 @@
+"""docs/cli.md is what `--help` says.  After a change of an option: ``python tests/test_help.py --write``."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from gpuguard.cli.main import COMMANDS, build_parser, overview
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
+
+_HEAD = """# The command line
+
+What `gpuguard --help` and `gpuguard COMMAND --help` print.
+This page is written by `python tests/test_help.py --write`; a test compares it with the program.
+
+"""
+
+
+def help_texts() -> dict[str, str]:
+    """What --help prints for gpuguard and for each command, at 100 columns."""
+    with mock.patch.dict(os.environ, {"COLUMNS": "100"}):
+        return {"gpuguard": overview(), **{f"gpuguard {name}": build_parser(name).format_help() for name in COMMANDS}}
+
+
+def page(texts: dict[str, str]) -> str:
+    return _HEAD + "\n".join(f"## {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in texts.items())
+
+
+def comparable(text: str) -> str:
+    """*text* without what differs between Python versions: "-n N, --num N" is "-n, --num N" since 3.13; wrapping."""
+    return " ".join(re.sub(r"(-\w) ([^\s,]+(?: \.\.\.)?), (--[\w-]+) \2", r"\1, \3 \2", text).split())
+
+
+def test_the_page_on_the_command_line_is_what_help_prints():
+    written = PAGE.read_text(encoding="utf-8")
+
+    assert comparable(written) == comparable(page(help_texts())), "run: python tests/test_help.py --write"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_a_command_is_for_and_what_each_option_does(command):
+    parser = build_parser(command)
+    options = [action for action in parser._actions if not action.help]
+
+    assert parser.description
+    assert options == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_on_a_terminal_of_120_columns(command):
+    with mock.patch.dict(os.environ, {"COLUMNS": "120"}):
+        assert max(map(len, build_parser(command).format_help().splitlines())) <= 120
+
+
+def test_a_changed_option_is_noticed():
+    texts = help_texts()
+
+    assert comparable(page(texts)) != comparable(page({**texts, "gpuguard run": "usage: gpuguard run"}))
+
+
+def test_the_spelling_of_older_and_newer_pythons_is_the_same_text():
+    assert comparable("  -n N, --num-gpus N\n       how many") == comparable("  -n, --num-gpus N  how many")
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    for _name in [name for name in os.environ if name.startswith("GPUGUARD_")]:
+        del os.environ[_name]
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(help_texts()), encoding="utf-8")
