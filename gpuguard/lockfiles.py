@@ -1,0 +1,285 @@
+"""The directory of the lock files: which one it is, whether it can be trusted, and how its files are opened.
+
+flock works on a read-only descriptor.  So the files can be root's, 0444, in a directory where nobody but root may
+write, and still every user can claim, and nobody can unlink, truncate or plant one.  Does not know about claims: see lock.
+
+    /run/gpuguard               root 0755    made by `gpuguard setup`; --dir or GPUGUARD_DIR names another place
+    /run/gpuguard/lock/UUID     root 0444    one empty file per device, "gate" for the short moment of choosing
+    /run/gpuguard/claims        root 1777    records, for people: see records
+    /run/lock/gpuguard.UUID     anybody 0444 without all that: files in a sticky directory of root, /run/lock or /tmp
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import time
+from dataclasses import dataclass
+
+from gpuguard.errors import LockDirectoryError
+
+TYPE_CHECKING = False  # typing and contextlib cost 7 ms of import
+if TYPE_CHECKING:
+    from types import TracebackType
+
+ADMIN_DIRECTORY = "/run/gpuguard"
+FALLBACK_DIRECTORIES = ("/run/lock", "/tmp")
+GATE_SECONDS = 2.0
+
+# flock there does not exclude other machines or the other side of a container, or is a program's good will.
+_UNSAFE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "overlay", "fuse", "ceph", "lustre", "afs", "gluster", "beegfs", "gpfs")
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True)
+class LockDirectory:
+    """A directory that has passed the checks.
+
+    *owner* is the uid that must own every lock file, None where anybody may have made them (the sticky fallback).
+    """
+
+    path: str
+    locks: str
+    records: str
+    prefix: str = ""
+    owner: int | None = None
+
+    def lock_path(self, name: str) -> str:
+        """Where the lock file of a device (by uuid) or the gate lies."""
+        return f"{self.locks}/{self.prefix}{name}"
+
+
+def lock_directory(path: str | None = None, *, backend: str = "nvml") -> LockDirectory:
+    """The directory in which claims are made.
+
+    Args:
+        path: named by the user; then it may also be the user's own, for a single user.
+        backend: a simulated node keeps its claims beside its state, never among the real ones.
+
+    Raises:
+        LockDirectoryError: it cannot be trusted or used; the message says what to do.
+    """
+    if path is None and backend.startswith("simulated"):
+        from gpuguard.backends.simulated import directory
+
+        path = directory(backend.partition(":")[2])
+        return _subdirectories(path, own=True, check_file_system=False)
+    if path is not None:
+        return _subdirectories(os.path.abspath(path), own=True)
+    if os.path.lexists(ADMIN_DIRECTORY):
+        # Present but unusable is an error: a silent fallback would let two users each have "their" directory.
+        return _subdirectories(ADMIN_DIRECTORY, own=False)
+    return _sticky_directory()
+
+
+def _subdirectories(path: str, *, own: bool, check_file_system: bool = True) -> LockDirectory:
+    locks, records = f"{path}/lock", f"{path}/claims"
+    mine = own and _make_ready(path, locks, records)
+    _check_directory(path, own=own)
+    for place in (locks, records):
+        if not os.path.lexists(place):
+            root = "" if os.geteuid() == 0 else "sudo "
+            raise LockDirectoryError(f"{place} does not exist.  Run `{root}gpuguard setup --dir {path}` once.")
+    owner = _check_directory(locks, own=own)
+    _check_directory(records, own=own, sticky=True)
+    if check_file_system:
+        _check_file_system(locks)
+    return LockDirectory(path, locks, records, owner=owner if not mine else os.geteuid())
+
+
+def _make_ready(path: str, *places: str) -> bool:
+    """Make a directory that the user named, if it is his own; returns whether it is."""
+    try:
+        if not os.path.lexists(path):
+            os.mkdir(path, 0o755)
+        if os.lstat(path).st_uid != os.geteuid() or not os.access(path, os.W_OK | os.X_OK):
+            return False
+        for place in places:
+            if not os.path.lexists(place):
+                os.mkdir(place, 0o755)
+                # 1777 is safe and lets root's directory serve everybody; a user's own stays his.
+                os.chmod(place, 0o1777 if place.endswith("claims") and os.geteuid() == 0 else 0o755)
+    except OSError as error:
+        raise LockDirectoryError(f"{path} cannot be made ready for claims: {error.strerror}.") from error
+    return True
+
+
+def _sticky_directory() -> LockDirectory:
+    for path in FALLBACK_DIRECTORIES:
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            continue
+        if status.st_mode & 0o1777 == 0o1777 and status.st_uid == 0 and stat.S_ISDIR(status.st_mode):
+            _check_file_system(path)
+            return LockDirectory(path, path, path, prefix="gpuguard.")
+    raise LockDirectoryError(
+        f"neither {' nor '.join(FALLBACK_DIRECTORIES)} is a sticky directory of root.  "
+        "Run `sudo gpuguard setup` once, or name a directory with --dir."
+    )
+
+
+def _check_directory(path: str, *, own: bool, sticky: bool = False) -> int:
+    """Refuse a directory in which somebody else could replace the files; returns its owner."""
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        raise LockDirectoryError(f"{path} cannot be used: {error.strerror}.  Run `sudo gpuguard setup`.") from error
+    mode = stat.S_IMODE(status.st_mode)
+    fault = None
+    if not stat.S_ISDIR(status.st_mode):
+        fault = "is not a directory (a symbolic link is not followed)"
+    elif status.st_uid != 0 and not (own and status.st_uid == os.geteuid()):
+        fault = f"belongs to uid {status.st_uid}, who could replace the lock files under everybody else"
+    elif mode & 0o022 and not (sticky and mode & 0o1000):
+        fault = f"is writable for others (mode {mode:04o}), who could replace the lock files"
+    elif not os.access(path, os.R_OK | os.X_OK):
+        fault = f"is not readable for you (mode {mode:04o})"
+    if fault:
+        raise LockDirectoryError(f"{path} {fault}.  Run `sudo gpuguard setup`, or name another directory with --dir.")
+    return status.st_uid
+
+
+def _check_file_system(path: str) -> None:
+    kind = file_system(path)
+    if kind and kind.startswith(_UNSAFE_FILE_SYSTEMS):
+        raise LockDirectoryError(
+            f"{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  In a container, mount "
+            f"the host's directory (docker run -v {ADMIN_DIRECTORY}:{ADMIN_DIRECTORY}); if nobody outside uses the GPUs, "
+            "name a directory on a local disk or tmpfs (--dir /dev/shm/gpuguard)."
+        )
+
+
+def file_system(path: str, mountinfo: str = "/proc/self/mountinfo") -> str | None:
+    """The type of the file system that *path* lies on ("ext4", "tmpfs", "fuse.sshfs"); None if unknown."""
+    real = os.path.realpath(path)
+    found, kind = "", None
+    try:
+        with open(mountinfo, encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
+                before, _, after = line.partition(" - ")
+                mount_point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
+                inside = real == mount_point or real.startswith(mount_point.rstrip("/") + "/")
+                if inside and len(mount_point) >= len(found):
+                    found, kind = mount_point, after.split(" ")[0]
+    except (OSError, IndexError):
+        return None
+    return kind
+
+
+def open_lock(directory: LockDirectory, name: str) -> int:
+    """A read-only descriptor of a lock file, checked, close-on-exec, not yet locked.
+
+    Raises:
+        LockDirectoryError: the file is missing and cannot be made, or it is not what it should be.
+    """
+    if not _NAME.fullmatch(name):
+        raise LockDirectoryError(f"{name!r} is no name for a lock file.")
+    path = directory.lock_path(name)
+    descriptor = _open_or_make(directory, path)
+    try:
+        _check_file(descriptor, path, directory.owner)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _open_or_make(directory: LockDirectory, path: str) -> int:
+    for _ in range(50):
+        try:
+            # Without O_CREAT first: fs.protected_regular refuses O_CREAT on another user's file, even to root.
+            return os.open(path, _OPEN_FLAGS)
+        except FileNotFoundError:
+            pass
+        except PermissionError:
+            time.sleep(0.001)  # its maker is between O_EXCL and fchmod
+            continue
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
+            descriptor = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o444)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise LockDirectoryError(
+                f"{path} does not exist and cannot be made ({error.strerror}).  Run `sudo gpuguard setup` again: "
+                "it makes one lock file per device."
+            ) from error
+        os.fchmod(descriptor, 0o444)  # whatever the umask: everybody must be able to open it
+        return descriptor
+    raise LockDirectoryError(f"{path} is not readable.  Run `sudo gpuguard setup` again.")
+
+
+def _unusable(path: str, error: OSError) -> LockDirectoryError:
+    reason = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened ({error.strerror})"
+    return LockDirectoryError(f"{path} {reason}.  Somebody planted it: look at it with `ls -l`, and remove it as root.")
+
+
+def _check_file(descriptor: int, path: str, owner: int | None) -> None:
+    status = os.fstat(descriptor)
+    fault = None
+    if not stat.S_ISREG(status.st_mode):
+        fault = "is not a regular file"
+    elif status.st_nlink != 1:
+        fault = "is also known under another name (hard link)" if status.st_nlink else "was removed just now"
+    elif owner is not None and status.st_uid not in (owner, 0):
+        fault = f"belongs to uid {status.st_uid}"
+    elif not is_same_file(descriptor, path):
+        fault = "was replaced while it was opened"
+    if fault:
+        raise LockDirectoryError(f"{path} {fault}.  Look at it with `ls -l`, and remove it as root if somebody planted it.")
+
+
+def is_same_file(descriptor: int, path: str) -> bool:
+    """Whether *path* still names the file behind *descriptor*: a lock on a file that was unlinked excludes nobody."""
+    held = os.fstat(descriptor)
+    try:
+        named = os.lstat(path)
+    except OSError:
+        return False
+    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+
+
+def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
+    """Take the lock without waiting; False when somebody else has it.
+
+    `fcntl.flock` itself, because `import filelock` alone costs more (48 ms) than all of `gpuguard run` may.
+    """
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class Gate:
+    """Held for the short moment of choosing and locking, so that starters do not tread on each other.
+
+    Only fairness depends on it: whoever does not get it in time goes on without it, so nobody can block the others.
+    """
+
+    def __init__(self, directory: LockDirectory, seconds: float = GATE_SECONDS) -> None:
+        self._directory = directory
+        self._seconds = seconds
+        self._descriptor = -1
+
+    def __enter__(self) -> Gate:
+        self._descriptor = open_lock(self._directory, "gate")
+        deadline = time.monotonic() + self._seconds
+        pause = 0.0005
+        while not try_flock(self._descriptor) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(pause * 2, 0.01)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Explicitly: a child that another thread forked meanwhile has a copy of the descriptor.
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
