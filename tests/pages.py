@@ -3,8 +3,8 @@
 The convention, which CONTRIBUTING.md tells too:
 
 - ```` ```sh ```` and ```` ```python ```` blocks are run and must end with status 0;
-- in a ```` ```console ```` block each ``$ `` line is run, and the lines below it are its output, where ``...`` stands for
-  anything;
+- in a ```` ```console ```` block each ``$ `` line is run, and the lines below it are its output, where ``...`` stands
+  for anything;
 - ```` ```text ```` and ```` ```json ```` are not run;
 - ``<!-- not run: WHY -->`` on the line above a block exempts it.
 

@@ -35,6 +35,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [report for report in terminalreporter.stats.get("skipped", ()) if "root" in report.keywords]
     if skipped:
         terminalreporter.write_sep("=", "NOT TESTED", yellow=True, bold=True)
-        terminalreporter.write_line(
-            f"{len(skipped)} tests need root (a second user id, device nodes) and were skipped. As root: scripts/test -m root"
-        )
+        needed = "need root (a second user id, device nodes) and were skipped.  As root: scripts/test -m root"
+        terminalreporter.write_line(f"{len(skipped)} tests {needed}")
