@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -22,10 +23,23 @@ This page is written by `python tests/test_help.py --write`; a test compares it 
 """
 
 
+def parsers(command: str) -> dict[str, argparse.ArgumentParser]:
+    """The parser of *command* and those of its sub-commands, by what one types."""
+    found: dict[str, argparse.ArgumentParser] = {f"gpuguard {command}": build_parser(command)}
+    for action in found[f"gpuguard {command}"]._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found.update({f"gpuguard {command} {name}": parser for name, parser in action.choices.items()})
+    return found
+
+
+ALL_PARSERS = [pytest.param(parser, id=name) for command in COMMANDS for name, parser in parsers(command).items()]
+
+
 def help_texts() -> dict[str, str]:
     """What --help prints for gpuguard and for each command, at 100 columns."""
     with mock.patch.dict(os.environ, {"COLUMNS": "100"}):
-        return {"gpuguard": overview(), **{f"gpuguard {name}": build_parser(name).format_help() for name in COMMANDS}}
+        pages = [(name, parser.format_help()) for command in COMMANDS for name, parser in parsers(command).items()]
+    return {"gpuguard": overview(), **dict(pages)}
 
 
 def page(texts: dict[str, str]) -> str:
@@ -43,19 +57,18 @@ def test_the_page_on_the_command_line_is_what_help_prints():
     assert comparable(written) == comparable(page(help_texts())), "run: python tests/test_help.py --write"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_what_a_command_is_for_and_what_each_option_does(command):
-    parser = build_parser(command)
-    options = [action for action in parser._actions if not action.help]
+@pytest.mark.parametrize("parser", ALL_PARSERS)
+def test_help_says_what_a_command_is_for_and_what_each_option_does(parser):
+    options = [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)]
 
     assert parser.description
-    assert options == []
+    assert [action.dest for action in options if not action.help] == []
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_on_a_terminal_of_120_columns(command):
+@pytest.mark.parametrize("parser", ALL_PARSERS)
+def test_help_fits_on_a_terminal_of_120_columns(parser):
     with mock.patch.dict(os.environ, {"COLUMNS": "120"}):
-        assert max(map(len, build_parser(command).format_help().splitlines())) <= 120
+        assert max(map(len, parser.format_help().splitlines())) <= 120
 
 
 def test_a_changed_option_is_noticed():

@@ -9,8 +9,8 @@ from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
     "errors", "units", "model", "backends", "clusters", "request", "eligibility", "topology", "select", "policies",
-    "waiting", "lockfiles", "records", "lock", "notify", "actions", "history", "policyfile", "watchdog", "settle",
-    "run", "daemon", "views", "cli", "__init__", "__main__",
+    "waiting", "lockfiles", "records", "lock", "grab", "notify", "actions", "history", "policyfile", "watchdog",
+    "meter", "settle", "launch", "run", "daemon", "views", "cli", "__init__", "__main__",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_the_architecture_lists_the_modules_in_this_order():
     here = [
         name for name in ORDER[:-2] if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()
     ]
-    places = [text.find(f"\n      {name}") for name in here]
+    places = [text.find(f"\n      {name} ") for name in here]
 
     assert -1 not in places, [name for name, place in zip(here, places, strict=True) if place < 0]
     assert places == sorted(places)

@@ -17,7 +17,7 @@ ERRORS = {name for name, kind in vars(errors).items() if inspect.isclass(kind) a
 
 # Each of these costs milliseconds that every job would pay (json, subprocess: 3; pathlib: 8; filelock: 40).
 HEAVY = {
-    "argparse", "asyncio", "concurrent", "ctypes", "email", "filelock", "http", "inspect", "json", "logging",
+    "argparse", "asyncio", "concurrent", "ctypes", "email", "filelock", "http", "json", "logging",
     "multiprocessing", "pathlib", "psutil", "pynvml", "random", "secrets", "shutil", "socket", "subprocess",
     "tempfile", "threading", "typing", "unittest", "urllib",
 }  # fmt: skip
@@ -72,8 +72,21 @@ def test_importing_gpuguard_loads_nothing_but_itself():
     assert len(loaded) <= 2
 
 
-@pytest.mark.parametrize("module", ["run", "lock", "select", "model", "units", "errors", "clusters"])
+@pytest.mark.parametrize(
+    "module", ["run", "lock", "select", "model", "units", "errors", "clusters", "history", "actions"]
+)
 def test_what_run_needs_loads_nothing_heavy(module):
     loaded = modules_loaded_by(f"import gpuguard.{module}")
 
     assert {name.partition(".")[0] for name in loaded} & HEAVY == set()
+
+
+@pytest.mark.parametrize("command", ["run", "select"])
+def test_the_commands_that_stand_before_a_job_load_nothing_heavy_but_their_parser(command):
+    loaded = modules_loaded_by(f"import gpuguard.cli.main, gpuguard.cli.{command}")
+
+    assert {name.partition(".")[0] for name in loaded} & HEAVY <= {"argparse"}
+
+
+def test_a_planted_heavy_import_is_seen():
+    assert "subprocess" in modules_loaded_by("import subprocess") & HEAVY
