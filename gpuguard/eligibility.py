@@ -79,10 +79,11 @@ def reasons_against(device: Device, terms: Terms) -> tuple[Reason, ...]:
 
 
 def named(device: Device) -> str:
-    """What people call it: ``"device 3"``."""
+    """What people call it: ``"device 3"``, ``"device 3.1 (MIG 3g.40gb)"`` for GPU instance 1 of it."""
     if device.parent_uuid is None:
         return f"device {device.index}"
-    return f"MIG {device.mig_profile or 'instance'} {device.uuid}"
+    instance = "?" if device.gpu_instance_id is None else device.gpu_instance_id
+    return f"device {device.index}.{instance} (MIG{' ' * bool(device.mig_profile)}{device.mig_profile or ''})"
 
 
 def foreign(device: Device, request: Request) -> tuple[GpuProcess, ...]:
@@ -128,7 +129,7 @@ def _wrong_kind(device: Device, terms: Terms) -> Iterator[Reason]:
     if request.models and device.name is None:
         yield Reason(_unknown(device, "name", "its model", terms), True, "--model")
     elif request.models and not any(is_model(device.name or "", glob) for glob in request.models):
-        yield Reason(f"is a {shown(device.name or '')}", True, "--model")
+        yield Reason(f"its model is {shown(device.name or '')}", True, "--model")
     room = None if device.memory_total is None else device.memory_total - (device.memory_reserved or 0)
     if request.min_total is not None and device.memory_total is None:
         yield Reason(_unknown(device, "memory_total", "its memory", terms), True, "--min-total")

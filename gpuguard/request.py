@@ -35,8 +35,8 @@ STRATEGIES = {
 class Request:
     """How many devices are wanted, and what each must satisfy.  None: no such condition.
 
-    Selectors (devices, exclude, prefer) are an index, a uuid or a unique beginning of one; naming a GPU that is
-    divided into MIG instances names its instances.
+    Selectors (devices, exclude, prefer) are an index, a uuid or a unique beginning of one, or "3.1" for GPU instance 1
+    of device 3; naming a GPU that is divided into MIG instances names its instances.
 
     Raises:
         InvalidRequest: the conditions make no sense, whatever the machine.
@@ -91,7 +91,8 @@ def fields_needed(request: Request) -> frozenset[str]:
         THERMAL: request.max_temperature is not None,
         MODEL: bool(request.models) or request.strategy == "pack" or request.most > 1,
         TOPOLOGY: request.most > 1 and request.strategy != "first",
-        HEALTH: any(selector.upper().startswith("MIG-") for selector in selectors),  # it brings the MIG instances
+        # It brings the MIG instances along.
+        HEALTH: any(selector.upper().startswith("MIG-") or "." in selector for selector in selectors),
     }
     return SELECT_FIELDS | {group for group, needed in wanted.items() if needed}
 
@@ -151,6 +152,8 @@ def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:
     if wanted.isdecimal():
         # A MIG instance carries the index of its GPU: the index means the GPU.
         matches = [device for device in devices if device.index == int(wanted) and device.parent_uuid is None]
+    elif "." in wanted:
+        matches = [device for device in devices if f"{device.index}.{device.gpu_instance_id}" == wanted]
     else:
         exact = [device for device in devices if device.uuid.lower() == wanted]
         begins = [device for device in devices if device.uuid.lower().startswith(wanted)]

@@ -82,20 +82,19 @@ def choose(snapshot: Snapshot, request: Request, taken: Mapping[str, str]) -> Ch
     )
 
 
-def possible(snapshot: Snapshot, request: Request) -> Choice:
-    """Which devices could ever satisfy *request*, and what will always stand against the others.
+def possible(choice: Choice) -> Choice:
+    """Which devices could ever satisfy the request, and what will always stand against the others.
 
-    Only as good as the snapshot: a broken or a divided device shows only where HEALTH was read.
+    Only as good as the snapshot behind *choice*: a broken or a divided device shows only where HEALTH was read.
     """
-    terms = terms_of(snapshot, request, {})
-    devices, refused = [], []
-    for device in sorted(snapshot.devices, key=_place):
-        lasting = tuple(reason for reason in reasons_against(device, terms) if reason.permanent)
-        if lasting:
-            refused.append(Refusal(device, lasting))
-        else:
-            devices.append(device)
-    return Choice(tuple(devices), tuple(devices), tuple(refused))
+    lasting = {
+        refusal.device.uuid: Refusal(refusal.device, permanent)
+        for refusal in choice.refused
+        if (permanent := tuple(reason for reason in refusal.reasons if reason.permanent))
+    }
+    passing = [refusal.device for refusal in choice.refused if refusal.device.uuid not in lasting]
+    devices = tuple(sorted((*choice.eligible, *passing), key=_place))
+    return Choice(devices, devices, tuple(lasting.values()))
 
 
 def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoughGpus:
@@ -104,8 +103,9 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
     It is an ImpossibleRequest when waiting cannot help.  That is never said of a snapshot in which a device's HEALTH
     is still unread: it may turn out to be divided into more.
     """
-    could = possible(snapshot, request)
-    if len(could.devices) < request.num_gpus and all(device.problems is not None for device in could.devices):
+    could = possible(choice)
+    read = all(device.problems is not None for device in snapshot.devices)
+    if read and len(could.devices) < request.num_gpus:
         return ImpossibleRequest(_never(request, could), request.num_gpus, len(choice.eligible), could.refused)
     lasting = {refusal.device.uuid for refusal in could.refused}
     passing = [refusal for refusal in choice.refused if refusal.device.uuid not in lasting]

@@ -1,0 +1,121 @@
+"""The options that say which devices are wanted, shared by run, select and explain; and the Request that they make."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.request import IDLE_TOLERANCE, STRATEGIES, Request
+from gpuguard.units import parse_bytes, parse_celsius, parse_percent
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+# Where a device is named: an index, a uuid or the beginning of one.
+_LIST = "LIST"
+
+# flag, metavar, help; the value stays text until request_of(), so that a fault can say what to write instead
+_OPTIONS = (
+    ("--gpus", _LIST, "only these: indices, uuids or beginnings of uuids, as in 0,3 (without -n: all of them)"),
+    ("--exclude", _LIST, "not these"),
+    ("--prefer", _LIST, "these first, in this order, if they are eligible"),
+    ("--min-free", "SIZE", "each has at least so much free memory, as in 20GiB"),
+    ("--min-total", "SIZE", "each has at least so much memory in all"),
+    ("--max-util", "PERCENT", "each is at most so busy, as in 10%%"),
+    ("--max-memory-util", "PERCENT", "each moves data at most so much of the time"),
+    (
+        "--max-processes",
+        "N",
+        "share a device with up to N processes of others; then --min-free decides about memory, not --tolerance",
+    ),
+    ("--max-temperature", "TEMP", "each is at most so hot, as in 70C"),
+)
+
+
+def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Add the options; *also* gives further spellings of some: ``{"--min-free": ("-f",)}``."""
+    spellings = dict(also or {})
+    group = parser.add_argument_group("which GPUs")
+    group.add_argument("-n", "--num-gpus", metavar="N", help="how many (default: 1)")
+    for flag, metavar, text in _OPTIONS:
+        group.add_argument(flag, *spellings.get(flag, ()), metavar=metavar, help=text)
+    group.add_argument(
+        "--model",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="the name fits, as in H100 or 'RTX*'; several: one of them fits",
+    )
+    strategies = "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items())
+    group.add_argument("--strategy", choices=STRATEGIES, default="spread", help=f"{strategies} (default: spread)")
+    group.add_argument("--mine-as-free", action="store_true", help="my own processes do not make a device busy")
+    group.add_argument(
+        "--tolerance",
+        metavar="SIZE",
+        help=f"memory that an idle device may hold (default: {IDLE_TOLERANCE // 2**20}MiB)",
+    )
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """The request that the parsed options make.
+
+    Raises:
+        InvalidRequest: a value cannot be understood, or two contradict each other.
+    """
+    devices = selectors("--gpus", args.gpus)
+    number = whole_number("-n", args.num_gpus)
+    if devices is not None and number is not None and number > len(devices):
+        raise InvalidRequest(f"-n {number} wants more than the {len(devices)} that --gpus {args.gpus} names.")
+    exclude = selectors("--exclude", args.exclude) or ()
+    both = set(devices or ()) & set(exclude)
+    if both:
+        raise InvalidRequest(f"{', '.join(sorted(both))} stands in --gpus and in --exclude: decide for one.")
+    tolerance = _read("--tolerance", args.tolerance, parse_bytes)
+    return Request(
+        num_gpus=number if number is not None else len(devices or "1"),
+        devices=devices,
+        min_free=_read("--min-free", args.min_free, parse_bytes),
+        min_total=_read("--min-total", args.min_total, parse_bytes),
+        max_util=_read("--max-util", args.max_util, parse_percent),
+        max_memory_util=_read("--max-memory-util", args.max_memory_util, parse_percent),
+        max_processes=whole_number("--max-processes", args.max_processes),
+        max_temperature=_read("--max-temperature", args.max_temperature, parse_celsius),
+        models=tuple(args.model),
+        exclude=exclude,
+        prefer=selectors("--prefer", args.prefer) or (),
+        strategy=args.strategy,
+        mine_as_free=frozenset((os.getuid(),)) if args.mine_as_free else frozenset(),
+        tolerance=IDLE_TOLERANCE if tolerance is None else tolerance,
+    )
+
+
+def whole_number(option: str, text: str | None) -> int | None:
+    """A count; None when the option was not given."""
+    if text is not None and not text.strip().lstrip("-").isdecimal():
+        raise InvalidRequest(f"{option}: {text!r} is not a whole number.")
+    return None if text is None else int(text)
+
+
+def selectors(option: str, text: str | None) -> tuple[str, ...] | None:
+    """("0", "3") of "0,3"; a device that is named twice is a mistake, because nobody can tell what was meant."""
+    if text is None:
+        return None
+    parts = tuple(part.strip() for part in text.split(","))
+    if "" in parts:
+        raise InvalidRequest(f"{option} {text!r} names no device in one place: write it like 0,3.")
+    twice = next((part for part in parts if parts.count(part) > 1), None)
+    if twice is not None:
+        raise InvalidRequest(f"{option} names device {twice} twice: name each device once.")
+    return parts
+
+
+def _read(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
+    try:
+        return None if text is None else parse(text)
+    except InvalidRequest as fault:
+        raise InvalidRequest(f"{option}: {fault}") from None

@@ -1,0 +1,122 @@
+"""Print the GPUs that `gpuguard run` would choose now, as 3,5.  Claims nothing.
+
+gpuguard select -n 2 --min-free 20GiB
+export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES="$(gpuguard select -n 2)" || exit
+gpuguard select -n 2 --json
+
+When there are not enough it prints nothing on standard output, says why on standard error, and exits with 1.
+Between looking and starting somebody else may take them: `gpuguard run` claims them.  nvisel's options work too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+from gpuguard.cli.choice_options import add_choice_options, request_of, selectors, whole_number
+from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import MODEL
+from gpuguard.request import Request
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpuguard.backends import Backend
+    from gpuguard.lockfiles import LockDirectory
+    from gpuguard.model import Device
+
+_NVISEL = {
+    "--min-free": ("-f", "--min-free-memory"),
+    "--min-total": ("-t", "--min-total-memory"),
+    "--max-util": ("-G", "--max-gpu-utilization"),
+    "--max-memory-util": ("-M", "--max-memory-utilization"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_choice_options(parser, also=_NVISEL)
+    group = parser.add_argument_group("how many, as nvisel has it")
+    group.add_argument("-c", "--min-count", metavar="N", help="at least so many")
+    group.add_argument("-C", "--max-count", metavar="N", help="as many as there are, but at most so many")
+    group.add_argument(
+        "-i",
+        "--inherit",
+        metavar="LIST",
+        nargs="?",
+        const="",
+        help="choose among these (without LIST: among those of CUDA_VISIBLE_DEVICES, which always happens)",
+    )
+    group.add_argument("-S", "--no-sort", action="store_true", help="the lowest index first, as --strategy first")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "-O", "--format", choices=("index", "uuid"), default="index", help="default: index; MIG instances go by uuid"
+    )
+    ends = output.add_mutually_exclusive_group()
+    ends.add_argument(
+        "-s", "--sep", "--separator", metavar="TEXT", default=",", help="between two devices (default: ,)"
+    )
+    ends.add_argument("--newline", dest="sep", action="store_const", const="\n", help="one device per line")
+    ends.add_argument(
+        "-0", "--null", dest="sep", action="store_const", const="\0", help="a NUL behind each, for xargs -0"
+    )
+    output.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    request = _request(args)
+    backend = backend_of(args)
+    try:
+        devices = _chosen(backend, request, directory_of(args))
+        if args.json:
+            # The choice does not need the names, so they were not read.
+            devices = backend.sample({MODEL}, [device.uuid for device in devices]).devices
+    finally:
+        backend.close()
+    sys.stdout.write(_json(devices) if args.json else _listed(devices, args.format, args.sep))
+    return 0
+
+
+def _chosen(backend: Backend, request: Request, directory: LockDirectory) -> tuple[Device, ...]:
+    """The devices; the reasons, which need more of the driver, are asked for only when there are too few."""
+    from gpuguard.lock import look
+
+    _, choice = look(backend, request, directory)
+    if not choice.devices:
+        from gpuguard.cli.explain import look_closely
+        from gpuguard.select import not_enough
+
+        snapshot, choice = look_closely(backend, request, directory)
+        if not choice.devices:  # else somebody has just given one back
+            raise not_enough(snapshot, request, choice)
+    return choice.devices
+
+
+def _request(args: argparse.Namespace) -> Request:
+    request = request_of(args)
+    least, most = whole_number("-c", args.min_count), whole_number("-C", args.max_count)
+    if args.num_gpus is not None and (least is not None or most is not None):
+        raise InvalidRequest("-n says exactly how many: leave it out with -c (at least) or -C (at most).")
+    if args.inherit and args.gpus:
+        raise InvalidRequest("-i and --gpus both name devices to choose among: use one of them.")
+    if least is not None or most is not None:
+        request = replace(request, num_gpus=1 if least is None else least, max_gpus=most)
+    if args.inherit:
+        request = replace(request, devices=selectors("-i", args.inherit))
+    return replace(request, strategy="first") if args.no_sort else request
+
+
+def _json(devices: Sequence[Device]) -> str:
+    from gpuguard.views.text import json_text
+
+    chosen = [{"index": device.index, "uuid": device.uuid, "name": device.name} for device in devices]
+    return json_text({"schema": 1, "devices": chosen}) + "\n"
+
+
+def _listed(devices: Sequence[Device], form: str, separator: str) -> str:
+    by_uuid = form == "uuid" or any(device.parent_uuid for device in devices)
+    names = [device.uuid if by_uuid else str(device.index) for device in devices]
+    return separator.join(names) + ("\0" if separator == "\0" else "\n")

@@ -1,0 +1,110 @@
+"""A choice for people and for programs: what `gpuguard explain` prints.
+
+Does not choose: the texts of the reasons come from eligibility.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gpuguard.model import Device, Snapshot
+from gpuguard.request import Request, spelled
+from gpuguard.select import Choice, named, not_enough, possible
+from gpuguard.units import format_bytes
+from gpuguard.views.text import Paint, neutralise, table
+
+START, WAIT, NEVER = "start", "wait", "never"
+
+
+def outcome(request: Request, choice: Choice) -> str:
+    """What `run` would do now: "start", "wait" or "never" (the request cannot be met on this machine)."""
+    if choice.devices:
+        return START
+    return WAIT if len(possible(choice).devices) >= request.num_gpus else NEVER
+
+
+def to_text(
+    snapshot: Snapshot, request: Request, choice: Choice, limits: str = "", *, paint: Paint = lambda text, _: text
+) -> list[str]:
+    """Lines: each device with its place or its reasons, then what `run` would do.
+
+    Args:
+        limits: what an outer scheduler or CUDA_VISIBLE_DEVICES allows, "" for no limit.
+    """
+    simulated = "  SIMULATED" * snapshot.simulated
+    rows = [row for device in _all(choice) for row in _rows(device, choice)]
+    colours = {"ELIGIBLE": "green", "REFUSED": "red", "CHOSEN": "bold green"}
+    lines = [f"{neutralise(snapshot.host)}{simulated}: gpuguard run {spelled(request)}"]
+    lines += [neutralise(f"limit: {limits}")] if limits else []
+    lines += table(rows, paint=lambda cell, _: paint(cell, colours.get(cell.strip(), "")))
+    return [*lines, *_verdict(snapshot, request, choice)]
+
+
+def to_json(snapshot: Snapshot, request: Request, choice: Choice, limits: str = "") -> dict[str, Any]:
+    """The object that docs/json.md describes; unknown is None."""
+    return {
+        "schema": 1,
+        "host": snapshot.host,
+        "backend": snapshot.backend,
+        "simulated": snapshot.simulated,
+        "taken_at": snapshot.taken_at,
+        "request": spelled(request),
+        "limits": limits or None,
+        "outcome": outcome(request, choice),
+        "chosen": [device.uuid for device in choice.devices],
+        "devices": [_device_json(device, choice) for device in _all(choice)],
+    }
+
+
+def _device_json(device: Device, choice: Choice) -> dict[str, Any]:
+    reasons = _reasons(device, choice)
+    return {
+        "index": device.index,
+        "uuid": device.uuid,
+        "name": device.name,
+        "eligible": not reasons,
+        "rank": None if reasons else choice.eligible.index(device) + 1,
+        "reasons": [text for text, _ in reasons],
+        "permanent": any(permanent for _, permanent in reasons),
+        "memory_free_bytes": device.memory_free,
+        "memory_total_bytes": device.memory_total,
+    }
+
+
+def _rows(device: Device, choice: Choice) -> list[list[str]]:
+    reasons = [neutralise(text) for text, _ in _reasons(device, choice)]
+    if reasons:
+        return [[named(device), "REFUSED", reasons[0]], *(["", "", more] for more in reasons[1:])]
+    facts = [f"choice {choice.eligible.index(device) + 1}", f"{format_bytes(device.memory_free)} free"]
+    facts += ["its list of processes is unknown: judged by memory alone"] if device.processes is None else []
+    facts += ["memory unknown: taken last"] if device.memory_free is None else []
+    return [[named(device), "CHOSEN" if device in choice.devices else "ELIGIBLE", ", ".join(facts)]]
+
+
+def _verdict(snapshot: Snapshot, request: Request, choice: Choice) -> list[str]:
+    what = outcome(request, choice)
+    if what == START:
+        return [f"It would start at once on {_names(choice.devices)}."]
+    if what == WAIT:
+        missing = request.num_gpus - len(choice.eligible)
+        return [f"It would wait for {missing} more device{'s' * (missing != 1)}."]
+    first, *rest = str(not_enough(snapshot, request, choice)).splitlines()
+    advice = [line for line in rest if line.startswith(("Ask", "Drop"))]
+    return [f"It can never start: {first}", *advice]
+
+
+def _names(devices: Sequence[Device]) -> str:
+    return ", ".join(named(device) for device in devices)
+
+
+def _all(choice: Choice) -> list[Device]:
+    devices = [*choice.eligible, *(refusal.device for refusal in choice.refused)]
+    return sorted(
+        devices, key=lambda each: (each.index, each.parent_uuid is not None, each.gpu_instance_id or 0, each.uuid)
+    )
+
+
+def _reasons(device: Device, choice: Choice) -> list[tuple[str, bool]]:
+    refusal = next((each for each in choice.refused if each.device.uuid == device.uuid), None)
+    return [(reason.text, reason.permanent) for reason in refusal.reasons] if refusal else []
