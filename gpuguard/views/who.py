@@ -172,7 +172,7 @@ def gap_lines(snapshot: Snapshot) -> list[str]:
     alike: dict[tuple[str, str], list[str | None]] = {}
     for (device, reason), names in fields.items():
         alike.setdefault((", ".join(sorted(names)), reason), []).append(device)
-    return [f"{_where(devices, snapshot)}{names}: {neutralise(reason)}" for (names, reason), devices in alike.items()]
+    return [neutralise(f"{_where(devices, snapshot)}{names}: {reason}") for (names, reason), devices in alike.items()]
 
 
 def _where(uuids: list[str | None], snapshot: Snapshot) -> str:

@@ -1,0 +1,150 @@
+"""Show who uses which GPU, who has claimed it, and what it does.
+
+gpuguard who                   all GPUs, their claims and processes, totals per user
+gpuguard who --user alice      only what is alice's
+gpuguard who --watch 5s        again every 5 s, until Ctrl-C
+gpuguard who --json            one object for programs: see docs/json.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import NoReturn
+
+from gpuguard.backends import Backend
+from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli.processes import in_first_pid_namespace, look_up
+from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
+from gpuguard.model import WHO_FIELDS, Gap, Snapshot
+from gpuguard.units import parse_duration
+from gpuguard.views import usage, who
+from gpuguard.views.text import json_text, neutralise, put, shorten, style
+
+_ENTER, _LEAVE = "\x1b[?1049h", "\x1b[?1049l"  # the alternate screen, so that the shell's lines come back afterwards
+_HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
+_OTHER_NAMESPACE = (
+    "the pids are those of another pid namespace (a container's host): users and commands cannot be told from in here"
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--user", metavar="NAME", action="append", default=[], help="only this user's (repeatable)")
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        action="append",
+        default=[],
+        help="only these: an index, a uuid or its beginning, 0,GPU-ab",
+    )
+    parser.add_argument(
+        "--watch", metavar="EVERY", nargs="?", const="2s", help="show again and again (default: every 2s)"
+    )
+    parser.add_argument("--json", action="store_true", help="one object for programs; with --watch one line per look")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    every = None if args.watch is None else parse_duration(args.watch)
+    if every is not None and every < 0.1:
+        raise InvalidRequest("--watch needs at least 100ms between two looks.")
+    backend = backend_of(args)
+    try:
+        if every is None:
+            put(_look(args, backend), sys.stdout)
+        else:
+            _watch(args, backend, every)
+    finally:
+        backend.close()
+    return 0
+
+
+def _look(args: argparse.Namespace, backend: Backend) -> list[str]:
+    snapshot = _with_claims(args, backend.sample(WHO_FIELDS))
+    found = usage.uses(snapshot, look_up(snapshot))
+    shown = usage.chosen(found, frozenset(args.user), chosen_devices(snapshot, args.device))
+    if args.json:
+        return [json_text(who.to_json(snapshot, shown), indent=2 if args.watch is None else None)]
+    return who.to_text(snapshot, shown, width=_size()[0], paint=style(sys.stdout, os.environ))
+
+
+def _with_claims(args: argparse.Namespace, snapshot: Snapshot) -> Snapshot:
+    """*snapshot* with the claims; when they cannot be read it says so, and the devices are shown all the same."""
+    from gpuguard.records import probe
+
+    gaps = snapshot.gaps
+    if any(not device.processes_plausible for device in snapshot.devices) and not in_first_pid_namespace():
+        gaps += (Gap(None, "processes", _OTHER_NAMESPACE),)
+    try:
+        claims = tuple(probe(directory_of(args), [device.uuid for device in snapshot.devices]))
+    except ClaimError as error:
+        return replace(snapshot, gaps=(*gaps, Gap(None, "claims", " ".join(str(error).split()))))
+    return replace(snapshot, claims=claims, gaps=gaps)
+
+
+def chosen_devices(snapshot: Snapshot, words: list[str]) -> frozenset[str]:
+    """The uuids that ``["0,3", "GPU-ab"]`` means; a divided device stands for its instances too.
+
+    Raises:
+        InvalidRequest: a word names no device, or several.
+    """
+    from gpuguard.request import resolve
+
+    labels = {who.device_label(device): device.uuid for device in snapshot.devices if device.parent_uuid}
+    selectors = [part.strip() for text in words for part in text.split(",") if part.strip()]
+    found = set(resolve([labels.get(one, one) for one in selectors], snapshot.devices, "--device"))
+    return frozenset(device.uuid for device in snapshot.devices if found & {device.uuid, device.parent_uuid})
+
+
+def _watch(args: argparse.Namespace, backend: Backend, every: float) -> None:
+    """Look every *every* seconds until Ctrl-C, on a terminal always at the same place."""
+    screen = sys.stdout.isatty() and not args.json
+    former = signal.signal(signal.SIGTERM, _leave)
+    lines = _look(args, backend)  # a fault of the first look ends the command; later ones are shown and may pass
+    try:
+        if screen:
+            sys.stdout.write(_ENTER)
+        while True:
+            put(_frame(lines) if screen else lines, sys.stdout)
+            sys.stdout.flush()
+            time.sleep(every)
+            try:
+                lines = _look(args, backend)
+            except InvalidRequest:
+                raise
+            except GpuguardError as error:
+                lines = [time.strftime("%H:%M:%S"), *map(neutralise, str(error).splitlines())]
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        if screen:
+            sys.stdout.write(_LEAVE)
+            sys.stdout.flush()
+
+
+def _frame(lines: list[str]) -> list[str]:
+    """*lines* as one screen: each overwrites what stood there, and what does not fit is counted."""
+    columns, rows = _size()
+    room = max(2, (rows or 24) - 1)
+    if len(lines) > room:
+        more = f"... {len(lines) - room + 1} more lines: enlarge the window, or use --device or --user"
+        lines = [*lines[: room - 1], shorten(more, columns or 80)]
+    return [_HOME + "\n".join(line + _CLEAR_LINE for line in lines) + _CLEAR_REST]
+
+
+def _size() -> tuple[int | None, int | None]:
+    """Columns and rows of the terminal; None and None for a pipe or a file."""
+    try:
+        size = os.get_terminal_size(sys.stdout.fileno())
+    except (OSError, ValueError):
+        return None, None
+    return size.columns or 80, size.lines or 24
+
+
+def _leave(*_: object) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)

@@ -1,0 +1,322 @@
+"""Who uses what, judged from a snapshot, and the screen and the JSON of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
+
+from gpuguard.model import Gap
+from gpuguard.views import usage
+from gpuguard.views.text import display_width, json_text
+from gpuguard.views.usage import Seen, Waiting, chosen, user_totals, uses
+from gpuguard.views.who import gap_lines, to_json, to_text
+
+BUSY = {"memory_used": 10 * GIB, "utilization": 90.0}
+ALICE = a_process(pid=4711)
+BOB = a_process(pid=4800, uid=1002, user="bob")
+
+
+def state_of(device, *claims, **fields):
+    return uses(a_snapshot(device, claims=claims, **fields))[0].state
+
+
+STATES = [
+    ("free", a_device(), ()),
+    ("free", a_device(processes=(a_process(kind="graphics"),), memory_used=10 * GIB), ()),
+    ("free", a_device(processes=(a_process(kind="compute+graphics", memory_used=25 * 2**20),)), ()),
+    ("claimed", a_device(), (a_claim_record(),)),
+    ("in_use", a_device(processes=(ALICE,), **BUSY), (a_claim_record(),)),
+    ("in_use", a_device(processes=(), **BUSY), (a_claim_record(),)),
+    ("in_use", a_device(processes=(ALICE,), utilization=None), (a_claim_record(),)),
+    ("idle", a_device(processes=(ALICE,), memory_used=10 * GIB, utilization=0.9), (a_claim_record(),)),
+    ("unclaimed_use", a_device(processes=(ALICE,), **BUSY), ()),
+    ("unclaimed_use", a_device(processes=(), **BUSY), ()),
+    ("unclaimed_use", a_device(processes=None, **BUSY), ()),
+    ("unclaimed_use", a_device(processes=(BOB,), **BUSY), (a_claim_record(),)),
+    ("unhealthy", a_device(problems=("lost",), processes=(ALICE,), **BUSY), (a_claim_record(),)),
+    ("unhealthy", a_device(compute_mode="prohibited"), ()),
+    ("unknown", a_device(processes=None), ()),
+    ("unknown", a_device(processes=None, memory_used=None), (a_claim_record(),)),
+    ("unknown", a_device(processes=(a_process(pid=0),), processes_plausible=False), ()),
+    ("in_use", a_device(processes=(BOB,), processes_plausible=False, **BUSY), (a_claim_record(),)),
+]
+
+
+@pytest.mark.parametrize(("state", "device", "claims"), STATES)
+def test_the_state_says_what_the_snapshot_proves(state, device, claims):
+    assert state_of(device, *claims) == state
+
+
+def test_every_state_occurs_here_and_has_its_words():
+    from gpuguard.views.who import LABELS
+
+    assert {state for state, _, _ in STATES} == set(usage.STATES) == set(LABELS)
+
+
+def test_nobody_is_accused_when_the_claims_cannot_be_read():
+    unreadable = (Gap(None, "claims", "no such directory"),)
+
+    assert state_of(a_device(processes=(ALICE,), **BUSY), gaps=unreadable) == "unknown"
+
+
+def test_a_claim_that_is_not_alive_claims_nothing():
+    assert state_of(a_device(), a_claim_record(alive=False)) == "free"
+
+
+def claim_of(process, *claims, seen=None):
+    found = uses(a_snapshot(a_device(processes=(process,), **BUSY), claims=claims), seen)
+    return found[0].processes[0].claim
+
+
+def test_a_process_that_holds_the_lock_belongs_to_the_claim_whatever_its_user():
+    assert claim_of(BOB, a_claim_record(holders=(BOB.pid,))) == "a1b2c3"
+
+
+def test_a_descendant_of_the_job_belongs_to_its_claim():
+    seen = {BOB.pid: Seen(4799, "S"), 4799: Seen(4700, "S")}
+
+    assert claim_of(BOB, a_claim_record(pid=4700), seen=seen) == "a1b2c3"
+
+
+def test_ancestors_that_go_in_circles_end():
+    assert claim_of(BOB, a_claim_record(), seen={BOB.pid: Seen(5, "S"), 5: Seen(BOB.pid, "S")}) is None
+
+
+def test_the_same_user_owns_the_claim_when_the_lock_does_not_tell():
+    assert claim_of(ALICE, a_claim_record(id="b", uid=1002), a_claim_record(id="a")) == "a"
+
+
+def test_a_container_runs_as_root_for_the_only_claim_there():
+    root = a_process(uid=0, user="root")
+
+    assert claim_of(root, a_claim_record()) == "a1b2c3"
+    assert claim_of(root, a_claim_record(id="a"), a_claim_record(id="b")) is None
+
+
+def test_a_claim_on_another_device_does_not_cover_this_one():
+    assert claim_of(ALICE, a_claim_record(a_uuid(7), holders=(ALICE.pid,))) is None
+
+
+def held(seen=None, **fields):
+    return uses(a_snapshot(claims=(a_claim_record(**fields),)), seen)[0].claims[0]
+
+
+ORPHANS = [
+    (None, {}, {}),  # not looked up: no accusation
+    (True, {4700: None}, {}),
+    (True, {4700: Seen(1, "Z")}, {}),
+    (False, {4700: Seen(1, "S", 5000.0)}, {}),
+    (True, {4700: Seen(1, "S", 9000.0)}, {}),  # started after the claim was made: another process
+    (True, {4700: Seen(1, "S", 5000.0)}, {"holders": (4701,)}),
+    (False, {4700: Seen(1, "S", 5000.0)}, {"holders": (4700, 4701)}),
+    (False, {4701: Seen(1, "S", inner_pid=4700)}, {"holders": (4701,)}),  # a wrapper in a container
+    (None, {4700: None}, {"pid": None}),
+]
+
+
+@pytest.mark.parametrize(("orphaned", "seen", "fields"), ORPHANS)
+def test_a_claim_is_orphaned_when_its_wrapper_is_surely_gone(orphaned, seen, fields):
+    assert held(seen, **fields).orphaned is orphaned
+
+
+def test_a_job_in_ctrl_z_is_stopped_though_its_wrapper_sleeps():
+    seen = {4700: Seen(1, "S"), 4701: Seen(4700, "T")}
+
+    assert held(seen, holders=(4700, 4701)).stopped is True
+    assert held(seen, holders=(4700,)).stopped is False
+    assert held({}, holders=(4700,)).stopped is None
+
+
+def test_a_divided_device_is_what_its_instances_are_and_lists_no_process_twice():
+    whole = a_device(mig_mode=True, processes=(ALICE,), memory_used=20 * GIB)
+    busy = a_mig_instance(whole, 0, processes=(ALICE,), memory_used=10 * GIB)
+    found = uses(a_snapshot(whole, busy, a_mig_instance(whole, 1), claims=(a_claim_record(busy),)))
+
+    assert [use.state for use in found] == ["in_use", "in_use", "free"]
+    assert [len(use.processes) for use in found] == [0, 1, 0]
+    assert [(row.devices, row.memory_used) for row in user_totals(found)] == [(1, 10 * GIB)]
+
+
+def test_a_divided_device_without_instances_serves_nobody():
+    assert state_of(a_device(mig_mode=True)) == "unhealthy"
+
+
+def test_totals_count_devices_processes_and_memory_per_user():
+    found = uses(
+        a_snapshot(
+            a_device(processes=(ALICE, BOB), **BUSY),
+            a_device(processes=(ALICE,), **BUSY),
+            a_device(),
+            claims=(a_claim_record(a_uuid(0), a_uuid(2)),),
+        )
+    )
+
+    alice, bob = user_totals(found)
+    assert (alice.user, alice.devices, alice.processes, alice.memory_used) == ("alice", 2, 1, 20 * GIB)
+    assert (alice.claimed, alice.idle) == (2, 1)
+    assert (bob.user, bob.devices, bob.claimed) == ("bob", 1, 0)
+
+
+def test_a_sum_with_an_unknown_part_is_unknown():
+    found = uses(a_snapshot(a_device(processes=(a_process(), a_process(pid=4712, memory_used=None)), **BUSY)))
+
+    assert user_totals(found)[0].memory_used is None
+
+
+def test_a_filter_shows_what_is_the_users_and_judges_by_everything():
+    found = uses(a_snapshot(a_device(processes=(ALICE, BOB), **BUSY), a_device(), claims=(a_claim_record(),)))
+
+    only = chosen(found, frozenset(["bob"]), frozenset())
+    assert [(use.device.index, use.state, len(use.claims), len(use.processes)) for use in only] == [(0, "in_use", 0, 1)]
+    assert chosen(found, frozenset(), frozenset([a_uuid(1)])) == found[1:]
+    assert chosen(found, frozenset(["nobody"]), frozenset()) == ()
+
+
+def a_hostile_snapshot():
+    """Everything at once, in the words of somebody who wants to fool the reader."""
+    evil = "\x1b[2J\n\u202e\udcff李"
+    record = {"note": evil, "command": ("python", evil), "user": f"李{evil}", "id": evil}
+    process = a_process(pid=4711, command=(evil, "x" * 300), user=evil, container=evil * 5, working_directory=evil)
+    return a_snapshot(
+        a_device(0, name=evil, processes=(process,), **BUSY),
+        a_device(1, problems=(evil,), utilization=None, temperature=None, power_draw=None, memory_used=None),
+        claims=(a_claim_record(a_uuid(0), **record),),
+        gaps=(Gap(a_uuid(1), evil, evil), Gap(None, "waiting", evil)),
+        host=evil,
+        driver_version=evil,
+    )
+
+
+@pytest.mark.parametrize("width", [None, 12, 80, 200])
+def test_hostile_text_is_shown_and_does_no_harm(width):
+    waiting = (Waiting("\x1bbob", 1, 2, None, "\n", ("\u202e",)),)
+    snapshot = a_hostile_snapshot()
+    lines = to_text(snapshot, uses(snapshot), waiting, width=width)
+
+    assert all(line.isprintable() for line in lines)
+    assert width is None or all(display_width(line) <= width for line in lines)
+
+
+def test_the_screen_as_a_whole():
+    snapshot = a_snapshot(
+        a_device(processes=(ALICE,), **BUSY),
+        a_device(processes=(a_process(pid=5, uid=7, user="李小明", container="0123456789abcdef"),), **BUSY),
+        a_device(problems=("fell off the bus",), utilization=None, temperature=None, power_draw=None, memory_used=None),
+        claims=(a_claim_record(note="sweep"),),
+        gaps=(Gap(a_uuid(2), "utilization", "the driver call did not come back"),),
+        simulated=True,
+    )
+    title, *rest = to_text(snapshot, uses(snapshot, {4700: None}), (Waiting("bob", 812, 2, 1_700_000_000.0 - 65),))
+
+    assert re.fullmatch(r"SIMULATED node node1: 3 GPUs, driver 550\.54\.15, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", title)
+    assert "\n".join(rest) == SCREEN.strip("\n")
+
+
+SCREEN = """
+GPU  NAME                     MEMORY  UTIL  TEMP  POWER  STATE
+0    H100 80GB HBM3  10.0GiB/80.0GiB   90%   35C    70W  in use
+     claim  a1b2c3  alice      1h           orphaned  "sweep"  python train.py
+     pid    4711    alice   2h30m  10.0GiB  a1b2c3    python train.py
+1    H100 80GB HBM3  10.0GiB/80.0GiB   90%   35C    70W  used without a claim
+     pid    5       李小明  2h30m  10.0GiB  no claim  in 0123456789ab: python train.py
+2    H100 80GB HBM3      n/a/80.0GiB   n/a   n/a    n/a  unhealthy
+     why: fell off the bus
+
+USER    GPUS  PROCESSES   MEMORY  CLAIMED  IDLE
+alice      1          1  10.0GiB        1     0
+李小明     1          1  10.0GiB        0     0
+
+WAITING  GPUS  SINCE  PID  COMMAND
+bob         2   1m5s  812  n/a
+
+Not known:
+  GPU 2: utilization: the driver call did not come back
+"""
+
+
+def test_a_real_machine_is_not_called_simulated():
+    snapshot = a_snapshot()
+
+    assert to_text(snapshot, uses(snapshot))[0].startswith("node1: 1 GPU, driver")
+
+
+def test_gaps_that_are_alike_take_one_line():
+    whole = tuple(Gap(a_uuid(i), field, "not supported") for i in range(2) for field in ("fan_speed", "ecc"))
+    snapshot = a_snapshot(
+        a_device(), a_device(), gaps=(*whole, Gap(a_uuid(1), "power", "no"), Gap(None, "claims", "gone"))
+    )
+
+    assert gap_lines(snapshot) == ["all GPUs: ecc, fan_speed: not supported", "GPU 1: power: no", "claims: gone"]
+
+
+def test_unknown_is_null_and_never_zero():
+    read = (
+        "memory_used",
+        "memory_total",
+        "memory_free",
+        "utilization",
+        "memory_utilization",
+        "temperature",
+        "power_draw",
+    )
+    snapshot = a_snapshot(a_device(**dict.fromkeys((*read, "power_limit", "processes"))))
+    device = to_json(snapshot, uses(snapshot))["devices"][0]
+
+    assert [name for name, value in device.items() if value == 0 and value is not False] == ["index"]
+    assert device["processes"] is None
+
+
+def test_a_lock_without_a_record_has_no_known_owner():
+    snapshot = a_snapshot(claims=(a_claim_record(uid=-1, user="unknown", pid=None, since=None, command=None),))
+    content = to_json(snapshot, uses(snapshot))
+
+    assert (content["devices"][0]["claims"][0]["user"], content["users"][0]["user"]) == (None, None)
+
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "json.md"
+
+
+def documented(kind: str, text: str) -> dict[str, set[str]]:
+    """The fields of each object of a command as the document has them: ``{"who.devices[]": {"index", ...}}``."""
+    sections = re.findall(r"^### (\S+)\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
+    tables = {path: set(re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE)) for path, body in sections}
+    return {path: fields for path, fields in tables.items() if path.split(".")[0] == kind}
+
+
+def printed(path: str, value: object, found: dict[str, set[str]] | None = None) -> dict[str, set[str]]:
+    """The fields of every object in a real output, in the same form."""
+    found = {} if found is None else found
+    if isinstance(value, dict):
+        found.setdefault(path, set()).update(value)
+        for name, inner in value.items():
+            printed(f"{path}.{name}", inner, found)
+    elif isinstance(value, list):
+        for inner in value:
+            printed(f"{path}[]", inner, found)
+    return found
+
+
+def a_full_output():
+    snapshot = a_hostile_snapshot()
+    return json.loads(json_text(to_json(snapshot, uses(snapshot), (Waiting("bob", 1, 2),))))
+
+
+def test_the_document_describes_exactly_the_fields_that_are_printed():
+    assert documented("who", DOCUMENT.read_text(encoding="utf-8")) == printed("who", a_full_output())
+
+
+def test_a_field_missing_on_either_side_is_noticed():
+    text = DOCUMENT.read_text(encoding="utf-8")
+
+    assert documented("who", text.replace("| `kind` |", "| kind |")) != printed("who", a_full_output())
+    assert documented("who", text) != printed("who", {**a_full_output(), "extra": 1})
+
+
+def test_the_document_describes_every_state():
+    text = DOCUMENT.read_text(encoding="utf-8")
+
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.MULTILINE)) == set(usage.STATES)
