@@ -1,0 +1,128 @@
+"""What CUDA_VISIBLE_DEVICES, Slurm or a container left is where devices are chosen, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+from builders import a_device, a_mig_instance, a_snapshot, a_uuid
+
+from gpuguard.clusters import Outer, outer_devices
+from gpuguard.select import Request, choose
+
+DEVICES = tuple(a_device(i) for i in range(4))
+
+
+def indices(environ, devices=DEVICES):
+    """The allowed indices, None without a limit."""
+    uuids = outer_devices(environ, devices).uuids
+    by_uuid = {device.uuid: device.index for device in devices}
+    return None if uuids is None else [by_uuid[uuid] for uuid in uuids]
+
+
+def test_without_any_variable_there_is_no_limit():
+    assert outer_devices({"PATH": "/bin"}, DEVICES) == Outer(None, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [
+        ("3", [3]),
+        ("2,0", [2, 0]),
+        (" 1 , 2 ", [1, 2]),
+        (a_uuid(1), [1]),
+        ("GPU-00000002", [2]),
+        ("gpu-00000002", [2]),
+        ("GPU-0000000", []),  # the beginning of all four
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0,-1,2", [0]),
+        ("1,9,2", [1]),
+        ("1,,2", [1]),
+        ("2,2", []),
+        ("all", []),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(value, allowed):
+    assert indices({"CUDA_VISIBLE_DEVICES": value}) == allowed
+
+
+def test_the_reason_names_the_variable_and_what_it_allows():
+    assert outer_devices({"CUDA_VISIBLE_DEVICES": "3"}, DEVICES).reason == "CUDA_VISIBLE_DEVICES=3 allows only device 3"
+    assert outer_devices({"CUDA_VISIBLE_DEVICES": ""}, DEVICES).reason == "CUDA_VISIBLE_DEVICES= allows no device"
+
+
+@pytest.mark.parametrize(
+    ("environ", "doubtful"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "1"}, True),
+        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, True),
+        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False),
+        ({"CUDA_VISIBLE_DEVICES": a_uuid(1)}, False),
+    ],
+)
+def test_an_index_is_doubtful_where_the_models_differ_and_the_order_is_not_set(environ, doubtful):
+    mixed = (a_device(0), a_device(1, name="NVIDIA T400"))
+
+    assert ("CUDA_DEVICE_ORDER=PCI_BUS_ID" in outer_devices(environ, mixed).reason) is doubtful
+    assert "CUDA_DEVICE_ORDER" not in outer_devices(environ, DEVICES).reason
+
+
+def test_a_mig_instance_is_allowed_by_its_uuid_even_before_it_was_seen():
+    gpu = a_device(0, mig_mode=True)
+    instances = (a_mig_instance(gpu, 0), a_mig_instance(gpu, 1))
+    outer = outer_devices({"CUDA_VISIBLE_DEVICES": instances[1].uuid}, (gpu,))
+
+    machine = a_snapshot(gpu, *instances)
+    assert choose(machine, Request(within=outer.uuids), {}).eligible == (instances[1],)
+
+
+def test_a_gpu_that_is_allowed_allows_its_instances():
+    gpus = (a_device(0, mig_mode=True), a_device(1))
+    instance = a_mig_instance(gpus[0])
+
+    assert choose(a_snapshot(*gpus, instance), Request(within=(gpus[0].uuid,)), {}).eligible == (instance,)
+
+
+@pytest.mark.parametrize(
+    ("environ", "allowed"),
+    [
+        ({}, []),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [1]),
+        ({"SLURM_JOB_GPUS": "1,3"}, [1, 3]),
+        ({"SLURM_STEP_GPUS": "2", "SLURM_JOB_GPUS": "1-3"}, [2]),
+        ({"SLURM_JOB_GPUS": "1-2"}, [1, 2]),
+        ({"SLURM_JOB_GPUS": "4,5,6,7"}, None),  # Slurm hides the others: the four that are visible are the job's
+        ({"GPU_DEVICE_ORDINAL": "0"}, None),
+    ],
+)
+def test_a_slurm_job_has_what_slurm_gave_it(environ, allowed):
+    assert indices({"SLURM_JOB_ID": "7", **environ}) == allowed
+
+
+def test_a_slurm_job_without_gpus_hears_how_to_get_one():
+    outer = outer_devices({"SLURM_JOB_ID": "7"}, DEVICES)
+
+    assert outer.reason == "Slurm job 7 was given no GPU (ask Slurm for one: --gres=gpu:1)"
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [("void", []), ("none", []), ("", []), ("all", None), ("5", None), (a_uuid(9), None)],
+)
+def test_a_container_says_only_whether_there_is_any_gpu(value, allowed):
+    assert indices({"NVIDIA_VISIBLE_DEVICES": value}) == allowed
+
+
+def test_all_sources_must_agree():
+    environ = {"CUDA_VISIBLE_DEVICES": "1,2", "NVIDIA_VISIBLE_DEVICES": "void"}
+
+    assert indices(environ) == [] and "; " in outer_devices(environ, DEVICES).reason
+
+
+def test_what_is_outside_is_refused_for_ever_with_the_reason():
+    outer = outer_devices({"CUDA_VISIBLE_DEVICES": "3"}, DEVICES)
+    choice = choose(a_snapshot(*DEVICES), Request(within=outer.uuids, within_reason=outer.reason), {})
+
+    assert [device.index for device in choice.devices] == [3]
+    assert {reason.text for refusal in choice.refused for reason in refusal.reasons} == {outer.reason}
+    assert all(reason.permanent for refusal in choice.refused for reason in refusal.reasons)
