@@ -80,7 +80,8 @@ _DEVICE_NUMBERS = {
     "temperature": 34, "temperature_slowdown": 89, "temperature_shutdown": 92, "fan": 30,
     "power_mw": 71_000, "power_limit_mw": 700_000, "energy_mj": 5_000_000,
     "clock_sm": 345, "clock_sm_max": 1980, "clock_memory": 2619, "clock_memory_max": 2619, "pstate": 0,
-    "throttle_reasons": 1, "persistence": 1, "compute_mode": 0, "ecc": 1, "ecc_corrected_volatile": 0, "ecc_uncorrected_volatile": 0,
+    "throttle_reasons": 1, "persistence": 1, "compute_mode": 0,
+    "ecc": 1, "ecc_corrected_volatile": 0, "ecc_uncorrected_volatile": 0,
     "ecc_corrected_aggregate": 0, "ecc_uncorrected_aggregate": 0, "retired_pages": 0, "retired_pages_pending": 0,
     "remapped_corrected": 0, "remapped_uncorrected": 0, "remap_pending": 0, "remap_failed": 0,
     "pcie_generation": 5, "pcie_width": 16, "pcie_tx_kbs": 100, "pcie_rx_kbs": 200, "mig_mode": 0, "process_stride": 24,
@@ -187,7 +188,7 @@ class FakeNvml:
         return {"LD_LIBRARY_PATH": str(Path(self.library).parent), "FAKE_NVML_STATE": self.path}
 
     def add_process(self, device: int, pid: int, memory: int, kind: str = "compute", **more: int) -> None:
-        """List a process.  Its memory adds to the device's (not with ``counted=0``); it goes with its pid (``stays=1``)."""
+        """List a process until its pid is gone (stays=1: longer).  Its memory counts as used (counted=0: not)."""
         state = self._state.devices[device]
         row = Process(pid, memory, KINDS[kind], 0xFFFFFFFF, 0xFFFFFFFF, 0, 0, 1, 0)
         for field, value in more.items():

@@ -184,6 +184,13 @@ API(nvmlDeviceGetCpuAffinity)(Handle handle, unsigned size, unsigned long *set) 
   return OK;
 }
 
+API(nvmlDeviceGetMemoryAffinity)(Handle handle, unsigned size, unsigned long *set, unsigned scope) {
+  DEVICE(nvmlDeviceGetMemoryAffinity);
+  memset(set, 0, size * sizeof *set);
+  if (device->numa_node >= 0) set[0] = 1ul << device->numa_node;
+  return OK;
+}
+
 static int alive(int64_t pid) {
   char path[40], line[400];
   snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);

@@ -1,0 +1,224 @@
+"""NVIDIA devices, through nvidia-ml-py: which there are, their MIG instances, and how they are connected.
+
+The driver library is initialised once per process, and again in a forked child.  Handles and facts that never change
+are kept; everything else is read when it is asked for.  A device that fails alone becomes a problem of that device.
+A call may hang or crash in the driver: run this behind isolated.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Set
+from itertools import combinations
+
+from gpuguard import model
+from gpuguard.backends import nvml_fields, nvml_mig
+from gpuguard.backends.nvml_calls import LOST, Answer, call, start
+from gpuguard.backends.nvml_reading import DeviceLost, Place, Reading
+from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.model import Device, Gap, Snapshot
+
+_TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
+
+_Read = tuple[Device, list[Gap]]
+
+
+def open(spec: str = "") -> Nvml:
+    """The devices of this machine.  Raises BackendError when the driver cannot be reached."""
+    if spec:
+        raise InvalidRequest(f"the backend nvml takes no {spec!r}: write `--backend nvml`.")
+    return Nvml()
+
+
+class Nvml:
+    """A Backend.  `progress` is told each device before it is touched; devices in `skip` are never touched."""
+
+    name = "nvml"
+    simulated = False
+
+    def __init__(self) -> None:
+        self.progress: Callable[[int], object] = lambda index: None
+        self.skip: Collection[int] = ()
+        self._pid = 0
+        self._start()
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        """See Backend.sample.  HEALTH finds MIG instances: each follows its parent and has its parent's index."""
+        self._start()
+        # Before any call, so that nothing that started later is taken for something that was seen.
+        taken_at, clock = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
+        versions = self._versions() if model.MODEL in fields else {}
+        found: list[Device] = []
+        gaps: list[Gap] = []
+        seek = None if devices is None else frozenset(devices)
+        if any(map(_is_mig, seek or ())):
+            fields = {*fields, model.HEALTH}  # which is what finds instances
+        for device, missing in self._devices(fields, seek):
+            found.append(device)
+            gaps += missing
+        topology = None
+        if model.TOPOLOGY in fields:
+            topology, missing = self._connections(found)
+            gaps += missing
+        return Snapshot(
+            host=os.uname().nodename,
+            backend=self.name,
+            taken_at=taken_at,
+            clock=clock,
+            devices=tuple(found),
+            gaps=tuple(gaps),
+            topology=topology,
+            driver_version=versions.get("driver_version"),
+            nvml_version=versions.get("nvml_version"),
+            cuda_version=versions.get("cuda_version"),
+        )
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        # A forked child must not shut down what belongs to its parent.
+        if self._pid == os.getpid():
+            call(self._nvml, "nvmlShutdown")
+        self._pid = 0
+
+    def _start(self) -> None:
+        if self._pid != os.getpid():
+            self._nvml = start()
+            self._pid = os.getpid()
+            self._count: int | None = None
+            self._places: dict[int, Place] = {}
+            self._static: dict[str, str | None] = {}
+            self._ancestors: dict[tuple[int, int], Answer] = {}
+
+    def _devices(self, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
+        """The devices with their gaps, in index order; of the uuids to *seek* those and their families."""
+        found: list[_Read] = []
+        for index in range(self._device_count()):
+            place = self._places.get(index)
+            if seek is not None and not (self._may_be(place, seek) if place else self._unknown(seek)):
+                continue
+            readings = self._read(index, fields, seek)
+            if seek is None or any(device.uuid in seek for device, _ in readings):
+                found += readings
+        return found
+
+    def _read(self, index: int, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
+        """A device and its MIG instances; nothing when it turns out not to be one of *seek*."""
+        known = self._places.get(index)
+        uuid = known.uuid if known else f"unknown-{index}"
+        if index in self.skip:
+            gap = Gap(uuid, "device", "a driver call did not come back")
+            return [(Device(index, uuid, problems=("unresponsive",)), [gap])]
+        self.progress(index)
+        place = known or self._place(index)
+        if isinstance(place, Answer):
+            problem = "lost" if place.code == LOST else f"cannot be opened: {place.reason}"
+            return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", place.reason)])]
+        if seek is not None and not self._may_be(place, seek):
+            return []
+        reading = Reading(self._nvml, place, fields)
+        try:
+            nvml_fields.read(reading)
+            instances = list(nvml_mig.instances(reading)) if reading.values.get("mig_mode") else []
+        except DeviceLost:
+            return [_lost(place, fields)]
+        return [(_device(reading), reading.gaps), *instances]
+
+    def _may_be(self, place: Place, seek: Set[str]) -> bool:
+        """Whether the device is one of *seek*, or may have an instance that is: which has been seen nowhere yet."""
+        return not seek.isdisjoint({place.uuid, *place.instances}) or any(map(_is_mig, self._unknown(seek)))
+
+    def _unknown(self, seek: Set[str]) -> Set[str]:
+        return seek - {uuid for place in self._places.values() for uuid in (place.uuid, *place.instances)}
+
+    def _device_count(self) -> int:
+        if self._count is None:
+            answer = call(self._nvml, "nvmlDeviceGetCount")
+            if answer.code:
+                raise BackendError(f"the driver does not count its devices: {answer.reason}.  Try `nvidia-smi`.")
+            self._count = int(answer.value)
+        return self._count
+
+    def _place(self, index: int) -> Place | Answer:
+        handle = call(self._nvml, "nvmlDeviceGetHandleByIndex", index)
+        if handle.code:
+            return handle
+        uuid = call(self._nvml, "nvmlDeviceGetUUID", handle.value)
+        if uuid.code:
+            return uuid
+        self._places[index] = Place(index, handle.value, uuid.value)
+        return self._places[index]
+
+    def _versions(self) -> dict[str, str | None]:
+        if not self._static:
+            cuda = call(self._nvml, "nvmlSystemGetCudaDriverVersion").value
+            self._static = {
+                "driver_version": call(self._nvml, "nvmlSystemGetDriverVersion").value,
+                "nvml_version": call(self._nvml, "nvmlSystemGetNVMLVersion").value,
+                "cuda_version": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+            }
+        return self._static
+
+    def _connections(self, devices: list[Device]) -> tuple[tuple[tuple[str, str, str], ...], list[Gap]]:
+        """Snapshot.topology of the devices that can be asked, and what could not be learned."""
+        healthy = [device for device in devices if device.index in self._places and not device.parent_uuid]
+        healthy = [device for device in healthy if not {"lost", "unresponsive"} & set(device.problems or ())]
+        own = {self._bus_id(device) for device in healthy}
+        pairs, gaps = [], []
+        for one, other in combinations(healthy, 2):
+            if _by_nvlink(one, other, self._bus_id(one), self._bus_id(other), own):
+                pairs.append((one.uuid, other.uuid, "NVLINK"))
+                continue
+            answer = self._ancestor(one.index, other.index)
+            if answer.value in _TOPOLOGY:
+                pairs.append((one.uuid, other.uuid, _TOPOLOGY[answer.value]))
+            else:
+                gaps.append(Gap(one.uuid, f"topology to {other.uuid}", answer.reason or f"level {answer.value}"))
+        return tuple(pairs), gaps
+
+    def _ancestor(self, one: int, other: int) -> Answer:
+        if (one, other) not in self._ancestors:
+            self.progress(one)
+            handles = (self._places[one].handle, self._places[other].handle)
+            answer = call(self._nvml, "nvmlDeviceGetTopologyCommonAncestor", *handles)
+            if answer.code:
+                return answer
+            self._ancestors[one, other] = answer
+        return self._ancestors[one, other]
+
+    def _bus_id(self, device: Device) -> str | None:
+        if device.pci_bus_id or not device.nvlink_links:
+            return device.pci_bus_id
+        reading = Reading(self._nvml, self._places[device.index], ())
+        try:
+            nvml_fields.read_row(reading, nvml_fields.PCI_BUS_ID)
+        except DeviceLost:
+            return None
+        return reading.values.get("pci_bus_id")
+
+
+def _by_nvlink(
+    one: Device, other: Device, bus_one: str | None, bus_other: str | None, devices: set[str | None]
+) -> bool:
+    """Whether a link goes from one to the other, or links of both go to switches (what is no device is a switch)."""
+    ends_one = {end for _, end in one.nvlink_links or ()}
+    ends_other = {end for _, end in other.nvlink_links or ()}
+    return bus_other in ends_one or bus_one in ends_other or bool(ends_one - devices and ends_other - devices)
+
+
+def _is_mig(uuid: str) -> bool:
+    return uuid.startswith("MIG-")
+
+
+def _device(reading: Reading) -> Device:
+    complete = model.HEALTH in reading.fields
+    problems = tuple(reading.problems) if complete or reading.problems else None
+    return Device(reading.place.index, reading.place.uuid, problems=problems, **reading.values)
+
+
+def _lost(place: Place, fields: Collection[str]) -> tuple[Device, list[Gap]]:
+    """A device that was lost before or while it was read: nothing that was just read counts."""
+    reason = "the device is lost"
+    name = next((answer.value for key, answer in place.static.items() if key.startswith("name ")), None)
+    device = Device(place.index, place.uuid, name=name, problems=("lost",))
+    return device, [Gap(place.uuid, group, reason) for group in sorted(fields)]

@@ -1,0 +1,123 @@
+"""One call of the driver library -> a value, or a code and a reason in words.  The only place that knows NVMLError.
+
+Does not know what the calls mean: see nvml_fields.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
+
+# Return codes of nvml.h.
+INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND = 2, 3, 4, 6
+INSUFFICIENT_SIZE, DRIVER_NOT_LOADED, TIMEOUT = 7, 9, 10
+LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, LOST, RESET_REQUIRED, VERSION_MISMATCH, IN_USE = 12, 13, 15, 16, 18, 19
+NO_DATA, DEPRECATED, NOT_READY, UNKNOWN = 21, 26, 27, 999
+BAD_TEXT = -1  # not of nvml.h: a string that is no UTF-8
+
+REASONS = {
+    NOT_SUPPORTED: "not supported", NO_PERMISSION: "no permission", NOT_FOUND: "nothing found",
+    FUNCTION_NOT_FOUND: "this driver does not have it", LOST: "the device is lost",
+    RESET_REQUIRED: "the device needs a reset", NO_DATA: "no value", DEPRECATED: "deprecated in this driver",
+    TIMEOUT: "the driver timed out", UNKNOWN: "unknown driver error", BAD_TEXT: "the text is not UTF-8",
+}  # fmt: skip
+
+# The value does not exist here: that says nothing bad about the device.
+ABSENT = frozenset({NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND, NO_DATA, DEPRECATED})
+# ... and will not exist later, as long as this process lives.
+NEVER = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND, DEPRECATED})
+
+# Calls in all before the code is believed.  INSUFFICIENT_SIZE: a list grew faster than the binding's buffer.
+_TRIES = {INSUFFICIENT_SIZE: 4, TIMEOUT: 2, IN_USE: 2, NOT_READY: 2, UNKNOWN: 2}
+
+_KERNEL_VERSION = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
+_SIMULATE = "`--backend simulated` tries gpuguard without a GPU."
+
+
+class Answer(NamedTuple):
+    """What a call gave: a value, or a code and why."""
+
+    value: Any = None
+    code: int = 0
+    reason: str = ""
+
+
+def call(nvml: Any, function: str, *arguments: Any) -> Answer:
+    """Call a function of nvidia-ml-py; *function* may be missing in the binding as well as in the driver."""
+    answer = _call(nvml, function, *arguments)
+    tries = 1
+    while tries < _TRIES.get(answer.code, 1):
+        answer = _call(nvml, function, *arguments)
+        tries += 1
+    return answer
+
+
+def _call(nvml: Any, function: str, *arguments: Any) -> Answer:
+    bound = getattr(nvml, function, None)
+    if bound is None:
+        return Answer(code=FUNCTION_NOT_FOUND, reason="this nvidia-ml-py does not have it")
+    try:
+        return Answer(bound(*arguments))
+    except nvml.NVMLError as error:
+        return Answer(code=error.value, reason=REASONS.get(error.value) or f"{error} (code {error.value})")
+    except UnicodeDecodeError:
+        return Answer(code=BAD_TEXT, reason=REASONS[BAD_TEXT])
+
+
+def start() -> Any:
+    """Load the driver library and initialise it; returns the binding.
+
+    Raises:
+        DriverNotFound, DriverMismatch, DriverPermission, BackendError: with the cause and what to do.
+    """
+    try:
+        import pynvml as nvml
+    except ImportError:
+        raise DriverNotFound("the Python package nvidia-ml-py is missing: `pip install nvidia-ml-py`.") from None
+    answer = _call(nvml, "nvmlInit")
+    if answer.code:
+        raise _init_error(nvml, answer)
+    return nvml
+
+
+def _init_error(nvml: Any, answer: Answer) -> BackendError:
+    if answer.code == LIBRARY_NOT_FOUND:
+        return DriverNotFound(
+            "libnvidia-ml.so.1 was not found: there is no NVIDIA driver here, or this container was started without "
+            f"it.\nInstall the driver, or start the container with `--gpus all`.  {_SIMULATE}"
+        )
+    # This one answers without an initialisation: "13.580.65.06" is CUDA 13, driver 580.65.06.
+    library = str(_call(nvml, "nvmlSystemGetNVMLVersion").value or "").partition(".")[2] or None
+    kernel = kernel_version()
+    if answer.code == DRIVER_NOT_LOADED:
+        return DriverNotFound(
+            f"libnvidia-ml.so.1 ({library or 'of unknown version'}) is there, but no NVIDIA kernel module answers.\n"
+            f"Load it with `sudo modprobe nvidia` (after a kernel update: reboot), or see `dmesg`.  {_SIMULATE}"
+        )
+    if answer.code == VERSION_MISMATCH:
+        return DriverMismatch(
+            f"the driver library is of version {library or 'unknown'}, the loaded kernel module of version "
+            f"{kernel or 'unknown'}: the driver was updated while the old module was in use.\n"
+            "Reboot, or end all GPU processes and reload the module: "
+            "`sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia`.",
+            library,
+            kernel,
+        )
+    if answer.code == NO_PERMISSION:
+        return DriverPermission(
+            "the driver refuses this user.  "
+            "Look at `ls -l /dev/nvidiactl /dev/nvidia0` and ask for the group that may open them."
+        )
+    return BackendError(f"the driver cannot be initialised: {answer.reason}.  Try `nvidia-smi`, and see `dmesg`.")
+
+
+def kernel_version() -> str | None:
+    """The version of the loaded kernel module, "580.65.06"; None when it does not say."""
+    for path in _KERNEL_VERSION:
+        if os.path.exists(path):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                words = file.read().partition("\n")[0].split()
+            return next((word for word in words if word[0].isdigit() and "." in word), None)
+    return None

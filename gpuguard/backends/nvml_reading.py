@@ -1,0 +1,103 @@
+"""One device in one sample: its values, its gaps, its problems.
+
+A value that the driver cannot give, or that cannot be true (fan 255 %, 4294967295 C), stays unknown and leaves a gap.
+Does not know which calls to make: see nvml_fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuguard.backends.nvml_calls import ABSENT, LOST, NEVER, RESET_REQUIRED, Answer, call
+from gpuguard.model import Gap
+
+PLAUSIBLE: dict[str, tuple[float, float]] = {
+    "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
+    "power_draw": (0, 10_000), "power_limit": (0, 10_000), "total_energy": (0, 2**53), "pstate": (0, 15),
+    "clock_sm": (0, 10_000), "clock_sm_max": (1, 10_000), "clock_memory": (0, 50_000), "clock_memory_max": (1, 50_000),
+    "pcie_generation": (1, 10), "pcie_width": (1, 32), "pcie_tx": (0, 10**12), "pcie_rx": (0, 10**12),
+    "utilization": (0, 100), "memory_utilization": (0, 100), "minor_number": (0, 2**20),
+    "retired_pages": (0, 10**6), "remapped_rows": (0, 10**6),
+    "ecc_corrected_volatile": (0, 2**53), "ecc_uncorrected_volatile": (0, 2**53),
+    "ecc_corrected_aggregate": (0, 2**53), "ecc_uncorrected_aggregate": (0, 2**53),
+}  # fmt: skip
+
+
+@dataclass
+class Place:
+    """A device as the driver library knows it, and what never changes about it."""
+
+    index: int
+    handle: Any
+    uuid: str
+    static: dict[str, Answer] = field(default_factory=dict)
+    instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
+    utilization_seen: int = 0  # time stamp of the newest process utilization sample
+
+
+class DeviceLost(Exception):
+    """Any further call on this device would fail, too."""
+
+
+class Reading:
+    """What is known so far of one device in one sample."""
+
+    def __init__(self, nvml: Any, place: Place, fields: Collection[str]) -> None:
+        self.nvml = nvml
+        self.place = place
+        self.fields = fields
+        self.values: dict[str, Any] = {}
+        self.gaps: list[Gap] = []
+        self.problems: list[str] = []
+
+    def ask(self, function: str, *arguments: Any) -> Answer:
+        """Call *function* for this device.  Raises DeviceLost."""
+        answer = call(self.nvml, function, self.place.handle, *arguments)
+        if answer.code == LOST:
+            raise DeviceLost
+        if answer.code == RESET_REQUIRED:
+            self.problem("reset required")
+        return answer
+
+    def ask_once(self, key: str, function: str, *arguments: Any) -> Answer:
+        """As ask(), but an answer that cannot change is kept for the life of this process."""
+        answer = self.place.static.get(key) or self.ask(function, *arguments)
+        if answer.code == 0 or answer.code in NEVER:
+            self.place.static[key] = answer
+        return answer
+
+    def ask_unless_never(self, function: str) -> Answer:
+        """As ask(), but a driver that does not have it is asked only once."""
+        answer = self.place.static.get(function) or self.ask(function)
+        if answer.code in NEVER:
+            self.place.static[function] = answer
+        return answer
+
+    def take(self, name: str, answer: Answer, convert: Callable[[Any], Any] | None = None) -> bool:
+        """Set a field of the device, or leave a gap."""
+        if answer.code:
+            self.gap(name, answer.reason)
+            return False
+        value = convert(answer.value) if convert else answer.value
+        low, high = PLAUSIBLE.get(name, (None, None))
+        if value is None or (low is not None and high is not None and not low <= value <= high):
+            self.gap(name, f"implausible value {answer.value!r:.40}")
+            return False
+        self.values[name] = value
+        return True
+
+    def gap(self, name: str, reason: str) -> None:
+        """Say why a field is unknown."""
+        self.gaps.append(Gap(self.place.uuid, name, reason))
+
+    def problem(self, text: str) -> None:
+        """Say what is wrong with the device."""
+        if text not in self.problems:
+            self.problems.append(text)
+
+    def fault(self, function: str, answer: Answer) -> None:
+        """A code that a healthy device does not give, from a call that always works on one, is a problem."""
+        if answer.code and answer.code not in ABSENT and answer.code != RESET_REQUIRED:
+            self.problem(f"{function}: {answer.reason}")

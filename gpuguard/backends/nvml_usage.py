@@ -1,0 +1,142 @@
+"""What a device is used for: its memory, and the processes on it, compared with each other.
+
+A process list that cannot be true is read once more, because a process may have ended meanwhile, and is then marked as
+not plausible: see processes for the rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from gpuguard.backends import processes
+from gpuguard.backends.nvml_calls import FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, Answer
+from gpuguard.backends.nvml_reading import Reading
+from gpuguard.model import PROCESS_DETAILS, GpuProcess
+
+MEMORY_V2 = 0x02000028  # version 2 of nvmlMemory_t and its size, 40 bytes
+_LISTS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
+# A client of the MPS server is listed as a compute process, too.
+_KINDS = {
+    frozenset({"compute"}): "compute",
+    frozenset({"graphics"}): "graphics",
+    frozenset({"compute", "graphics"}): "compute+graphics",
+}
+
+
+def memory_of(reading: Reading) -> Answer:
+    """A nvmlMemory_t: version 2, which tells the reserve apart, else version 1."""
+    if "memory v1" not in reading.place.static:
+        answer = reading.ask("nvmlDeviceGetMemoryInfo", MEMORY_V2)
+        if answer.code not in NEVER:
+            return answer
+        reading.place.static["memory v1"] = answer
+    return reading.ask("nvmlDeviceGetMemoryInfo")
+
+
+def read_memory(reading: Reading) -> None:
+    """memory_*: all of them, or none."""
+    answer = memory_of(reading)
+    reading.fault("nvmlDeviceGetMemoryInfo", answer)
+    if not answer.code:
+        memory = answer.value
+        reserved = getattr(memory, "reserved", None)
+        parts = {"total": memory.total, "used": memory.used, "free": memory.free}
+        if memory.total > 0 and max(memory.used, memory.free, reserved or 0) <= memory.total:
+            reading.values.update({f"memory_{name}": value for name, value in parts.items()})
+            if reserved is None:
+                reading.gap("memory_reserved", "this driver counts it as used memory")
+            else:
+                reading.values["memory_reserved"] = reserved
+            return
+        answer = Answer(reason=f"implausible values {parts}")
+    for name in ("memory_total", "memory_used", "memory_free", "memory_reserved"):
+        reading.gap(name, answer.reason)
+
+
+def read_processes(reading: Reading) -> None:
+    """processes and processes_plausible; PROCESS_DETAILS adds graphics and MPS processes and who they all are."""
+    details = PROCESS_DETAILS in reading.fields
+    lists, reason = _plausible_lists(reading, list(_LISTS) if details else ["compute"])
+    if "compute" not in lists:
+        return
+    rows = list(_merged(lists, reading.values.get("memory_total")).values())
+    reading.values["processes_plausible"] = reason is None
+    if reason is None:
+        identify = processes.described if details else processes.identified
+        rows = [identify(row) for row in rows]
+        if details and rows:
+            rows = _with_utilization(reading, rows)
+    else:
+        # Whoever has these pids here is not who the driver means: they stay numbers.
+        reading.gap("processes", f"implausible list: {reason}")
+    reading.values["processes"] = tuple(rows)
+
+
+def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list[Any]], str | None]:
+    lists, failed = _lists(reading, kinds)
+    reason = _implausibility(reading, lists, reading.values.get("memory_used"))
+    if reason:
+        # A process that ended or grew between two calls looks the same: once more, the memory last.
+        lists, failed = _lists(reading, kinds)
+        used = memory_of(reading).value if "memory_used" in reading.values else None
+        reason = _implausibility(reading, lists, used and used.used)
+    for kind, answer in failed.items():
+        reading.gap("processes" if kind == "compute" else f"processes ({kind})", answer.reason)
+        reading.fault(f"{kind} processes", answer)
+    return lists, reason
+
+
+def _lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list[Any]], dict[str, Answer]]:
+    answers = {kind: _list(reading, _LISTS[kind]) for kind in kinds}
+    lists = {kind: answer.value for kind, answer in answers.items() if not answer.code}
+    return lists, {kind: answer for kind, answer in answers.items() if answer.code}
+
+
+def _list(reading: Reading, kind: str) -> Answer:
+    answer = reading.ask(f"nvmlDeviceGet{kind}RunningProcesses_v3")
+    if answer.code == FUNCTION_NOT_FOUND:
+        answer = reading.ask(f"nvmlDeviceGet{kind}RunningProcesses_v2")
+    return answer
+
+
+def _implausibility(reading: Reading, lists: dict[str, list[Any]], used: int | None) -> str | None:
+    for rows in lists.values():
+        reason = processes.implausibility(
+            [(row.pid, row.usedGpuMemory) for row in rows],
+            alive=processes.alive,
+            pid_max=processes.pid_max(),
+            memory_total=reading.values.get("memory_total"),
+            memory_used=used,
+        )
+        if reason:
+            return reason
+    return None
+
+
+def _merged(lists: dict[str, list[Any]], memory_total: int | None) -> dict[int, GpuProcess]:
+    """One process per pid: its kind from all lists, its memory from the list that says most."""
+    kinds: dict[int, set[str]] = {}
+    memory: dict[int, int] = {}
+    for kind, rows in lists.items():
+        for row in rows:
+            kinds.setdefault(row.pid, set()).add(kind)
+            used = row.usedGpuMemory
+            if used is not None and (memory_total is None or used <= memory_total):
+                memory[row.pid] = max(used, memory.get(row.pid, 0))
+    return {pid: GpuProcess(pid, memory.get(pid), _KINDS.get(frozenset(found), "mps")) for pid, found in kinds.items()}
+
+
+def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProcess]:
+    """SM utilization of each process: mean of the driver's samples since the last time."""
+    place = reading.place
+    answer = reading.ask("nvmlDeviceGetProcessUtilization", place.utilization_seen)
+    if answer.code and answer.code != NOT_FOUND:  # NOT_FOUND: no sample since the last time
+        reading.gap("processes (utilization)", answer.reason)
+    samples: dict[int, list[int]] = {}
+    for sample in answer.value or ():
+        place.utilization_seen = max(place.utilization_seen, sample.timeStamp)
+        if 0 <= sample.smUtil <= 100:
+            samples.setdefault(sample.pid, []).append(sample.smUtil)
+    means = {pid: sum(values) / len(values) for pid, values in samples.items()}
+    return [replace(row, utilization=means.get(row.pid)) for row in rows]

@@ -1,0 +1,166 @@
+"""Who a pid is, from /proc, and whether a driver's process list can be believed.
+
+Drivers give lists with pid 0, pid 4294967295, memory sizes in the place of pids (structures of another version), and
+pids of another pid namespace.  One bad element makes the whole list implausible: the others may be right by chance.
+A process that is gone, or that this user may not look into, is never an error: its fields stay unknown.
+Decides nothing about processes and never signals them: see actions.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpuguard.model import GpuProcess
+
+# What the sum of the processes' memory may exceed the device's used memory by.  The two are read by different calls, a
+# process may grow in between, and drivers round each process up to pages of 2 MiB; a scrambled list is off by far more.
+SLACK = 512 * 2**20
+
+_CONTAINERS = (  # what /proc/PID/cgroup says, most specific first
+    re.compile(r"(?:docker|libpod|cri-containerd|crio|nerdctl|containerd)[-:/]([0-9a-f]{64})"),
+    re.compile(r"/(?:kubepods|docker|libpod_parent|podman|nerdctl|default|k8s\.io)[^\n]*/(?:\w+-)?([0-9a-f]{64})"),
+    re.compile(r"/lxc(?:\.payload)?[./]([^/\n]+)"),
+    re.compile(r"/machine\.slice/machine-([^/\n]+)\.scope"),
+    re.compile(r"/slurm[^\n]*/(job_\d+)"),
+)
+
+
+def implausibility(
+    rows: Sequence[tuple[int, int | None]],
+    *,
+    alive: Callable[[int], bool],
+    pid_max: int,
+    memory_total: int | None = None,
+    memory_used: int | None = None,
+) -> str | None:
+    """Why nobody may act on a process list, or None when it can be believed.
+
+    Args:
+        rows: pid and bytes of each process of one list; bytes are None where the driver does not tell.
+        alive: whether a pid exists here.
+        pid_max: the largest pid of this kernel.
+        memory_total: bytes of the device; None: not checked.
+        memory_used: bytes in use on the device; None: not checked.
+    """
+    seen: set[int] = set()
+    for pid, memory in rows:
+        if not 2 <= pid <= pid_max:
+            return f"pid {pid} cannot be a process"
+        if pid in seen:
+            return f"pid {pid} is listed twice"
+        seen.add(pid)
+        if memory is not None and memory < 0:
+            return f"pid {pid} has {memory} bytes"
+        if memory is not None and memory_total is not None and memory > memory_total:
+            return f"pid {pid} has more memory than the device"
+        if not alive(pid):
+            return f"pid {pid} is not in this pid namespace"
+    total = sum(memory or 0 for _, memory in rows)
+    if memory_used is not None and total > memory_used + SLACK:
+        return "the processes have more memory than is used"
+    return None
+
+
+@functools.cache
+def pid_max() -> int:
+    """The largest pid of this kernel; the largest that Linux knows when it does not say."""
+    try:
+        return int(_read("/proc/sys/kernel/pid_max") or 0) or 2**22
+    except ValueError:
+        return 2**22
+
+
+def alive(pid: int) -> bool:
+    """Whether *pid* is a process here; also true for those that /proc hides from this user (hidepid)."""
+    if os.path.exists(f"/proc/{pid}"):
+        return True
+    try:
+        os.close(os.pidfd_open(pid))
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def identified(process: GpuProcess) -> GpuProcess:
+    """The process with its start time and real user id; cheap enough for every poll."""
+    return replace(process, start_time=start_time(process.pid), uid=_uid(process.pid))
+
+
+def described(process: GpuProcess) -> GpuProcess:
+    """The process with everything that can be read about it."""
+    import psutil
+
+    known = identified(process)
+    if known.start_time is None:
+        return known
+    pid = process.pid
+    facts: dict[str, Any] = {}
+    for field, read in _READERS.items():
+        try:
+            facts[field] = read(psutil.Process(pid)) or None
+        except (psutil.Error, OSError, ValueError):
+            facts[field] = None
+    if start_time(pid) != known.start_time:
+        # The pid became another process while we looked: nothing read in between can be told apart.
+        return process
+    return replace(known, user=None if known.uid is None else user_name(known.uid), **facts)
+
+
+def start_time(pid: int) -> float | None:
+    """Seconds since boot at which the process started; None: gone or hidden."""
+    fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK") if len(fields) > 19 else None
+
+
+@functools.cache
+def user_name(uid: int) -> str:
+    """The name of a user, or the number when it has none."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)
+
+
+def container_of(cgroup: str) -> str | None:
+    """The container id (docker, podman, containerd, CRI-O), name (LXC, nspawn) or Slurm job in a cgroup file."""
+    for pattern in _CONTAINERS:
+        if match := pattern.search(cgroup):
+            return match[1]
+    return None
+
+
+def environment_of(variables: Mapping[str, str]) -> str | None:
+    """The name of the conda environment, else of the virtual environment."""
+    conda = variables.get("CONDA_DEFAULT_ENV") or os.path.basename(variables.get("CONDA_PREFIX", ""))
+    return conda or os.path.basename(variables.get("VIRTUAL_ENV", "")) or None
+
+
+# Each may raise psutil.Error: the process is gone, or this user may not look.
+_READERS: Mapping[str, Callable[..., object]] = {
+    "command": lambda process: tuple(process.cmdline()),
+    "executable": lambda process: process.exe(),
+    "working_directory": lambda process: process.cwd(),
+    "conda_environment": lambda process: environment_of(process.environ()),
+    "container": lambda process: container_of(_read(f"/proc/{process.pid}/cgroup") or ""),
+}
+
+
+def _uid(pid: int) -> int | None:
+    # Not the owner of /proc/PID: that is root for every process that may not be dumped.
+    match = re.search(r"^Uid:\s+(\d+)", _read(f"/proc/{pid}/status") or "", re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return None
