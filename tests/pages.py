@@ -2,14 +2,14 @@
 
 The convention, which CONTRIBUTING.md tells too:
 
-- ```` ```sh ```` and ```` ```python ```` blocks are run and must end with status 0;
+- ```` ```sh ````, ```` ```bash ```` and ```` ```python ```` blocks are run and must end with status 0;
 - in a ```` ```console ```` block each ``$ `` line is run, and the lines below it are its output, where ``...`` stands
   for anything;
 - ```` ```text ```` and ```` ```json ```` are not run;
 - ``<!-- not run: WHY -->`` on the line above a block exempts it.
 
 The blocks of a page run one after the other in one empty directory, beside a copy of examples/, on a simulated node of
-8 idle devices.  Does not check what a page says: see test_docs.
+8 idle devices, unless the page itself starts one.  Does not check what a page says: see test_docs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from sources import ROOT
 
-RUNNABLE = {"sh", "python", "console"}
+RUNNABLE = {"sh", "bash", "python", "console"}
 SILENT = {"text", "json"}
 SECONDS_AT_MOST = 60
 
@@ -53,7 +53,8 @@ class Block:
 
 
 def documents() -> list[Path]:
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    folders = [ROOT, *(ROOT / name for name in ("docs", "examples", "benchmarks", ".ci"))]
+    return [path for folder in folders for path in sorted(folder.glob("*.md"))]
 
 
 def blocks(text: str, page: str) -> list[Block]:
@@ -80,7 +81,7 @@ def faults(block: Block, where: Path) -> list[str]:
     if block.language == "console":
         return list(_console_faults(block, where))
     python, shell = [sys.executable, "-c", block.text], ["bash", "-euo", "pipefail", "-c", block.text]
-    status, output = _run(python if block.language == "python" else shell, where)
+    status, output = run(python if block.language == "python" else shell, where)
     return [] if status == 0 else [f"{block} ended with status {status}:\n{output}"]
 
 
@@ -88,7 +89,7 @@ def _console_faults(block: Block, where: Path) -> Iterator[str]:
     commands = [part.partition("\n") for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]]
     # One shell for the whole block, so that a job in its background is there for the next line.
     script = [f"{{ {command}\n}} >{n}.output 2>&1\necho $? >{n}.status" for n, (command, _, _) in enumerate(commands)]
-    status, output = _run(["bash", "-c", "\n".join(script)], where)
+    status, output = run(["bash", "-c", "\n".join(script)], where)
     if status != 0:
         yield f"{block} ended with status {status}:\n{output}"
         return
@@ -111,21 +112,16 @@ def _trimmed(text: str) -> str:
 
 
 @contextmanager
-def a_place_to_run(where: Path) -> Iterator[Path]:
-    """*where* with a simulated node and the examples, as pages expect it."""
+def a_place(where: Path, *, node: bool = True) -> Iterator[Path]:
+    """*where* with the examples, and a node of 8 devices unless the page starts its own."""
     (where / "examples").symlink_to(ROOT / "examples")
-    with a_node(where):
-        yield where
-
-
-@contextmanager
-def a_node(where: Path, spec: str = "8xH100-80GB") -> Iterator[None]:
-    status, output = _run(["gpuguard", "sim", "start", spec], where)
-    assert status == 0, output
+    if node:
+        status, output = run(["gpuguard", "sim", "start", "8xH100-80GB"], where)
+        assert status == 0, output
     try:
-        yield
+        yield where
     finally:
-        _run(["gpuguard", "sim", "stop"], where)
+        run(["gpuguard", "sim", "stop"], where)
 
 
 def environment(where: Path) -> dict[str, str]:
@@ -143,7 +139,7 @@ def environment(where: Path) -> dict[str, str]:
     }
 
 
-def _run(command: list[str], where: Path) -> tuple[int, str]:
+def run(command: list[str], where: Path) -> tuple[int, str]:
     """Status and output of *command*; what it has left running in the background ends with it."""
     with open(where / "output", "w+", encoding="utf-8") as output:
         child = subprocess.Popen(

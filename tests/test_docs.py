@@ -5,11 +5,13 @@ The convention for blocks is in pages.py.
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
+import picture
 import pytest
-from pages import RUNNABLE, SILENT, Block, a_place_to_run, anchors, blocks, documents, faults, links, matches
+from pages import RUNNABLE, SILENT, Block, a_place, anchors, blocks, documents, faults, links, matches
 from sources import ROOT
 
 from gpuguard.cli.main import COMMANDS, build_parser
@@ -23,8 +25,14 @@ RUNNING_PAGES = sorted({block.page for block in ALL_BLOCKS if block.runs})
 def test_the_examples_of_a_page_do_what_they_show(name, tmp_path):
     examples = [block for block in ALL_BLOCKS if block.page == name and block.runs]
 
-    with a_place_to_run(tmp_path):
+    with a_place(tmp_path, node=not any("gpuguard sim start" in block.text for block in examples)):
         assert [fault for block in examples for fault in faults(block, tmp_path)] == []
+
+
+def test_the_picture_in_the_readme_is_what_who_shows(tmp_path):
+    now = picture.comparable(picture.taken(tmp_path))
+
+    assert now == picture.comparable(picture.written()), "run: python tests/picture.py --write"
 
 
 def test_there_are_examples_in_the_readme():
@@ -84,7 +92,7 @@ def options_of(command: str) -> set[str]:
     while todo:
         for action in todo.pop()._actions:
             found.update(action.option_strings)
-            if isinstance(action.choices, dict):
+            if isinstance(action, argparse._SubParsersAction):
                 todo.extend(action.choices.values())
     return found
 
