@@ -16,6 +16,7 @@ import time
 from _thread import allocate_lock
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gpuguard.clusters import outer_devices
 from gpuguard.errors import ClaimLost, ImpossibleRequest, LockDirectoryError, NotEnoughGpus, WaitTimeout
@@ -109,9 +110,13 @@ class Claim(Sequence[Device]):
         with self._mutex:
             for lock in self._locks:
                 if not is_same_file(lock.descriptor, lock.path):
-                    raise ClaimLost(f"the lock file {lock.path} was removed or replaced: others can claim the device now.")
+                    raise ClaimLost(
+                        f"the lock file {lock.path} was removed or replaced: others can claim the device now."
+                    )
                 if not _lock_again(lock):
-                    raise ClaimLost(f"{lock.path} is locked by somebody else: the job, or somebody in it, had unlocked it.")
+                    raise ClaimLost(
+                        f"{lock.path} is locked by somebody else: the job, or somebody in it, had unlocked it."
+                    )
 
     def release(self) -> None:
         """Give the devices back now, also if a leftover of the job still has the descriptors.  Idempotent."""
@@ -139,7 +144,9 @@ class Claim(Sequence[Device]):
         try:
             self._record = write_record(directory, content)
         except OSError as error:  # a full disk: the lock is the claim, the record only explains it
-            self.warning = f"others cannot see what this claim is for: no record in {directory.records} ({error.strerror})"
+            self.warning = (
+                f"others cannot see what this claim is for: no record in {directory.records} ({error.strerror})"
+            )
 
 
 def acquire(
@@ -182,7 +189,8 @@ def acquire(
         error = _why_not(backend, snapshot, bounded, directory, outer, taken)
         if isinstance(error, ImpossibleRequest) or wait == 0:
             raise error
-        _await_change(snapshot, bounded, directory, outer, deadline, lambda error=error: on_wait and on_wait(error))
+        tell = partial(on_wait, error) if on_wait else None
+        _await_change(snapshot, bounded, directory, outer, deadline, tell)
         if deadline is not None and time.monotonic() >= deadline:
             raise WaitTimeout(f"the time to wait is over: {error}", error.wanted, error.available, error.refused)
 
@@ -359,7 +367,9 @@ def _claims(
     if outer is None:
         return claims, taken_by(claims, time.time())
     inner = locked_devices(directory, _lock_names(uuids, outer))
-    return claims, {uuid: f"used by another command inside the claim {outer.id}" for uuid in uuids if f"{uuid}.nested" in inner}
+    return claims, {
+        uuid: f"used by another command inside the claim {outer.id}" for uuid in uuids if f"{uuid}.nested" in inner
+    }
 
 
 def _await_change(
@@ -368,14 +378,15 @@ def _await_change(
     directory: LockDirectory,
     outer: ClaimRecord | None,
     deadline: float | None,
-    tell: Callable[[], object],
+    tell: Callable[[], object] | None,
 ) -> None:
     """Sleep until the driver is worth asking again: enough locks are free, and one more than before or ASK_SECONDS."""
     names = _lock_names([device.uuid for device in snapshot.devices], outer)
     locked_before = locked_devices(directory, names)
     ask_at = time.monotonic() + ASK_SECONDS
     while deadline is None or time.monotonic() < deadline:
-        tell()
+        if tell:
+            tell()
         time.sleep(POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
         locked = locked_devices(directory, names)
         enough = len(names) - len(locked) >= request.num_gpus

@@ -30,7 +30,20 @@ FALLBACK_DIRECTORIES = ("/run/lock", "/tmp")
 GATE_SECONDS = 2.0
 
 # flock there does not exclude other machines or the other side of a container, or is a program's good will.
-_UNSAFE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "overlay", "fuse", "ceph", "lustre", "afs", "gluster", "beegfs", "gpfs")
+_UNSAFE_FILE_SYSTEMS = (
+    "nfs",
+    "cifs",
+    "smb",
+    "9p",
+    "overlay",
+    "fuse",
+    "ceph",
+    "lustre",
+    "afs",
+    "gluster",
+    "beegfs",
+    "gpfs",
+)
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -232,7 +245,9 @@ def _check_file(descriptor: int, path: str, owner: int | None) -> None:
     elif not is_same_file(descriptor, path):
         fault = "was replaced while it was opened"
     if fault:
-        raise LockDirectoryError(f"{path} {fault}.  Look at it with `ls -l`, and remove it as root if somebody planted it.")
+        raise LockDirectoryError(
+            f"{path} {fault}.  Look at it with `ls -l`, and remove it as root if somebody planted it."
+        )
 
 
 def is_same_file(descriptor: int, path: str) -> bool:

@@ -17,7 +17,7 @@ from gpuguard.model import ClaimRecord
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
 MAX_BYTES = 4096
@@ -156,9 +156,10 @@ def probe(directory: LockDirectory, uuids: Iterable[str]) -> tuple[ClaimRecord, 
     if not locked:
         return ()
     records = read_records(directory)
-    # Only the claimants' own processes are looked into, unless a lock has no record that says whose it is.
-    all_told = locked <= {uuid for record in records for uuid in record.devices}
-    holders = _holders(directory, locked, {record.uid for record in records} if all_told else None)
+    uids = {record.uid for record in records}
+    holders = _holders(directory, locked, lambda uid: uid in uids)
+    if lost := locked - holders.keys():  # a lock without a record, or with somebody else's
+        holders.update(_holders(directory, lost, lambda uid: uid not in uids))
     claims = []
     explained: set[str] = set()
     for record in records:
@@ -208,8 +209,8 @@ def _completed(record: ClaimRecord, devices: tuple[str, ...], pids: set[int]) ->
     return replace(record, devices=devices, holders=tuple(sorted(pids)))
 
 
-def _holders(directory: LockDirectory, uuids: set[str], uids: set[int] | None) -> dict[str, dict[int, int]]:
-    """Per device the processes (of *uids*) that hold its lock, pid -> uid, as far as this user may see them.
+def _holders(directory: LockDirectory, uuids: set[str], is_suspect: Callable[[int], bool]) -> dict[str, dict[int, int]]:
+    """Per device the processes (of suspect uids) that hold its lock, pid -> uid, as far as this user may see them.
 
     From /proc/PID/fdinfo: /proc/locks names whoever took the lock, even when only the job that inherited it lives.
     """
@@ -220,16 +221,21 @@ def _holders(directory: LockDirectory, uuids: set[str], uids: set[int] | None) -
             continue
         try:
             uid = os.stat(f"/proc/{entry}").st_uid
-            if uids is not None and uid not in uids:
-                continue
-            descriptors = os.listdir(f"/proc/{entry}/fd")
-            targets = {number: os.readlink(f"/proc/{entry}/fd/{number}") for number in descriptors}
+            descriptors = os.listdir(f"/proc/{entry}/fd") if is_suspect(uid) else []
         except OSError:
             continue  # gone, or not ours to see
-        for number, target in targets.items():
-            if target in paths and _holds_lock(entry, number):
-                found.setdefault(paths[target], {})[int(entry)] = uid
+        for number in descriptors:
+            uuid = paths.get(_target(entry, number))
+            if uuid and _holds_lock(entry, number):
+                found.setdefault(uuid, {})[int(entry)] = uid
     return found
+
+
+def _target(pid: str, descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}")
+    except OSError:
+        return ""
 
 
 def _holds_lock(pid: str, descriptor: str) -> bool:
@@ -238,4 +244,3 @@ def _holds_lock(pid: str, descriptor: str) -> bool:
             return any(line.startswith("lock:") for line in lines)
     except OSError:
         return False
-

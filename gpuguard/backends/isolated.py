@@ -79,12 +79,16 @@ class Isolated:
             except _Stuck as stuck:
                 self._abandon()
                 if stuck.index is None or stuck.index in self._skip:
-                    raise errors.DriverUnresponsive(f"{stuck.reason}.  Try `nvidia-smi`; if it hangs too, reboot.") from None
+                    raise errors.DriverUnresponsive(
+                        f"{stuck.reason}.  Try `nvidia-smi`; if it hangs too, reboot."
+                    ) from None
                 self._skip[stuck.index] = time.monotonic() + RETRY_SECONDS
                 hung_before = True
             except BrokenPipeError:
                 self._abandon()
-                raise errors.DriverUnresponsive("the process that reads the devices ended by itself.  Try again.") from None
+                raise errors.DriverUnresponsive(
+                    "the process that reads the devices ended by itself.  Try again."
+                ) from None
 
     def close(self) -> None:
         """End the sampler."""
@@ -101,7 +105,9 @@ class Isolated:
         try:
             if not self._wait(channel, SLOW_SECONDS):
                 if self._on_slow:
-                    self._on_slow("the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ...")
+                    self._on_slow(
+                        "the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ..."
+                    )
                 if not self._wait(channel, INIT_SECONDS - SLOW_SECONDS):
                     raise errors.DriverUnresponsive(
                         f"the driver did not initialise within {INIT_SECONDS:.0f} s.  Try `nvidia-smi`; if it hangs too, reboot."

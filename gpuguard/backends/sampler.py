@@ -42,7 +42,9 @@ def start_by_spawn(name: str) -> Channel:
     """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else."""
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
-    code = "import sys; sys.path[:] = sys.argv[2:]; from gpuguard.backends.sampler import serve; serve(sys.argv[1], 0, 1)"
+    code = (
+        "import sys; sys.path[:] = sys.argv[2:]; from gpuguard.backends.sampler import serve; serve(sys.argv[1], 0, 1)"
+    )
     try:
         pid = os.posix_spawn(
             sys.executable,
@@ -152,7 +154,10 @@ def _read(descriptor: int, count: int) -> bytes:
 def pack(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot as plain values, without those that have their default of None."""
     devices = [
-        {**_known(device), "processes": None if device.processes is None else [_known(each) for each in device.processes]}
+        {
+            **_known(device),
+            "processes": None if device.processes is None else [_known(each) for each in device.processes],
+        }
         for device in snapshot.devices
     ]
     gaps = [(gap.device, gap.field, gap.reason) for gap in snapshot.gaps]

@@ -1,0 +1,201 @@
+"""Many processes fight for few devices and are killed at random instants: nobody may ever hold what another one holds.
+
+    python benchmarks/contention.py --seconds 60 --processes 200
+
+The workers run what acquire() runs for each try, and release().  An oracle beside the locks, a page of shared memory with one
+slot per device, says who believes that he holds it: a slot that names another living process is an overlap, a lock that
+is still held when all workers are dead is stale.  --variant plants a fault, to show that the oracle sees it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuguard import lock
+from gpuguard.lockfiles import LockDirectory, lock_directory
+from gpuguard.model import Device, Snapshot
+from gpuguard.records import locked_devices
+from gpuguard.select import Request
+
+GIB = 2**30
+HOLDS, OVERLAPS = 0, 1  # places of the counters behind the slots, one pair per worker
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has shown."""
+
+    holds: int  # devices held, summed over all claims
+    kills: int
+    overlaps: int
+    stale: int  # locks still held after all workers were dead
+
+    def __str__(self) -> str:
+        return f"{self.holds:,} holds, {self.kills:,} SIGKILLs: {self.overlaps} overlaps, {self.stale} stale"
+
+
+class IdleMachine:
+    """A backend on which all devices are always idle, so that only the locks decide."""
+
+    name = "idle"
+    simulated = True
+
+    def __init__(self, count: int) -> None:
+        self._devices = tuple(
+            Device(
+                index=index,
+                uuid=f"GPU-{index:08d}",
+                memory_total=80 * GIB,
+                memory_used=0,
+                memory_free=80 * GIB,
+                memory_reserved=0,
+                processes=(),
+                problems=(),
+                utilization=0.0,
+            )
+            for index in range(count)
+        )
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        """The same machine every time."""
+        chosen = tuple(device for device in self._devices if devices is None or device.uuid in devices)
+        return Snapshot("here", "idle", time.time(), time.monotonic(), chosen)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def break_stale(directory: LockDirectory) -> None:
+    """The classic fault: a lock that cannot be had is called stale, and its file removed."""
+    proper = lock._locked
+
+    def broken(directory: LockDirectory, name: str, operation: int) -> lock._Lock | None:
+        taken = proper(directory, name, operation)
+        if taken is None and random.random() < 0.05:
+            Path(directory.lock_path(name)).unlink(missing_ok=True)
+        return taken
+
+    lock._locked = broken
+
+
+def no_exclusion(directory: LockDirectory) -> None:
+    """A lock that everybody gets, like LOCK_SH taken for LOCK_EX."""
+    lock.try_flock = lambda descriptor, operation=0: True  # type: ignore[attr-defined]
+
+
+VARIANTS: dict[str, Callable[[LockDirectory], None]] = {
+    "none": lambda directory: None,
+    "break-stale": break_stale,
+    "no-exclusion": no_exclusion,
+}
+
+
+def fight(
+    place: Path, *, seconds: float, processes: int = 200, devices: int = 8, variant: str = "none", seed: int = 1
+) -> Outcome:
+    """Let *processes* workers fight for *devices*, kill and replace them at random; returns what was seen."""
+    directory = lock_directory(str(place))
+    board = mmap.mmap(-1, 8 * (devices + 2 * processes))
+    dice = random.Random(seed)
+    workers = {place: _started(directory, board, devices, place, variant, seed) for place in range(processes)}
+    kills = 0
+    try:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(dice.uniform(0.0, 0.04))
+            victim = dice.choice(list(workers))
+            _end(workers[victim])
+            kills += 1
+            workers[victim] = _started(directory, board, devices, victim, variant, seed + kills)
+    finally:
+        for pid in workers.values():
+            _end(pid)
+    counters = struct.unpack(f"{2 * processes}q", board[8 * devices :])
+    stale = locked_devices(directory, [f"GPU-{index:08d}" for index in range(devices)])
+    return Outcome(sum(counters[HOLDS::2]), kills, sum(counters[OVERLAPS::2]), len(stale))
+
+
+def _started(directory: LockDirectory, board: mmap.mmap, devices: int, place: int, variant: str, seed: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        VARIANTS[variant](directory)
+        _work(directory, board, devices, place, random.Random(seed * 1000 + place))
+    finally:
+        os._exit(1)
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _work(directory: LockDirectory, board: mmap.mmap, devices: int, place: int, dice: random.Random) -> None:
+    machine = IdleMachine(devices)
+    everything = machine.sample(())
+    counters = 8 * (devices + 2 * place)
+    while True:
+        request = Request(num_gpus=dice.choice((1, 1, 1, 2, 4)))
+        claim = lock._lock_best(machine, everything, request, directory, None, {})
+        if claim is None:
+            time.sleep(dice.uniform(0.0, 0.1))
+            continue
+        claim._write_record(directory, None, ())
+        overlaps = sum(_enter(board, 8 * device.index) for device in claim)
+        time.sleep(dice.uniform(0.0, 0.003))
+        overlaps += sum(_leave(board, 8 * device.index) for device in claim)
+        holds, seen = struct.unpack_from("2q", board, counters)
+        struct.pack_into("2q", board, counters, holds + len(claim), seen + overlaps)
+        claim.release()
+
+
+def _enter(board: mmap.mmap, slot: int) -> bool:
+    """Write our name into the slot; True when it names another process that lives."""
+    (before,) = struct.unpack_from("q", board, slot)
+    struct.pack_into("q", board, slot, os.getpid())
+    return before not in (0, os.getpid()) and _lives(before)
+
+
+def _leave(board: mmap.mmap, slot: int) -> bool:
+    """Clear the slot; True when it no longer names us."""
+    (before,) = struct.unpack_from("q", board, slot)
+    struct.pack_into("q", board, slot, 0)
+    return bool(before != os.getpid())
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def main() -> int:
+    """Run the fight that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--processes", type=int, default=200)
+    parser.add_argument("--variant", choices=VARIANTS, default="none", help="plant a fault")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        outcome = fight(Path(place), seconds=args.seconds, processes=args.processes, variant=args.variant)
+    print(outcome)
+    return 1 if outcome.overlaps or outcome.stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

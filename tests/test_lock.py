@@ -1,0 +1,398 @@
+"""Claims: all or nothing, kept as long as any process of the job lives, never taken from anybody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from builders import GIB, a_device, a_mig_instance, a_process
+from machines import Machine
+
+from gpuguard.errors import ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.lock import Claim, acquire, look
+from gpuguard.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.model import HEALTH
+from gpuguard.records import locked_devices, probe
+from gpuguard.request import Request
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def _no_outer_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def indices(claim: Claim) -> list[int]:
+    return [device.index for device in claim]
+
+
+def test_two_claims_never_share_a_device(directory: LockDirectory) -> None:
+    machine = Machine()
+    with (
+        acquire(machine, Request(num_gpus=2), directory) as first,
+        acquire(machine, Request(num_gpus=2), directory) as second,
+    ):
+        assert sorted(indices(first) + indices(second)) == [0, 1, 2, 3]
+
+
+def test_a_request_that_cannot_be_met_whole_claims_nothing(directory: LockDirectory) -> None:
+    machine = Machine()
+    with acquire(machine, Request(num_gpus=3), directory):
+        with pytest.raises(NotEnoughGpus) as caught:
+            acquire(machine, Request(num_gpus=2), directory)
+        left = locked_devices(directory, [device.uuid for device in machine.devices])
+
+    assert (caught.value.wanted, caught.value.available, len(left)) == (2, 1, 3)
+
+
+def test_released_devices_can_be_claimed_again(directory: LockDirectory) -> None:
+    machine = Machine()
+    for _ in range(3):
+        acquire(machine, Request(num_gpus=4), directory).release()
+
+    assert probe(directory, [device.uuid for device in machine.devices]) == ()
+
+
+def test_a_claim_that_nobody_refers_to_any_more_is_kept(directory: LockDirectory) -> None:
+    machine = Machine()
+    descriptors = acquire(machine, Request(num_gpus=4), directory).pass_fds
+
+    with pytest.raises(NotEnoughGpus):
+        acquire(machine, Request(), directory)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def test_a_device_with_a_strangers_process_is_not_free_although_its_lock_is(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0, processes=(a_process(),), memory_used=10 * GIB), a_device(1))
+    with acquire(machine, Request(), directory) as claim:
+        assert indices(claim) == [1]
+
+
+def test_a_stranger_who_arrives_between_the_look_and_the_lock_is_seen(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0), a_device(1))
+
+    def arrive() -> None:
+        if len(machine.asked) == 2:  # the second question is about the device that was just locked
+            locked = machine.asked[1][1]
+            place = next(i for i, device in enumerate(machine.devices) if locked == (device.uuid,))
+            machine.change(place, processes=(a_process(),), memory_used=10 * GIB, memory_free=70 * GIB)
+
+    machine.before_sample = arrive
+    with acquire(machine, Request(), directory) as claim:
+        busy = [device.index for device in machine.devices if device.processes]
+
+        assert indices(claim) != busy
+        assert len(locked_devices(directory, [device.uuid for device in machine.devices])) == 1
+
+
+def test_a_device_that_breaks_between_the_look_and_the_lock_is_passed_over(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0, problems=None), a_device(1, problems=None))
+
+    def break_down() -> None:
+        fields, locked = machine.asked[-1]
+        if HEALTH in fields and locked is not None and len(machine.asked) == 2:
+            place = next(i for i, device in enumerate(machine.devices) if locked == (device.uuid,))
+            machine.change(place, problems=("lost",))
+        elif HEALTH in fields:
+            for place, device in enumerate(machine.devices):
+                if device.problems is None:
+                    machine.change(place, problems=())
+
+    machine.before_sample = break_down
+    with acquire(machine, Request(), directory) as claim:
+        assert claim[0].problems == ()
+
+
+def test_more_devices_than_the_machine_has_is_refused_at_once_even_when_waiting(directory: LockDirectory) -> None:
+    with pytest.raises(ImpossibleRequest, match="only 4 exist"):
+        acquire(Machine(), Request(num_gpus=5), directory, wait=None)
+
+
+def test_the_message_names_who_holds_the_devices_and_for_what(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0))
+    with (
+        acquire(machine, Request(), directory, note="night run"),
+        pytest.raises(NotEnoughGpus, match=r"claimed by \w+, .* ago: night run"),
+    ):
+        acquire(machine, Request(), directory)
+
+
+def test_waiting_ends_with_a_timeout_and_nothing_claimed(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0))
+    with acquire(machine, Request(), directory):
+        with pytest.raises(WaitTimeout):
+            acquire(machine, Request(), directory, wait=0.3)
+        assert len(locked_devices(directory, [machine.devices[0].uuid])) == 1
+
+
+def test_a_waiting_request_starts_when_the_device_is_released_and_does_not_ask_the_driver_meanwhile(
+    directory: LockDirectory,
+) -> None:
+    machine = Machine(a_device(0))
+    holder = acquire(machine, Request(), directory)
+    told: list[NotEnoughGpus] = []
+    asked: list[int] = []
+
+    def tell(error: NotEnoughGpus) -> None:
+        told.append(error)
+        asked.append(len(machine.asked))
+        if len(told) == 4:
+            holder.release()
+
+    with acquire(machine, Request(), directory, wait=30, on_wait=tell) as claim:
+        assert indices(claim) == [0]
+        assert len(set(asked)) == 1
+
+
+def test_release_is_idempotent_and_works_from_another_thread(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0))
+    claim = acquire(machine, Request(), directory)
+    threads = [threading.Thread(target=claim.release) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    acquire(machine, Request(), directory).release()
+
+
+def test_release_leaves_a_descriptor_alone_whose_number_means_another_file_now(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0))
+    claim = acquire(machine, Request(), directory)
+    number = claim.pass_fds[0]
+    os.close(number)
+    bystander = os.open("/dev/null", os.O_RDONLY)  # gets the lowest free number: the one just closed
+    claim.release()
+    still_open = os.fstat(bystander)
+    os.close(bystander)
+
+    assert (bystander, bool(still_open)) == (number, True)
+
+
+def test_a_forked_child_that_releases_does_not_free_its_parents_claim(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0))
+    with acquire(machine, Request(), directory) as claim:
+        child = os.fork()
+        if child == 0:
+            claim.release()
+            os._exit(0)
+        os.waitpid(child, 0)
+
+        with pytest.raises(NotEnoughGpus):
+            acquire(machine, Request(), directory)
+
+
+def test_a_job_that_inherited_the_descriptors_keeps_the_claim_after_its_starter_is_gone(
+    directory: LockDirectory,
+) -> None:
+    machine = Machine(a_device(0))
+    claim = acquire(machine, Request(), directory)
+    job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=claim.pass_fds)
+    for descriptor in claim.pass_fds:  # what the kernel does when the starter is killed
+        os.close(descriptor)
+    try:
+        with pytest.raises(NotEnoughGpus):
+            acquire(machine, Request(), directory)
+    finally:
+        job.communicate(b"\n")
+
+    acquire(machine, Request(), directory).release()
+
+
+def test_release_frees_the_devices_although_a_leftover_of_the_job_has_the_descriptors(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0))
+    claim = acquire(machine, Request(), directory)
+    leftover = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=claim.pass_fds)
+    claim.release()
+    try:
+        acquire(machine, Request(), directory).release()
+    finally:
+        leftover.communicate(b"\n")
+
+
+def test_reassert_takes_the_lock_again_when_the_job_unlocked_it(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0))
+    with acquire(machine, Request(), directory) as claim:
+        code = "import fcntl, sys; fcntl.flock(int(sys.argv[1]), fcntl.LOCK_UN)"
+        number = claim.pass_fds[0]
+        subprocess.run([sys.executable, "-c", code, str(number)], pass_fds=claim.pass_fds, check=True)
+        unlocked = locked_devices(directory, [machine.devices[0].uuid])
+        claim.reassert()
+
+        assert unlocked == set()
+        assert locked_devices(directory, [machine.devices[0].uuid])
+
+
+def test_reassert_reports_a_device_that_somebody_else_has_locked_meanwhile(directory: LockDirectory) -> None:
+    import fcntl
+
+    machine = Machine(a_device(0))
+    with acquire(machine, Request(), directory) as claim:
+        fcntl.flock(claim.pass_fds[0], fcntl.LOCK_UN)
+        thief = open_lock(directory, machine.devices[0].uuid)
+        assert try_flock(thief)
+        with pytest.raises(ClaimLost, match="somebody else"):
+            claim.reassert()
+        os.close(thief)
+
+
+def test_reassert_reports_a_lock_file_that_was_removed(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0))
+    with acquire(machine, Request(), directory) as claim:
+        os.unlink(directory.lock_path(machine.devices[0].uuid))
+
+        with pytest.raises(ClaimLost, match="removed or replaced"):
+            claim.reassert()
+
+
+def test_a_planted_lock_file_takes_its_device_out_of_the_choice_and_is_named(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0), a_device(1))
+    Path(directory.lock_path(machine.devices[1].uuid)).symlink_to("/etc/passwd")
+    with acquire(machine, Request(), directory) as claim:
+        assert indices(claim) == [0]
+        with pytest.raises(NotEnoughGpus):
+            acquire(machine, Request(), directory)
+
+
+def test_the_job_sees_indices_in_bus_order_by_default(directory: LockDirectory) -> None:
+    with acquire(Machine(), Request(num_gpus=2, devices=("1", "3")), directory) as claim:
+        environment = claim.environment()
+
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert environment["GPUGUARD_CLAIM"] == claim.id
+
+
+def test_the_job_sees_uuids_on_request(directory: LockDirectory) -> None:
+    with acquire(Machine(), Request(devices=("2",)), directory) as claim:
+        assert claim.environment("uuid")["CUDA_VISIBLE_DEVICES"] == claim[0].uuid
+
+
+def divided() -> Machine:
+    parent = a_device(0, mig_mode=True)
+    return Machine(parent, a_mig_instance(parent, 0), a_mig_instance(parent, 1))
+
+
+def test_mig_instances_are_claimed_one_by_one_and_go_by_uuid(directory: LockDirectory) -> None:
+    machine = divided()
+    with acquire(machine, Request(), directory) as first, acquire(machine, Request(), directory) as second:
+        assert {first[0].uuid, second[0].uuid} == {device.uuid for device in machine.devices[1:]}
+        assert first.environment()["CUDA_VISIBLE_DEVICES"] == first[0].uuid
+        with pytest.raises(NotEnoughGpus):
+            acquire(machine, Request(), directory)
+
+
+def test_a_claimed_instance_excludes_a_claim_on_its_whole_gpu(directory: LockDirectory) -> None:
+    whole = Machine(a_device(0))
+    with acquire(divided(), Request(), directory), pytest.raises(NotEnoughGpus):
+        acquire(whole, Request(), directory)
+
+
+def test_a_claim_on_the_whole_gpu_excludes_its_instances(directory: LockDirectory) -> None:
+    with acquire(Machine(a_device(0)), Request(), directory), pytest.raises(NotEnoughGpus):
+        acquire(divided(), Request(), directory)
+
+
+def test_inside_a_claim_a_further_one_takes_a_subset_of_it(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine()
+    with acquire(machine, Request(num_gpus=2, devices=("1", "2")), directory) as outer:
+        monkeypatch.setenv("GPUGUARD_CLAIM", outer.id)
+        with acquire(machine, Request(), directory) as one, acquire(machine, Request(), directory) as other:
+            assert sorted(indices(one) + indices(other)) == [1, 2]
+            with pytest.raises(NotEnoughGpus, match="inside the claim"):
+                acquire(machine, Request(), directory)
+        with pytest.raises(ImpossibleRequest, match="outside the claim"):
+            acquire(machine, Request(num_gpus=3), directory)
+
+
+def test_inside_a_claim_the_devices_are_free_although_the_job_uses_them_already(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(a_device(0))
+    with acquire(machine, Request(), directory) as outer:
+        monkeypatch.setenv("GPUGUARD_CLAIM", outer.id)
+        machine.change(0, processes=(a_process(uid=os.geteuid()),), memory_used=10 * GIB, memory_free=70 * GIB)
+        with acquire(machine, Request(), directory) as inner:
+            assert indices(inner) == [0]
+
+
+def test_the_name_of_a_claim_that_is_over_does_not_count(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(a_device(0))
+    over = acquire(machine, Request(), directory)
+    over.release()
+    monkeypatch.setenv("GPUGUARD_CLAIM", over.id)
+
+    acquire(machine, Request(), directory).release()
+
+
+def test_a_caller_who_already_chose_devices_gets_only_those(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with acquire(Machine(), Request(), directory) as claim:
+        assert indices(claim) == [3]
+        with pytest.raises(ImpossibleRequest, match="CUDA_VISIBLE_DEVICES"):
+            acquire(Machine(), Request(num_gpus=2), directory)
+
+
+def test_set_but_empty_means_no_device(directory: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    with pytest.raises(ImpossibleRequest):
+        acquire(Machine(), Request(), directory)
+
+
+def test_look_agrees_with_acquire_and_claims_nothing(directory: LockDirectory) -> None:
+    machine = Machine()
+    _, choice = look(machine, Request(num_gpus=2), directory)
+    free = locked_devices(directory, [device.uuid for device in machine.devices])
+    with acquire(machine, Request(num_gpus=2), directory) as claim:
+        assert [device.uuid for device in choice.devices] == [device.uuid for device in claim]
+
+    assert free == set()
+
+
+def test_only_the_winners_are_read_a_second_time(directory: LockDirectory) -> None:
+    machine = Machine(*(a_device(index, problems=None) for index in range(8)))
+    look(machine, Request(num_gpus=1), directory)
+    first, second = machine.asked[0][1], machine.asked[1][1]
+
+    assert first is None
+    assert second is not None
+    assert len(second) == 1
+
+
+def test_a_record_that_cannot_be_written_does_not_cost_the_claim(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gpuguard.lock.write_record", full)
+    with acquire(Machine(a_device(0)), Request(), directory) as claim:
+        assert "No space left" in (claim.warning or "")
+        assert locked_devices(directory, [claim[0].uuid])
+
+
+def test_a_wait_that_is_over_says_what_was_missing(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0, processes=(a_process(user="bob"),), memory_used=10 * GIB))
+    begun = time.monotonic()
+    with pytest.raises(WaitTimeout, match="bob"):
+        acquire(machine, Request(), directory, wait=0.4)
+
+    assert time.monotonic() - begun >= 0.4

@@ -1,0 +1,293 @@
+"""The directory of the lock files and its files: what is accepted, what is refused, and what a planted file can do."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuguard import lockfiles
+from gpuguard.errors import LockDirectoryError
+from gpuguard.lockfiles import Gate, file_system, is_same_file, lock_directory, open_lock, try_flock
+
+UUID = "GPU-00000000-0000-4000-8000-000000000000"
+
+
+def test_a_directory_that_the_user_names_and_owns_is_made_ready(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path / "claims"))
+
+    assert directory.owner == os.geteuid()
+    assert Path(directory.locks).stat().st_mode & 0o777 == 0o755
+
+
+def test_a_lock_file_is_readable_for_everybody_and_writable_for_nobody_whatever_the_umask(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path))
+    before = os.umask(0o077)
+    try:
+        os.close(open_lock(directory, UUID))
+    finally:
+        os.umask(before)
+
+    assert Path(directory.lock_path(UUID)).stat().st_mode & 0o777 == 0o444
+
+
+def test_the_umask_of_the_process_is_left_alone(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path))
+    before = os.umask(0o027)
+    try:
+        os.close(open_lock(directory, UUID))
+        during = os.umask(0o027)
+    finally:
+        os.umask(before)
+
+    assert during == 0o027
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775], ids=oct)
+def test_a_lock_directory_that_others_may_write_to_is_refused_with_advice(tmp_path: Path, mode: int) -> None:
+    lock_directory(str(tmp_path))
+    (tmp_path / "lock").chmod(mode)
+
+    with pytest.raises(LockDirectoryError, match=r"writable for others.*gpuguard setup"):
+        lock_directory(str(tmp_path))
+
+
+def test_records_may_lie_in_a_sticky_directory_but_not_in_one_that_is_open_to_all(tmp_path: Path) -> None:
+    lock_directory(str(tmp_path))
+    (tmp_path / "claims").chmod(0o1777)
+    lock_directory(str(tmp_path))
+    (tmp_path / "claims").chmod(0o777)
+
+    with pytest.raises(LockDirectoryError, match="writable for others"):
+        lock_directory(str(tmp_path))
+
+
+def test_a_symbolic_link_in_place_of_the_lock_directory_is_refused(tmp_path: Path) -> None:
+    lock_directory(str(tmp_path / "real"))
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+
+    with pytest.raises(LockDirectoryError, match="symbolic link is not followed"):
+        lock_directory(str(tmp_path / "link"))
+
+
+def test_an_admin_directory_that_is_there_but_unusable_is_an_error_and_no_silent_fallback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").write_text("not a directory")
+    monkeypatch.setattr(lockfiles, "ADMIN_DIRECTORY", str(tmp_path / "run"))
+
+    with pytest.raises(LockDirectoryError, match="gpuguard setup"):
+        lock_directory()
+
+
+def test_without_an_admin_directory_the_first_sticky_directory_of_root_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "open").mkdir(mode=0o777)
+    monkeypatch.setattr(lockfiles, "ADMIN_DIRECTORY", str(tmp_path / "absent"))
+    monkeypatch.setattr(lockfiles, "FALLBACK_DIRECTORIES", (str(tmp_path / "open"), str(tmp_path / "absent"), "/tmp"))
+    monkeypatch.setattr(lockfiles, "_UNSAFE_FILE_SYSTEMS", ())
+
+    directory = lock_directory()
+
+    assert (directory.locks, directory.prefix, directory.owner) == ("/tmp", "gpuguard.", None)
+
+
+MOUNTS = """\
+25 1 8:1 / / rw - ext4 /dev/sda1 rw
+30 25 0:40 / /home rw - nfs4 server:/home rw
+31 25 0:41 / /run rw - tmpfs tmpfs rw
+32 31 0:42 / /run/with\\040space rw - fuse.sshfs x rw
+33 25 0:43 / /merged rw - overlay overlay rw
+34 25 0:44 / /disk9p rw - 9p host rw
+35 25 0:45 / /windows rw - cifs //server/share rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"),
+        ("/homes/x", "ext4"),
+        ("/home/alice/claims", "nfs4"),
+        ("/run/gpuguard", "tmpfs"),
+        ("/run/with space/x", "fuse.sshfs"),
+        ("/merged/tmp", "overlay"),
+        ("/disk9p", "9p"),
+        ("/windows/x", "cifs"),
+    ],
+)
+def test_the_file_system_is_that_of_the_innermost_mount(tmp_path: Path, path: str, kind: str) -> None:
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(MOUNTS)
+
+    assert file_system(path, str(mountinfo)) == kind
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "smb3", "9p", "overlay", "fuse.sshfs", "lustre"])
+def test_a_file_system_on_which_locks_do_not_exclude_everybody_is_refused_by_name_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(lockfiles, "file_system", lambda path: kind)
+
+    with pytest.raises(LockDirectoryError, match=rf"{kind}.*-v /run/gpuguard:/run/gpuguard"):
+        lock_directory(str(tmp_path))
+
+
+def test_a_planted_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path))
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    Path(directory.lock_path(UUID)).symlink_to(precious)
+
+    with pytest.raises(LockDirectoryError, match="symbolic link"):
+        open_lock(directory, UUID)
+    assert precious.read_text() == "mine"
+
+
+def test_a_planted_fifo_hangs_nobody(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path))
+    os.mkfifo(directory.lock_path(UUID), 0o444)
+
+    with pytest.raises(LockDirectoryError, match="not a regular file"):
+        open_lock(directory, UUID)
+
+
+def test_one_file_under_two_device_names_is_refused(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path))
+    os.close(open_lock(directory, UUID))
+    os.link(directory.lock_path(UUID), directory.lock_path("GPU-1"))
+
+    with pytest.raises(LockDirectoryError, match="hard link"):
+        open_lock(directory, "GPU-1")
+
+
+@pytest.mark.root
+def test_a_lock_file_of_a_stranger_is_refused_where_the_owner_is_known(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path))
+    path = Path(directory.lock_path(UUID))
+    path.touch(0o444)
+    os.chown(path, 4242, 4242)
+
+    with pytest.raises(LockDirectoryError, match="belongs to uid 4242"):
+        open_lock(directory, UUID)
+
+
+@pytest.mark.root
+def test_a_directory_of_a_stranger_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "his").mkdir()
+    os.chown(tmp_path / "his", 4242, 4242)
+
+    with pytest.raises(LockDirectoryError, match="belongs to uid 4242"):
+        lock_directory(str(tmp_path / "his"))
+
+
+@pytest.mark.parametrize("name", ["../gate", "a/b", "", ".hidden", "x" * 200, "a\nb"])
+def test_a_name_that_is_no_uuid_never_becomes_a_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(LockDirectoryError, match="no name for a lock file"):
+        open_lock(lock_directory(str(tmp_path)), name)
+
+
+def test_a_file_that_was_unlinked_or_replaced_under_its_holder_is_noticed(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path))
+    descriptor = open_lock(directory, UUID)
+    path = directory.lock_path(UUID)
+    assert is_same_file(descriptor, path)
+    os.unlink(path)
+    unlinked = is_same_file(descriptor, path)
+    os.close(open_lock(directory, UUID))
+    replaced = is_same_file(descriptor, path)
+    os.close(descriptor)
+
+    assert (unlinked, replaced) == (False, False)
+
+
+def test_the_descriptor_is_not_inherited_by_accident(tmp_path: Path) -> None:
+    descriptor = open_lock(lock_directory(str(tmp_path)), UUID)
+    inheritable = os.get_inheritable(descriptor)
+    os.close(descriptor)
+
+    assert not inheritable
+
+
+def test_a_missing_lock_file_in_roots_directory_says_to_run_setup_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = lock_directory(str(tmp_path))
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        raise PermissionError(13, "Permission denied") if flags & os.O_CREAT else FileNotFoundError(2, "No such file")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(LockDirectoryError, match="Run `sudo gpuguard setup` again"):
+        open_lock(directory, UUID)
+
+
+def test_the_gate_lets_one_in_at_a_time(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path))
+    inside: list[int] = []
+    most = []
+
+    def enter() -> None:
+        for _ in range(50):
+            with Gate(directory, seconds=60):
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert max(most) == 1
+
+
+def test_a_gate_that_somebody_holds_for_ever_delays_but_does_not_block(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path))
+    hostile = open_lock(directory, "gate")
+    assert try_flock(hostile)
+    begun = time.monotonic()
+    with Gate(directory, seconds=0.2):
+        waited = time.monotonic() - begun
+    os.close(hostile)
+
+    assert waited >= 0.2
+
+
+def test_a_forked_child_of_another_thread_does_not_keep_the_gate(tmp_path: Path) -> None:
+    directory = lock_directory(str(tmp_path))
+    with Gate(directory):
+        # A child that inherits everything and lives on: what fork() in another thread does.
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    try:
+        descriptor = open_lock(directory, "gate")
+        free = try_flock(descriptor)
+        os.close(descriptor)
+    finally:
+        child.communicate(b"\n")
+
+    assert free
+
+
+def test_locks_of_other_tools_on_filelock_and_ours_exclude_each_other(tmp_path: Path) -> None:
+    filelock = pytest.importorskip("filelock")
+    directory = lock_directory(str(tmp_path))
+    ours = open_lock(directory, UUID)
+    theirs = open_lock(directory, UUID)
+    assert try_flock(ours)
+    while_ours = filelock.lock_descriptor(theirs, blocking=False)
+    fcntl.flock(ours, fcntl.LOCK_UN)
+    after_ours = filelock.lock_descriptor(theirs, blocking=False)
+    while_theirs = try_flock(ours)
+    os.close(ours)
+    os.close(theirs)
+
+    assert (while_ours, after_ours, while_theirs) == (False, True, False)

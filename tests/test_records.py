@@ -1,0 +1,170 @@
+"""Claim records: alive by the kernel, owned by the file's uid, harmless whatever is in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuguard.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.records import MAX_BYTES, _decoded, probe, read_record, read_records, write_record
+
+UUID = "GPU-00000000-0000-4000-8000-000000000000"
+OTHER = "GPU-00000001-0000-4000-8000-000000000001"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path))
+
+
+def content(**fields: object) -> dict[str, object]:
+    return {"id": "abc", "devices": [UUID], "pid": os.getpid(), "since": 5.0, "note": "n", "command": ["a"], **fields}
+
+
+def test_a_record_says_who_holds_what_as_long_as_its_descriptor_lives(directory: LockDirectory) -> None:
+    _, descriptor = write_record(directory, content())
+    (alive,) = read_records(directory)
+    os.close(descriptor)
+
+    assert (alive.id, alive.uid, alive.devices, alive.note) == ("abc", os.geteuid(), (UUID,), "n")
+    assert read_records(directory) == []
+
+
+def test_a_record_lives_on_in_the_job_that_inherited_it(directory: LockDirectory) -> None:
+    _, descriptor = write_record(directory, content())
+    job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[descriptor])
+    os.close(descriptor)
+    while_it_runs = [record.id for record in read_records(directory)]
+    job.communicate(b"\n")
+
+    assert while_it_runs == ["abc"]
+    assert read_records(directory) == []
+
+
+def test_the_file_of_a_dead_claim_is_removed_by_the_next_reader(directory: LockDirectory) -> None:
+    path, descriptor = write_record(directory, content())
+    os.close(descriptor)
+    read_records(directory)
+
+    assert not Path(path).exists()
+
+
+def test_a_record_never_exceeds_its_bound_however_long_the_command_is(directory: LockDirectory) -> None:
+    path, descriptor = write_record(directory, content(command=["x" * 900] * 50, note="y" * 9000))
+    size = Path(path).stat().st_size
+    (record,) = read_records(directory)
+    os.close(descriptor)
+
+    assert size <= MAX_BYTES
+    assert record.devices == (UUID,)
+
+
+def test_a_record_with_a_planted_symbolic_link_or_fifo_in_its_place_is_passed_over(directory: LockDirectory) -> None:
+    secret = Path(directory.path) / "secret"
+    secret.write_text(json.dumps(content()))
+    Path(directory.records, "claim.0.link.json").symlink_to(secret)
+    os.mkfifo(Path(directory.records, "claim.0.fifo.json"))
+
+    assert read_records(directory) == []
+
+
+@given(st.binary(max_size=MAX_BYTES + 10))
+def test_whatever_bytes_a_record_holds_it_is_read_as_a_claim_of_the_files_owner(encoded: bytes) -> None:
+    record = _decoded(encoded, 4242, "4242.abc")
+
+    assert (record.uid, record.id, record.alive) == (4242, "abc", True)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner) | st.dictionaries(st.sampled_from(["devices", "pid", "since", "note", "command"]), inner)
+        ),
+        max_leaves=20,
+    )
+)
+def test_a_record_of_wrong_types_yields_no_wrong_types(document: object) -> None:
+    record = _decoded(json.dumps(document).encode(), 4242, "4242.abc")
+
+    assert all(isinstance(uuid, str) for uuid in record.devices)
+    assert record.pid is None or type(record.pid) is int
+    assert record.note is None or isinstance(record.note, str)
+    assert record.since is None or isinstance(record.since, (int, float))
+
+
+def test_nested_json_that_is_too_deep_is_unreadable_and_not_fatal() -> None:
+    assert _decoded(b"[" * MAX_BYTES, 1, "1.a").devices == ()
+
+
+def test_probe_joins_locks_with_their_records(directory: LockDirectory) -> None:
+    lock = open_lock(directory, UUID)
+    assert try_flock(lock)
+    _, record = write_record(directory, content())
+    (claim,) = probe(directory, [UUID, OTHER])
+    os.close(lock)
+    os.close(record)
+
+    assert (claim.id, claim.devices, claim.holders) == ("abc", (UUID,), (os.getpid(),))
+
+
+def test_a_record_without_the_lock_is_no_claim_on_the_device(directory: LockDirectory) -> None:
+    lock = open_lock(directory, OTHER)
+    assert try_flock(lock)
+    _, record = write_record(directory, content(devices=[UUID, OTHER]))
+    (claim,) = probe(directory, [UUID, OTHER])
+    os.close(lock)
+    os.close(record)
+
+    assert claim.devices == (OTHER,)
+
+
+def test_a_lock_without_a_record_is_still_a_claim(directory: LockDirectory) -> None:
+    lock = open_lock(directory, UUID)
+    assert try_flock(lock)
+    (claim,) = probe(directory, [UUID])
+    os.close(lock)
+
+    assert (claim.devices, claim.uid, claim.holders) == ((UUID,), os.geteuid(), (os.getpid(),))
+
+
+def test_the_true_holder_is_found_after_the_process_that_took_the_lock_has_died(directory: LockDirectory) -> None:
+    lock = open_lock(directory, UUID)
+    assert try_flock(lock)
+    job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock])
+    os.close(lock)
+    (claim,) = probe(directory, [UUID])
+    job.communicate(b"\n")
+
+    assert claim.holders == (job.pid,)
+    assert probe(directory, [UUID]) == ()
+
+
+def test_asking_does_not_make_lock_files(directory: LockDirectory) -> None:
+    probe(directory, [UUID])
+
+    assert not Path(directory.lock_path(UUID)).exists()
+
+
+@pytest.mark.root
+def test_a_record_that_names_a_device_of_somebody_else_does_not_steal_it(directory: LockDirectory) -> None:
+    lock = open_lock(directory, UUID)
+    assert try_flock(lock)
+    forged, record = write_record(directory, content(note="mine!"))
+    os.chown(forged, 4242, 4242)  # its owner is the file's uid, whatever it says; the holder is root
+    claims = probe(directory, [UUID])
+    os.close(lock)
+    os.close(record)
+
+    assert [(claim.uid, claim.note) for claim in claims if UUID in claim.devices] == [(0, None)]
+
+
+def test_a_name_with_a_slash_finds_no_record(directory: LockDirectory) -> None:
+    assert read_record(directory, os.geteuid(), "nothing") is None
