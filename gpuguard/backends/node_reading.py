@@ -1,0 +1,228 @@
+"""What a driver would say about a device of the simulated node: one function per group of fields.
+
+Does not decide whether the driver answers at all (lost, hanging): see simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from gpuguard import model
+from gpuguard.backends import node, processes
+from gpuguard.backends.node import Instance, Node, NodeDevice, Use
+from gpuguard.model import Device, Gap, GpuProcess
+
+# The bus numbers of a real 8-GPU board; more devices are in further domains.
+_BUSES = (0x1B, 0x43, 0x52, 0x61, 0x9D, 0xC3, 0xD1, 0xDF)
+_LANES_BYTES = {3: 985e6, 4: 1969e6, 5: 3938e6}  # bytes per second of one lane, by PCIe generation
+_BUSY_PCIE_SHARE = 0.12  # of the link, at 100 % utilization
+
+Values = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, or one of its instances, in a node at a clock."""
+
+    node: Node
+    device: NodeDevice
+    instance: Instance | None
+    clock: float
+
+    @property
+    def uuids(self) -> set[str]:
+        """Whose use counts here: an instance's own, a divided device's also that of its instances."""
+        return {self.instance.uuid} if self.instance else self.node.of(self.device)
+
+
+def read(place: Place, fields: Collection[str]) -> tuple[Device, tuple[Gap, ...]]:
+    """The device at *place* with the groups in *fields*, and why what is missing is missing."""
+    device, instance = place.device, place.instance
+    uuid = instance.uuid if instance else device.uuid
+    values: Values = {}
+    for group, reader in _READERS.items():
+        if group in fields:
+            values |= reader(place)
+    divided = "not told while the device is divided by MIG"
+    gaps = [Gap(uuid, name, divided) for name in _NOT_WITH_MIG if device.instances and name in values]
+    gaps += [Gap(uuid, name, "the simulated driver does not tell it") for name in device.unknown if name in values]
+    if "unlisted" in device.faults and "processes" in values:
+        gaps.append(Gap(uuid, "processes", "the simulated driver gives no process list"))
+    values |= {gap.field: None for gap in gaps}
+    if values.get("processes_plausible") is False:
+        gaps.append(Gap(uuid, "processes", "the process list is not plausible: it has pids that cannot be"))
+    return Device(index=device.index, uuid=uuid, **values), tuple(gaps)  # type: ignore[arg-type]
+
+
+def pci_bus_id(device: NodeDevice) -> str:
+    """As NVML writes it, with an eight-digit domain."""
+    return f"{device.index // len(_BUSES):08X}:{_BUSES[device.index % len(_BUSES)]:02X}:00.0"
+
+
+def numa_node(whole: Node, device: NodeDevice) -> int:
+    """The first half of four and more devices is on node 0, the second on node 1."""
+    count = len(whole.devices)
+    return int(count >= 4 and device.index >= count // 2)
+
+
+def topology(whole: Node) -> tuple[tuple[str, str, str], ...]:
+    """(uuid, uuid, how they are connected) of each pair."""
+    devices = whole.devices
+    return tuple(
+        (one.uuid, other.uuid, _connection(whole, one, other))
+        for place, one in enumerate(devices)
+        for other in devices[place + 1 :]
+    )
+
+
+def _connection(whole: Node, one: NodeDevice, other: NodeDevice) -> str:
+    if one.model.nvlinks and one.model == other.model:
+        return "NVLINK"
+    if numa_node(whole, one) != numa_node(whole, other):
+        return "SYS"
+    return "PIX" if one.index // 2 == other.index // 2 else "NODE"
+
+
+def _memory(place: Place) -> Values:
+    total = place.instance.memory_total if place.instance else place.device.model.memory_total
+    reserved = node.memory_reserved(total)
+    used = node.memory_used(place.node, place.uuids, place.clock)
+    return {
+        "memory_total": total,
+        "memory_used": used,
+        "memory_free": total - reserved - used,
+        "memory_reserved": reserved,
+    }
+
+
+def _processes(place: Place) -> Values:
+    return _listed(place, processes.identified)
+
+
+def _process_details(place: Place) -> Values:
+    return _listed(place, processes.described)
+
+
+def _listed(place: Place, look: Callable[[GpuProcess], GpuProcess]) -> Values:
+    here = [use for use in place.node.uses if use.device in place.uuids and node.running(use, place.clock)]
+    listed = tuple(_process(use, place, look) for use in here)
+    if "implausible" not in place.device.faults:
+        return {"processes": listed}
+    # What a driver of another version gave, in kind: memory sizes read as pids, pids of all ones.
+    torn = (GpuProcess(1073741824, 0), GpuProcess(4294967295, 2**40), GpuProcess(0))
+    return {"processes": listed + torn, "processes_plausible": False}
+
+
+def _process(use: Use, place: Place, look: Callable[[GpuProcess], GpuProcess]) -> GpuProcess:
+    registered = GpuProcess(use.pid, int(use.memory.at(place.clock)), use.kind, use.start_time)
+    found = look(registered)
+    if found.start_time != use.start_time:
+        return registered  # it has just ended, and the pid may be somebody else's already
+    return replace(found, utilization=use.utilization) if look is processes.described else found
+
+
+def _utilization(place: Place) -> Values:
+    percent = node.utilization(place.node, place.device, place.clock)
+    return {"utilization": percent, "memory_utilization": round(percent * 0.55, 1)}
+
+
+def _health(place: Place) -> Values:
+    values: Values = {"problems": (), "compute_mode": place.device.compute_mode}
+    if place.device.model.mig:
+        values["mig_mode"] = bool(place.device.instances)
+    if place.instance:
+        values |= {
+            "parent_uuid": place.device.uuid,
+            "mig_profile": place.instance.profile,
+            "gpu_instance_id": place.instance.gpu_instance_id,
+            "compute_instance_id": 0,
+        }
+    return values
+
+
+def _model(place: Place) -> Values:
+    numa = numa_node(place.node, place.device)
+    name = place.device.model.name
+    return {
+        "name": f"{name} MIG {place.instance.profile}" if place.instance else name,
+        "pci_bus_id": pci_bus_id(place.device),
+        "minor_number": place.device.index,
+        "numa_node": numa,
+        "cpu_affinity": ("0-47,96-143", "48-95,144-191")[numa],
+    }
+
+
+def _thermal(place: Place) -> Values:
+    celsius = node.temperature(place.node, place.device, place.clock)
+    facts = place.device.model
+    fan = min(max(celsius - 30.0, 0.0) * 1.6, 100.0) if facts.fan else None
+    return {
+        "temperature": float(round(celsius)),
+        "temperature_slowdown": facts.temperature_slowdown,
+        "temperature_shutdown": facts.temperature_shutdown,
+        "fan_speed": fan and float(round(fan)),
+    }
+
+
+def _power(place: Place) -> Values:
+    return {
+        "power_draw": round(node.power_draw(place.node, place.device, place.clock), 1),
+        "power_limit": place.device.model.power_limit,
+        "total_energy": round(node.total_energy(place.node, place.device, place.clock), 3),
+    }
+
+
+def _clocks(place: Place) -> Values:
+    facts = place.device.model
+    busy = node.utilization(place.node, place.device, place.clock) > 0
+    hot = node.temperature(place.node, place.device, place.clock) >= facts.temperature_slowdown
+    share = 0.4 if hot else 1.0 if busy else 0.17
+    return {
+        "clock_sm": int(facts.clock_sm_max * share),
+        "clock_sm_max": facts.clock_sm_max,
+        "clock_memory": facts.clock_memory_max,
+        "clock_memory_max": facts.clock_memory_max,
+        "pstate": 0 if busy or facts.nvlinks else 8,
+        "throttle_reasons": ("hw_thermal_slowdown",) if hot else () if busy else ("gpu_idle",),
+        "persistence_mode": True,
+    }
+
+
+def _ecc(place: Place) -> Values:
+    if not place.device.model.ecc:
+        return {"ecc_mode": None}
+    counters = ("corrected_volatile", "uncorrected_volatile", "corrected_aggregate", "uncorrected_aggregate")
+    return {"ecc_mode": True, **{f"ecc_{name}": 0 for name in counters}, "remapped_rows": 0}
+
+
+def _pcie(place: Place) -> Values:
+    facts = place.device.model
+    flow = node.utilization(place.node, place.device, place.clock) / 100 * _BUSY_PCIE_SHARE
+    flow *= 16 * _LANES_BYTES[facts.pcie_generation]
+    return {"pcie_generation": facts.pcie_generation, "pcie_width": 16, "pcie_tx": flow, "pcie_rx": flow * 2.5}
+
+
+def _nvlink(place: Place) -> Values:
+    peers = [each for each in place.node.devices if each != place.device and each.model == place.device.model]
+    links = place.device.model.nvlinks if peers else 0
+    return {"nvlink_links": tuple((link, pci_bus_id(peers[link % len(peers)])) for link in range(links))}
+
+
+# A later row wins, so the processes with details replace those without.
+_READERS: dict[str, Callable[[Place], Values]] = {
+    model.MEMORY: _memory,
+    model.PROCESSES: _processes,
+    model.PROCESS_DETAILS: _process_details,
+    model.UTILIZATION: _utilization,
+    model.HEALTH: _health,
+    model.MODEL: _model,
+    model.THERMAL: _thermal,
+    model.POWER: _power,
+    model.CLOCKS: _clocks,
+    model.ECC: _ecc,
+    model.PCIE: _pcie,
+    model.NVLINK: _nvlink,
+}
+# Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for the whole device and for its instances.
+_NOT_WITH_MIG = ("utilization", "memory_utilization")

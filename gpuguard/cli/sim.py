@@ -1,0 +1,338 @@
+"""Steer the simulated node: devices that exist only in a file, used by real processes.
+
+Several terminals see one node, in $GPUGUARD_SIM_DIR (default: a directory of this user):
+
+  gpuguard sim start 4xRTX4090
+  gpuguard run --backend simulated -n 2 -- gpuguard sim use --memory 10GiB --utilization 80%
+  gpuguard sim set --device 3 --temperature 40C..95C --over 2m
+  gpuguard sim fault --device 3 hang
+  gpuguard who --backend simulated
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.units import format_bytes, parse_bytes, parse_celsius, parse_duration, parse_percent
+
+if TYPE_CHECKING:
+    from gpuguard.backends.node import Course, Node, NodeDevice
+
+SCHEMA = 1
+FAULTS = {
+    "lost": "the device has fallen off the bus",
+    "reset": "the device needs a reset",
+    "hang": "driver calls for it do not come back",
+    "unlisted": "the driver gives no process list",
+    "implausible": "the driver gives a process list that cannot be true",
+}
+Options = dict[str, Any]  # keyword arguments of add_argument
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, (_, purpose, options) in ACTIONS.items():
+        command = commands.add_parser(name, help=purpose, description=f"{purpose}.", allow_abbrev=False)
+        for flags, details in (*options.items(), *_WHERE.items()):
+            command.add_argument(*flags.split(), **details)
+
+
+def main(args: argparse.Namespace) -> int:
+    status: int = ACTIONS[args.action][0](args)
+    return status
+
+
+def _start(args: argparse.Namespace) -> int:
+    from gpuguard.backends import node_file
+    from gpuguard.backends.node import new_node
+
+    place = _place(args)
+    clock = time.clock_gettime(time.CLOCK_BOOTTIME)
+    made = new_node(args.spec, place, clock)
+    node, new = node_file.create(place, lambda: made, replace=args.force)
+    if not new:
+        raise GpuguardError(
+            f"a simulated node ({node.spec}) runs in {place} already: `gpuguard sim stop` ends it, --force replaces it."
+        )
+    print(f"SIMULATED node of {len(node.devices)} devices ({node.spec}) in {place}")
+    print("Try: gpuguard run --backend simulated -n 1 -- gpuguard sim use --memory 10GiB --for 30s")
+    return 0
+
+
+def _use(args: argparse.Namespace) -> int:
+    from gpuguard.backends import simulated
+
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if args.device is None and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        raise InvalidRequest(
+            "say which devices: --device 0,1, or start this with `gpuguard run --backend simulated -- ...`."
+        )
+    uuids = simulated.use(
+        args.device,
+        args.memory,
+        args.utilization,
+        ramp_to=args.ramp_to,
+        over=args.over,
+        lasting=args.lasting,
+        kind=args.kind,
+        spec=_spec(args),
+    )
+    if command:
+        return _become(command)
+    until = f"for {args.lasting:g} s" if args.lasting is not None else "until Ctrl-C"
+    print(f"SIMULATED: pid {os.getpid()} uses {format_bytes(args.memory)} on {len(uuids)} devices {until}.", flush=True)
+    time.sleep(args.lasting if args.lasting is not None else 10**8)
+    return 0
+
+
+def _become(command: list[str]) -> int:
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        raise InvalidRequest(f"there is no command {command[0]!r}.") from None
+    except OSError as error:
+        raise InvalidRequest(f"{command[0]!r} cannot be run: {error.strerror}.") from None
+
+
+def _set(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from gpuguard.backends import node, node_file, simulated
+
+    change: dict[str, object] = {
+        name: _course(getattr(args, name), parse, args.over)
+        for name, parse in (("temperature", parse_celsius), ("utilization", parse_percent), ("memory", parse_bytes))
+        if getattr(args, name) is not None
+    }
+    change |= {name: getattr(args, name) for name in ("latency", "compute_mode") if getattr(args, name) is not None}
+    if not change and args.release_delay is None:
+        raise InvalidRequest("nothing to set.  See `gpuguard sim set --help`.")
+    if change and not args.device:
+        raise InvalidRequest(f"say on which device: --device 0, or --device all ({', '.join(change)}).")
+
+    def set_it(state: Node) -> Node:
+        state = simulated.settled_now(state)
+        if args.release_delay is not None:
+            state = replace(state, release_delay=args.release_delay)
+        return node.changed(state, node.find(state, args.device), change) if change else state
+
+    node_file.update(_place(args), set_it)
+    return 0
+
+
+def _fault(args: argparse.Namespace) -> int:
+    from gpuguard.backends import node, node_file
+
+    for fault in args.faults:
+        _check_fault(fault)
+
+    def fail(state: Node) -> Node:
+        named = node.find(state, args.device)
+        node.changed(state, named, {})
+        for uuid in named:
+            device = next(device for device in state.devices if device.uuid == uuid)
+            state = node.changed(state, (uuid,), _with_faults(device, args.faults))
+        return state
+
+    node_file.update(_place(args), fail)
+    return 0
+
+
+def _check_fault(fault: str) -> None:
+    import difflib
+    from dataclasses import fields
+
+    from gpuguard.model import Device
+
+    known = [*FAULTS, "none"]
+    if fault.startswith("na:"):
+        known = [
+            f"na:{field.name}" for field in fields(Device) if field.name not in ("index", "uuid", "processes_plausible")
+        ]
+    if fault not in known:
+        near = difflib.get_close_matches(fault, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join([*FAULTS, 'na:FIELD', 'none'])}."
+        raise InvalidRequest(f"there is no fault {fault!r}: {hint}")
+
+
+def _with_faults(device: NodeDevice, faults: list[str]) -> dict[str, object]:
+    now, unknown = list(device.faults), list(device.unknown)
+    for fault in faults:
+        if fault == "none":
+            now, unknown = [], []
+        elif fault.startswith("na:"):
+            unknown.append(fault.removeprefix("na:"))
+        else:
+            now.append(fault)
+    return {"faults": tuple(dict.fromkeys(now)), "unknown": tuple(dict.fromkeys(unknown))}
+
+
+def _show(args: argparse.Namespace) -> int:
+    from gpuguard.backends import simulated
+
+    place = _place(args)
+    state = simulated.current(place)
+    rows = [_facts(state, device) for device in state.devices]
+    if args.json:
+        import json
+
+        print(
+            json.dumps({"schema": SCHEMA, "simulated": True, "directory": place, "spec": state.spec, "devices": rows})
+        )
+        return 0
+    print(f"SIMULATED node {state.spec} in {place}")
+    for row in rows:
+        print(_line(row))
+        for process in row["processes"]:
+            memory, percent = format_bytes(process["memory_used_bytes"]), process["utilization_percent"]
+            print(f"       pid {process['pid']}  {memory}  {percent:.0f}%")
+    return 0
+
+
+def _facts(state: Node, device: NodeDevice) -> dict[str, Any]:
+    from gpuguard.backends import node
+
+    clock = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return {
+        "index": device.index,
+        "uuid": device.uuid,
+        "name": device.model.name,
+        "memory_total_bytes": device.model.memory_total,
+        "memory_used_bytes": node.memory_used(state, state.of(device), clock),
+        "utilization_percent": node.utilization(state, device, clock),
+        "temperature_celsius": node.temperature(state, device, clock),
+        "power_draw_watts": node.power_draw(state, device, clock),
+        "faults": [*device.faults, *(f"na:{name}" for name in device.unknown)],
+        "latency_seconds": device.latency,
+        "compute_mode": device.compute_mode,
+        "instances": [{"uuid": each.uuid, "mig_profile": each.profile} for each in device.instances],
+        "processes": [
+            {
+                "pid": use.pid,
+                "device": use.device,
+                "memory_used_bytes": int(use.memory.at(clock)),
+                "utilization_percent": use.utilization,
+                "kind": use.kind,
+            }
+            for use in state.uses
+            if use.device in state.of(device) and node.running(use, clock)
+        ],
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    used, total = format_bytes(row["memory_used_bytes"]), format_bytes(row["memory_total_bytes"])
+    odd = [*row["faults"], *(f"MIG {each['mig_profile']}" for each in row["instances"])]
+    odd += [f"latency {row['latency_seconds']:g} s"] if row["latency_seconds"] else []
+    odd += [row["compute_mode"]] if row["compute_mode"] != "default" else []
+    return (
+        f"{row['index']:>3}  {row['name']:<26}  {used:>8} of {total:>8}  {row['utilization_percent']:>3.0f}%  "
+        f"{row['temperature_celsius']:>3.0f}C  {row['power_draw_watts']:>4.0f}W  {', '.join(odd)}"
+    ).rstrip()
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from gpuguard.backends import node_file
+
+    place = _place(args)
+    print(
+        f"The simulated node in {place} is gone." if node_file.remove(place) else f"No simulated node was in {place}."
+    )
+    return 0
+
+
+def _course(text: str, parse: Callable[[str], float], over: float) -> Course | None:
+    from gpuguard.backends.node import Course
+
+    if text == "auto":
+        return None
+    start, _, end = text.partition("..")
+    if over and not end:
+        raise InvalidRequest(f"--over needs a start and an end: write '{text}' as A..B, for instance '40C..95C'.")
+    return Course(parse(start), parse(end or start), time.clock_gettime(time.CLOCK_BOOTTIME), over)
+
+
+def _spec(args: argparse.Namespace) -> str:
+    # GPUGUARD_BACKEND=nvml is no reason to refuse: `sim` can only mean the simulated node.
+    kind, _, spec = str(args.backend or os.environ.get("GPUGUARD_BACKEND", "")).partition(":")
+    if args.backend and kind != "simulated":
+        raise InvalidRequest(f"--backend {args.backend}: `sim` steers simulated or simulated:DIRECTORY.")
+    return spec if kind == "simulated" else ""
+
+
+def _place(args: argparse.Namespace) -> str:
+    from gpuguard.backends.simulated import directory
+
+    return directory(_spec(args))
+
+
+def _quantity(parse: Callable[[str], object], metavar: str, help: str, **more: Any) -> Options:
+    """The details of an option with a unit: *parse* for argparse, with its own message instead of "invalid value"."""
+
+    def typed(text: str) -> object:
+        try:
+            return parse(text)
+        except InvalidRequest as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return {"type": typed, "metavar": metavar, "help": help, **more}
+
+
+def _course_option(what: str, example: str) -> Options:
+    return {"metavar": "V|A..B", "help": f"{what}: {example}, or auto (follows the processes)"}
+
+
+_WHERE: dict[str, Options] = {
+    "--backend": {
+        "metavar": "B",
+        "help": "simulated or simulated:DIRECTORY (default: $GPUGUARD_SIM_DIR, else a directory of this user)",
+    },
+}
+_START: dict[str, Options] = {
+    "spec": {"metavar": "SPEC", "help": "'8xH100-80GB', '4xRTX4090', '1xA100-40GB:mig=3g.20gb,3g.20gb', joined by +"},
+    "--force": {"action": "store_true", "help": "replace the node that is there"},
+}
+_USE: dict[str, Options] = {
+    "--device": {"metavar": "D,..", "help": "indices, uuids or 'all' (default: what CUDA_VISIBLE_DEVICES names)"},
+    "--memory": _quantity(parse_bytes, "SIZE", "on each device, as in 10GiB", required=True),
+    "--utilization": _quantity(parse_percent, "PERCENT", "as in 90%% (default: 0%%)", default=0.0),
+    "--ramp-to": _quantity(parse_bytes, "SIZE", "what the memory grows to, evenly"),
+    "--over": _quantity(parse_duration, "DURATION", "within this time, as in 1m", default=0.0),
+    "--for": _quantity(parse_duration, "DURATION", "let go after this time", dest="lasting"),
+    "--kind": {"choices": ("compute", "graphics", "compute+graphics", "mps"), "default": "compute"},
+    "command": {"nargs": argparse.REMAINDER, "metavar": "-- CMD...", "help": "becomes the process that uses them"},
+}
+_SET: dict[str, Options] = {
+    "--device": {"metavar": "D,..", "help": "indices, uuids or 'all'"},
+    "--temperature": _course_option("the temperature", "95C or 40C..95C"),
+    "--utilization": _course_option("the utilization", "50%% or 0%%..100%%"),
+    "--memory": _course_option("memory that no process accounts for", "10GiB or 0GiB..60GiB"),
+    "--over": _quantity(parse_duration, "DURATION", "how long it takes from A to B", default=0.0),
+    "--latency": _quantity(parse_duration, "DURATION", "how long the driver takes per device"),
+    "--compute-mode": {"choices": ("default", "exclusive_process", "prohibited")},
+    "--release-delay": _quantity(parse_duration, "DURATION", "how long memory outlives its process, on all devices"),
+}
+_FAULT: dict[str, Options] = {
+    "--device": {"metavar": "D,..", "required": True, "help": "indices, uuids or 'all'"},
+    "faults": {
+        "nargs": "+",
+        "metavar": "FAULT",
+        "help": "; ".join(f"{name}: {meaning}" for name, meaning in FAULTS.items())
+        + "; na:FIELD: the driver does not tell it; none: the device is well again",
+    },
+}
+_SHOW: dict[str, Options] = {"--json": {"action": "store_true", "help": "one JSON object"}}
+
+ACTIONS: dict[str, tuple[Callable[[argparse.Namespace], int], str, dict[str, Options]]] = {
+    "start": (_start, "make a node", _START),
+    "use": (_use, "be a process that uses devices", _USE),
+    "set": (_set, "set or move what the devices report", _SET),
+    "fault": (_fault, "break a device, or mend it", _FAULT),
+    "show": (_show, "show the node as it really is, also behind faults", _SHOW),
+    "stop": (_stop, "remove the node", {}),
+}

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gpuguard.backends import simulated
+from gpuguard.model import PROCESSES, UTILIZATION
+
+TRAIN = str(Path(__file__).resolve().parent.parent / "examples" / "train.py")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    return str(tmp_path / "node")
+
+
+@contextmanager
+def training(place: str, *words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    # Without torch and without a driver library, wherever the tests run.
+    nothing = Path(place).parent / "nothing"
+    nothing.mkdir(exist_ok=True)
+    (nothing / "torch.py").write_text("raise ImportError('no torch in this test')\n")
+    (nothing / "libcuda.so.1").touch()
+    environment = os.environ | {
+        "GPUGUARD_SIM_DIR": place,
+        "PYTHONPATH": str(nothing),
+        "LD_LIBRARY_PATH": str(nothing),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    with subprocess.Popen(
+        [sys.executable, TRAIN, *words],
+        env=environment | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def test_it_trains_on_the_visible_devices_of_the_simulated_node_and_says_that_they_are_simulated(place):
+    backend = simulated.open(place)
+    with training(
+        place, "--memory", "2GiB", "--step-time", "0.01", "--steps", "10000", CUDA_VISIBLE_DEVICES="1,3"
+    ) as child:
+        assert child.stdout
+        said = [child.stdout.readline() for _ in range(3)]
+        devices = backend.sample({PROCESSES, UTILIZATION}).devices
+
+    assert said[0] == "SIMULATED: training on 2 devices of the simulated node\n"
+    assert said[1].startswith("step 1/10000  loss 2.4")
+    assert [[process.memory_used for process in device.processes or ()] for device in devices[:4]] == [
+        [],
+        [2 * 2**30],
+        [],
+        [2 * 2**30],
+    ]
+    assert devices[1].utilization == 90.0
+
+
+def test_it_ends_after_its_steps_with_a_falling_loss_and_a_checkpoint(place):
+    simulated.open(place)
+    with training(place, "--steps", "3", "--step-time", "0") as child:
+        lines = (child.communicate()[0]).splitlines()
+    losses = [float(line.split()[-1]) for line in lines if line.startswith("step")]
+
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert lines[-1] == "checkpoint saved at step 3: done"
+    assert child.returncode == 0
+
+
+def test_it_saves_and_ends_cleanly_when_it_is_told_to_stop(place):
+    simulated.open(place)
+    with training(place, "--steps", "10000", "--step-time", "0.01") as child:
+        assert child.stdout
+        child.stdout.readline()
+        child.send_signal(signal.SIGTERM)
+        said = child.communicate()[0]
+
+    assert child.returncode == 0
+    assert "told to stop by SIGTERM" in said.splitlines()[-1]
+
+
+def test_without_a_gpu_and_without_a_node_it_says_what_to_do(place):
+    with training(place) as child:
+        said = child.communicate()
+
+    assert child.returncode == 1
+    assert "gpuguard sim start" in said[1]
+    assert said[0] == ""
+
+
+def test_too_much_memory_is_one_clear_line(place):
+    simulated.open(place)
+    with training(place, "--memory", "900GiB") as child:
+        said = child.communicate()[1]
+
+    assert child.returncode == 1
+    assert said.startswith("out of memory on simulated device 0")
+    assert "Traceback" not in said
