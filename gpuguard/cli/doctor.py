@@ -1,0 +1,149 @@
+"""Check driver, devices, lock directory and permissions on this machine, and say what to do.
+
+Exit code: 0 all is well or there are only warnings, 1 something is at fault, 4 the driver cannot be reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from gpuguard.cli.main import EXIT_NO, EXIT_NO_DRIVER
+from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli.processes import in_first_pid_namespace
+from gpuguard.errors import BackendError, ClaimError
+from gpuguard.model import CLOCKS, WHO_FIELDS, Snapshot
+from gpuguard.views import doctor
+from gpuguard.views.doctor import FAULT, Facts
+from gpuguard.views.text import json_text, put, style
+
+PACKAGES = ("gpuguard", "nvidia-ml-py", "psutil")
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "SLURM_JOB_ID", "GPUGUARD_CLAIM")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    facts = look(args, os.environ)
+    found = doctor.checks(facts)
+    if args.json:
+        put([json_text(doctor.to_json(facts, found))], sys.stdout)
+    else:
+        width = os.get_terminal_size(sys.stdout.fileno()).columns or 80 if sys.stdout.isatty() else None
+        put(doctor.to_text(facts, found, width=width, paint=style(sys.stdout, os.environ)), sys.stdout)
+    if facts.error:
+        return EXIT_NO_DRIVER
+    return EXIT_NO if doctor.worst(found) == FAULT else 0
+
+
+def look(args: argparse.Namespace, environ: Mapping[str, str]) -> Facts:
+    """Everything that the checks want to know, read now."""
+    driver = _driver(args)
+    return Facts(
+        host=os.uname().nodename,
+        backend=args.backend,
+        uid=os.geteuid(),
+        **driver,
+        **_lock(args),
+        outer=_outer(environ, driver["snapshot"]),
+        library_error=_library_error(),
+        kernel_version=_read("/sys/module/nvidia/version"),
+        device_nodes=tuple(sorted(name for name in os.listdir("/dev") if name.startswith("nvidia"))),
+        first_pid_namespace=in_first_pid_namespace(),
+        hidepid=_hidepid(),
+        container=_container(environ),
+        protected_regular=_number(_read("/proc/sys/fs/protected_regular")),
+        environ={name: environ[name] for name in VARIABLES if name in environ},
+        python=sys.version.split()[0],
+        packages={name: _version(name) for name in PACKAGES},
+    )
+
+
+def _driver(args: argparse.Namespace) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        backend = backend_of(args)
+        try:
+            snapshot = backend.sample(WHO_FIELDS | {CLOCKS})
+        finally:
+            backend.close()
+    except BackendError as error:
+        return {"error": error, "snapshot": None}
+    return {"snapshot": snapshot, "answer_seconds": time.monotonic() - began}
+
+
+def _lock(args: argparse.Namespace) -> dict[str, Any]:
+    from gpuguard.lockfiles import file_system, open_lock
+
+    try:
+        directory = directory_of(args)
+        os.close(open_lock(directory, "gate"))
+    except (ClaimError, BackendError) as error:
+        return {"lock_error": str(error)}
+    return {
+        "lock_path": directory.path,
+        "lock_owner": directory.owner,
+        "file_system": file_system(directory.locks),
+    }
+
+
+def _outer(environ: Mapping[str, str], snapshot: Snapshot | None) -> tuple[int, str] | None:
+    from gpuguard.clusters import outer_devices
+
+    outer = outer_devices(environ, snapshot.devices if snapshot else ())
+    return None if outer.uuids is None else (len(outer.uuids), outer.reason)
+
+
+def _library_error() -> str | None:
+    import ctypes
+
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _hidepid() -> str | None:
+    """The hidepid option of /proc; "" without one."""
+    for line in (_read("/proc/self/mountinfo") or "").splitlines():
+        mount, _, source = line.partition(" - ")
+        if mount.split()[4:5] == ["/proc"]:
+            options = f"{mount.split()[5]},{source.split()[-1]}".split(",")
+            return next((option.partition("=")[2] for option in options if option.startswith("hidepid=")), "")
+    return None
+
+
+def _container(environ: Mapping[str, str]) -> str | None:
+    """The kind of container that we are in; None: in none that can be told."""
+    marks = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
+    kind = next((kind for path, kind in marks.items() if os.path.exists(path)), None)
+    return kind or environ.get("container") or ("kubernetes" if "KUBERNETES_SERVICE_HOST" in environ else None)
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdecimal() else None
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return None

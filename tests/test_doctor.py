@@ -1,0 +1,206 @@
+"""What is wrong with a machine, and what to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from builders import a_device, a_mig_instance, a_process, a_snapshot
+from test_who import DOCUMENT, documented, printed
+
+from gpuguard.cli.main import run_command_line
+from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
+from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, Facts, checks, to_json, to_text, worst
+from gpuguard.views.text import display_width
+
+HEALTHY = Facts(
+    host="node1",
+    backend="nvml",
+    uid=1001,
+    snapshot=a_snapshot(a_device(persistence_mode=True)),
+    answer_seconds=0.03,
+    kernel_version="550.54.15",
+    device_nodes=("nvidia0", "nvidiactl"),
+    lock_path="/run/gpuguard",
+    lock_owner=0,
+    file_system="tmpfs",
+    first_pid_namespace=True,
+    hidepid="",
+    protected_regular=2,
+    python="3.11.7",
+    packages={"gpuguard": "0.1.0", "nvidia-ml-py": "13.0", "psutil": "7.0"},
+)
+
+
+def found(name, **facts):
+    return {check.name: check for check in checks(replace(HEALTHY, **facts))}[name]
+
+
+def without_driver(error: BackendError, **facts):
+    return {"error": error, "snapshot": None, "library_error": "cannot open", **facts}
+
+
+def test_a_healthy_machine_has_nothing_to_do():
+    assert worst(checks(HEALTHY)) == OK
+    assert to_text(HEALTHY, checks(HEALTHY))[-1] == "Everything is fine."
+
+
+NO_GPU = without_driver(DriverNotFound("none"), device_nodes=(), kernel_version=None)
+DIAGNOSES = [
+    ("driver", NO_GPU, FAULT, "no NVIDIA driver", "gpuguard sim start"),
+    ("driver", {**NO_GPU, "container": "docker"}, FAULT, "container sees no GPU", "--gpus all"),
+    ("driver", without_driver(DriverUnresponsive("the driver hangs")), FAULT, "the driver hangs", "dmesg"),
+    ("library", without_driver(DriverNotFound("none")), FAULT, "cannot open", "Install"),
+    (
+        "versions",
+        without_driver(DriverMismatch("x", "560.1", "550.2")),
+        FAULT,
+        "library 560.1, kernel module 550.2",
+        "Reboot",
+    ),
+    ("versions", {"kernel_version": "535.1"}, WARNING, "535.1", "Reboot"),
+    (
+        "devices",
+        {"snapshot": a_snapshot(a_device(problems=("lost",)), a_device())},
+        FAULT,
+        "1 of 2 unhealthy: GPU 0: lost",
+        "-r",
+    ),
+    ("processes", {"snapshot": a_snapshot(a_device(processes=None))}, WARNING, "no process list of GPU 0", "memory"),
+    (
+        "processes",
+        {"snapshot": a_snapshot(a_device(processes=(a_process(),), processes_plausible=False))},
+        WARNING,
+        "no sense",
+        "pip install -U nvidia-ml-py",
+    ),
+    (
+        "processes",
+        {"snapshot": a_snapshot(a_device(processes_plausible=False)), "first_pid_namespace": False},
+        WARNING,
+        "no sense",
+        "--pid=host",
+    ),
+    ("persistence mode", {"snapshot": a_snapshot(a_device(persistence_mode=False))}, WARNING, "off on 1 of 1", "-pm 1"),
+    ("lock directory", {"lock_error": "it is writable for others"}, FAULT, "writable for others", None),
+    ("lock directory", {"lock_path": "/run/lock", "lock_owner": None}, WARNING, "sticky", "sudo gpuguard setup"),
+    (
+        "lock directory",
+        {"lock_path": "/home/x", "lock_owner": 1001},
+        WARNING,
+        "of uid 1001 alone",
+        "sudo gpuguard setup",
+    ),
+    ("pid namespace", {"first_pid_namespace": False}, WARNING, "container", "--pid=host"),
+    ("hidepid", {"hidepid": "2"}, WARNING, "hidepid=2", "sudo gpuguard who"),
+    ("hidepid", {"hidepid": "invisible", "uid": 0}, OK, "root", None),
+    ("environment", {"outer": (0, "CUDA_VISIBLE_DEVICES is empty")}, WARNING, "empty", "Unset"),
+    ("environment", {"outer": (1, "CUDA_VISIBLE_DEVICES=3 allows only device 3")}, WARNING, "only device 3", "Unset"),
+    ("environment", {"environ": {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}}, WARNING, "FASTEST_FIRST", "PCI_BUS_ID"),
+    (
+        "container",
+        {"container": "docker", "lock_path": "/run/lock"},
+        WARNING,
+        "docker",
+        "-v /run/gpuguard:/run/gpuguard",
+    ),
+    ("container", {"container": "docker"}, OK, "claims of the host", None),
+    ("kernel", {"protected_regular": 1}, OK, "fs.protected_regular=1", None),
+    ("python", {"packages": {"psutil": None}}, FAULT, "psutil missing", "pip install psutil"),
+]
+
+
+@pytest.mark.parametrize(("name", "facts", "status", "says", "advises"), DIAGNOSES)
+def test_each_fault_is_named_with_what_to_do(name, facts, status, says, advises):
+    check = found(name, **facts)
+
+    assert check.status == status
+    assert says in check.found
+    assert (advises or "") in (check.advice or "")
+
+
+def test_every_check_is_shown_to_find_something():
+    # file system: an unsafe one is already an error of the lock directory
+    assert {name for name, *_ in DIAGNOSES} == set(CHECKS) - {"file system"}
+
+
+def test_no_device_at_all_is_a_fault():
+    assert found("devices", snapshot=replace(HEALTHY.snapshot, devices=())).status == FAULT
+
+
+def test_instances_are_counted_apart_from_devices():
+    whole = a_device(mig_mode=True)
+
+    assert found("devices", snapshot=a_snapshot(whole, a_mig_instance(whole))).found == "1 healthy, and 1 MIG instances"
+
+
+def test_unknown_is_no_fault():
+    unknown = replace(
+        HEALTHY,
+        snapshot=a_snapshot(a_device(persistence_mode=None, problems=None), driver_version=None),
+        **dict.fromkeys(("kernel_version", "file_system", "first_pid_namespace", "hidepid", "protected_regular")),
+    )
+
+    assert worst(checks(unknown)) == OK
+
+
+def test_a_simulated_node_is_asked_nothing_about_drivers():
+    names = {check.name for check in checks(replace(HEALTHY, backend="simulated", library_error="none"))}
+
+    assert names.isdisjoint({"library", "versions", "persistence mode"})
+
+
+@pytest.mark.parametrize("width", [None, 60, 80, 200])
+def test_the_screen_fits_and_no_word_of_advice_is_lost(width):
+    facts = replace(HEALTHY, **without_driver(DriverMismatch("x\x1b[2J\ny", "1", "2")), lock_error="no " * 60)
+    lines = to_text(facts, checks(facts), width=width)
+    text = " ".join(" ".join(lines).split())
+
+    assert all(line.isprintable() for line in lines)
+    assert width is None or all(display_width(line) <= width for line in lines)
+    assert text.count("no ") >= 60
+    assert all(" ".join(check.advice.split()) in text for check in checks(facts) if check.advice)
+
+
+def test_the_document_describes_exactly_the_fields_that_are_printed():
+    content = json.loads(json.dumps(to_json(HEALTHY, checks(HEALTHY))))
+
+    assert documented("doctor", DOCUMENT.read_text(encoding="utf-8")) == printed("doctor", content)
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM", "GPUGUARD_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
+
+
+def test_the_command_is_content_with_a_simulated_node(here, capsys):
+    assert run_command_line(["doctor", "--backend", "simulated"]) == 0
+    assert capsys.readouterr().out.startswith("SIMULATED node on ")
+
+
+def test_the_command_gives_one_object_with_json(here, capsys):
+    run_command_line(["doctor", "--backend", "simulated", "--json"])
+
+    assert json.loads(capsys.readouterr().out)["status"] in (OK, WARNING)
+
+
+def test_a_directory_that_others_may_write_is_a_fault_with_exit_code_1(here, capsys, tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+
+    assert run_command_line(["doctor", "--backend", "simulated", "--dir", str(tmp_path / "open")]) == 1
+    assert "writable for others" in capsys.readouterr().out
+
+
+def test_a_machine_without_a_driver_gives_exit_code_4_and_its_findings(here, capsys, monkeypatch):
+    def no_driver(args):
+        raise DriverNotFound("there is no libnvidia-ml.so.1")
+
+    monkeypatch.setattr("gpuguard.cli.doctor.backend_of", no_driver)
+
+    assert run_command_line(["doctor", "--backend", "nvml", "--json"]) == 4
+    driver = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}["driver"]
+    assert driver["status"] == FAULT
