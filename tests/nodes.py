@@ -1,0 +1,65 @@
+"""Simulated nodes for tests, and real processes that use them.
+
+from nodes import a_user, change, one, start
+backend = start(place, "4xH100-80GB"); change(place, 1, faults=("lost",)); one(backend, 1)
+with a_user(place, "0", 10 * GIB) as child: ...
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gpuguard.backends import node, node_file, simulated
+from gpuguard.model import ALL_FIELDS
+
+GIB = 2**30
+USE = """
+import sys, time
+from gpuguard.backends import simulated
+simulated.use(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), spec=sys.argv[1])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def start(place: str, spec: str = "4xH100-80GB") -> simulated.Simulated:
+    node_file.create(simulated.directory(place), lambda: node.new_node(spec, place, clock()))
+    return simulated.open(place)
+
+
+def clock() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def change(place: str, index: int, **change: object) -> None:
+    node_file.update(place, lambda state: node.changed(state, (state.devices[index].uuid,), change))
+
+
+def one(backend: simulated.Simulated, index: int = 0, groups: Collection[str] = ALL_FIELDS) -> Any:
+    return next(device for device in backend.sample(groups).devices if device.index == index)
+
+
+@contextmanager
+def a_user(place: str, devices: str, memory: int, utilization: float = 0.0) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", USE, place, devices, str(memory), str(utilization)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout
+        try:
+            assert child.stdout.readline() == "ready\n"
+            yield child
+        finally:
+            child.kill()
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
