@@ -1,0 +1,188 @@
+"""Claim GPUs, run a command on them, and give them back when it ends.
+
+gpuguard run -n 2 -- python train.py             two free GPUs; waits until there are two
+gpuguard run --min-free 20GiB --no-wait -- ...   one with 20 GiB free, or exit 75 at once
+gpuguard run --time-limit 4h -- ...              SIGTERM after four hours, SIGKILL a --grace later, exit 124
+
+The command sees only its GPUs (CUDA_VISIBLE_DEVICES).  The claim lasts as long as the command or what it left on the
+GPUs, however gpuguard itself ends.  Exit codes: the command's own; 128+N when signal N ended it; 124 the wait or the time
+limit ran out; 125 gpuguard failed or the request can never be met; 126 not executable; 127 not found; 75 not now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from gpuguard import actions
+from gpuguard.cli.choice_options import add_choice_options, request_of
+from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.errors import InvalidRequest
+from gpuguard.launch import become_subreaper
+from gpuguard.lock import acquire
+from gpuguard.run import Ended, replace_self, run
+from gpuguard.units import format_bytes, format_duration, parse_duration
+
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpuguard.errors import NotEnoughGpus
+    from gpuguard.lock import Claim
+    from gpuguard.model import Device
+
+WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "gpuguard run [options] [--] CMD [ARG ...]"
+    add_choice_options(parser)
+    group = parser.add_argument_group("the job")
+    waiting = group.add_mutually_exclusive_group()
+    waiting.add_argument(
+        "--wait", metavar="DURATION", nargs="?", const="", help="wait at most so long, as in 30m (default: without end)"
+    )
+    waiting.add_argument("--no-wait", action="store_true", help="exit 75 when there are not enough GPUs now")
+    group.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
+    group.add_argument("--time-limit", metavar="DURATION", help="SIGTERM to the job after so long, as in 4h; exit 124")
+    group.add_argument(
+        "--grace", metavar="DURATION", default="60s", help="from that SIGTERM to SIGKILL (default: %(default)s)"
+    )
+    group.add_argument(
+        "--visible",
+        choices=("index", "uuid"),
+        default="index",
+        help="what CUDA_VISIBLE_DEVICES names the GPUs by (default: index, because uuids break vLLM and others)",
+    )
+    group.add_argument("--exec", action="store_true", help="become the command instead of watching over it: no summary")
+    group.add_argument("--quiet", action="store_true", help="say only what goes wrong")
+    add_source_options(parser)
+    parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="what to run, with its arguments")
+
+
+def main(args: argparse.Namespace) -> int:
+    command = command_of(args)
+    wait = 0.0 if args.no_wait else parse_duration(args.wait) if args.wait else None
+    time_limit = parse_duration(args.time_limit) if args.time_limit else None
+    grace = parse_duration(args.grace)
+    if args.exec and time_limit is not None:
+        raise InvalidRequest("--time-limit needs somebody who watches: drop --exec, or use `timeout 4h CMD`.")
+    request = request_of(args)
+    directory = directory_of(args)
+    backend = backend_of(args)
+    if not args.exec:
+        become_subreaper()  # here, because its import is for free while the driver initialises in the other process
+    chatty = not args.quiet and is_terminal()
+    on_wait, done_waiting = waiting_lines(args.quiet)
+    try:
+        claim = acquire(backend, request, directory, wait=wait, note=args.note, command=command, on_wait=on_wait)
+    except BaseException:
+        backend.close()
+        raise
+    finally:
+        done_waiting()
+    # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
+    if claim.warning:
+        say(claim.warning)
+    if chatty:
+        say(started_line(claim, backend.simulated))
+    if args.exec:
+        status, message = replace_self(command, claim, backend, visible=args.visible)
+        say(message)
+        return status
+    ended = run(command, claim, backend, visible=args.visible, time_limit=time_limit, grace=grace, say=say)
+    if chatty:
+        say(summary_line(claim, ended))
+    backend.close()
+    if ended.die_of is not None:
+        actions.die_of(ended.die_of)
+    return ended.status
+
+
+def command_of(args: argparse.Namespace) -> list[str]:
+    """The command line of the job, without the ``--`` before it."""
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not words:
+        raise InvalidRequest("a command to run is missing, as in `gpuguard run -n 2 -- python train.py`.")
+    if words[0].startswith("-") and words is args.command:
+        raise InvalidRequest(f"there is no option {words[0]}.  Write `--` before a command that begins with a dash.")
+    return list(words)
+
+
+def started_line(claim: Claim, simulated: bool) -> str:
+    """``"GPU 2,3"``, and that they are not real where they are not."""
+    return f"{gpus(claim)}{' (SIMULATED)' if simulated else ''} · claim {claim.id}"
+
+
+def summary_line(devices: Sequence[Device], ended: Ended) -> str:
+    """``"GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"``; an unknown number is left out."""
+    parts = [
+        gpus(devices),
+        format_duration(ended.wall_time),
+        None if ended.peak_memory is None else f"peak {format_bytes(ended.peak_memory)}",
+        None if ended.utilization is None else f"mean {ended.utilization:.0f}%",
+        None if ended.energy is None else format_energy(ended.energy),
+        f"exit {ended.status}",
+    ]
+    return " · ".join(part for part in parts if part is not None)
+
+
+def gpus(devices: Sequence[Device]) -> str:
+    """``"GPU 2,3"``, a MIG instance as ``"0[3g.40gb]"``."""
+    names = [f"{each.index}[{each.mig_profile}]" if each.parent_uuid else str(each.index) for each in devices]
+    return f"GPU {','.join(names)}"
+
+
+def format_energy(joules: float) -> str:
+    """``"12.3Wh"``, ``"0.14kWh"``."""
+    watt_hours = joules / 3600
+    if watt_hours >= 100:
+        return f"{watt_hours / 1000:.2f}kWh"
+    return f"{watt_hours:.1f}Wh" if watt_hours >= 1 else f"{watt_hours:.2g}Wh"
+
+
+def waiting_lines(quiet: bool) -> tuple[Callable[[NotEnoughGpus], None], Callable[[], None]]:
+    """What to call while waiting, and after it.  A terminal gets one line that is written anew, a file one a minute."""
+    began = time.monotonic()
+    last: list[float] = []
+
+    def waiting(missing: NotEnoughGpus) -> None:
+        now = time.monotonic()
+        every = 1.0 if is_terminal() else WAITING_LINE_SECONDS
+        if quiet or (last and now - last[-1] < every):
+            return
+        last[:] = [now]
+        say(f"waiting since {format_duration(now - began)}: {missing}", again=is_terminal())
+
+    def done() -> None:
+        if last and is_terminal():
+            write("\r\x1b[K")
+
+    return waiting, done
+
+
+def say(text: str, *, again: bool = False) -> None:
+    """One line for the user on stderr; with *again* it is cut to the terminal's width and the next one overwrites it."""
+    from gpuguard.views.text import neutralise, shorten
+
+    lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]
+    if again:
+        write("\r\x1b[K" + shorten(lines[0], os.get_terminal_size(2).columns - 1))
+    else:
+        write("\n".join(lines) + "\n")
+
+
+def write(text: str) -> None:
+    """To stderr, whatever has become of it: a job must not end because its log or its terminal is gone."""
+    try:
+        if sys.stderr:
+            print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        return
+
+
+def is_terminal() -> bool:
+    """Whether stderr is read by a person right now."""
+    return bool(sys.stderr) and os.isatty(2)

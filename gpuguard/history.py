@@ -1,0 +1,84 @@
+"""The audit log: one JSON object per line, appended whole, readable by its owner alone.
+
+It lies in $GPUGUARD_EVENTS, else $XDG_STATE_HOME/gpuguard/events.jsonl, else ~/.local/state/gpuguard/events.jsonl.
+Does not decide what is worth a line, and never fails: whoever must not act unrecorded looks at what append() returns.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    from gpuguard.model import Event
+
+ROTATE_BYTES = 10 * 2**20  # about 30,000 lines; one older file is kept beside it as events.jsonl.1
+
+
+def append(event: Event) -> bool:
+    """Write *event* behind the others; False when it could not be written down."""
+    path = events_path()
+    try:
+        descriptor = _open(path)
+    except OSError:
+        return False
+    try:
+        line = _line(event)
+        # One write of one line: O_APPEND keeps the lines of several processes apart.
+        written = os.write(descriptor, line)
+        if written < len(line):  # the disk is full: end the torn line, so that the next one can be read
+            os.write(descriptor, b"\n")
+        _rotate(path, descriptor)
+        return written == len(line)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def events_path() -> str:
+    """Where the lines of this user go."""
+    named = os.environ.get("GPUGUARD_EVENTS")
+    if named:
+        return named
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return os.path.join(state, "gpuguard", "events.jsonl")
+
+
+def _open(path: str) -> int:
+    # O_NONBLOCK: a FIFO in that place must not hang the job that is being started.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        return os.open(path, flags, 0o600)
+
+
+def _line(event: Event) -> bytes:
+    import json
+
+    # `time` is the one field of an Event whose name does not say its unit.
+    facts = {"time_unix_seconds": event.time} | {name: value for name, value in vars(event).items() if name != "time"}
+    known = {name: value for name, value in facts.items() if value not in (None, ())}
+    if event.facts:
+        known["facts"] = {name: value for name, value in event.facts if value is not None}
+    # A lone surrogate (a file name that is no UTF-8) is written as \udcXX by json's ASCII output.
+    return json.dumps({"schema": 1} | known, separators=(", ", ": ")).encode("ascii") + b"\n"
+
+
+def _rotate(path: str, descriptor: int) -> None:
+    """Rename a file that has grown too large; of several processes that see it, the one with its lock does it."""
+    seen = os.fstat(descriptor)
+    if seen.st_size < ROTATE_BYTES or not stat.S_ISREG(seen.st_mode):
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    now = os.lstat(path)
+    if (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino):
+        os.rename(path, f"{path}.1")

@@ -1,0 +1,349 @@
+"""The life of a job: start it on its devices, pass signals on, keep the claim, give the devices back after it.
+
+The job inherits the claim's descriptors, so the claim outlives this process if it must.  From the start of the job on,
+only an orderly end releases the claim: an exception or a SIGKILL here leaves it to the job.  Signals are blocked and
+fetched with sigtimedwait, never handled: nothing can arrive between two lines.  The job stays in our process group, so
+the terminal serves it as if it ran alone: what the kernel sent (Ctrl-C, Ctrl-Z, hang-up) reached the job too and is not
+passed on; what somebody sent to this process with kill(2) is.  A kill(2) of the whole group looks the same to us, and
+so reaches the job twice.  Does not choose devices and does not print.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from gpuguard import actions, history
+from gpuguard.errors import BackendError, ClaimLost
+from gpuguard.launch import execute, failure, start
+from gpuguard.meter import Meter
+from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
+
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gpuguard.backends import Backend
+    from gpuguard.lock import Claim
+
+TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
+SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
+SAMPLE_SECONDS_FAILING = 300.0  # a driver that does not answer is asked ever more rarely, at last so often
+FIRST_SAMPLE_SECONDS = 0.25  # a job shorter than this costs no driver call
+KILL_SECONDS = 5.0  # for how long killing a tree is repeated, because its members can fork meanwhile
+
+EXIT_TIMEOUT = 124
+
+PASSED_ON = frozenset({
+    signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
+    signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
+})  # fmt: skip
+FETCHED = PASSED_ON | {signal.SIGCHLD}
+ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
+SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended, and what its devices did meanwhile; None = unknown."""
+
+    status: int  # for the shell: its exit code, or 128 + the signal that ended it
+    die_of: int | None  # a signal that this process should end of now, with actions.die_of and no clean-up
+    wall_time: float  # seconds
+    outcome: str
+    peak_memory: int | None = None  # bytes, of the fullest device
+    utilization: float | None = None  # percent, mean over time and devices
+    energy: float | None = None  # joules, all devices together
+
+
+def run(
+    command: Sequence[str],
+    claim: Claim,
+    backend: Backend,
+    *,
+    visible: str = "index",
+    time_limit: float | None = None,
+    grace: float = 60.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Ended:
+    """Run *command* on the devices of *claim*, and release the claim when it is done with them.
+
+    Args:
+        command: what to run, at least one word.
+        claim: goes over to this function.
+        backend: for the numbers of the summary and to see when the devices are free again; it may fail at any time.
+        visible: "index" or "uuid", what CUDA_VISIBLE_DEVICES gets.
+        time_limit: seconds until SIGTERM, None for no limit.
+        grace: seconds from SIGTERM to SIGKILL.
+        say: gets each message for the user, in words.
+
+    Returns:
+        How it ended.  The caller obeys die_of.
+    """
+    environment = {**os.environ, **claim.environment(visible)}
+    job = _Job(command, environment, claim, backend, say)
+    job.limit(time_limit, grace)
+    job.attend()
+    return job.finish()
+
+
+def replace_self(command: Sequence[str], claim: Claim, backend: Backend, *, visible: str = "index") -> tuple[int, str]:
+    """Become *command*, without a supervisor: the claim lives as long as the processes that hold its descriptors.
+
+    Returns:
+        Only when it cannot be started: exit code and message.
+    """
+    environment = {**os.environ, **claim.environment(visible)}
+    backend.close()
+    _record("claim", "handed over", claim, command=command)
+    return failure(command[0], execute(command, environment, claim.pass_fds))
+
+
+class _Job:
+    """A running job with its claim."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        claim: Claim,
+        backend: Backend,
+        say: Callable[[str], None],
+    ) -> None:
+        self.claim, self.backend, self.say = claim, backend, say
+        self.meter = Meter(claim)
+        self.status: int | None = None
+        self.interrupted = self.killed_by_interrupt = False
+        self.told: set[str] = set()
+        self.began = time.monotonic()
+        self.tick_at = self.began + FIRST_SAMPLE_SECONDS
+        self.sample_at, self.sample_every = self.tick_at, SAMPLE_SECONDS
+        self.limit_at: float | None = None
+        self.kill_at: float | None = None
+        self.grace = 0.0
+        self.limited = False
+        self.pid, self.report = start(command, environment, claim.pass_fds, FETCHED)
+        self.pidfd = os.pidfd_open(self.pid)
+        self.program = command[0]
+        _record("claim", "started", claim, command=command)
+
+    def limit(self, time_limit: float | None, grace: float) -> None:
+        """Arm the time limit."""
+        self.limit_at = None if time_limit is None else self.began + time_limit
+        self.grace = grace
+
+    def attend(self) -> None:
+        """Stay until the job has ended."""
+        self.reap()
+        while self.status is None:
+            due = min(moment for moment in (self.tick_at, self.limit_at, self.kill_at) if moment is not None)
+            if got := signal.sigtimedwait(FETCHED, max(0.0, due - time.monotonic())):
+                self.receive(got)
+            self.reap()
+            self.keep_limit()
+            if self.status is None and time.monotonic() >= self.tick_at:
+                self.tick()
+
+    def receive(self, got: signal.struct_siginfo) -> None:
+        """Pass a signal on, unless it came from the kernel (si_code > 0), which sends to the whole group."""
+        if got.si_signo == signal.SIGINT:
+            self.interrupted = True
+        if got.si_signo not in PASSED_ON or got.si_code > 0:
+            return
+        if actions.forward(self.pidfd, got.si_signo) == actions.NOT_PERMITTED:
+            name = signal.Signals(got.si_signo).name
+            self.say(f"may not pass {name} on to the job: it runs as another user.  Send it as that user or as root.")
+
+    def reap(self) -> None:
+        """Collect every child that has ended, also adopted ones; stop with the job when the terminal has stopped it."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WNOHANG)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            if ended.si_pid != self.pid:
+                continue
+            if ended.si_code == os.CLD_EXITED:
+                self.status = ended.si_status
+            elif ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+                self.status = 128 + ended.si_status
+                self.killed_by_interrupt = ended.si_status == signal.SIGINT
+            elif ended.si_code == os.CLD_STOPPED and ended.si_status in SUSPENDING:
+                self.stop_along()
+
+    def stop_along(self) -> None:
+        """Stop too, so that the shell shows its prompt; whoever continues this process alone continues the job."""
+        # Not for SIGSTOP: that comes from somebody who will continue the job alone, and nobody would continue us.
+        actions.stop_self()
+        while got := signal.sigtimedwait(FETCHED - {signal.SIGCHLD}, 0):
+            if got.si_signo != signal.SIGCONT or self.is_stopped():
+                self.receive(got)
+
+    def is_stopped(self) -> bool:
+        """Whether the job is stopped now."""
+        from gpuguard.settle import status_of
+
+        facts = status_of(self.pid)
+        return facts is not None and facts[0] == "T"
+
+    def tick(self) -> None:
+        """Hold the claim, and take a sample when it is time."""
+        self.tick_at = time.monotonic() + TICK_SECONDS
+        try:
+            self.claim.reassert()
+        except ClaimLost as lost:
+            if str(lost) not in self.told:
+                self.told.add(str(lost))
+                self.say(f"CLAIM LOST: {lost}  The job goes on, but somebody else may use its device now.")
+                _record("claim lost", "job goes on", self.claim, message=str(lost))
+        if time.monotonic() >= self.sample_at:
+            self.sample()
+
+    def sample(self) -> None:
+        """Read the claimed devices; a driver that fails costs the numbers, not the job."""
+        fields = {MEMORY, UTILIZATION, POWER}
+        if any(device.parent_uuid for device in self.claim):
+            fields.add(HEALTH)  # which brings the MIG instances along
+        try:
+            self.meter.add(self.backend.sample(fields, [device.uuid for device in self.claim]))
+            self.sample_every = SAMPLE_SECONDS
+        except BackendError:
+            self.sample_every = min(2 * self.sample_every, SAMPLE_SECONDS_FAILING)
+        self.sample_at = time.monotonic() + self.sample_every
+
+    def keep_limit(self) -> None:
+        """SIGTERM when the time is over; SIGKILL to all that is left of the job when the grace is over too."""
+        now = time.monotonic()
+        if self.limit_at is not None and now >= self.limit_at:
+            self.limit_at, self.kill_at = None, now + self.grace
+            self.limited = self.status is None
+            self.say("the time limit is over: SIGTERM to the job.")
+            _record("time limit", "SIGTERM", self.claim)
+            if self.status is None:
+                actions.forward(self.pidfd, signal.SIGTERM)
+                if self.is_stopped():  # a stopped process keeps SIGTERM pending
+                    actions.forward(self.pidfd, signal.SIGCONT)
+            else:
+                self.backend.close()  # its process is one of them; the next sample starts another
+                _signal_descendants(signal.SIGTERM)
+        elif self.kill_at is not None and now >= self.kill_at:
+            self.kill_at = None
+            self.say("the grace is over too: SIGKILL to the job and all its processes.")
+            _record("time limit", "SIGKILL", self.claim)
+            self.end_tree()
+
+    def end_tree(self) -> None:
+        """SIGKILL every descendant until none is left."""
+        self.backend.close()  # its process is one of them; the next sample starts another
+        until = time.monotonic() + KILL_SECONDS
+        while _signal_descendants(signal.SIGKILL) and time.monotonic() < until:
+            signal.sigtimedwait({signal.SIGCHLD}, 0.02)
+            self.reap()
+
+    def pause(self, seconds: float) -> int | None:
+        """Wait for a child's end or a signal at most so long; a signal that asks this process to end, or None."""
+        for moment in (self.limit_at, self.kill_at):
+            seconds = seconds if moment is None else max(0.0, min(seconds, moment - time.monotonic()))
+        got = signal.sigtimedwait(FETCHED, seconds)
+        self.reap()
+        self.keep_limit()
+        if got and got.si_signo in SUSPENDING:
+            actions.stop_self()
+        return got.si_signo if got and got.si_signo in ENDING else None
+
+    def finish(self) -> Ended:
+        """Give the devices back once the job is really off them."""
+        from gpuguard import settle
+
+        wall_time = time.monotonic() - self.began
+        if (code := self.exec_error()) is not None:
+            status, message = failure(self.program, code)
+            self.say(message)
+            self.claim.release()
+            ended = Ended(status, None, wall_time, "could not be started")
+            _record("release", ended.outcome, self.claim, ended=ended)
+            return ended
+        status, die_of = self.final_status()
+        try:
+            outcome = settle.wait_until_free(
+                tuple(self.claim), self.backend, pause=self.pause, say=self.say, seen=self.meter.add_last
+            )
+            self.claim.release()
+        except settle.Left as left:
+            # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
+            self.say(f"not waiting any longer: {left.users}, and the claim is its own now.")
+            outcome, die_of = "left to its processes", left.signum
+        ended = Ended(
+            status, die_of, wall_time, outcome, self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
+        )
+        _record("release", outcome, self.claim, ended=ended)
+        return ended
+
+    def exec_error(self) -> int | None:
+        """The errno with which exec failed, or None."""
+        try:
+            code = os.read(self.report, 16)
+        finally:
+            os.close(self.report)
+        return int(code) if code else None
+
+    def final_status(self) -> tuple[int, int | None]:
+        """Exit status, and the signal that this process should die of."""
+        assert self.status is not None
+        if self.limited:
+            return EXIT_TIMEOUT, None
+        interrupted = self.interrupted or signal.SIGINT in signal.sigpending()
+        return self.status, signal.SIGINT if self.killed_by_interrupt and interrupted else None
+
+
+def _signal_descendants(signum: int) -> int:
+    """Signal every living process below this one, but not this one; returns how many there were."""
+    from gpuguard.settle import descendants, status_of
+
+    family = descendants()
+    for pid, started in family.items():
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        facts = status_of(pid)  # read behind the pidfd: it is still the one that was found below us
+        if facts and facts[2] == started:
+            actions.forward(pidfd, signum)
+        os.close(pidfd)
+    return len(family)
+
+
+def _record(
+    kind: str,
+    outcome: str,
+    claim: Claim,
+    *,
+    message: str | None = None,
+    command: Sequence[str] | None = None,
+    ended: Ended | None = None,
+) -> None:
+    facts: dict[str, float | int | str | None] = {"uid": os.getuid()}
+    if ended:
+        facts |= {
+            "exit_status": ended.status,
+            "wall_time_seconds": round(ended.wall_time, 3),
+            "peak_memory_bytes": ended.peak_memory,
+            "mean_utilization_percent": ended.utilization,
+            "energy_joules": ended.energy,
+        }
+    event = Event(
+        time=time.time(),
+        kind=kind,
+        outcome=outcome,
+        user=os.environ.get("LOGNAME") or os.environ.get("USER"),
+        devices=tuple(device.uuid for device in claim),
+        pid=os.getpid(),
+        claim=claim.id,
+        message=" ".join(command)[:1000] if command else message,
+        facts=tuple(facts.items()),
+    )
+    history.append(event)
