@@ -161,8 +161,8 @@ class Snapshot:
         fresh = {device.uuid: device for device in newer.devices}
         devices = [fresh.pop(device.uuid, device) for device in self.devices]
         for device in fresh.values():
-            place = max((i for i, known in enumerate(devices) if device.parent_uuid in (known.uuid, known.parent_uuid)), default=-1)
-            devices.insert(place + 1 if place >= 0 else len(devices), device)
+            family = [i for i, one in enumerate(devices) if device.parent_uuid in (one.uuid, one.parent_uuid)]
+            devices.insert(family[-1] + 1 if family else len(devices), device)
         again = {device.uuid for device in newer.devices}
         gaps = tuple(gap for gap in self.gaps if gap.device not in again) + newer.gaps
         return replace(self, devices=tuple(devices), gaps=gaps, taken_at=newer.taken_at, clock=newer.clock)

@@ -5,6 +5,8 @@
     duration  "90s" "10m" "1h30m" "2d"      -> float, seconds
     celsius   "85C"                         -> float
     power     "300W" "1.2kW"                -> float, watts
+
+format_bytes and format_duration are the way back, for people.
 """
 
 from __future__ import annotations

@@ -56,6 +56,5 @@ def open_backend(name: str) -> Backend:
         raise InvalidRequest(f"there is no backend {kind!r}: choose one of {', '.join(BACKENDS)}.")
     import importlib
 
-    module = importlib.import_module(f"gpuguard.backends.{kind}")
-    backend: Backend = module.open(spec)
+    backend: Backend = importlib.import_module(f"gpuguard.backends.{kind}").open(spec)
     return backend
