@@ -16,7 +16,9 @@ from gpuguard.request import Request, resolve
 from gpuguard.units import format_bytes, format_duration
 
 # Problems that may pass without anybody's doing, so that waiting makes sense; the others need an administrator.
-PASSING = ("not responding", "no answer", "hang", "timeout", "timed out", "thermal")
+_PASSING = ("unresponsive", "nvmldevice")  # the second: one driver call that failed
+
+OUTER = "outer limit"  # as the option of a Reason: CUDA_VISIBLE_DEVICES, Slurm or a container ask for it
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Reason:
 
     Args:
         permanent: waiting will not change it.
-        option: of the command line that asks for what the device lacks, "" when none does.
+        option: of the command line that asks for what the device lacks; OUTER, or "" when none does.
     """
 
     text: str
@@ -111,7 +113,7 @@ def _out_of_scope(device: Device, terms: Terms) -> Iterator[Reason]:
     if family & terms.excluded:
         yield Reason(f"in --exclude {','.join(request.exclude)}", True, "--exclude")
     if request.within is not None and not family & set(request.within):
-        yield Reason(request.within_reason or "outside the devices that are allowed here", True)
+        yield Reason(request.within_reason or "outside the devices that are allowed here", True, OUTER)
 
 
 def _divided(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -145,7 +147,11 @@ def _wrong_kind(device: Device, terms: Terms) -> Iterator[Reason]:
 
 def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
     for problem in device.problems or ():
-        yield Reason(shown(problem, 200), not any(word in problem.lower() for word in PASSING))
+        gaps = terms.snapshot.gaps
+        why = next(
+            (f" ({shown(gap.reason)})" for gap in gaps if (gap.device, gap.field) == (device.uuid, "problems")), ""
+        )
+        yield Reason(shown(problem, 200) + why, not problem.lower().startswith(_PASSING))
     if device.compute_mode == "prohibited" and not any("prohibited" in problem for problem in device.problems or ()):
         yield Reason("its compute mode is prohibited (an administrator permits work: nvidia-smi -c DEFAULT)", True)
     owners = [process for process in device.processes or () if process.kind != "graphics"]

@@ -12,6 +12,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import (
     HEALTH,
     MODEL,
+    NVLINK,
     PROCESS_DETAILS,
     SELECT_FIELDS,
     THERMAL,
@@ -91,6 +92,7 @@ def fields_needed(request: Request) -> frozenset[str]:
         THERMAL: request.max_temperature is not None,
         MODEL: bool(request.models) or request.strategy == "pack" or request.most > 1,
         TOPOLOGY: request.most > 1 and request.strategy != "first",
+        NVLINK: request.most > 1 and request.strategy != "first",
         # It brings the MIG instances along.
         HEALTH: any(selector.upper().startswith("MIG-") or "." in selector for selector in selectors),
     }

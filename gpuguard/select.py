@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuguard.eligibility import Reason, Refusal, Terms, foreign, named, reasons_against, shown, terms_of
+from gpuguard.eligibility import OUTER, Reason, Refusal, Terms, foreign, named, reasons_against, shown, terms_of
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.request import Request, fields_needed, options_of, resolve, spelled
@@ -72,9 +72,10 @@ def choose(snapshot: Snapshot, request: Request, taken: Mapping[str, str]) -> Ch
     tiers = {device.uuid: _tier(device, terms, crowds) for device in candidates}
     eligible = sorted(candidates, key=lambda device: (tiers[device.uuid], _tie(device)))
     refused = [Refusal(device, against[device.uuid]) for device in snapshot.devices if against[device.uuid]]
+    usable = _usable(eligible, request)
     chosen: list[Device] = []
-    if len(eligible) >= request.num_gpus:
-        chosen = _best_set(eligible, tiers, min(request.most, len(eligible)), snapshot)
+    if len(usable) >= request.num_gpus:
+        chosen = _best_set(usable, tiers, min(request.most, len(usable)), snapshot)
     return Choice(
         tuple(sorted(chosen, key=_place)),
         tuple(eligible),
@@ -105,13 +106,14 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
     """
     could = possible(choice)
     read = all(device.problems is not None for device in snapshot.devices)
-    if read and len(could.devices) < request.num_gpus:
+    if read and len(_usable(could.devices, request)) < request.num_gpus:
         return ImpossibleRequest(_never(request, could), request.num_gpus, len(choice.eligible), could.refused)
     lasting = {refusal.device.uuid for refusal in could.refused}
     passing = [refusal for refusal in choice.refused if refusal.device.uuid not in lasting]
     lines = [
         f"wanted {_gpus(request.num_gpus)}, but {_there('is', choice.eligible)} free now.",
         *_explained(passing),
+        *_mixed(choice.eligible),
         f"`gpuguard explain {spelled(request)}` shows each device.",
     ]
     return NotEnoughGpus("\n".join(lines), request.num_gpus, len(choice.eligible), choice.refused)
@@ -123,11 +125,19 @@ def taken_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
     for claim in claims:
         if not claim.alive:
             continue
-        ago = f", {format_duration(now - claim.since)} ago" if claim.since is not None else ""
+        ago = f", {format_duration(int(now - claim.since))} ago" if claim.since is not None else ""
         what = claim.note or " ".join(claim.command or ())
         text = f"claimed by {shown(claim.user)}{ago}" + (f": {shown(what)}" if what else "")
         taken.update(dict.fromkeys(claim.devices, text))
     return taken
+
+
+def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
+    """Those that one job can use together: CUDA sees either whole GPUs or MIG instances, never both."""
+    if request.most == 1:
+        return devices
+    kinds = [[each for each in devices if bool(each.parent_uuid) is divided] for divided in (False, True)]
+    return max(kinds, key=lambda kind: (len(kind) >= request.num_gpus, bool(kind) and kind[0] is devices[0], len(kind)))
 
 
 def _tier(device: Device, terms: Terms, crowds: Mapping[int, int]) -> tuple[float, ...]:
@@ -201,15 +211,19 @@ def _best_set(
 
 
 def _never(request: Request, could: Choice) -> str:
+    fit = len(_usable(could.devices, request))
     lacking = {reason.option for refusal in could.refused for reason in refusal.reasons}
     asked = [option for option in options_of(request) if option.split()[0] in lacking]
     names = list(dict.fromkeys(option.split()[0] for option in asked))
     faults = [refusal for refusal in could.refused if not any(reason.option for reason in refusal.reasons)]
-    condition = f" that can satisfy {' '.join(asked)}" if asked else " that can be used" if faults else ""
-    advice = [f"ask for {len(could.devices)}"] * bool(could.devices) + [f"drop {' or '.join(names)}"] * bool(names)
+    outer = {reason.text: None for refusal in could.refused for reason in refusal.reasons if reason.option == OUTER}
+    condition = f" that can satisfy {' '.join(asked)}" if asked else " that can be used" if faults or outer else ""
+    advice = [f"ask for {fit}"] * bool(fit) + [f"drop {' or '.join(names)}"] * bool(names)
     lines = [
         f"wanted {_gpus(request.num_gpus)}, but {_there('exist', could.devices)}{condition}.",
+        *(f"  {limit}" for limit in outer),
         *_explained(faults),
+        *_mixed(could.devices),
         *[f"{', or '.join(advice).capitalize()}."] * bool(advice),
         f"`gpuguard explain {spelled(request)}` shows each device.",
     ]
@@ -219,6 +233,12 @@ def _never(request: Request, could: Choice) -> str:
 def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
     lines = [f"  {named(r.device)}: {'; '.join(reason.text for reason in r.reasons)}" for r in refusals[:most]]
     return lines + [f"  and {len(refusals) - most} more"] * (len(refusals) > most)
+
+
+def _mixed(devices: Sequence[Device]) -> list[str]:
+    divided = sum(bool(device.parent_uuid) for device in devices)
+    both = 0 < divided < len(devices)
+    return [f"  {divided} of them are MIG instances: one job cannot use them together with whole GPUs"] * both
 
 
 def _gpus(count: int) -> str:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import pytest
-from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
+from builders import GIB, MIB, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuguard import model
-from gpuguard.eligibility import is_model
-from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
-from gpuguard.model import Gap
-from gpuguard.select import Request, choose, fields_needed, not_enough, possible, resolve, spelled, taken_by
+from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
+from gpuguard.select import Request, choose, not_enough, possible, spelled
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
 
@@ -26,12 +22,6 @@ def chosen(snapshot, request=None, taken=None):
 
 def ranked(snapshot, request=None):
     return [device.index for device in choose(snapshot, request or Request(), {}).eligible]
-
-
-def reasons(device, request=None, taken=None, **snapshot_fields):
-    """The texts against the one device of a machine."""
-    choice = choose(a_snapshot(device, **snapshot_fields), request or Request(), taken or {})
-    return [reason.text for refusal in choice.refused for reason in refusal.reasons]
 
 
 def error(snapshot, request, taken=None):
@@ -115,195 +105,16 @@ def test_too_few_are_none():
     assert chosen(a_snapshot(a_device(), a_device(processes=(BOB,))), Request(2)) == []
 
 
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("device", "request_fields", "text"),
-    [
-        (a_device(processes=(BOB,), memory_used=41 * GIB), {}, "41.0GiB used by bob (pid 812, python train.py, 3h12m)"),
-        (a_device(memory_used=600 * MIB), {}, "600MiB in use, by no process that is visible"),
-        (a_device(memory_used=600 * MIB, processes=None), {}, "the driver gives no list of processes"),
-        (a_device(memory_used=None, processes=None), {}, "neither its processes nor its memory in use are known"),
-        (a_device(processes=(BOB,), processes_plausible=False), {}, "its process list is not plausible"),
-        (a_device(problems=("lost",)), {}, "lost"),
-        (a_device(compute_mode="prohibited"), {}, "compute mode is prohibited"),
-        (a_device(compute_mode="exclusive_process", processes=(BOB,)), {"max_processes": 3}, "taken by bob (pid 812"),
-        (a_device(mig_mode=True), {}, "MIG mode is on, but it has no MIG instance"),
-        (a_device(), {"models": ("A100*",)}, "its model is NVIDIA H100 80GB HBM3"),
-        (a_device(name=None), {"models": ("*",)}, "its model is unknown"),
-        (a_device(), {"min_total": 81 * GIB}, "has 80.0GiB of memory in all"),
-        (a_device(), {"min_free": 81 * GIB}, "has 80.0GiB of memory even when it is empty"),
-        (a_device(memory_used=300 * MIB), {"min_free": 80 * GIB}, "only 79.7GiB free"),
-        (a_device(memory_used=None), {"min_free": 1}, "its free memory is unknown"),
-        (a_device(utilization=11.0), {"max_util": 10}, "utilization is 11%"),
-        (a_device(utilization=None), {"max_util": 100}, "its utilization is unknown"),
-        (a_device(memory_utilization=51.0), {"max_memory_util": 50}, "memory utilization is 51%"),
-        (a_device(temperature=None), {"max_temperature": 90}, "its temperature is unknown"),
-        (a_device(processes=(BOB, a_process())), {"max_processes": 1}, "(2 processes)"),
-        (a_device(processes=None), {"max_processes": 1}, "its list of processes is unknown"),
-        (a_device(), {"exclude": ("0",)}, "in --exclude 0"),
-        (a_device(), {"within": (), "within_reason": "Slurm job 7 was given no GPU"}, "Slurm job 7 was given no GPU"),
-    ],
-)
-def test_a_refused_device_says_why(device, request_fields, text):
-    assert any(text in reason for reason in reasons(device, Request(**request_fields)))
-
-
-def test_a_refused_device_carries_all_its_reasons():
-    device = a_device(problems=("reset required",), processes=(BOB,), utilization=99.0)
-
-    assert len(reasons(device, Request(max_util=10.0, models=("A100",)), {a_uuid(0): "claimed by alice"})) == 5
-
-
-@pytest.mark.parametrize(
-    ("device", "request_fields"),
-    [
-        (a_device(memory_used=500 * MIB), {}),
-        (a_device(processes=None), {}),
-        (a_device(memory_used=None), {}),
-        (a_device(problems=None), {}),
-        (a_device(processes_plausible=False), {}),
-        (a_device(processes=(a_process(kind="graphics", memory_used=200 * MIB),), memory_used=200 * MIB), {}),
-        (a_device(processes=(a_process(kind="compute+graphics", memory_used=25 * MIB),), memory_used=25 * MIB), {}),
-        (a_device(processes=(BOB,), memory_used=41 * GIB), {"max_processes": 1}),
-        (a_device(processes=(BOB,), memory_used=41 * GIB), {"mine_as_free": frozenset({1002})}),
-        (a_device(memory_used=GIB), {"tolerance": GIB}),
-        (a_device(utilization=10.0), {"max_util": 10.0}),
-    ],
-)
-def test_a_device_that_satisfies_everything_is_eligible(device, request_fields):
-    assert reasons(device, Request(**request_fields)) == []
-
-
-@pytest.mark.parametrize("kind", ["compute", "mps", "compute+graphics"])
-def test_a_process_of_others_makes_a_device_busy(kind):
-    assert reasons(a_device(processes=(a_process(kind=kind),), memory_used=None))
-
-
-def test_a_process_of_nobody_known_is_not_mine():
-    assert reasons(a_device(processes=(a_process(uid=None),)), Request(mine_as_free=frozenset({1001})))
-
-
-def test_memory_beyond_my_own_processes_still_counts():
-    device = a_device(processes=(a_process(memory_used=10 * GIB),), memory_used=12 * GIB)
-
-    assert "2.0GiB in use" in reasons(device, Request(mine_as_free=frozenset({1001})))[0]
-
-
-def test_a_claimed_device_is_refused_before_its_memory_shows_up():
-    taken = taken_by([a_claim_record(user="bob")], now=1_700_000_000.0 + 3600)
-
-    assert reasons(a_device(), taken=taken) == ["claimed by bob, 2h ago: python train.py"]
-
-
-def test_a_claim_that_has_ended_takes_nothing():
-    assert taken_by([a_claim_record(alive=False)], now=0) == {}
-
-
-def test_hostile_text_in_a_command_cannot_steer_the_terminal():
-    process = a_process(command=("\x1b[2J\u202egpj",), user="b\nob")
-    claim = a_claim_record(note="\x1b]0;x\x07" * 99)
-
-    texts = reasons(a_device(processes=(process,)), taken=taken_by([claim], 1_700_000_000.0))
-    assert all(text.isprintable() and len(text) < 200 for text in texts) and len(texts) == 2
-
-
-def test_the_reason_of_the_driver_is_passed_on():
-    gap = Gap(a_uuid(0), "utilization", "Not Supported")
-
-    texts = reasons(a_device(utilization=None), Request(max_util=5.0), gaps=(gap,))
-    assert texts == ["its utilization is unknown (Not Supported)"]
-
-
-def test_a_divided_gpu_gives_way_to_its_instances():
+def test_several_devices_are_whole_gpus_or_instances_but_never_both():
     gpu = a_device(0, mig_mode=True)
-    machine = a_snapshot(gpu, a_mig_instance(gpu, 0), a_mig_instance(gpu, 1))
-    choice = choose(machine, Request(), {})
+    instances = [a_mig_instance(gpu, number) for number in range(3)]
+    machine = a_snapshot(gpu, *instances, a_device(1), a_device(2))
 
-    assert choice.devices[0].parent_uuid == gpu.uuid
-    assert [refusal.device for refusal in choice.refused] == [gpu]
-    assert chosen(machine, Request(exclude=("0",))) == []
-    assert choose(machine, Request(devices=("0.2",)), {}).devices == (machine.devices[2],)
-    assert choose(machine, Request(), {gpu.uuid: "claimed whole"}).devices == ()
-
-
-# Selectors
-
-
-def test_selectors_are_indices_uuids_and_beginnings_of_uuids():
-    machine = a_snapshot(*[a_device(i) for i in range(3)])
-
-    assert resolve(("2", a_uuid(0), "gpu-00000001"), machine.devices) == (a_uuid(2), a_uuid(0), a_uuid(1))
-
-
-@pytest.mark.parametrize(
-    ("selectors", "message"),
-    [
-        (("0", a_uuid(0)), "as 0 and as GPU-0"),
-        (("0", "0"), "twice"),
-        (("9",), "--gpus 9 names no device of this machine"),
-        (("GPU-0",), "could be GPU-00000000"),
-        (("GPU-",), "names no device"),
-        (("-1",), "names no device"),
-    ],
-)
-def test_a_selector_that_is_not_clear_is_refused(selectors, message):
-    with pytest.raises(InvalidRequest, match=message):
-        resolve(selectors, a_snapshot(a_device(0), a_device(1)).devices)
-
-
-@pytest.mark.parametrize(
-    ("name", "glob", "fits"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "A100*", True),
-        ("NVIDIA A100-SXM4-80GB", "a100", True),
-        ("NVIDIA H100 80GB HBM3", "H100", True),
-        ("NVIDIA H100 80GB HBM3", "*80GB*", True),
-        ("NVIDIA RTX A1000", "A100", False),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090", True),
-        ("NVIDIA GeForce RTX 4090", "A*", False),
-    ],
-)
-def test_a_model_is_meant_by_its_name_from_some_word_on(name, glob, fits):
-    assert is_model(name, glob) is fits
-
-
-# Requests
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"num_gpus": 0},
-        {"num_gpus": -1},
-        {"num_gpus": 3, "max_gpus": 2},
-        {"max_processes": -1},
-        {"devices": ()},
-        {"strategy": "best"},
-    ],
-)
-def test_a_request_that_makes_no_sense_is_refused(fields):
-    with pytest.raises(InvalidRequest):
-        Request(**fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "groups"),
-    [
-        ({}, set()),
-        ({"min_free": GIB}, set()),
-        ({"max_util": 10.0}, {model.UTILIZATION}),
-        ({"max_processes": 2}, {model.UTILIZATION}),
-        ({"mine_as_free": frozenset({1})}, {model.UTILIZATION, model.PROCESS_DETAILS}),
-        ({"models": ("A",)}, {model.MODEL}),
-        ({"max_temperature": 80.0}, {model.THERMAL}),
-        ({"num_gpus": 2}, {model.TOPOLOGY, model.MODEL}),
-        ({"within": ("MIG-1",)}, {model.HEALTH}),
-    ],
-)
-def test_only_what_the_request_needs_is_read(fields, groups):
-    assert fields_needed(Request(**fields)) == model.SELECT_FIELDS | groups
+    assert chosen(machine, Request(2)) == [1, 2]
+    assert choose(machine, Request(3), {}).devices == tuple(instances)
+    assert chosen(machine, Request(4)) == []
+    assert isinstance(error(machine, Request(4)), ImpossibleRequest)
+    assert "3 of them are MIG instances" in str(error(machine, Request(4)))
 
 
 # Messages
@@ -336,7 +147,7 @@ def test_a_broken_device_is_named_when_it_is_the_one_that_is_missing():
 
 
 def test_a_device_that_only_hangs_may_come_back():
-    assert type(error(a_snapshot(a_device(problems=("not responding",))), Request())) is NotEnoughGpus
+    assert type(error(a_snapshot(a_device(problems=("unresponsive",))), Request())) is NotEnoughGpus
 
 
 def test_nothing_is_called_impossible_while_the_health_of_a_device_is_unread():
@@ -352,6 +163,13 @@ def test_what_may_pass_says_who_is_in_the_way():
         "wanted 2 GPUs, but only 1 is free now.",
         "  device 0: 41.0GiB used by bob (pid 812, python train.py, 3h12m)",
     ]
+
+
+def test_an_outer_limit_is_said_once():
+    machine = a_snapshot(*[a_device(i) for i in range(8)])
+    fault = error(machine, Request(within=(), within_reason="Slurm job 7 was given no GPU"))
+
+    assert str(fault).count("Slurm job 7 was given no GPU") == 1 and isinstance(fault, ImpossibleRequest)
 
 
 def test_possible_counts_what_is_only_busy():

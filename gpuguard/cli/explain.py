@@ -42,7 +42,8 @@ def main(args: argparse.Namespace) -> int:
         snapshot, choice = look_closely(backend, request, directory_of(args))
     finally:
         backend.close()
-    limits = outer_devices(os.environ, snapshot.devices).reason
+    outer = outer_devices(os.environ, snapshot.devices)
+    limits = ". Note: ".join(filter(None, (outer.reason, outer.warning)))
     if args.json:
         put([json_text(view.to_json(snapshot, request, choice, limits))], sys.stdout)
     else:

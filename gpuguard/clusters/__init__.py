@@ -22,10 +22,12 @@ class Outer:
     Args:
         uuids: allowed devices in the order of the outer list; None when nothing restricts them.
         reason: what restricts them, for people: "CUDA_VISIBLE_DEVICES=3 allows only device 3".
+        warning: why the list may mean other devices than its author thought, "" when it is clear.
     """
 
     uuids: tuple[str, ...] | None = None
     reason: str = ""
+    warning: str = ""
 
 
 def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Outer:
@@ -40,4 +42,4 @@ def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Oute
     uuids, _ = opinions[0]
     for others, _ in opinions[1:]:
         uuids = tuple(uuid for uuid in uuids if uuid in others)
-    return Outer(uuids, "; ".join(reason for _, reason in opinions))
+    return Outer(uuids, "; ".join(reason for _, reason in opinions), cuda.doubt(environ, devices))

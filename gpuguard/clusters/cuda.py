@@ -28,7 +28,19 @@ def allowed(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[tupl
             # CUDA takes a list that names a device twice for no list at all.
             return (), f"{VARIABLE}={text} names a device twice, so CUDA sees none"
         uuids.append(uuid)
-    return tuple(uuids), f"{VARIABLE}={text} allows {_listed(uuids, devices)}{_doubt(environ, text, gpus)}"
+    return tuple(uuids), f"{VARIABLE}={text} allows {_listed(uuids, devices)}"
+
+
+def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
+    """Why an index of the list may mean another device, "" when it cannot."""
+    entries = [entry.strip() for entry in environ.get(VARIABLE, "").split(",")]
+    same = len({device.name for device in devices if device.parent_uuid is None}) < 2
+    if same or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not any(entry.isdecimal() for entry in entries):
+        return ""
+    return (
+        "the GPUs of this machine differ, and without CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA numbers the fastest first: "
+        f"here {VARIABLE} counts in PCI order, as nvidia-smi does"
+    )
 
 
 def _named(entry: str, gpus: Sequence[Device], devices: Sequence[Device]) -> str | None:
@@ -46,16 +58,3 @@ def _listed(uuids: Sequence[str], devices: Sequence[Device]) -> str:
     indices = {device.uuid: str(device.index) for device in devices if device.parent_uuid is None}
     names = [indices.get(uuid, uuid) for uuid in uuids]
     return f"only device{'s' * (len(names) > 1)} {', '.join(names)}" if names else "no device"
-
-
-def _doubt(environ: Mapping[str, str], text: str, gpus: Sequence[Device]) -> str:
-    """Without PCI_BUS_ID CUDA numbers the fastest first, and that differs from PCI order when the models differ."""
-    mixed = len({device.name for device in gpus}) > 1
-    if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not mixed or not any(letter.isdecimal() for letter in text):
-        return ""
-    if all(not entry.strip().isdecimal() for entry in text.split(",")):
-        return ""
-    return (
-        " in PCI order (the GPUs of this machine differ, and CUDA numbers them otherwise unless"
-        " CUDA_DEVICE_ORDER=PCI_BUS_ID: set it)"
-    )

@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gpuguard.errors import ImpossibleRequest
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import Request, spelled
-from gpuguard.select import Choice, named, not_enough, possible
+from gpuguard.select import Choice, named, not_enough
 from gpuguard.units import format_bytes
 from gpuguard.views.text import Paint, neutralise, table
 
 START, WAIT, NEVER = "start", "wait", "never"
 
 
-def outcome(request: Request, choice: Choice) -> str:
+def outcome(snapshot: Snapshot, request: Request, choice: Choice) -> str:
     """What `run` would do now: "start", "wait" or "never" (the request cannot be met on this machine)."""
     if choice.devices:
         return START
-    return WAIT if len(possible(choice).devices) >= request.num_gpus else NEVER
+    return NEVER if isinstance(not_enough(snapshot, request, choice), ImpossibleRequest) else WAIT
 
 
 def to_text(
@@ -51,7 +52,7 @@ def to_json(snapshot: Snapshot, request: Request, choice: Choice, limits: str = 
         "taken_at": snapshot.taken_at,
         "request": spelled(request),
         "limits": limits or None,
-        "outcome": outcome(request, choice),
+        "outcome": outcome(snapshot, request, choice),
         "chosen": [device.uuid for device in choice.devices],
         "devices": [_device_json(device, choice) for device in _all(choice)],
     }
@@ -76,19 +77,18 @@ def _rows(device: Device, choice: Choice) -> list[list[str]]:
     reasons = [neutralise(text) for text, _ in _reasons(device, choice)]
     if reasons:
         return [[named(device), "REFUSED", reasons[0]], *(["", "", more] for more in reasons[1:])]
-    facts = [f"choice {choice.eligible.index(device) + 1}", f"{format_bytes(device.memory_free)} free"]
+    facts = [f"choice {choice.eligible.index(device) + 1}"]
+    facts += [f"{format_bytes(device.memory_free)} free" if device.memory_free is not None else "free memory unknown"]
     facts += ["its list of processes is unknown: judged by memory alone"] if device.processes is None else []
-    facts += ["memory unknown: taken last"] if device.memory_free is None else []
     return [[named(device), "CHOSEN" if device in choice.devices else "ELIGIBLE", ", ".join(facts)]]
 
 
 def _verdict(snapshot: Snapshot, request: Request, choice: Choice) -> list[str]:
-    what = outcome(request, choice)
+    what = outcome(snapshot, request, choice)
     if what == START:
         return [f"It would start at once on {_names(choice.devices)}."]
     if what == WAIT:
-        missing = request.num_gpus - len(choice.eligible)
-        return [f"It would wait for {missing} more device{'s' * (missing != 1)}."]
+        return [f"It would wait: {str(not_enough(snapshot, request, choice)).splitlines()[0]}"]
     first, *rest = str(not_enough(snapshot, request, choice)).splitlines()
     advice = [line for line in rest if line.startswith(("Ask", "Drop"))]
     return [f"It can never start: {first}", *advice]
