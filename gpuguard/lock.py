@@ -23,7 +23,7 @@ from gpuguard.errors import ClaimLost, ImpossibleRequest, LockDirectoryError, No
 from gpuguard.lockfiles import Gate, LockDirectory, is_same_file, lock_directory, open_lock, try_flock
 from gpuguard.model import HEALTH, PROCESS_DETAILS, VERIFY_FIELDS, ClaimRecord, Device, Snapshot
 from gpuguard.records import locked_devices, probe, read_record, write_record
-from gpuguard.select import Choice, Request, choose, fields_needed, not_enough, taken_by
+from gpuguard.select import Choice, Request, choose, fields_needed, fields_to_verify, not_enough, taken_by
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def look(backend: Backend, request: Request, directory: LockDirectory) -> tuple[
         unread = [device.uuid for device in choice.devices if device.uuid not in verified]
         if not unread:
             return replace(snapshot, claims=claims), choice
-        snapshot = snapshot.updated(backend.sample(VERIFY_FIELDS | fields_needed(bounded), unread))
+        snapshot = snapshot.updated(backend.sample(fields_to_verify(bounded), unread))
         verified.update(unread)
 
 
@@ -266,7 +266,7 @@ def _lock_best(
                     locks = tuple(lock for device in devices for lock in held.pop(device.uuid))
                     return Claim(_new_id(outer), devices, locks)
                 # Whatever happened between the first look and the lock shows now: a stranger's process, a lost device.
-                snapshot = snapshot.updated(backend.sample(VERIFY_FIELDS | fields_needed(request), sorted(unread)))
+                snapshot = snapshot.updated(backend.sample(fields_to_verify(request), sorted(unread)))
                 verified |= unread
         return None
     finally:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gpuguard.eligibility import OUTER, Reason, Refusal, Terms, foreign, named, reasons_against, shown, terms_of
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Snapshot
-from gpuguard.request import Request, fields_needed, options_of, resolve, spelled
+from gpuguard.request import Request, fields_needed, fields_to_verify, options_of, resolve, spelled
 from gpuguard.topology import best_connected
 from gpuguard.units import format_duration
 
@@ -25,6 +25,7 @@ __all__ = [
     "Request",
     "choose",
     "fields_needed",
+    "fields_to_verify",
     "named",
     "not_enough",
     "possible",
@@ -56,8 +57,8 @@ class Choice:
 def choose(snapshot: Snapshot, request: Request, taken: Mapping[str, str]) -> Choice:
     """The best devices of *snapshot* for *request*.
 
-    A device whose problems were not read yet (None) counts as healthy: read the winners again with VERIFY_FIELDS and
-    choose again until all winners have been read.
+    A device whose problems were not read yet (None) counts as healthy: read the winners again with
+    fields_to_verify() and choose again until all winners have been read.
 
     Args:
         taken: uuid -> who has claimed it, as text for people.
