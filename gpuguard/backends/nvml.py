@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from itertools import combinations
 
 from gpuguard import model
 from gpuguard.backends import nvml_fields, nvml_mig
-from gpuguard.backends.nvml_calls import LOST, Answer, call, start
+from gpuguard.backends.nvml_calls import PROBLEMS, Answer, call, start
 from gpuguard.backends.nvml_reading import DeviceLost, Place, Reading
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import Device, Gap, Snapshot
@@ -112,7 +112,7 @@ class Nvml:
         self.progress(index)
         place = known or self._place(index)
         if isinstance(place, Answer):
-            problem = "lost" if place.code == LOST else f"cannot be opened: {place.reason}"
+            problem = PROBLEMS.get(place.code, f"cannot be opened: {place.reason}")
             return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", place.reason)])]
         if seek is not None and not self._may_be(place, seek):
             return []
@@ -163,10 +163,11 @@ class Nvml:
         """Snapshot.topology of the devices that can be asked, and what could not be learned."""
         healthy = [device for device in devices if device.index in self._places and not device.parent_uuid]
         healthy = [device for device in healthy if not {"lost", "unresponsive"} & set(device.problems or ())]
-        own = {self._bus_id(device) for device in healthy}
+        linked = any(device.nvlink_links for device in healthy)
+        buses = {device.uuid: self._bus_id(device) if linked else None for device in healthy}
         pairs, gaps = [], []
         for one, other in combinations(healthy, 2):
-            if _by_nvlink(one, other, self._bus_id(one), self._bus_id(other), own):
+            if linked and _by_nvlink(one, other, buses):
                 pairs.append((one.uuid, other.uuid, "NVLINK"))
                 continue
             answer = self._ancestor(one.index, other.index)
@@ -187,8 +188,6 @@ class Nvml:
         return self._ancestors[one, other]
 
     def _bus_id(self, device: Device) -> str | None:
-        if device.pci_bus_id or not device.nvlink_links:
-            return device.pci_bus_id
         reading = Reading(self._nvml, self._places[device.index], ())
         try:
             nvml_fields.read_row(reading, nvml_fields.PCI_BUS_ID)
@@ -197,13 +196,13 @@ class Nvml:
         return reading.values.get("pci_bus_id")
 
 
-def _by_nvlink(
-    one: Device, other: Device, bus_one: str | None, bus_other: str | None, devices: set[str | None]
-) -> bool:
-    """Whether a link goes from one to the other, or links of both go to switches (what is no device is a switch)."""
-    ends_one = {end for _, end in one.nvlink_links or ()}
-    ends_other = {end for _, end in other.nvlink_links or ()}
-    return bus_other in ends_one or bus_one in ends_other or bool(ends_one - devices and ends_other - devices)
+def _by_nvlink(one: Device, other: Device, buses: Mapping[str, str | None]) -> bool:
+    """Whether a link goes from one to the other, or links of both go to switches: what is no device is a switch."""
+    ends, other_ends = ({end for _, end in device.nvlink_links or ()} for device in (one, other))
+    if buses[other.uuid] in ends or buses[one.uuid] in other_ends:
+        return True
+    devices = set(buses.values())
+    return bool(ends - devices) and bool(other_ends - devices)
 
 
 def _is_mig(uuid: str) -> bool:

@@ -24,6 +24,8 @@ REASONS = {
     TIMEOUT: "the driver timed out", UNKNOWN: "unknown driver error", BAD_TEXT: "the text is not UTF-8",
 }  # fmt: skip
 
+PROBLEMS = {LOST: "lost", RESET_REQUIRED: "reset required"}
+
 # The value does not exist here: that says nothing bad about the device.
 ABSENT = frozenset({NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND, NO_DATA, DEPRECATED})
 # ... and will not exist later, as long as this process lives.

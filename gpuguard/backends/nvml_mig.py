@@ -58,6 +58,9 @@ def _read(instance: Reading, parent: Reading) -> Device:
         read_processes(instance)
     if model.UTILIZATION in instance.fields:
         instance.gap("utilization", "not told for MIG instances")
+    for gap in parent.gaps:
+        if gap.field in _SHARED:
+            instance.gap(gap.field, gap.reason)
     values = {key: parent.values[key] for key in _SHARED if key in parent.values} | instance.values
     device = Device(parent.place.index, instance.place.uuid, parent_uuid=parent.place.uuid, **values)
     return replace(device, mig_profile=profile, problems=tuple(dict.fromkeys([*parent.problems, *instance.problems])))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuguard.backends.nvml_calls import ABSENT, LOST, NEVER, RESET_REQUIRED, Answer, call
+from gpuguard.backends.nvml_calls import ABSENT, LOST, NEVER, PROBLEMS, RESET_REQUIRED, Answer, call
 from gpuguard.model import Gap
 
 PLAUSIBLE: dict[str, tuple[float, float]] = {
@@ -58,7 +58,7 @@ class Reading:
         if answer.code == LOST:
             raise DeviceLost
         if answer.code == RESET_REQUIRED:
-            self.problem("reset required")
+            self.problem(PROBLEMS[RESET_REQUIRED])
         return answer
 
     def ask_once(self, key: str, function: str, *arguments: Any) -> Answer:

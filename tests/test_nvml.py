@@ -1,0 +1,215 @@
+"""Reading NVIDIA devices, through the real nvidia-ml-py and a fake driver library behind it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from fake_nvml import (
+    GIB,
+    MIB,
+    NO_PERMISSION,
+    NOT_SUPPORTED,
+    FakeNvml,
+)  # fmt: skip
+from nvml_child import answer_of, sampled
+
+from gpuguard.model import Gap
+
+
+def test_a_device_is_read_in_full(fake: FakeNvml) -> None:
+    fake.add_process(3, os.getpid(), 5 * GIB, sm_utilization=40, time_stamp=100)
+    fake.devices[3].samples = [0, 100, 50]
+    device = sampled(fake).devices[3]
+
+    assert (device.index, device.uuid) == (3, "GPU-00000003-fa4e-4000-8000-000000000003")
+    assert (device.name, device.pci_bus_id, device.minor_number) == ("NVIDIA H100 80GB HBM3", "00000000:4B:00.0", 3)
+    assert (device.numa_node, device.cpu_affinity) == (0, "0-15")
+    assert (device.memory_total, device.memory_reserved) == (81559 * MIB, 540 * MIB)
+    assert (device.memory_used, device.memory_free) == (5 * GIB + 4 * MIB, 81015 * MIB - 5 * GIB)
+    assert device.utilization == 50
+    assert (device.problems, device.compute_mode, device.mig_mode) == ((), "default", False)
+    assert (device.temperature, device.temperature_slowdown, device.temperature_shutdown) == (34, 89, 92)
+    assert (device.fan_speed, device.power_draw, device.power_limit, device.total_energy) == (30, 71, 700, 5000)
+    assert (device.clock_sm, device.clock_sm_max, device.clock_memory, device.clock_memory_max) == (
+        345,
+        1980,
+        2619,
+        2619,
+    )
+    assert (device.pstate, device.throttle_reasons, device.persistence_mode) == (0, ("gpu_idle",), True)
+    assert (device.ecc_mode, device.ecc_uncorrected_aggregate, device.retired_pages, device.remapped_rows) == (
+        True,
+        0,
+        0,
+        0,
+    )
+    assert (device.pcie_generation, device.pcie_width, device.pcie_tx, device.pcie_rx) == (5, 16, 102400, 204800)
+
+
+def test_a_process_is_read_in_full(fake: FakeNvml) -> None:
+    fake.add_process(3, os.getpid(), 5 * GIB, sm_utilization=40, time_stamp=100)
+    fake.add_process(3, os.getppid(), GIB, "compute+graphics")
+    first, second = sampled(fake, "WHO_FIELDS").devices[3].processes or ()
+
+    assert (first.pid, first.memory_used, first.kind, first.utilization) == (os.getpid(), 5 * GIB, "compute", 40)
+    assert (first.uid, first.working_directory) == (os.getuid(), str(Path.cwd()))
+    assert (second.kind, second.utilization) == ("compute+graphics", None)
+
+
+def test_versions_come_with_the_model(fake: FakeNvml) -> None:
+    snapshot = sampled(fake, "{MODEL}")
+
+    assert (snapshot.driver_version, snapshot.nvml_version) == ("580.65.06", "13.580.65.06")
+    assert snapshot.cuda_version == "13.0"
+
+
+@pytest.mark.parametrize("kind", ["graphics", "mps"])
+def test_graphics_and_mps_processes_come_with_the_details_only(fake: FakeNvml, kind: str) -> None:
+    fake.add_process(0, os.getpid(), GIB, kind)
+
+    assert sampled(fake, "SELECT_FIELDS").devices[0].processes == ()
+    assert [process.kind for process in sampled(fake, "WHO_FIELDS").devices[0].processes or ()] == [kind]
+
+
+def test_a_choice_on_eight_idle_devices_costs_few_calls(fake: FakeNvml) -> None:
+    first, then = answer_of(
+        fake,
+        "backend = nvml.open()\n"
+        "uuid = backend.sample(SELECT_FIELDS).devices[5].uuid\n"
+        "first = sum(fake.calls().values()); fake.reset_calls()\n"
+        "backend.sample(VERIFY_FIELDS, [uuid])\n"
+        "answer = first, sum(fake.calls().values())",
+    )
+
+    assert first <= 34
+    assert then <= 8
+
+
+def test_a_poll_asks_only_for_what_can_change(fake: FakeNvml) -> None:
+    fake.latency_us = 0
+    calls = answer_of(
+        fake,
+        "backend = nvml.open()\n"
+        "backend.sample(WHO_FIELDS); fake.reset_calls()\n"
+        "backend.sample(WHO_FIELDS)\n"
+        "answer = fake.calls()",
+    )
+
+    assert not {
+        name for name in calls if name.endswith(("Name", "UUID", "Count_v2", "ByIndex_v2", "Version", "Threshold"))
+    }
+    assert max(calls.values()) <= 16
+
+
+def test_only_the_devices_that_are_asked_for_are_touched(fake: FakeNvml) -> None:
+    touched = answer_of(
+        fake,
+        "backend = nvml.open(); uuids = [device.uuid for device in backend.sample(SELECT_FIELDS).devices]\n"
+        "answer = []; backend.progress = answer.append\n"
+        "assert [d.uuid for d in backend.sample(ALL_FIELDS, [uuids[6], uuids[2]]).devices] == [uuids[2], uuids[6]]",
+    )
+
+    assert set(touched) == {2, 6}
+
+
+def test_a_fresh_backend_finds_a_device_by_its_uuid(fake: FakeNvml) -> None:
+    uuid = fake.devices[5].uuid
+
+    assert [device.index for device in sampled(fake, "VERIFY_FIELDS", [uuid]).devices] == [5]
+    assert "nvmlDeviceGetMemoryInfo_v2" not in fake.calls() or fake.calls()["nvmlDeviceGetMemoryInfo_v2"] == 1
+    assert sampled(fake, "VERIFY_FIELDS", ["GPU-nobody"]).devices == ()
+
+
+def test_progress_is_told_before_each_device_and_skipped_ones_are_not_touched(fake: FakeNvml) -> None:
+    fake.hang("nvmlDeviceGetHandleByIndex", device=2)
+    snapshot, touched = answer_of(
+        fake,
+        "backend = nvml.open(); touched = []; backend.progress = touched.append; backend.skip = {2}\n"
+        "answer = backend.sample(WHO_FIELDS), touched",
+    )
+
+    assert touched == [0, 1, 3, 4, 5, 6, 7]
+    assert (snapshot.devices[2].uuid, snapshot.devices[2].problems) == ("unknown-2", ("unresponsive",))
+    assert Gap("unknown-2", "device", "a driver call did not come back") in snapshot.gaps
+
+
+def test_utilization_is_one_reading_where_there_is_no_sample_buffer(fake: FakeNvml) -> None:
+    fake.devices[0].utilization = 73
+    fake.fail("nvmlDeviceGetSamples", NOT_SUPPORTED, device=0)
+
+    assert sampled(fake, "{UTILIZATION}").devices[0].utilization == 73
+
+
+def test_sm_utilization_is_asked_since_the_last_time(fake: FakeNvml) -> None:
+    fake.add_process(0, os.getpid(), GIB, sm_utilization=30, time_stamp=1234)
+    means = answer_of(
+        fake,
+        "backend = nvml.open()\n"
+        "answer = [backend.sample(WHO_FIELDS).devices[0].processes[0].utilization for _ in range(2)]",
+    )
+
+    assert means == [30, None]
+    assert fake.devices[0].last_seen_time_stamp == 1234
+
+
+def test_instances_follow_the_device_that_is_divided(fake: FakeNvml) -> None:
+    first, second = fake.add_mig(1, "3g.40gb", gi=1), fake.add_mig(1, "1g.10gb", gi=9)
+    fake.add_process(1, os.getpid(), 2 * GIB, gi=9, ci=0)
+    snapshot = sampled(fake, "WHO_FIELDS")
+    parent, three, one = snapshot.devices[1:4]
+
+    assert [device.index for device in snapshot.devices] == [0, 1, 1, 1, 2, 3, 4, 5, 6, 7]
+    assert (parent.mig_mode, parent.utilization) == (True, None)
+    assert (three.uuid, three.parent_uuid, three.mig_profile) == (first, parent.uuid, "3g.40gb")
+    assert (one.uuid, one.gpu_instance_id, one.compute_instance_id) == (second, 9, 0)
+    assert (one.memory_total, one.memory_used, three.memory_used) == (10 * GIB, 2 * GIB + 13 * MIB, 13 * MIB)
+    assert [process.pid for process in one.processes or ()] == [os.getpid()]
+    assert three.processes == ()
+    assert (one.utilization, one.temperature) == (None, parent.temperature)
+
+
+def test_an_instance_is_found_by_its_uuid_and_read_with_its_parent(fake: FakeNvml) -> None:
+    uuid = fake.add_mig(1, "3g.40gb", gi=1)
+    fresh, again = answer_of(
+        fake,
+        f"backend = nvml.open(); fresh = backend.sample(SELECT_FIELDS, [{uuid!r}])\n"
+        f"touched = []; backend.progress = touched.append; backend.sample(SELECT_FIELDS, [{uuid!r}])\n"
+        "answer = fresh, touched",
+    )
+
+    assert [device.uuid for device in fresh.devices] == [fake.devices[1].uuid, uuid]
+    assert again == [1]
+
+
+def test_a_profile_follows_from_the_slices_where_the_name_does_not_tell(fake: FakeNvml) -> None:
+    uuid = fake.add_mig(1, "3g.40gb", gi=1)
+    fake.fail("nvmlDeviceGetName", NO_PERMISSION, device=1)
+    device = sampled(fake, "{HEALTH}").device(uuid)
+
+    assert device and device.mig_profile == "3g.40gb"
+
+
+def test_links_connect_devices_directly_and_through_switches(fake: FakeNvml) -> None:
+    fake.device_count = 5
+    fake.connect(0, 0, fake.devices[1].bus_id)
+    for device in (2, 3):
+        fake.connect(device, 4, "00000000:C4:00.0", remote_type=2)
+    fake.set_topology(0, 4, 10)
+    names = {device.uuid: device.index for device in sampled(fake, "{MODEL}").devices}
+    found = {(names[one], names[other]): how for one, other, how in sampled(fake, "{NVLINK, TOPOLOGY}").topology or ()}
+
+    assert {pair for pair, how in found.items() if how == "NVLINK"} == {(0, 1), (2, 3)}
+    assert (found[0, 4], found[0, 2], found[3, 4]) == ("PIX", "NODE", "SYS")
+    assert len(found) == 10
+
+
+def test_a_connection_never_changes_and_is_asked_once(fake: FakeNvml) -> None:
+    calls = answer_of(
+        fake,
+        "backend = nvml.open(); backend.sample({TOPOLOGY}); fake.reset_calls()\n"
+        "backend.sample({TOPOLOGY}); answer = fake.calls()",
+    )
+
+    assert calls == {}

@@ -1,0 +1,239 @@
+"""Who a pid is, and which process lists are believed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import GIB, TOTAL
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuguard.backends import processes
+from gpuguard.model import GpuProcess
+
+Rows = Sequence[tuple[int, int | None]]
+PID_MAX = 4_194_304
+ALIVE = range(2, 5000)  # the pids that exist in these tests
+
+
+def judged(rows: Rows, **facts: Any) -> str | None:
+    known: dict[str, Any] = {
+        "alive": ALIVE.__contains__,
+        "pid_max": PID_MAX,
+        "memory_total": TOTAL,
+        "memory_used": TOTAL,
+        **facts,
+    }
+    return processes.implausibility(rows, **known)
+
+
+def test_an_ordinary_list_is_believed() -> None:
+    assert judged([(100, 10 * GIB), (200, None), (300, 0)]) is None
+    assert judged([]) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([(0, 1)], "pid 0 cannot"),
+        ([(1, 1)], "pid 1 cannot"),
+        ([(-1, 1)], "pid -1 cannot"),
+        ([(4294967295, 1)], "pid 4294967295 cannot"),
+        ([(2**31, 1)], "cannot"),
+        ([(PID_MAX + 1, 1)], "cannot"),
+        ([(100, 1), (200, 1), (100, 1)], "pid 100 is listed twice"),
+        ([(6000, 1)], "pid 6000 is not in this pid namespace"),
+        ([(100, TOTAL + 1)], "pid 100 has more memory than the device"),
+        ([(100, -1)], "pid 100 has -1 bytes"),
+        ([(100, 60 * GIB), (200, 60 * GIB)], "more memory than is used"),
+    ],
+)
+def test_one_bad_element_makes_the_list_implausible(rows: Rows, reason: str) -> None:
+    assert reason in (judged([(42, GIB), *rows]) or "")
+
+
+def test_a_process_that_grew_between_two_calls_is_within_the_slack() -> None:
+    assert judged([(100, GIB + processes.SLACK)], memory_used=GIB) is None
+    assert judged([(100, GIB + processes.SLACK + 1)], memory_used=GIB)
+
+
+def test_what_is_not_known_of_the_device_is_not_checked() -> None:
+    assert judged([(100, 2**60)], memory_total=None, memory_used=None) is None
+
+
+# What drivers have been seen to write in the place of a pid or of a size, and anything else.
+bad_elements = st.one_of(
+    st.tuples(st.integers(max_value=1), st.none()),
+    st.tuples(st.integers(min_value=PID_MAX + 1), st.none()),
+    st.tuples(st.sampled_from([0, 1, -1, 2**31, 2**32 - 1, 1073741824]), st.integers(0, TOTAL)),
+    st.tuples(st.integers(ALIVE.stop, PID_MAX), st.none()),
+    st.tuples(st.sampled_from(ALIVE), st.integers(min_value=TOTAL + 1)),
+    st.tuples(st.sampled_from(ALIVE), st.integers(max_value=-1)),
+)
+good_elements = st.tuples(st.sampled_from(ALIVE), st.none() | st.integers(0, TOTAL // 100))
+lists_with_a_bad_element = st.tuples(st.lists(good_elements, max_size=50), bad_elements, st.randoms()).map(
+    lambda parts: shuffled([*parts[0], parts[1]], parts[2])
+)
+
+
+def shuffled(rows: list[Any], random: Any) -> list[Any]:
+    random.shuffle(rows)
+    return rows
+
+
+def is_safe(gate: Callable[..., str | None], rows: Rows) -> bool:
+    known: dict[str, Any] = {
+        "alive": ALIVE.__contains__,
+        "pid_max": PID_MAX,
+        "memory_total": TOTAL,
+        "memory_used": TOTAL,
+    }
+    return gate(rows, **known) is not None
+
+
+@given(lists_with_a_bad_element)
+def test_the_gate_never_passes_a_list_with_a_bad_element(rows: Rows) -> None:
+    assert is_safe(processes.implausibility, rows)
+
+
+@given(st.lists(good_elements, max_size=50, unique_by=lambda row: row[0]))
+def test_the_gate_passes_every_good_list(rows: Rows) -> None:
+    assert judged(rows) is None
+
+
+def judges_the_first_only(rows: Rows, **facts: Any) -> str | None:
+    return processes.implausibility(rows[:1], **facts)
+
+
+def forgets_the_upper_bound(rows: Rows, *, pid_max: int, **facts: Any) -> str | None:
+    facts["alive"] = lambda pid: pid in ALIVE or pid > PID_MAX
+    return processes.implausibility(rows, pid_max=2**40, **facts)
+
+
+def believes_the_dead(rows: Rows, *, alive: object, **facts: Any) -> str | None:
+    return processes.implausibility(rows, alive=lambda pid: True, **facts)
+
+
+def drops_what_is_bad(rows: Rows, **facts: Any) -> str | None:
+    return processes.implausibility([row for row in rows if row[0] > 0], **facts)
+
+
+@pytest.mark.parametrize("gate", [judges_the_first_only, forgets_the_upper_bound, believes_the_dead, drops_what_is_bad])
+def test_a_broken_gate_is_caught(gate: Callable[..., str | None]) -> None:
+    @given(lists_with_a_bad_element)
+    def the_law(rows: Rows) -> None:
+        assert is_safe(gate, rows)
+
+    with pytest.raises(AssertionError):
+        the_law()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "CONDA_DEFAULT_ENV": "torch2"}
+    script = "import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "--lr", "0.1"],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdout
+        child.stdout.readline()
+        yield child
+        child.kill()
+
+
+def test_a_process_of_ours_is_described_in_full(job: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    seen = processes.described(GpuProcess(job.pid, GIB))
+
+    assert seen.uid == os.getuid()
+    assert seen.user == processes.user_name(os.getuid())
+    assert seen.command and seen.command[-2:] == ("--lr", "0.1")
+    assert seen.executable == os.path.realpath(sys.executable)
+    assert seen.working_directory == str(tmp_path)
+    assert seen.conda_environment == "torch2"
+    assert seen.memory_used == GIB
+
+
+def test_the_start_time_tells_a_process_from_an_older_one(job: subprocess.Popen[bytes]) -> None:
+    started, ours = processes.start_time(job.pid), processes.start_time(os.getpid())
+
+    assert started is not None and ours is not None and started > ours
+
+
+def test_a_process_that_is_gone_is_described_as_what_the_driver_said() -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+
+    assert processes.described(GpuProcess(gone.pid, GIB)) == GpuProcess(gone.pid, GIB)
+    assert not processes.alive(gone.pid)
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**31, 2**32 - 1, 2**64])
+def test_a_number_that_is_no_pid_is_nobody(pid: int) -> None:
+    assert not processes.alive(pid)
+    assert processes.described(GpuProcess(pid)) == GpuProcess(pid)
+
+
+def test_a_pid_that_changes_hands_while_we_look_is_nobody(job: subprocess.Popen[bytes], monkeypatch: Any) -> None:
+    times = iter([100.0, 200.0])
+    monkeypatch.setattr(processes, "start_time", lambda pid: next(times))
+
+    assert processes.described(GpuProcess(job.pid)) == GpuProcess(job.pid)
+
+
+def test_a_process_that_proc_hides_from_us_is_alive(job: subprocess.Popen[bytes], monkeypatch: Any) -> None:
+    monkeypatch.setattr("os.path.exists", lambda path: False)
+
+    assert processes.alive(job.pid)
+
+
+def test_a_user_without_a_name_is_a_number() -> None:
+    assert processes.user_name(4_000_000_123) == "4000000123"
+
+
+ID = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "container"),
+    [
+        (f"0::/system.slice/docker-{ID}.scope", ID),
+        (f"12:devices:/docker/{ID}\n0::/", ID),
+        (f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope/container", ID),
+        (f"0::/kubepods.slice/kubepods-pod12ab.slice/cri-containerd-{ID}.scope", ID),
+        (f"0::/kubepods/burstable/pod6f1c-22/{ID}", ID),
+        (f"0::/kubepods.slice/kubepods-burstable.slice/crio-{ID}.scope", ID),
+        ("0::/lxc.payload.lab-node/init.scope", "lab-node"),
+        ("3:cpu:/lxc/lab-node/user", "lab-node"),
+        ("0::/machine.slice/machine-debian.scope/payload", "debian"),
+        ("9:memory:/slurm/uid_1000/job_4711/step_0", "job_4711"),
+        ("0::/system.slice/slurmstepd.scope/job_4711/step_0/user", "job_4711"),
+        ("0::/user.slice/user-1000.slice/session-3.scope", None),
+        ("0::/", None),
+        ("", None),
+    ],
+)
+def test_the_cgroup_names_the_container(cgroup: str, container: str | None) -> None:
+    assert processes.container_of(cgroup) == container
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"CONDA_DEFAULT_ENV": "base", "CONDA_PREFIX": "/opt/conda"}, "base"),
+        ({"CONDA_PREFIX": "/opt/conda/envs/vllm"}, "vllm"),
+        ({"VIRTUAL_ENV": "/home/eve/.venv"}, ".venv"),
+        ({}, None),
+    ],
+)
+def test_the_environment_names_the_python_environment(variables: dict[str, str], name: str | None) -> None:
+    assert processes.environment_of(variables) == name
