@@ -1,3 +1,86 @@
-"""Pick free GPUs, claim them so that nobody else gets them, and see who holds what."""
+"""Pick free GPUs, claim them so that nobody else gets them, and see who holds what.
+
+    with gpuguard.claim(2) as devices:  # or gpuguard.grab_gpus(2), kept until the end of the process
+        ...
+
+A name is loaded when it is first used: `import gpuguard` costs next to nothing in a training script.
+"""
+
+from __future__ import annotations
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "Claim",
+    "ClaimError",
+    "ClaimLost",
+    "ClaimRecord",
+    "CudaInitialized",
+    "Device",
+    "DriverMismatch",
+    "DriverNotFound",
+    "DriverPermission",
+    "DriverUnresponsive",
+    "Event",
+    "Gap",
+    "GpuProcess",
+    "GpuguardError",
+    "ImpossibleRequest",
+    "InvalidRequest",
+    "LockDirectoryError",
+    "NotEnoughGpus",
+    "Snapshot",
+    "WaitTimeout",
+    "claim",
+    "grab_gpus",
+    "open_backend",
+    "select_devices",
+    "snapshot",
+    "who",
+]
+
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    from gpuguard.backends import open_backend
+    from gpuguard.errors import (
+        BackendError,
+        ClaimError,
+        ClaimLost,
+        CudaInitialized,
+        DriverMismatch,
+        DriverNotFound,
+        DriverPermission,
+        DriverUnresponsive,
+        GpuguardError,
+        ImpossibleRequest,
+        InvalidRequest,
+        LockDirectoryError,
+        NotEnoughGpus,
+        WaitTimeout,
+    )
+    from gpuguard.grab import claim, grab_gpus, select_devices, snapshot, who
+    from gpuguard.lock import Claim
+    from gpuguard.model import ClaimRecord, Device, Event, Gap, GpuProcess, Snapshot
+
+_HOMES = {
+    "backends": ("open_backend",),
+    "grab": ("claim", "grab_gpus", "select_devices", "snapshot", "who"),
+    "lock": ("Claim",),
+    "model": ("ClaimRecord", "Device", "Event", "Gap", "GpuProcess", "Snapshot"),
+}  # and all others: errors
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'gpuguard' has no attribute {name!r}")
+    import importlib
+
+    home = next((home for home, names in _HOMES.items() if name in names), "errors")
+    found: object = getattr(importlib.import_module(f"gpuguard.{home}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -25,7 +25,7 @@ def violations(module: ast.AST, name: str) -> list[str]:
         if parts[0] != "gpuguard":
             continue
         layer = parts[1] if len(parts) > 1 and parts[1] in ORDER else "__init__"
-        if layer == own and (PACKAGE / own).is_dir():
+        if layer == own and (own == "__init__" or (PACKAGE / own).is_dir()):
             continue
         if ORDER.index(layer) >= ORDER.index(own):
             found.append(f"line {line} imports {imported}, which does not stand above {own}")
