@@ -216,7 +216,7 @@ def test_instances_are_devices_behind_their_parent_and_share_its_memory(place):
     with a_user(place, first.uuid, 5 * GIB):
         seen = {device.uuid: device for device in backend.sample(ALL_FIELDS, [second.uuid]).devices}
 
-    assert (parent.mig_mode, parent.utilization) == (True, None)
+    assert (parent.mig_mode, parent.utilization, first.power_draw) == (True, None, None)
     assert [(each.parent_uuid, each.mig_profile, each.index) for each in (first, second)] == [
         (parent.uuid, "3g.20gb", 1),
         (parent.uuid, "2g.10gb", 1),
@@ -237,7 +237,10 @@ def test_devices_are_connected_as_their_model_allows(place, tmp_path):
     kinds = [{kind for _, _, kind in start(place, spec).sample({TOPOLOGY}).topology or ()} for spec in ("4xH100-80GB",)]
     plain = start(str(tmp_path / "other"), "4xRTX4090").sample({TOPOLOGY}).topology
 
+    change(place, 0, faults=("lost",))
+
     assert kinds == [{"NVLINK"}]
+    assert len(simulated.open(place).sample({TOPOLOGY}).topology or ()) == 3
     assert plain and [kind for _, _, kind in plain] == ["PIX", "SYS", "SYS", "SYS", "SYS", "PIX"]
 
 

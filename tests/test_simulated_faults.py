@@ -29,7 +29,8 @@ def test_a_broken_device_is_named_with_its_problem_and_the_others_are_read(place
     broken = snapshot.devices[1]
 
     assert (broken.problems, broken.memory_used, broken.processes) == ((problem,), None, None)
-    assert [gap.device for gap in snapshot.gaps] == [broken.uuid]
+    assert {gap.device for gap in snapshot.gaps} == {broken.uuid}
+    assert {gap.field for gap in snapshot.gaps} == ALL_FIELDS
     assert [device.problems for device in snapshot.devices if device.index != 1] == [()] * 3
 
 

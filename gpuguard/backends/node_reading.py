@@ -29,6 +29,7 @@ class Place:
     device: NodeDevice
     instance: Instance | None
     clock: float
+    detailed: bool = False  # whether it is also told who the processes are
 
     @property
     def uuids(self) -> set[str]:
@@ -42,7 +43,7 @@ def read(place: Place, fields: Collection[str]) -> tuple[Device, tuple[Gap, ...]
     uuid = instance.uuid if instance else device.uuid
     values: Values = {}
     for group, reader in _READERS.items():
-        if group in fields:
+        if group in fields and not (instance and group in _OF_THE_WHOLE):
             values |= reader(place)
     divided = "not told while the device is divided by MIG"
     gaps = [Gap(uuid, name, divided) for name in _NOT_WITH_MIG if device.instances and name in values]
@@ -66,9 +67,9 @@ def numa_node(whole: Node, device: NodeDevice) -> int:
     return int(count >= 4 and device.index >= count // 2)
 
 
-def topology(whole: Node) -> tuple[tuple[str, str, str], ...]:
-    """(uuid, uuid, how they are connected) of each pair."""
-    devices = whole.devices
+def topology(whole: Node, uuids: Collection[str]) -> tuple[tuple[str, str, str], ...]:
+    """(uuid, uuid, how they are connected) of each pair of those that were read."""
+    devices = [device for device in whole.devices if device.uuid in uuids]
     return tuple(
         (one.uuid, other.uuid, _connection(whole, one, other))
         for place, one in enumerate(devices)
@@ -97,16 +98,8 @@ def _memory(place: Place) -> Values:
 
 
 def _processes(place: Place) -> Values:
-    return _listed(place, processes.identified)
-
-
-def _process_details(place: Place) -> Values:
-    return _listed(place, processes.described)
-
-
-def _listed(place: Place, look: Callable[[GpuProcess], GpuProcess]) -> Values:
     here = [use for use in place.node.uses if use.device in place.uuids and node.running(use, place.clock)]
-    listed = tuple(_process(use, place, look) for use in here)
+    listed = tuple(_process(use, place) for use in here)
     if "implausible" not in place.device.faults:
         return {"processes": listed}
     # What a driver of another version gave, in kind: memory sizes read as pids, pids of all ones.
@@ -114,12 +107,12 @@ def _listed(place: Place, look: Callable[[GpuProcess], GpuProcess]) -> Values:
     return {"processes": listed + torn, "processes_plausible": False}
 
 
-def _process(use: Use, place: Place, look: Callable[[GpuProcess], GpuProcess]) -> GpuProcess:
+def _process(use: Use, place: Place) -> GpuProcess:
     registered = GpuProcess(use.pid, int(use.memory.at(place.clock)), use.kind, use.start_time)
-    found = look(registered)
+    found = processes.described(registered) if place.detailed else processes.identified(registered)
     if found.start_time != use.start_time:
         return registered  # it has just ended, and the pid may be somebody else's already
-    return replace(found, utilization=use.utilization) if look is processes.described else found
+    return replace(found, utilization=use.utilization) if place.detailed else found
 
 
 def _utilization(place: Place) -> Values:
@@ -161,7 +154,7 @@ def _thermal(place: Place) -> Values:
         "temperature": float(round(celsius)),
         "temperature_slowdown": facts.temperature_slowdown,
         "temperature_shutdown": facts.temperature_shutdown,
-        "fan_speed": fan and float(round(fan)),
+        "fan_speed": None if fan is None or place.instance else float(round(fan)),
     }
 
 
@@ -209,11 +202,9 @@ def _nvlink(place: Place) -> Values:
     return {"nvlink_links": tuple((link, pci_bus_id(peers[link % len(peers)])) for link in range(links))}
 
 
-# A later row wins, so the processes with details replace those without.
 _READERS: dict[str, Callable[[Place], Values]] = {
     model.MEMORY: _memory,
     model.PROCESSES: _processes,
-    model.PROCESS_DETAILS: _process_details,
     model.UTILIZATION: _utilization,
     model.HEALTH: _health,
     model.MODEL: _model,
@@ -224,5 +215,7 @@ _READERS: dict[str, Callable[[Place], Values]] = {
     model.PCIE: _pcie,
     model.NVLINK: _nvlink,
 }
+# An instance has nothing of its own to say here, and real drivers say nothing.
+_OF_THE_WHOLE = (model.POWER, model.CLOCKS, model.ECC, model.PCIE, model.NVLINK)
 # Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for the whole device and for its instances.
 _NOT_WITH_MIG = ("utilization", "memory_utilization")

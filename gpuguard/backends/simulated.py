@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SPEC = "8xH100-80GB"
 HANG_LOOK_SECONDS = 0.5  # how often a hanging call looks whether it still has to
+_VERSIONS = ("550.54.15", "12.550.54.15", "12.4")  # driver, NVML, CUDA
 _BROKEN = {"lost": ("lost", "the device is lost"), "reset": ("reset required", "the device needs a reset")}
 
 
@@ -129,68 +130,54 @@ class Simulated:
         self.progress: Callable[[int], None] = lambda index: None  # told the index of each device before it is touched
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """As Backend.sample."""
+        """As Backend.sample.  HEALTH shows MIG instances: each follows its parent and has its parent's index."""
         from gpuguard import model
         from gpuguard.backends import node_reading
 
+        # Before anything is read, so that no process that started later is taken for one that was seen.
+        taken_at, clock = time.time(), _clock()
+        if any(uuid.startswith("MIG-") for uuid in devices or ()):
+            fields = {*fields, model.HEALTH}
         node = current(self.directory)
         seen: list[Device] = []
         gaps: list[Gap] = []
         for device in node.devices:
-            if devices is not None and node.of(device).isdisjoint(devices):
-                continue
-            instances = model.HEALTH in fields or (devices is not None and not set(devices) <= {device.uuid})
-            shown, missing = self._read(node, device, fields, instances)
-            seen += shown
-            gaps += missing
+            if devices is None or not node.of(device).isdisjoint(devices):
+                shown, missing = self._read(node, device, fields)
+                seen += shown
+                gaps += missing
+        answering = {device.uuid for device in seen if not device.problems}
+        driver, nvml, cuda = _VERSIONS if model.MODEL in fields else (None, None, None)
         return model.Snapshot(
             host=os.uname().nodename,
             backend=self.name,
-            taken_at=time.time(),
-            clock=_clock(),
+            taken_at=taken_at,
+            clock=clock,
             devices=tuple(seen),
             gaps=tuple(gaps),
             simulated=True,
-            driver_version="550.54.15",
-            nvml_version="12.550.54.15",
-            cuda_version="12.4",
-            topology=node_reading.topology(node) if model.TOPOLOGY in fields else None,
+            topology=node_reading.topology(node, answering) if model.TOPOLOGY in fields else None,
+            driver_version=driver,
+            nvml_version=nvml,
+            cuda_version=cuda,
         )
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _read(
-        self, node: Node, device: NodeDevice, fields: Collection[str], instances: bool
-    ) -> tuple[list[Device], list[Gap]]:
+    def _read(self, node: Node, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
         if device.index in self.skip:
-            return _refusing(device, "unresponsive", "a driver call did not come back")
+            return _refusing(device, "unresponsive", "a driver call did not come back", ["device"])
         self.progress(device.index)
         while "hang" in device.faults:
             time.sleep(HANG_LOOK_SECONDS)
-            now = current(self.directory)
-            device = next((each for each in now.devices if each.uuid == device.uuid), device)
+            node = current(self.directory)
+            device = next((each for each in node.devices if each.uuid == device.uuid), device)
         time.sleep(device.latency)
         for fault, (problem, reason) in _BROKEN.items():
             if fault in device.faults:
-                return _refusing(device, problem, reason)
-        return read_device(node, device, fields, instances=instances)
-
-
-def read_device(
-    node: Node, device: NodeDevice, fields: Collection[str], *, instances: bool
-) -> tuple[list[Device], list[Gap]]:
-    """A device as a driver that answers shows it, with its MIG instances behind it if *instances*."""
-    from gpuguard.backends import node_reading
-
-    seen: list[Device] = []
-    gaps: list[Gap] = []
-    for instance in (None, *(device.instances if instances else ())):
-        place = node_reading.Place(node, device, instance, _clock())
-        shown, missing = node_reading.read(place, fields)
-        seen.append(shown)
-        gaps += missing
-    return seen, gaps
+                return _refusing(device, problem, reason, fields)
+        return _answering(node, device, fields)
 
 
 def current(place: str) -> Node:
@@ -260,10 +247,22 @@ def _check_room(node: Node, uuid: str, memory: int, clock: float) -> None:
         )
 
 
-def _refusing(device: NodeDevice, problem: str, reason: str) -> tuple[list[Device], list[Gap]]:
+def _answering(node: Node, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
+    from gpuguard import model
+    from gpuguard.backends.node_reading import Place, read
+
+    detailed, instances = model.PROCESS_DETAILS in fields, device.instances if model.HEALTH in fields else ()
+    read_now = [read(Place(node, device, part, _clock(), detailed), fields) for part in (None, *instances)]
+    return [shown for shown, _ in read_now], [gap for _, gaps in read_now for gap in gaps]
+
+
+def _refusing(
+    device: NodeDevice, problem: str, reason: str, missing: Collection[str]
+) -> tuple[list[Device], list[Gap]]:
     from gpuguard.model import Device, Gap
 
-    return [Device(index=device.index, uuid=device.uuid, problems=(problem,))], [Gap(device.uuid, "problems", reason)]
+    broken = Device(index=device.index, uuid=device.uuid, problems=(problem,))
+    return [broken], [Gap(device.uuid, name, reason) for name in sorted(missing)]
 
 
 def settled_now(node: Node) -> Node:
