@@ -1,0 +1,231 @@
+"""What every backend promises, tried on each one in the process of its own in which gpuguard runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from fake_nvml import FakeNvml
+from nodes import a_user, change, eventually, start
+
+from gpuguard import model
+from gpuguard.backends import Backend
+from gpuguard.backends.isolated import open_isolated
+from gpuguard.model import ALL_FIELDS, SELECT_FIELDS, VERIFY_FIELDS, WHO_FIELDS, Device, Snapshot
+
+GIB = 2**30
+FIELDS = {
+    model.MEMORY: ("memory_total", "memory_used", "memory_free"),
+    model.PROCESSES: ("processes",),
+    model.UTILIZATION: ("utilization", "memory_utilization"),
+    model.HEALTH: ("problems", "compute_mode", "mig_mode"),
+    model.MODEL: ("name", "pci_bus_id", "minor_number", "numa_node", "cpu_affinity"),
+    model.THERMAL: ("temperature", "fan_speed", "temperature_slowdown", "temperature_shutdown"),
+    model.POWER: ("power_draw", "power_limit", "total_energy"),
+    model.CLOCKS: ("clock_sm", "clock_sm_max", "clock_memory", "pstate", "throttle_reasons", "persistence_mode"),
+    model.ECC: ("ecc_mode", "ecc_uncorrected_volatile", "retired_pages", "remapped_rows"),
+    model.PCIE: ("pcie_generation", "pcie_width", "pcie_tx", "pcie_rx"),
+    model.NVLINK: ("nvlink_links",),
+}
+
+
+class FakeDriver:
+    """Four devices behind the fake driver library."""
+
+    name = "nvml"
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fake = FakeNvml(place, devices=4)
+        for name, value in self.fake.environment().items():
+            monkeypatch.setenv(name, value)
+
+    @contextmanager
+    def busy(self, index: int) -> Iterator[subprocess.Popen[str]]:
+        with subprocess.Popen(["sleep", "600"], text=True) as job:
+            self.fake.add_process(index, job.pid, GIB)
+            yield job
+            job.kill()
+
+    def lose(self, index: int) -> None:
+        self.fake.lose(index)
+
+    def hang(self, index: int) -> None:
+        self.fake.hang("nvmlDeviceGetMemoryInfo", index)
+
+    def divide(self) -> None:
+        self.fake.add_mig(1, "3g.40gb", gi=1)
+        self.fake.add_mig(1, "3g.40gb", gi=2)
+
+
+class SimulatedNode:
+    """Four devices that exist in a file only."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place = str(place / "node")
+        self.name = f"simulated:{self.place}"
+        start(self.place)
+
+    def busy(self, index: int) -> AbstractContextManager[subprocess.Popen[str]]:
+        return a_user(self.place, str(index), GIB, 50.0)
+
+    def lose(self, index: int) -> None:
+        change(self.place, index, faults=("lost",))
+
+    def hang(self, index: int) -> None:
+        change(self.place, index, faults=("hang",))
+
+    def divide(self) -> None:
+        self.place += "-divided"
+        self.name = f"simulated:{self.place}"
+        start(self.place, "1xH100-80GB+1xH100-80GB:mig=3g.40gb,3g.40gb+2xH100-80GB")
+
+
+Machine = FakeDriver | SimulatedNode
+
+
+@pytest.fixture(params=[FakeDriver, SimulatedNode])
+def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made: Machine = request.param(tmp_path, monkeypatch)
+    return made
+
+
+@pytest.fixture
+def opened(machine: Machine) -> Iterator[Callable[[], Backend]]:
+    backends = []
+
+    def open_it() -> Backend:
+        backends.append(open_isolated(machine.name))
+        return backends[-1]
+
+    yield open_it
+    for backend in backends:
+        backend.close()
+
+
+@pytest.fixture
+def backend(opened: Callable[[], Backend]) -> Backend:
+    return opened()
+
+
+def gaps(snapshot: Snapshot, device: Device) -> set[str]:
+    return {gap.field for gap in snapshot.gaps if gap.device == device.uuid}
+
+
+def test_every_device_has_an_index_and_a_uuid_whatever_is_read(backend: Backend) -> None:
+    devices = backend.sample(()).devices
+
+    assert [device.index for device in devices] == [0, 1, 2, 3]
+    assert len({device.uuid for device in devices}) == 4
+    assert all(device.uuid.startswith("GPU-") for device in devices)
+
+
+@pytest.mark.parametrize("group", FIELDS)
+def test_a_group_brings_its_fields_and_no_others(backend: Backend, group: str) -> None:
+    snapshot = backend.sample({group})
+
+    for device in snapshot.devices:
+        missing = {name for name in FIELDS[group] if getattr(device, name) is None}
+        others = {name for other, names in FIELDS.items() if other != group for name in names}
+        assert missing <= gaps(snapshot, device)
+        assert [name for name in others if getattr(device, name) is not None] == []
+
+
+def test_memory_adds_up(backend: Backend) -> None:
+    for device in backend.sample(SELECT_FIELDS).devices:
+        assert device.memory_total and device.memory_used is not None and device.memory_free is not None
+        assert device.memory_used + device.memory_free + (device.memory_reserved or 0) == device.memory_total
+
+
+def test_only_the_devices_that_are_asked_for_are_read(backend: Backend) -> None:
+    uuids = [device.uuid for device in backend.sample(()).devices]
+
+    assert [device.index for device in backend.sample(VERIFY_FIELDS, [uuids[3], uuids[1]]).devices] == [1, 3]
+    assert backend.sample(VERIFY_FIELDS, ["GPU-nobody"]).devices == ()
+    assert backend.sample(VERIFY_FIELDS, []).devices == ()
+
+
+def test_a_snapshot_is_taken_before_anything_that_starts_later(backend: Backend) -> None:
+    before = time.clock_gettime(time.CLOCK_BOOTTIME), time.time()
+    snapshot = backend.sample(ALL_FIELDS)
+    after = time.clock_gettime(time.CLOCK_BOOTTIME), time.time()
+
+    assert before[0] <= snapshot.clock <= after[0]
+    assert before[1] <= snapshot.taken_at <= after[1]
+    assert snapshot.host == os.uname().nodename
+
+
+def test_a_process_is_listed_with_its_identity_until_it_dies(machine: Machine, backend: Backend) -> None:
+    with machine.busy(2) as job:
+        device = backend.sample(SELECT_FIELDS).devices[2]
+        (process,) = device.processes or ()
+        assert (process.pid, process.memory_used, process.uid) == (job.pid, GIB, os.getuid())
+        assert process.start_time and process.user is None
+        job.kill()
+
+        assert eventually(lambda: backend.sample(SELECT_FIELDS).devices[2].processes == ())
+
+
+def test_the_details_say_who_a_process_is(machine: Machine, backend: Backend) -> None:
+    with machine.busy(2):
+        (process,) = backend.sample(WHO_FIELDS).devices[2].processes or ()
+
+    assert process.user and process.command and process.executable
+
+
+def test_a_lost_device_is_named_and_hides_no_other(machine: Machine, backend: Backend) -> None:
+    healthy = backend.sample(WHO_FIELDS)
+    machine.lose(1)
+    snapshot = backend.sample(WHO_FIELDS)
+    lost = snapshot.devices[1]
+
+    assert (lost.uuid, lost.problems) == (healthy.devices[1].uuid, ("lost",))
+    assert (lost.memory_used, lost.processes, lost.utilization) == (None, None, None)
+    assert gaps(snapshot, lost)
+    assert [device.problems for device in snapshot.devices if device.index != 1] == [()] * 3
+
+
+def test_a_hanging_device_is_named_within_five_seconds(machine: Machine, backend: Backend) -> None:
+    machine.hang(1)
+    began = time.monotonic()
+    snapshot = backend.sample(VERIFY_FIELDS)
+
+    assert time.monotonic() - began < 5
+    assert snapshot.devices[1].problems == ("unresponsive",)
+    assert [device.problems for device in snapshot.devices if device.index != 1] == [()] * 3
+
+
+def test_instances_come_with_the_health_of_their_parent(machine: Machine, opened: Callable[[], Backend]) -> None:
+    machine.divide()
+    backend = opened()
+    snapshot = backend.sample(VERIFY_FIELDS)
+    parent, first, second = snapshot.devices[1:4]
+
+    assert [device.index for device in snapshot.devices] == [0, 1, 1, 1, 2, 3]
+    assert (parent.mig_mode, parent.parent_uuid, first.parent_uuid, second.parent_uuid) == (
+        True, None, parent.uuid, parent.uuid,
+    )  # fmt: skip
+    assert first.mig_profile == "3g.40gb"
+    assert first.memory_total and 35 * GIB < first.memory_total <= 40 * GIB
+    assert (parent.utilization, first.utilization) == (None, None)
+    assert "utilization" in gaps(snapshot, parent) & gaps(snapshot, first)
+    assert [device.uuid for device in backend.sample(SELECT_FIELDS).devices if device.parent_uuid] == []
+    assert second.uuid in [device.uuid for device in backend.sample(SELECT_FIELDS, [second.uuid]).devices]
+
+
+def test_the_topology_has_each_pair_of_devices_once(backend: Backend) -> None:
+    snapshot = backend.sample({model.TOPOLOGY, model.NVLINK})
+    pairs = [frozenset(pair[:2]) for pair in snapshot.topology or ()]
+
+    assert len(pairs) == len(set(pairs)) == 6
+    assert {how for *_, how in snapshot.topology or ()} <= {"NVLINK", "PIX", "PXB", "PHB", "NODE", "SYS"}
+
+
+def test_closing_twice_is_closing_once(backend: Backend) -> None:
+    backend.sample(SELECT_FIELDS)
+    backend.close()
+    backend.close()
