@@ -8,7 +8,7 @@ import pytest
 from builders import GIB, a_device, a_process
 from machines import Machine
 
-from gpuguard.cli import main
+from gpuguard.cli.main import run_command_line
 from gpuguard.lock import acquire, look
 from gpuguard.lockfiles import lock_directory
 from gpuguard.request import Request
@@ -28,7 +28,7 @@ def machine(monkeypatch):
 @pytest.fixture
 def explain(machine, tmp_path, capsys):
     def run(*words):
-        status = main(["explain", "--dir", str(tmp_path), *words])
+        status = run_command_line(["explain", "--dir", str(tmp_path), *words])
         output, error = capsys.readouterr()
         assert error == ""
         return status, output

@@ -10,7 +10,7 @@ import pytest
 from builders import GIB, a_device, a_mig_instance, a_process, a_uuid
 from machines import Machine
 
-from gpuguard.cli import main
+from gpuguard.cli.main import run_command_line
 from gpuguard.errors import DriverNotFound
 from gpuguard.lock import acquire
 from gpuguard.lockfiles import lock_directory
@@ -34,7 +34,7 @@ def select(machine, tmp_path, capsys):
     """Run the command; returns (exit code, standard output, standard error)."""
 
     def run(*words):
-        status = main(["select", "--dir", str(tmp_path), *words])
+        status = run_command_line(["select", "--dir", str(tmp_path), *words])
         return (status, *capsys.readouterr())
 
     return run
