@@ -2,9 +2,9 @@
 
     python benchmarks/contention.py --seconds 60 --processes 200
 
-The workers run what acquire() runs for each try, and release().  An oracle beside the locks, a page of shared memory with one
-slot per device, says who believes that he holds it: a slot that names another living process is an overlap, a lock that
-is still held when all workers are dead is stale.  --variant plants a fault, to show that the oracle sees it.
+The workers run what acquire() runs for each try, and release().  An oracle beside the locks, a page of shared memory
+with one slot per device, says who believes that he holds it: a slot that names another living process is an overlap, a
+lock that is still held when all workers are dead is stale.  --variant plants a fault, to show that the oracle sees it.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _backend_name(backend: str | None) -> str:
 
 @contextmanager
 def _opened(name: str) -> Iterator[Backend]:
-    """The backend in a process of its own, started afresh: this one may have threads, and is no place for NVML to hang in."""
+    """The backend in a process of its own, started afresh: this one may have threads, and NVML must not hang in it."""
     from gpuguard.backends.isolated import open_isolated
 
     source = open_isolated(name)

@@ -1,7 +1,7 @@
 """The directory of the lock files: which one it is, whether it can be trusted, and how its files are opened.
 
 flock works on a read-only descriptor.  So the files can be root's, 0444, in a directory where nobody but root may
-write, and still every user can claim, and nobody can unlink, truncate or plant one.  Does not know about claims: see lock.
+write, and still every user can claim, and nobody can unlink, truncate or plant one.  Knows nothing of claims: see lock.
 
     /run/gpuguard               root 0755    made by `gpuguard setup`; --dir or GPUGUARD_DIR names another place
     /run/gpuguard/lock/UUID     root 0444    one empty file per device, "gate" for the short moment of choosing
@@ -161,9 +161,9 @@ def _check_file_system(path: str) -> None:
     kind = file_system(path)
     if kind and kind.startswith(_UNSAFE_FILE_SYSTEMS):
         raise LockDirectoryError(
-            f"{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  In a container, mount "
-            f"the host's directory (docker run -v {ADMIN_DIRECTORY}:{ADMIN_DIRECTORY}); if nobody outside uses the GPUs, "
-            "name a directory on a local disk or tmpfs (--dir /dev/shm/gpuguard)."
+            f"{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  In a container, "
+            f"mount the host's directory (docker run -v {ADMIN_DIRECTORY}:{ADMIN_DIRECTORY}); if nobody outside uses "
+            "the GPUs, name a directory on a local disk or tmpfs (--dir /dev/shm/gpuguard)."
         )
 
 

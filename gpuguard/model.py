@@ -5,7 +5,7 @@ Bytes, percent (0..100), degrees Celsius, watts, joules, MHz, seconds.  Does not
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from gpuguard.nouns import dataclass, replace
 
 # What one sample reads.  A reader names the groups that it needs, and no driver call is made for the others.
 # The cost is in driver calls per device; the identity (index, uuid) always comes along.

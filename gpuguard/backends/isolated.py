@@ -1,8 +1,8 @@
 """A backend in a process of its own, so that a driver call that hangs or crashes takes nobody along.
 
-Measured on ten other tools: all of them hang when one driver call does.  Here the sampler says which device it is about
-to touch; when it stays silent for too long it is abandoned (its end of the pipe is closed, which ends it), that device is
-called unresponsive, and a new sampler reads the others.  The devices themselves are read elsewhere: see nvml, simulated.
+Ten other tools were tried: all of them hang when one driver call does.  Here the sampler says which device it is about
+to touch; when it stays silent for too long it is abandoned (its end of the pipe is closed, which ends it), that device
+is called unresponsive, and a new sampler reads the others.  Does not read devices itself: see nvml, simulated.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ DEVICE_SECONDS = 1.5  # a device is a few dozen calls of 0.003 to 4.5 ms (RTX 40
 NEXT_DEVICE_SECONDS = 0.4  # once one device hangs: eight dead ones still answer within 5 s
 STARVED_SECONDS = 6.0  # a sampler that is runnable and not running is no driver's fault
 RETRY_SECONDS = 60.0  # when an unresponsive device is tried again
+
+_SILENT = "a driver call did not come back"
 
 _prepared: dict[str, sampler.Channel] = {}
 
@@ -65,6 +67,7 @@ class Isolated:
         self._on_slow = on_slow
         self._skip: dict[int, float] = {}  # device index -> when to try it again (monotonic)
         self._abandoned: list[int] = []  # pids to reap
+        self._uuids: dict[int, str] = {}  # of all devices seen so far, by index
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         """As Backend.sample; also BackendError when the driver does not answer or crashes outside any device."""
@@ -75,7 +78,7 @@ class Isolated:
             request = (tuple(fields), None if devices is None else tuple(devices), tuple(self._skip))
             try:
                 sampler.send(channel[1], request)
-                return self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS)
+                return self._named(self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS), request[1])
             except _Stuck as stuck:
                 self._abandon()
                 if stuck.index is None or stuck.index in self._skip:
@@ -110,7 +113,8 @@ class Isolated:
                     )
                 if not self._wait(channel, INIT_SECONDS - SLOW_SECONDS):
                     raise errors.DriverUnresponsive(
-                        f"the driver did not initialise within {INIT_SECONDS:.0f} s.  Try `nvidia-smi`; if it hangs too, reboot."
+                        f"the driver did not initialise within {INIT_SECONDS:.0f} s.  Try `nvidia-smi`; "
+                        "if it hangs too, reboot."
                     )
             reply = sampler.receive(channel[2])
             if reply is None:
@@ -137,6 +141,23 @@ class Isolated:
                 continue
             _raise_error(reply)
             return sampler.unpack(reply[1])
+
+    def _named(self, snapshot: Snapshot, devices: tuple[str, ...] | None) -> Snapshot:
+        """The snapshot with the uuids that a former sampler knew: a new one must not touch what it has to skip."""
+        if not self._skip:
+            self._uuids.update({device.index: device.uuid for device in snapshot.devices if not device.parent_uuid})
+            return snapshot
+        from dataclasses import replace
+
+        from gpuguard.model import Device, Gap
+
+        unresponsive = {index: self._uuids.get(index, f"unknown-{index}") for index in self._skip}
+        wanted = {index: uuid for index, uuid in unresponsive.items() if devices is None or uuid in devices}
+        others = tuple(device for device in snapshot.devices if device.index not in self._skip)
+        gone = tuple(Device(index, uuid, problems=("unresponsive",)) for index, uuid in wanted.items())
+        gaps = tuple(gap for gap in snapshot.gaps if gap.reason != _SILENT)
+        gaps += tuple(Gap(uuid, "device", _SILENT) for uuid in wanted.values())
+        return replace(snapshot, devices=tuple(sorted(others + gone, key=lambda device: device.index)), gaps=gaps)
 
     def _wait(self, channel: sampler.Channel, seconds: float) -> bool:
         """Whether the sampler said something in time; the time in which it only waits for a CPU does not count."""

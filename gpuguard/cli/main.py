@@ -68,6 +68,7 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser whose faults are InvalidRequest, so that each command can choose its exit code."""
 
     def error(self, message: str) -> NoReturn:
+        """What argparse calls for every fault."""
         raise InvalidRequest(f"{message}\nSee `{self.prog} --help`.")
 
 

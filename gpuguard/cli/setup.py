@@ -42,8 +42,8 @@ def main(args: argparse.Namespace) -> int:
     if args.dir is None:
         if os.geteuid() != 0:
             raise LockDirectoryError(
-                f"only root can make {ADMIN_DIRECTORY}.  Run `sudo gpuguard setup`; or `gpuguard setup --dir PATH` for a "
-                "directory of your own, which nobody but you will use."
+                f"only root can make {ADMIN_DIRECTORY}.  Run `sudo gpuguard setup`; or `gpuguard setup --dir PATH` "
+                "for a directory of your own, which nobody but you will use."
             )
         _install(lines)
     make_directory(path, uuids)
