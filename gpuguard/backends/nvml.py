@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Set
 from itertools import combinations
 
 from gpuguard import model
@@ -18,6 +17,10 @@ from gpuguard.backends.nvml_calls import PROBLEMS, Answer, call, start
 from gpuguard.backends.nvml_reading import DeviceLost, Place, Reading
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import Device, Gap, Snapshot
+
+TYPE_CHECKING = False  # see nvml_calls
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Set
 
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
 

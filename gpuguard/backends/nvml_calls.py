@@ -6,9 +6,13 @@ Does not know what the calls mean: see nvml_fields.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
 
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
+from gpuguard.nouns import dataclass
+
+TYPE_CHECKING = False  # typing and dataclasses cost 12 ms of import, before every job
+if TYPE_CHECKING:
+    from typing import Any
 
 # Return codes of nvml.h.
 INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND = 2, 3, 4, 6
@@ -38,7 +42,8 @@ _KERNEL_VERSION = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 _SIMULATE = "`--backend simulated` tries gpuguard without a GPU."
 
 
-class Answer(NamedTuple):
+@dataclass(frozen=True)
+class Answer:
     """What a call gave: a value, or a code and why."""
 
     value: Any = None

@@ -5,13 +5,16 @@ What a device is used for, its memory and its processes, is in nvml_usage.  Does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
-
 from gpuguard import model
 from gpuguard.backends.nvml_calls import FUNCTION_NOT_FOUND, INVALID_ARGUMENT, NEVER, Answer
 from gpuguard.backends.nvml_reading import Reading
 from gpuguard.backends.nvml_usage import read_memory, read_processes
+from gpuguard.nouns import dataclass
+
+TYPE_CHECKING = False  # see nvml_calls
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+    from typing import Any
 
 UTILIZATION_SAMPLES = 1  # nvmlSamplingType_t
 _SAMPLE_VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
@@ -22,7 +25,8 @@ _THROTTLE_REASONS = {  # nvmlClocksEventReason*, by bit
 }  # fmt: skip
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """One field from one call."""
 
     field: str

@@ -6,14 +6,16 @@ is not told by the driver, and stays unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 from gpuguard import model
 from gpuguard.backends.nvml_calls import NOT_FOUND, Answer
 from gpuguard.backends.nvml_reading import Place, Reading
 from gpuguard.backends.nvml_usage import read_memory, read_processes
 from gpuguard.model import Device, Gap
+from gpuguard.nouns import replace
+
+TYPE_CHECKING = False  # see nvml_calls
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _SHARED = (
     "pci_bus_id", "minor_number", "numa_node", "cpu_affinity", "compute_mode", "mig_mode",

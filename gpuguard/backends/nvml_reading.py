@@ -6,12 +6,13 @@ Does not know which calls to make: see nvml_fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any
-
 from gpuguard.backends.nvml_calls import ABSENT, LOST, NEVER, PROBLEMS, RESET_REQUIRED, Answer, call
 from gpuguard.model import Gap
+
+TYPE_CHECKING = False  # see nvml_calls
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from typing import Any
 
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
@@ -25,16 +26,16 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 
 
-@dataclass
 class Place:
     """A device as the driver library knows it, and what never changes about it."""
 
-    index: int
-    handle: Any
-    uuid: str
-    static: dict[str, Answer] = field(default_factory=dict)
-    instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
-    utilization_seen: int = 0  # time stamp of the newest process utilization sample
+    def __init__(self, index: int, handle: Any, uuid: str) -> None:
+        self.index = index
+        self.handle = handle
+        self.uuid = uuid
+        self.static: dict[str, Answer] = {}
+        self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
+        self.utilization_seen = 0  # time stamp of the newest process utilization sample
 
 
 class DeviceLost(Exception):

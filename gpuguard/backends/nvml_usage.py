@@ -6,13 +6,15 @@ not plausible: see processes for the rules.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from gpuguard.backends import processes
 from gpuguard.backends.nvml_calls import FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, Answer
 from gpuguard.backends.nvml_reading import Reading
 from gpuguard.model import PROCESS_DETAILS, GpuProcess
+from gpuguard.nouns import replace
+
+TYPE_CHECKING = False  # see nvml_calls
+if TYPE_CHECKING:
+    from typing import Any
 
 MEMORY_V2 = 0x02000028  # version 2 of nvmlMemory_t and its size, 40 bytes
 _LISTS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
