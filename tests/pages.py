@@ -8,8 +8,8 @@ The convention, which CONTRIBUTING.md tells too:
 - ```` ```text ```` and ```` ```json ```` are not run;
 - ``<!-- not run: WHY -->`` on the line above a block exempts it.
 
-The blocks of a page run one after the other in one empty directory, beside a copy of examples/, on a simulated node of
-8 idle devices, unless the page itself starts one.  Does not check what a page says: see test_docs.
+The blocks of a page run one after the other in one empty directory, beside examples/ and benchmarks/, on a simulated
+node of 8 idle devices, unless the page itself starts one.  Does not check what a page says: see test_docs.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ def _trimmed(text: str) -> str:
 
 @contextmanager
 def a_place(where: Path, *, node: bool = True) -> Iterator[Path]:
-    """*where* with the examples, and a node of 8 devices unless the page starts its own."""
-    (where / "examples").symlink_to(ROOT / "examples")
+    """*where* with examples/ and benchmarks/, and a node of 8 devices unless the page starts its own."""
+    for name in ("examples", "benchmarks"):
+        (where / name).symlink_to(ROOT / name)
     if node:
         status, output = run(["gpuguard", "sim", "start", "8xH100-80GB"], where)
         assert status == 0, output
