@@ -146,7 +146,7 @@ def snapshot(fields: Iterable[str] = WHO_FIELDS, *, backend: str | None = None) 
 
 def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot:
     """What the machine looks like now, with everybody's claims in ``.claims``."""
-    from dataclasses import replace
+    from gpuguard.nouns import replace
 
     name = _backend_name(backend)
     machine = snapshot(backend=name)
@@ -170,7 +170,7 @@ def _claimed(
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
             if error.available == 0:
                 return Claim("none", (), ())
-            from dataclasses import replace
+            from gpuguard.nouns import replace
 
             return acquire(
                 source, replace(request, num_gpus=1, max_gpus=error.available), place, note=note, command=sys.argv

@@ -15,13 +15,13 @@ import os
 import time
 from _thread import allocate_lock
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 from gpuguard.clusters import outer_devices
 from gpuguard.errors import ClaimLost, ImpossibleRequest, LockDirectoryError, NotEnoughGpus, WaitTimeout
 from gpuguard.lockfiles import Gate, LockDirectory, is_same_file, lock_directory, open_lock, try_flock
 from gpuguard.model import HEALTH, PROCESS_DETAILS, VERIFY_FIELDS, ClaimRecord, Device, Snapshot
+from gpuguard.nouns import dataclass, replace
 from gpuguard.records import locked_devices, probe, read_record, write_record
 from gpuguard.select import Choice, Request, choose, fields_needed, fields_to_verify, not_enough, taken_by
 

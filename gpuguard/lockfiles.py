@@ -17,9 +17,9 @@ import os
 import re
 import stat
 import time
-from dataclasses import dataclass
 
 from gpuguard.errors import LockDirectoryError
+from gpuguard.nouns import dataclass
 
 TYPE_CHECKING = False  # typing and contextlib cost 7 ms of import
 if TYPE_CHECKING:

@@ -204,7 +204,7 @@ def _may_hold(record: ClaimRecord, holders: Mapping[int, int]) -> bool:
 
 
 def _completed(record: ClaimRecord, devices: tuple[str, ...], pids: set[int]) -> ClaimRecord:
-    from dataclasses import replace
+    from gpuguard.nouns import replace
 
     return replace(record, devices=devices, holders=tuple(sorted(pids)))
 

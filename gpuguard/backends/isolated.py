@@ -147,7 +147,7 @@ class Isolated:
         if not self._skip:
             self._uuids.update({device.index: device.uuid for device in snapshot.devices if not device.parent_uuid})
             return snapshot
-        from dataclasses import replace
+        from gpuguard.nouns import replace
 
         from gpuguard.model import Device, Gap
 
