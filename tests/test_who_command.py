@@ -1,0 +1,272 @@
+"""`gpuguard who` on a simulated node with real processes and real locks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gpuguard.backends import node, node_file, open_backend, simulated
+from gpuguard.cli.main import run_command_line
+from gpuguard.lock import acquire, lock_directory
+from gpuguard.select import Request
+
+GPUGUARD = [sys.executable, "-m", "gpuguard"]
+USE = """
+import sys, time
+from gpuguard.backends import simulated
+simulated.use(sys.argv[1].split(","), int(sys.argv[2]) << 30, float(sys.argv[3]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+# Makes a claim, starts a job that inherits it, and is killed: the job lives on.
+ABANDON = """
+import os, signal, subprocess, sys
+from gpuguard.backends import open_backend
+from gpuguard.lock import acquire, lock_directory
+from gpuguard.select import Request
+claim = acquire(open_backend("simulated"), Request(), lock_directory(None, backend="simulated"))
+sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+job = subprocess.Popen(sleep, pass_fds=claim.pass_fds, stdout=subprocess.DEVNULL)
+print(job.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
+    monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
+    monkeypatch.delenv("GPUGUARD_DIR", raising=False)
+    start("4xH100-80GB")
+    return str(tmp_path / "node")
+
+
+def start(spec):
+    clock = time.clock_gettime(time.CLOCK_BOOTTIME)
+    path = simulated.directory()
+    node_file.create(path, lambda: node.new_node(spec, path, clock), replace=True)
+
+
+@contextmanager
+def using(devices, *words, memory=10, utilization=80, pass_fds=()) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that uses devices of the node."""
+    command = [sys.executable, "-c", USE, devices, str(memory), str(utilization), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=pass_fds) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == b"ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def a_claim(*devices, **details):
+    backend = open_backend("simulated")
+    request = Request(num_gpus=len(devices), devices=devices)
+    return acquire(backend, request, lock_directory(None, backend="simulated"), **details)
+
+
+@pytest.fixture
+def who(capsys):
+    """The object that `gpuguard who --json OPTIONS` prints."""
+
+    def look(*options):
+        assert run_command_line(["who", "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return look
+
+
+def test_an_empty_node_is_free_and_called_simulated(capsys):
+    assert run_command_line(["who"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("SIMULATED node ")
+    assert [line.split()[-1] for line in lines[2:6]] == ["free"] * 4
+
+
+def test_every_state_of_a_device_is_told(who):
+    with a_claim("0") as used, a_claim("1") as lazy, a_claim("2"), using("0", pass_fds=used.pass_fds), using("3"):  # noqa: SIM117
+        with using("1", utilization=0, pass_fds=lazy.pass_fds):
+            devices = who()["devices"]
+
+    assert [device["state"] for device in devices] == ["in_use", "idle", "claimed", "unclaimed_use"]
+
+
+def test_a_process_is_joined_with_its_claim_and_described(who):
+    with (
+        a_claim("0", "2", note="sweep", command=("python", "x.py")) as claim,
+        using("0", pass_fds=claim.pass_fds) as job,
+    ):
+        content = who()
+
+    record, process = content["devices"][0]["claims"][0], content["devices"][0]["processes"][0]
+    assert (record["note"], record["command"], record["pid"]) == ("sweep", ["python", "x.py"], os.getpid())
+    assert sorted(record["holders"]) == sorted([os.getpid(), job.pid])
+    assert (process["pid"], process["claim"], process["uid"]) == (job.pid, claim.id, os.geteuid())
+    assert (process["memory_used_bytes"], process["kind"]) == (10 << 30, "compute")
+    assert process["command"][-3:] == ["0", "10", "80"]
+    assert content["users"][0]["claimed"] == 2
+
+
+def test_a_child_that_closed_the_lock_still_belongs_to_the_claim_of_its_parent(who):
+    with a_claim("0") as claim, using("0") as job:
+        assert job.pid not in who()["devices"][0]["claims"][0]["holders"]
+        assert who()["devices"][0]["processes"][0]["claim"] == claim.id
+
+
+def test_a_claim_whose_wrapper_was_killed_is_orphaned_until_its_job_ends(who):
+    done = subprocess.run([sys.executable, "-c", ABANDON], stdout=subprocess.PIPE)
+    job = int(done.stdout)
+    try:
+        claims = [claim for device in who()["devices"] for claim in device["claims"]]
+        assert [claim["orphaned"] for claim in claims] == [True]
+    finally:
+        os.kill(job, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(device["claims"] for device in who()["devices"]):
+        assert time.monotonic() < deadline
+
+
+def test_a_wrapper_that_lives_is_not_called_orphaned(who):
+    with a_claim("0"):
+        assert who()["devices"][0]["claims"][0]["orphaned"] is False
+
+
+def test_a_stopped_job_says_so(who):
+    with a_claim("0") as claim, using("0", pass_fds=claim.pass_fds) as job:
+        assert who()["devices"][0]["claims"][0]["stopped"] is False
+        job.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, job.pid, os.WSTOPPED | os.WNOWAIT)
+
+        assert who()["devices"][0]["claims"][0]["stopped"] is True
+        assert who()["devices"][0]["processes"][0]["stopped"] is True
+
+
+def test_hostile_arguments_of_a_real_process_are_written_out(capsysbinary):
+    with using("0", b"\x1b[2J\x1b]0;x\x07", "李小明\u202e\n", b"\xff"):
+        assert run_command_line(["who"]) == 0
+
+    text = capsysbinary.readouterr().out.decode()
+    assert text.replace("\n", "").isprintable()
+    assert r"'\x1b[2J\x1b]0;x\x07'" in text
+    assert r"李小明\u202e\n" in text
+
+
+def test_a_pipe_gets_the_whole_command_line(capsys):
+    with using("0", "x" * 500):
+        run_command_line(["who"])
+
+    assert "x" * 500 in capsys.readouterr().out
+
+
+def test_devices_can_be_chosen_by_index_and_by_the_beginning_of_the_uuid(who):
+    uuids = [device["uuid"] for device in who()["devices"]]
+
+    assert [device["uuid"] for device in who("--device", f"3,{uuids[1][:12]}")["devices"]] == [uuids[1], uuids[3]]
+
+
+def test_a_mig_instance_is_chosen_by_the_label_that_is_shown(who, capsys):
+    start("1xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb")
+    run_command_line(["who"])
+    label = capsys.readouterr().out.splitlines()[4].split()[0]
+
+    assert [device["mig_profile"] for device in who("--device", label)["devices"]] == ["3g.20gb"]
+    assert len(who("--device", "1")["devices"]) == 3
+
+
+def test_a_user_sees_only_what_is_his(who):
+    with using("0"):
+        me = who()["devices"][0]["processes"][0]["user"]
+        assert [device["index"] for device in who("--user", me)["devices"]] == [0]
+        assert who("--user", "nobody-of-that-name")["devices"] == []
+
+
+@pytest.mark.parametrize(
+    "options", [("--device", "9"), ("--device", "GPU-ffff"), ("--watch", "5"), ("--watch", "0s"), ("--bogus",)]
+)
+def test_a_wrong_option_is_one_message_and_exit_code_2(options, capsys):
+    assert run_command_line(["who", *options]) == 2
+
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("gpuguard: ")
+
+
+def test_devices_are_shown_when_the_claims_cannot_be_read(who, tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    content = who("--dir", str(tmp_path / "open"))
+
+    assert {device["state"] for device in content["devices"]} == {"unknown"}
+    assert [gap["field"] for gap in content["gaps"]] == ["claims"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "state"), [("lost", "unhealthy"), ("unlisted", "unknown"), ("implausible", "unknown")]
+)
+def test_a_device_that_fails_does_not_hide_the_others(fault, state, who):
+    assert run_command_line(["sim", "fault", "--device", "1", fault]) == 0
+    content = who()
+
+    assert [device["state"] for device in content["devices"]] == ["free", state, "free", "free"]
+    assert content["devices"][1]["reason"]
+
+
+def test_a_device_that_hangs_is_named_within_5_seconds(who):
+    assert run_command_line(["sim", "fault", "--device", "2", "hang"]) == 0
+    began = time.monotonic()
+    content = who()
+
+    assert time.monotonic() - began < 5
+    assert [device["state"] for device in content["devices"] if device["index"] != 2] == ["free"] * 3
+    assert {gap["index"] for gap in content["gaps"]} == {2}
+
+
+def test_a_piped_watch_prints_one_object_per_look_until_ctrl_c():
+    command = [*GPUGUARD, "who", "--watch", "100ms", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        looks = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(10) == 0
+        assert process.stderr.read() == b""
+    assert looks[0]["taken_at"] < looks[1]["taken_at"] < looks[2]["taken_at"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_a_watch_on_a_terminal_gives_the_screen_back(number, status):
+    main, side = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    with subprocess.Popen([*GPUGUARD, "who", "--watch", "100ms"], stdout=side, stderr=side, env=environ) as process:
+        os.close(side)
+        output = b""
+        while output.count(b"\x1b[H") < 2:
+            output += os.read(main, 65536)
+        process.send_signal(number)
+        output += rest_of(main)
+
+        assert process.wait(10) == status
+    os.close(main)
+    assert output.startswith(b"\x1b[?1049h\x1b[H")
+    assert output.endswith(b"\x1b[?1049l")
+    assert b"Traceback" not in output
+
+
+def rest_of(terminal: int) -> bytes:
+    """What is written until the last writer has gone."""
+    output = b""
+    while True:
+        try:
+            output += os.read(terminal, 65536)
+        except OSError:  # EIO: nobody has the other side open
+            return output
