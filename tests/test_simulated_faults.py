@@ -81,9 +81,14 @@ def test_a_hanging_device_hangs_until_it_is_mended_and_is_left_alone_when_told_s
     reader.join(0.2)
     assert samples == []
 
+    mender = threading.Timer(10, lambda: change(place, 1, faults=()))  # else a fault here would hang the tests
+    mender.start()
     patient = simulated.open(place)
     patient.skip = {1}
+    begin = time.monotonic()
     snapshot = patient.sample({MEMORY})
+    mender.cancel()
+    assert time.monotonic() - begin < 10
     assert snapshot.devices[1].problems == ("unresponsive",)
     assert [gap.device for gap in snapshot.gaps] == [snapshot.devices[1].uuid]
 
