@@ -5,8 +5,8 @@ gpuguard run --min-free 20GiB --no-wait -- ...   one with 20 GiB free, or exit 7
 gpuguard run --time-limit 4h -- ...              SIGTERM after four hours, SIGKILL a --grace later, exit 124
 
 The command sees only its GPUs (CUDA_VISIBLE_DEVICES).  The claim lasts as long as the command or what it left on the
-GPUs, however gpuguard itself ends.  Exit codes: the command's own; 128+N when signal N ended it; 124 the wait or the time
-limit ran out; 125 gpuguard failed or the request can never be met; 126 not executable; 127 not found; 75 not now.
+GPUs, however gpuguard itself ends.  Exit codes: the command's own; 128+N when signal N ended it; 124 the wait or the
+time limit ran out; 125 gpuguard failed or the request can never be met; 126 not executable; 127 not found; 75 not now.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def waiting_lines(quiet: bool) -> tuple[Callable[[NotEnoughGpus], None], Callabl
 
 
 def say(text: str, *, again: bool = False) -> None:
-    """One line for the user on stderr; with *again* it is cut to the terminal's width and the next one overwrites it."""
+    """Tell the user on stderr; with *again* in one line of the terminal, which the next one overwrites."""
     from gpuguard.views.text import neutralise, shorten
 
     lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]

@@ -1,0 +1,324 @@
+"""A job behind gpuguard obeys the terminal as a bare one: real pseudo-terminals, real shells."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from wrapped import Wrapped, content, until
+
+SHELLS = {
+    "bash": ("bash", "--norc", "--noprofile", "--noediting", "-i"),
+    "sh": ("sh", "-i"),
+}
+PROMPT = "ready> "
+# Counts the signal that it is named, says so, and ends when it has seen as many as it is told.
+COUNT = """
+import os, signal, sys, time
+name, enough, seen = sys.argv[1], int(sys.argv[2]), []
+def count(*_):
+    seen.append(1)
+    os.write(1, b"<seen %d>" % len(seen))
+signal.signal(getattr(signal, "SIG" + name), count)
+os.write(1, b"<started>")
+while len(seen) < enough:
+    time.sleep(0.01)
+time.sleep(0.3)
+os.write(1, b"<total %d>" % len(seen))
+"""
+# Not a loop of short sleeps, because without gpuguard too a Ctrl-Z that meets dash in vfork leaves it hanging, and sh
+# goes on after a Ctrl-C that its child came too late for.
+SLEEP = "echo '<started>'; exec sleep 60"
+# Says who it is, and ends with a status once PLACE/end is there.
+WAIT = """
+import os, pathlib, sys, time
+place = pathlib.Path(sys.argv[1])
+(place / "pids").write_text(f"{os.getppid()} {os.getpid()}")
+os.write(1, b"<started>")
+while not (place / "end").exists():
+    time.sleep(0.01)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+class Terminal:
+    """A person at a terminal."""
+
+    def __init__(self, *shell: str) -> None:
+        self.pid, self.master = pty.fork()
+        if self.pid == 0:
+            os.execvpe(shell[0], list(shell), {**os.environ, "PS1": PROMPT, "ENV": "", "HISTFILE": ""})
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def expect(self, pattern: str, seconds: float = 20.0) -> re.Match[str]:
+        """Wait for *pattern* on the screen, and forget everything up to there."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.shown)):
+            if not select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                pytest.fail(f"{pattern!r} did not appear, but {self.shown!r}")
+            self.shown += os.read(self.master, 65536).decode(errors="replace")
+        self.shown = self.shown[found.end() :]
+        return found
+
+    def status(self) -> int:
+        """$? of the last command, once its prompt is there."""
+        self.expect(PROMPT)
+        self.type("echo status=$?\n")
+        return int(self.expect(r"status=(\d+)")[1])
+
+    def close(self) -> None:
+        """Hang up, and end what has not ended of it."""
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                os.close(self.master)
+        session = sessions(self.pid)
+        for pid in [self.pid, *session]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def sessions(leader: int) -> list[int]:
+    """The pids of a session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.getsid(int(entry.name)) == leader:
+                    found.append(int(entry.name))
+    return found
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+def states_of(terminal: Terminal, name: str) -> list[str]:
+    named = [pid for pid in sessions(terminal.pid) if content(Path(f"/proc/{pid}/comm")).strip() == name]
+    return [state(pid) for pid in named]
+
+
+@pytest.fixture
+def wrapped(tmp_path: Path) -> Iterator[Wrapped]:
+    with Wrapped(tmp_path) as machine:
+        yield machine
+
+
+@pytest.fixture
+def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    at = Terminal(*SHELLS[getattr(request, "param", "bash")])
+    at.expect(PROMPT)
+    yield at
+    at.close()
+
+
+both_shells = pytest.mark.parametrize("terminal", SHELLS, indirect=True)
+
+
+def line(wrapped: Wrapped, *command: str, bare: bool = False, **options: object) -> str:
+    """What to type: the name of a file with the command line, so that the terminal's echo shows nothing of it."""
+    words = command if bare else wrapped.words(*command, **options)
+    path = wrapped.place / "job"
+    path.write_text(f"#!/bin/sh\nexec {shlex.join(words)}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def waiting(wrapped: Wrapped, status: int = 0) -> str:
+    return line(wrapped, sys.executable, "-c", WAIT, str(wrapped.place), str(status))
+
+
+def pids(wrapped: Wrapped) -> tuple[int, int]:
+    """Of the wrapper and of its waiting() job."""
+    wrapper, job = content(wrapped.place / "pids").split()
+    return int(wrapper), int(job)
+
+
+def counting(wrapped: Wrapped, name: str, enough: int, *, bare: bool) -> str:
+    return line(wrapped, sys.executable, "-c", COUNT, name, str(enough), bare=bare)
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["bare", "wrapped"])
+@pytest.mark.parametrize(("key", "name"), [("\x03", "INT"), ("\x1c", "QUIT"), ("\x1a", "TSTP")])
+def test_a_key_reaches_the_job_exactly_once(terminal, wrapped, key, name, bare):
+    terminal.type(counting(wrapped, name, 1, bare=bare) + "\n")
+    terminal.expect("<started>")
+    terminal.type(key)
+
+    assert terminal.expect(r"<total (\d+)>")[1] == "1"
+    assert terminal.status() == 0
+
+
+def test_the_second_interrupt_reaches_the_job_as_the_first_one_did(terminal, wrapped):
+    terminal.type(counting(wrapped, "INT", 2, bare=False) + "\n")
+    terminal.expect("<started>")
+    terminal.type("\x03")
+    terminal.expect("<seen 1>")
+    terminal.type("\x03")
+
+    assert terminal.expect(r"<total (\d+)>")[1] == "2"
+    assert terminal.status() == 0
+
+
+@both_shells
+@pytest.mark.parametrize(("key", "status"), [("\x03", 130), ("\x1c", 131)])
+def test_a_key_that_ends_the_job_gives_the_shells_status(terminal, wrapped, key, status):
+    terminal.type("ulimit -c 0\n" + line(wrapped, "sh", "-c", SLEEP) + "\n")
+    terminal.expect("<started>\r")
+    terminal.type(key)
+    terminal.expect(r"\^.")
+
+    assert terminal.status() == status
+    until(lambda: not wrapped.is_claimed())
+
+
+@pytest.mark.parametrize("interpreter", ["sh", "bash"])
+def test_an_interrupt_stops_the_script_around_the_job(terminal, wrapped, tmp_path, interpreter):
+    script = tmp_path / "script"
+    script.write_text(f"{line(wrapped, 'sh', '-c', SLEEP)}\necho '<went' 'on>'\n")
+    terminal.type(f"{interpreter} {script}\n")
+    terminal.expect("<started>\r")
+    terminal.type("\x03")
+    terminal.expect(PROMPT)
+    terminal.type("echo '<next>'\n")
+
+    terminal.expect("<next>\r")
+    assert "<went on>" not in terminal.shown
+    assert not wrapped.is_claimed()
+
+
+@both_shells
+def test_a_stopped_job_gives_the_prompt_back_keeps_its_claim_and_goes_on_with_fg(terminal, wrapped, tmp_path):
+    terminal.type(waiting(wrapped, 5) + "\n")
+    terminal.expect("<started>")
+    terminal.type("\x1a")
+    terminal.expect("(?i)stopped")
+    terminal.expect(PROMPT)
+
+    assert state(pids(wrapped)[1]) == "T"
+    assert wrapped.is_claimed()
+    (tmp_path / "end").touch()
+    terminal.type("fg\n")
+    terminal.expect("/job")  # the shell names the job that it continues
+    assert terminal.status() == 5
+    assert not wrapped.is_claimed()
+
+
+def test_a_job_can_be_stopped_again_and_again(terminal, wrapped, tmp_path):
+    terminal.type(waiting(wrapped, 6) + "\n")
+    terminal.expect("<started>")
+    for _ in range(5):
+        terminal.type("\x1a")
+        terminal.expect("Stopped")
+        terminal.expect(PROMPT)
+        terminal.type("fg\n")
+        terminal.expect("/job")
+        until(lambda: [state(pid) for pid in pids(wrapped)] == ["S", "S"])
+
+    (tmp_path / "end").touch()
+    assert terminal.status() == 6
+
+
+def test_a_stopped_job_goes_on_in_the_background(terminal, wrapped, tmp_path):
+    terminal.type(waiting(wrapped, 7) + "\n")
+    terminal.expect("<started>")
+    terminal.type("\x1a")
+    terminal.expect("Stopped")
+    terminal.expect(PROMPT)
+    (tmp_path / "end").touch()
+    terminal.type("bg; wait %1\n")
+    terminal.expect("wait %1")
+
+    assert terminal.status() == 7
+
+
+def test_continuing_us_alone_continues_the_job(terminal, wrapped, tmp_path):
+    terminal.type(waiting(wrapped) + "\n")
+    terminal.expect("<started>")
+    terminal.type("\x1a")
+    terminal.expect("Stopped")
+    wrapper, job = pids(wrapped)
+    until(lambda: state(wrapper) == "T")
+    os.kill(wrapper, signal.SIGCONT)
+
+    until(lambda: state(job) != "T")
+    (tmp_path / "end").touch()
+
+
+def test_a_job_that_somebody_pauses_by_its_pid_does_not_stop_us_for_good(terminal, wrapped, tmp_path):
+    terminal.type(waiting(wrapped) + "\n")
+    terminal.expect("<started>")
+    _, job = pids(wrapped)
+    os.kill(job, signal.SIGSTOP)
+    until(lambda: state(job) == "T")
+    os.kill(job, signal.SIGCONT)
+    (tmp_path / "end").touch()
+
+    assert terminal.status() == 0
+
+
+def test_a_job_in_the_background_that_reads_is_stopped_and_reads_after_fg(terminal, wrapped):
+    terminal.type(line(wrapped, "sh", "-c", 'read word; echo "<read $word>"') + " &\n")
+    terminal.expect(PROMPT)
+    until(lambda: wrapped.is_claimed())
+    time.sleep(0.3)
+    terminal.type("\n")
+    terminal.expect("Stopped")
+    terminal.type("fg\n")
+    terminal.expect("/job")
+    terminal.type("hello\n")
+
+    terminal.expect("<read hello>")
+    assert terminal.status() == 0
+
+
+def test_our_messages_do_not_stop_a_silent_job_in_the_background(terminal, wrapped):
+    terminal.type("stty tostop\n")
+    terminal.expect(PROMPT)
+    terminal.type(line(wrapped, "sleep", "60", time_limit=0.5) + " & wait $!; echo status=$?\n")
+
+    terminal.expect("the time limit is over")
+    # The stand-in's own last line is written after the signals are free again, by the same process.
+    assert terminal.expect(r"status=(\d+)")[1] == "124"
+
+
+def test_a_shell_as_a_job_has_its_own_job_control(terminal, wrapped):
+    terminal.type(line(wrapped, "bash", "--norc", "--noprofile", "--noediting", "-i") + "\n")
+    terminal.expect(PROMPT)
+    terminal.type("echo $GPUGUARD_CLAIM '<in''side>'\n")
+    terminal.expect(r"[0-9a-f]{8} <inside>")
+    terminal.type("sleep 60\n")
+    until(lambda: states_of(terminal, "sleep") == ["S"])
+    terminal.type("\x1a")
+    terminal.expect("Stopped")
+    terminal.expect(PROMPT)
+    terminal.type("fg\n")
+    until(lambda: states_of(terminal, "sleep") == ["S"])
+    terminal.type("\x03")
+    terminal.expect(PROMPT)
+    terminal.type("exit 9\n")
+    terminal.expect("ended: ")
+
+    assert terminal.status() == 9
+
+
+def test_a_hang_up_ends_the_job_and_its_claim(terminal, wrapped, tmp_path):
+    terminal.type(line(wrapped, "sh", "-c", f"echo $$ > {tmp_path}/pid; {SLEEP}") + "\n")
+    terminal.expect("<started>\r")
+    os.close(terminal.master)
+
+    until(lambda: not Path(f"/proc/{content(tmp_path / 'pid').strip()}").exists())
+    until(lambda: not wrapped.is_claimed())
