@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gpuguard.model import Device, GpuProcess, Snapshot
+from gpuguard.nouns import dataclass
 from gpuguard.request import Request, resolve
 from gpuguard.units import format_bytes, format_duration
 

@@ -6,7 +6,6 @@ Does not look at any device: see eligibility for why one will not do, and select
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import (
@@ -20,6 +19,7 @@ from gpuguard.model import (
     UTILIZATION,
     Device,
 )
+from gpuguard.nouns import dataclass
 from gpuguard.units import format_bytes
 
 # What an idle device may still hold.  NVIDIA's resiliency extension takes memory for given back below the same 512 MB.

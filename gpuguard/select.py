@@ -9,11 +9,11 @@ Does not claim anything, so what it says may be over a moment later: see lock.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from gpuguard.eligibility import OUTER, Reason, Refusal, Terms, foreign, named, reasons_against, shown, terms_of
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Snapshot
+from gpuguard.nouns import dataclass
 from gpuguard.request import Request, fields_needed, fields_to_verify, options_of, resolve, spelled
 from gpuguard.topology import best_connected
 from gpuguard.units import format_duration

@@ -101,6 +101,12 @@ def test_memory_beyond_my_own_processes_still_counts():
     assert "2.0GiB in use" in reasons(device, Request(mine_as_free=frozenset({1001})))[0]
 
 
+def test_memory_that_my_process_may_hold_does_not_make_a_device_busy():
+    device = a_device(processes=(a_process(memory_used=None),), memory_used=12 * GIB)
+
+    assert reasons(device, Request(mine_as_free=frozenset({1001}))) == []
+
+
 def test_a_claimed_device_is_refused_before_its_memory_shows_up():
     taken = taken_by([a_claim_record(user="bob")], now=1_700_000_000.0 + 3600)
 

@@ -44,6 +44,14 @@ def test_three_mebibytes_of_noise_do_not_outrank_the_order():
     assert ranked(a_snapshot(*idle)) == [3, 2, 1, 0]
 
 
+def test_shared_devices_with_almost_the_same_free_memory_are_equals():
+    shared = [
+        a_device(i, processes=(BOB,), memory_used=10 * GIB + (100 + noise) * MIB) for i, noise in enumerate((0, 3, 9))
+    ]
+
+    assert ranked(a_snapshot(*shared), Request(max_processes=1)) == [2, 1, 0]
+
+
 def test_unknown_memory_comes_last_even_when_it_is_preferred():
     devices = (a_device(0, memory_used=None, memory_free=None), a_device(1), a_device(2))
 
@@ -187,6 +195,10 @@ def test_a_request_is_spelled_as_the_options_that_make_it():
 # Laws
 
 
+# No deadline: on a machine that is busy with other tests it measures those.
+LAW = settings(deadline=None)
+
+
 def some(values):
     return st.one_of(st.none(), values)
 
@@ -216,6 +228,7 @@ REQUESTS = st.builds(
 )
 
 
+@LAW
 @given(DEVICES, REQUESTS)
 def test_winners_are_eligible_distinct_and_as_many_as_wanted(devices, request):
     choice = choose(a_snapshot(*devices), request, {})
@@ -228,6 +241,7 @@ def test_winners_are_eligible_distinct_and_as_many_as_wanted(devices, request):
     assert all(refusal.reasons and all(reason.text for reason in refusal.reasons) for refusal in choice.refused)
 
 
+@LAW
 @given(DEVICES, REQUESTS, st.randoms(use_true_random=False))
 def test_the_order_of_the_input_does_not_matter(devices, request, random):
     shuffled = random.sample(devices, len(devices))
@@ -235,6 +249,7 @@ def test_the_order_of_the_input_does_not_matter(devices, request, random):
     assert choose(a_snapshot(*shuffled), request, {}) == choose(a_snapshot(*devices), request, {})
 
 
+@LAW
 @given(DEVICES, REQUESTS, st.sampled_from(["memory_free", "utilization"]))
 def test_unknown_never_wins_against_known(devices, request, field):
     devices = [replace(device, memory_free=None) if device.memory_used is None else device for device in devices]
@@ -246,6 +261,7 @@ def test_unknown_never_wins_against_known(devices, request, field):
     assert not known or (request.strategy == "pack" and field == "utilization") or choice.devices[0] in known
 
 
+@LAW
 @given(DEVICES, REQUESTS)
 def test_a_condition_on_something_unknown_is_never_satisfied(devices, request):
     for device in choose(a_snapshot(*devices), request, {}).eligible:
@@ -253,6 +269,7 @@ def test_a_condition_on_something_unknown_is_never_satisfied(devices, request):
         assert request.min_free is None or device.memory_free is not None
 
 
+@LAW
 @given(DEVICES, st.integers(1, 3))
 def test_a_worse_device_never_changes_the_winners(devices, number):
     request = Request(number, max_processes=3)

@@ -94,6 +94,7 @@ def test_instances_of_one_gpu_are_closest():
 LEVEL = st.sampled_from([None, *LEVELS])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_up_to_sixteen_candidates_the_best_set_is_found(data):
     count = data.draw(st.integers(2, 7))

@@ -7,10 +7,10 @@ when it has no opinion.  All opinions must agree on a device.  Does not read the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from gpuguard.clusters import containers, cuda, slurm
 from gpuguard.model import Device
+from gpuguard.nouns import dataclass
 
 SOURCES = (cuda.allowed, slurm.allowed, containers.allowed)
 
