@@ -306,10 +306,11 @@ def build(directory: Path, driver: int = 580) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "state.h").write_text(_header())
     temporary = directory / f"library.{os.getpid()}"
-    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", f"-DDRIVER={driver}", f"-I{directory}"]
-    done = subprocess.run(
-        [*_compiler(), *options, "-o", temporary, SOURCE], capture_output=True, text=True, check=False
-    )
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-fno-sanitize=undefined", f"-I{directory}"]
+    command = [*_compiler(), *options, f"-DDRIVER={driver}", "-o", str(temporary), str(SOURCE)]
+    # zig keeps its cache in the home directory, which may not be writable.
+    environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(directory / "zig")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"the fake driver library does not compile:\n{done.stderr}")
     temporary.rename(target)

@@ -361,7 +361,7 @@ static int processes(DeviceState *device, const Mig *mig, int kind, int stride, 
   for (int i = 0; i < device->process_count; i++) {
     Process *process = &device->processes[i];
     if (!listed(process, mig, kind)) continue;
-    char row[32] = {0};
+    _Alignas(8) char row[32] = {0};
     *(uint32_t *)row = process->pid;
     *(int64_t *)(row + 8) = process->memory;
     *(uint32_t *)(row + 16) = process->gi;
