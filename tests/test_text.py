@@ -79,6 +79,12 @@ def test_a_command_line_is_quoted_as_a_shell_would_need_it():
     assert neutral_command(None) == "n/a"
 
 
+def test_a_brief_command_line_leaves_out_where_the_program_lies():
+    assert neutral_command(("/opt/conda/bin/python", "/home/a/x.py"), brief=True) == "python /home/a/x.py"
+    assert neutral_command(("/",), brief=True) == "/"
+    assert neutral_command((), brief=True) == ""
+
+
 @pytest.mark.parametrize(
     ("text", "width"),
     [("abc", 3), ("李小明", 6), ("e\u0301", 1), ("한", 2), ("ｱ", 1), ("Ａ", 2), ("😀", 2), ("", 0), ("ไม่", 2)],

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from test_who import DOCUMENT, documented, printed
 
 from gpuguard.backends import node, node_file, open_backend, simulated
 from gpuguard.cli.main import run_command_line
@@ -270,3 +271,22 @@ def rest_of(terminal: int) -> bytes:
             output += os.read(terminal, 65536)
         except OSError:  # EIO: nobody has the other side open
             return output
+
+
+COMMANDS = {
+    "select": ["select", "--json"],
+    "explain": ["explain", "--json"],
+    "sim": ["sim", "show", "--json"],
+    "doctor": ["doctor", "--json"],
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_the_document_describes_exactly_what_a_command_prints(kind, capsys):
+    start("1xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb")
+    with using("0"):
+        run_command_line(COMMANDS[kind])
+    content = json.loads(capsys.readouterr().out)
+
+    assert content["schema"] == 1
+    assert documented(kind, DOCUMENT.read_text(encoding="utf-8")) == printed(kind, content)

@@ -41,11 +41,19 @@ def neutralise(text: str) -> str:
     return "".join(pieces)
 
 
-def neutral_command(words: Sequence[str] | None) -> str:
-    """A command line as one neutral line, with quotes where a shell needs them; ``"n/a"`` when unknown."""
+def neutral_command(words: Sequence[str] | None, *, brief: bool = False) -> str:
+    """A command line as one neutral line, with quotes where a shell needs them; ``"n/a"`` when unknown.
+
+    Args:
+        words: the program and its arguments.
+        brief: leave out the directory of the program, so that more of the rest fits.
+    """
     import shlex
 
-    return "n/a" if words is None else neutralise(shlex.join(words))
+    if words is None:
+        return "n/a"
+    program = [word.rpartition("/")[2] or word for word in words[:1]] if brief else words[:1]
+    return neutralise(shlex.join([*program, *words[1:]]))
 
 
 def display_width(text: str) -> int:

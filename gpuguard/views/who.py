@@ -76,7 +76,7 @@ def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | N
         width=width,
         paint=lambda cell, place: paint(cell, _colour(cell)) if place == 6 else cell,
     )
-    rows = [(place, row) for place, use in enumerate(found) for row in _rows_below(use, snapshot)]
+    rows = [(place, row) for place, use in enumerate(found) for row in _rows_below(use, snapshot, width is not None)]
     below = table((row for _, row in rows), align="<<<>>", width=None if width is None else width - len(_INDENT))
     lines = devices[:1]
     for place, line in enumerate(devices[1:]):
@@ -109,14 +109,14 @@ def device_label(device: Device) -> str:
     return f"{device.index}.{'?' if device.gpu_instance_id is None else device.gpu_instance_id}"
 
 
-def _rows_below(use: DeviceUse, snapshot: Snapshot) -> Iterable[list[str]]:
+def _rows_below(use: DeviceUse, snapshot: Snapshot, brief: bool) -> Iterable[list[str]]:
     for held in use.claims:
-        yield _claim_row(held, snapshot)
+        yield _claim_row(held, snapshot, brief)
     for running in use.processes or ():
-        yield _process_row(running, snapshot)
+        yield _process_row(running, snapshot, brief)
 
 
-def _claim_row(held: ClaimUse, snapshot: Snapshot) -> list[str]:
+def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
     record = held.record
     note = f'"{neutralise(record.note)}"  ' if record.note else ""
     remarks = [word for word, true in (("orphaned", held.orphaned), ("stopped", held.stopped)) if true]
@@ -128,11 +128,11 @@ def _claim_row(held: ClaimUse, snapshot: Snapshot) -> list[str]:
         format_duration(since),
         "",
         ", ".join(remarks),
-        note + neutral_command(record.command),
+        note + neutral_command(record.command, brief=brief),
     ]
 
 
-def _process_row(running: ProcessUse, snapshot: Snapshot) -> list[str]:
+def _process_row(running: ProcessUse, snapshot: Snapshot, brief: bool) -> list[str]:
     process = running.process
     remarks = [running.claim or ("" if process.kind == "graphics" else "no claim")]
     remarks += [process.kind] if process.kind != "compute" else []
@@ -145,7 +145,7 @@ def _process_row(running: ProcessUse, snapshot: Snapshot) -> list[str]:
         format_duration(_running(running, snapshot)),
         format_bytes(process.memory_used),
         neutralise(", ".join(filter(None, remarks))),
-        container + neutral_command(process.command),
+        container + neutral_command(process.command, brief=brief),
     ]
 
 
