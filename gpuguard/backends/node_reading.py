@@ -45,9 +45,11 @@ def read(place: Place, fields: Collection[str]) -> tuple[Device, tuple[Gap, ...]
     for group, reader in _READERS.items():
         if group in fields and not (instance and group in _OF_THE_WHOLE):
             values |= reader(place)
-    divided = "not told while the device is divided by MIG"
-    gaps = [Gap(uuid, name, divided) for name in _NOT_WITH_MIG if device.instances and name in values]
-    gaps += [Gap(uuid, name, "the simulated driver does not tell it") for name in device.unknown if name in values]
+    gaps = [Gap(uuid, name, "this model does not have it") for name, value in values.items() if value is None]
+    if device.instances:
+        gaps += [Gap(uuid, name, "not told while the device is divided") for name in _NOT_WITH_MIG if name in values]
+    faulty = [name for name in device.unknown if name in values and values[name] is not None]
+    gaps += [Gap(uuid, name, "the simulated driver does not tell it") for name in faulty]
     if "unlisted" in device.faults and "processes" in values:
         gaps.append(Gap(uuid, "processes", "the simulated driver gives no process list"))
     values |= {gap.field: None for gap in gaps}
@@ -121,9 +123,8 @@ def _utilization(place: Place) -> Values:
 
 
 def _health(place: Place) -> Values:
-    values: Values = {"problems": (), "compute_mode": place.device.compute_mode}
-    if place.device.model.mig:
-        values["mig_mode"] = bool(place.device.instances)
+    mig = bool(place.device.instances) if place.device.model.mig else None
+    values: Values = {"problems": (), "compute_mode": place.device.compute_mode, "mig_mode": mig}
     if place.instance:
         values |= {
             "parent_uuid": place.device.uuid,
@@ -183,10 +184,14 @@ def _clocks(place: Place) -> Values:
 
 
 def _ecc(place: Place) -> Values:
-    if not place.device.model.ecc:
-        return {"ecc_mode": None}
+    known = place.device.model.ecc
     counters = ("corrected_volatile", "uncorrected_volatile", "corrected_aggregate", "uncorrected_aggregate")
-    return {"ecc_mode": True, **{f"ecc_{name}": 0 for name in counters}, "remapped_rows": 0}
+    return {
+        "ecc_mode": known or None,
+        **{f"ecc_{name}": 0 if known else None for name in counters},
+        "retired_pages": None,  # older than all our models: they remap rows instead
+        "remapped_rows": 0 if known else None,
+    }
 
 
 def _pcie(place: Place) -> Values:
