@@ -304,7 +304,11 @@ _USE: dict[str, Options] = {
     "--ramp-to": _quantity(parse_bytes, "SIZE", "what the memory grows to, evenly"),
     "--over": _quantity(parse_duration, "DURATION", "within this time, as in 1m", default=0.0),
     "--for": _quantity(parse_duration, "DURATION", "let go after this time", dest="lasting"),
-    "--kind": {"choices": ("compute", "graphics", "compute+graphics", "mps"), "default": "compute"},
+    "--kind": {
+        "choices": ("compute", "graphics", "compute+graphics", "mps"),
+        "default": "compute",
+        "help": "what the driver calls the process (default: compute)",
+    },
     "command": {"nargs": argparse.REMAINDER, "metavar": "-- CMD...", "help": "becomes the process that uses them"},
 }
 _SET: dict[str, Options] = {
@@ -314,7 +318,10 @@ _SET: dict[str, Options] = {
     "--memory": _course_option("memory that no process accounts for", "10GiB or 0GiB..60GiB"),
     "--over": _quantity(parse_duration, "DURATION", "how long it takes from A to B", default=0.0),
     "--latency": _quantity(parse_duration, "DURATION", "how long the driver takes per device"),
-    "--compute-mode": {"choices": ("default", "exclusive_process", "prohibited")},
+    "--compute-mode": {
+        "choices": ("default", "exclusive_process", "prohibited"),
+        "help": "how many processes the device lets in: any, one, none",
+    },
     "--release-delay": _quantity(parse_duration, "DURATION", "how long memory outlives its process, on all devices"),
 }
 _FAULT: dict[str, Options] = {
