@@ -245,12 +245,23 @@ def test_a_real_machine_is_not_called_simulated():
 
 
 def test_gaps_that_are_alike_take_one_line():
-    whole = tuple(Gap(a_uuid(i), field, "not supported") for i in range(2) for field in ("fan_speed", "ecc"))
+    whole = tuple(Gap(a_uuid(i), field, "not supported") for i in range(2) for field in ("temperature", "power_draw"))
     snapshot = a_snapshot(
-        a_device(), a_device(), gaps=(*whole, Gap(a_uuid(1), "power", "no"), Gap(None, "claims", "gone"))
+        a_device(), a_device(), gaps=(*whole, Gap(a_uuid(1), "name", "no"), Gap(None, "claims", "gone"))
     )
 
-    assert gap_lines(snapshot) == ["all GPUs: ecc, fan_speed: not supported", "GPU 1: power: no", "claims: gone"]
+    assert gap_lines(snapshot) == [
+        "all GPUs: power_draw, temperature: not supported",
+        "GPU 1: name: no",
+        "claims: gone",
+    ]
+
+
+def test_a_gap_in_what_the_screen_does_not_show_is_left_to_the_json():
+    snapshot = a_snapshot(gaps=(Gap(a_uuid(0), "fan_speed", "not supported"),))
+
+    assert gap_lines(snapshot) == []
+    assert len(to_json(snapshot, uses(snapshot))["gaps"]) == 1
 
 
 def test_unknown_is_null_and_never_zero():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from gpuguard.model import Device, Gap, Snapshot
@@ -25,6 +26,10 @@ LABELS = {  # state: (words, colour)
     usage.UNKNOWN: ("unknown", "yellow"),
 }
 _INDENT = "     "
+# Why another field is unknown is no news here: no SXM module has a fan.  The JSON names them all.
+_NOT_SHOWN = {each.name for each in fields(Device)} - {
+    "name", "memory_total", "memory_used", "processes", "utilization", "problems", "temperature", "power_draw",
+}  # fmt: skip
 
 
 def to_text(
@@ -165,12 +170,16 @@ def _waiting_row(one: Waiting, now: float) -> list[str]:
 
 
 def gap_lines(snapshot: Snapshot) -> list[str]:
-    """``"GPU 0-3, 7: fan_speed, temperature: not supported"``, gaps of the same fields and reason together."""
-    fields: dict[tuple[str | None, str], list[str]] = {}
+    """``"GPU 0, 7: power_draw, temperature: not supported"``, gaps of the same fields and reason together.
+
+    Only about what the screen shows.
+    """
+    unknown: dict[tuple[str | None, str], list[str]] = {}
     for gap in snapshot.gaps:
-        fields.setdefault((gap.device, gap.reason), []).append(gap.field)
+        if gap.field not in _NOT_SHOWN:
+            unknown.setdefault((gap.device, gap.reason), []).append(gap.field)
     alike: dict[tuple[str, str], list[str | None]] = {}
-    for (device, reason), names in fields.items():
+    for (device, reason), names in unknown.items():
         alike.setdefault((", ".join(sorted(names)), reason), []).append(device)
     return [neutralise(f"{_where(devices, snapshot)}{names}: {reason}") for (names, reason), devices in alike.items()]
 
