@@ -244,6 +244,14 @@ def test_a_real_machine_is_not_called_simulated():
     assert to_text(snapshot, uses(snapshot))[0].startswith("node1: 1 GPU, driver")
 
 
+@pytest.mark.parametrize("name", ["NVIDIA A100", "NVIDIA A100 MIG 3g.40gb"])
+def test_a_mig_instance_is_shown_with_its_profile_once(name):
+    whole = a_device(mig_mode=True)
+    snapshot = a_snapshot(whole, a_mig_instance(whole, name=name))
+
+    assert to_text(snapshot, uses(snapshot))[3].count("3g.40gb") == 1
+
+
 def test_gaps_that_are_alike_take_one_line():
     whole = tuple(Gap(a_uuid(i), field, "not supported") for i in range(2) for field in ("temperature", "power_draw"))
     snapshot = a_snapshot(

@@ -208,7 +208,7 @@ def test_devices_are_shown_when_the_claims_cannot_be_read(who, tmp_path):
     content = who("--dir", str(tmp_path / "open"))
 
     assert {device["state"] for device in content["devices"]} == {"unknown"}
-    assert [gap["field"] for gap in content["gaps"]] == ["claims"]
+    assert [gap["field"] for gap in content["gaps"] if gap["device"] is None] == ["claims"]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_device_that_hangs_is_named_within_5_seconds(who):
 
     assert time.monotonic() - began < 5
     assert [device["state"] for device in content["devices"] if device["index"] != 2] == ["free"] * 3
-    assert {gap["index"] for gap in content["gaps"]} == {2}
+    assert [gap["index"] for gap in content["gaps"] if "did not come back" in gap["reason"]] == [2]
 
 
 def test_a_piped_watch_prints_one_object_per_look_until_ctrl_c():

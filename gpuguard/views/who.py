@@ -98,7 +98,7 @@ def _device_row(use: DeviceUse) -> list[str]:
     name = (device.name or "n/a").removeprefix("NVIDIA ")
     return [
         device_label(device),
-        neutralise(f"{name} {device.mig_profile}" if device.mig_profile else name),
+        neutralise(name if (device.mig_profile or "") in name else f"{name} {device.mig_profile}"),
         _of(device.memory_used, device.memory_total),
         _number(device.utilization, "%"),
         _number(device.temperature, "C"),
