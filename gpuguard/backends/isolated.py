@@ -147,9 +147,8 @@ class Isolated:
         if not self._skip:
             self._uuids.update({device.index: device.uuid for device in snapshot.devices if not device.parent_uuid})
             return snapshot
-        from gpuguard.nouns import replace
-
         from gpuguard.model import Device, Gap
+        from gpuguard.nouns import replace
 
         unresponsive = {index: self._uuids.get(index, f"unknown-{index}") for index in self._skip}
         wanted = {index: uuid for index, uuid in unresponsive.items() if devices is None or uuid in devices}
