@@ -13,13 +13,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
 
 from gpuguard import actions, history
 from gpuguard.errors import BackendError, ClaimLost
 from gpuguard.launch import execute, failure, start
 from gpuguard.meter import Meter
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
+from gpuguard.nouns import dataclass
+from gpuguard.request import IDLE_TOLERANCE
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def run(
     visible: str = "index",
     time_limit: float | None = None,
     grace: float = 60.0,
+    tolerance: int = IDLE_TOLERANCE,
     say: Callable[[str], None] = lambda text: None,
 ) -> Ended:
     """Run *command* on the devices of *claim*, and release the claim when it is done with them.
@@ -77,6 +79,7 @@ def run(
         visible: "index" or "uuid", what CUDA_VISIBLE_DEVICES gets.
         time_limit: seconds until SIGTERM, None for no limit.
         grace: seconds from SIGTERM to SIGKILL.
+        tolerance: bytes above the state before the job that count as free after it.
         say: gets each message for the user, in words.
 
     Returns:
@@ -86,7 +89,7 @@ def run(
     job = _Job(command, environment, claim, backend, say)
     job.limit(time_limit, grace)
     job.attend()
-    return job.finish()
+    return job.finish(tolerance)
 
 
 def replace_self(command: Sequence[str], claim: Claim, backend: Backend, *, visible: str = "index") -> tuple[int, str]:
@@ -255,7 +258,7 @@ class _Job:
             actions.stop_self()
         return got.si_signo if got and got.si_signo in ENDING else None
 
-    def finish(self) -> Ended:
+    def finish(self, tolerance: int) -> Ended:
         """Give the devices back once the job is really off them."""
         from gpuguard import settle
 
@@ -270,7 +273,12 @@ class _Job:
         status, die_of = self.final_status()
         try:
             outcome = settle.wait_until_free(
-                tuple(self.claim), self.backend, pause=self.pause, say=self.say, seen=self.meter.add_last
+                tuple(self.claim),
+                self.backend,
+                pause=self.pause,
+                say=self.say,
+                seen=self.meter.add_last,
+                tolerance=tolerance,
             )
             self.claim.release()
         except settle.Left as left:

@@ -10,7 +10,6 @@ import time
 
 from gpuguard.errors import BackendError
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESSES
-from gpuguard.request import IDLE_TOLERANCE
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def wait_until_free(
     pause: Callable[[float], int | None],
     say: Callable[[str], None],
     seen: Callable[[Snapshot], None],
-    tolerance: int = IDLE_TOLERANCE,
+    tolerance: int,
 ) -> str:
     """Wait until no process of the job uses *devices* and their memory is back where it was.
 

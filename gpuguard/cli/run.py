@@ -92,7 +92,16 @@ def main(args: argparse.Namespace) -> int:
         status, message = replace_self(command, claim, backend, visible=args.visible)
         say(message)
         return status
-    ended = run(command, claim, backend, visible=args.visible, time_limit=time_limit, grace=grace, say=say)
+    ended = run(
+        command,
+        claim,
+        backend,
+        visible=args.visible,
+        time_limit=time_limit,
+        grace=grace,
+        tolerance=request.tolerance,
+        say=say,
+    )
     if chatty:
         say(summary_line(claim, ended))
     backend.close()
