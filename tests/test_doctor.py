@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
 from test_who import DOCUMENT, documented, printed
 
-from gpuguard.cli.main import run_command_line
+from gpuguard.cli.dispatch import run_command_line
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, Facts, checks, to_json, to_text, worst
 from gpuguard.views.text import display_width
@@ -37,7 +38,7 @@ def found(name, **facts):
     return {check.name: check for check in checks(replace(HEALTHY, **facts))}[name]
 
 
-def without_driver(error: BackendError, **facts):
+def without_driver(error: BackendError, **facts: Any) -> dict[str, Any]:
     return {"error": error, "snapshot": None, "library_error": "cannot open", **facts}
 
 
@@ -126,7 +127,7 @@ def test_every_check_is_shown_to_find_something():
 
 
 def test_no_device_at_all_is_a_fault():
-    assert found("devices", snapshot=replace(HEALTHY.snapshot, devices=())).status == FAULT
+    assert found("devices", snapshot=replace(a_snapshot(), devices=())).status == FAULT
 
 
 def test_instances_are_counted_apart_from_devices():
@@ -136,13 +137,12 @@ def test_instances_are_counted_apart_from_devices():
 
 
 def test_unknown_is_no_fault():
-    unknown = replace(
-        HEALTHY,
-        snapshot=a_snapshot(a_device(persistence_mode=None, problems=None), driver_version=None),
-        **dict.fromkeys(("kernel_version", "file_system", "first_pid_namespace", "hidepid", "protected_regular")),
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("kernel_version", "file_system", "first_pid_namespace", "hidepid", "protected_regular")
     )
+    snapshot = a_snapshot(a_device(persistence_mode=None, problems=None), driver_version=None)
 
-    assert worst(checks(unknown)) == OK
+    assert worst(checks(replace(HEALTHY, snapshot=snapshot, **nothing))) == OK
 
 
 def test_a_simulated_node_is_asked_nothing_about_drivers():

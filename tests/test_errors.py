@@ -9,7 +9,7 @@ import re
 import pytest
 
 from gpuguard import errors
-from gpuguard.cli.main import (
+from gpuguard.cli.dispatch import (
     EXIT_NO,
     EXIT_NO_DRIVER,
     EXIT_NOT_NOW,

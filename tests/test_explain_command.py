@@ -8,7 +8,7 @@ import pytest
 from builders import GIB, a_device, a_process
 from machines import Machine
 
-from gpuguard.cli.main import run_command_line
+from gpuguard.cli.dispatch import run_command_line
 from gpuguard.lock import acquire, look
 from gpuguard.lockfiles import lock_directory
 from gpuguard.request import Request

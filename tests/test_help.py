@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from gpuguard.cli.main import COMMANDS, build_parser, overview
+from gpuguard.cli.dispatch import COMMANDS, build_parser, overview
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 

@@ -10,7 +10,7 @@ import pytest
 from builders import GIB, a_device, a_mig_instance, a_process, a_uuid
 from machines import Machine
 
-from gpuguard.cli.main import run_command_line
+from gpuguard.cli.dispatch import run_command_line
 from gpuguard.errors import DriverNotFound
 from gpuguard.lock import acquire
 from gpuguard.lockfiles import lock_directory

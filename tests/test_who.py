@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
@@ -15,7 +16,7 @@ from gpuguard.views.text import display_width, json_text
 from gpuguard.views.usage import Seen, Waiting, chosen, user_totals, uses
 from gpuguard.views.who import gap_lines, to_json, to_text
 
-BUSY = {"memory_used": 10 * GIB, "utilization": 90.0}
+BUSY: dict[str, Any] = {"memory_used": 10 * GIB, "utilization": 90.0}
 ALICE = a_process(pid=4711)
 BOB = a_process(pid=4800, uid=1002, user="bob")
 
@@ -137,7 +138,7 @@ def test_a_divided_device_is_what_its_instances_are_and_lists_no_process_twice()
     found = uses(a_snapshot(whole, busy, a_mig_instance(whole, 1), claims=(a_claim_record(busy),)))
 
     assert [use.state for use in found] == ["in_use", "in_use", "free"]
-    assert [len(use.processes) for use in found] == [0, 1, 0]
+    assert [len(use.processes or ()) for use in found] == [0, 1, 0]
     assert [(row.devices, row.memory_used) for row in user_totals(found)] == [(1, 10 * GIB)]
 
 
@@ -282,7 +283,8 @@ def test_unknown_is_null_and_never_zero():
         "temperature",
         "power_draw",
     )
-    snapshot = a_snapshot(a_device(**dict.fromkeys((*read, "power_limit", "processes"))))
+    nothing: dict[str, Any] = dict.fromkeys((*read, "power_limit", "processes"))
+    snapshot = a_snapshot(a_device(**nothing))
     device = to_json(snapshot, uses(snapshot))["devices"][0]
 
     assert [name for name, value in device.items() if value == 0 and value is not False] == ["index"]

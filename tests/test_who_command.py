@@ -16,7 +16,7 @@ import pytest
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.backends import node, node_file, open_backend, simulated
-from gpuguard.cli.main import run_command_line
+from gpuguard.cli.dispatch import run_command_line
 from gpuguard.lock import acquire, lock_directory
 from gpuguard.select import Request
 

@@ -1,6 +1,6 @@
 """The command line: one file per sub-command, each with ``add_options(parser)`` and ``main(args) -> exit code``.
 
-This file only gives the driver a head start; `gpuguard.cli.main` does the rest.
+This file only gives the driver a head start; `gpuguard.cli.dispatch` does the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from gpuguard.backends.isolated import prepare
 
         prepare("nvml")
-    from gpuguard.cli.main import run_command_line
+    from gpuguard.cli.dispatch import run_command_line
 
     return run_command_line(words)
 

@@ -72,13 +72,30 @@ class Parser(argparse.ArgumentParser):
         raise InvalidRequest(f"{message}\nSee `{self.prog} --help`.")
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """As argparse's own, which imports shutil (with lzma, bz2) to learn the width even when nobody asks for help."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=_columns() - 2)
+
+
+def _columns() -> int:
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    try:
+        return os.get_terminal_size(1).columns or 80
+    except OSError:
+        return 80
+
+
 def build_parser(command: str) -> Parser:
     """The parser of one sub-command."""
     module = importlib.import_module(f"gpuguard.cli.{command}")
     parser = Parser(
         prog=f"gpuguard {command}",
         description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     module.add_options(parser)

@@ -1,0 +1,122 @@
+"""Many starters at the same instant: how many run, does anybody share a device, how do the others end.
+
+    python benchmarks/starters.py --starters 64 --rounds 10 --latency 0 500
+
+Each round starts `gpuguard run -n 1` so often at once on 8 fake devices (the real nvidia-ml-py on a fake driver library).
+The job notes its device and the time of its start and end; two jobs that overlap on one device are a double.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from fake_nvml import FakeNvml
+
+NOT_NOW = 75
+JOB = """
+import os, sys, time
+begun, device = time.monotonic(), os.environ["CUDA_VISIBLE_DEVICES"]
+place, gate, seconds = sys.argv[1:]
+while gate and not os.path.exists(gate):
+    time.sleep(0.01)
+time.sleep(float(seconds))
+open(os.path.join(place, str(os.getpid())), "w").write(f"{device} {begun} {time.monotonic()}")
+"""
+
+
+@dataclass
+class Round:
+    """How one round ended."""
+
+    ran: int = 0
+    doubles: int = 0
+    tracebacks: int = 0
+    seconds: float = 0.0
+    statuses: Counter[int] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{count} x exit {status}" for status, count in sorted(self.statuses.items()))
+        return (
+            f"{self.ran} ran, {self.doubles} doubles, {self.tracebacks} tracebacks, {ends}, {self.seconds:.1f} s"
+        )
+
+
+def start_together(
+    place: Path, environment: dict[str, str], starters: int, *, wait: bool, job_seconds: float = 0.05
+) -> Round:
+    """Start *starters* wrappers at once; without waiting, the jobs last until all wrappers have decided."""
+    place.mkdir()
+    gate = place / "gate"
+    option = ["--wait"] if wait else ["--no-wait"]
+    words = [sys.executable, "-m", "gpuguard", "run", *option, "-n", "1", "--", sys.executable, "-S", "-c", JOB]
+    words += [str(place), "" if wait else str(gate), str(job_seconds)]
+    begun = time.monotonic()
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(words, env=environment, **pipes) for _ in range(starters)]  # type: ignore[call-overload]
+    outcome = Round()
+    undecided = list(running)
+    while not wait and len(undecided) > 8 and time.monotonic() < begun + 120:
+        undecided = [process for process in undecided if process.poll() is None]
+        time.sleep(0.02)
+    gate.touch()
+    for process in running:
+        _, complaint = process.communicate(timeout=300)
+        outcome.tracebacks += "Traceback" in complaint
+        outcome.statuses[process.returncode] += 1
+    outcome.seconds = time.monotonic() - begun
+    spans = [note.read_text().split() for note in place.iterdir() if note.name.isdigit()]
+    outcome.ran = len(spans)
+    outcome.doubles = overlaps([(device, float(begun), float(end)) for device, begun, end in spans])
+    return outcome
+
+
+def overlaps(spans: list[tuple[str, float, float]]) -> int:
+    """How many of (device, begin, end) overlap with an earlier one on the same device."""
+    last: dict[str, float] = {}
+    count = 0
+    for device, begun, end in sorted(spans, key=lambda span: span[1]):
+        count += begun < last.get(device, 0.0)
+        last[device] = max(end, last.get(device, 0.0))
+    return count
+
+
+def surroundings(fake: FakeNvml, claims: Path) -> dict[str, str]:
+    """The environment of a wrapper on the fake machine."""
+    own = {"GPUGUARD_DIR": str(claims), "GPUGUARD_EVENTS": str(claims / "events.jsonl"), "GPUGUARD_BACKEND": "nvml"}
+    foreign = ("CUDA_", "SLURM_", "GPUGUARD_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | fake.environment() | own
+
+
+def main() -> int:
+    """Run the rounds that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--starters", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--latency", type=int, nargs="+", default=[0, 500], metavar="US", help="per driver call")
+    parser.add_argument("--wait", action="store_true", help="all wait until they have run")
+    args = parser.parse_args()
+    faults = 0
+    for latency in args.latency:
+        for number in range(args.rounds):
+            with tempfile.TemporaryDirectory() as name, FakeNvml(Path(name)) as fake:
+                fake.latency_us = latency
+                environment = surroundings(fake, Path(name) / "claims")
+                outcome = start_together(Path(name) / "round", environment, args.starters, wait=args.wait)
+            print(f"{latency} us per call, round {number + 1}: {outcome}", flush=True)
+            expected = args.starters if args.wait else 8
+            faults += outcome.doubles + outcome.tracebacks + (outcome.ran != expected)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""200 processes fight for 8 devices and are killed at random: nobody ever holds what somebody else holds.
+
+The long form is `python benchmarks/contention.py --seconds 60`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from contention import fight
+
+
+def test_no_overlap_and_no_stale_lock_under_random_sigkill(tmp_path: Path) -> None:
+    outcome = fight(tmp_path, seconds=5)
+
+    assert (outcome.overlaps, outcome.stale) == (0, 0)
+    assert outcome.holds > 500
+    assert outcome.kills > 50
+
+
+def test_the_checker_sees_locks_that_are_broken_as_stale(tmp_path: Path) -> None:
+    assert fight(tmp_path, seconds=2, variant="break-stale").overlaps > 0
+
+
+def test_the_checker_sees_locks_that_exclude_nobody(tmp_path: Path) -> None:
+    assert fight(tmp_path, seconds=2, variant="no-exclusion").overlaps > 0

@@ -1,0 +1,183 @@
+"""Every command on drivers that hang, fail, crash, lack or lie: the other devices are served and the bad one is named.
+
+The real nvidia-ml-py on a fake driver library.  The time each answer takes is measured by benchmarks/faults.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Gpuguard
+from fake_nvml import ABORT, DRIVER_NOT_LOADED, GIB, HANG, LOST, NO_PERMISSION, NOT_SUPPORTED, RESET_REQUIRED, UNKNOWN
+from fake_nvml import VERSION_MISMATCH, FakeNvml
+
+BAD = 3
+
+# Functions that all or some commands call on a device.
+CALLED = (
+    "nvmlDeviceGetHandleByIndex",
+    "nvmlDeviceGetUUID",
+    "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetComputeRunningProcesses",
+)
+SOMETIMES_CALLED = ("nvmlDeviceGetTemperature", "nvmlDeviceGetSamples", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetName")
+
+ONE_BAD_DEVICE: dict[str, Callable[[FakeNvml], None]] = {
+    **{f"{name} hangs": lambda fake, name=name: fake.fail(name, HANG, BAD) for name in CALLED},  # type: ignore[misc]
+    **{f"{name} crashes": lambda fake, name=name: fake.fail(name, ABORT, BAD) for name in CALLED},  # type: ignore[misc]
+    "all calls say that it is lost": lambda fake: fake.lose(BAD, LOST),
+    "all calls say that it needs a reset": lambda fake: fake.lose(BAD, RESET_REQUIRED),
+    "it is lost half-way": lambda fake: fake.fail("nvmlDeviceGetMemoryInfo", LOST, BAD, after=0),
+    "its memory is an unknown error": lambda fake: fake.fail("nvmlDeviceGetMemoryInfo", UNKNOWN, BAD),
+    "its handle is an unknown error": lambda fake: fake.fail("nvmlDeviceGetHandleByIndex", UNKNOWN, BAD),
+}
+
+
+@pytest.fixture(params=ONE_BAD_DEVICE)
+def one_bad_device(fake: FakeNvml, request: pytest.FixtureRequest) -> FakeNvml:
+    ONE_BAD_DEVICE[request.param](fake)
+    return fake
+
+
+def test_run_gets_the_other_devices_and_not_the_bad_one(one_bad_device: FakeNvml, tmp_path: Path) -> None:
+    gpuguard = Gpuguard(tmp_path, one_bad_device)
+
+    done = gpuguard("run", "--no-wait", "-n", "7", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+
+    assert (done.returncode, done.stdout) == (0, "0,1,2,4,5,6,7\n")
+
+
+def test_select_says_why_the_bad_one_will_not_do(one_bad_device: FakeNvml, tmp_path: Path) -> None:
+    gpuguard = Gpuguard(tmp_path, one_bad_device)
+
+    seven, eight = gpuguard("select", "-n", "7"), gpuguard("select", "-n", "8")
+
+    assert (seven.returncode, seven.stdout) == (0, "0,1,2,4,5,6,7\n")
+    assert (eight.returncode, eight.stdout) == (1, "")
+    assert f"device {BAD}:" in eight.stderr
+
+
+def test_explain_and_who_name_the_bad_one_and_describe_the_others(one_bad_device: FakeNvml, tmp_path: Path) -> None:
+    gpuguard = Gpuguard(tmp_path, one_bad_device)
+
+    explained, seen = gpuguard("explain", "--json"), gpuguard("who", "--json")
+
+    eligible = {device["index"]: device["eligible"] for device in json.loads(explained.stdout)["devices"]}
+    states = {device["index"]: device["state"] for device in json.loads(seen.stdout)["devices"]}
+    assert [index for index, fits in eligible.items() if not fits] == [BAD]
+    assert [index for index, state in states.items() if state != "free"] == [BAD]
+
+
+@pytest.mark.parametrize("name", SOMETIMES_CALLED)
+@pytest.mark.parametrize("code", [HANG, ABORT, NOT_SUPPORTED, UNKNOWN, LOST], ids=str)
+def test_no_command_ends_in_a_traceback_or_not_at_all(fake: FakeNvml, tmp_path: Path, name: str, code: int) -> None:
+    fake.fail(name, code, BAD)
+    gpuguard = Gpuguard(tmp_path, fake)
+
+    for words in (["who"], ["explain"], ["select"], ["run", "--no-wait", "--", "true"]):
+        assert gpuguard(*words).returncode == 0
+
+
+NO_DRIVER = {
+    "no driver": (DRIVER_NOT_LOADED, "driver"),
+    "library and kernel of different versions": (VERSION_MISMATCH, "580.65.06"),
+    "no permission": (NO_PERMISSION, "refuses this user"),
+    "unknown error": (UNKNOWN, ""),
+}
+
+
+@pytest.mark.parametrize("case", NO_DRIVER)
+def test_without_a_working_driver_each_command_says_what_to_do(fake: FakeNvml, tmp_path: Path, case: str) -> None:
+    code, hint = NO_DRIVER[case]
+    fake.fail("nvmlInitWithFlags", code)
+    gpuguard = Gpuguard(tmp_path, fake)
+
+    for words in (["who"], ["explain"], ["select"]):
+        done = gpuguard(*words)
+        assert (done.returncode, done.stdout) == (4, "")
+        assert hint.lower() in done.stderr.lower()
+    assert gpuguard("run", "--no-wait", "--", "true").returncode == 125
+
+
+def test_without_the_library_each_command_says_how_to_try_it_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_text("no library")
+    gpuguard = Gpuguard(tmp_path, None, LD_LIBRARY_PATH=str(tmp_path))
+
+    done = gpuguard("who")
+
+    assert done.returncode == 4
+    assert "simulated" in done.stderr
+
+
+@pytest.mark.parametrize("driver", [470, 418])
+def test_an_old_driver_without_the_newer_entry_points_serves_all_devices(tmp_path: Path, driver: int) -> None:
+    with FakeNvml(tmp_path, driver=driver) as fake:
+        gpuguard = Gpuguard(tmp_path, fake)
+
+        done = gpuguard("run", "--no-wait", "-n", "8", "--", "true")
+        seen = gpuguard("who", "--json")
+
+    assert done.returncode == 0
+    assert all(device["state"] == "free" for device in json.loads(seen.stdout)["devices"])
+
+
+def test_mig_instances_are_chosen_instead_of_their_gpu_and_go_by_uuid(fake: FakeNvml, tmp_path: Path) -> None:
+    uuids = {fake.add_mig(0, "3g.40gb", 1), fake.add_mig(0, "3g.40gb", 2)}
+    gpuguard = Gpuguard(tmp_path, fake)
+
+    done = gpuguard("run", "--no-wait", "--gpus", "0", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+
+    assert done.returncode == 0
+    assert done.stdout.strip() in uuids
+
+
+def test_without_process_lists_memory_alone_decides(fake: FakeNvml, tmp_path: Path) -> None:
+    fake.fail("nvmlDeviceGetComputeRunningProcesses", NOT_SUPPORTED)
+    fake.devices[0].memory_used = 20 * GIB
+    gpuguard = Gpuguard(tmp_path, fake)
+
+    seven, eight = gpuguard("select", "-n", "7"), gpuguard("select", "-n", "8")
+
+    assert seven.stdout == "1,2,3,4,5,6,7\n"
+    assert "20.0GiB" in eight.stderr
+
+
+def test_a_pid_of_another_namespace_makes_its_device_busy_and_the_list_untrusted(fake: FakeNvml, tmp_path: Path) -> None:
+    fake.add_process(0, 4_000_000, 10 * GIB, stays=1)
+    gpuguard = Gpuguard(tmp_path, fake)
+
+    seven, explained = gpuguard("select", "-n", "7"), gpuguard("explain")
+
+    assert seven.stdout == "1,2,3,4,5,6,7\n"
+    assert "device 0  REFUSED" in explained.stdout
+
+
+def test_a_process_that_is_there_makes_its_device_busy_and_is_named(fake: FakeNvml, tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as user:
+        fake.add_process(0, user.pid, 10 * GIB)
+        gpuguard = Gpuguard(tmp_path, fake)
+        explained = gpuguard("explain")
+        user.kill()
+
+    assert f"pid {user.pid}, sleep 60" in explained.stdout
+
+
+def test_slow_calls_are_not_taken_for_hanging_ones(fake: FakeNvml, tmp_path: Path) -> None:
+    fake.latency_us = 20_000
+    gpuguard = Gpuguard(tmp_path, fake)
+
+    assert gpuguard("select", "-n", "8").stdout == "0,1,2,3,4,5,6,7\n"
+
+
+def test_a_driver_that_takes_seconds_to_start_is_waited_for_with_a_hint(fake: FakeNvml, tmp_path: Path) -> None:
+    fake.init_delay_ms = 2500
+    gpuguard = Gpuguard(tmp_path, fake)
+
+    done = gpuguard("select")
+
+    assert done.returncode == 0
+    assert "takes long to start" in done.stderr
