@@ -12,12 +12,8 @@ from fnmatch import fnmatchcase
 
 from gpuguard.model import Device, GpuProcess, Snapshot
 from gpuguard.nouns import dataclass
-from gpuguard.request import Request, resolve
+from gpuguard.request import Request, idle_limit, resolve
 from gpuguard.units import format_bytes, format_duration
-
-# What driver and firmware may keep for themselves on an idle device, where the driver counts it as used (before 510
-# there is no other figure): 205 to 869 MiB on eight models from a P4 to an A100 80GB and an H200.
-UNKNOWN_RESERVE = 2**30
 
 # Problems that may pass without anybody's doing, so that waiting makes sense; the others need an administrator.
 _PASSING = ("unresponsive", "nvmldevice")  # the second: one driver call that failed
@@ -197,7 +193,7 @@ def _memory_in_use(device: Device, terms: Terms) -> Iterator[Reason]:
     if None in own:
         return
     rest = device.memory_used - sum(memory or 0 for memory in own)
-    limit = request.tolerance + (0 if device.memory_reserved is not None else UNKNOWN_RESERVE)
+    limit = idle_limit(device, request.tolerance)
     if rest > limit:
         whose = "the driver gives no list of processes" if device.processes is None else "by no process that is visible"
         allowed = f"an idle device may hold {format_bytes(limit)} (--tolerance)"

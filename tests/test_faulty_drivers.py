@@ -83,7 +83,7 @@ def test_no_command_ends_in_a_traceback_or_not_at_all(fake: FakeNvml, tmp_path: 
 
 
 NO_DRIVER = {
-    "no driver": (DRIVER_NOT_LOADED, "driver"),
+    "no driver": (DRIVER_NOT_LOADED, "modprobe nvidia"),
     "library and kernel of different versions": (VERSION_MISMATCH, "580.65.06"),
     "no permission": (NO_PERMISSION, "refuses this user"),
     "unknown error": (UNKNOWN, ""),
@@ -121,8 +121,9 @@ def test_an_old_driver_without_the_newer_entry_points_serves_all_devices(tmp_pat
         done = gpuguard("run", "--no-wait", "-n", "8", "--", "true")
         seen = gpuguard("who", "--json")
 
+    # The older one has no process lists that these bindings can read, so nobody can say that its devices are free.
     assert done.returncode == 0
-    assert all(device["state"] == "free" for device in json.loads(seen.stdout)["devices"])
+    assert {device["state"] for device in json.loads(seen.stdout)["devices"]} == {"free" if driver == 470 else "unknown"}
 
 
 def test_mig_instances_are_chosen_instead_of_their_gpu_and_go_by_uuid(fake: FakeNvml, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
-from gpuguard.request import IDLE_TOLERANCE
+from gpuguard.request import IDLE_TOLERANCE, idle_limit
 
 FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
 UNCLAIMED_USE, UNHEALTHY, UNKNOWN = "unclaimed_use", "unhealthy", "unknown"
@@ -208,7 +208,7 @@ def _hidden_use(device: Device) -> bool | None:
     """Whether memory tells of processes that the list does not; None when nothing can be told."""
     if device.memory_used is not None:
         desktop = sum(one.memory_used or 0 for one in device.processes or () if not _computes(one))
-        if device.memory_used - desktop > IDLE_TOLERANCE:
+        if device.memory_used - desktop > idle_limit(device):
             return True
     if device.processes is None or (device.processes and not device.processes_plausible):
         return None
