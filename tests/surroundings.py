@@ -1,4 +1,4 @@
-"""What every test stands in: an environment without traces of this machine, and a loud word where root was missing.
+"""What every test stands in: an environment without traces of this machine, and a loud word where something is missing.
 
 tests/conftest.py imports these names, which is how pytest learns of them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -26,14 +27,35 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
+# A marker, what such a test needs, and how to have it.
+_NEEDS = {
+    "root": ("root (a second user id, device nodes)", "As root: scripts/test -m root"),
+    "terminal": ("a pseudo-terminal", "mount -t devpts devpts /dev/pts; scripts/test -m terminal"),
+}
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("root") and os.geteuid() != 0:
-        pytest.skip("needs root")
+    for marker, (what, _) in _NEEDS.items():
+        if item.get_closest_marker(marker) and not _has(marker):
+            pytest.skip(f"needs {what}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if "root" in report.keywords]
+    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if set(_NEEDS) & set(report.keywords)]
     if skipped:
         terminalreporter.write_sep("=", "NOT TESTED", yellow=True, bold=True)
-        needed = "need root (a second user id, device nodes) and were skipped.  As root: scripts/test -m root"
-        terminalreporter.write_line(f"{len(skipped)} tests {needed}")
+    for marker, (what, how) in _NEEDS.items():
+        if number := sum(marker in report.keywords for report in skipped):
+            terminalreporter.write_line(f"{number} tests need {what} and were skipped.  {how}")
+
+
+@cache
+def _has(marker: str) -> bool:
+    if marker == "root":
+        return os.geteuid() == 0
+    try:
+        for descriptor in os.openpty():
+            os.close(descriptor)
+    except OSError:
+        return False
+    return True

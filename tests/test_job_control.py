@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from wrapped import Wrapped, content, until
 
+pytestmark = pytest.mark.terminal
+
 SHELLS = {
     "bash": ("bash", "--norc", "--noprofile", "--noediting", "-i"),
     "sh": ("sh", "-i"),

@@ -244,6 +244,7 @@ def test_a_piped_watch_prints_one_object_per_look_until_ctrl_c():
     assert looks[0]["taken_at"] < looks[1]["taken_at"] < looks[2]["taken_at"]
 
 
+@pytest.mark.terminal
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
 def test_a_watch_on_a_terminal_gives_the_screen_back(number, status):
     main, side = pty.openpty()
