@@ -18,6 +18,8 @@ _READS_AT_ONCE = ("run", "select")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code and never raises."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        _fill_standard_streams()
     if words and words[0] in _READS_AT_ONCE and _reads_nvml(words):
         # The driver's library loads on the other core while this process still imports argparse.
         from gpuguard.backends.isolated import prepare
@@ -26,6 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from gpuguard.cli.dispatch import run_command_line
 
     return run_command_line(words)
+
+
+def _fill_standard_streams() -> None:
+    """Put /dev/null where a stream was closed before our start: the next file opened would be taken for that stream."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # close-on-exec, so that the job finds the stream closed as without us
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _reads_nvml(words: list[str]) -> bool:

@@ -178,7 +178,7 @@ def say(text: str, *, again: bool = False) -> None:
 
     lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]
     if again:
-        write("\r\x1b[K" + shorten(lines[0], os.get_terminal_size(2).columns - 1))
+        write("\r\x1b[K" + shorten(lines[0], (os.get_terminal_size(2).columns or 80) - 1))
     else:
         write("\n".join(lines) + "\n")
 
@@ -186,12 +186,11 @@ def say(text: str, *, again: bool = False) -> None:
 def write(text: str) -> None:
     """To stderr, whatever has become of it: a job must not end because its log or its terminal is gone."""
     try:
-        if sys.stderr:
-            print(text, end="", file=sys.stderr, flush=True)
+        print(text, end="", file=sys.stderr, flush=True)
     except OSError:
         return
 
 
 def is_terminal() -> bool:
     """Whether stderr is read by a person right now."""
-    return bool(sys.stderr) and os.isatty(2)
+    return os.isatty(2)

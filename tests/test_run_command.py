@@ -1,0 +1,278 @@
+"""`gpuguard run` as a user types it, on a simulated node of two devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from builders import GIB, a_device, a_mig_instance
+from commands import Gpuguard
+from nodes import start
+from wrapped import until
+
+from gpuguard.cli.run import format_energy, gpus, summary_line
+from gpuguard.run import Ended
+
+LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
+
+
+@pytest.fixture
+def gpuguard(tmp_path: Path) -> Gpuguard:
+    (tmp_path / "claims").mkdir()
+    start(str(tmp_path / "node"), "2xH100-80GB")
+    return Gpuguard(tmp_path, None)
+
+
+def events(gpuguard: Gpuguard) -> list[dict[str, object]]:
+    return [json.loads(line) for line in Path(gpuguard.environment["GPUGUARD_EVENTS"]).read_text().splitlines()]
+
+
+def claims(gpuguard: Gpuguard) -> list[dict[str, object]]:
+    """The living claims, as `who` shows them."""
+    seen = json.loads(gpuguard("who", "--json").stdout)
+    return [claim for device in seen["devices"] for claim in device["claims"]]
+
+
+def at_terminal(gpuguard: Gpuguard, *words: str) -> str:
+    """What a run shows on a terminal."""
+    master, terminal = pty.openpty()
+    shown = b""
+    with gpuguard.start(*words, stdout=terminal, stderr=terminal):
+        os.close(terminal)
+        try:
+            while piece := os.read(master, 65536):
+                shown += piece
+        except OSError:  # how Linux says that nobody has the terminal open any more
+            pass
+    os.close(master)
+    assert b"Traceback" not in shown
+    return shown.decode()
+
+
+# What to run
+
+
+@pytest.mark.parametrize("dashes", [(), ("--",)])
+def test_the_command_begins_where_the_options_end(gpuguard, dashes):
+    done = gpuguard("run", "-n", "2", *dashes, "echo", "-n", "5", "--help", "--")
+
+    assert (done.returncode, done.stdout) == (0, "5 --help --\n"[:-1])
+
+
+@pytest.mark.parametrize("words", [(), ("--",), ("-n", "2"), ("-n", "2", "--")])
+def test_no_command_is_said_with_an_example(gpuguard, words):
+    done = gpuguard("run", *words)
+
+    assert done.returncode == 125
+    assert "a command to run is missing, as in `gpuguard run -n 2 -- python train.py`." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (("--bogus", "--", "true"), "unrecognized arguments: --bogus"),
+        (("-n", "0", "--", "true"), "at least 1"),
+        (("-n", "3", "--", "true"), "only 2 exist"),
+        (("--gpus", "0,0", "--", "true"), "twice"),
+        (("--min-free", "20", "--", "true"), "'20GiB'"),
+        (("--time-limit", "4", "--", "true"), "'10m'"),
+        (("--grace", "now", "--", "true"), "'10m'"),
+        (("--wait", "5", "--", "true"), "'10m'"),
+        (("--wait", "5s", "--no-wait", "--", "true"), "not allowed with"),
+        (("--exec", "--time-limit", "4h", "--", "true"), "timeout 4h"),
+        (("--visible", "name", "--", "true"), "invalid choice"),
+    ],
+)
+def test_a_wrong_request_is_one_clear_message_and_leaves_nothing_claimed(gpuguard, words, advice):
+    done = gpuguard("run", *words)
+
+    assert (done.returncode, done.stdout) == (125, "")
+    assert advice in done.stderr
+    assert claims(gpuguard) == []
+
+
+def test_a_program_that_does_not_exist_is_named_without_its_escape_codes(gpuguard):
+    done = gpuguard("run", "--", "no\x1b[2Jsuch")
+
+    assert done.returncode == 127
+    assert "gpuguard: no\\x1b[2Jsuch: command not found." in done.stderr
+
+
+# What it gets
+
+
+def test_devices_are_named_by_index_or_by_uuid(gpuguard):
+    by_index, by_uuid = gpuguard("run", "-n", "2", *LOOK), gpuguard("run", "--visible", "uuid", *LOOK)
+
+    assert by_index.stdout == "0,1\n"
+    assert by_uuid.stdout.startswith("GPU-")
+
+
+def test_the_note_and_the_command_are_for_everybody_to_see(gpuguard):
+    with gpuguard.start("run", "--note", "night run", "--", "sh", "-c", "echo ready; read x || sleep 60") as wrapper:
+        wrapper.stdout.readline()
+        claim = claims(gpuguard)[0]
+        wrapper.terminate()
+
+    assert (claim["note"], claim["command"][0], claim["pid"]) == ("night run", "sh", wrapper.pid)
+
+
+def test_a_program_that_uses_its_device_is_in_the_numbers_of_the_event(gpuguard):
+    gpuguard("run", "--", *gpuguard.words("sim", "use", "--memory", "10GiB", "--for", "1s"))
+
+    release = events(gpuguard)[-1]
+    assert (release["kind"], release["outcome"]) == ("release", "settled")
+    assert 10 * GIB <= release["facts"]["peak_memory_bytes"] < 11 * GIB
+    assert release["facts"]["energy_joules"] > 0
+
+
+# When there are not enough
+
+
+def test_without_waiting_the_exit_code_is_75_at_once(gpuguard):
+    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as wrapper:
+        wrapper.stdout.readline()
+        done = gpuguard("run", "--no-wait", "true")
+        wrapper.terminate()
+
+    assert (done.returncode, done.stdout) == (75, "")
+    assert "wanted 1 GPU" in done.stderr
+
+
+def test_when_the_time_to_wait_is_over_the_exit_code_is_124(gpuguard):
+    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as wrapper:
+        wrapper.stdout.readline()
+        done = gpuguard("run", "--wait", "400ms", "true")
+        wrapper.terminate()
+
+    assert done.returncode == 124
+    assert "the time to wait is over" in done.stderr
+
+
+def test_a_log_gets_one_line_about_waiting_and_the_job_runs_when_it_can(gpuguard):
+    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as first:
+        first.stdout.readline()
+        second = gpuguard.start("run", "-n", "2", *LOOK)
+        line = second.stderr.readline()
+        time.sleep(0.6)
+        first.terminate()
+        out, err = second.communicate(timeout=30)
+
+    assert line.startswith("gpuguard: waiting since ")
+    assert (out, err) == ("0,1\n", err) and "waiting since" not in err
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_waiting_can_be_interrupted(gpuguard, signum, status):
+    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as first:
+        first.stdout.readline()
+        with gpuguard.start("run", "true") as second:
+            second.stderr.readline()
+            second.send_signal(signum)
+            assert second.wait(timeout=30) == status
+            assert "Traceback" not in second.stderr.read()
+        first.terminate()
+
+
+# What is shown
+
+
+def test_a_terminal_shows_the_devices_and_at_the_end_the_numbers(gpuguard):
+    shown = at_terminal(gpuguard, "run", "-n", "2", "--", "sleep", "0.5").splitlines()
+
+    assert re.fullmatch(r"gpuguard: GPU 0,1 \(SIMULATED\) · claim [0-9a-f]{8}", shown[0])
+    assert re.fullmatch(r"gpuguard: GPU 0,1 · 5\d\dms · peak .*iB · .*Wh · exit 0", shown[-1])
+
+
+def test_a_quiet_run_shows_nothing_of_its_own(gpuguard):
+    assert at_terminal(gpuguard, "run", "--quiet", "--", "echo", "hello") == "hello\r\n"
+
+
+def test_a_pipe_gets_nothing_but_the_output_of_the_job(gpuguard):
+    done = gpuguard("run", "--", "echo", "hello")
+
+    assert (done.stdout, done.stderr) == ("hello\n", "")
+
+
+def test_waiting_is_one_line_on_a_terminal_that_goes_away(gpuguard):
+    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; sleep 1.5") as first:
+        first.stdout.readline()
+        shown = at_terminal(gpuguard, "run", "-n", "2", *LOOK)
+
+    assert "\r\x1b[Kgpuguard: waiting since" in shown
+    assert shown.split("gpuguard: GPU 0,1")[0].endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize("descriptor", [0, 1, 2])
+def test_a_closed_standard_stream_breaks_nothing(gpuguard, descriptor):
+    words = ["sh", "-c", f'"$@" {descriptor}>&-', "sh", *gpuguard.words("run", "--", "sh", "-c", "exit 3")]
+    done = subprocess.run(words, env=gpuguard.environment, stderr=subprocess.PIPE, text=True)
+
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_a_summary_leaves_out_what_is_unknown():
+    everything = Ended(0, None, 751.0, "settled", int(61.2 * GIB), 87.4, 504_000.0)
+    nothing = Ended(143, None, 0.2, "driver unreachable")
+    devices = [a_device(2), a_device(3)]
+
+    assert summary_line(devices, everything) == "GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"
+    assert summary_line(devices, nothing) == "GPU 2,3 · 200ms · exit 143"
+
+
+@pytest.mark.parametrize(
+    ("joules", "text"), [(0.0, "0Wh"), (90.0, "0.025Wh"), (3600 * 12.34, "12.3Wh"), (3.6e6, "1.00kWh")]
+)
+def test_energy_is_readable(joules, text):
+    assert format_energy(joules) == text
+
+
+def test_a_mig_instance_is_named_with_its_profile():
+    assert gpus([a_mig_instance(a_device(1))]) == "GPU 1[3g.40gb]"
+
+
+# --exec
+
+
+def test_with_exec_the_command_takes_our_place_and_nothing_else_is_left(gpuguard):
+    with gpuguard.start("run", "--exec", "--", "sh", "-c", "echo $$; exec sleep 60") as wrapper:
+        assert wrapper.stdout.readline() == f"{wrapper.pid}\n"
+
+        children = subprocess.run(["ps", "-o", "stat=", "--ppid", str(wrapper.pid)], stdout=subprocess.PIPE, text=True)
+        until(lambda: [state for state in children.stdout.split() if not state.startswith("Z")] == [])
+        assert [claim["pid"] for claim in claims(gpuguard)] == [wrapper.pid]
+        wrapper.kill()
+        wrapper.wait()
+        assert claims(gpuguard) == []
+
+
+def test_with_exec_the_claim_lives_as_long_as_a_child_that_holds_it(gpuguard):
+    with gpuguard.start("run", "--exec", "--", "sh", "-c", "sleep 60 > /dev/null 2>&1 & echo $!") as wrapper:
+        child = int(wrapper.stdout.readline())
+        wrapper.wait(timeout=30)
+
+        assert len(claims(gpuguard)) == 1
+        os.kill(child, signal.SIGKILL)
+        until(lambda: claims(gpuguard) == [])
+
+
+def test_with_exec_the_signals_are_as_without_us(gpuguard):
+    look = ("grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status")
+
+    assert (
+        gpuguard("run", "--exec", "--", *look).stdout == subprocess.run(look, stdout=subprocess.PIPE, text=True).stdout
+    )
+
+
+def test_with_exec_a_program_that_does_not_exist_is_127(gpuguard):
+    done = gpuguard("run", "--exec", "--", "nonesuch")
+
+    assert (done.returncode, "command not found" in done.stderr) == (127, True)
+    assert claims(gpuguard) == []
