@@ -2,7 +2,7 @@
 
     python benchmarks/starters.py --starters 64 --rounds 10 --latency 0 500
 
-Each round starts `gpuguard run -n 1` so often at once on 8 fake devices (the real nvidia-ml-py on a fake driver library).
+Each round starts `gpuguard run -n 1` so often at once on 8 fake devices (the real nvidia-ml-py on a fake driver).
 The job notes its device and the time of its start and end; two jobs that overlap on one device are a double.
 """
 
@@ -46,9 +46,7 @@ class Round:
 
     def __str__(self) -> str:
         ends = ", ".join(f"{count} x exit {status}" for status, count in sorted(self.statuses.items()))
-        return (
-            f"{self.ran} ran, {self.doubles} doubles, {self.tracebacks} tracebacks, {ends}, {self.seconds:.1f} s"
-        )
+        return f"{self.ran} ran, {self.doubles} doubles, {self.tracebacks} tracebacks, {ends}, {self.seconds:.1f} s"
 
 
 def start_together(
@@ -94,7 +92,9 @@ def surroundings(fake: FakeNvml, claims: Path) -> dict[str, str]:
     """The environment of a wrapper on the fake machine."""
     own = {"GPUGUARD_DIR": str(claims), "GPUGUARD_EVENTS": str(claims / "events.jsonl"), "GPUGUARD_BACKEND": "nvml"}
     foreign = ("CUDA_", "SLURM_", "GPUGUARD_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | fake.environment() | own
+    return (
+        {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | fake.environment() | own
+    )
 
 
 def main() -> int:

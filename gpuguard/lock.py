@@ -20,7 +20,7 @@ from functools import partial
 from gpuguard.clusters import outer_devices
 from gpuguard.errors import ClaimLost, ImpossibleRequest, LockDirectoryError, NotEnoughGpus, WaitTimeout
 from gpuguard.lockfiles import Gate, LockDirectory, is_same_file, lock_directory, open_lock, try_flock
-from gpuguard.model import HEALTH, PROCESS_DETAILS, VERIFY_FIELDS, ClaimRecord, Device, Snapshot
+from gpuguard.model import HEALTH, PROCESS_DETAILS, PROCESSES, VERIFY_FIELDS, ClaimRecord, Device, Snapshot
 from gpuguard.nouns import dataclass, replace
 from gpuguard.records import locked_devices, probe, read_record, write_record
 from gpuguard.select import Choice, Request, choose, fields_needed, fields_to_verify, not_enough, taken_by
@@ -353,7 +353,7 @@ def _why_not(
     unclaimed = [device.uuid for device in snapshot.devices if device.uuid not in taken]
     if unclaimed:
         # Whether it can ever be met depends on their health, and the reason on who uses them.
-        details = VERIFY_FIELDS | fields_needed(request) | {PROCESS_DETAILS, HEALTH}
+        details = VERIFY_FIELDS | fields_needed(request) | {PROCESSES, PROCESS_DETAILS, HEALTH}
         snapshot = snapshot.updated(backend.sample(details, unclaimed))
     return not_enough(snapshot, request, choose(snapshot, request, taken))
 

@@ -11,6 +11,7 @@ from gpuguard.nouns import dataclass, replace
 # The cost is in driver calls per device; the identity (index, uuid) always comes along.
 MEMORY = "memory"  # 1    memory_*
 PROCESSES = "processes"  # 1..3 processes: pid, memory_used, kind
+IDLE_PROCESSES = "idle_processes"  # PROCESSES, but not where memory_used says already that the device is busy
 PROCESS_DETAILS = "process_details"  # 1    who a process is (from /proc) and its SM utilization
 UTILIZATION = "utilization"  # 1..2 utilization, memory_utilization
 HEALTH = "health"  # ~4   problems, compute_mode, mig_mode; expands MIG instances
@@ -23,7 +24,9 @@ PCIE = "pcie"  # link and throughput: about 20 ms per device in a real driver
 NVLINK = "nvlink"  # links and peers: up to 18 calls per device
 TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
 
-SELECT_FIELDS = frozenset({MEMORY, PROCESSES})
+BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much
+
+SELECT_FIELDS = frozenset({MEMORY, IDLE_PROCESSES})
 VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
 WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH, MODEL, THERMAL, POWER})
 ALL_FIELDS = WHO_FIELDS | {CLOCKS, ECC, PCIE, NVLINK, TOPOLOGY}

@@ -9,10 +9,14 @@ from collections.abc import Iterable, Sequence
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import (
+    BUSY_MEMORY,
     HEALTH,
+    IDLE_PROCESSES,
+    MEMORY,
     MODEL,
     NVLINK,
     PROCESS_DETAILS,
+    PROCESSES,
     SELECT_FIELDS,
     THERMAL,
     TOPOLOGY,
@@ -99,7 +103,9 @@ def fields_needed(request: Request) -> frozenset[str]:
         # It brings the MIG instances along.
         HEALTH: any(selector.upper().startswith("MIG-") or "." in selector for selector in selectors),
     }
-    return SELECT_FIELDS | {group for group, needed in wanted.items() if needed}
+    listed = shares or idle_limit(None, request.tolerance) > BUSY_MEMORY
+    base = frozenset({MEMORY, PROCESSES}) if listed else SELECT_FIELDS
+    return base | {group for group, needed in wanted.items() if needed}
 
 
 def fields_to_verify(request: Request) -> frozenset[str]:
@@ -107,12 +113,12 @@ def fields_to_verify(request: Request) -> frozenset[str]:
 
     Not the connections, which were read with all devices and cost up to 18 calls for each.
     """
-    return (fields_needed(request) | {HEALTH}) - {TOPOLOGY, NVLINK}
+    return (fields_needed(request) | {PROCESSES, HEALTH}) - {IDLE_PROCESSES, TOPOLOGY, NVLINK}
 
 
-def idle_limit(device: Device, tolerance: int = IDLE_TOLERANCE) -> int:
-    """Bytes that may be in use on *device* while nobody uses it."""
-    return tolerance if device.memory_reserved is not None else tolerance + UNKNOWN_RESERVE
+def idle_limit(device: Device | None, tolerance: int = IDLE_TOLERANCE) -> int:
+    """Bytes that may be in use on *device* (None: on any) while nobody uses it."""
+    return tolerance if device and device.memory_reserved is not None else tolerance + UNKNOWN_RESERVE
 
 
 def resolve(selectors: Iterable[str], devices: Sequence[Device], option: str = "--gpus") -> tuple[str, ...]:

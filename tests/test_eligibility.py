@@ -210,8 +210,6 @@ def test_a_request_that_makes_no_sense_is_refused(fields):
         ({}, set()),
         ({"min_free": GIB}, set()),
         ({"max_util": 10.0}, {model.UTILIZATION}),
-        ({"max_processes": 2}, {model.UTILIZATION}),
-        ({"mine_as_free": frozenset({1})}, {model.UTILIZATION, model.PROCESS_DETAILS}),
         ({"models": ("A",)}, {model.MODEL}),
         ({"max_temperature": 80.0}, {model.THERMAL}),
         ({"num_gpus": 2}, {model.TOPOLOGY, model.NVLINK, model.MODEL}),
@@ -220,3 +218,15 @@ def test_a_request_that_makes_no_sense_is_refused(fields):
 )
 def test_only_what_the_request_needs_is_read(fields, groups):
     assert fields_needed(Request(**fields)) == model.SELECT_FIELDS | groups
+
+
+@pytest.mark.parametrize(
+    ("fields", "groups"),
+    [
+        ({"max_processes": 2}, {model.UTILIZATION}),
+        ({"mine_as_free": frozenset({1})}, {model.UTILIZATION, model.PROCESS_DETAILS}),
+        ({"tolerance": 4 * GIB}, set()),
+    ],
+)
+def test_the_processes_of_busy_devices_are_read_where_they_decide(fields, groups):
+    assert fields_needed(Request(**fields)) == {model.MEMORY, model.PROCESSES} | groups

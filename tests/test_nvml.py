@@ -69,7 +69,7 @@ def test_versions_come_with_the_model(fake: FakeNvml) -> None:
 def test_graphics_and_mps_processes_come_with_the_details_only(fake: FakeNvml, kind: str) -> None:
     fake.add_process(0, os.getpid(), GIB, kind)
 
-    assert sampled(fake, "SELECT_FIELDS").devices[0].processes == ()
+    assert sampled(fake, "{MEMORY, PROCESSES}").devices[0].processes == ()
     assert [process.kind for process in sampled(fake, "WHO_FIELDS").devices[0].processes or ()] == [kind]
 
 
@@ -77,7 +77,7 @@ def test_a_choice_on_eight_idle_devices_costs_few_calls(fake: FakeNvml) -> None:
     first, then = answer_of(
         fake,
         "backend = nvml.open()\n"
-        "uuid = backend.sample(SELECT_FIELDS).devices[5].uuid\n"
+        "uuid = backend.sample({MEMORY, PROCESSES}).devices[5].uuid\n"
         "first = sum(fake.calls().values()); fake.reset_calls()\n"
         "backend.sample(VERIFY_FIELDS, [uuid])\n"
         "answer = first, sum(fake.calls().values())",
@@ -106,7 +106,7 @@ def test_a_poll_asks_only_for_what_can_change(fake: FakeNvml) -> None:
 def test_only_the_devices_that_are_asked_for_are_touched(fake: FakeNvml) -> None:
     touched = answer_of(
         fake,
-        "backend = nvml.open(); uuids = [device.uuid for device in backend.sample(SELECT_FIELDS).devices]\n"
+        "backend = nvml.open(); uuids = [device.uuid for device in backend.sample({MEMORY, PROCESSES}).devices]\n"
         "answer = []; backend.progress = answer.append\n"
         "assert [d.uuid for d in backend.sample(ALL_FIELDS, [uuids[6], uuids[2]]).devices] == [uuids[2], uuids[6]]",
     )
@@ -174,8 +174,8 @@ def test_an_instance_is_found_by_its_uuid_and_read_with_its_parent(fake: FakeNvm
     uuid = fake.add_mig(1, "3g.40gb", gi=1)
     fresh, again = answer_of(
         fake,
-        f"backend = nvml.open(); fresh = backend.sample(SELECT_FIELDS, [{uuid!r}])\n"
-        f"touched = []; backend.progress = touched.append; backend.sample(SELECT_FIELDS, [{uuid!r}])\n"
+        f"backend = nvml.open(); fresh = backend.sample({{MEMORY, PROCESSES}}, [{uuid!r}])\n"
+        f"touched = []; backend.progress = touched.append; backend.sample({{MEMORY, PROCESSES}}, [{uuid!r}])\n"
         "answer = fresh, touched",
     )
 

@@ -60,7 +60,7 @@ def test_a_value_that_cannot_be_is_unknown_and_says_so(
 
 def test_memory_of_a_process_that_the_driver_does_not_tell_is_unknown(fake: FakeNvml) -> None:
     fake.add_process(0, os.getpid(), -1)
-    device = sampled(fake, "SELECT_FIELDS").devices[0]
+    device = sampled(fake, "{MEMORY, PROCESSES}").devices[0]
 
     assert device.processes and device.processes[0].memory_used is None
     assert device.processes_plausible
@@ -87,20 +87,20 @@ def test_rows_of_another_version_are_not_believed(fake: FakeNvml, stride: int) -
     for pid in (os.getpid(), os.getppid(), 1):
         fake.add_process(0, pid, GIB)
 
-    assert not sampled(fake, "SELECT_FIELDS").devices[0].processes_plausible
+    assert not sampled(fake, "{MEMORY, PROCESSES}").devices[0].processes_plausible
 
 
 def test_processes_with_more_memory_than_is_used_are_not_believed(fake: FakeNvml) -> None:
     fake.add_process(0, os.getpid(), 60 * GIB, counted=0)
 
-    assert not sampled(fake, "SELECT_FIELDS").devices[0].processes_plausible
+    assert not sampled(fake, "{MEMORY, PROCESSES}").devices[0].processes_plausible
 
 
 def test_a_dead_pid_is_read_once_more_before_the_list_is_doubted(fake: FakeNvml) -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     fake.add_process(0, gone.pid, GIB, stays=1)
-    snapshot = sampled(fake, "SELECT_FIELDS")
+    snapshot = sampled(fake, "{MEMORY, PROCESSES}")
 
     assert gaps_of(snapshot, snapshot.devices[0])["processes"].endswith(f"pid {gone.pid} is not in this pid namespace")
     assert fake.calls()["nvmlDeviceGetComputeRunningProcesses_v3"] == 7 + 2 * 2
@@ -110,14 +110,14 @@ def test_a_list_that_grows_too_fast_is_read_again(fake: FakeNvml) -> None:
     fake.add_process(0, os.getpid(), GIB)
     # The first call of each pair always says INSUFFICIENT_SIZE, so this lets three second calls fail.
     fake.fail("nvmlDeviceGetComputeRunningProcesses_v3", INSUFFICIENT_SIZE, device=0, times=7)
-    devices = sampled(fake, "SELECT_FIELDS").devices
+    devices = sampled(fake, "{MEMORY, PROCESSES}").devices
 
     assert devices[0].processes and devices[0].processes[0].pid == os.getpid()
 
 
 def test_a_device_without_a_process_list_is_not_an_empty_one(fake: FakeNvml) -> None:
     fake.fail("nvmlDeviceGetComputeRunningProcesses", NOT_SUPPORTED, device=0)
-    snapshot = sampled(fake, "SELECT_FIELDS")
+    snapshot = sampled(fake, "{MEMORY, PROCESSES}")
 
     assert snapshot.devices[0].processes is None
     assert gaps_of(snapshot, snapshot.devices[0])["processes"] == "not supported"
@@ -157,14 +157,14 @@ def test_pending_page_retirement_of_an_older_device_is_a_problem(fake: FakeNvml)
 
 def test_an_unknown_driver_error_in_a_vital_call_is_a_problem(fake: FakeNvml) -> None:
     fake.fail("nvmlDeviceGetMemoryInfo", UNKNOWN, device=1)
-    device = sampled(fake, "SELECT_FIELDS").devices[1]
+    device = sampled(fake, "{MEMORY, PROCESSES}").devices[1]
 
     assert device.problems == ("nvmlDeviceGetMemoryInfo: unknown driver error",)
 
 
 def test_an_unknown_driver_error_that_passes_is_not(fake: FakeNvml) -> None:
     fake.fail("nvmlDeviceGetMemoryInfo", UNKNOWN, device=1, times=1)
-    device = sampled(fake, "SELECT_FIELDS").devices[1]
+    device = sampled(fake, "{MEMORY, PROCESSES}").devices[1]
 
     assert device.problems is None and device.memory_used
 
@@ -252,21 +252,21 @@ def test_a_driver_that_cannot_count_its_devices_is_an_error_and_none_is_not(fake
     assert sampled(fake).devices == ()
 
     fake.fail("nvmlDeviceGetCount", UNKNOWN)
-    script = "backend = nvml.open()\n" + OPEN_ERROR.replace("nvml.open()", "backend.sample(SELECT_FIELDS)")
+    script = "backend = nvml.open()\n" + OPEN_ERROR.replace("nvml.open()", "backend.sample({MEMORY, PROCESSES})")
     assert answer_of(fake, script)[0] == "BackendError"
 
 
 def test_the_library_is_initialised_once_and_again_in_a_forked_child(fake: FakeNvml) -> None:
     inits = answer_of(
         fake,
-        "backend = nvml.open(); backend.sample(SELECT_FIELDS); before = backend.sample(SELECT_FIELDS)\n"
+        "backend = nvml.open(); backend.sample({MEMORY, PROCESSES}); before = backend.sample({MEMORY, PROCESSES})\n"
         "first = fake.calls()['nvmlInitWithFlags']\n"
         "if not (child := os.fork()):\n"
-        "    same = backend.sample(SELECT_FIELDS).devices == before.devices\n"
+        "    same = backend.sample({MEMORY, PROCESSES}).devices == before.devices\n"
         "    backend.close()\n"
         "    os._exit(0 if same else 1)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
-        "assert backend.sample(SELECT_FIELDS).devices == before.devices\n"
+        "assert backend.sample({MEMORY, PROCESSES}).devices == before.devices\n"
         "backend.close(); backend.close()\n"
         "answer = first, fake.calls()['nvmlInitWithFlags'], fake.calls()['nvmlShutdown']",
     )
@@ -277,7 +277,7 @@ def test_the_library_is_initialised_once_and_again_in_a_forked_child(fake: FakeN
 def test_a_slow_start_is_waited_for(fake: FakeNvml) -> None:
     fake.init_delay_ms = 300
 
-    assert len(sampled(fake, "SELECT_FIELDS").devices) == 8
+    assert len(sampled(fake, "{MEMORY, PROCESSES}").devices) == 8
 
 
 # Every function that a full sample uses x every code x one device.  In the child, because there are a thousand of them.

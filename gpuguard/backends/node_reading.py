@@ -109,6 +109,11 @@ def _processes(place: Place) -> Values:
     return {"processes": listed + torn, "processes_plausible": False}
 
 
+def _idle_processes(place: Place) -> Values:
+    used = _memory(place)["memory_used"]
+    return {} if isinstance(used, int) and used >= model.BUSY_MEMORY else _processes(place)
+
+
 def _process(use: Use, place: Place) -> GpuProcess:
     registered = GpuProcess(use.pid, int(use.memory.at(place.clock)), use.kind, use.start_time)
     found = processes.described(registered) if place.detailed else processes.identified(registered)
@@ -210,6 +215,7 @@ def _nvlink(place: Place) -> Values:
 _READERS: dict[str, Callable[[Place], Values]] = {
     model.MEMORY: _memory,
     model.PROCESSES: _processes,
+    model.IDLE_PROCESSES: _idle_processes,
     model.UTILIZATION: _utilization,
     model.HEALTH: _health,
     model.MODEL: _model,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from gpuguard import model
 from gpuguard.backends.nvml_calls import FUNCTION_NOT_FOUND, INVALID_ARGUMENT, NEVER, Answer
 from gpuguard.backends.nvml_reading import Reading
-from gpuguard.backends.nvml_usage import read_memory, read_processes
+from gpuguard.backends.nvml_usage import read_idle_processes, read_memory, read_processes
 from gpuguard.nouns import dataclass
 
 TYPE_CHECKING = False  # see nvml_calls
@@ -223,6 +223,7 @@ def read_nvlink(reading: Reading) -> None:
 READERS: Mapping[str, Callable[[Reading], None]] = {
     model.MEMORY: read_memory,
     model.PROCESSES: read_processes,
+    model.IDLE_PROCESSES: read_idle_processes,
     model.UTILIZATION: read_utilization,
     model.HEALTH: read_health,
     model.ECC: read_ecc,

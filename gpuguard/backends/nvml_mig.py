@@ -9,7 +9,7 @@ from __future__ import annotations
 from gpuguard import model
 from gpuguard.backends.nvml_calls import NOT_FOUND, Answer
 from gpuguard.backends.nvml_reading import Place, Reading
-from gpuguard.backends.nvml_usage import read_memory, read_processes
+from gpuguard.backends.nvml_usage import read_idle_processes, read_memory, read_processes
 from gpuguard.model import Device, Gap
 from gpuguard.nouns import replace
 
@@ -58,6 +58,8 @@ def _read(instance: Reading, parent: Reading) -> Device:
         read_memory(instance)
     if model.PROCESSES in instance.fields:
         read_processes(instance)
+    if model.IDLE_PROCESSES in instance.fields:
+        read_idle_processes(instance)
     if model.UTILIZATION in instance.fields:
         instance.gap("utilization", "not told for MIG instances")
     for gap in parent.gaps:

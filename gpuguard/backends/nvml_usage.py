@@ -9,7 +9,7 @@ from __future__ import annotations
 from gpuguard.backends import processes
 from gpuguard.backends.nvml_calls import FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, Answer
 from gpuguard.backends.nvml_reading import Reading
-from gpuguard.model import PROCESS_DETAILS, GpuProcess
+from gpuguard.model import BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, GpuProcess
 from gpuguard.nouns import replace
 
 TYPE_CHECKING = False  # see nvml_calls
@@ -73,6 +73,13 @@ def read_processes(reading: Reading) -> None:
         # Whoever has these pids here is not who the driver means: they stay numbers.
         reading.gap("processes", f"implausible list: {reason}")
     reading.values["processes"] = tuple(rows)
+
+
+def read_idle_processes(reading: Reading) -> None:
+    """What read_processes() reads, unless the memory in use says enough: two calls for each busy device."""
+    used = reading.values.get("memory_used")
+    if PROCESSES not in reading.fields and (used is None or used < BUSY_MEMORY):
+        read_processes(reading)
 
 
 def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list[Any]], str | None]:

@@ -14,7 +14,7 @@ import sys
 
 from gpuguard.cli.choice_options import add_choice_options, request_of
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
-from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, Snapshot
+from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, Snapshot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Closely:
         self._backend = backend
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        return self._backend.sample({*fields, HEALTH, MODEL, PROCESS_DETAILS}, devices)
+        return self._backend.sample({*fields, HEALTH, MODEL, PROCESSES, PROCESS_DETAILS}, devices)
 
     def close(self) -> None:
         self._backend.close()
