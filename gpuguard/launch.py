@@ -60,11 +60,11 @@ def execute(
     # Python ignores SIGPIPE and SIGXFSZ from its start on; whatever else is ignored was inherited (nohup) and stays so.
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
-    for descriptor in pass_fds:
-        os.set_inheritable(descriptor, True)
     if callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would swallow a Ctrl-C between here and exec
     try:
+        for descriptor in pass_fds:
+            os.set_inheritable(descriptor, True)
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if not command[0]:
