@@ -18,6 +18,9 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from gpuguard.errors import InvalidRequest
+from gpuguard.units import parse_bytes, parse_duration
+
 Work = Callable[[float], None]  # keeps the GPUs busy for so many seconds
 GIB = 2**30
 
@@ -26,13 +29,13 @@ def main() -> int:
     """Train; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="how many (default: 20)")
-    parser.add_argument("--step-time", type=float, default=0.5, metavar="SECONDS", help="of each step (default: 0.5)")
-    parser.add_argument("--memory", default="10GiB", metavar="GiB", help="on each GPU, as in 10GiB (default)")
+    parser.add_argument("--step-time", default="500ms", metavar="DURATION", help="of each step (default: 500ms)")
+    parser.add_argument("--memory", default="10GiB", metavar="SIZE", help="on each GPU (default: 10GiB)")
     args = parser.parse_args()
     try:
-        gibibytes = float(args.memory.removesuffix("GiB"))
-    except ValueError:
-        parser.error(f"--memory {args.memory}: write it like 10GiB")
+        memory, seconds = parse_bytes(args.memory), parse_duration(args.step_time)
+    except InvalidRequest as error:
+        parser.error(str(error))
 
     stopping: list[int] = []
 
@@ -41,11 +44,11 @@ def main() -> int:
 
     # A killed job keeps its work: SIGTERM asks for an end, and the step in hand is finished first.
     signal.signal(signal.SIGTERM, stop)
-    work = torch_work(int(gibibytes * GIB)) or cuda_work(int(gibibytes * GIB)) or simulated_work(int(gibibytes * GIB))
+    work = torch_work(memory) or cuda_work(memory) or simulated_work(memory)
     if work is None:
         return 1
     for step in range(1, args.steps + 1):
-        work(args.step_time)
+        work(seconds)
         print(f"step {step}/{args.steps}  loss {2.5 * math.exp(-step / 15) + 0.1:.4f}", flush=True)
         if stopping:
             print(f"checkpoint saved at step {step}: told to stop by {signal.Signals(stopping[0]).name}", flush=True)

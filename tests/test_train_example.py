@@ -50,7 +50,7 @@ def training(place: str, *words: str, **variables: str) -> Iterator[subprocess.P
 def test_it_trains_on_the_visible_devices_of_the_simulated_node_and_says_that_they_are_simulated(place):
     backend = simulated.open(place)
     with training(
-        place, "--memory", "2GiB", "--step-time", "0.01", "--steps", "10000", CUDA_VISIBLE_DEVICES="1,3"
+        place, "--memory", "2GiB", "--step-time", "10ms", "--steps", "10000", CUDA_VISIBLE_DEVICES="1,3"
     ) as child:
         assert child.stdout
         said = [child.stdout.readline() for _ in range(3)]
@@ -69,7 +69,7 @@ def test_it_trains_on_the_visible_devices_of_the_simulated_node_and_says_that_th
 
 def test_it_ends_after_its_steps_with_a_falling_loss_and_a_checkpoint(place):
     simulated.open(place)
-    with training(place, "--steps", "3", "--step-time", "0") as child:
+    with training(place, "--steps", "3", "--step-time", "0s") as child:
         lines = (child.communicate()[0]).splitlines()
     losses = [float(line.split()[-1]) for line in lines if line.startswith("step")]
 
@@ -81,7 +81,7 @@ def test_it_ends_after_its_steps_with_a_falling_loss_and_a_checkpoint(place):
 
 def test_it_saves_and_ends_cleanly_when_it_is_told_to_stop(place):
     simulated.open(place)
-    with training(place, "--steps", "10000", "--step-time", "0.01") as child:
+    with training(place, "--steps", "10000", "--step-time", "10ms") as child:
         assert child.stdout
         child.stdout.readline()
         child.send_signal(signal.SIGTERM)
