@@ -79,12 +79,16 @@ def failure(program: str, code: int) -> tuple[int, str]:
     if code == errno.ENOENT and os.path.exists(program):
         return EXIT_NOT_FOUND, f"{program}: the interpreter that its first line names does not exist."
     if code in (errno.ENOENT, errno.ENOTDIR):
-        return EXIT_NOT_FOUND, f"{program}: command not found.  Is it installed, and in PATH?"
+        return EXIT_NOT_FOUND, f"{program or repr(program)}: command not found.  Is it installed, and in PATH?"
     reason = os.strerror(code)
     if code == errno.ENOEXEC:
         return EXIT_NOT_EXECUTABLE, f"{program}: {reason}.  A script needs a first line such as #!/bin/sh."
     if code == errno.EACCES and program.endswith(".py"):
         return EXIT_NOT_EXECUTABLE, f"{program}: {reason}.  Write `gpuguard run ... -- python {program}`."
+    if code == errno.EACCES and os.path.isdir(program):
+        return EXIT_NOT_EXECUTABLE, f"{program}: it is a directory, not a program."
+    if code == errno.EACCES:
+        return EXIT_NOT_EXECUTABLE, f"{program}: {reason}.  `chmod +x` makes a file a program."
     return EXIT_NOT_EXECUTABLE, f"{program}: {reason}."
 
 

@@ -117,7 +117,9 @@ def _make_ready(path: str, *places: str) -> bool:
                 # 1777 is safe and lets root's directory serve everybody; a user's own stays his.
                 os.chmod(place, 0o1777 if place.endswith("claims") and os.geteuid() == 0 else 0o755)
     except OSError as error:
-        raise LockDirectoryError(f"{path} cannot be made ready for claims: {error.strerror}.") from error
+        raise LockDirectoryError(
+            f"{path} cannot be made ready for claims: {error.strerror}.  Name another directory with --dir."
+        ) from error
     return True
 
 

@@ -38,7 +38,7 @@ def parse_percent(text: str) -> float:
     """Percent of ``"10%"``, 0 to 100."""
     percent = _quantity(text, _PERCENT, "a percentage", "10%")
     if percent > 100:
-        raise InvalidRequest(f"{text!r} is more than 100%.")
+        raise InvalidRequest(f"{text!r} is more than 100%: write at most 100%.")
     return percent
 
 
@@ -91,6 +91,7 @@ def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, ex
 
 
 def _complaint(text: str, what: str, example: str, units: dict[str, float] | dict[str, int]) -> str:
+    known = f" (units: {', '.join(units)})" if len(units) > 1 else ""
     if re.fullmatch(r"\d+(\.\d+)?", text.strip()):
-        return f"{text!r} has no unit: write {what} like {example!r} ({', '.join(units)})."
-    return f"{text!r} is not {what}: write it like {example!r} ({', '.join(units)})."
+        return f"{text!r} has no unit: write {what} like {example!r}{known}."
+    return f"{text!r} is not {what}: write it like {example!r}{known}."

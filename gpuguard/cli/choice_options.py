@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.request import IDLE_TOLERANCE, STRATEGIES, Request
@@ -75,16 +76,16 @@ def request_of(args: argparse.Namespace) -> Request:
     both = set(devices or ()) & set(exclude)
     if both:
         raise InvalidRequest(f"{', '.join(sorted(both))} stands in --gpus and in --exclude: decide for one.")
-    tolerance = _read("--tolerance", args.tolerance, parse_bytes)
+    tolerance = quantity("--tolerance", args.tolerance, parse_bytes)
     return Request(
         num_gpus=number if number is not None else len(devices or "1"),
         devices=devices,
-        min_free=_read("--min-free", args.min_free, parse_bytes),
-        min_total=_read("--min-total", args.min_total, parse_bytes),
-        max_util=_read("--max-util", args.max_util, parse_percent),
-        max_memory_util=_read("--max-memory-util", args.max_memory_util, parse_percent),
+        min_free=quantity("--min-free", args.min_free, parse_bytes),
+        min_total=quantity("--min-total", args.min_total, parse_bytes),
+        max_util=quantity("--max-util", args.max_util, parse_percent),
+        max_memory_util=quantity("--max-memory-util", args.max_memory_util, parse_percent),
         max_processes=whole_number("--max-processes", args.max_processes),
-        max_temperature=_read("--max-temperature", args.max_temperature, parse_celsius),
+        max_temperature=quantity("--max-temperature", args.max_temperature, parse_celsius),
         models=tuple(args.model),
         exclude=exclude,
         prefer=selectors("--prefer", args.prefer) or (),
@@ -96,8 +97,8 @@ def request_of(args: argparse.Namespace) -> Request:
 
 def whole_number(option: str, text: str | None) -> int | None:
     """A count; None when the option was not given."""
-    if text is not None and not text.strip().lstrip("-").isdecimal():
-        raise InvalidRequest(f"{option}: {text!r} is not a whole number.")
+    if text is not None and not re.fullmatch(r"\s*-?\d{1,9}\s*", text):
+        raise InvalidRequest(f"{option}: {text[:40]!r} is not a whole number: write it like {option} 2.")
     return None if text is None else int(text)
 
 
@@ -114,7 +115,8 @@ def selectors(option: str, text: str | None) -> tuple[str, ...] | None:
     return parts
 
 
-def _read(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
+def quantity(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
+    """What *parse* makes of the text; None when the option was not given."""
     try:
         return None if text is None else parse(text)
     except InvalidRequest as fault:

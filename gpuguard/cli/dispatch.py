@@ -15,7 +15,7 @@ from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnou
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
 COMMANDS = {
     "run": "claim GPUs, run a command on them, give them back when it ends",
@@ -25,6 +25,12 @@ COMMANDS = {
     "doctor": "check driver, lock directory and permissions, and say what to do",
     "setup": "make the lock directory /run/gpuguard for all users of this machine",
     "sim": "steer the simulated node: start, use, set, fault, show, stop",
+}
+
+# argparse's words, and what people understand
+_CLEARER = {
+    "expected one argument": "a value is missing (it cannot begin with a dash)",
+    "ignored explicit argument": "it takes no value, but got",
 }
 
 EXIT_NO = 1
@@ -49,7 +55,9 @@ def run_command_line(words: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except GpuguardError as error:
-        print(f"gpuguard: {error}", file=sys.stderr)
+        from gpuguard.views.text import neutralise
+
+        print("gpuguard:", "\n".join(map(neutralise, str(error).splitlines())), file=sys.stderr)
         return exit_code(command, error)
 
 
@@ -67,9 +75,25 @@ def exit_code(command: str, error: GpuguardError) -> int:
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose faults are InvalidRequest, so that each command can choose its exit code."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's own, but each parser complains itself: for `gpuguard sim show x` that is `sim show`."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._similar(unknown[0])}")
+        return namespace, unknown
+
     def error(self, message: str) -> NoReturn:
         """What argparse calls for every fault."""
-        raise InvalidRequest(f"{message}\nSee `{self.prog} --help`.")
+        for before, after in _CLEARER.items():
+            message = message.replace(before, after)
+        raise InvalidRequest(f"{message.removeprefix('argument ').rstrip('.')}.\nSee `{self.prog} --help`.")
+
+    def _similar(self, word: str) -> str:
+        import difflib
+
+        flags = (flag for action in self._actions for flag in action.option_strings)
+        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+        return f" (did you mean {near[0]}?)" if near else ""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

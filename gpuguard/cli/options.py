@@ -9,7 +9,7 @@ import sys
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
-    from gpuguard.lock import LockDirectory
+    from gpuguard.lockfiles import LockDirectory
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +24,16 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dir",
         metavar="PATH",
+        type=_path,
         default=os.environ.get("GPUGUARD_DIR") or None,
         help="directory of the claims (default: $GPUGUARD_DIR, else /run/gpuguard, else /run/lock or /tmp)",
     )
+
+
+def _path(text: str) -> str:
+    if not text:  # --dir "$UNSET"
+        raise argparse.ArgumentTypeError("the name of the directory is empty.")
+    return text
 
 
 def backend_of(args: argparse.Namespace) -> Backend:
@@ -38,6 +45,6 @@ def backend_of(args: argparse.Namespace) -> Backend:
 
 def directory_of(args: argparse.Namespace) -> LockDirectory:
     """The claim directory that goes with --backend and --dir."""
-    from gpuguard.lock import lock_directory
+    from gpuguard.lockfiles import lock_directory
 
     return lock_directory(args.dir, backend=args.backend)

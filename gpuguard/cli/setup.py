@@ -23,8 +23,9 @@ TMPFILES = "/etc/tmpfiles.d/gpuguard.conf"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--print", action="store_true", help="show the tmpfiles.d lines, change nothing")
-    parser.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--print", action="store_true", help="show the tmpfiles.d lines, change nothing")
+    group.add_argument(
         "--remove", action="store_true", help=f"remove {TMPFILES}; the lock files stay until the next boot"
     )
     add_source_options(parser)

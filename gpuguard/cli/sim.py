@@ -94,7 +94,7 @@ def _become(command: list[str]) -> int:
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:
-        raise InvalidRequest(f"there is no command {command[0]!r}.") from None
+        raise InvalidRequest(f"there is no command {command[0]!r}: is it installed, and in PATH?") from None
     except OSError as error:
         raise InvalidRequest(f"{command[0]!r} cannot be run: {error.strerror}.") from None
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from gpuguard.backends import Backend
+from gpuguard.cli.choice_options import quantity, selectors
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.cli.processes import in_first_pid_namespace, look_up
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
@@ -49,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    every = None if args.watch is None else parse_duration(args.watch)
+    every = quantity("--watch", args.watch, parse_duration)
     if every is not None and every < 0.1:
         raise InvalidRequest("--watch needs at least 100ms between two looks.")
     backend = backend_of(args)
@@ -95,8 +96,8 @@ def chosen_devices(snapshot: Snapshot, words: list[str]) -> frozenset[str]:
     from gpuguard.request import resolve
 
     labels = {who.device_label(device): device.uuid for device in snapshot.devices if device.parent_uuid}
-    selectors = [part.strip() for text in words for part in text.split(",") if part.strip()]
-    found = set(resolve([labels.get(one, one) for one in selectors], snapshot.devices, "--device"))
+    named = [part for text in words for part in selectors("--device", text) or ()]
+    found = set(resolve([labels.get(one, one) for one in named], snapshot.devices, "--device"))
     return frozenset(device.uuid for device in snapshot.devices if found & {device.uuid, device.parent_uuid})
 
 

@@ -1,0 +1,254 @@
+"""Whatever is typed wrongly: one message that names the fault and says what to do, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import Gpuguard
+from fake_nvml import FakeNvml
+from nodes import eventually, start
+
+from gpuguard.lockfiles import lock_directory
+from gpuguard.records import locked_devices
+
+LINES = 4  # of a message, without a list of devices
+
+# run, then what the message must contain.  PLACE is a directory of the test's own.
+RUN_125 = [
+    ("", "a command to run is missing, as in `gpuguard run -n 2 -- python train.py`"),
+    ("--", "a command to run is missing"),
+    ("-n 2", "a command to run is missing"),
+    ("--bogus -- true", "unrecognized arguments: --bogus"),
+    ("--min-fre 20GiB true", "--min-fre (did you mean --min-free?)"),
+    ("-n 0 true", "0 GPUs cannot be asked for: ask for at least 1"),
+    ("-n -1 true", "-1 GPUs cannot be asked for: ask for at least 1"),
+    ("-n x true", "-n: 'x' is not a whole number: write it like -n 2"),
+    ("-n 1.5 true", "-n: '1.5' is not a whole number"),
+    ("-n--5 true", "-n: '--5' is not a whole number"),
+    ("-n '' true", "-n: '' is not a whole number"),
+    (f"-n {'9' * 5000} true", "9' is not a whole number"),
+    ("-n", "-n/--num-gpus: a value is missing"),
+    ("-n 9 true", "wanted 9 GPUs, but only 8 exist.\nAsk for 8."),
+    ("-n 9 --wait 5s true", "only 8 exist"),
+    ("-n 3 --gpus 0,1 true", "-n 3 wants more than the 2 that --gpus 0,1 names"),
+    ("--gpus 0,0 true", "--gpus names device 0 twice: name each device once"),
+    ("--gpus 9 true", "--gpus 9 names no device of this machine.  It has\n  0  GPU-"),
+    ("--gpus GPU-ffffffffffff true", "--gpus GPU-ffffffffffff names no device of this machine"),
+    ("--gpus all true", "--gpus all names no device"),
+    ("--gpus '' true", "--gpus '' names no device in one place: write it like 0,3"),
+    ("--gpus 0,,1 true", "write it like 0,3"),
+    ("--gpus '0,\x1b[2J' true", "--gpus \\x1b[2J names no device"),
+    ("--exclude , true", "--exclude ',' names no device in one place"),
+    ("--exclude 0 --gpus 0 true", "0 stands in --gpus and in --exclude: decide for one"),
+    ("--prefer 12 true", "--prefer 12 names no device"),
+    ("--min-free 20 true", "--min-free: '20' has no unit: write a memory size like '20GiB'"),
+    ("--min-free 20G true", "--min-free: '20G' is not a memory size: write it like '20GiB'"),
+    ("--min-free -20GiB true", "--min-free: a value is missing (it cannot begin with a dash)"),
+    ("--min-free=-20GiB true", "--min-free: '-20GiB' is not a memory size"),
+    ("--min-free '' true", "--min-free: '' is not a memory size"),
+    ("--tolerance 1 true", "--tolerance: '1' has no unit"),
+    ("--max-util 10 true", "--max-util: '10' has no unit: write a percentage like '10%'."),
+    ("--max-util 101% true", "--max-util: '101%' is more than 100%: write at most 100%"),
+    ("--max-util=-5% true", "--max-util: '-5%' is not a percentage"),
+    ("--max-temperature 80K true", "--max-temperature: '80K' is not a temperature: write it like '85C'"),
+    ("--max-processes x true", "--max-processes: 'x' is not a whole number: write it like --max-processes 2"),
+    ("--max-processes -1 true", "a device cannot have -1 processes: permit 0 or more"),
+    ("--time-limit 5 true", "--time-limit: '5' has no unit: write a duration like '10m'"),
+    ("--time-limit '' true", "--time-limit: '' is not a duration"),
+    ("--time-limit 0s true", "--time-limit 0s leaves the job no time: leave the option out"),
+    ("--grace 5 true", "--grace: '5' has no unit"),
+    ("--wait 5 true", "--wait: '5' has no unit: write a duration like '10m'"),
+    ("--wait '' true", "--wait: '' is not a duration"),
+    ("--wait=-5s true", "--wait: '-5s' is not a duration"),
+    ("--wait python train.py", "`--wait -- CMD`"),
+    ("--wait 5s --no-wait true", "--no-wait: not allowed with argument --wait"),
+    ("--no-wait=3 true", "--no-wait: it takes no value, but got '3'"),
+    ("--exec --time-limit 4h true", "drop --exec, or use `timeout 4h CMD`"),
+    ("--visible name true", "--visible: invalid choice: 'name'"),
+    ("--strategy best true", "--strategy: invalid choice: 'best'"),
+    ("--model A100 true", "none exists that can satisfy --model 'A100'.\nDrop --model."),
+    ("--min-total 90GiB true", "--min-total 90.0GiB.\nDrop --min-total."),
+    ("--exclude 0,1,2,3,4,5,6,7 true", "Drop --exclude."),
+    ("--note", "--note: a value is missing"),
+    ("--dir '' true", "--dir: the name of the directory is empty"),
+    ("--dir PLACE/file true", "/file is not a directory (a symbolic link is not followed).  Run `sudo gpuguard setup`"),
+    ("--dir PLACE/file/x true", "cannot be made ready for claims: Not a directory.  Name another directory"),
+    ("--dir PLACE/open true", "/open is writable for others (mode 0777)"),
+    ("--backend nonesuch true", "there is no backend 'nonesuch': choose one of nvml, simulated"),
+    ("--backend '' true", "there is no backend ''"),
+    ("--backend nvml:x true", "nvml takes no 'x': write `--backend nvml`"),
+    ("--backend simulated:PLACE/file true", "/file is not a directory"),
+]
+RUN_OTHERS = [
+    (127, "-- nonesuch", "nonesuch: command not found.  Is it installed, and in PATH?"),
+    (127, "-- ./nonesuch", "./nonesuch: command not found"),
+    (127, "-- ''", "'': command not found"),
+    (127, "PLACE/interpreter", "the interpreter that its first line names does not exist"),
+    (126, "PLACE/file", "Permission denied.  `chmod +x`"),
+    (126, "PLACE/open", "it is a directory, not a program"),
+    (126, "--exec -- PLACE/open", "it is a directory, not a program"),
+]
+OTHERS = [
+    (2, "", "a command is missing"),
+    (2, "rnu -- true", "there is no command 'rnu': did you mean `gpuguard run`?"),
+    (2, "frobnicate", "there is no command 'frobnicate': choose one of run, select"),
+    (2, "--bogus", "there is no command '--bogus'"),
+    (2, "select --bogus", "unrecognized arguments: --bogus"),
+    (2, "select extra", "unrecognized arguments: extra"),
+    (2, "select -n 0", "ask for at least 1"),
+    (2, "select -n 1 -c 1", "-n says exactly how many"),
+    (2, "select -c 5 -C 3", "at most 3 GPUs are fewer than the 5"),
+    (2, "select -c x", "-c: 'x' is not a whole number"),
+    (2, "select -O name", "-O/--format: invalid choice: 'name'"),
+    (2, "select -i 0,0", "-i names device 0 twice"),
+    (2, "select --gpus 9", "--gpus 9 names no device"),
+    (1, "select -n 9", "only 8 exist"),
+    (1, "select --model A100", "Drop --model."),
+    (1, "select --dir PLACE/open", "is writable for others"),
+    (2, "explain -n 0", "ask for at least 1"),
+    (2, "explain extra", "unrecognized arguments: extra"),
+    (2, "explain --min-free 20", "--min-free: '20' has no unit"),
+    (1, "explain --dir PLACE/file", "is not a directory"),
+    (2, "who --jso", "--jso (did you mean --json?)"),
+    (2, "who --watch 5", "--watch: '5' has no unit"),
+    (2, "who --watch 10ms", "--watch needs at least 100ms"),
+    (2, "who --device 9", "--device 9 names no device"),
+    (2, "who --device ''", "--device '' names no device in one place"),
+    (2, "who --backend nonesuch", "there is no backend 'nonesuch'"),
+    (2, "doctor --bogus", "unrecognized arguments: --bogus"),
+    (2, "doctor --backend nonesuch", "there is no backend 'nonesuch'"),
+    (2, "setup --bogus", "unrecognized arguments: --bogus"),
+    (2, "setup --print --remove", "--remove: not allowed with argument --print"),
+    (2, "setup --dir ''", "--dir: the name of the directory is empty"),
+    (1, "setup --dir PLACE/file", "/file cannot be made: Not a directory.  Name another directory with --dir"),
+    (2, "sim", "required: ACTION"),
+    (2, "sim frob", "ACTION: invalid choice: 'frob'"),
+    (2, "sim start", "required: SPEC"),
+    (2, "sim start 4xFOO", "the model 'FOO' is not known"),
+    (2, "sim start 0xH100-80GB", "a node has 1 to 64"),
+    (1, "sim start 8xH100-80GB", "`gpuguard sim stop` ends it, --force replaces it"),
+    (4, "sim show --backend simulated:PLACE/file", "is not a directory"),
+    (2, "sim use", "required: --memory"),
+    (2, "sim use --memory 10GiB", "say which devices: --device 0,1"),
+    (2, "sim use --memory 10", "--memory: '10' has no unit"),
+    (2, "sim use --memory 10GiB --device 9", "'9' is no device of the simulated node"),
+    (1, "sim use --memory 900GiB --device 0", "900.0GiB wanted"),
+    (2, "sim use --memory 1GiB --device 0 -- nonesuch", "there is no command 'nonesuch'"),
+    (2, "sim set", "nothing to set.  See `gpuguard sim set --help`"),
+    (2, "sim set --temperature 40C", "say on which device"),
+    (2, "sim set --device 0 --utilization 120%", "more than 100%"),
+    (2, "sim fault --device 0 hnag", "did you mean hang?"),
+    (2, "sim show --jsn", "--jsn (did you mean --json?).\nSee `gpuguard sim show --help`."),
+    (2, "sim show --backend nvml", "`sim` steers simulated"),
+]
+CASES = [
+    *((125, f"run {words}", message) for words, message in RUN_125),
+    *((code, f"run {words}", message) for code, words, message in RUN_OTHERS),
+    *OTHERS,
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    place = tmp_path_factory.mktemp("bad-input")
+    (place / "claims").mkdir()
+    (place / "file").write_text("no program")
+    (place / "open").mkdir()
+    (place / "open").chmod(0o777)
+    (place / "interpreter").write_text("#!/nonesuch\n")
+    (place / "interpreter").chmod(0o755)
+    start(str(place / "node"), "8xH100-80GB")
+    before = sorted(os.listdir(place))
+    yield place
+    # Neither an empty --dir nor anything else may have put files where the commands ran.
+    assert sorted(os.listdir(place)) == before
+
+
+def words_of(line: str, place: Path) -> list[str]:
+    """As a shell would split it."""
+    import shlex
+
+    return [word.replace("PLACE", str(place)) for word in shlex.split(line)]
+
+
+def processes_of(place: Path) -> list[str]:
+    """The pids of all processes that were started with the node of this place in their environment."""
+    found, mark = [], f"GPUGUARD_SIM_DIR={place / 'node'}\0".encode()
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if mark in file.read() + b"\0":
+                    found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def complaint(stderr: str) -> list[str]:
+    """The lines of the message, without the list of devices that may be part of it."""
+    return [line for line in stderr.splitlines() if not line.startswith("  ")]
+
+
+@pytest.mark.parametrize(("code", "line", "message"), CASES, ids=[line[:60] or "nothing" for _, line, _ in CASES])
+def test_bad_input_is_one_clear_message(place: Path, code: int, line: str, message: str) -> None:
+    gpuguard = Gpuguard(place, None, GPUGUARD_EVENTS="/dev/null")
+
+    done = gpuguard(*words_of(line, place), cwd=place)
+
+    lines = complaint(done.stderr)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert [each.startswith("gpuguard: ") for each in lines[:2]].count(True) == 1
+    assert lines[0].startswith("gpuguard: ")
+    assert line == "" or (len(lines) <= LINES and "usage:" not in done.stderr)
+    assert "\x1b" not in done.stderr
+    assert locked_devices(lock_directory(str(place / "claims")), uuids(place)) == set()
+    assert eventually(lambda: processes_of(place) == [])
+
+
+def test_the_beginning_of_several_uuids_is_answered_with_those_that_it_could_be(fake: FakeNvml, tmp_path: Path) -> None:
+    done = Gpuguard(tmp_path, fake)("run", "--gpus", "GPU-0", "true")
+
+    assert (done.returncode, done.stdout) == (125, "")
+    assert "--gpus GPU-0 could be GPU-00000000-" in done.stderr
+    assert done.stderr.endswith(": write more of it.\n")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything; test_two_users.py does it as somebody else")
+def test_a_directory_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "claims").mkdir(mode=0)
+    start(str(tmp_path / "node"), "1xH100-80GB")
+
+    done = Gpuguard(tmp_path, None)("run", "true")
+
+    assert (done.returncode, done.stdout) == (125, "")
+    assert "claims is not readable for you (mode 0000).  Run `sudo gpuguard setup`" in done.stderr
+
+
+def test_a_job_that_was_refused_did_not_run(place: Path) -> None:
+    gpuguard = Gpuguard(place, None, GPUGUARD_EVENTS="/dev/null")
+
+    gpuguard("run", "-n", "9", "--", "touch", str(place / "ran"))
+    gpuguard("run", "--gpus", "0,0", "--", "touch", str(place / "ran"))
+
+    assert not (place / "ran").exists()
+
+
+def test_a_process_that_is_left_and_a_device_that_stays_claimed_would_be_seen(place: Path) -> None:
+    gpuguard = Gpuguard(place, None, GPUGUARD_EVENTS="/dev/null")
+
+    with gpuguard.start("run", "--", "sh", "-c", "echo ready; exec sleep 60") as wrapper:
+        wrapper.stdout.readline()  # type: ignore[union-attr]
+        seen = processes_of(place), locked_devices(lock_directory(str(place / "claims")), uuids(place))
+        wrapper.terminate()
+
+    assert all(seen)
+
+
+def uuids(place: Path) -> list[str]:
+    from gpuguard.backends.simulated import current
+
+    return [device.uuid for device in current(str(place / "node")).devices]
