@@ -22,7 +22,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuguard import lock
+from gpuguard import hold, lock
+from gpuguard.hold import Lock
 from gpuguard.lockfiles import LockDirectory, lock_directory
 from gpuguard.model import Device, Snapshot
 from gpuguard.records import locked_devices
@@ -78,20 +79,20 @@ class IdleMachine:
 
 def break_stale(directory: LockDirectory) -> None:
     """The classic fault: a lock that cannot be had is called stale, and its file removed."""
-    proper = lock._locked
+    proper = hold.take_lock
 
-    def broken(directory: LockDirectory, name: str, operation: int) -> lock._Lock | None:
+    def broken(directory: LockDirectory, name: str, operation: int) -> Lock | None:
         taken = proper(directory, name, operation)
         if taken is None and random.random() < 0.05:
             Path(directory.lock_path(name)).unlink(missing_ok=True)
         return taken
 
-    lock._locked = broken
+    lock.take_lock = broken  # type: ignore[attr-defined]
 
 
 def no_exclusion(directory: LockDirectory) -> None:
     """A lock that everybody gets, like LOCK_SH taken for LOCK_EX."""
-    lock.try_flock = lambda descriptor, operation=0: True  # type: ignore[attr-defined]
+    hold.try_flock = lambda descriptor, operation=0: True  # type: ignore[attr-defined]
 
 
 VARIANTS: dict[str, Callable[[LockDirectory], None]] = {
@@ -153,7 +154,7 @@ def _work(directory: LockDirectory, board: mmap.mmap, devices: int, place: int, 
         if claim is None:
             time.sleep(dice.uniform(0.0, 0.1))
             continue
-        claim._write_record(directory, None, ())
+        claim.explain(directory, None, ())
         overlaps = sum(_enter(board, 8 * device.index) for device in claim)
         time.sleep(dice.uniform(0.0, 0.003))
         overlaps += sum(_leave(board, 8 * device.index) for device in claim)

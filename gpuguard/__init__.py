@@ -60,13 +60,13 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from gpuguard.grab import claim, grab_gpus, select_devices, snapshot, who
-    from gpuguard.lock import Claim
+    from gpuguard.hold import Claim
     from gpuguard.model import ClaimRecord, Device, Event, Gap, GpuProcess, Snapshot
 
 _HOMES = {
     "backends": ("open_backend",),
     "grab": ("claim", "grab_gpus", "select_devices", "snapshot", "who"),
-    "lock": ("Claim",),
+    "hold": ("Claim",),
     "model": ("ClaimRecord", "Device", "Event", "Gap", "GpuProcess", "Snapshot"),
 }  # and all others: errors
 

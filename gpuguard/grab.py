@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from gpuguard.errors import CudaInitialized, InvalidRequest, NotEnoughGpus
-from gpuguard.lock import Claim, acquire, lock_directory, look
+from gpuguard.hold import Claim
+from gpuguard.lock import acquire, look
+from gpuguard.lockfiles import lock_directory
 from gpuguard.model import MODEL, WHO_FIELDS, Device, Snapshot
 from gpuguard.records import probe
 from gpuguard.select import Request

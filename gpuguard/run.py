@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gpuguard.backends import Backend
-    from gpuguard.lock import Claim
+    from gpuguard.hold import Claim
 
 TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
 SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more

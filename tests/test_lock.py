@@ -14,7 +14,8 @@ from builders import GIB, a_device, a_mig_instance, a_process
 from machines import Machine
 
 from gpuguard.errors import ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
-from gpuguard.lock import Claim, acquire, look
+from gpuguard.hold import Claim
+from gpuguard.lock import acquire, look
 from gpuguard.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.model import HEALTH
 from gpuguard.records import locked_devices, probe
@@ -383,7 +384,7 @@ def test_a_record_that_cannot_be_written_does_not_cost_the_claim(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gpuguard.lock.write_record", full)
+    monkeypatch.setattr("gpuguard.hold.write_record", full)
     with acquire(Machine(a_device(0)), Request(), directory) as claim:
         assert "No space left" in (claim.warning or "")
         assert locked_devices(directory, [claim[0].uuid])

@@ -22,7 +22,8 @@ from builders import GIB, MIB, a_device, a_process, a_snapshot
 from gpuguard import actions, run, settle
 from gpuguard.errors import BackendError
 from gpuguard.launch import become_subreaper
-from gpuguard.lock import LockDirectory, acquire, lock_directory
+from gpuguard.lock import acquire
+from gpuguard.lockfiles import LockDirectory, lock_directory
 from gpuguard.model import Snapshot
 from gpuguard.records import probe
 from gpuguard.select import Request
@@ -141,6 +142,20 @@ def until(condition: Callable[[], Any], what: str = "", seconds: float = 20.0) -
 def content(path: Path) -> str:
     """What a job has written to *path*; empty while there is nothing."""
     return path.read_text() if path.exists() else ""
+
+
+def python(script: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", script)
+
+
+def first_line(wrapper: subprocess.Popen[str]) -> str:
+    assert wrapper.stdout
+    return wrapper.stdout.readline().strip()
+
+
+def end(*wrappers: subprocess.Popen[str]) -> str:
+    """Wait for the end, and return what the last one wrote to stderr."""
+    return [wrapper.communicate(timeout=20)[1] for wrapper in wrappers][-1]
 
 
 def main(place: Path, steering: dict[str, Any], command: list[str]) -> None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 
 from gpuguard import actions
-from gpuguard.cli.choice_options import add_choice_options, request_of
+from gpuguard.cli.choice_options import add_choice_options, quantity, request_of
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.launch import become_subreaper
@@ -29,10 +30,14 @@ TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gpuguard.backends import Backend
     from gpuguard.errors import NotEnoughGpus
-    from gpuguard.lock import Claim
+    from gpuguard.hold import Claim
+    from gpuguard.lockfiles import LockDirectory
     from gpuguard.model import Device
+    from gpuguard.request import Request
 
+_FOR_EVER = "for ever"  # --wait without a duration
 WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
 
 
@@ -42,7 +47,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the job")
     waiting = group.add_mutually_exclusive_group()
     waiting.add_argument(
-        "--wait", metavar="DURATION", nargs="?", const="", help="wait at most so long, as in 30m (default: without end)"
+        "--wait",
+        metavar="DURATION",
+        nargs="?",
+        const=_FOR_EVER,
+        help="wait at most so long, as in 30m (default: without end)",
     )
     waiting.add_argument("--no-wait", action="store_true", help="exit 75 when there are not enough GPUs now")
     group.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
@@ -64,25 +73,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     command = command_of(args)
-    wait = 0.0 if args.no_wait else parse_duration(args.wait) if args.wait else None
-    time_limit = parse_duration(args.time_limit) if args.time_limit else None
-    grace = parse_duration(args.grace)
-    if args.exec and time_limit is not None:
-        raise InvalidRequest("--time-limit needs somebody who watches: drop --exec, or use `timeout 4h CMD`.")
+    wait, time_limit, grace = durations_of(args)
     request = request_of(args)
+    pass_on_sources(args)
     directory = directory_of(args)
     backend = backend_of(args)
     if not args.exec:
         become_subreaper()  # here, because its import is for free while the driver initialises in the other process
     chatty = not args.quiet and is_terminal()
-    on_wait, done_waiting = waiting_lines(args.quiet)
-    try:
-        claim = acquire(backend, request, directory, wait=wait, note=args.note, command=command, on_wait=on_wait)
-    except BaseException:
-        backend.close()
-        raise
-    finally:
-        done_waiting()
+    claim = claim_for(args, command, request, directory, backend, wait)
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
     if claim.warning:
         say(claim.warning)
@@ -110,6 +109,45 @@ def main(args: argparse.Namespace) -> int:
     return ended.status
 
 
+def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, float]:
+    """Seconds to wait for devices (None: for ever), that the job may take (None: no limit), and of grace after that."""
+    wait = 0.0 if args.no_wait else wait_of(args.wait)
+    time_limit = quantity("--time-limit", args.time_limit, parse_duration)
+    grace = quantity("--grace", args.grace, parse_duration) or 0.0
+    if time_limit == 0:
+        raise InvalidRequest("--time-limit 0s leaves the job no time: leave the option out for no limit.")
+    if args.exec and time_limit is not None:
+        raise InvalidRequest("--time-limit needs somebody who watches: drop --exec, or use `timeout 4h CMD`.")
+    return wait, time_limit, grace
+
+
+def claim_for(
+    args: argparse.Namespace,
+    command: Sequence[str],
+    request: Request,
+    directory: LockDirectory,
+    backend: Backend,
+    wait: float | None,
+) -> Claim:
+    """Wait for the devices, and say so."""
+    on_wait, done_waiting = waiting_lines(args.quiet)
+    try:
+        return acquire(backend, request, directory, wait=wait, note=args.note, command=command, on_wait=on_wait)
+    except KeyboardInterrupt:
+        done_waiting()
+        actions.die_of(signal.SIGINT)  # or else the loop of a shell script would go on
+    finally:
+        done_waiting()
+
+
+def wait_of(text: str | None) -> float | None:
+    """Seconds to wait at most; None is for ever."""
+    try:
+        return None if text == _FOR_EVER else quantity("--wait", text, parse_duration)
+    except InvalidRequest as fault:
+        raise InvalidRequest(f"{fault}\nWithout a duration, write `--` behind it: `--wait -- CMD`.") from None
+
+
 def command_of(args: argparse.Namespace) -> list[str]:
     """The command line of the job, without the ``--`` before it."""
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -118,6 +156,15 @@ def command_of(args: argparse.Namespace) -> list[str]:
     if words[0].startswith("-") and words is args.command:
         raise InvalidRequest(f"there is no option {words[0]}.  Write `--` before a command that begins with a dash.")
     return list(words)
+
+
+def pass_on_sources(args: argparse.Namespace) -> None:
+    """Let gpuguard inside the job mean the same machine and the same claims, wherever it is called."""
+    if args.backend != os.environ.get("GPUGUARD_BACKEND", "nvml"):
+        kind, colon, place = args.backend.partition(":")
+        os.environ["GPUGUARD_BACKEND"] = kind + colon + (os.path.abspath(place) if place else "")
+    if args.dir:
+        os.environ["GPUGUARD_DIR"] = os.path.abspath(args.dir)
 
 
 def started_line(claim: Claim, simulated: bool) -> str:
@@ -162,8 +209,9 @@ def waiting_lines(quiet: bool) -> tuple[Callable[[NotEnoughGpus], None], Callabl
         every = 1.0 if is_terminal() else WAITING_LINE_SECONDS
         if quiet or (last and now - last[-1] < every):
             return
+        reasons = str(missing).splitlines()[:1] if last else [str(missing)]  # all of them once, in a log
         last[:] = [now]
-        say(f"waiting since {format_duration(now - began)}: {missing}", again=is_terminal())
+        say(f"waiting since {format_duration(now - began)}: {reasons[0]}", again=is_terminal())
 
     def done() -> None:
         if last and is_terminal():
