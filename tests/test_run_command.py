@@ -15,6 +15,7 @@ import pytest
 from builders import GIB, a_device, a_mig_instance
 from commands import Gpuguard
 from nodes import start
+from proc import children_of
 from wrapped import until
 
 from gpuguard.cli.run import format_energy, gpus, summary_line
@@ -133,6 +134,28 @@ def test_a_program_that_uses_its_device_is_in_the_numbers_of_the_event(gpuguard)
     assert release["facts"]["energy_joules"] > 0
 
 
+def test_gpuguard_inside_the_job_means_the_same_machine_and_claims(gpuguard, tmp_path):
+    for name in ("GPUGUARD_DIR", "GPUGUARD_BACKEND", "GPUGUARD_SIM_DIR"):
+        del gpuguard.environment[name]
+    inner = gpuguard.words("run", "--no-wait", *LOOK)
+    outer = (
+        "run",
+        "--backend",
+        "simulated:node",
+        "--dir",
+        "claims",
+        "--gpus",
+        "1",
+        "--",
+        "sh",
+        "-c",
+        'cd /; "$@"',
+        "sh",
+    )
+
+    assert gpuguard(*outer, *inner, cwd=tmp_path).stdout == "1\n"
+
+
 # When there are not enough
 
 
@@ -169,14 +192,14 @@ def test_a_log_gets_one_line_about_waiting_and_the_job_runs_when_it_can(gpuguard
     assert (out, err) == ("0,1\n", err) and "waiting since" not in err
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_waiting_can_be_interrupted(gpuguard, signum, status):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_waiting_ends_by_the_signal_so_that_the_script_around_it_ends_too(gpuguard, signum):
     with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as first:
         first.stdout.readline()
         with gpuguard.start("run", "true") as second:
             second.stderr.readline()
             second.send_signal(signum)
-            assert second.wait(timeout=30) == status
+            assert second.wait(timeout=30) == -signum
             assert "Traceback" not in second.stderr.read()
         first.terminate()
 
@@ -184,6 +207,7 @@ def test_waiting_can_be_interrupted(gpuguard, signum, status):
 # What is shown
 
 
+@pytest.mark.terminal
 def test_a_terminal_shows_the_devices_and_at_the_end_the_numbers(gpuguard):
     shown = at_terminal(gpuguard, "run", "-n", "2", "--", "sleep", "0.5").splitlines()
 
@@ -191,6 +215,7 @@ def test_a_terminal_shows_the_devices_and_at_the_end_the_numbers(gpuguard):
     assert re.fullmatch(r"gpuguard: GPU 0,1 · 5\d\dms · peak .*iB · .*Wh · exit 0", shown[-1])
 
 
+@pytest.mark.terminal
 def test_a_quiet_run_shows_nothing_of_its_own(gpuguard):
     assert at_terminal(gpuguard, "run", "--quiet", "--", "echo", "hello") == "hello\r\n"
 
@@ -201,6 +226,7 @@ def test_a_pipe_gets_nothing_but_the_output_of_the_job(gpuguard):
     assert (done.stdout, done.stderr) == ("hello\n", "")
 
 
+@pytest.mark.terminal
 def test_waiting_is_one_line_on_a_terminal_that_goes_away(gpuguard):
     with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; sleep 1.5") as first:
         first.stdout.readline()
@@ -245,8 +271,7 @@ def test_with_exec_the_command_takes_our_place_and_nothing_else_is_left(gpuguard
     with gpuguard.start("run", "--exec", "--", "sh", "-c", "echo $$; exec sleep 60") as wrapper:
         assert wrapper.stdout.readline() == f"{wrapper.pid}\n"
 
-        children = subprocess.run(["ps", "-o", "stat=", "--ppid", str(wrapper.pid)], stdout=subprocess.PIPE, text=True)
-        until(lambda: [state for state in children.stdout.split() if not state.startswith("Z")] == [])
+        until(lambda: set(children_of(wrapper.pid).values()) <= {"Z"})
         assert [claim["pid"] for claim in claims(gpuguard)] == [wrapper.pid]
         wrapper.kill()
         wrapper.wait()
