@@ -83,7 +83,7 @@ class Trial:
     def __init__(self, place: Path, manner: str, broken: bool) -> None:
         self.place, self.manner = place, manner
         self.lock = place / "broken" if broken else place / "claims" / "lock" / UUIDS[0]
-        self.delay = random.uniform(0.0, 0.25)
+        self.delay: float | None = random.uniform(0.0, 0.25)
         self.pid = 0
         self.began = self.dead_since = 0.0
         self.job: int | None = None
