@@ -135,7 +135,6 @@ def environment(where: Path) -> dict[str, str]:
         "PATH": tools,
         "GPUGUARD_BACKEND": "simulated",
         "GPUGUARD_SIM_DIR": str(node),
-        "PYTHONWARNINGS": "error",
         "COLUMNS": "120",
     }
 
