@@ -12,8 +12,19 @@ from pathlib import Path
 
 import pytest
 from commands import Gpuguard
-from fake_nvml import ABORT, DRIVER_NOT_LOADED, GIB, HANG, LOST, NO_PERMISSION, NOT_SUPPORTED, RESET_REQUIRED, UNKNOWN
-from fake_nvml import VERSION_MISMATCH, FakeNvml
+from fake_nvml import (
+    ABORT,
+    DRIVER_NOT_LOADED,
+    GIB,
+    HANG,
+    LOST,
+    NO_PERMISSION,
+    NOT_SUPPORTED,
+    RESET_REQUIRED,
+    UNKNOWN,
+    VERSION_MISMATCH,
+    FakeNvml,
+)
 
 BAD = 3
 
@@ -24,7 +35,12 @@ CALLED = (
     "nvmlDeviceGetMemoryInfo",
     "nvmlDeviceGetComputeRunningProcesses",
 )
-SOMETIMES_CALLED = ("nvmlDeviceGetTemperature", "nvmlDeviceGetSamples", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetName")
+SOMETIMES_CALLED = (
+    "nvmlDeviceGetTemperature",
+    "nvmlDeviceGetSamples",
+    "nvmlDeviceGetRemappedRows",
+    "nvmlDeviceGetName",
+)
 
 ONE_BAD_DEVICE: dict[str, Callable[[FakeNvml], None]] = {
     **{f"{name} hangs": lambda fake, name=name: fake.fail(name, HANG, BAD) for name in CALLED},  # type: ignore[misc]
@@ -123,7 +139,9 @@ def test_an_old_driver_without_the_newer_entry_points_serves_all_devices(tmp_pat
 
     # The older one has no process lists that these bindings can read, so nobody can say that its devices are free.
     assert done.returncode == 0
-    assert {device["state"] for device in json.loads(seen.stdout)["devices"]} == {"free" if driver == 470 else "unknown"}
+    assert {device["state"] for device in json.loads(seen.stdout)["devices"]} == {
+        "free" if driver == 470 else "unknown"
+    }
 
 
 def test_mig_instances_are_chosen_instead_of_their_gpu_and_go_by_uuid(fake: FakeNvml, tmp_path: Path) -> None:
@@ -147,7 +165,9 @@ def test_without_process_lists_memory_alone_decides(fake: FakeNvml, tmp_path: Pa
     assert "20.0GiB" in eight.stderr
 
 
-def test_a_pid_of_another_namespace_makes_its_device_busy_and_the_list_untrusted(fake: FakeNvml, tmp_path: Path) -> None:
+def test_a_pid_of_another_namespace_makes_its_device_busy_and_the_list_untrusted(
+    fake: FakeNvml, tmp_path: Path
+) -> None:
     fake.add_process(0, 4_000_000, 10 * GIB, stays=1)
     gpuguard = Gpuguard(tmp_path, fake)
 

@@ -11,7 +11,6 @@ from builders import a_device, a_mig_instance, a_process, a_snapshot
 from gpuguard import model
 from gpuguard.model import (
     ALL_FIELDS,
-    SELECT_FIELDS,
     VERIFY_FIELDS,
     WHO_FIELDS,
     ClaimRecord,
