@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ADMIN_DIRECTORY = "/run/gpuguard"
 FALLBACK_DIRECTORIES = ("/run/lock", "/tmp")
 GATE_SECONDS = 2.0
+GATE_SECONDS_AGAIN = 0.1  # for a gate that was not given up in time: a command passes it several times
 
 # flock there does not exclude other machines or the other side of a container, or is a program's good will.
 _UNSAFE_FILE_SYSTEMS = (
@@ -45,6 +46,7 @@ _UNSAFE_FILE_SYSTEMS = (
     "gpfs",
 )
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_jammed: set[str] = set()  # gates that this process could not get in time
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -287,11 +289,17 @@ class Gate:
 
     def __enter__(self) -> Gate:
         self._descriptor = open_lock(self._directory, "gate")
-        deadline = time.monotonic() + self._seconds
+        path = self._directory.lock_path("gate")
+        seconds = min(self._seconds, GATE_SECONDS_AGAIN) if path in _jammed else self._seconds
+        deadline = time.monotonic() + seconds
         pause = 0.0005
-        while not try_flock(self._descriptor) and time.monotonic() < deadline:
+        while not try_flock(self._descriptor):
+            if time.monotonic() >= deadline:
+                _jammed.add(path)
+                return self
             time.sleep(pause)
             pause = min(pause * 2, 0.01)
+        _jammed.discard(path)
         return self
 
     def __exit__(

@@ -1,0 +1,368 @@
+"""Two users who do not trust each other: what one of them does never frees, takes or hangs what is the other's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import NamedTuple
+
+import pytest
+from commands import SECONDS
+from fake_nvml import FakeNvml
+from users import ALICE, BOB, DEVICES, Machine, install
+
+pytestmark = pytest.mark.root
+
+KINDS = ("admin", "sticky")
+LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
+Done = CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Path]:
+    """pytest's own tmp_path lets nobody else in."""
+    place = Path(tempfile.mkdtemp(prefix="gpuguard-site-"))
+    place.chmod(0o755)
+    install(place)
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    place = Path(tempfile.mkdtemp(prefix="gpuguard-users-"))
+    place.chmod(0o755)
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture(params=KINDS)
+def machine(request: pytest.FixtureRequest, place: Path, site: Path) -> Iterator[Machine]:
+    with FakeNvml(place, DEVICES) as fake:
+        yield Machine(place, site, fake, request.param)
+
+
+@pytest.fixture
+def admin(place: Path, site: Path) -> Iterator[Machine]:
+    with FakeNvml(place, DEVICES) as fake:
+        yield Machine(place, site, fake, "admin")
+
+
+@pytest.fixture
+def sticky(place: Path, site: Path) -> Iterator[Machine]:
+    with FakeNvml(place, DEVICES) as fake:
+        yield Machine(place, site, fake, "sticky")
+
+
+# Sharing
+
+
+def test_two_users_get_different_devices(machine):
+    with machine.job(ALICE, "-n", "3") as (_, hers), machine.job(BOB, "-n", "5") as (_, his):
+        assert sorted(f"{hers},{his}".split(",")) == [str(index) for index in range(DEVICES)]
+
+
+def test_whoever_is_refused_is_told_whose_the_devices_are_and_for_what(machine):
+    with machine.job(ALICE, "-n", str(DEVICES), "--note", "night run", umask=0o077):
+        refused = machine(BOB, "run", "--no-wait", "--", "true")
+        explained = machine(BOB, "explain")
+        seen = machine(BOB, "who")
+        claims = claims_of(machine(BOB, "who", "--json"))
+
+    assert (refused.returncode, refused.stdout) == (75, "")
+    assert refused.stderr.count(f"claimed by {ALICE.pw_name}, ") == DEVICES and "night run" in refused.stderr
+    assert (explained.returncode, explained.stdout.count(f"claimed by {ALICE.pw_name}, ")) == (1, DEVICES)
+    assert ALICE.pw_name in seen.stdout and "night run" in seen.stdout
+    assert {(claim["user"], claim["uid"], claim["note"]) for claim in claims} == {
+        (ALICE.pw_name, ALICE.pw_uid, "night run")
+    }
+
+
+def test_a_umask_of_077_locks_nobody_out(machine):
+    with machine.job(ALICE, "-n", str(DEVICES), umask=0o077):
+        pass
+
+    with machine.job(BOB, "-n", str(DEVICES), umask=0o077) as (_, devices):
+        assert devices == "0,1,2,3,4,5,6,7"
+    assert machine(ALICE, "run", "--no-wait", "-n", str(DEVICES), "true").returncode == 0
+
+
+def test_a_job_whose_wrapper_was_killed_still_excludes_the_other_user(machine):
+    shell = ("sh", "-c", "echo $$; exec sleep 100")
+    with machine.job(ALICE, "-n", str(DEVICES), command=shell) as (wrapper, job):
+        wrapper.kill()
+        wrapper.wait()
+        while_it_lives = machine(BOB, "run", "--no-wait", "--", "true")
+        os.kill(int(job), signal.SIGKILL)
+        after_it = machine(BOB, "run", "--wait", "10s", "-n", str(DEVICES), "--", "true")
+
+    assert (while_it_lives.returncode, after_it.returncode) == (75, 0)
+    assert f"claimed by {ALICE.pw_name}" in while_it_lives.stderr
+
+
+# What the other one may try
+
+
+VANDAL = """
+import fcntl, os, signal, sys
+lock, record, wrapper = sys.argv[1], sys.argv[2], int(sys.argv[3])
+attempts = {"kill": lambda: os.kill(wrapper, signal.SIGTERM), "stop": lambda: os.kill(wrapper, signal.SIGSTOP)}
+for path in (lock, record):
+    attempts |= {
+        f"unlink {path}": lambda path=path: os.unlink(path),
+        f"rename {path}": lambda path=path: os.rename(path, path + ".old"),
+        f"truncate {path}": lambda path=path: os.truncate(path, 0),
+        f"write {path}": lambda path=path: open(path, "w").close(),
+        f"chmod {path}": lambda path=path: os.chmod(path, 0o666),
+        f"touch {path}": lambda path=path: os.utime(path, (0, 0)),
+    }
+for what, attempt in attempts.items():
+    try:
+        attempt()
+        print(what)
+    except PermissionError:
+        pass
+fcntl.flock(os.open(lock, os.O_RDONLY), fcntl.LOCK_UN)
+"""
+
+
+def test_nobody_can_end_release_or_change_the_claim_of_another_user(machine):
+    with machine.job(ALICE, "--note", "mine") as (wrapper, device):
+        [record] = machine.records()
+        before = record.read_text()
+        done = machine.python(BOB, VANDAL, str(machine.lock_path(int(device))), str(record), str(wrapper.pid))
+
+        assert done == ""
+        assert (machine.locked(), record.read_text(), wrapper.poll()) == ([int(device)], before, None)
+        assert machine(BOB, "run", "--no-wait", "--gpus", device, "true").returncode == 75
+
+
+def test_the_id_of_a_claim_gives_nothing_to_another_user(machine):
+    with machine.job(ALICE, "-n", str(DEVICES)):
+        [claim] = {claim["id"] for claim in claims_of(machine(BOB, "who", "--json"))}
+        inside = {"GPUGUARD_CLAIM": claim, "GPUGUARD_GPUS": ",".join(machine.uuids)}
+
+        assert machine(BOB, "run", "--no-wait", "--", "true", environment=inside).returncode == 75
+        assert machine(ALICE, "run", "--no-wait", "--", "true", environment=inside).returncode == 0
+
+
+FORGER = """
+import fcntl, json, os, sys
+directory, name, device = sys.argv[1:]
+descriptor = os.open(f"{directory}/{name}", os.O_RDWR | os.O_CREAT, 0o644)
+fcntl.flock(descriptor, fcntl.LOCK_EX)
+os.write(descriptor, json.dumps({"devices": [device], "note": "forged", "uid": 0, "user": "root"}).encode())
+print("ready", flush=True)
+import time; time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("uid", [ALICE.pw_uid, BOB.pw_uid, 0], ids=["hers", "his", "roots"])
+def test_a_forged_record_makes_nobody_the_holder_of_a_device(machine, uid):
+    name = f"{machine.directory.prefix}claim.{uid}.f0f0f0f0.json"
+    with machine.job(ALICE, "--note", "mine") as (_, device):
+        for uuid in (machine.uuids[int(device)], machine.uuids[0]):
+            with machine.program(BOB, FORGER, machine.directory.records, name, uuid):
+                by_root, by_alice = (claims_of(machine(user, "who", "--json")) for user in (None, ALICE))
+
+            assert {(claim["user"], claim["note"]) for claim in by_root} == {(ALICE.pw_name, "mine")}
+            assert {(claim["user"], claim["note"]) for claim in by_alice} == {(ALICE.pw_name, "mine")}
+
+
+def test_a_record_with_a_second_name_is_not_believed_but_the_claim_counts(machine):
+    with machine.job(ALICE, "--note", "mine") as (_, device):
+        [record] = machine.records()
+        os.link(record, machine.place / "claims" / "second-name")
+        refused = machine(BOB, "run", "--no-wait", "--gpus", device, "true")
+        [claim] = claims_of(machine(None, "who", "--json"))
+
+    assert refused.returncode == 75
+    assert (claim["user"], claim["note"]) == (ALICE.pw_name, None)
+
+
+def test_a_lock_without_a_record_is_shown_to_root_with_its_holder(machine):
+    assert (
+        machine(ALICE, "run", "--no-wait", "--", "true").returncode == 0
+    )  # makes the lock file of the sticky directory
+    with machine.program(BOB, HOG, str(machine.lock_path(7))):
+        [claim] = claims_of(machine(None, "who", "--json"))
+        [seen_by_alice] = claims_of(machine(ALICE, "who", "--json"))
+        run = machine(ALICE, "run", "--no-wait", *LOOK)
+
+    assert (claim["user"], seen_by_alice["user"]) == (BOB.pw_name, None)
+    assert run.stdout == "6\n"
+
+
+HOG = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+GATED = [
+    (0, "run --no-wait -- true"),
+    (0, "select -n 2"),
+    (0, "who"),
+    (0, "explain"),
+    (125, "run -n 9 -- true"),  # those that are refused look twice, for the reasons
+    (1, "select -n 9"),
+]
+
+
+def test_holding_the_gate_for_ever_delays_the_others_by_two_seconds_and_blocks_nobody(machine):
+    assert machine(ALICE, "run", "--no-wait", "--", "true").returncode == 0  # in the sticky directory it makes the gate
+    with machine.program(BOB, HOG, machine.directory.lock_path("gate")):
+        began = time.monotonic()
+        started = [(status, machine.start(ALICE, *line.split())) for status, line in GATED]
+        ended = [(process.wait(timeout=SECONDS), status) for status, process in started]
+        took = time.monotonic() - began
+
+    assert [status for status, _ in ended] == [status for _, status in ended]
+    assert 2 < took < 4
+
+
+# What he may plant, or replace
+
+PLANT = """
+import os, socket, sys
+kind, path, own, hers = sys.argv[1:]
+{
+    "symbolic link": lambda: os.symlink(hers, path),
+    "dangling link": lambda: os.symlink(hers + ".new", path),
+    "FIFO": lambda: os.mkfifo(path, 0o666),
+    "hard link": lambda: (open(own, "w").close(), os.link(own, path)),
+    "directory": lambda: os.mkdir(path),
+    "socket": lambda: socket.socket(socket.AF_UNIX).bind(path),
+    "unreadable file": lambda: os.close(os.open(path, os.O_CREAT, 0)),
+}[kind]()
+"""
+PLANTED = ("symbolic link", "dangling link", "FIFO", "hard link", "directory", "socket", "unreadable file")
+HANGS = 20  # seconds
+
+
+class Answers(NamedTuple):
+    run: Done
+    select: Done
+    who: Done
+    explain: Done
+
+
+@pytest.fixture
+def hers(place: Path) -> Iterator[Path]:
+    """A file of Alice's, and a proof that nobody has followed a link to it."""
+    (place / "hers").mkdir()
+    precious = place / "hers" / "precious"
+    precious.write_text("precious")
+    for path in (precious, precious.parent):
+        os.chown(path, ALICE.pw_uid, ALICE.pw_gid)
+    before = precious.stat()
+    yield precious
+    after = precious.stat()
+    assert (precious.read_text(), after.st_mode, after.st_mtime) == ("precious", before.st_mode, before.st_mtime)
+    assert os.listdir(place / "hers") == ["precious"]
+
+
+def answers(machine: Machine, planted: str, path: str, hers: Path) -> Answers:
+    """What Alice's commands do after Bob has planted something at *path*."""
+    machine.python(BOB, PLANT, planted, path, f"{machine.directory.records}/his", str(hers))
+    lines = (["run", "--no-wait", *LOOK], ["select"], ["who"], ["explain"])
+    return Answers(*(machine(ALICE, *line, timeout=HANGS) for line in lines))
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_something_planted_in_place_of_a_lock_file_costs_that_device_and_no_more(sticky, hers, planted):
+    best = DEVICES - 1
+    run, select, who, explain = answers(sticky, planted, str(sticky.lock_path(best)), hers)
+
+    assert [done.returncode for done in (run, select, who, explain)] == [0, 0, 0, 0]
+    assert run.stdout == select.stdout == f"{best - 1}\n"
+    assert f"device {best}  REFUSED" in explain.stdout
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_something_planted_in_place_of_the_gate_is_refused_with_advice(sticky, hers, planted):
+    run, select, who, explain = answers(sticky, planted, sticky.directory.lock_path("gate"), hers)
+
+    assert [done.returncode for done in (run, select, who, explain)] == [125, 1, 0, 1]
+    assert run.stdout == select.stdout == ""
+    for said in (run.stderr, select.stderr, explain.stderr, who.stdout + who.stderr):
+        assert "/gpuguard.gate" in said and ("remove it as root" in said or "gpuguard setup" in said)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_something_planted_in_place_of_a_record_harms_nobody(machine, hers, planted):
+    name = f"{machine.directory.prefix}claim.{ALICE.pw_uid}.deadbeef.json"
+    with machine.job(ALICE, "--gpus", "0"):  # without a claim nobody reads records
+        run, select, who, explain = answers(machine, planted, f"{machine.directory.records}/{name}", hers)
+
+    assert [done.returncode for done in (run, select, who, explain)] == [0, 0, 0, 0]
+    assert run.stdout == select.stdout == "7\n"
+
+
+def test_nobody_but_root_can_put_anything_among_the_lock_files_of_root(admin):
+    code = "import os, sys; print(os.access(sys.argv[1], os.W_OK), os.access(os.path.dirname(sys.argv[1]), os.W_OK))"
+
+    assert admin.python(BOB, code, admin.directory.locks) == "False False\n"
+
+
+def test_a_lock_file_of_another_user_is_refused_among_those_of_root(admin):
+    os.chown(admin.lock_path(7), BOB.pw_uid, BOB.pw_gid)
+    run, explain = admin(ALICE, "run", "--no-wait", *LOOK), admin(ALICE, "explain")
+
+    assert (run.returncode, run.stdout) == (0, "6\n")
+    assert "device 7  REFUSED" in explain.stdout
+
+
+def test_a_gate_of_another_user_is_refused_among_the_lock_files_of_root(admin):
+    os.chown(admin.directory.lock_path("gate"), BOB.pw_uid, BOB.pw_gid)
+    run = admin(ALICE, "run", "--no-wait", *LOOK)
+
+    assert (run.returncode, run.stdout) == (125, "")
+    assert f"/lock/gate belongs to uid {BOB.pw_uid}" in run.stderr and "remove it as root" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("part", "mode", "owner", "message"),
+    [
+        ("", 0o777, 0, "is writable for others (mode 0777)"),
+        ("/lock", 0o777, 0, "is writable for others (mode 0777)"),
+        ("/lock", 0o1777, 0, "is writable for others (mode 1777)"),
+        ("/claims", 0o777, 0, "is writable for others (mode 0777)"),
+        ("", 0o755, BOB.pw_uid, f"belongs to uid {BOB.pw_uid}"),
+        ("/lock", 0o755, BOB.pw_uid, f"belongs to uid {BOB.pw_uid}"),
+        ("", 0o700, 0, "is not readable for you (mode 0700)"),
+        ("/lock", 0o700, 0, "is not readable for you (mode 0700)"),
+    ],
+)
+def test_a_directory_that_cannot_be_trusted_or_read_is_refused_with_advice(admin, part, mode, owner, message):
+    path = f"{admin.claims}{part}"
+    os.chmod(path, mode)
+    os.chown(path, owner, owner)
+    done = admin(ALICE, "run", "--no-wait", "--", "true")
+
+    assert (done.returncode, done.stdout) == (125, "")
+    assert f"{path} {message}" in done.stderr and "Run `sudo gpuguard setup`" in done.stderr
+
+
+def test_where_bob_made_the_lock_file_he_can_remove_it_and_alice_is_told(sticky):
+    """The limit of a directory without setup: the maker of a file may remove it.  The device still looks used."""
+    assert sticky(BOB, "run", "--no-wait", "--gpus", "0", "--", "true").returncode == 0
+    with sticky.job(ALICE, "--gpus", "0") as (wrapper, _):
+        sticky.python(BOB, "import os, sys; os.unlink(sys.argv[1])", str(sticky.lock_path(0)))
+
+        assert "was removed or replaced: others can claim the device now" in wrapper.stderr.readline()
+
+
+def claims_of(done) -> list[dict]:
+    """The claims that `who --json` printed."""
+    assert done.returncode == 0, done.stderr
+    return [claim for device in json.loads(done.stdout)["devices"] for claim in device["claims"]]

@@ -1,0 +1,175 @@
+"""Two unprivileged users on one machine with the fake driver, for tests that run as root.
+
+machine = Machine(place, fake, kind)        kind: "admin", a directory made by `gpuguard setup`, or "sticky", flat files
+done = machine(ALICE, "select", "-n", "2")  gpuguard as that user;  with machine.job(ALICE, "-n", "2") as devices: ...
+machine.python(BOB, code, *words)           a program of his
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import SECONDS
+from fake_nvml import FakeNvml
+
+from gpuguard.lockfiles import LockDirectory, lock_directory
+from gpuguard.records import locked_devices
+
+# Users with a name that every Linux has and nobody uses.
+ALICE, BOB = (pwd.getpwnam(name) for name in ("daemon", "bin"))
+DEVICES = 8
+
+# The command line with other places for the claims: all that differs from a machine where nobody ran `gpuguard setup`.
+STICKY = """
+import sys
+from gpuguard import lockfiles
+lockfiles.ADMIN_DIRECTORY, lockfiles.FALLBACK_DIRECTORIES = sys.argv[1], (sys.argv[2],)
+from gpuguard.cli import main
+sys.exit(main(sys.argv[3:]))
+"""
+HOLD = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"; exec sleep 100')
+
+
+def install(site: Path) -> None:
+    """gpuguard and what it imports, readable for everybody: the checkout may lie in a home directory."""
+    for name in ("gpuguard", "pynvml", "psutil"):
+        spec = importlib.util.find_spec(name)
+        assert spec and spec.origin
+        if spec.submodule_search_locations:
+            shutil.copytree(
+                Path(spec.origin).parent, site / name, ignore=shutil.ignore_patterns("__pycache__", "tests")
+            )
+        else:
+            shutil.copy(spec.origin, site)
+    subprocess.run([interpreter(), "-m", "compileall", "-q", str(site)], check=True)
+    subprocess.run(["chmod", "-R", "a+rX", str(site)], check=True)
+
+
+@functools.cache
+def interpreter() -> str:
+    """A Python that unprivileged users can run: this one may lie in root's home directory."""
+    who: dict[str, Any] = {"user": BOB.pw_uid, "group": BOB.pw_gid, "cwd": "/", "stderr": subprocess.DEVNULL}
+    recent = "import sys; sys.exit(sys.version_info < (3, 10))"
+    for path in (sys.executable, os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
+        with contextlib.suppress(OSError):
+            if subprocess.run([path, "-c", recent], **who, check=False).returncode == 0:
+                return path
+    pytest.fail(f"{BOB.pw_name} can run no Python >= 3.10 here: install one outside of root's home directory.")
+
+
+class Machine:
+    """Claims in *place* of the devices of *fake*."""
+
+    def __init__(self, place: Path, site: Path, fake: FakeNvml, kind: str) -> None:
+        self.place, self.fake, self.kind, self.python_path = place, fake, kind, interpreter()
+        (place / "lib").mkdir()
+        shutil.copy(fake.library, place / "lib")
+        os.chmod(fake.path, 0o666)  # the library counts its calls in there
+        self.environment = {
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "HOME": "/nonexistent",
+            "PYTHONPATH": str(site),
+            "LD_LIBRARY_PATH": str(place / "lib"),
+            "FAKE_NVML_STATE": fake.path,
+        }
+        self.uuids = [device.uuid for device in fake.devices[:DEVICES]]
+        self.claims = place / "claims"
+        if kind == "admin":
+            self.environment["GPUGUARD_DIR"] = str(self.claims)
+            done = self(None, "setup", "--dir", str(self.claims))
+            assert done.returncode == 0, done.stderr
+            self.directory = lock_directory(str(self.claims))
+        else:
+            self.claims.mkdir()
+            self.claims.chmod(0o1777)
+            self.directory = LockDirectory(str(self.claims), str(self.claims), str(self.claims), prefix="gpuguard.")
+
+    def words(self, *words: str) -> list[str]:
+        """The command line."""
+        if self.kind == "admin":
+            return [self.python_path, "-m", "gpuguard", *words]
+        return [self.python_path, "-c", STICKY, str(self.place / "absent"), str(self.claims), *words]
+
+    def __call__(
+        self, user: pwd.struct_passwd | None, *words: str, timeout: float = SECONDS, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run gpuguard as *user* (None: root) to its end."""
+        done = subprocess.run(
+            self.words(*words), capture_output=True, text=True, timeout=timeout, **self._as(user, **options)
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    def start(self, user: pwd.struct_passwd, *words: str) -> subprocess.Popen[Any]:
+        """Start gpuguard as *user*; nobody reads what it says."""
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process: subprocess.Popen[Any] = subprocess.Popen(self.words(*words), **quiet, **self._as(user))
+        return process
+
+    @contextlib.contextmanager
+    def job(
+        self, user: pwd.struct_passwd, *options: str, command: tuple[str, ...] = HOLD, **more: Any
+    ) -> Iterator[tuple[subprocess.Popen[str], str]]:
+        """A job of *user*, as (the process of `gpuguard run`, its first line: the devices); killed at the end."""
+        words = self.words("run", "--no-wait", *options, "--", *command)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        wrapper = subprocess.Popen(words, text=True, **pipes, **self._as(user, **more))
+        assert wrapper.stdout and wrapper.stderr
+        try:
+            line = wrapper.stdout.readline().strip()
+            assert line, wrapper.stderr.read()
+            yield wrapper, line
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(wrapper.pid, 9)
+            wrapper.communicate()
+
+    def python(self, user: pwd.struct_passwd, code: str, *words: str) -> str:
+        """What a Python program of *user* prints."""
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            [self.python_path, "-c", code, *words], stdout=subprocess.PIPE, text=True, timeout=SECONDS, **self._as(user)
+        )
+        assert done.returncode == 0
+        return done.stdout
+
+    @contextlib.contextmanager
+    def program(self, user: pwd.struct_passwd, code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """A Python program of *user* that runs on after its first line; killed at the end."""
+        words = (self.python_path, "-c", code, *words)
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **self._as(user)) as process:
+            assert process.stdout
+            try:
+                assert process.stdout.readline()
+                yield process
+            finally:
+                process.kill()
+
+    def lock_path(self, index: int) -> Path:
+        """The lock file of a device."""
+        return Path(self.directory.lock_path(self.uuids[index]))
+
+    def records(self) -> list[Path]:
+        """The files of the claim records."""
+        return sorted(Path(self.directory.records).glob("*claim.*.json"))
+
+    def locked(self) -> list[int]:
+        """The indices of the devices that are locked, as root sees it."""
+        locked = locked_devices(self.directory, self.uuids)
+        return [index for index, uuid in enumerate(self.uuids) if uuid in locked]
+
+    def _as(self, user: pwd.struct_passwd | None, **options: Any) -> dict[str, Any]:
+        identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []} if user else {}
+        environment = {**self.environment, **options.pop("environment", {})}
+        return {"env": environment, "cwd": "/", "stdin": subprocess.DEVNULL, **identity, **options}
