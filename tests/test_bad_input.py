@@ -252,3 +252,18 @@ def uuids(place: Path) -> list[str]:
     from gpuguard.backends.simulated import current
 
     return [device.uuid for device in current(str(place / "node")).devices]
+
+
+def test_a_fault_inside_gpuguard_is_a_sentence_for_the_user(monkeypatch, capsys):
+    from gpuguard.cli import dispatch
+
+    def broken(command, words):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(dispatch, "_dispatch", broken)
+
+    assert (dispatch.run_command_line(["run"]), dispatch.run_command_line(["who"])) == (125, 1)
+    assert "ZeroDivisionError('planted')" in capsys.readouterr().err
+    monkeypatch.setenv("GPUGUARD_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        dispatch.run_command_line(["run"])

@@ -83,10 +83,15 @@ def serve(name: str, requests: int, replies: int) -> NoReturn:
 
 
 def _answer(name: str, requests: int, replies: int) -> None:
+    import gc
+
     from gpuguard.backends import open_backend
     from gpuguard.errors import BackendError
 
+    gc.disable()  # while the bindings load
+
     backend: Any = open_backend(name)
+    gc.enable()
     backend.progress = lambda index: send(replies, ("at", index))
     send(replies, ("ready",))
     while request := receive(requests):

@@ -7,6 +7,7 @@ Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the other
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -59,6 +60,11 @@ def run_command_line(words: list[str]) -> int:
 
         print("gpuguard:", "\n".join(map(neutralise, str(error).splitlines())), file=sys.stderr)
         return exit_code(command, error)
+    except Exception as error:  # noqa: BLE001  the border of this process: a user gets a sentence, a developer more
+        if "GPUGUARD_DEBUG" in os.environ:
+            raise
+        print(f"gpuguard: an error inside gpuguard: {error!r}.  GPUGUARD_DEBUG=1 shows where.", file=sys.stderr)
+        return EXIT_RUN_FAILED if command == "run" else EXIT_NO
 
 
 def exit_code(command: str, error: GpuguardError) -> int:
@@ -141,6 +147,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         args = build_parser(command).parse_args(words[1:])
     except SystemExit as end:  # --help
         return end.code if isinstance(end.code, int) else EXIT_USAGE
+    gc.enable()
     status: int = importlib.import_module(f"gpuguard.cli.{command}").main(args)
     return status
 
