@@ -188,8 +188,8 @@ def test_a_log_gets_one_line_about_waiting_and_the_job_runs_when_it_can(gpuguard
         first.terminate()
         out, err = second.communicate(timeout=30)
 
-    assert line.startswith("gpuguard: waiting since ")
-    assert (out, err) == ("0,1\n", err) and "waiting since" not in err
+    assert line.startswith("gpuguard: waiting for ")
+    assert (out, err) == ("0,1\n", err) and "waiting for" not in err
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -232,7 +232,7 @@ def test_waiting_is_one_line_on_a_terminal_that_goes_away(gpuguard):
         first.stdout.readline()
         shown = at_terminal(gpuguard, "run", "-n", "2", *LOOK)
 
-    assert "\r\x1b[Kgpuguard: waiting since" in shown
+    assert "\r\x1b[Kgpuguard: waiting for" in shown
     assert shown.split("gpuguard: GPU 0,1")[0].endswith("\r\x1b[K")
 
 

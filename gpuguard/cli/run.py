@@ -211,7 +211,7 @@ def waiting_lines(quiet: bool) -> tuple[Callable[[NotEnoughGpus], None], Callabl
             return
         reasons = str(missing).splitlines()[:1] if last else [str(missing)]  # all of them once, in a log
         last[:] = [now]
-        say(f"waiting since {format_duration(now - began)}: {reasons[0]}", again=is_terminal())
+        say(f"waiting for {format_duration(now - began)}: {reasons[0]}", again=is_terminal())
 
     def done() -> None:
         if last and is_terminal():
