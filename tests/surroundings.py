@@ -41,12 +41,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if set(_NEEDS) & set(report.keywords)]
-    if skipped:
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    counts = {marker: sum(f"needs {what}" in reason for reason in reasons) for marker, (what, _) in _NEEDS.items()}
+    if any(counts.values()):
         terminalreporter.write_sep("=", "NOT TESTED", yellow=True, bold=True)
     for marker, (what, how) in _NEEDS.items():
-        if number := sum(marker in report.keywords for report in skipped):
-            terminalreporter.write_line(f"{number} tests need {what} and were skipped.  {how}")
+        if counts[marker]:
+            terminalreporter.write_line(f"{counts[marker]} tests need {what} and were skipped.  {how}")
 
 
 @cache
