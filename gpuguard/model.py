@@ -172,6 +172,44 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class Subject:
+    """Whom a finding is about.  Its identity is kind, device, pid with start_time, uid, claim; user is for people."""
+
+    kind: str  # process, user, claim, device, node
+    device: str | None = None  # uuid
+    pid: int | None = None
+    start_time: float | None = None  # seconds since boot; a pid never stands without it
+    uid: int | None = None
+    claim: str | None = None  # id
+    user: str | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule found that its condition holds for a subject, and why."""
+
+    rule: str  # name in the table of rules
+    subject: Subject
+    why: str  # "uses 41.0GiB, 40.0GiB are allowed"
+    processes: tuple[GpuProcess, ...] = ()  # whom an action would mean; () when the finding is about a device alone
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a policy wants done about a finding now.  Deciding is all it is: see actions for doing."""
+
+    policy: str
+    finding: Finding
+    action: str  # name in the table of actions
+    step: int  # place in the policy's ladder, 0 is the first
+    since: float  # CLOCK_BOOTTIME when the condition began to hold
+    enforce: bool = False  # the policy's own switch; the daemon has a second one
+    options: tuple[tuple[str, float | int | str | bool | None], ...] = ()  # of the step: signal, message, ...
+    next_action: str | None = None  # for warnings: what comes next ...
+    next_after: float | None = None  # ... in how many seconds, if nothing changes
+
+
+@dataclass(frozen=True)
 class Event:
     """One line of the audit log: who did what to whom, and how it ended."""
 

@@ -1,0 +1,22 @@
+"""Rules: one file each, and the engine that makes verdicts of what they find.  Everything in here is pure.
+
+A rule is a frozen dataclass.  Its fields are its keys in a policy file (``Annotated[int, parse_bytes]`` names the
+parser of a key), its docstring is its help, and check() says for whom its condition holds in one View.  Unknown is
+innocent: a value of None satisfies no condition.  A rule knows nothing of time windows, exemptions and steps: see
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from gpuguard.model import Finding
+from gpuguard.policies.view import View
+
+
+class Rule(Protocol):
+    """One condition."""
+
+    def check(self, view: View) -> Iterable[Finding]:
+        """Whom it holds for now, judged by *view* alone."""

@@ -1,0 +1,81 @@
+"""What a rule may look at: the newest snapshot, the past of the values that rules asked for, and facts about people.
+
+Time comes from the snapshot.  Nothing in here reads anything: watchdog and backtest fill it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpuguard.model import Device, GpuProcess, Snapshot, Subject
+
+Sample = tuple[float, float]  # (clock, value)
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """What a process does beside the GPU.  None = unknown."""
+
+    cpu: float | None = None  # percent of one core, since the sample before
+    memory: int | None = None  # bytes resident
+    network: float | None = None  # bytes per second of its network namespace or cgroup, since the sample before
+    terminal: str | None = None  # "/dev/pts/3"
+
+
+@dataclass(frozen=True)
+class View:
+    """Everything that a rule may judge by.
+
+    Args:
+        snapshot: with its claims.
+        past: (subject key, field) -> samples, oldest first, without gaps filled in; only what rules asked for.
+        host: what processes do beside the GPU, by (pid, start_time).
+        groups: uid -> names of the user's groups.
+        scheduled: uuid -> uids to which an outer scheduler has given the device; None where there is no scheduler.
+        gpu_seconds: uid -> (window in seconds -> GPU-seconds claimed in it), from the usage store; {} when unknown.
+    """
+
+    snapshot: Snapshot
+    past: Mapping[tuple[str, str], Sequence[Sample]] = field(default_factory=dict)
+    host: Mapping[tuple[int, float], HostUse] = field(default_factory=dict)
+    groups: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    scheduled: Mapping[str, frozenset[int]] | None = None
+    gpu_seconds: Mapping[int, Mapping[float, float]] = field(default_factory=dict)
+
+    @property
+    def clock(self) -> float:
+        """CLOCK_BOOTTIME of the snapshot, seconds."""
+        return self.snapshot.clock
+
+
+def key_of(subject: Subject) -> str:
+    """The identity of a subject as text, for memories: never a pid without its start time."""
+    return f"{subject.kind}|{subject.device}|{subject.pid}@{subject.start_time}|{subject.uid}|{subject.claim}"
+
+
+def process_subject(device: Device, process: GpuProcess) -> Subject:
+    """A process on one device."""
+    return Subject(
+        "process",
+        device=device.uuid,
+        pid=process.pid,
+        start_time=process.start_time,
+        uid=process.uid,
+        user=process.user,
+    )
+
+
+def device_subject(device: Device) -> Subject:
+    """A device as such."""
+    return Subject("device", device=device.uuid)
+
+
+def judged(device: Device) -> tuple[GpuProcess, ...]:
+    """The processes of *device* that may be judged at all.
+
+    None of a list that is not plausible, and only those whose identity is known.
+    """
+    if not device.processes_plausible:
+        return ()
+    return tuple(each for each in device.processes or () if each.start_time is not None and each.uid is not None)
