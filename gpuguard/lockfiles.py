@@ -167,7 +167,7 @@ def _check_file_system(path: str) -> None:
         raise LockDirectoryError(
             f"{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  In a container, "
             f"mount the host's directory (docker run -v {ADMIN_DIRECTORY}:{ADMIN_DIRECTORY}); if nobody outside uses "
-            "the GPUs, name a directory on a local disk or tmpfs (--dir /dev/shm/gpuguard)."
+            "the GPUs, name a directory on a volume or another local disk with --dir."
         )
 
 
@@ -273,6 +273,10 @@ def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # a file system without locks: never carry on without one
+        raise LockDirectoryError(
+            f"this file system cannot lock ({error.strerror}).  Name another directory with --dir."
+        ) from error
     return True
 
 

@@ -14,6 +14,7 @@ import stat
 from gpuguard.errors import LockDirectoryError
 from gpuguard.lockfiles import Gate, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.model import ClaimRecord
+from gpuguard.users import user_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -129,16 +130,6 @@ def _decoded(encoded: bytes, uid: int, name: str) -> ClaimRecord:
 
 def _typed(value: Any, kind: type | tuple[type, ...]) -> Any:
     return value if isinstance(value, kind) and not isinstance(value, bool) else None
-
-
-def user_name(uid: int) -> str:
-    """The name of a user, or the number where there is none."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except (KeyError, OverflowError):
-        return str(uid)
 
 
 def probe(directory: LockDirectory, uuids: Iterable[str]) -> tuple[ClaimRecord, ...]:

@@ -8,7 +8,7 @@ import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "errors", "units", "nouns", "model", "backends", "clusters", "request", "eligibility", "topology", "select",
+    "errors", "units", "users", "nouns", "model", "backends", "clusters", "request", "eligibility", "topology", "select",
     "policies", "waiting", "lockfiles", "records", "hold", "lock", "grab", "notify", "actions", "history", "policyfile",
     "watchdog", "meter", "settle", "launch", "run", "daemon", "views", "cli", "__init__", "__main__",
 )  # fmt: skip

@@ -291,3 +291,17 @@ def test_locks_of_other_tools_on_filelock_and_ours_exclude_each_other(tmp_path: 
     os.close(theirs)
 
     assert (while_ours, after_ours, while_theirs) == (False, True, False)
+
+
+def test_a_file_system_without_locks_is_an_error_and_never_a_licence_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptor = open_lock(lock_directory(str(tmp_path)), UUID)
+
+    def unsupported(number: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(LockDirectoryError, match="cannot lock"):
+        try_flock(descriptor)
+    os.close(descriptor)

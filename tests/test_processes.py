@@ -14,6 +14,7 @@ from builders import GIB, TOTAL
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuguard import users
 from gpuguard.backends import processes
 from gpuguard.model import GpuProcess
 
@@ -155,7 +156,7 @@ def test_a_process_of_ours_is_described_in_full(job: subprocess.Popen[bytes], tm
     seen = processes.described(GpuProcess(job.pid, GIB))
 
     assert seen.uid == os.getuid()
-    assert seen.user == processes.user_name(os.getuid())
+    assert seen.user == users.user_name(os.getuid())
     assert seen.command and seen.command[-2:] == ("--lr", "0.1")
     assert seen.executable == os.path.realpath(sys.executable)
     assert seen.working_directory == str(tmp_path)
@@ -197,7 +198,7 @@ def test_a_process_that_proc_hides_from_us_is_alive(job: subprocess.Popen[bytes]
 
 
 def test_a_user_without_a_name_is_a_number() -> None:
-    assert processes.user_name(4_000_000_123) == "4000000123"
+    assert users.user_name(4_000_000_123) == "4000000123"
 
 
 ID = "0123456789abcdef" * 4

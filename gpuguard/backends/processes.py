@@ -13,6 +13,7 @@ import os
 
 from gpuguard.model import GpuProcess
 from gpuguard.nouns import replace
+from gpuguard.users import user_name
 
 TYPE_CHECKING = False  # typing costs 6 ms of import, before every job
 if TYPE_CHECKING:
@@ -117,17 +118,6 @@ def start_time(pid: int) -> float | None:
     """Seconds since boot at which the process started; None: gone or hidden."""
     fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") if len(fields) > 19 else None
-
-
-@functools.cache
-def user_name(uid: int) -> str:
-    """The name of a user, or the number when it has none."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except (KeyError, OverflowError):
-        return str(uid)
 
 
 def container_of(cgroup: str) -> str | None:

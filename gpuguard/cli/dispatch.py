@@ -60,7 +60,7 @@ def run_command_line(words: list[str]) -> int:
 
         print("gpuguard:", "\n".join(map(neutralise, str(error).splitlines())), file=sys.stderr)
         return exit_code(command, error)
-    except Exception as error:  # noqa: BLE001  the border of this process: a user gets a sentence, a developer more
+    except Exception as error:  # the border of this process: a user gets a sentence, a developer more
         if "GPUGUARD_DEBUG" in os.environ:
             raise
         print(f"gpuguard: an error inside gpuguard: {error!r}.  GPUGUARD_DEBUG=1 shows where.", file=sys.stderr)
