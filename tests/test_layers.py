@@ -8,9 +8,9 @@ import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "errors", "units", "users", "nouns", "model", "backends", "clusters", "request", "eligibility", "topology", "select",
-    "policies", "waiting", "lockfiles", "records", "hold", "lock", "grab", "notify", "actions", "history", "policyfile",
-    "watchdog", "meter", "settle", "launch", "run", "daemon", "views", "cli", "__init__", "__main__",
+    "errors", "units", "text", "users", "nouns", "model", "backends", "clusters", "request", "eligibility", "topology",
+    "select", "policies", "waiting", "lockfiles", "records", "hold", "lock", "grab", "messages", "notify", "actions",
+    "history", "policyfile", "watchdog", "meter", "settle", "launch", "run", "daemon", "views", "cli", "__init__", "__main__",
 )  # fmt: skip
 
 

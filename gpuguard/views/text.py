@@ -1,7 +1,6 @@
-"""Text for terminals: a table printer, and the neutraliser for text that strangers wrote.
+"""Text for terminals: a table printer, colours, JSON.
 
-A command line, a note or a container name is written by whoever started the job, and is read by somebody else, perhaps
-by root.  Nothing of it may move the cursor, hide or turn round other text, or break a line.  Does not read anything.
+What strangers wrote passes the neutraliser of gpuguard.text first.  Does not read anything.
 """
 
 from __future__ import annotations
@@ -10,50 +9,12 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-# Printable by their category, and yet invisible: a name can be faked and a message hidden with them.
-_INVISIBLE = frozenset(
-    (0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x180B, 0x180C, 0x180D, 0x180F, 0x2800, 0x3164, 0xFFA0)
-).union(range(0xFE00, 0xFE10), range(0xE0100, 0xE01F0))
-# Real scripts stack up to four marks on a letter; a hundred of them paint over the lines above and below.
-_MARKS_AT_MOST = 4
+from gpuguard.text import neutral_command as neutral_command
+from gpuguard.text import neutralise as neutralise
+
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
 
 Paint = Callable[[str, str], str]
-
-
-def neutralise(text: str) -> str:
-    r"""*text* with every character that is not plainly visible written out, as in ``\x1b`` or ``\u202e``.
-
-    What comes back is one line of printable characters, and neutralising it again changes nothing.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    pieces = []
-    marks = _MARKS_AT_MOST  # a mark without a letter before it would sit on our own text
-    for character in text:
-        if unicodedata.category(character) in ("Mn", "Me"):
-            marks += 1
-            visible = marks <= _MARKS_AT_MOST and ord(character) not in _INVISIBLE
-        else:
-            visible = character.isprintable() and ord(character) not in _INVISIBLE
-            marks = 0
-        pieces.append(character if visible else _written_out(character))
-    return "".join(pieces)
-
-
-def neutral_command(words: Sequence[str] | None, *, brief: bool = False) -> str:
-    """A command line as one neutral line, with quotes where a shell needs them; ``"n/a"`` when unknown.
-
-    Args:
-        words: the program and its arguments.
-        brief: leave out the directory of the program, so that more of the rest fits.
-    """
-    import shlex
-
-    if words is None:
-        return "n/a"
-    program = [word.rpartition("/")[2] or word for word in words[:1]] if brief else words[:1]
-    return neutralise(shlex.join([*program, *words[1:]]))
 
 
 def display_width(text: str) -> int:
@@ -171,9 +132,3 @@ def _columns(character: str) -> int:
     if unicodedata.category(character) in ("Mn", "Me", "Cf") or "\u1160" <= character <= "\u11ff":
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-def _written_out(character: str) -> str:
-    if "\udc80" <= character <= "\udcff":  # a byte of an argument that is no text (PEP 383)
-        return f"\\x{ord(character) - 0xDC00:02x}"
-    return character.encode("unicode_escape").decode("ascii")
