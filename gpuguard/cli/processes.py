@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
+from gpuguard.attribution import Seen
 from gpuguard.backends.processes import alive
 from gpuguard.model import Snapshot
-from gpuguard.views.usage import Seen
 
 FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of include/linux/proc_ns.h: a constant of the kernel
 

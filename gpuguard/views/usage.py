@@ -1,18 +1,17 @@
 """Who uses what: each device of a snapshot with its state, its claims and its processes, and the totals per user.
 
-A process belongs to the claim on the same device whose lock it holds; else to the one that an ancestor of it holds or
-made (a child started with close_fds does not inherit the lock); else to the claim of the same user; else, when it is
-root's (a container) or nobody's that we may know, to the only claim there.  The last two are guesses, and good enough,
-since nothing is decided by them.  Does not read anything: /proc comes in as `Seen`.
+Which claim a process belongs to is told by attribution; nothing is decided by it here.  Does not read anything: /proc
+comes in as `Seen`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from gpuguard.attribution import Processes, claim_of, claims_readable, computes
+from gpuguard.attribution import Seen as Seen
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
-from gpuguard.request import IDLE_TOLERANCE, idle_limit
+from gpuguard.request import idle_limit
 
 FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
 UNCLAIMED_USE, UNHEALTHY, UNKNOWN = "unclaimed_use", "unhealthy", "unknown"
@@ -20,20 +19,6 @@ UNCLAIMED_USE, UNHEALTHY, UNKNOWN = "unclaimed_use", "unhealthy", "unknown"
 STATES = (UNHEALTHY, UNCLAIMED_USE, IN_USE, IDLE, CLAIMED, UNKNOWN, FREE)
 
 IDLE_BELOW = 1.0  # percent, mean of the driver's sample buffer
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What /proc tells everybody about a process."""
-
-    parent: int
-    state: str  # R S D T t Z, as in /proc/PID/stat
-    start_time: float | None = None  # seconds since boot
-    inner_pid: int | None = None  # its pid in its own pid namespace
-
-
-# pids that were looked up: None is "there is no such process", an absent one could not be told.
-Processes = Mapping[int, Seen | None]
 
 
 @dataclass(frozen=True)
@@ -97,7 +82,7 @@ class UserTotal:
 
 def uses(snapshot: Snapshot, seen: Processes | None = None) -> tuple[DeviceUse, ...]:
     """Each device of *snapshot* with its state, claims and processes, in the order of the snapshot."""
-    readable = not any(gap.device is None and gap.field == "claims" for gap in snapshot.gaps)
+    readable = claims_readable(snapshot)
     claims = [record for record in snapshot.claims if record.alive]
     found = []
     for device in snapshot.devices:
@@ -162,7 +147,7 @@ def _processes_on(device: Device, here: tuple[ClaimRecord, ...], seen: Processes
     # The owner and the ancestors of a pid from another namespace are those of some other process.
     owners = here if device.processes_plausible else ()
     return tuple(
-        ProcessUse(process, _claim_of(process, owners, seen), _stopped([process.pid], seen))
+        ProcessUse(process, claim_of(process, owners, seen), _stopped([process.pid], seen))
         for process in device.processes
     )
 
@@ -183,7 +168,7 @@ def _state(
         return UNHEALTHY, "its compute mode is 'prohibited'"
     if not readable:
         return UNKNOWN, "the claims cannot be read"
-    listed = [one for one in processes or () if _computes(one.process)] if device.processes_plausible else []
+    listed = [one for one in processes or () if computes(one.process)] if device.processes_plausible else []
     if not listed:
         hidden = _hidden_use(device)
         if hidden is None:
@@ -198,16 +183,10 @@ def _state(
     return (IDLE if idle else IN_USE), None
 
 
-def _computes(process: GpuProcess) -> bool:
-    """Whether it is more than a desktop, which appears as graphics, or as both with some 25 MiB."""
-    small = process.memory_used is not None and process.memory_used <= IDLE_TOLERANCE
-    return process.kind != "graphics" and not (process.kind == "compute+graphics" and small)
-
-
 def _hidden_use(device: Device) -> bool | None:
     """Whether memory tells of processes that the list does not; None when nothing can be told."""
     if device.memory_used is not None:
-        desktop = sum(one.memory_used or 0 for one in device.processes or () if not _computes(one))
+        desktop = sum(one.memory_used or 0 for one in device.processes or () if not computes(one))
         if device.memory_used - desktop > idle_limit(device):
             return True
     if device.processes is None or (device.processes and not device.processes_plausible):
@@ -226,26 +205,6 @@ def _divided(use: DeviceUse, found: list[DeviceUse]) -> DeviceUse:
     own = tuple(running for running in use.processes or () if running.process.pid not in elsewhere)
     state = min((other.state for other in instances), key=STATES.index)
     return replace(use, state=state, reason=None, processes=own)
-
-
-def _claim_of(process: GpuProcess, here: tuple[ClaimRecord, ...], seen: Processes) -> str | None:
-    for pid in _line_of(process.pid, seen):
-        for record in here:
-            if pid == record.pid or pid in record.holders:
-                return record.id
-    if process.uid:
-        return next((record.id for record in here if process.uid == record.uid), None)
-    return here[0].id if len(here) == 1 else None
-
-
-def _line_of(pid: int, seen: Processes) -> Iterator[int]:
-    """*pid*, its parent, its grandparent, ... as far as they were looked up."""
-    passed: set[int] = set()
-    while pid > 1 and pid not in passed:
-        passed.add(pid)
-        yield pid
-        process = seen.get(pid)
-        pid = process.parent if process else 0
 
 
 def _orphaned(record: ClaimRecord, snapshot: Snapshot, seen: Processes) -> bool | None:

@@ -1,0 +1,73 @@
+"""Whose a process is: the claim that it belongs to, and whether it computes at all.
+
+A process belongs to the claim on the same device whose lock it holds; else to the one that an ancestor of it holds or
+made (a child started with close_fds does not inherit the lock); else to the claim of the same user; else, when it is
+root's (a container) or nobody's that we may know, to the only claim there.  The last two are guesses, in favour of the
+process.  Does not read anything: /proc comes in as `Seen`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
+from gpuguard.request import IDLE_TOLERANCE
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What /proc tells everybody about a process."""
+
+    parent: int
+    state: str  # R S D T t Z, as in /proc/PID/stat
+    start_time: float | None = None  # seconds since boot
+    inner_pid: int | None = None  # its pid in its own pid namespace
+
+
+# pids that were looked up: None is "there is no such process", an absent one could not be told.
+Processes = Mapping[int, Seen | None]
+
+
+def claims_readable(snapshot: Snapshot) -> bool:
+    """Whether the claims of *snapshot* are all there; without that, no claim means nothing."""
+    return not any(gap.device is None and gap.field == "claims" for gap in snapshot.gaps)
+
+
+def claims_on(snapshot: Snapshot, device: Device) -> tuple[ClaimRecord, ...]:
+    """The living claims that name *device*, or the device that it is a part of."""
+    names = {device.uuid, device.parent_uuid}
+    return tuple(record for record in snapshot.claims if record.alive and names.intersection(record.devices))
+
+
+def places(snapshot: Snapshot) -> tuple[Device, ...]:
+    """The devices on which somebody can compute: not those that are divided into instances, which stand for them."""
+    divided = {device.parent_uuid for device in snapshot.devices}
+    return tuple(device for device in snapshot.devices if device.uuid not in divided)
+
+
+def computes(process: GpuProcess) -> bool:
+    """Whether it is more than a desktop, which appears as graphics, or as both with some 25 MiB."""
+    small = process.memory_used is not None and process.memory_used <= IDLE_TOLERANCE
+    return process.kind != "graphics" and not (process.kind == "compute+graphics" and small)
+
+
+def claim_of(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> str | None:
+    """The id of the claim, of those *here*, that *process* belongs to; None: of none."""
+    for pid in _line_of(process.pid, seen):
+        for record in here:
+            if pid == record.pid or pid in record.holders:
+                return record.id
+    if process.uid:
+        return next((record.id for record in here if process.uid == record.uid), None)
+    return here[0].id if len(here) == 1 else None
+
+
+def _line_of(pid: int, seen: Processes) -> Iterator[int]:
+    """*pid*, its parent, its grandparent, ... as far as they were looked up."""
+    passed: set[int] = set()
+    while pid > 1 and pid not in passed:
+        passed.add(pid)
+        yield pid
+        process = seen.get(pid)
+        pid = process.parent if process else 0
