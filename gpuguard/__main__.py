@@ -1,7 +1,5 @@
 """``python -m gpuguard``."""
 
-import sys
-
 from gpuguard.cli import main
 
-sys.exit(main())
+main()

@@ -14,13 +14,14 @@ import os
 import signal
 import time
 
-from gpuguard import actions, history
+from gpuguard import actions, history, settle
 from gpuguard.errors import BackendError, ClaimLost
 from gpuguard.launch import execute, failure, start
 from gpuguard.meter import Meter
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
 from gpuguard.nouns import dataclass
 from gpuguard.request import IDLE_TOLERANCE
+from gpuguard.settle import descendants, status_of
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
@@ -188,8 +189,6 @@ class _Job:
 
     def is_stopped(self) -> bool:
         """Whether the job is stopped now."""
-        from gpuguard.settle import status_of
-
         facts = status_of(self.pid)
         return facts is not None and facts[0] == "T"
 
@@ -260,8 +259,6 @@ class _Job:
 
     def finish(self, tolerance: int) -> Ended:
         """Give the devices back once the job is really off them."""
-        from gpuguard import settle
-
         wall_time = time.monotonic() - self.began
         if (code := self.exec_error()) is not None:
             status, message = failure(self.program, code)
@@ -310,8 +307,6 @@ class _Job:
 
 def _signal_descendants(signum: int) -> int:
     """Signal every living process below this one, but not this one; returns how many there were."""
-    from gpuguard.settle import descendants, status_of
-
     family = descendants()
     for pid, started in family.items():
         try:

@@ -78,8 +78,11 @@ def main(args: argparse.Namespace) -> int:
     pass_on_sources(args)
     directory = directory_of(args)
     backend = backend_of(args)
+    # Here, because imports are for free while the driver initialises in the other process.
+    import json  # noqa: F401  (for the record of the claim)
+
     if not args.exec:
-        become_subreaper()  # here, because its import is for free while the driver initialises in the other process
+        become_subreaper()
     chatty = not args.quiet and is_terminal()
     claim = claim_for(args, command, request, directory, backend, wait)
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
