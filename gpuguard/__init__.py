@@ -23,6 +23,7 @@ __all__ = [
     "DriverPermission",
     "DriverUnresponsive",
     "Event",
+    "Finding",
     "Gap",
     "GpuProcess",
     "GpuguardError",
@@ -31,6 +32,8 @@ __all__ = [
     "LockDirectoryError",
     "NotEnoughGpus",
     "Snapshot",
+    "Subject",
+    "Verdict",
     "WaitTimeout",
     "claim",
     "grab_gpus",
@@ -61,13 +64,13 @@ if TYPE_CHECKING:
     )
     from gpuguard.grab import claim, grab_gpus, select_devices, snapshot, who
     from gpuguard.hold import Claim
-    from gpuguard.model import ClaimRecord, Device, Event, Gap, GpuProcess, Snapshot
+    from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject, Verdict
 
 _HOMES = {
     "backends": ("open_backend",),
     "grab": ("claim", "grab_gpus", "select_devices", "snapshot", "who"),
     "hold": ("Claim",),
-    "model": ("ClaimRecord", "Device", "Event", "Gap", "GpuProcess", "Snapshot"),
+    "model": ("ClaimRecord", "Device", "Event", "Finding", "Gap", "GpuProcess", "Snapshot", "Subject", "Verdict"),
 }  # and all others: errors
 
 

@@ -11,7 +11,9 @@ import pytest
 import gpuguard
 from gpuguard import errors, model
 
-MODEL = {"Device", "GpuProcess", "ClaimRecord", "Gap", "Snapshot", "Event"}
+MODEL = {
+    "Device", "GpuProcess", "ClaimRecord", "Gap", "Snapshot", "Subject", "Finding", "Verdict", "Event",
+}  # fmt: skip
 FUNCTIONS = {"grab_gpus", "claim", "Claim", "select_devices", "snapshot", "who", "open_backend"}
 ERRORS = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
 
