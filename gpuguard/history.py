@@ -13,6 +13,7 @@ TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from gpuguard.model import Event
 
+MACHINE_EVENTS = "/var/log/gpuguard/events.jsonl"  # of the daemon that root started
 ROTATE_BYTES = 10 * 2**20  # about 30,000 lines; one older file is kept beside it as events.jsonl.1
 
 

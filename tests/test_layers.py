@@ -9,8 +9,9 @@ from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
     "errors", "units", "text", "users", "nouns", "model", "backends", "clusters", "request", "eligibility", "topology",
-    "select", "attribution", "policies", "waiting", "lockfiles", "records", "hold", "lock", "grab", "messages", "notify", "actions",
-    "history", "policyfile", "watchdog", "meter", "settle", "launch", "run", "daemon", "views", "cli",
+    "select", "attribution", "policies", "waiting", "lockfiles", "state", "records", "hold", "lock", "grab",
+    "wording", "messages", "notify", "actions",
+    "history", "policyfile", "hostuse", "watchdog", "meter", "settle", "launch", "run", "daemon", "views", "cli",
     "__init__", "__main__",
 )  # fmt: skip
 

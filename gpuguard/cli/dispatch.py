@@ -23,6 +23,7 @@ COMMANDS = {
     "select": "print the GPUs that `run` would choose; claims nothing",
     "explain": "say for each GPU why it is or is not eligible",
     "who": "who uses and who holds which GPU",
+    "events": "what happened: claims, releases, what the guard did or would have done",
     "doctor": "check driver, lock directory and permissions, and say what to do",
     "setup": "make the lock directory /run/gpuguard for all users of this machine",
     "sim": "steer the simulated node: start, use, set, fault, show, stop",

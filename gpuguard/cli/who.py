@@ -4,6 +4,8 @@ gpuguard who                   all GPUs, their claims and processes, totals per 
 gpuguard who --user alice      only what is alice's
 gpuguard who --watch 5s        again every 5 s, until Ctrl-C
 gpuguard who --json            one object for programs: see docs/json.md
+
+While `gpuguard daemon` runs, its last look is shown, a few seconds old; --fresh asks the driver all the same.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.cli.processes import in_first_pid_namespace, look_up
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import WHO_FIELDS, Gap, Snapshot
+from gpuguard.state import read_state
 from gpuguard.units import parse_duration
 from gpuguard.views import usage, who
 from gpuguard.views.text import json_text, neutralise, put, shorten, style
@@ -46,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--watch", metavar="EVERY", nargs="?", const="2s", help="show again and again (default: every 2s)"
     )
     parser.add_argument("--json", action="store_true", help="one object for programs; with --watch one line per look")
+    parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
     add_source_options(parser)
 
 
@@ -53,31 +57,61 @@ def main(args: argparse.Namespace) -> int:
     every = quantity("--watch", args.watch, parse_duration)
     if every is not None and every < 0.1:
         raise InvalidRequest("--watch needs at least 100ms between two looks.")
-    backend = backend_of(args)
+    source = _Source(args)
     try:
         if every is None:
-            put(_look(args, backend), sys.stdout)
+            put(_look(args, source), sys.stdout)
         else:
-            _watch(args, backend, every)
+            _watch(args, source, every)
     finally:
-        backend.close()
+        source.close()
     return 0
 
 
-def _look(args: argparse.Namespace, backend: Backend) -> list[str]:
-    snapshot = _with_claims(args, backend.sample(WHO_FIELDS))
+class _Source:
+    """What the daemon saw, while that is fresh, else the driver, which is opened when it is first needed."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._backend: Backend | None = None
+
+    def sample(self) -> tuple[Snapshot, float | None]:
+        """The machine, and how many seconds ago the daemon looked; None: read now."""
+        clock = time.clock_gettime(time.CLOCK_BOOTTIME)
+        seen = None if self._args.fresh else self._daemons(clock)
+        if seen:
+            return seen, clock - seen.clock
+        self._backend = self._backend or backend_of(self._args)
+        return self._backend.sample(WHO_FIELDS), None
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        if self._backend:
+            self._backend.close()
+
+    def _daemons(self, clock: float) -> Snapshot | None:
+        try:
+            directory = directory_of(self._args)
+        except ClaimError:
+            return None  # the claims will be missing, and that will be said
+        return read_state(directory, clock, simulated=self._args.backend.startswith("simulated"))
+
+
+def _look(args: argparse.Namespace, source: _Source) -> list[str]:
+    snapshot, age = source.sample()
+    snapshot = _with_claims(args, snapshot)
     found = usage.uses(snapshot, look_up(snapshot))
     shown = usage.chosen(found, frozenset(args.user), chosen_devices(snapshot, args.device))
     if args.json:
-        return [json_text(who.to_json(snapshot, shown), indent=2 if args.watch is None else None)]
-    return who.to_text(snapshot, shown, width=_size()[0], paint=style(sys.stdout, os.environ))
+        return [json_text(who.to_json(snapshot, shown, age=age), indent=2 if args.watch is None else None)]
+    return who.to_text(snapshot, shown, width=_size()[0], paint=style(sys.stdout, os.environ), age=age)
 
 
 def _with_claims(args: argparse.Namespace, snapshot: Snapshot) -> Snapshot:
     """*snapshot* with the claims; when they cannot be read it says so, and the devices are shown all the same."""
     from gpuguard.records import probe
 
-    gaps = snapshot.gaps
+    gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")  # what the daemon could not read, we may
     if any(not device.processes_plausible for device in snapshot.devices) and not in_first_pid_namespace():
         gaps += (Gap(None, "processes", _OTHER_NAMESPACE),)
     try:
@@ -101,11 +135,11 @@ def chosen_devices(snapshot: Snapshot, words: list[str]) -> frozenset[str]:
     return frozenset(device.uuid for device in snapshot.devices if found & {device.uuid, device.parent_uuid})
 
 
-def _watch(args: argparse.Namespace, backend: Backend, every: float) -> None:
+def _watch(args: argparse.Namespace, source: _Source, every: float) -> None:
     """Look every *every* seconds until Ctrl-C, on a terminal always at the same place."""
     screen = sys.stdout.isatty() and not args.json
     former = signal.signal(signal.SIGTERM, _leave)
-    lines = _look(args, backend)  # a fault of the first look ends the command; later ones are shown and may pass
+    lines = _look(args, source)  # a fault of the first look ends the command; later ones are shown and may pass
     try:
         if screen:
             sys.stdout.write(_ENTER)
@@ -114,7 +148,7 @@ def _watch(args: argparse.Namespace, backend: Backend, every: float) -> None:
             sys.stdout.flush()
             time.sleep(every)
             try:
-                lines = _look(args, backend)
+                lines = _look(args, source)
             except InvalidRequest:
                 raise
             except GpuguardError as error:

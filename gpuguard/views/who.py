@@ -39,6 +39,7 @@ def to_text(
     *,
     width: int | None = None,
     paint: Paint = lambda text, _: text,
+    age: float | None = None,
 ) -> list[str]:
     """The screen: title, devices with their claims and processes, totals per user, who waits, what is not known.
 
@@ -48,8 +49,9 @@ def to_text(
         waiting: who waits for devices.
         width: columns of the terminal; None (a pipe): nothing is shortened.
         paint: from text.style.
+        age: seconds since the daemon looked; None: the driver was asked just now.
     """
-    title = _title(snapshot)
+    title = _title(snapshot, age)
     lines = [paint(shorten(title, width) if width else title, "bold"), *_device_lines(snapshot, found, width, paint)]
     if totals := usage.user_totals(tuple(found)):
         lines += ["", *_total_lines(totals, width)]
@@ -61,12 +63,14 @@ def to_text(
     return lines
 
 
-def _title(snapshot: Snapshot) -> str:
+def _title(snapshot: Snapshot, age: float | None) -> str:
     whole = [device for device in snapshot.devices if not device.parent_uuid]
     parts = [f"{len(whole)} GPU{'s' * (len(whole) != 1)}"]
     if snapshot.driver_version:
         parts.append(f"driver {snapshot.driver_version}")
     parts.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.taken_at)))
+    if age is not None:
+        parts.append(f"seen by the daemon {format_duration(age)} ago")
     host = f"{'SIMULATED node ' * snapshot.simulated}{snapshot.host}"
     return neutralise(f"{host}: {', '.join(parts)}")
 
@@ -193,7 +197,9 @@ def _where(uuids: list[str | None], snapshot: Snapshot) -> str:
     return f"GPU {', '.join(map(device_label, found))}: "
 
 
-def to_json(snapshot: Snapshot, found: Sequence[DeviceUse], waiting: Sequence[Waiting] = ()) -> dict[str, Any]:
+def to_json(
+    snapshot: Snapshot, found: Sequence[DeviceUse], waiting: Sequence[Waiting] = (), *, age: float | None = None
+) -> dict[str, Any]:
     """The object that docs/json.md describes; unknown is None."""
     return {
         "schema": 1,
@@ -201,6 +207,7 @@ def to_json(snapshot: Snapshot, found: Sequence[DeviceUse], waiting: Sequence[Wa
         "backend": snapshot.backend,
         "simulated": snapshot.simulated,
         "taken_at": snapshot.taken_at,
+        "age_seconds": None if age is None else round(age, 3),
         "driver_version": snapshot.driver_version,
         "devices": [_device_json(use, snapshot) for use in found],
         "users": [

@@ -1,0 +1,139 @@
+"""What the machine says of processes and people beside the GPU: CPU, memory, network, terminal, groups of users.
+
+Rates are since the look before, so the first look knows none.  What cannot be read stays unknown.  Judges nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+
+from gpuguard.model import GpuProcess, Snapshot
+from gpuguard.policies.view import HostUse
+
+GROUPS_SECONDS = 600.0  # after which a user's groups are asked for again
+ANSWER_SECONDS = 1.0  # a directory service that needs longer is heard at the next look
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TERMINALS = 136  # major number of /dev/pts/0 to 255; up to 143 for those above (Linux, admin-guide/devices.txt)
+
+Identity = tuple[int, float]  # pid, start time
+
+
+class HostUses:
+    """Remembers counters from one look to the next; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._cpu: dict[Identity, tuple[float, float]] = {}  # (clock, CPU seconds)
+        self._network: dict[Identity, tuple[float, int]] = {}  # (clock, bytes)
+        self._groups: dict[int, tuple[float, frozenset[str]]] = {}  # (clock of asking, names)
+        self._asking: set[int] = set()
+
+    def look(self, snapshot: Snapshot) -> dict[Identity, HostUse]:
+        """What each process of *snapshot* whose identity is known does on this host."""
+        known = {
+            (process.pid, process.start_time): process
+            for process in _processes(snapshot)
+            if process.start_time is not None
+        }
+        cpu, network, found = self._cpu, self._network, {}
+        self._cpu, self._network = {}, {}
+        for identity in known:
+            clock, seen = snapshot.clock, _stat(*identity)
+            if seen is None:
+                continue
+            seconds, resident, terminal = seen
+            self._cpu[identity] = (clock, seconds)
+            received = _own_network_bytes(identity[0])
+            if received is not None:
+                self._network[identity] = (clock, received)
+            rate = _rate(cpu.get(identity), clock, seconds)
+            found[identity] = HostUse(
+                cpu=None if rate is None else rate * 100,
+                memory=resident,
+                network=None if received is None else _rate(network.get(identity), clock, received),
+                terminal=terminal,
+            )
+        return found
+
+    def groups(self, snapshot: Snapshot) -> dict[int, frozenset[str]]:
+        """The groups of everybody in *snapshot*, as far as they were told in time."""
+        uids = {process.uid for process in _processes(snapshot)} | {record.uid for record in snapshot.claims}
+        for uid in uids - {None}:
+            assert uid is not None
+            asked = self._groups.get(uid)
+            if uid >= 0 and uid not in self._asking and (not asked or snapshot.clock - asked[0] > GROUPS_SECONDS):
+                self._ask(uid, snapshot.clock)
+        return {uid: names for uid, (_, names) in tuple(self._groups.items())}
+
+    def _ask(self, uid: int, clock: float) -> None:
+        def answer() -> None:
+            names = _group_names(uid)
+            if names is not None:
+                self._groups[uid] = (clock, names)
+                self._asking.discard(uid)  # a user without an answer is asked about once
+
+        self._asking.add(uid)
+        thread = threading.Thread(target=answer, name=f"groups of {uid}", daemon=True)
+        thread.start()
+        thread.join(ANSWER_SECONDS)
+
+
+def _processes(snapshot: Snapshot) -> Iterable[GpuProcess]:
+    return (process for device in snapshot.devices for process in device.processes or ())
+
+
+def _stat(pid: int, start_time: float) -> tuple[float, int, str | None] | None:
+    """(CPU seconds, bytes resident, terminal) of exactly this process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b") ")[2].split()
+        if int(fields[19]) / _TICKS != start_time:
+            return None
+        return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[21]) * _PAGE, _terminal(int(fields[4]))
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _terminal(device: int) -> str | None:
+    major, minor = os.major(device), os.minor(device)
+    return f"/dev/pts/{(major - _TERMINALS) * 256 + minor}" if _TERMINALS <= major < _TERMINALS + 8 else None
+
+
+def _own_network_bytes(pid: int) -> int | None:
+    """Bytes over the network namespace of a process; None for the host's, where they are everybody's."""
+    try:
+        if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+            return None
+        with open(f"/proc/{pid}/net/dev", encoding="ascii", errors="replace") as lines:
+            rows = [line.partition(":") for line in lines if ":" in line]
+        counts = [(name.strip(), row.split()) for name, _, row in rows]
+        return sum(int(row[0]) + int(row[8]) for name, row in counts if name != "lo")
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _rate(before: tuple[float, float] | None, clock: float, count: float) -> float | None:
+    if before is None or clock <= before[0] or count < before[1]:
+        return None
+    return (count - before[1]) / (clock - before[0])
+
+
+def _group_names(uid: int) -> frozenset[str] | None:
+    import grp
+    import pwd
+
+    try:
+        user = pwd.getpwuid(uid)
+        numbers = os.getgrouplist(user.pw_name, user.pw_gid)
+    except (KeyError, OSError):
+        return None
+    names = set()
+    for number in numbers:
+        try:
+            names.add(grp.getgrgid(number).gr_name)
+        except KeyError:
+            names.add(str(number))
+    return frozenset(names)

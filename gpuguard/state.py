@@ -1,0 +1,166 @@
+"""The daemon's latest snapshot, for everybody: state.json beside the claims, so that nobody need wake the driver.
+
+It counts only while its daemon lives, which the lock on daemon.lock tells, and while it is fresh.  What only root may
+see of a process does not go in.  Does not decide when it is written: see daemon.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from gpuguard.errors import LockDirectoryError
+from gpuguard.lockfiles import LockDirectory, is_same_file, try_flock
+from gpuguard.nouns import replace
+
+TYPE_CHECKING = False  # typing costs 6 ms of import, and `who` reads this
+if TYPE_CHECKING:
+    from typing import Any
+
+    from gpuguard.model import GpuProcess, Snapshot
+
+MAX_BYTES = 8 * 2**20  # 16 devices with 128 processes each, all with long command lines, are 2 MiB
+FRESH_INTERVALS = 2.0
+
+
+def lock_daemon(directory: LockDirectory) -> int | None:
+    """Become the one daemon of this directory, until the returned descriptor is closed; None: another one is.
+
+    Raises:
+        LockDirectoryError: the lock file cannot be used.
+    """
+    path = _path(directory, "daemon.lock")
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)  # not for others: whoever can lock it could keep the daemon away
+    except OSError as error:
+        raise LockDirectoryError(
+            f"{path} cannot be opened: {error.strerror}.  Run the daemon as the user to whom the directory belongs."
+        ) from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != os.geteuid():
+            raise LockDirectoryError(f"{path} is not a file of ours alone.  Look at it with `ls -l`, and remove it.")
+        if not is_same_file(descriptor, path):
+            raise LockDirectoryError(f"{path} was replaced while it was opened.  Look at it with `ls -l`.")
+        if try_flock(descriptor):
+            return descriptor
+        os.close(descriptor)
+        return None
+    except LockDirectoryError:
+        os.close(descriptor)
+        raise
+
+
+def daemon_lives(directory: LockDirectory) -> bool:
+    """Whether a process that we can see holds the daemon's lock; asked of the kernel, so nobody is disturbed."""
+    try:
+        inode = os.lstat(_path(directory, "daemon.lock")).st_ino
+        with open("/proc/locks", encoding="ascii") as locks:
+            return any(" FLOCK " in line and f":{inode} " in line for line in locks)
+    except OSError:
+        return False
+
+
+def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -> None:
+    """Publish *snapshot*; readers see the old one or the new one, whole.
+
+    Args:
+        directory: of the claims.
+        snapshot: with its claims.
+        interval: seconds until the next one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import json
+
+    from gpuguard.backends.sampler import pack
+
+    public = replace(
+        snapshot,
+        devices=tuple(
+            replace(device, processes=device.processes and tuple(map(_public, device.processes)))
+            for device in snapshot.devices
+        ),
+    )
+    claims = [vars(record) for record in snapshot.claims]
+    content = {"schema": 1, "interval_seconds": interval, "snapshot": pack(public) | {"claims": claims}}
+    path = _path(directory, "state.json")
+    unfinished = f"{path}.new"
+    if os.path.lexists(unfinished):  # of a daemon that was killed
+        os.unlink(unfinished)
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o644)
+        file.write(json.dumps(content, separators=(",", ":")).encode("ascii"))
+    os.rename(unfinished, path)
+
+
+def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Snapshot | None:
+    """The snapshot of a living daemon, with claims, if it is fresh; None: ask the driver.
+
+    Args:
+        directory: of the claims.
+        clock: CLOCK_BOOTTIME now, seconds.
+        simulated: whether one of a simulated node is wanted.
+    """
+    if not daemon_lives(directory):
+        return None
+    try:
+        content = _read(_path(directory, "state.json"), {0, os.geteuid()})
+        snapshot, interval = _unpack(content["snapshot"]), float(content["interval_seconds"])
+        fresh = 0 <= clock - snapshot.clock <= FRESH_INTERVALS * interval
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None  # of another version, or torn by something else than us
+    return snapshot if fresh and snapshot.simulated == simulated else None
+
+
+def _path(directory: LockDirectory, name: str) -> str:
+    return f"{directory.path}/{directory.prefix}{name}"
+
+
+def _public(process: GpuProcess) -> GpuProcess:
+    command = None if _processes_are_hidden() else process.command
+    return replace(process, command=command, executable=None, working_directory=None, conda_environment=None)
+
+
+def _processes_are_hidden() -> bool:
+    """Whether /proc is mounted so that users do not see each other's command lines (hidepid)."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            mount = [line.split() for line in lines if line.split()[4] == "/proc"]
+    except (OSError, IndexError):
+        return True
+    options = mount[-1][-1].split(",") if mount else []
+    return any(option.startswith("hidepid=") and option not in ("hidepid=0", "hidepid=off") for option in options)
+
+
+def _read(path: str, owners: set[int]) -> dict[str, Any]:
+    import json
+
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in owners or found.st_size > MAX_BYTES:
+            raise ValueError("not a state that can be trusted")
+        content: dict[str, Any] = json.loads(file.read(MAX_BYTES))
+    return content
+
+
+def _unpack(packed: dict[str, Any]) -> Snapshot:
+    from gpuguard.backends.sampler import unpack
+    from gpuguard.model import ClaimRecord
+
+    whole = {name: _frozen(value) for name, value in packed.items()}
+    claims = tuple(ClaimRecord(**record) for record in whole.pop("claims"))
+    return replace(unpack(whole), claims=claims)
+
+
+def _frozen(value: Any) -> Any:
+    """*value* with tuples where JSON has lists."""
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return {name: _frozen(one) for name, one in value.items()}
+    return value

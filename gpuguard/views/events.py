@@ -1,0 +1,103 @@
+"""The audit log for people: which lines are wanted, and each of them as one line of text.
+
+What users wrote (notes, commands, names) is neutralised.  Does not find or open the files: see the command `events`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpuguard.text import neutralise
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which events are asked for; what is empty or None restricts nothing."""
+
+    users: frozenset[str] = frozenset()
+    devices: tuple[str, ...] = ()  # uuids or their beginnings
+    policies: frozenset[str] = frozenset()
+    since: float | None = None  # unix time
+
+    def __contains__(self, line: object) -> bool:
+        """Whether the event *line* is one of them."""
+        assert isinstance(line, Mapping)
+        if self.since is not None and line["time_unix_seconds"] < self.since:
+            return False
+        if self.users and line.get("user") not in self.users:
+            return False
+        if self.policies and facts_of(line).get("policy") not in self.policies:
+            return False
+        uuids = devices_of(line)
+        return not self.devices or any(uuid.startswith(one) for uuid in uuids for one in self.devices)
+
+
+def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
+    """The events of a log, and how many of its lines are none: torn by a full disk, or of something else."""
+    events: list[Line] = []
+    torn = 0
+    for encoded in filter(None, map(bytes.strip, lines)):
+        try:
+            content = json.loads(encoded)
+        except (ValueError, RecursionError):
+            content = None
+        if isinstance(content, dict) and _is_number(content.get("time_unix_seconds")) and content.get("schema") == 1:
+            events.append(content)
+        else:
+            torn += 1
+    return events, torn
+
+
+def in_order(events: Iterable[Line], wanted: Wanted) -> list[Line]:
+    """Those that are wanted, oldest first."""
+    return sorted((line for line in events if line in wanted), key=lambda line: line["time_unix_seconds"])
+
+
+def to_json(events: Sequence[Line], torn: int) -> dict[str, Any]:
+    """The object that docs/json.md describes."""
+    return {"schema": 1, "events": [dict(line) for line in events], "unreadable_lines": torn}
+
+
+def to_text(line: Line) -> str:
+    """``"11-20 17:40:02  terminate  sent  alice  pid 4711  GPU-1f2e3d4c  uses 41.0GiB (hogs)"``."""
+    when = time.strftime("%m-%d %H:%M:%S", time.localtime(line["time_unix_seconds"]))
+    pid, uuids = line.get("pid"), devices_of(line)
+    parts = [
+        when,
+        str(line.get("kind", "n/a")),
+        str(line.get("outcome", "n/a")),
+        str(line.get("user") or ""),
+        f"pid {pid}" if pid is not None else "",
+        " ".join(uuid[:12] for uuid in uuids),
+        f"claim {line['claim']}" if line.get("claim") else "",
+        str(line.get("message") or ""),
+        _remarks(facts_of(line)),
+    ]
+    return "  ".join(neutralise(part) for part in parts if part)
+
+
+def facts_of(line: Line) -> Mapping[str, Any]:
+    """The further facts of an event."""
+    facts = line.get("facts")
+    return facts if isinstance(facts, Mapping) else {}
+
+
+def devices_of(line: Line) -> list[str]:
+    """The uuids that an event is about."""
+    devices = line.get("devices")
+    return [each for each in devices if isinstance(each, str)] if isinstance(devices, list) else []
+
+
+def _remarks(facts: Mapping[str, Any]) -> str:
+    shown = [f"{name}={value}" for name, value in facts.items() if name != "start_time_seconds"]
+    return f"({', '.join(shown)})" if shown else ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**40

@@ -1,0 +1,150 @@
+"""`gpuguard events`: the audit log, filtered, harmless on a terminal, and honest about what it could not read."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from commands import Gpuguard
+from nodes import eventually
+
+from test_who import DOCUMENT, documented, printed
+
+from gpuguard import history
+from gpuguard.cli import events as command
+from gpuguard.cli.dispatch import run_command_line
+from gpuguard.model import Event
+
+NOW = time.time()
+
+
+def event(outcome="sent", ago=10.0, **fields):
+    return Event(time=NOW - ago, kind=fields.pop("kind", "terminate"), outcome=outcome, **fields)
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
+    monkeypatch.setattr(command, "MACHINE_EVENTS", str(tmp_path / "machine.jsonl"))
+    return tmp_path / "events.jsonl"
+
+
+@pytest.fixture
+def shown(log, capsys):
+    """The outcomes that `gpuguard events --json OPTIONS` prints."""
+
+    def look(*options):
+        assert run_command_line(["events", "--json", *options]) == 0
+        return [one["outcome"] for one in json.loads(capsys.readouterr().out)["events"]]
+
+    return look
+
+
+def test_events_of_both_logs_come_in_order_of_time(shown, log, monkeypatch):
+    history.append(event("third", ago=1))
+    history.append(event("first", ago=3))
+    monkeypatch.setenv("GPUGUARD_EVENTS", command.MACHINE_EVENTS)
+    history.append(event("second", ago=2))
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(log))
+
+    assert shown() == ["first", "second", "third"]
+
+
+def test_a_rotated_log_is_read_too(shown, log):
+    history.append(event("old", ago=9))
+    log.rename(f"{log}.1")
+    history.append(event("new", ago=1))
+
+    assert shown() == ["old", "new"]
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (["--user", "alice"], ["a"]),
+        (["--user", "alice", "--user", "bob"], ["a", "b"]),
+        (["--device", "GPU-1"], ["a"]),
+        (["--device", "GPU-"], ["a", "b"]),
+        (["--policy", "hogs"], ["b"]),
+        (["--since", "1h"], ["b"]),
+        (["--since", "1h", "--user", "alice"], []),
+        ([], ["a", "b", "c"]),
+    ],
+)
+def test_filters(shown, options, left):
+    history.append(event("a", ago=7200, user="alice", devices=("GPU-1",)))
+    history.append(event("b", ago=60, user="bob", devices=("GPU-2",), facts=(("policy", "hogs"),)))
+    history.append(event("c", ago=4000, user=None))
+
+    assert sorted(shown(*options)) == left
+
+
+def test_torn_lines_are_left_out_and_counted(log, capsys):
+    history.append(event("whole"))
+    with log.open("ab") as file:
+        file.write(b'{"schema": 1, "time_unix\n\xff\xfe\n[1]\n' + b"[" * 4000 + b'\n{"schema": 1}\n')
+    run_command_line(["events"])
+    out, err = capsys.readouterr()
+
+    assert len(out.splitlines()) == 1
+    assert "5 lines" in err
+
+
+def test_what_users_wrote_cannot_reach_the_terminal(log, capsys):
+    history.append(event("sent", user="eve\x1b[2J", message="line\nforged \u202e", facts=(("policy", "x\x07"),)))
+    run_command_line(["events"])
+    out = capsys.readouterr().out
+
+    assert len(out.splitlines()) == 1
+    assert out.strip("\n").isprintable()
+    assert "eve\\x1b[2J" in out
+
+
+def test_without_any_log_there_is_nothing_to_show(log, capsys):
+    assert run_command_line(["events"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_that_was_named_must_be_there(log, capsys):
+    assert run_command_line(["events", "--file", str(log)]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--since", "2"], ["--since", "soon"], ["--device", ""]])
+def test_a_wrong_option_is_a_usage_error(log, words):
+    assert run_command_line(["events", *words]) == 2
+
+
+def test_following_shows_what_comes_through_a_rotation_too(log, tmp_path):
+    gpuguard = Gpuguard(tmp_path, None)
+    history.append(event("before"))
+    follower = gpuguard.start("events", "--follow", "--json")
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(iter(follower.stdout.readline, "")), daemon=True)
+    reader.start()
+    try:
+        assert eventually(lambda: len(lines) == 1, 20)
+        history.append(event("during"))
+        assert eventually(lambda: len(lines) == 2)
+        os.rename(log, f"{log}.1")
+        history.append(event("after"))
+        assert eventually(lambda: len(lines) == 3)
+    finally:
+        follower.terminate()
+        follower.communicate()
+
+    assert [json.loads(line)["outcome"] for line in lines] == ["before", "during", "after"]
+
+
+def test_the_document_describes_exactly_what_is_printed(log, capsys):
+    history.append(event("sent", user="u", devices=("GPU-1",), pid=1, claim="c", message="m", facts=(("policy", "p"),)))
+    run_command_line(["events", "--json"])
+    content = json.loads(capsys.readouterr().out)
+    found = printed("events", content)
+    del found["events.events[].facts"]
+
+    assert documented("events", DOCUMENT.read_text(encoding="utf-8")) == found

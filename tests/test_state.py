@@ -1,0 +1,152 @@
+"""state.json: what the daemon saw, for everybody, as long as the daemon lives and what it saw is fresh."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from builders import a_claim_record, a_device, a_process, a_snapshot
+
+from gpuguard import state
+from gpuguard.errors import LockDirectoryError
+from gpuguard.lockfiles import LockDirectory, lock_directory
+from gpuguard.model import Gap
+from gpuguard.nouns import replace
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path / "claims"))
+
+
+@pytest.fixture
+def alive(directory):
+    """A daemon that lives."""
+    descriptor = state.lock_daemon(directory)
+    yield descriptor
+    os.close(descriptor)
+
+
+A_SNAPSHOT = a_snapshot(
+    a_device(processes=(a_process(command=("python", "\udcff")),), problems=("lost",)),
+    a_device(processes=None),
+    claims=(a_claim_record(holders=(1, 2)),),
+    gaps=(Gap(None, "x", "y"),),
+    simulated=True,
+)
+
+
+def test_what_was_written_is_read_again(directory, alive):
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+
+    assert state.read_state(directory, A_SNAPSHOT.clock + 20.0, simulated=True) == A_SNAPSHOT
+
+
+@pytest.mark.parametrize("clock", [A_SNAPSHOT.clock + 20.1, A_SNAPSHOT.clock - 0.1])
+def test_what_is_stale_or_of_another_boot_is_not_believed(directory, alive, clock):
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+
+    assert state.read_state(directory, clock, simulated=True) is None
+
+
+def test_the_state_of_a_dead_daemon_is_not_believed(directory):
+    descriptor = state.lock_daemon(directory)
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+    os.close(descriptor)
+
+    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None
+
+
+def test_a_simulated_node_is_never_shown_as_the_real_one(directory, alive):
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+
+    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=False) is None
+
+
+def test_everybody_may_read_it_and_only_its_owner_may_write_it(directory):
+    before = os.umask(0o077)
+    try:
+        state.write_state(directory, A_SNAPSHOT, 10.0)
+    finally:
+        os.umask(before)
+
+    assert os.stat(f"{directory.path}/state.json").st_mode & 0o7777 == 0o644
+
+
+def test_what_only_root_may_see_of_a_process_does_not_go_in(directory, alive):
+    secret = a_process(executable="/home/alice/x", working_directory="/home/alice", conda_environment="vault")
+    state.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=(secret,)),)), 10.0)
+
+    text = Path(directory.path, "state.json").read_text()
+    assert "/home/alice" not in text
+    assert "vault" not in text
+
+
+def test_hidden_processes_stay_hidden(directory, alive, monkeypatch):
+    monkeypatch.setattr(state, "_processes_are_hidden", lambda: True)
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+
+    seen = state.read_state(directory, A_SNAPSHOT.clock, simulated=True)
+    assert seen.devices[0].processes[0].command is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"snapshot": 1}', '{"interval_seconds": "x"}', "[" * 5000])
+def test_a_damaged_state_is_no_state(directory, alive, text):
+    Path(directory.path, "state.json").write_text(text)
+
+    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None
+
+
+def test_a_field_of_another_version_is_no_state(directory, alive):
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+    path = Path(directory.path, "state.json")
+    content = json.loads(path.read_text())
+    content["snapshot"]["new"] = 1
+    path.write_text(json.dumps(content))
+
+    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None
+
+
+@pytest.mark.parametrize("plant", ["symlink", "fifo", "other"])
+def test_a_planted_state_is_not_believed(directory, alive, plant, tmp_path):
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+    path = Path(directory.path, "state.json")
+    if plant == "symlink":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif plant == "fifo":
+        path.unlink()
+        os.mkfifo(path)
+    elif os.geteuid() == 0:
+        os.chown(path, 20001, 20001)
+    else:
+        pytest.skip("needs root (a second user id, device nodes)")
+    seen = state.read_state(directory, A_SNAPSHOT.clock, simulated=True)
+
+    # Only root is believed by everybody; who is root believes nobody else.
+    assert seen is None
+
+
+def test_the_rest_of_a_killed_writer_is_in_nobodys_way(directory, alive):
+    Path(directory.path, "state.json.new").write_text("half")
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+
+    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
+    assert not Path(directory.path, "state.json.new").exists()
+
+
+def test_there_is_one_daemon_at_a_time(directory, alive):
+    assert state.lock_daemon(directory) is None
+
+
+def test_others_cannot_keep_the_daemon_away_by_locking_its_file(directory, alive):
+    assert os.stat(f"{directory.path}/daemon.lock").st_mode & 0o077 == 0
+
+
+def test_a_planted_lock_file_is_refused_with_advice(directory, tmp_path):
+    os.symlink(tmp_path / "elsewhere", f"{directory.path}/daemon.lock")
+
+    with pytest.raises(LockDirectoryError, match=r"daemon\.lock"):
+        state.lock_daemon(directory)
