@@ -10,7 +10,8 @@ from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 ORDER = (
     "errors", "units", "text", "users", "nouns", "model", "backends", "clusters", "request", "eligibility", "topology",
     "select", "attribution", "policies", "waiting", "lockfiles", "state", "records", "hold", "lock", "grab",
-    "wording", "messages", "notify", "actions",
+    "wording", "messages", "notify",
+    "actiontable", "identity", "terminals", "ledger", "case", "preflight", "actions",
     "history", "policyfile", "hostuse", "watchdog", "meter", "settle", "launch", "run", "daemon", "views", "cli",
     "__init__", "__main__",
 )  # fmt: skip
