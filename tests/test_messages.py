@@ -1,0 +1,237 @@
+"""What is said about a verdict: every fact in its place, and nothing of what users wrote does anything."""
+
+from __future__ import annotations
+
+import unicodedata
+from string import Formatter
+
+import pytest
+from builders import a_device, a_process, a_snapshot
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.messages import (
+    LONGEST_SUBJECT,
+    MOST_LINES,
+    NAMES,
+    Template,
+    joined,
+    language_of,
+    message_for,
+)
+from gpuguard.model import Finding, Subject, Verdict
+from gpuguard.wording import WORDS, Words
+
+HOSTILE = [
+    "; touch /tmp/x #",
+    "a\nBcc: eve@example.org",
+    "a\r\n\r\n.",
+    "\x1b[2J",
+    "\u202eexe",
+    "%s%n",
+    "${host}",
+    "$why",
+]
+ALL_NAMES = "\n".join(f"{name}=${{{name}}}" for name in sorted(NAMES))
+
+
+def a_verdict(process=None, **fields):
+    process = process or a_process(pid=4711)
+    subject = Subject("process", a_device(3).uuid, process.pid, process.start_time, process.uid, user=process.user)
+    finding = Finding(fields.pop("rule", "idle"), subject, fields.pop("why", "utilization is 0%"), (process,))
+    facts = {"policy": "idle-gpus", "action": "notify", "step": 1, "since": 10_000.0 - 7200, "enforce": True}
+    return Verdict(finding=finding, **{**facts, **fields})
+
+
+def a_node(**fields):
+    return a_snapshot(a_device(3), **fields)
+
+
+@pytest.mark.parametrize("language", WORDS)
+def test_a_message_says_what_which_rule_where_what_comes_next_and_how_to_stop_it(language):
+    words = WORDS[language]
+    message = message_for(a_verdict(next_action="terminate", next_after=1800.0), a_node(), language)
+
+    for said in ("utilization is 0%", "idle-gpus", "GPU 3", "alice", "4711", "train.py", "2h", "30m", "node1",
+                 words.actions["terminate"], words.stop["idle"]):  # fmt: skip
+        assert said in message.body
+    assert "idle-gpus" in message.subject
+    assert "alice" in message.subject
+
+
+def test_what_is_unknown_is_left_out_instead_of_being_made_up():
+    verdict = Verdict("hot", Finding("temperature", Subject("device", a_device(3).uuid), "91C"), "notify", 0, 9_990.0)
+    message = message_for(verdict, a_node())
+
+    assert "User" not in message.body
+    assert "Processes" not in message.body
+    assert "None" not in message.body + message.subject
+    assert dict(message.facts)["pid"] is None
+
+
+def test_a_policy_that_only_observes_says_that_nothing_will_be_done():
+    message = message_for(a_verdict(next_action="terminate", next_after=60.0, enforce=False), a_node())
+
+    assert "only observes" in message.body
+
+
+def test_the_last_step_promises_nothing_more():
+    assert "the last step" in message_for(a_verdict(), a_node()).body
+
+
+def test_only_commands_that_exist_are_recommended():
+    from gpuguard.cli.dispatch import COMMANDS
+
+    said = " ".join(
+        text for words in WORDS.values() for text in (*words.stop.values(), words.stop_otherwise, words.body)
+    )
+    named = {piece.split()[0].partition("`")[0] for piece in said.split("`gpuguard ")[1:]}
+
+    assert named
+    assert named <= set(COMMANDS)
+
+
+def test_both_languages_say_the_same_things():
+    english, *others = WORDS.values()
+
+    for words in others:
+        assert words.actions.keys() == english.actions.keys()
+        assert words.stop.keys() == english.stop.keys()
+        assert _blanks(words) == _blanks(english)
+        assert words.body.count("$") == english.body.count("$")
+
+
+def _blanks(words: Words) -> dict[str, set[str | None]]:
+    texts = {
+        name: text for name, text in vars(words).items() if isinstance(text, str) and name not in ("subject", "body")
+    }
+    return {name: {blank for _, blank, _, _ in Formatter().parse(text) if blank} for name, text in texts.items()}
+
+
+@pytest.mark.parametrize(
+    ("locale", "language"),
+    [("zh_CN.UTF-8", "zh"), ("zh", "zh"), ("ZH_tw", "zh"), ("de_DE.UTF-8", "en"), ("C", "en"), ("", "en"), (None, "en"),
+     ("zhong", "en")],
+)  # fmt: skip
+def test_the_language_follows_lang_and_is_english_when_in_doubt(locale, language):
+    assert language_of(locale) == language
+
+
+def test_a_language_without_words_is_english():
+    assert message_for(a_verdict(), a_node(), "tlh").language == "en"
+
+
+def test_an_admin_can_change_the_texts_of_one_language():
+    templates = {"zh": Template("$host!", "costs $$5: ${why}\n")}
+
+    message = message_for(a_verdict(), a_node(), "zh", templates)
+    assert (message.subject, message.body) == ("node1!", "costs $5: utilization is 0%\n")
+    assert "What was seen" in message_for(a_verdict(), a_node(), "en", templates).body
+
+
+def test_a_text_that_is_left_out_is_our_own():
+    message = message_for(a_verdict(), a_node(), "en", {"en": Template(subject="GPU alarm")})
+
+    assert message.subject == "GPU alarm"
+    assert "What was seen" in message.body
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("$usr", r"no \$usr"),
+        ("${hots}", r"no \$hots"),
+        ("5 $", r"write \$\$"),
+        ("$(id)", r"write \$\$"),
+        ("${host", r"write \$\$"),
+        ("$1", r"write \$\$"),
+        ("${}", r"write \$\$"),
+    ],
+)
+def test_a_template_that_cannot_be_filled_is_a_fault_when_it_is_made(text, complaint):
+    with pytest.raises(InvalidRequest, match=complaint):
+        Template(body=text)
+
+
+def test_a_subject_of_two_lines_is_a_fault():
+    with pytest.raises(InvalidRequest, match="one line"):
+        Template(subject="a\nb")
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_what_strangers_wrote_is_text_and_nothing_more_in_every_field(hostile):
+    process = a_process(command=(hostile, hostile), user=hostile, container=hostile)
+    device = a_device(3, name=hostile, processes=(process,))
+    verdict = a_verdict(process, why=hostile, policy=hostile, rule=hostile, action=hostile, next_action=hostile)
+    snapshot = a_snapshot(device, host=hostile)
+    templates = {"en": Template(ALL_NAMES.replace("\n", " "), ALL_NAMES)}
+    message = message_for(verdict, snapshot, "en", templates)
+
+    lines = message.body.split("\n")
+    assert [line.partition("=")[0] for line in lines[:-1]] == sorted(NAMES), "no line was broken"
+    assert harm(message.body.replace("\n", "")) == []
+    assert harm(message.subject + message.line + "".join(str(value) for _, value in message.facts)) == []
+    if "$" in hostile:
+        assert f"why={hostile}" in lines, "not filled in a second time"
+
+
+@given(st.text(st.characters(), max_size=60))
+def test_no_text_at_all_breaks_a_subject(text):
+    verdict = a_verdict(a_process(user=text, command=(text,)), why=text)
+
+    assert harm(message_for(verdict, a_snapshot(a_device(3), host=text)).subject) == []
+
+
+def harm(text: str) -> list[str]:
+    bad = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    return [character for character in text if unicodedata.category(character) in bad]
+
+
+def test_the_checker_of_harm_sees_harm():
+    assert harm("a\n\x1b\u202e") == ["\n", "\x1b", "\u202e"]
+
+
+def test_a_long_command_line_does_not_make_a_long_message():
+    message = message_for(a_verdict(a_process(command=("x" * 2**20,), user="u" * 5000)), a_node())
+
+    assert len(message.body) < 3000
+    assert len(message.subject) <= LONGEST_SUBJECT
+
+
+def test_several_processes_stand_under_each_other():
+    processes = tuple(a_process(pid=pid) for pid in range(100, 110))
+    finding = Finding("idle", Subject("user", uid=1001, user="alice"), "idle", processes)
+    body = message_for(Verdict("p", finding, "notify", 0, 9_000.0), a_node()).body
+
+    lines = [line for line in body.split("\n") if "pid 10" in line]
+    assert len({line.index("pid 10") for line in lines}) == 1
+    assert "and 5 more" in body
+
+
+def test_joined_messages_count_all_and_list_the_first_ones():
+    messages = [message_for(a_verdict(a_process(user=f"u{n}")), a_node()) for n in range(40)]
+
+    one = joined(messages)
+    assert one.count == 40
+    assert one.subject.startswith("(40x)")
+    assert "u0" in one.body
+    assert f"u{MOST_LINES}" in one.body
+    assert f"u{MOST_LINES + 1}" not in one.body
+    assert "and 19 more" in one.body
+    assert len(one.further) == MOST_LINES
+
+
+def test_one_message_is_joined_to_itself():
+    message = message_for(a_verdict(), a_node())
+
+    assert joined([message]) is message
+
+
+def test_facts_carry_numbers_and_their_units():
+    facts = dict(message_for(a_verdict(next_action="kill", next_after=30.0), a_node()).facts)
+
+    assert facts["since_seconds"] == 7200.0
+    assert facts["next_after_seconds"] == 30.0
+    assert facts["device_index"] == 3
+    assert facts["pid"] == 4711
