@@ -212,7 +212,8 @@ class _Job:
             fields.add(HEALTH)  # which brings the MIG instances along
         try:
             self.meter.add(self.backend.sample(fields, [device.uuid for device in self.claim]))
-            self.sample_every = SAMPLE_SECONDS
+            # Denser at first, so that a short job has a mean too.
+            self.sample_every = min(SAMPLE_SECONDS, time.monotonic() - self.began)
         except BackendError:
             self.sample_every = min(2 * self.sample_every, SAMPLE_SECONDS_FAILING)
         self.sample_at = time.monotonic() + self.sample_every
