@@ -1,0 +1,41 @@
+"""The rule ``memory``: too much memory of a device is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from gpuguard.attribution import places
+from gpuguard.model import Finding
+from gpuguard.policies.amounts import Amount, parse_memory_amount
+from gpuguard.policies.holders import USES
+from gpuguard.policies.view import View
+from gpuguard.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """More memory of one device is in use than allowed, by one process, user or claim, or altogether.
+
+    above: bytes, or percent of the device's memory.
+    per: process, user (all processes of a user on the device), claim (all its processes on one of its devices), or
+        device (then it is nobody's fault in particular: no action on a process follows).
+
+    Memory that the driver does not tell is not counted.
+
+        when: {memory: {above: 90%, per: user}}
+    """
+
+    above: Annotated[Amount, parse_memory_amount]
+    per: Literal["process", "user", "claim", "device"] = "process"
+
+    def check(self, view: View) -> Iterator[Finding]:
+        """Whose use is above the limit."""
+        for device in places(view.snapshot):
+            limit = self.above.of(device.memory_total)
+            for subject, used, processes in USES[self.per](view, device):
+                if used is not None and limit is not None and used > limit:
+                    whole = f" of {format_bytes(device.memory_total)}" if self.above.relative else ""
+                    why = f"uses {format_bytes(used)} of device {device.index}, {self.above.text}{whole} is allowed"
+                    yield Finding("memory", subject, why, processes)

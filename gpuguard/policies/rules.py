@@ -1,0 +1,24 @@
+"""The table of rules: the name in a policy file, and the class whose fields are the keys there."""
+
+from __future__ import annotations
+
+from gpuguard.policies import Rule
+from gpuguard.policies.forecast import Forecast
+from gpuguard.policies.idle import Idle
+from gpuguard.policies.memory import Memory
+from gpuguard.policies.memory_growth import MemoryGrowth
+from gpuguard.policies.power import Power
+from gpuguard.policies.processes import Processes
+from gpuguard.policies.temperature import Temperature
+from gpuguard.policies.utilization import Utilization
+
+RULES: dict[str, type[Rule]] = {
+    "memory": Memory,
+    "memory_growth": MemoryGrowth,
+    "temperature": Temperature,
+    "power": Power,
+    "utilization": Utilization,
+    "idle": Idle,
+    "processes": Processes,
+    "forecast": Forecast,
+}

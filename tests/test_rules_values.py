@@ -1,0 +1,461 @@
+"""Rules about values that a device or a process shows: memory, temperature, power, utilization, idleness, trends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from builders import GIB, MIB, TOTAL, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import Device, Finding, Snapshot, Subject
+from gpuguard.policies import Rule
+from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
+from gpuguard.policies.forecast import Forecast
+from gpuguard.policies.idle import Idle
+from gpuguard.policies.memory import Memory
+from gpuguard.policies.memory_growth import MemoryGrowth
+from gpuguard.policies.power import Power
+from gpuguard.policies.processes import Processes
+from gpuguard.policies.temperature import Temperature
+from gpuguard.policies.utilization import Utilization
+from gpuguard.policies.view import HostUse, Sample, View, device_subject, key_of, process_subject
+
+ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
+A_DEVICE = device_subject(a_device())
+A_PROCESS = process_subject(a_device(), a_process())
+
+
+def found(rule: Rule, *devices: Device, **view: object) -> list[Finding]:
+    return list(rule.check(View(a_snapshot(*devices), **view)))
+
+
+def pids(findings: list[Finding]) -> list[int]:
+    return sorted(process.pid for finding in findings for process in finding.processes)
+
+
+def a_series(of: Callable[[float], float], *, seconds: float = 600, every: float = 10) -> list[Sample]:
+    """Up to the clock of a_snapshot(); *of* is given the seconds since the beginning."""
+    steps = int(seconds / every)
+    return [(10_000 - seconds + step * every, of(step * every)) for step in range(steps + 1)]
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "limit"), [("40GiB", 40 * GIB), ("50%", 40 * GIB), ("0%", 0)])
+def test_a_memory_limit_is_in_bytes_or_in_percent_of_the_device(text, limit):
+    assert parse_memory_amount(text).of(80 * GIB) == limit
+
+
+def test_a_percentage_of_an_unknown_total_is_unknown():
+    assert parse_memory_amount("90%").of(None) is None
+    assert parse_power_amount("90%").of(None) is None
+
+
+def test_a_limit_in_bytes_needs_no_total():
+    assert parse_memory_amount("40GiB").of(None) == 40 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("1GiB/10m", GIB / 600), ("1MB/s", 1e6), ("60MiB/m", MIB), (" 1kB / 2s ", 500)]
+)
+def test_a_rate_is_bytes_per_time(text, rate):
+    assert parse_rate(text).per_second == rate
+
+
+@pytest.mark.parametrize("text", ["1GiB", "1GiB/", "/s", "1GiB/10", "1/s", "1GiB/0s", "1GiB/10m/s", ""])
+def test_what_is_no_rate_is_refused(text):
+    with pytest.raises(InvalidRequest):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("text", ["40", "40 GiB extra", "101%", "-5%", "300W", ""])
+def test_what_is_no_memory_amount_is_refused(text):
+    with pytest.raises(InvalidRequest):
+        parse_memory_amount(text)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_above_the_limit_is_found_and_only_that():
+    big, small = a_process(1, memory_used=41 * GIB), a_process(2, memory_used=40 * GIB)
+
+    assert pids(found(Memory(parse_memory_amount("40GiB")), a_device(processes=(big, small)))) == [1]
+
+
+def test_the_why_names_the_use_and_the_limit():
+    device = a_device(processes=(a_process(memory_used=75 * GIB),))
+
+    (finding,) = found(Memory(parse_memory_amount("90%")), device)
+    assert finding.why == "uses 75.0GiB of device 0, 90% of 80.0GiB is allowed"
+
+
+def test_the_memory_of_a_user_is_that_of_all_his_processes_on_one_device():
+    mine = [a_process(pid, memory_used=25 * GIB, **ALICE) for pid in (1, 2)]
+    other = a_process(3, memory_used=25 * GIB, **BOB)
+    elsewhere = a_process(4, memory_used=25 * GIB, **BOB)
+    rule = Memory(parse_memory_amount("40GiB"), per="user")
+
+    (finding,) = found(rule, a_device(0, processes=(*mine, other)), a_device(1, processes=(elsewhere,)))
+    assert (finding.subject.uid, finding.subject.kind, pids([finding])) == (1001, "user", [1, 2])
+
+
+def test_unknown_memory_of_a_process_adds_nothing_to_its_user():
+    processes = (a_process(1, memory_used=30 * GIB), a_process(2, memory_used=None))
+
+    assert found(Memory(parse_memory_amount("40GiB"), per="user"), a_device(processes=processes)) == []
+
+
+def test_the_memory_of_a_claim_is_that_of_its_owners_processes():
+    device = a_device(processes=(a_process(1, memory_used=30 * GIB), a_process(2, memory_used=30 * GIB, **BOB)))
+    view = View(a_snapshot(device, claims=(a_claim_record(device, id="c1"),)))
+
+    (finding,) = Memory(parse_memory_amount("20GiB"), per="claim").check(view)
+    assert (finding.subject.claim, pids([finding])) == ("c1", [1])
+
+
+def test_nobody_is_blamed_for_a_claim_where_a_user_has_two():
+    device = a_device(processes=(a_process(memory_used=30 * GIB),))
+    claims = (a_claim_record(device, id="c1"), a_claim_record(device, id="c2"))
+    rule = Memory(parse_memory_amount("20GiB"), per="claim")
+
+    assert list(rule.check(View(a_snapshot(device, claims=claims)))) == []
+
+
+def test_the_memory_of_a_device_is_nobodys_fault_in_particular():
+    device = a_device(memory_used=79 * GIB, processes=(a_process(),))
+
+    (finding,) = found(Memory(parse_memory_amount("90%"), per="device"), device)
+    assert finding.subject == device_subject(device)
+    assert finding.processes == ()
+
+
+def test_a_divided_device_is_not_judged_beside_its_instances():
+    parent = a_device(memory_used=79 * GIB, mig_mode=True)
+    instance = a_mig_instance(parent, memory_used=39 * GIB)
+
+    findings = found(Memory(parse_memory_amount("90%"), per="device"), parent, instance)
+    assert [finding.subject.device for finding in findings] == [instance.uuid]
+
+
+def test_a_desktop_is_not_judged():
+    desktop = a_process(kind="graphics", memory_used=60 * GIB)
+
+    assert found(Memory(parse_memory_amount("40GiB")), a_device(processes=(desktop,))) == []
+
+
+# --- temperature, power, utilization, number of processes -------------------------------------------------------------
+
+
+def test_a_hot_device_is_found():
+    (finding,) = found(Temperature(85.0), a_device(temperature=91.0))
+
+    assert finding.why == "device 0 has 91C, 85C is allowed"
+
+
+def test_a_device_at_the_limit_is_not_too_hot():
+    assert found(Temperature(85.0), a_device(temperature=85.0)) == []
+
+
+def test_whoever_is_on_a_hot_device_is_not_meant_unless_the_policy_says_so():
+    device = a_device(temperature=91.0, processes=(a_process(1), a_process(2)))
+
+    assert pids(found(Temperature(85.0), device)) == []
+    assert pids(found(Temperature(85.0, per="process"), device)) == [1, 2]
+
+
+def test_on_a_hot_device_the_processes_of_its_instances_are_meant():
+    parent = a_device(temperature=91.0, mig_mode=True)
+    instance = a_mig_instance(parent, temperature=None, processes=(a_process(7),))
+
+    assert pids(found(Temperature(85.0, per="process"), parent, instance)) == [7]
+
+
+@pytest.mark.parametrize(("limit", "finds"), [("300W", True), ("95%", True), ("350W", False), ("100%", False)])
+def test_power_is_limited_in_watts_or_in_percent_of_the_power_limit(limit, finds):
+    device = a_device(power_draw=345.0, power_limit=350.0)
+
+    assert bool(found(Power(parse_power_amount(limit)), device)) is finds
+
+
+def test_utilization_has_an_upper_or_a_lower_limit():
+    device = a_device(utilization=50.0)
+
+    assert [bool(found(Utilization(above=percent), device)) for percent in (49.0, 50.0)] == [True, False]
+    assert [bool(found(Utilization(below=percent), device)) for percent in (50.0, 51.0)] == [False, True]
+
+
+@pytest.mark.parametrize("limits", [{}, {"above": 90.0, "below": 10.0}])
+def test_utilization_wants_exactly_one_limit(limits):
+    with pytest.raises(InvalidRequest, match="exactly one"):
+        Utilization(**limits)
+
+
+def test_utilization_of_a_process_is_its_own():
+    device = a_device(utilization=99.0, processes=(a_process(1, utilization=96.0), a_process(2, utilization=3.0)))
+
+    assert pids(found(Utilization(above=95.0, per="process"), device)) == [1]
+
+
+def test_too_many_processes_on_a_device_are_found():
+    three = tuple(a_process(pid) for pid in (1, 2, 3))
+
+    assert [bool(found(Processes(above=n), a_device(processes=three))) for n in (2, 3)] == [True, False]
+
+
+def test_desktops_and_unknown_processes_are_not_counted():
+    processes = (a_process(1), a_process(2, kind="graphics"), a_process(3, uid=None))
+
+    assert found(Processes(above=1), a_device(processes=processes)) == []
+
+
+def test_processes_of_one_user_are_counted_for_that_user_alone():
+    processes = (a_process(1, **ALICE), a_process(2, **ALICE), a_process(3, **BOB))
+
+    assert pids(found(Processes(above=1, per="user"), a_device(processes=processes))) == [1, 2]
+
+
+# --- idle -------------------------------------------------------------------------------------------------------------
+
+HELD = a_device(memory_used=20 * GIB, utilization=0.0, processes=(a_process(),))
+
+
+def test_a_device_whose_memory_is_held_at_rest_is_idle():
+    (finding,) = found(Idle(below=5.0), HELD)
+
+    assert finding.subject == A_PROCESS
+    assert finding.why == "device 0 is idle: utilization 0%, at most 5% is idle, while 20.0GiB is held"
+
+
+@pytest.mark.parametrize(("utilization", "idle"), [(0.0, True), (5.0, True), (5.1, False), (None, False)])
+def test_utilization_up_to_the_limit_is_idle_and_unknown_never(utilization, idle):
+    assert bool(found(Idle(below=5.0), replace(HELD, utilization=utilization))) is idle
+
+
+def test_zero_percent_means_no_kernel_at_all():
+    assert found(Idle(below=0.0), HELD) != []
+    assert found(Idle(below=0.0), replace(HELD, utilization=1.0)) == []
+
+
+@pytest.mark.parametrize("memory", [0, GIB, None])
+def test_an_unclaimed_device_with_little_or_unknown_memory_is_free_not_idle(memory):
+    assert found(Idle(below=5.0), replace(HELD, memory_used=memory)) == []
+
+
+def test_a_claim_without_a_process_is_idle():
+    device = a_device()
+    view = View(a_snapshot(device, claims=(a_claim_record(device, id="c1"),)))
+
+    (finding,) = Idle(below=5.0).check(view)
+    assert (finding.subject.claim, finding.subject.uid, finding.processes) == ("c1", 1001, ())
+
+
+def test_a_claim_at_work_through_a_process_is_found_by_the_process():
+    view = View(a_snapshot(HELD, claims=(a_claim_record(HELD),)))
+
+    assert [finding.subject for finding in Idle(below=5.0).check(view)] == [A_PROCESS]
+
+
+def test_a_claim_is_innocent_while_an_unknown_process_is_there():
+    device = a_device(processes=(a_process(uid=None),))
+    view = View(a_snapshot(device, claims=(a_claim_record(device),)))
+
+    assert list(Idle(below=5.0).check(view)) == []
+
+
+def test_held_memory_without_a_process_list_is_found_for_the_device_alone():
+    (finding,) = found(Idle(below=5.0), replace(HELD, processes=None))
+
+    assert (finding.subject, finding.processes) == (A_DEVICE, ())
+
+
+def test_a_new_process_is_a_new_subject():
+    successor = replace(HELD, processes=(a_process(start_time=9999.0),))
+
+    assert found(Idle(below=5.0), HELD)[0].subject != found(Idle(below=5.0), successor)[0].subject
+
+
+@pytest.mark.parametrize(
+    ("use", "idle"),
+    [
+        (HostUse(cpu=1.0, network=10.0), True),
+        (HostUse(cpu=30.0, network=10.0), False),
+        (HostUse(cpu=1.0, network=2e6), False),
+        (HostUse(cpu=None, network=10.0), False),
+        (HostUse(cpu=1.0, network=None), False),
+        (None, False),
+    ],
+)
+def test_idle_beside_the_gpu_too_needs_to_be_known(use, idle):
+    rule = Idle(below=5.0, cpu_below=2.0, network_below=parse_rate("1MB/s"))
+    host = {(4711, 1000.0): use} if use else {}
+
+    assert bool(found(rule, HELD, host=host)) is idle
+
+
+def test_one_busy_process_keeps_the_others_on_the_device_innocent():
+    device = replace(HELD, processes=(a_process(1), a_process(2)))
+    host = {(1, 1000.0): HostUse(cpu=0.0), (2, 1000.0): HostUse(cpu=90.0)}
+
+    assert found(Idle(below=5.0, cpu_below=2.0), device, host=host) == []
+
+
+def a_past(samples: list[Sample], field: str = "utilization", of: Subject = A_DEVICE) -> dict:
+    return {"past": {(key_of(of), field): samples}}
+
+
+SLIDING = Idle(below=5.0, window="sliding", over=3600.0, share=80.0)
+
+
+def test_a_short_burst_does_not_help_in_a_sliding_window():
+    burst = a_series(lambda t: 100.0 if t > 3500 else 0.0, seconds=3600)
+
+    (finding,) = found(SLIDING, replace(HELD, utilization=100.0), **a_past(burst))
+    assert "97% of the last 1h" in finding.why
+
+
+def test_work_in_a_fair_share_of_the_window_is_not_idle():
+    work = a_series(lambda t: 100.0 if t % 40 == 0 else 0.0, seconds=3600)
+
+    assert found(SLIDING, HELD, **a_past(work)) == []
+
+
+def test_a_sliding_window_that_is_not_covered_finds_nobody():
+    short = a_series(lambda t: 0.0, seconds=3000)
+    holed = [sample for sample in a_series(lambda t: 0.0, seconds=3600) if not 7000 < sample[0] < 7500]
+
+    assert found(SLIDING, HELD, **a_past(short)) == []
+    assert found(SLIDING, HELD, **a_past(holed)) == []
+
+
+def test_a_newcomer_is_innocent_of_the_rest_before_him():
+    rest = a_series(lambda t: 0.0, seconds=3600)
+    newcomer = replace(HELD, processes=(a_process(start_time=9000.0),))
+
+    assert found(SLIDING, newcomer, **a_past(rest)) == []
+
+
+@pytest.mark.parametrize(("held", "finds"), [(3700.0, True), (3500.0, False), (None, False)])
+def test_a_claim_is_judged_by_a_sliding_window_only_when_it_is_as_old(held, finds):
+    device = a_device()
+    now = a_snapshot(device)
+    claim = a_claim_record(device, since=None if held is None else now.taken_at - held)
+    view = View(replace(now, claims=(claim,)), **a_past(a_series(lambda t: 0.0, seconds=3600)))
+
+    assert bool(list(SLIDING.check(view))) is finds
+
+
+@pytest.mark.parametrize("keys", [{"window": "sliding"}, {"over": 60.0}])
+def test_a_sliding_window_has_a_length_and_a_fixed_one_has_the_policys(keys):
+    with pytest.raises(InvalidRequest, match="over"):
+        Idle(below=5.0, **keys)
+
+
+def test_only_a_sliding_window_needs_the_past():
+    assert Idle(below=5.0).needs() == ()
+    assert SLIDING.needs() == (("utilization", 3600.0),)
+
+
+# --- trends -----------------------------------------------------------------------------------------------------------
+
+LEAK = MemoryGrowth(parse_rate("1GiB/10m"))
+
+
+def growing(of: Callable[[float], float], subject: Subject = A_PROCESS) -> dict:
+    return a_past(a_series(of), "memory_used", subject)
+
+
+def test_steady_growth_is_found():
+    (finding,) = found(LEAK, HELD, **growing(lambda t: 2 * GIB * t / 600))
+
+    assert finding.subject == A_PROCESS
+    assert finding.why == (
+        "memory on device 0 grows by 2.0GiB in 10m (trend over 10m), 1GiB/10m is allowed"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "course",
+    [
+        lambda t: 20 * GIB,
+        lambda t: 0.9 * GIB * t / 600,
+        *(lambda t, at=at: 60 * GIB if t > at else 0 for at in (20, 200, 300, 310, 500, 590)),
+        lambda t: -5 * GIB * t / 600,
+        lambda t: (20 + t % 50) * GIB,
+    ],
+    ids=["level", "slow", *["one jump"] * 6, "falling", "up and down"],
+)
+def test_what_is_no_steady_growth_is_not_found(course):
+    assert found(LEAK, HELD, **growing(course)) == []
+    assert found(Forecast(full_within=900.0, per="process"), HELD, **growing(course)) == []
+
+
+@pytest.mark.parametrize("period", [20, 24.7, 25, 25.3, 26, 50, 51, 90])
+def test_memory_that_rises_and_falls_all_the_time_is_no_growth(period):
+    course = a_series(lambda t: (20 + t % period) * GIB, every=1)
+
+    assert found(LEAK, HELD, **a_past(course, "memory_used", A_PROCESS)) == []
+    assert found(Forecast(full_within=900.0, per="process"), HELD, **a_past(course, "memory_used", A_PROCESS)) == []
+
+
+def test_growth_is_seen_through_wild_samples():
+    assert found(LEAK, HELD, **growing(lambda t: 0 if t % 70 == 0 else 4 * GIB * t / 600)) != []
+
+
+def test_growth_is_not_told_before_the_window_is_full():
+    young = a_series(lambda t: 10 * GIB * t / 600, seconds=300)
+
+    assert found(LEAK, HELD, **a_past(young, "memory_used", A_PROCESS)) == []
+
+
+def test_the_forecast_says_when_memory_is_full_and_how_sure_it_is():
+    device = a_device(memory_used=70 * GIB)
+
+    (finding,) = found(Forecast(full_within=900.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE))
+    assert finding.processes == ()
+    assert finding.why == (
+        "memory of device 0 is full in about 10m: 10.0GiB is free and 1.0GiB more is used each minute "
+        "(confidence 100%); less than 15m is not enough"
+    )
+
+
+def test_the_forecast_is_silent_while_there_is_time():
+    device = a_device(memory_used=70 * GIB)
+
+    assert found(Forecast(full_within=500.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE)) == []
+
+
+def test_the_forecast_is_silent_below_its_confidence():
+    device = a_device(memory_used=70 * GIB)
+    wild = growing(lambda t: (60 + t / 60 + (t * 7919 % 11)) * GIB, A_DEVICE)
+
+    assert found(Forecast(full_within=900.0, confidence=95.0), device, **wild) == []
+    assert found(Forecast(full_within=900.0, confidence=50.0), device, **wild) != []
+
+
+def test_the_forecast_works_from_used_and_total_where_free_is_not_told():
+    device = a_device(memory_used=70 * GIB, memory_free=None, memory_total=TOTAL)
+
+    assert found(Forecast(full_within=900.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE)) != []
+
+
+def test_a_trend_of_a_thousand_samples_and_forty_processes_costs_little():
+    from time import perf_counter
+
+    processes = tuple(a_process(pid) for pid in range(100, 140))
+    device = a_device(processes=processes)
+    samples = a_series(lambda t: 5 * GIB * t / 600, every=0.6)
+    past = {(key_of(process_subject(device, process)), "memory_used"): samples for process in processes}
+    before = perf_counter()
+
+    findings = found(LEAK, device, past=past)
+    assert len(findings) == 40
+    assert perf_counter() - before < 1.0  # about 10 ms here; the limit is for busy machines
+
+
+def test_a_snapshot_is_all_that_most_rules_need():
+    assert isinstance(View(a_snapshot()).snapshot, Snapshot)
+    assert [hasattr(rule, "needs") for rule in (Memory, Temperature, Power, Utilization, Processes)] == [False] * 5
