@@ -9,10 +9,11 @@ from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
     "errors", "units", "text", "users", "nouns", "model", "backends", "clusters", "request", "eligibility", "topology",
-    "select", "attribution", "policies", "waiting", "lockfiles", "state", "records", "hold", "lock", "grab",
+    "select", "attribution", "ancestry", "policies", "waiting", "lockfiles", "state", "records", "hold", "lock", "grab",
     "wording", "messages", "notify",
     "actiontable", "identity", "terminals", "ledger", "case", "preflight", "actions",
-    "history", "policyfile", "hostuse", "watchdog", "meter", "settle", "launch", "run", "daemon", "views", "cli",
+    "history", "rootfile", "accounts", "yaml_nodes", "decoding", "policykeys", "policychecks", "policyfile",
+    "hostuse", "watchdog", "meter", "settle", "launch", "run", "daemon", "views", "cli",
     "__init__", "__main__",
 )  # fmt: skip
 

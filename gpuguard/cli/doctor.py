@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from gpuguard.ancestry import in_first_pid_namespace
 from gpuguard.cli.dispatch import EXIT_NO, EXIT_NO_DRIVER
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
-from gpuguard.cli.processes import in_first_pid_namespace
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.model import CLOCKS, WHO_FIELDS, Snapshot
 from gpuguard.views import doctor

@@ -18,10 +18,10 @@ import time
 from dataclasses import replace
 from typing import NoReturn
 
+from gpuguard.ancestry import in_first_pid_namespace, look_up
 from gpuguard.backends import Backend
 from gpuguard.cli.choice_options import quantity, selectors
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
-from gpuguard.cli.processes import in_first_pid_namespace, look_up
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import WHO_FIELDS, Gap, Snapshot
 from gpuguard.state import read_state
