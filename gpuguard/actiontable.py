@@ -1,0 +1,153 @@
+"""What a policy may have done, and the keys of each action in a step.  The docstrings are the help.
+
+Plain descriptions, so that a policy file can be read where nothing may be done.  Does nothing itself: see actions.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.units import parse_duration
+
+# Signals that programs use to ask for a checkpoint.  Others end or stop a process, and have actions of their own.
+CHECKPOINT_SIGNALS = ("USR1", "USR2", "HUP", "ALRM", "WINCH", "URG", "CONT")
+
+
+def parse_checkpoint_signal(text: str) -> int:
+    """The number of ``"USR1"`` or ``"SIGUSR1"``."""
+    name = text.upper().removeprefix("SIG")
+    if name not in CHECKPOINT_SIGNALS:
+        raise InvalidRequest(f"{text!r} is no signal for a checkpoint: write one of {', '.join(CHECKPOINT_SIGNALS)}.")
+    return int(signal.Signals[f"SIG{name}"])
+
+
+def parse_niceness(text: str) -> int:
+    """1 to 19."""
+    if not re.fullmatch(r"[1-9]|1[0-9]", text):
+        raise InvalidRequest(f"{text!r} is no niceness: write a number from 1 to 19; 19 is the nicest.")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Log:
+    """Write a line into the audit log, nothing else."""
+
+
+@dataclass(frozen=True)
+class Warn:
+    """Tell the user on the terminal of the process what was seen and what comes next."""
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Send a message to one of the targets that the file names under `notify`.
+
+    Args:
+        to: name of the target.
+    """
+
+    to: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Send a signal on which the program saves its work, if it has been made to.
+
+    A program that was not made for it is ended by most of these signals.
+
+    Args:
+        signal: USR1, USR2, HUP, ALRM, WINCH, URG or CONT.
+    """
+
+    signal: Annotated[int, parse_checkpoint_signal] = int(signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """Ask the process to end, by SIGTERM (and SIGCONT, if it is stopped)."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End the process by SIGKILL; not before 30 s after a terminate.  It can lose work and wedge the device."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Stop the process by SIGSTOP; it keeps its memory."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Let a paused process go on."""
+
+
+@dataclass(frozen=True)
+class Renice:
+    """Lower the priority of the process on the CPU.
+
+    Args:
+        niceness: 1 to 19, the nicest.
+    """
+
+    niceness: Annotated[int, parse_niceness] = 10
+
+
+@dataclass(frozen=True)
+class Deny:
+    """Give the user no new claims for a time.
+
+    Args:
+        for: how long.
+    """
+
+    for_: Annotated[float, parse_duration]
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Let nobody claim the device until an admin, or the time, lifts it.
+
+    Args:
+        for: how long; until lifted when absent.
+    """
+
+    for_: Annotated[float, parse_duration] | None = None
+
+
+@dataclass(frozen=True)
+class Release:
+    """Give back a claim on which no process runs."""
+
+
+@dataclass(frozen=True)
+class RunHook:
+    """Run a program of the admin: no shell, facts as JSON on its standard input and in its environment.
+
+    Args:
+        hook: name of a target under `notify` that is a hook.
+    """
+
+    hook: str
+
+
+ACTION_KEYS: Mapping[str, type] = {
+    "log": Log,
+    "warn": Warn,
+    "notify": Notify,
+    "checkpoint": Checkpoint,
+    "terminate": Terminate,
+    "kill": Kill,
+    "pause": Pause,
+    "resume": Resume,
+    "renice": Renice,
+    "deny": Deny,
+    "quarantine": Quarantine,
+    "release": Release,
+    "run_hook": RunHook,
+}

@@ -1,0 +1,159 @@
+"""Policy files: YAML -> policies, with every fault at its line and column.
+
+A file with a fault gives no policy at all, because half of a policy is another policy.  Names of users are resolved
+once, here.  Does not keep the last good file: see daemon.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from gpuguard.accounts import Accounts
+from gpuguard.decoding import GROUP, USER, Broken, Decoder, Tag, below
+from gpuguard.errors import InvalidRequest
+from gpuguard.messages import Template
+from gpuguard.policies.policy import Policy, Scope, Step
+from gpuguard.policychecks import check
+from gpuguard.policykeys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ScopeKeys
+from gpuguard.rootfile import read_file
+from gpuguard.yaml_nodes import LARGEST, Fault, Source
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """What a file says.
+
+    Args:
+        path: as it was named.
+        policies: none when there is a fault.
+        notify: target name -> (way to send, its keys).
+        messages: language -> texts of the admin's own.
+        interval: (shortest, longest) seconds between samples.
+        faults: what makes the file useless, in the order of the lines.
+        warnings: what is allowed, but hardly meant.
+        fingerprint: SHA-256 of the text.
+    """
+
+    path: str
+    policies: tuple[Policy, ...] = ()
+    notify: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    messages: Mapping[str, Template] = field(default_factory=dict)
+    interval: tuple[float, float] = (2.0, 10.0)
+    faults: tuple[Fault, ...] = ()
+    warnings: tuple[Fault, ...] = ()
+    fingerprint: str = ""
+
+
+def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Accounts | None = None) -> PolicyFile:
+    """Read a policy file; never raises for what stands in it or for how it lies there: see its faults.
+
+    Args:
+        path: of the file.
+        trusted_owner: nobody but root may be able to change it; None: if we are root ourselves.
+        accounts: who is who; this machine's by default.
+    """
+    only_root = os.geteuid() == 0 if trusted_owner is None else trusted_owner
+    try:
+        content = read_file(path, LARGEST, only_root=only_root)
+    except OSError as error:
+        return PolicyFile(path, faults=(Fault(0, 0, f"the file cannot be read: {error.strerror or error}."),))
+    except InvalidRequest as error:
+        text, _, hint = str(error).partition("\n")
+        return PolicyFile(path, faults=(Fault(0, 0, text, hint),))
+    return parse(content, path, accounts=accounts)
+
+
+def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | None = None) -> PolicyFile:
+    """The policies that *content* describes, or its faults; *path* only names it."""
+    content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    fingerprint = hashlib.sha256(content).hexdigest()
+    if len(content) > LARGEST:
+        fault = Fault(0, 0, f"the text is larger than {LARGEST // 1024} KiB.", "Split it, or delete what is not used.")
+        return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)
+    try:
+        source = Source(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        line, column = before.count(b"\n") + 1, len(before[before.rfind(b"\n") + 1 :].decode("utf-8")) + 1
+        fault = Fault(line, column, f"byte 0x{content[error.start]:02x} is not UTF-8.", "Save the file as UTF-8.")
+        return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)
+    keys, policies = _decode(source, accounts or Accounts())
+    faults = tuple(sorted(set(source.faults), key=lambda fault: (fault.line, fault.column)))
+    warnings = tuple(sorted(set(source.warnings), key=lambda fault: (fault.line, fault.column)))
+    if faults or keys is None:
+        return PolicyFile(path, faults=faults, warnings=warnings, fingerprint=fingerprint)
+    return PolicyFile(
+        path,
+        policies,
+        notify=keys.notify,
+        messages=dict(keys.messages.items()),
+        interval=(keys.interval.shortest, keys.interval.longest),
+        warnings=warnings,
+        fingerprint=fingerprint,
+    )
+
+
+def _decode(source: Source, accounts: Accounts) -> tuple[FileKeys | None, tuple[Policy, ...]]:
+    root = source.tree()
+    if root is None:
+        return None, ()
+    decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group})
+    with suppress(Broken):
+        decoder.value(root, FileKeys)
+    check(decoder)
+    keys: FileKeys | None = decoder.values.get(())
+    if keys is None or source.faults:
+        return None, ()
+    policies = []
+    for place, each in enumerate(keys.policies):
+        try:
+            policies.append(policy_of(each, keys.mode))
+        except InvalidRequest as error:
+            source.fault(decoder.nodes[below((), "policies", place)], *str(error).split("\n", 1))
+    return keys, tuple(policies)
+
+
+def policy_of(keys: PolicyKeys, mode: str) -> Policy:
+    """What the engine works with."""
+    name, value = keys.when
+    joined = name in ("all", "any")
+    exempt = keys.except_ if isinstance(keys.except_, tuple) else (keys.except_,)
+    return Policy(
+        name=keys.name,
+        rules=tuple(rule for _, rule in value) if joined else (value,),
+        join=name if joined else "all",
+        hold=keys.for_,
+        start_grace=keys.start_grace,
+        only=_scope(keys.only) if keys.only else Scope(),
+        exempt=tuple(_scope(each) for each in exempt if each),
+        devices_at_least=keys.devices_at_least,
+        hours=keys.hours,
+        days=frozenset(map(DAYS.index, keys.days)) if keys.days else None,
+        claimed_above=keys.claimed_above,
+        at_most_users=keys.at_most.users,
+        at_most_processes=keys.at_most.processes,
+        cooldown=keys.cooldown,
+        enforce=(keys.mode or mode) == "enforce",
+        steps=tuple(map(_step, keys.steps)),
+    )
+
+
+def _scope(keys: ScopeKeys | ExceptKeys) -> Scope:
+    return Scope(
+        users=None if keys.users is None else frozenset(keys.users),
+        groups=None if keys.groups is None else frozenset(keys.groups),
+        devices=keys.devices,
+        models=keys.models,
+        kinds=None if keys.kinds is None else frozenset(keys.kinds),
+        until=keys.until if isinstance(keys, ExceptKeys) else None,
+    )
+
+
+def _step(tag: Tag) -> Step:
+    options = ((each.name.rstrip("_"), getattr(tag.own, each.name)) for each in fields(tag.own))
+    return Step(tag.name, tag.common.after, tuple((name, value) for name, value in options if value is not None))
