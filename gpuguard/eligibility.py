@@ -145,6 +145,19 @@ def _wrong_kind(device: Device, terms: Terms) -> Iterator[Reason]:
         yield Reason(f"only {format_bytes(device.memory_free)} free", False, "--min-free")
 
 
+def _too_full(device: Device, terms: Terms) -> Iterator[Reason]:
+    wanted = terms.request.min_free_fraction
+    if wanted is None:
+        return
+    for field, what in (("memory_total", "its memory"), ("memory_free", "its free memory")):
+        if getattr(device, field) is None:
+            yield Reason(_unknown(device, field, what, terms))
+            return
+    room = (device.memory_total or 0) - (device.memory_reserved or 0)
+    if (device.memory_free or 0) < wanted * room:
+        yield Reason(f"only {(device.memory_free or 0) / room:.1%} of its memory is free, less than {wanted:.1%}")
+
+
 def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
     for problem in device.problems or ():
         gaps = terms.snapshot.gaps
@@ -223,6 +236,7 @@ RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
     _out_of_scope,
     _divided,
     _wrong_kind,
+    _too_full,
     _unhealthy,
     _claimed,
     _busy,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from _thread import allocate_lock
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
-from gpuguard.errors import CudaInitialized, InvalidRequest, NotEnoughGpus
+from gpuguard.errors import BackendError, CudaInitialized, InvalidRequest, NotEnoughGpus
 from gpuguard.hold import Claim
-from gpuguard.lock import acquire, look
+from gpuguard.lock import acquire, look, look_closely
 from gpuguard.lockfiles import lock_directory
 from gpuguard.model import MODEL, WHO_FIELDS, Device, Snapshot
 from gpuguard.records import probe
@@ -24,9 +26,15 @@ if TYPE_CHECKING:
     from typing import Any
 
     from gpuguard.backends import Backend
+    from gpuguard.lockfiles import LockDirectory
 
 _ALL = -1
 _PLENTY = 1024  # more devices than a machine has
+_CUDA_DEVICE = "/dev/nvidia-uvm"  # cuInit opens it, reading the driver by NVML does not
+
+_mutex = allocate_lock()  # guards the two below and what is written to os.environ
+_made: list[tuple[int, Claim]] = []  # the claims of this process, each with the pid that made it, the oldest first
+_outside: dict[str, str | None] = {}  # what the variables of a claim were before the first of them
 
 
 def grab_gpus(
@@ -48,15 +56,16 @@ def grab_gpus(
 
     Call it before CUDA is initialised.  The claim lasts until release() or the end of the process and of its forked
     workers; give a child that you start the claim's pass_fds if it shall keep the devices beyond your own end.
+    A second call claims further devices, and os.environ names those of the last one.
 
     Args:
         num_gpus: how many devices; -1 all that are free (at least one), 0 none at all (CUDA sees no device).
         gpu_select: an index or indices: no others.
-        gpu_fraction: 0..1, this part of its memory must be free.
+        gpu_fraction: 0..1, this part of the memory that an empty device has must be free.
         max_procs: so many processes of others may be on a device; -1: none, and next to no memory in use.
         env_set_ok: None stays inside a CUDA_VISIBLE_DEVICES that is already set; False raises ValueError then.
         gpu_min_memory: MiB of memory in all.
-        strict: False warns and takes what there is, instead of raising.
+        strict: False warns and takes what there is, if need be nothing (CUDA sees no device), instead of raising.
         wait: seconds to wait for the devices; None for ever.
         note: for the colleagues who look at `gpuguard who`.
         backend: see open_backend; default $GPUGUARD_BACKEND, else nvml.
@@ -73,7 +82,7 @@ def grab_gpus(
         BackendError: the driver cannot be reached.
     """
     _refuse_when_too_late()
-    if env_set_ok is False and "CUDA_VISIBLE_DEVICES" in os.environ:
+    if env_set_ok is False and "CUDA_VISIBLE_DEVICES" in _outer_environment():
         raise InvalidRequest(
             "CUDA_VISIBLE_DEVICES is set already: unset it, or leave env_set_ok out to stay inside it."
         )
@@ -92,23 +101,18 @@ def grab_gpus(
         least, most = (1, _PLENTY) if num_gpus == _ALL else (num_gpus, None)
         request = Request(num_gpus=least, max_gpus=most, **conditions)
         claim = _claimed(request, strict, wait, note, backend, directory)
-    os.environ.update(claim.environment())
+    _enter(claim)
     return claim
 
 
 @contextmanager
 def claim(num_gpus: int = 1, **options: Any) -> Iterator[Claim]:
     """grab_gpus() for a ``with`` block; releases the devices and restores os.environ at its end."""
-    before = {name: os.environ.get(name) for name in Claim("none", (), ()).environment()}
     with grab_gpus(num_gpus, **options) as claimed:
         try:
             yield claimed
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            _leave(claimed)
 
 
 def select_devices(
@@ -124,11 +128,12 @@ def select_devices(
     name = _backend_name(backend)
     request = Request(num_gpus=num_gpus, **conditions)
     with _opened(name) as source:
-        machine, choice = look(
-            source, request, lock_directory(directory or os.environ.get("GPUGUARD_DIR"), backend=name)
-        )
-    if not choice.devices:
-        raise not_enough(machine, request, choice)
+        where = _place(directory, name), _outer_environment()
+        _, choice = look(source, request, *where)
+        if not choice.devices:
+            machine, choice = look_closely(source, request, *where)  # the reasons need more of the driver
+            if not choice.devices:
+                raise not_enough(machine, request, choice)
     return list(choice.devices)
 
 
@@ -152,8 +157,7 @@ def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot
 
     name = _backend_name(backend)
     machine = snapshot(backend=name)
-    place = lock_directory(directory or os.environ.get("GPUGUARD_DIR"), backend=name)
-    return replace(machine, claims=probe(place, [device.uuid for device in machine.devices]))
+    return replace(machine, claims=probe(_place(directory, name), [device.uuid for device in machine.devices]))
 
 
 def _claimed(
@@ -162,25 +166,70 @@ def _claimed(
     import sys
 
     name = _backend_name(backend)
-    place = lock_directory(directory or os.environ.get("GPUGUARD_DIR"), backend=name)
+    take = partial(
+        acquire, directory=_place(directory, name), note=note, command=sys.argv, environ=_outer_environment()
+    )
     with _opened(name) as source:
         try:
-            return acquire(source, request, place, wait=wait, note=note, command=sys.argv)
-        except NotEnoughGpus as error:
+            return take(source, request, wait=wait)
+        except (NotEnoughGpus, BackendError) as error:
             if strict:
                 raise
-            warnings.warn(str(error), RuntimeWarning, stacklevel=3)
-            if error.available == 0:
-                return Claim("none", (), ())
+            warnings.warn(f"{error}\nGoing on with what there is.", RuntimeWarning, stacklevel=3)
+            available = error.available if isinstance(error, NotEnoughGpus) else 0
+        if available:
             from gpuguard.nouns import replace
 
-            return acquire(
-                source, replace(request, num_gpus=1, max_gpus=error.available), place, note=note, command=sys.argv
-            )
+            with suppress(NotEnoughGpus):  # somebody was quicker
+                return take(source, replace(request, num_gpus=1, max_gpus=available))
+    return Claim("none", (), ())
+
+
+def _enter(claim: Claim) -> None:
+    """Let os.environ name the devices of *claim*."""
+    with _mutex:
+        if _written() is None:
+            _outside.update({name: os.environ.get(name) for name in claim.environment()})
+        _made.append((os.getpid(), claim))
+        os.environ.update(claim.environment())
+
+
+def _leave(claim: Claim) -> None:
+    """Let os.environ name what it would name without *claim*; threads may leave in any order."""
+    with _mutex:
+        _made[:] = [(pid, each) for pid, each in _made if each is not claim]
+        left = [each for pid, each in _made if pid == os.getpid() and (each.pass_fds or not each.devices)]
+        for name, value in (left[-1].environment() if left else _outside).items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _written() -> dict[str, str] | None:
+    """What this process has written to os.environ itself; None when the claim in there is not its own."""
+    name = os.environ.get("GPUGUARD_CLAIM")
+    return next((each.environment() for pid, each in _made if (pid, each.id) == (os.getpid(), name)), None)
+
+
+def _outer_environment() -> dict[str, str]:
+    """os.environ without what own claims have put there: a second claim is no part of the first.
+
+    For a forked worker that is all of os.environ: it takes its part of its parent's claim.
+    """
+    with _mutex:
+        environ: dict[str, str | None] = dict(os.environ)
+        own = _written() or {}
+        environ |= {name: _outside[name] for name, value in own.items() if environ.get(name) == value}
+    return {name: value for name, value in environ.items() if value is not None}
+
+
+def _place(directory: str | None, backend: str) -> LockDirectory:
+    return lock_directory(directory or os.environ.get("GPUGUARD_DIR") or None, backend=backend)
 
 
 def _backend_name(backend: str | None) -> str:
-    return backend or os.environ.get("GPUGUARD_BACKEND", "nvml")
+    return backend or os.environ.get("GPUGUARD_BACKEND") or "nvml"
 
 
 @contextmanager
@@ -198,9 +247,8 @@ def _opened(name: str) -> Iterator[Backend]:
 def _refuse_when_too_late() -> None:
     import sys
 
-    torch = sys.modules.get("torch")
-    initialised = torch is not None and torch.cuda.is_initialized()
-    if initialised or _has_open("/dev/nvidia-uvm"):
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # None too while torch is being imported
+    if (cuda is not None and cuda.is_initialized()) or _has_open(_CUDA_DEVICE):
         raise CudaInitialized(
             "CUDA runs in this process already and will not see another CUDA_VISIBLE_DEVICES.  "
             "Call grab_gpus() before the first use of CUDA, or start the program with `gpuguard run -- ...`."
@@ -208,7 +256,7 @@ def _refuse_when_too_late() -> None:
 
 
 def _has_open(path: str) -> bool:
-    """Whether this process has *path* open: cuInit opens /dev/nvidia-uvm, reading the driver by NVML does not."""
+    """Whether this process has *path* open."""
     for number in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{number}") == path:

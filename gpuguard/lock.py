@@ -18,14 +18,14 @@ from gpuguard.clusters import outer_devices
 from gpuguard.errors import ImpossibleRequest, LockDirectoryError, NotEnoughGpus, WaitTimeout
 from gpuguard.hold import Claim, Lock, take_lock, unlock
 from gpuguard.lockfiles import Gate, LockDirectory
-from gpuguard.model import HEALTH, PROCESS_DETAILS, PROCESSES, VERIFY_FIELDS, ClaimRecord, Device, Snapshot
+from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, VERIFY_FIELDS, ClaimRecord, Device, Snapshot
 from gpuguard.nouns import replace
 from gpuguard.records import locked_devices, probe, read_record
 from gpuguard.select import Choice, Request, choose, fields_needed, fields_to_verify, not_enough, taken_by
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from gpuguard.backends import Backend
 
@@ -42,6 +42,7 @@ def acquire(
     note: str | None = None,
     command: Sequence[str] = (),
     on_wait: Callable[[NotEnoughGpus], None] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> Claim:
     """Claim devices for *request*, all or none; nothing is held while waiting.
 
@@ -53,6 +54,7 @@ def acquire(
         note: for people.
         command: of the job, for people.
         on_wait: told once in a while what is missing.
+        environ: what limits the request.
 
     Raises:
         NotEnoughGpus: not now, and *wait* is 0.
@@ -61,10 +63,10 @@ def acquire(
         LockDirectoryError: the directory cannot be used.
         BackendError: the devices cannot be read.
     """
-    outer = outer_claim(directory)
+    outer = outer_claim(directory, environ)
     deadline = None if wait is None else time.monotonic() + wait
     while True:
-        bounded, snapshot = _read(backend, request, outer)
+        bounded, snapshot = _read(backend, request, outer, environ)
         taken: dict[str, str] = {}
         claim = _lock_best(backend, snapshot, bounded, directory, outer, taken)
         if claim:
@@ -79,13 +81,15 @@ def acquire(
             raise WaitTimeout(f"the time to wait is over: {error}", error.wanted, error.available, error.refused)
 
 
-def look(backend: Backend, request: Request, directory: LockDirectory) -> tuple[Snapshot, Choice]:
+def look(
+    backend: Backend, request: Request, directory: LockDirectory, environ: Mapping[str, str] = os.environ
+) -> tuple[Snapshot, Choice]:
     """What acquire() would take now, without taking it.
 
     The winners alone are read a second time, with their health: a poll of eight idle devices is 37 driver calls.
     """
-    outer = outer_claim(directory)
-    bounded, snapshot = _read(backend, request, outer)
+    outer = outer_claim(directory, environ)
+    bounded, snapshot = _read(backend, request, outer, environ)
     claims, taken = _claims(directory, snapshot, outer)
     verified: set[str] = set()
     while True:
@@ -97,6 +101,30 @@ def look(backend: Backend, request: Request, directory: LockDirectory) -> tuple[
         verified.update(unread)
 
 
+def look_closely(
+    backend: Backend, request: Request, directory: LockDirectory, environ: Mapping[str, str] = os.environ
+) -> tuple[Snapshot, Choice]:
+    """What look() answers, with all that the reasons need: users and commands, health and model of each device.
+
+    Nothing else is read, because what is read can decide between equal devices, and `run` must choose the same.
+    """
+    return look(_Closely(backend), request, directory, environ)
+
+
+class _Closely:
+    """A backend that reads more than it was asked for."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.name, self.simulated = backend.name, backend.simulated
+        self._backend = backend
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        return self._backend.sample({*fields, HEALTH, MODEL, PROCESSES, PROCESS_DETAILS}, devices)
+
+    def close(self) -> None:
+        self._backend.close()
+
+
 def outer_claim(directory: LockDirectory, environ: Mapping[str, str] = os.environ) -> ClaimRecord | None:
     """The living claim of this user inside which this process runs, or None."""
     claim_id = environ.get("GPUGUARD_CLAIM", "")
@@ -105,10 +133,12 @@ def outer_claim(directory: LockDirectory, environ: Mapping[str, str] = os.enviro
     return read_record(directory, os.geteuid(), claim_id)
 
 
-def _read(backend: Backend, request: Request, outer: ClaimRecord | None) -> tuple[Request, Snapshot]:
+def _read(
+    backend: Backend, request: Request, outer: ClaimRecord | None, environ: Mapping[str, str]
+) -> tuple[Request, Snapshot]:
     """A first look at all devices, and *request* within the limits that others have set for this process."""
     snapshot = backend.sample(fields_needed(request))
-    limits = outer_devices(os.environ, snapshot.devices)
+    limits = outer_devices(environ, snapshot.devices)
     within, reason = limits.uuids, limits.reason
     if outer:
         within = tuple(uuid for uuid in outer.devices if within is None or uuid in within)

@@ -109,20 +109,28 @@ def _subdirectories(path: str, *, own: bool, check_file_system: bool = True) -> 
 def _make_ready(path: str, *places: str) -> bool:
     """Make a directory that the user named, if it is his own; returns whether it is."""
     try:
-        if not os.path.lexists(path):
-            os.mkdir(path, 0o755)
+        _make_directory(path, 0o755)
         if os.lstat(path).st_uid != os.geteuid() or not os.access(path, os.W_OK | os.X_OK):
             return False
         for place in places:
-            if not os.path.lexists(place):
-                os.mkdir(place, 0o755)
-                # 1777 is safe and lets root's directory serve everybody; a user's own stays his.
-                os.chmod(place, 0o1777 if place.endswith("claims") and os.geteuid() == 0 else 0o755)
+            # 1777 is safe and lets root's directory serve everybody; a user's own stays his.
+            _make_directory(place, 0o1777 if place.endswith("claims") and os.geteuid() == 0 else 0o755)
     except OSError as error:
         raise LockDirectoryError(
             f"{path} cannot be made ready for claims: {error.strerror}.  Name another directory with --dir."
         ) from error
     return True
+
+
+def _make_directory(path: str, mode: int) -> None:
+    """Make it unless it is there; another starter may be doing the same."""
+    if os.path.lexists(path):
+        return
+    try:
+        os.mkdir(path, mode & 0o755)
+    except FileExistsError:
+        return
+    os.chmod(path, mode)  # whatever the umask
 
 
 def _sticky_directory() -> LockDirectory:

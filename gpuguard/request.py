@@ -54,6 +54,7 @@ class Request:
     max_gpus: int | None = None  # take up to so many, at least num_gpus
     devices: tuple[str, ...] | None = None  # selectors: no others
     min_free: int | None = None  # bytes
+    min_free_fraction: float | None = None  # 0..1, of the memory that an empty device has
     min_total: int | None = None  # bytes
     max_util: float | None = None  # percent
     max_memory_util: float | None = None  # percent
@@ -75,6 +76,8 @@ class Request:
             raise InvalidRequest(f"at most {self.max_gpus} GPUs are fewer than the {self.num_gpus} that are wanted.")
         if self.max_processes is not None and self.max_processes < 0:
             raise InvalidRequest(f"a device cannot have {self.max_processes} processes: permit 0 or more.")
+        if self.min_free_fraction is not None and not 0 <= self.min_free_fraction <= 1:
+            raise InvalidRequest(f"{self.min_free_fraction} is no fraction of the memory: ask for 0 to 1.")
         if self.devices is not None and not self.devices:
             raise InvalidRequest("the list of devices is empty: name some, as in 0,3, or leave it out.")
         if self.strategy not in STRATEGIES:

@@ -46,6 +46,9 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
         (a_device(), {"min_free": 81 * GIB}, "has 80.0GiB of memory even when it is empty"),
         (a_device(memory_used=300 * MIB), {"min_free": 80 * GIB}, "only 79.7GiB free"),
         (a_device(memory_used=None), {"min_free": 1}, "its free memory is unknown"),
+        (a_device(memory_used=20 * GIB), {"min_free_fraction": 0.8}, "only 75.0% of its memory is free, less than"),
+        (a_device(memory_used=None), {"min_free_fraction": 0.0}, "its free memory is unknown"),
+        (a_device(memory_total=None), {"min_free_fraction": 0.5}, "its memory is unknown"),
         (a_device(utilization=11.0), {"max_util": 10}, "utilization is 11%"),
         (a_device(utilization=None), {"max_util": 100}, "its utilization is unknown"),
         (a_device(memory_utilization=51.0), {"max_memory_util": 50}, "memory utilization is 51%"),
@@ -70,6 +73,7 @@ def test_a_refused_device_carries_all_its_reasons():
     ("device", "request_fields"),
     [
         (a_device(memory_used=500 * MIB), {}),
+        (a_device(memory_used=0, memory_reserved=8 * GIB), {"min_free_fraction": 1.0}),  # all that an empty one has
         (a_device(processes=None), {}),
         (a_device(memory_used=None), {}),
         (a_device(problems=None), {}),
@@ -197,6 +201,8 @@ def test_a_model_is_meant_by_its_name_from_some_word_on(name, glob, fits):
         {"max_processes": -1},
         {"devices": ()},
         {"strategy": "best"},
+        {"min_free_fraction": 1.01},
+        {"min_free_fraction": float("nan")},
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(fields):

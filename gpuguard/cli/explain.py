@@ -14,15 +14,6 @@ import sys
 
 from gpuguard.cli.choice_options import add_choice_options, request_of
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
-from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, Snapshot
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from gpuguard.backends import Backend
-    from gpuguard.lockfiles import LockDirectory
-    from gpuguard.select import Choice, Request
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from gpuguard.clusters import outer_devices
+    from gpuguard.lock import look_closely
     from gpuguard.views import choice as view
     from gpuguard.views.text import json_text, put, style
 
@@ -49,27 +41,3 @@ def main(args: argparse.Namespace) -> int:
     else:
         put(view.to_text(snapshot, request, choice, limits, paint=style(sys.stdout, os.environ)), sys.stdout)
     return 0 if choice.devices else 1
-
-
-def look_closely(backend: Backend, request: Request, directory: LockDirectory) -> tuple[Snapshot, Choice]:
-    """What lock.look() answers, with all that the reasons need: users and commands, health and model of each device.
-
-    Nothing else is read, because what is read can decide between equal devices, and `run` must choose the same.
-    """
-    from gpuguard.lock import look
-
-    return look(_Closely(backend), request, directory)
-
-
-class _Closely:
-    """A backend that reads more than it was asked for."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.name, self.simulated = backend.name, backend.simulated
-        self._backend = backend
-
-    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        return self._backend.sample({*fields, HEALTH, MODEL, PROCESSES, PROCESS_DETAILS}, devices)
-
-    def close(self) -> None:
-        self._backend.close()

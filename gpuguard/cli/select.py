@@ -82,11 +82,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _chosen(backend: Backend, request: Request, directory: LockDirectory) -> tuple[Device, ...]:
     """The devices; the reasons, which need more of the driver, are asked for only when there are too few."""
-    from gpuguard.lock import look
+    from gpuguard.lock import look, look_closely
 
     _, choice = look(backend, request, directory)
     if not choice.devices:
-        from gpuguard.cli.explain import look_closely
         from gpuguard.select import not_enough
 
         snapshot, choice = look_closely(backend, request, directory)

@@ -1,0 +1,287 @@
+"""grab_gpus() and the looks at the machine, as a training script uses them: what they take, refuse and say."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import types
+import warnings
+
+import pytest
+from grabbing import a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
+from nodes import GIB, a_user, change
+
+import gpuguard
+from gpuguard import grab
+from gpuguard.errors import CudaInitialized, ImpossibleRequest, InvalidRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.lockfiles import lock_directory
+from gpuguard.model import MEMORY
+from gpuguard.records import probe
+
+# The manner of py3nvml
+
+
+def test_one_device_by_default_and_cuda_sees_no_other():
+    claim = gpuguard.grab_gpus()
+
+    assert (len(claim), indices(claim), visible()) == (1, [3], "3")
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert claimed() == [3]
+
+
+def test_the_positions_are_those_of_py3nvml():
+    """num_gpus, gpu_select, gpu_fraction, max_procs, env_set_ok, gpu_min_memory."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2"
+    claim = gpuguard.grab_gpus(1, [0, 1], 0.5, 0, True, 1000)
+
+    assert indices(claim) == [1]
+
+
+def test_the_keywords_are_those_of_py3nvml():
+    claim = gpuguard.grab_gpus(
+        num_gpus=2, gpu_select=range(3), gpu_fraction=0.95, max_procs=-1, env_set_ok=False, gpu_min_memory=80_000
+    )
+
+    assert len(claim) == 2 and 3 not in indices(claim)
+
+
+def test_minus_one_takes_all_that_are_free(node):
+    with a_user(node, "2", 10 * GIB):
+        claim = gpuguard.grab_gpus(-1)
+
+    assert indices(claim) == [0, 1, 3]
+    with pytest.raises(NotEnoughGpus):
+        gpuguard.grab_gpus(-1, gpu_select=0)
+
+
+def test_minus_one_keeps_to_gpu_select():
+    assert indices(gpuguard.grab_gpus(-1, gpu_select=[0, 2])) == [0, 2]
+
+
+def test_zero_takes_none_and_cuda_sees_none():
+    claim = gpuguard.grab_gpus(0)
+
+    assert (len(claim), visible(), claimed()) == (0, "", [])
+    claim.release()
+
+
+def test_a_single_index_selects_as_a_list_of_one_does():
+    assert indices(gpuguard.grab_gpus(1, 0)) == [0]
+    assert indices(gpuguard.grab_gpus(1, [1])) == [1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu_select": []}, "the list of devices is empty"),
+        ({"gpu_select": 7}, "names no device of this machine"),
+        ({"gpu_select": [7]}, "names no device of this machine"),
+        ({"gpu_select": -1}, "names no device of this machine"),
+        ({"gpu_select": [1, 1]}, "names device 1 twice"),
+        ({"num_gpus": -5}, "ask for at least 1"),
+        ({"gpu_fraction": 1.5}, "1.5 is no fraction of the memory: ask for 0 to 1"),
+        ({"gpu_fraction": -0.1}, "is no fraction"),
+        ({"gpu_fraction": float("nan")}, "is no fraction"),
+        ({"backend": "nonesuch"}, "there is no backend 'nonesuch'"),
+    ],
+)
+def test_a_request_without_sense_is_a_value_error_and_changes_nothing(arguments, message):
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        gpuguard.grab_gpus(**arguments)
+
+    assert isinstance(caught.value, ValueError)
+    assert (visible(), claimed()) == (None, [])
+
+
+def test_gpu_fraction_wants_that_part_of_the_memory_free(node):
+    # 40 of some 79 GiB that an empty device has; max_procs lets the others' process be.
+    with a_user(node, "all", 40 * GIB):
+        with pytest.raises(NotEnoughGpus, match=r"only 49\.\d% of its memory is free, less than 95\.0%"):
+            gpuguard.grab_gpus(1, gpu_fraction=0.95, max_procs=1)
+        claim = gpuguard.grab_gpus(1, gpu_fraction=0.45, max_procs=1)
+
+    assert len(claim) == 1
+
+
+def test_an_idle_device_is_free_enough_for_the_default_of_py3nvml():
+    assert len(gpuguard.grab_gpus(4, gpu_fraction=0.95)) == 4
+
+
+def test_gpu_min_memory_is_in_mib():
+    with pytest.raises(ImpossibleRequest):
+        gpuguard.grab_gpus(1, gpu_min_memory=81_560)
+
+    assert len(gpuguard.grab_gpus(1, gpu_min_memory=81_559)) == 1
+
+
+def test_max_procs_lets_so_many_processes_of_others_be(node):
+    with a_user(node, "all", 10 * GIB):
+        for none in (-1, 0):
+            with pytest.raises(NotEnoughGpus):
+                gpuguard.grab_gpus(1, max_procs=none)
+
+        assert len(gpuguard.grab_gpus(1, max_procs=1)) == 1
+
+
+def test_a_variable_that_is_set_limits_by_default_and_when_that_is_ok():
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+
+    assert indices(gpuguard.grab_gpus(1)) == [1]
+    assert indices(gpuguard.grab_gpus(1, env_set_ok=True)) == [0]
+    with pytest.raises(NotEnoughGpus):
+        gpuguard.grab_gpus(1)
+
+
+def test_a_variable_that_is_set_is_refused_on_request():
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES is set already: unset it"):
+        gpuguard.grab_gpus(1, env_set_ok=False)
+
+    assert (visible(), claimed()) == ("0,1", [])
+
+
+def test_further_conditions_are_those_of_a_request():
+    assert indices(gpuguard.grab_gpus(2, exclude=("3",), prefer=("0",), min_free=20 * GIB, models=("H100",))) == [0, 1]
+
+
+# When there are too few
+
+
+def test_too_few_leave_the_environment_alone_and_nothing_claimed(node):
+    with a_user(node, "0,1", 10 * GIB), pytest.raises(NotEnoughGpus) as caught:
+        gpuguard.grab_gpus(3)
+
+    assert (caught.value.wanted, caught.value.available) == (3, 2)
+    assert (visible(), claimed()) == (None, [])
+
+
+def test_not_strict_warns_and_takes_what_there_is(node):
+    with a_user(node, "0,1", 10 * GIB), pytest.warns(RuntimeWarning, match="wanted 3 GPUs, but only 2 are free now"):
+        claim = gpuguard.grab_gpus(3, strict=False)
+
+    assert (indices(claim), visible()) == ([2, 3], "2,3")
+
+
+def test_not_strict_takes_all_when_more_are_wanted_than_exist():
+    with pytest.warns(RuntimeWarning, match="only 4 exist"):
+        assert len(gpuguard.grab_gpus(9, strict=False)) == 4
+
+
+@pytest.mark.parametrize("number", [1, -1])
+def test_not_strict_goes_on_without_any_device_when_none_is_free(node, number):
+    with a_user(node, "all", 10 * GIB), pytest.warns(RuntimeWarning, match="Going on with what there is"):
+        claim = gpuguard.grab_gpus(number, strict=False)
+
+    assert (len(claim), visible(), claimed()) == (0, "", [])
+
+
+def test_not_strict_goes_on_without_any_device_where_there_is_no_driver(tmp_path):
+    """On a laptop; in a process of its own, because another test may have loaded a driver library into this one."""
+    (tmp_path / "libnvidia-ml.so.1").write_text("no library")
+    code = "import gpuguard, os; print(len(gpuguard.grab_gpus(strict=False)), repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    done = script(code, GPUGUARD_BACKEND="nvml", GPUGUARD_DIR=str(tmp_path), LD_LIBRARY_PATH=str(tmp_path))
+
+    assert (done.stdout, done.returncode) == ("0 ''\n", 0)
+    assert "RuntimeWarning" in done.stderr
+
+
+def test_the_warning_points_to_the_line_of_the_caller():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gpuguard.grab_gpus(9, strict=False)
+
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_waiting_ends_when_a_device_is_given_back(node):
+    holder = gpuguard.grab_gpus(4)
+    timer = threading.Timer(0.5, holder.release)
+    timer.start()
+    claim = gpuguard.grab_gpus(2, wait=30)
+    timer.join()
+
+    assert len(claim) == 2
+
+
+def test_waiting_ends_with_the_time():
+    gpuguard.grab_gpus(4)
+    before = dict(os.environ)
+    with pytest.raises(WaitTimeout):
+        gpuguard.grab_gpus(1, wait=0.3)
+
+    assert dict(os.environ) == before
+
+
+# When CUDA runs already
+
+
+def test_cuda_that_torch_has_initialised_is_refused(monkeypatch):
+    cuda = types.SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    with pytest.raises(CudaInitialized, match="before the first use of CUDA"):
+        gpuguard.grab_gpus()
+
+    assert (visible(), claimed()) == (None, [])
+
+
+@pytest.mark.parametrize("torch", [types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=bool)), object()])
+def test_torch_without_cuda_in_use_is_no_obstacle(monkeypatch, torch):
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    assert len(gpuguard.grab_gpus()) == 1
+
+
+def test_cuda_that_anything_else_has_initialised_is_refused(monkeypatch, tmp_path):
+    device = tmp_path / "nvidia-uvm"
+    device.touch()
+    monkeypatch.setattr(grab, "_CUDA_DEVICE", str(device))
+    gpuguard.grab_gpus().release()
+    with device.open(), pytest.raises(CudaInitialized):
+        gpuguard.grab_gpus()
+
+
+# Looking
+
+
+def test_select_devices_says_what_grab_gpus_would_take_and_claims_nothing():
+    selected = gpuguard.select_devices(2, exclude=("3",))
+    nothing = claimed()
+
+    assert nothing == []
+    assert [device.uuid for device in selected] == [device.uuid for device in gpuguard.grab_gpus(2, exclude=("3",))]
+
+
+def test_select_devices_raises_when_there_are_too_few_and_says_why(node):
+    with a_user(node, "0", 10 * GIB) as user, pytest.raises(NotEnoughGpus) as caught:
+        gpuguard.select_devices(4)
+
+    assert (caught.value.wanted, caught.value.available) == (4, 3)
+    assert f"pid {user.pid}" in str(caught.value)
+
+
+def test_snapshot_shows_the_machine_and_leaves_out_what_was_not_asked_for(node):
+    change(node, 1, faults=("lost",))
+    seen, memory = gpuguard.snapshot(), gpuguard.snapshot({MEMORY})
+
+    assert [device.index for device in seen.devices if device.problems] == [1]
+    assert seen.simulated and seen.devices[0].processes == ()
+    assert (memory.devices[0].name, memory.devices[0].processes) == ("NVIDIA H100 80GB HBM3", None)
+
+
+def test_who_shows_the_claims_with_their_notes():
+    claim = gpuguard.grab_gpus(2, note="night run")
+    [record] = gpuguard.who().claims
+
+    assert (record.id, record.note, record.pid) == (claim.id, "night run", os.getpid())
+    assert record.devices == tuple(device.uuid for device in claim)
+    assert record.command == tuple(sys.argv)
+
+
+def test_an_empty_name_of_a_directory_is_none(monkeypatch):
+    monkeypatch.setenv("GPUGUARD_DIR", "")
+    gpuguard.grab_gpus(1)
+
+    assert len(claimed()) == len(
+        probe(lock_directory(backend="simulated"), [d.uuid for d in gpuguard.snapshot().devices])
+    )

@@ -1,0 +1,194 @@
+"""How long the devices of grab_gpus() and claim() are ours: processes, workers, threads, blocks, claims in claims."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from commands import Gpuguard
+from grabbing import NAMES, a_node, claimed, indices, visible  # noqa: F401  (a fixture)
+from nodes import eventually
+
+import gpuguard
+from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
+
+# How long it lasts
+
+
+def started(code: str, **variables: str) -> subprocess.Popen[str]:
+    """A program that has said what it has to say, and waits for its input to end."""
+    words = [sys.executable, "-c", f"{code}; print('ready', flush=True); import sys; sys.stdin.read()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process: subprocess.Popen[str] = subprocess.Popen(words, env={**os.environ, **variables}, **pipes)  # type: ignore[call-overload]
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("end", ["ends", "is killed"])
+def test_the_claim_ends_with_the_process(end):
+    with started("import gpuguard; gpuguard.grab_gpus(2)") as process:
+        during = claimed()
+        process.kill() if end == "is killed" else process.communicate()
+        process.wait()
+
+    assert (len(during), claimed()) == (2, [])
+
+
+def test_a_claim_that_the_program_has_forgotten_is_kept():
+    with started("import gc, gpuguard; gpuguard.grab_gpus(2); gc.collect()"):
+        assert len(claimed()) == 2
+
+
+def test_a_forked_worker_keeps_the_claim_when_the_parent_is_killed():
+    code = """
+import gpuguard, multiprocessing, os, time
+gpuguard.grab_gpus(2)
+worker = multiprocessing.get_context("fork").Process(target=lambda: (print(os.getpid(), flush=True), time.sleep(100)))
+worker.start()
+worker.join()
+"""
+    words = [sys.executable, "-c", code]
+    parent = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    during = claimed()
+    os.kill(worker, 9)
+    parent.stdout.close(), parent.stdin.close()
+
+    assert len(during) == 2
+    assert eventually(lambda: claimed() == [])
+
+
+@pytest.mark.parametrize(("pass_fds", "held"), [("claim.pass_fds", 1), ("()", 0)])
+def test_a_child_keeps_the_claim_beyond_the_end_of_its_parent_only_with_pass_fds(pass_fds, held):
+    child = "import sys; print('ready', flush=True); sys.stdin.read()"
+    code = f"""
+import gpuguard, os, subprocess, sys
+claim = gpuguard.grab_gpus()
+subprocess.Popen([sys.executable, "-c", {child!r}], pass_fds={pass_fds})
+os._exit(0)
+"""
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "ready\n"
+        parent.wait()
+        during = claimed()
+
+    assert len(during) == held
+    assert eventually(lambda: claimed() == [])
+
+
+def test_released_devices_are_free_and_can_be_grabbed_again():
+    gpuguard.grab_gpus(1).release()
+    assert claimed() == []
+
+    assert len(gpuguard.grab_gpus(4)) == 4
+
+
+# More than once
+
+
+def test_a_second_call_gets_other_devices():
+    first, second = gpuguard.grab_gpus(2), gpuguard.grab_gpus(2)
+
+    assert sorted(indices(first) + indices(second)) == [0, 1, 2, 3]
+    assert visible() == ",".join(map(str, indices(second)))
+
+
+def test_two_threads_at_once_get_different_devices_and_leave_the_environment_as_it_was():
+    found: list[int] = []
+    both = threading.Barrier(2, timeout=30)
+
+    def work() -> None:
+        both.wait()
+        with gpuguard.claim(2) as devices:
+            found.extend(indices(devices))
+            both.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(found) == [0, 1, 2, 3]
+    assert not [name for name in NAMES if name in os.environ]
+    assert claimed() == []
+
+
+def grab_in_worker(number: int) -> list[int]:
+    with gpuguard.claim(number) as devices:
+        return indices(devices)
+
+
+def test_a_forked_worker_that_claims_takes_its_part_of_the_claim_of_its_parent():
+    outer = gpuguard.grab_gpus(2, gpu_select=[0, 1])
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(grab_in_worker, (2,)) == [0, 1]
+        with pytest.raises(ImpossibleRequest):
+            pool.apply(grab_in_worker, (3,))
+
+    assert indices(outer) == claimed() == [0, 1]
+
+
+def test_inside_gpuguard_run_a_subset_of_its_devices_is_taken(tmp_path):
+    code = "import gpuguard as g; a, b = g.grab_gpus(1), g.grab_gpus(1); print(a[0].index, b[0].index)"
+    done = Gpuguard(tmp_path, None)("run", "--gpus", "0,2", "--", sys.executable, "-c", code)
+    too_many = Gpuguard(tmp_path, None)("run", "--gpus", "0,2", "--", sys.executable, "-c", TOO_MANY)
+
+    assert sorted(done.stdout.split()) == ["0", "2"]
+    assert too_many.stdout == "outside the claim 0,2\n"
+
+
+TOO_MANY = """
+import gpuguard, os
+try:
+    gpuguard.grab_gpus(3)
+except gpuguard.ImpossibleRequest as error:
+    print("outside the claim" if f"outside the claim {os.environ['GPUGUARD_CLAIM']}" in str(error) else error, end=" ")
+print(os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+# claim()
+
+
+def test_a_with_block_has_the_devices_and_leaves_everything_as_it_was():
+    with gpuguard.claim(2) as devices:
+        inside = (indices(devices), visible(), claimed())
+
+    assert inside == ([2, 3], "2,3", [2, 3])
+    assert not [name for name in NAMES if name in os.environ]
+    assert claimed() == []
+
+
+def test_a_with_block_that_fails_leaves_everything_as_it_was():
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    with pytest.raises(ZeroDivisionError), gpuguard.claim():
+        assert visible() == "1"
+        raise ZeroDivisionError
+
+    assert (visible(), claimed()) == ("0,1", [])
+
+
+def test_a_with_block_that_never_began_leaves_everything_as_it_was():
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    with pytest.raises(NotEnoughGpus), gpuguard.claim(3):
+        pass
+
+    assert (visible(), claimed()) == ("0,1", [])
+
+
+def test_with_blocks_in_each_other_have_different_devices():
+    with gpuguard.claim(1) as outer:
+        with gpuguard.claim(3) as inner:
+            within = visible()
+        after = visible()
+
+    assert (within, after, visible()) == ("0,1,2", "3", None)
+    assert set(indices(outer)).isdisjoint(indices(inner))
