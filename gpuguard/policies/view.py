@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpuguard.attribution import Processes
 from gpuguard.model import Device, GpuProcess, Snapshot, Subject
 
 Sample = tuple[float, float]  # (clock, value)
@@ -33,6 +34,7 @@ class View:
         host: what processes do beside the GPU, by (pid, start_time).
         groups: uid -> names of the user's groups.
         scheduled: uuid -> uids to which an outer scheduler has given the device; None where there is no scheduler.
+        seen: the processes of devices and claims with their ancestors, as far as they were looked up in /proc.
         gpu_seconds: uid -> (window in seconds -> GPU-seconds claimed in it), from the usage store; {} when unknown.
     """
 
@@ -41,6 +43,7 @@ class View:
     host: Mapping[tuple[int, float], HostUse] = field(default_factory=dict)
     groups: Mapping[int, frozenset[str]] = field(default_factory=dict)
     scheduled: Mapping[str, frozenset[int]] | None = None
+    seen: Processes = field(default_factory=dict)
     gpu_seconds: Mapping[int, Mapping[float, float]] = field(default_factory=dict)
 
     @property
