@@ -1,21 +1,32 @@
 """Snapshot -> findings -> verdicts: what the policies want done now.  Pure but for the Memory that it is given.
 
+Everything that a policy says must hold together, sample after sample, for the whole of `for`: its rules, its scope,
+its hours, the load, the number of devices.  Whatever ends that ends the ladder, and the time starts again from nothing.
 Does not act: see actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace as replace_fields
 
-from gpuguard.model import Snapshot
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import Finding, Snapshot, Subject, Verdict
+from gpuguard.nouns import replace
+from gpuguard.policies.join import findings_of
 from gpuguard.policies.ladder import Memory as Memory
+from gpuguard.policies.ladder import Standing, climb, next_step
+from gpuguard.policies.occasion import on_enough_devices, out_of_season
+from gpuguard.policies.past import windows_of
 from gpuguard.policies.policy import DESTRUCTIVE as DESTRUCTIVE
 from gpuguard.policies.policy import KILL_AFTER as KILL_AFTER
-from gpuguard.policies.policy import Judgement, Policy
-from gpuguard.policies.policy import Note as Note
+from gpuguard.policies.policy import Judgement, Note, Policy
 from gpuguard.policies.policy import Scope as Scope
 from gpuguard.policies.policy import Step as Step
-from gpuguard.policies.view import View
+from gpuguard.policies.restraint import Due, restrained
+from gpuguard.policies.scope import narrowed
+from gpuguard.policies.sight import Sight, SubjectIdentity, identity_of, look, reach_of
+from gpuguard.policies.view import View, key_of
 
 
 def evaluate(
@@ -37,5 +48,181 @@ def evaluate(
 
     Returns:
         The verdicts that are due now, each once, and notes on what was not acted on.
+
+    Raises:
+        InvalidRequest: two policies have the same name.
     """
-    raise NotImplementedError
+    view = View(view) if isinstance(view, Snapshot) else view
+    names = [policy.name for policy in policies]
+    if len(set(names)) < len(names):
+        raise InvalidRequest(f"two policies have the same name, of {', '.join(sorted(names))}: give each its own.")
+    notes = _pin(policies, memory)
+    if view.clock == memory.rhythm.clock:
+        return Judgement((), (*notes, Note("resampling", "the sample is the same as before: it shows nothing new")))
+    notes += _resample(view, policies, memory, interval)
+    sight = look(replace_fields(view, past=memory.past), zone)
+    due: list[Due] = []
+    for policy in policies:
+        found, against = _condition(policy, sight, memory)
+        notes += against
+        due += _standing_long_enough(policy, found, against, sight, memory, notes)
+    bundles = _bundled(due)
+    taken, against = restrained([bundle[0] for bundle in bundles.values()], sight, memory)
+    notes += against
+    verdicts = []
+    for one in taken:
+        bundle = bundles[_victim(one)]
+        verdicts.append(_verdict(one, len(bundle) - 1))
+        for member in bundle:
+            climb(member.standing, member.policy, memory, member.identity, view.clock)
+    memory.gaps = frozenset((gap.device, gap.field) for gap in view.snapshot.gaps)
+    return Judgement(tuple(verdicts), tuple(sorted(notes, key=_note_order)))
+
+
+def _pin(policies: Sequence[Policy], memory: Memory) -> list[Note]:
+    """Cancel the ladders of policies that are not what they were at the last sample."""
+    notes = []
+    now = {policy.name: policy for policy in policies}
+    for name, before in memory.pinned.items():
+        if now.get(name) is before or now.get(name) == before:
+            continue
+        what = "was changed" if name in now else "is gone"
+        for standing in memory.standings.pop(name, {}).values():
+            if standing.done:
+                notes.append(Note("cancelled", f"the policy {what}, its steps are cancelled", name, standing.subject))
+    memory.pinned = now
+    return notes
+
+
+def _resample(view: View, policies: Sequence[Policy], memory: Memory, interval: float | None) -> list[Note]:
+    """Take note of the time and of the values that rules want to look back on."""
+    notes = []
+    rhythm, clock = memory.rhythm, view.clock
+    largest = rhythm.largest(interval)
+    if rhythm.clock is not None and not 0 < clock - rhythm.clock <= largest:
+        notes.append(Note("resampling", f"{clock - rhythm.clock:.1f}s since the last sample: all durations start anew"))
+        memory.start_anew(clock)
+    rhythm.beat(clock)
+    memory.forget_what_is_over(clock)
+    memory.past.record(view.snapshot, windows_of(rule for policy in policies for rule in policy.rules), largest)
+    return notes
+
+
+def _condition(policy: Policy, sight: Sight, memory: Memory) -> tuple[Sequence[Finding], list[Note]]:
+    """For whom everything that the policy says holds in this sample, and who is left out for which reason."""
+    notes: list[Note] = []
+    findings = findings_of(policy, sight)
+    against = out_of_season(policy, sight) if findings else None
+    if against is not None:
+        return (), [against]
+    left = []
+    for finding in findings:
+        outcome = narrowed(finding, policy, sight, memory.kept)
+        if isinstance(outcome, Finding):
+            left.append(outcome)
+        elif outcome is not None:
+            notes.append(outcome)
+    enough, more = on_enough_devices(left, policy, sight)
+    return enough, [*notes, *more]
+
+
+def _standing_long_enough(
+    policy: Policy,
+    found: Iterable[Finding],
+    against: Sequence[Note],
+    sight: Sight,
+    memory: Memory,
+    notes: list[Note],
+) -> list[Due]:
+    """Count this sample for those in *found*, cancel what ended, and say which steps are due."""
+    clock, due = sight.view.clock, []
+    standings = memory.standings.setdefault(policy.name, {})
+    current = _one_each(found)
+    for identity in [identity for identity in standings if identity not in current]:
+        notes += _cancel(policy, standings.pop(identity), against, sight, memory)
+    for identity, finding in current.items():
+        until = memory.cooling.get((policy.name, identity))
+        if until is not None:
+            notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
+            continue
+        standing = standings.setdefault(identity, Standing(finding.subject, clock))
+        standing.samples += 1
+        standing.reach = reach_of(finding.subject, finding.processes, sight)
+        step = next_step(standing, policy, clock)
+        if step is not None:
+            due.append(Due(policy, identity, finding, standing, *step))
+    return due
+
+
+def _one_each(findings: Iterable[Finding]) -> dict[SubjectIdentity, Finding]:
+    """One finding per subject: what several rules have against the same one is said together."""
+    current: dict[SubjectIdentity, Finding] = {}
+    for finding in findings:
+        identity = identity_of(finding.subject)
+        before = current.get(identity)
+        if before is not None:
+            processes = (*before.processes, *(each for each in finding.processes if each not in before.processes))
+            finding = replace(before, why=f"{before.why}; {finding.why}", processes=processes)
+        current[identity] = finding
+    return current
+
+
+def _bundled(due: Sequence[Due]) -> dict[object, list[Due]]:
+    """Steps that mean the same: a process on eight devices is warned once.  The oldest speaks for the others."""
+    bundles: dict[object, list[Due]] = {}
+    for one in sorted(due, key=lambda one: one.order):
+        bundles.setdefault(_victim(one), []).append(one)
+    return bundles
+
+
+def _victim(due: Due) -> object:
+    subject = due.finding.subject
+    whom = (subject.pid, subject.start_time) if subject.kind == "process" else due.identity
+    return (due.policy.name, due.standing.done, whom)
+
+
+def _cancel(policy: Policy, ended: Standing, against: Sequence[Note], sight: Sight, memory: Memory) -> list[Note]:
+    """Why a condition that held a sample ago does not hold now."""
+    if any(note.subject in (None, ended.subject) for note in against):
+        return []  # that is said already
+    gap = _gap(ended.subject, ended.reach, sight, memory)
+    if gap is not None:
+        return [Note("gap", f"{gap}: the time starts anew", policy.name, ended.subject)]
+    if ended.done:
+        return [Note("cleared", "the condition holds no more, its steps are cancelled", policy.name, ended.subject)]
+    return []
+
+
+def _gap(subject: Subject, reach: Iterable[str], sight: Sight, memory: Memory) -> str | None:
+    """What could not be read of a subject in this sample, though it could a sample ago."""
+    for uuid in reach:
+        blind = sight.blindness(uuid)
+        if blind is not None:
+            return blind
+    for place in (*reach, None):
+        for field, reason in sight.gaps.get(place, {}).items():
+            if (place, field) not in memory.gaps:
+                return f"{field} could not be read, {reason}"
+    return None
+
+
+def _verdict(due: Due, further: int) -> Verdict:
+    policy, place, finding = due.policy, due.standing.done, due.finding
+    if further:
+        finding = replace(finding, why=f"{finding.why} (and the like on {further} more devices)")
+    after = policy.steps[place + 1] if place + 1 < len(policy.steps) else None
+    return Verdict(
+        policy=policy.name,
+        finding=finding,
+        action=due.step.action,
+        step=place,
+        since=due.standing.since,
+        enforce=policy.enforce,
+        options=due.step.options,
+        next_action=after.action if after else None,
+        next_after=after.after if after else None,
+    )
+
+
+def _note_order(note: Note) -> tuple[str, str, str, str]:
+    return (note.policy or "", note.kind, key_of(note.subject) if note.subject else "", note.text)

@@ -1,16 +1,57 @@
 """What is remembered from one sample to the next: since when a condition holds, and which step came last.
 
-A Memory is not written to disk: after a restart every ladder begins at its first step.  Does not judge: see engine.
+A Memory is never written to disk: after a restart every ladder begins at its first step.  Does not judge: see engine.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 
+from gpuguard.model import Subject
+from gpuguard.policies.past import Past, Rhythm
+from gpuguard.policies.policy import KILL_AFTER, Policy, Step
+from gpuguard.policies.sight import SubjectIdentity
+
+FEWEST_SAMPLES = 2  # a condition that was seen once never fires, however short `for` is
+
+
+@dataclass
+class Standing:
+    """A condition that holds for a subject, sample after sample, and how far up the ladder that has led."""
+
+    subject: Subject
+    since: float  # clock
+    reach: tuple[str, ...] = ()  # uuids, as of the last sample
+    samples: int = 0
+    done: int = 0  # steps
+    stepped_at: float = 0.0  # clock of the last step
+    terminated_at: float | None = None
+
+
+@dataclass
+class Effect:
+    """A destructive step whose effect on one device is awaited."""
+
+    policy: str
+    subject: SubjectIdentity
+    at: float  # clock
+    victims: frozenset[tuple[int, float]]
+    claim: str | None
+    memory_below: float | None  # bytes in use when the victims' memory is back; None: not known
+
+
+@dataclass
 class Memory:
     """Everything that evaluate() remembers; one per watchdog, and used by one thread at a time."""
 
-    def __init__(self) -> None:
-        self.kept: dict[tuple[str, int | str], float] = {}
+    past: Past = field(default_factory=Past)
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    pinned: dict[str, Policy] = field(default_factory=dict)
+    standings: dict[str, dict[SubjectIdentity, Standing]] = field(default_factory=dict)  # by policy
+    cooling: dict[tuple[str, SubjectIdentity], float] = field(default_factory=dict)  # until which clock
+    effects: dict[tuple[bool, str], Effect] = field(default_factory=dict)  # by (enforced, uuid)
+    kept: dict[tuple[str, int | str], float] = field(default_factory=dict)  # until which clock
+    gaps: frozenset[tuple[str | None, str]] = frozenset()  # of the last sample
 
     def keep(
         self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None
@@ -19,3 +60,42 @@ class Memory:
         for kind, name in (("uid", uid), ("claim", claim), ("device", device)):
             if name is not None:
                 self.kept[kind, name] = until_clock
+
+    def forget_what_is_over(self, clock: float) -> None:
+        """Drop what can have no consequence any more."""
+        self.kept = {mark: until for mark, until in self.kept.items() if until > clock}
+        self.cooling = {name: until for name, until in self.cooling.items() if until > clock}
+
+    def start_anew(self, clock: float) -> None:
+        """Drop what was seen before a pause: nobody knows what happened in it."""
+        self.past.clear()
+        self.standings.clear()
+        if self.rhythm.clock is not None and clock < self.rhythm.clock:
+            # Another boot: times of the one before say nothing.  Marks stay, since they only protect.
+            self.cooling.clear()
+            self.effects.clear()
+
+
+def next_step(standing: Standing, policy: Policy, clock: float) -> tuple[Step, float] | None:
+    """The step of the ladder that is due now, and since when it is; None when none is."""
+    if standing.done >= len(policy.steps) or standing.samples < FEWEST_SAMPLES or clock - standing.since < policy.hold:
+        return None
+    step = policy.steps[standing.done]
+    due = (standing.stepped_at if standing.done else standing.since + policy.hold) + step.after
+    if step.action == "kill":
+        # The policy was checked for this when it was made; a SIGKILL too early cannot be taken back.
+        if standing.terminated_at is None:
+            return None
+        due = max(due, standing.terminated_at + KILL_AFTER)
+    return (step, due) if clock >= due else None
+
+
+def climb(standing: Standing, policy: Policy, memory: Memory, identity: SubjectIdentity, clock: float) -> None:
+    """The step that was due is asked for; the last one ends the ladder and begins its cooldown."""
+    if policy.steps[standing.done].action == "terminate":
+        standing.terminated_at = clock
+    standing.done += 1
+    standing.stepped_at = clock
+    if standing.done == len(policy.steps):
+        del memory.standings[policy.name][identity]
+        memory.cooling[policy.name, identity] = clock + policy.cooldown

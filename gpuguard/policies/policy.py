@@ -147,7 +147,6 @@ NOTES: Mapping[str, str] = {
     "gap": "it could not be seen whether the condition still holds",
     "resampling": "samples are missing or came out of order, so nobody knows what was in between",
     "unknown": "who the process is is not known",
-    "scope": "outside `only`",
     "exempt": "inside `except`",
     "kept": "somebody asked to keep it",
     "grace": "younger than start_grace",

@@ -1,0 +1,165 @@
+"""Whom a policy is about: its scope, its exemptions, what somebody asked to keep, and who is too new.
+
+A finding is narrowed to those of its processes that nothing speaks for.  When it names none, the subject itself is
+looked at.  Whatever cannot be seen in this sample is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from gpuguard.eligibility import is_model
+from gpuguard.model import Device, Finding, GpuProcess, Subject
+from gpuguard.nouns import replace
+from gpuguard.policies.party import Party, bystander, party_of
+from gpuguard.policies.policy import Note, Policy, Scope
+from gpuguard.policies.sight import Sight
+from gpuguard.units import format_duration
+
+Kept = Mapping[tuple[str, int | str], float]  # ("uid", 1001) -> until which clock
+Protection = tuple[str, str]  # the kind of a note, and its words
+
+_EVERYBODY = Scope()
+
+
+def narrowed(finding: Finding, policy: Policy, sight: Sight, kept: Kept) -> Finding | Note | None:
+    """*finding* with those whom nothing protects; else a note what protects them, None when it is out of scope."""
+    unseen = _unseen(finding.subject, sight)
+    if unseen is not None:
+        return Note(*unseen, policy.name, finding.subject)
+    named = finding.processes or _itself(finding.subject, sight)
+    if not named:
+        against = _protection(bystander(finding.subject, sight), policy, sight, kept)
+        return finding if against is None else _note(against, policy, finding.subject)
+    against_each = [_protection_of_process(process, finding.subject, policy, sight, kept) for process in named]
+    left = [process for process, against in zip(named, against_each, strict=True) if against is None]
+    if not left:
+        telling = next((against for against in against_each if against and against[0] != "scope"), None)
+        return _note(telling, policy, finding.subject)
+    return finding if len(left) == len(finding.processes) else replace(finding, processes=tuple(left))
+
+
+def _note(against: Protection | None, policy: Policy, subject: Subject) -> Note | None:
+    # Nothing is said about those whom the policy is not about.
+    return None if against is None or against[0] == "scope" else Note(*against, policy.name, subject)
+
+
+def _unseen(subject: Subject, sight: Sight) -> Protection | None:
+    if subject.device is not None and subject.device not in sight.devices:
+        return "gap", "the device is missing from the sample"
+    claim = sight.claims.get(subject.claim) if subject.claim is not None else None
+    if subject.claim is not None and claim is None:
+        return "gap", "the claim is missing from the sample"
+    blind = [why for uuid in claim.devices if (why := sight.blindness(uuid))] if claim else ()
+    if blind:
+        return "gap", blind[0]
+    if subject.kind in ("user", "claim") and (subject.uid is None or subject.uid < 0):
+        return "unknown", f"nobody knows whose the {subject.kind} is"
+    if subject.kind != "process":
+        return None
+    if subject.pid is None or subject.start_time is None or subject.uid is None:
+        return "unknown", f"the identity of process {subject.pid} is not known"
+    places = sight.processes.get((subject.pid, subject.start_time), {})
+    if not places or (subject.device is not None and subject.device not in places):
+        why = sight.blindness(subject.device) if subject.device is not None else None
+        return "gap", why or f"process {subject.pid} is missing from the sample"
+    return None
+
+
+def _itself(subject: Subject, sight: Sight) -> tuple[GpuProcess, ...]:
+    if subject.kind != "process" or subject.pid is None or subject.start_time is None:
+        return ()
+    return tuple(sight.processes[subject.pid, subject.start_time].values())[:1]
+
+
+def _protection_of_process(
+    process: GpuProcess, subject: Subject, policy: Policy, sight: Sight, kept: Kept
+) -> Protection | None:
+    if process.start_time is None or process.uid is None:
+        return "unknown", f"the identity of process {process.pid} is not known"
+    places = sight.processes.get((process.pid, process.start_time), {})
+    if not places or (subject.device is not None and subject.device not in places):
+        blind = sight.blindness(subject.device) if subject.device is not None else None
+        return "gap", blind or f"process {process.pid} is missing from the sample"
+    if not (kept or policy.exempt or policy.start_grace or policy.only != _EVERYBODY):
+        return None
+    return _protection(party_of(process, subject, sight), policy, sight, kept)
+
+
+def _protection(party: Party, policy: Policy, sight: Sight, kept: Kept) -> Protection | None:
+    """What keeps *party* from being acted on: a kind of note and its words."""
+    only = policy.only
+    if only != _EVERYBODY and not _is_in(only, party, sight):
+        return "scope", "outside `only`"
+    for scope in policy.exempt:
+        if (scope.until is None or sight.view.snapshot.taken_at < scope.until) and _is_spared(scope, party, sight):
+            return "exempt", "inside `except`"
+    until = max((kept.get(mark, 0.0) for mark in _marks(party)), default=0.0) if kept else 0.0
+    if until > sight.view.clock:
+        return "kept", f"kept for another {format_duration(until - sight.view.clock)}"
+    if policy.start_grace and (party.age is None or party.age < policy.start_grace):
+        age = "of unknown age" if party.age is None else f"{format_duration(party.age)} old"
+        return "grace", f"{age}, innocent for the first {format_duration(policy.start_grace)}"
+    return None
+
+
+def _marks(party: Party) -> Iterator[tuple[str, int | str]]:
+    yield from (("uid", uid) for uid in party.uids)
+    yield from (("claim", claim) for claim in party.claims)
+    yield from (("device", uuid) for uuid in party.reach)
+
+
+def _is_in(scope: Scope, party: Party, sight: Sight) -> bool:
+    """Whether all keys of `only` certainly match: an unknown fact matches none."""
+    places = [sight.devices[uuid] for uuid in party.places if uuid in sight.devices]
+    names = {name for uid in party.uids for name in sight.view.groups.get(uid, ())}
+    return (
+        (scope.users is None or bool(party.uids & scope.users))
+        and (scope.groups is None or bool(names & scope.groups))
+        and _all_match(scope.devices, places, _is_device)
+        and _all_match(scope.models, places, _is_certainly_model)
+        and (scope.kinds is None or bool(party.kinds & scope.kinds))
+    )
+
+
+def _is_spared(scope: Scope, party: Party, sight: Sight) -> bool:
+    """Whether all keys of `except` may match: an unknown fact matches each."""
+    reach = [sight.devices[uuid] for uuid in party.reach if uuid in sight.devices]
+    return (
+        (scope.users is None or bool(party.uids & scope.users))
+        and (scope.groups is None or any(_may_be_in(uid, scope.groups, sight) for uid in party.uids))
+        and _any_matches(scope.devices, reach, _is_device)
+        and _any_matches(scope.models, reach, _may_be_model)
+        and (scope.kinds is None or bool(party.possible_kinds & scope.kinds))
+    )
+
+
+def _may_be_in(uid: int, groups: frozenset[str], sight: Sight) -> bool:
+    own = sight.view.groups.get(uid)
+    return own is None or bool(own & groups)
+
+
+def _all_match(patterns: tuple[str, ...] | None, devices: list[Device], is_so: Callable[[Device, str], bool]) -> bool:
+    if patterns is None:
+        return True
+    return bool(devices) and all(any(is_so(device, pattern) for pattern in patterns) for device in devices)
+
+
+def _any_matches(patterns: tuple[str, ...] | None, devices: list[Device], is_so: Callable[[Device, str], bool]) -> bool:
+    return patterns is None or any(is_so(device, pattern) for device in devices for pattern in patterns)
+
+
+def _is_device(device: Device, text: str) -> bool:
+    if text.isdigit():
+        return device.index == int(text)
+    wanted = text.lower()
+    own = (device.uuid, device.parent_uuid or "", f"{device.index}.{device.gpu_instance_id}")
+    return any(name.lower().startswith(wanted) for name in own[:2]) or own[2] == text
+
+
+def _is_certainly_model(device: Device, pattern: str) -> bool:
+    return device.name is not None and is_model(device.name, pattern)
+
+
+def _may_be_model(device: Device, pattern: str) -> bool:
+    return device.name is None or is_model(device.name, pattern)
