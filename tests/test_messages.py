@@ -9,6 +9,7 @@ import pytest
 from builders import a_device, a_process, a_snapshot
 from hypothesis import given
 from hypothesis import strategies as st
+from targets import HOSTILE, a_verdict
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.messages import (
@@ -23,25 +24,7 @@ from gpuguard.messages import (
 from gpuguard.model import Finding, Subject, Verdict
 from gpuguard.wording import WORDS, Words
 
-HOSTILE = [
-    "; touch /tmp/x #",
-    "a\nBcc: eve@example.org",
-    "a\r\n\r\n.",
-    "\x1b[2J",
-    "\u202eexe",
-    "%s%n",
-    "${host}",
-    "$why",
-]
 ALL_NAMES = "\n".join(f"{name}=${{{name}}}" for name in sorted(NAMES))
-
-
-def a_verdict(process=None, **fields):
-    process = process or a_process(pid=4711)
-    subject = Subject("process", a_device(3).uuid, process.pid, process.start_time, process.uid, user=process.user)
-    finding = Finding(fields.pop("rule", "idle"), subject, fields.pop("why", "utilization is 0%"), (process,))
-    facts = {"policy": "idle-gpus", "action": "notify", "step": 1, "since": 10_000.0 - 7200, "enforce": True}
-    return Verdict(finding=finding, **{**facts, **fields})
 
 
 def a_node(**fields):

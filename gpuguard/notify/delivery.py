@@ -71,9 +71,10 @@ def _program(target: Target) -> str | None:
 def _of_the_system(error: OSError) -> str:
     import ssl
 
-    cause = getattr(error, "reason", error)  # urllib wraps what happened to the socket
+    wrapped = getattr(error, "reason", None)  # urllib wraps what happened to the socket
+    cause = wrapped if isinstance(wrapped, OSError) else error
     if isinstance(cause, TimeoutError):
         return "no answer in time"
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"the certificate is not to be trusted: {cause.verify_message}"
-    return (cause.strerror if isinstance(cause, OSError) else None) or f"no connection ({type(cause).__name__})"
+    return cause.strerror or f"no connection ({type(cause).__name__})"

@@ -114,20 +114,19 @@ class _Lane:
             return done and not self._pace.waiting
 
     def _start(self) -> None:
-        # The thread is made anew if something unforeseen has ended it: threading has reported that on stderr.
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"gpuguard-notify-{self.name}", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        while work := self._next():
-            try:
+        try:
+            while work := self._next():
                 for batch in work:
                     self._deliver(batch)
-            finally:
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
+        finally:
+            # Also when something unforeseen has ended it (threading reports that): the next message starts a new one.
+            with self._changed:
+                self._rest()
 
     def _next(self) -> list[Batch]:
         """What is to be delivered now, as soon as there is something; [] at the end."""
@@ -138,10 +137,20 @@ class _Lane:
                 else:
                     due = None if self._closed else self._pace.take(self.clock())
                     work = [due] if due else []
-                self._busy = bool(work)
-                if work or self._closed:
+                if work:
+                    self._busy = True
                     return work
+                self._busy = False
+                self._changed.notify_all()
+                if self._closed:
+                    self._rest()
+                    return []
                 self._changed.wait(self._pace.wait(self.clock()))
+
+    def _rest(self) -> None:
+        if self._thread is threading.current_thread():  # not when a successor has begun already
+            self._busy, self._thread = False, None
+            self._changed.notify_all()
 
     def _deliver(self, batch: Batch) -> None:
         message = batch.joined()

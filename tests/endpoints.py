@@ -1,0 +1,210 @@
+"""A mail server and a web server on loopback, which keep what they got.
+
+with a_mail_server() as server:        server.port, server.letters, server.passwords
+with a_web_server(status=503) as web:  web.url, web.requests
+"""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import shutil
+import socketserver
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from email import message_from_bytes, policy
+from email.message import EmailMessage
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class Letter:
+    """What arrived: the envelope, and the letter in it."""
+
+    sender: str
+    recipients: list[str]
+    raw: bytes
+    encrypted: bool
+
+    @property
+    def content(self) -> EmailMessage:
+        read = message_from_bytes(self.raw, policy=policy.default)
+        assert isinstance(read, EmailMessage)
+        return read
+
+    @property
+    def body(self) -> str:
+        return str(self.content.get_content()).replace("\r\n", "\n")
+
+
+@dataclass
+class MailServer:
+    """How it behaves, and what it got."""
+
+    port: int = 0
+    context: ssl.SSLContext | None = None  # then it offers STARTTLS
+    password: str | None = None  # then it wants a login
+    answers: dict[str, str] = field(default_factory=dict)  # by command: an answer instead of the ordinary one
+    letters: list[Letter] = field(default_factory=list)
+    logins: list[bytes] = field(default_factory=list)
+
+
+@contextmanager
+def a_mail_server(**behaviour: Any) -> Iterator[MailServer]:
+    """An SMTP server on a free port of 127.0.0.1."""
+    mail = MailServer(**behaviour)
+
+    class Session(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            with ExitStack() as stack:
+                _smtp(self, mail, stack)
+
+    with _serving(_Server(("127.0.0.1", 0), Session)) as port:
+        mail.port = port
+        yield mail
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that goes away is no news."""
+
+
+def _smtp(session: socketserver.StreamRequestHandler, mail: MailServer, stack: ExitStack) -> None:
+    read, write, encrypted = session.rfile, session.wfile, False
+    letter = Letter("", [], b"", encrypted)
+    write.write(b"220 test\r\n")
+    while line := read.readline():
+        words = line.decode("ascii").split()
+        command = words[0].upper() if words else ""
+        if command in mail.answers:
+            answer = mail.answers[command]
+        elif command == "EHLO":
+            offers = ["STARTTLS"] if mail.context and not encrypted else []
+            offers += ["AUTH PLAIN"] if mail.password else []
+            answer = "\r\n".join([*(f"250-{offer}" for offer in ["test", *offers]), "250 8BITMIME"])
+        elif command == "STARTTLS" and mail.context:
+            write.write(b"220 go\r\n")
+            connection = mail.context.wrap_socket(session.connection, server_side=True)
+            stack.enter_context(connection)
+            read, write, encrypted = (
+                stack.enter_context(connection.makefile("rb")),
+                stack.enter_context(connection.makefile("wb", 0)),
+                True,
+            )
+            continue
+        elif command == "AUTH":
+            mail.logins.append(base64.b64decode(words[2]))
+            right = mail.logins[-1].endswith(b"\0" + (mail.password or "").encode())
+            answer = "235 fine" if right else f"535 wrong: {mail.logins[-1]!r}"
+        elif command == "MAIL":
+            letter = Letter(words[1][6:-1], [], b"", encrypted)
+            answer = "250 ok"
+        elif command == "RCPT":
+            refused = "nobody" in words[1]
+            letter.recipients += [] if refused else [words[1][4:-1]]
+            answer = "550 no such user" if refused else "250 ok"
+        elif command == "DATA":
+            write.write(b"354 go\r\n")
+            letter.raw = _until_the_dot(read)
+            mail.letters.append(letter)
+            answer = "250 ok"
+        else:
+            answer = "221 bye" if command == "QUIT" else "250 ok"
+        write.write(answer.encode() + b"\r\n")
+        if command == "QUIT":
+            return
+
+
+def _until_the_dot(read: Any) -> bytes:
+    lines = []
+    while (line := read.readline()) not in (b".\r\n", b""):
+        lines.append(line.removeprefix(b"."))
+    return b"".join(lines)
+
+
+@dataclass
+class WebServer:
+    """How it behaves, and what it got."""
+
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    url: str = ""
+    requests: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+    hold: threading.Event | None = None  # it does not answer before this is set
+
+
+@contextmanager
+def a_web_server(**behaviour: Any) -> Iterator[WebServer]:
+    """An HTTP server on a free port of 127.0.0.1."""
+    web = WebServer(**behaviour)
+
+    class Request(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            web.requests.append((dict(self.headers), body))
+            if web.hold:
+                web.hold.wait(20)
+            self.send_response(web.status)
+            for name, value in web.headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on stderr."""
+
+    with _serving(_Server(("127.0.0.1", 0), Request)) as port:
+        web.url = f"http://127.0.0.1:{port}/hook"
+        yield web
+        if web.hold:
+            web.hold.set()
+
+
+@contextmanager
+def _serving(server: socketserver.TCPServer) -> Iterator[int]:
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def a_certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:
+    """A certificate for localhost that nobody has signed, and a server's context with it."""
+    if not shutil.which("openssl"):
+        pytest.skip("needs openssl to make a certificate")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+         "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return certificate, context
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for a condition; fails when it does not come to hold."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)

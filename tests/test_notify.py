@@ -1,0 +1,151 @@
+"""Messages go out without anybody waiting for them, and nothing that an endpoint does reaches us."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+from builders import a_device, a_process, a_snapshot
+from endpoints import a_mail_server, a_web_server, wait_until
+from targets import a_message, a_verdict, by_smtp
+
+from gpuguard.messages import Template, message_for
+from gpuguard.notify import TARGETS, Email, Hook, Sender, Webhook
+from gpuguard.notify.delivery import DELIVER
+from gpuguard.notify.pace import CAPACITY
+
+
+@contextmanager
+def a_sender(targets, **options):
+    events: list = []
+    sender = Sender(targets, events.append, **options)
+    sender.events = events
+    yield sender
+    sender.stop(10)
+
+
+def test_a_target_gets_its_message_in_its_own_language_from_the_admins_texts():
+    with a_web_server() as web:
+        targets = {"ops": Webhook(web.url, language="zh"), "dev": Webhook(web.url)}
+        with a_sender(targets, templates={"zh": Template("你好 $user"), "en": Template("hello $user")}) as sender:
+            assert sender.notify("ops", a_verdict(), a_snapshot(a_device(3))) == "queued"
+            assert sender.notify("dev", a_verdict(), a_snapshot(a_device(3))) == "queued"
+            assert sender.flush(10)
+
+        assert sorted(json.loads(body)["subject"] for _, body in web.requests) == ["hello alice", "你好 alice"]
+        assert [event.outcome for event in sender.events] == ["sent", "sent"]
+
+
+def test_a_name_that_is_no_target_is_told_and_nothing_is_sent():
+    with a_sender({}) as sender:
+        assert sender.notify("ops", a_verdict(), a_snapshot(a_device(3))) == "no such target"
+
+
+def test_a_slow_endpoint_blocks_neither_the_caller_nor_the_other_targets():
+    with (
+        a_web_server(hold=threading.Event()) as slow,
+        a_web_server() as quick,
+        a_sender({"slow": Webhook(slow.url), "quick": Webhook(quick.url)}) as sender,
+    ):
+        started = time.perf_counter()
+        for n in range(200):
+            sender.send("slow", a_message(policy=f"p{n % 20}"))
+        assert time.perf_counter() - started < 1.0
+        assert not sender.flush(0.05), "the slow one has not answered"
+        sender.send("quick", a_message())
+        sender.flush(0.05)
+        wait_until(lambda: quick.requests)
+        slow.hold.set()
+
+
+def test_a_dead_endpoint_is_an_event_and_the_message_goes_out_when_it_lives_again(monkeypatch):
+    monkeypatch.setattr("gpuguard.notify.pace.FIRST_PAUSE", 0.05)
+    with a_web_server(status=503) as web, a_sender({"ops": Webhook(web.url)}) as sender:
+        sender.send("ops", a_message())
+        assert not sender.flush(10)
+        wait_until(lambda: sender.events)
+        assert sender.events[0].outcome == "failed"
+        assert sender.events[0].message == "the web server answers 503"
+        assert dict(sender.events[0].facts) == {
+            "target": "ops",
+            "policy": "idle-gpus",
+            "count": 1,
+            "retry_after_seconds": 0.05,
+        }
+
+        web.status = 200
+        wait_until(lambda: sender.events[-1].outcome == "sent")
+
+
+def test_a_full_queue_refuses_at_once_and_says_so():
+    with a_web_server(status=500) as web, a_sender({"ops": Webhook(web.url)}) as sender:
+        answers = [sender.send("ops", a_message(policy=f"p{n}")) for n in range(CAPACITY + 50)]
+
+        assert answers[:CAPACITY] == ["queued"] * CAPACITY
+        assert set(answers[CAPACITY + 1 :]) <= {"the queue is full", "queued"}
+        assert "the queue is full" in answers
+
+
+def test_at_the_end_everything_goes_out_in_one_message_per_recipient():
+    with a_mail_server() as server:
+        sender = Sender({"owner": by_smtp(server, "$user@example.org"), "ops": by_smtp(server)}, lambda event: None)
+        for user in ("alice", "bob", "alice"):
+            for name in ("owner", "ops"):
+                message = message_for(a_verdict(a_process(user=user)), a_snapshot(a_device(3)))
+                sender.send(name, message)
+        assert sender.stop(10)
+
+    bodies = {letter.recipients[0]: letter.body for letter in server.letters}
+    assert sorted(bodies) == ["alice@example.org", "bob@example.org", "ops@example.org"]
+    assert len(server.letters) == 3
+    assert "bob" not in bodies["alice@example.org"], "what is about one user goes to no other"
+    assert "2 findings" in bodies["alice@example.org"]
+    assert "3 findings" in bodies["ops@example.org"]
+
+
+def test_after_the_end_nothing_is_taken_and_no_thread_is_left():
+    with a_web_server() as web:
+        sender = Sender({"ops": Webhook(web.url)}, lambda event: None)
+        sender.send("ops", a_message())
+        assert sender.stop(10)
+
+        assert sender.send("ops", a_message()) == "the sender has stopped"
+        wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("gpuguard-notify")])
+        assert len(web.requests) == 1
+
+
+def test_a_sender_that_has_nothing_to_say_starts_no_thread():
+    before = threading.active_count()
+    with a_sender({"ops": Email("root")}) as sender:
+        assert threading.active_count() == before
+        assert sender.flush(0)
+
+
+def test_a_thread_that_something_unforeseen_has_ended_is_started_again(monkeypatch):
+    calls = []
+
+    def deliver(target, message):
+        calls.append(message)
+        if len(calls) == 1:
+            raise ZeroDivisionError
+
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    monkeypatch.setitem(DELIVER, Hook, deliver)
+    with a_sender({"ops": Hook(("/bin/true",))}) as sender:
+        sender.send("ops", a_message())
+        sender.flush(5)
+        wait_until(lambda: reported)
+        sender.send("ops", a_message())
+        assert sender.flush(5)
+        assert len(calls) == 2
+
+
+def test_each_kind_of_target_can_be_delivered_to_and_has_its_help():
+    for kind in TARGETS.values():
+        assert kind in DELIVER
+        assert "Args:" in (kind.__doc__ or "")
+        for field in kind.__dataclass_fields__:
+            assert f"    {field}:" in (kind.__doc__ or "")
