@@ -1,0 +1,453 @@
+"""The engine: since when, which step, and who is left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from builders import GIB, MIB, a_claim_record, a_device, a_process, a_uuid
+from ladders import Devices, Finds, Processes, Watch, a_policy, actions, busy, kinds, pids
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import Finding, Gap, Subject
+from gpuguard.policies.engine import KILL_AFTER, Scope, Step
+
+NOBODY = a_device(processes=())
+
+
+# --- the window ---------------------------------------------------------------------------------------------------
+
+
+def test_a_condition_fires_when_it_has_held_for_long_enough():
+    assert Watch(a_policy("warn", hold=30, cooldown=1000)).until(100) == [(30, "warn")]
+
+
+def test_a_spike_in_one_sample_never_fires():
+    watch = Watch(a_policy("warn", hold=0))
+
+    assert watch.sees(busy(0)).verdicts == ()
+    assert watch.until(100, NOBODY, begin=10) == []
+
+
+def test_a_square_wave_just_under_the_window_never_fires():
+    watch = Watch(a_policy("warn", hold=30))
+    waves = [busy(clock) if clock % 40 < 30 else busy(clock, NOBODY) for clock in range(0, 2000, 10)]
+
+    assert [verdict for wave in waves for verdict in watch.sees(wave).verdicts] == []
+
+
+def test_the_same_sample_twice_is_no_second_sample():
+    watch = Watch(a_policy("warn", hold=0))
+    watch.sees(busy(0))
+
+    assert watch.sees(busy(0)).verdicts == ()
+    assert kinds(watch.sees(busy(0))) == {"resampling"}
+
+
+def test_a_list_that_is_not_plausible_ends_the_condition_with_a_note():
+    watch = Watch(a_policy("warn", hold=30))
+    watch.until(20)
+    blind = busy(30, a_device(processes=(a_process(),), processes_plausible=False))
+
+    judgement = watch.sees(blind)
+
+    assert judgement.verdicts == ()
+    assert kinds(judgement) == {"gap"}
+    assert watch.until(100, begin=40) == [(70, "warn")]
+
+
+def test_a_missing_device_ends_the_condition_with_a_note():
+    watch = Watch(a_policy("warn", hold=30))
+    watch.until(20)
+
+    assert kinds(watch.sees(busy(30, a_device(1)))) == {"gap"}
+
+
+def test_a_value_that_could_not_be_read_ends_the_condition_with_a_note():
+    watch = Watch(a_policy("warn", hold=30, rules=(Devices(80),)))
+    watch.until(20, a_device(temperature=90.0))
+
+    lost = watch.sees(busy(30, a_device(temperature=None), gaps=(Gap(a_uuid(0), "temperature", "timeout"),)))
+
+    assert [(note.kind, note.text) for note in lost.notes] == [
+        ("gap", "temperature could not be read, timeout: the time starts anew")
+    ]
+    assert watch.until(100, a_device(temperature=90.0), begin=40) == [(70, "warn")]
+
+
+def test_a_value_that_this_model_never_has_is_no_gap():
+    fans = (Gap(a_uuid(0), "fan_speed", "not supported"),)
+    watch = Watch(a_policy("warn", hold=10))
+    watch.until(20, gaps=fans)
+
+    assert kinds(watch.sees(busy(30, NOBODY, gaps=fans))) == set()
+
+
+@pytest.mark.parametrize("pause", [31, 3600, -5])
+def test_a_pause_of_more_than_three_intervals_starts_all_durations_anew(pause):
+    watch = Watch(a_policy("warn", hold=30))
+    watch.until(20)
+
+    judgement = watch.sees(busy(20 + pause))
+
+    assert judgement.verdicts == ()
+    assert kinds(judgement) == {"resampling"}
+
+
+def test_a_pause_of_three_intervals_is_bridged():
+    watch = Watch(a_policy("warn", hold=30))
+    watch.until(20)
+
+    assert actions(watch.sees(busy(50))) == ["warn"]
+
+
+def test_the_interval_can_be_given():
+    watch = Watch(a_policy("warn", hold=30), interval=10)
+    watch.sees(busy(0))
+
+    assert kinds(watch.sees(busy(31))) == {"resampling"}
+
+
+def test_a_slower_rhythm_is_learnt_after_five_samples():
+    watch = Watch(a_policy("warn", hold=400, cooldown=5000))
+    watch.until(100)
+
+    assert watch.until(2000, begin=200, every=100) == [(1000, "warn")]
+
+
+# --- the ladder ---------------------------------------------------------------------------------------------------
+
+
+def test_the_ladder_is_climbed_one_step_after_the_other_and_none_is_repeated():
+    watch = Watch(a_policy("warn", "terminate", "kill", cooldown=1000))
+
+    assert watch.until(600) == [(30, "warn"), (90, "terminate"), (150, "kill")]
+
+
+def test_the_time_to_the_next_step_counts_from_when_the_last_was_asked_for():
+    watch = Watch(a_policy("warn", "notify", cooldown=1000), interval=30)
+
+    assert watch.until(200, every=25) == [(50, "warn"), (125, "notify")]
+
+
+def test_the_first_step_may_wait_too():
+    assert Watch(a_policy(Step("warn", 40), cooldown=1000)).until(200) == [(70, "warn")]
+
+
+def test_a_condition_that_ends_cancels_the_ladder_with_a_note():
+    watch = Watch(a_policy("warn", "terminate"))
+    watch.until(40)
+
+    assert kinds(watch.sees(busy(50, NOBODY))) == {"cleared"}
+    assert watch.until(90, begin=60) == [(90, "warn")]
+
+
+def test_after_the_last_step_comes_the_cooldown_and_then_the_start():
+    watch = Watch(a_policy("warn", hold=30, cooldown=100))
+
+    assert watch.until(170) == [(30, "warn"), (160, "warn")]
+
+
+def test_a_condition_that_comes_and_goes_does_not_shorten_the_cooldown():
+    watch = Watch(a_policy("warn", hold=30, cooldown=100))
+    watch.until(40)
+    watch.sees(busy(50, NOBODY))
+
+    assert watch.until(150, begin=60) == []
+    assert kinds(watch.sees(busy(160))) == set()
+
+
+def test_a_verdict_says_what_comes_next():
+    watch = Watch(a_policy("warn", Step("terminate", 600)))
+    watch.until(20)
+
+    (verdict,) = watch.sees(busy(30)).verdicts
+
+    assert (verdict.step, verdict.next_action, verdict.next_after, verdict.since) == (0, "terminate", 600, 10_000)
+
+
+def test_a_verdict_carries_the_options_of_its_step_and_the_switch_of_its_policy():
+    watch = Watch(a_policy(Step("checkpoint", options=(("signal", "USR1"),)), enforce=True, hold=10))
+    watch.sees(busy(0))
+
+    (verdict,) = watch.sees(busy(10)).verdicts
+
+    assert (verdict.options, verdict.enforce) == ((("signal", "USR1"),), True)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (Step("kill"),),
+        (Step("warn"), Step("kill", 3600)),
+        (Step("terminate"), Step("kill", KILL_AFTER - 1)),
+        (Step("kill", 60), Step("terminate", 60)),
+        (Step("terminate"), Step("log", 10), Step("kill", 19)),
+        (Step("terminate"), Step("kill", 60), Step("terminate", 60), Step("kill", 29)),
+    ],
+)
+def test_a_kill_without_a_terminate_long_before_it_is_refused(steps):
+    with pytest.raises(InvalidRequest, match="kills without warning"):
+        a_policy(*steps)
+
+
+def test_a_kill_thirty_seconds_after_a_terminate_is_accepted():
+    watch = Watch(a_policy(Step("terminate"), Step("log", 10), Step("kill", 20), cooldown=1000))
+
+    assert watch.until(200) == [(30, "terminate"), (40, "log"), (60, "kill")]
+
+
+def test_a_reused_pid_starts_with_a_clean_slate():
+    watch = Watch(a_policy("warn", "terminate"))
+    watch.until(80)
+    another = a_device(processes=(a_process(start_time=10_085.0),))
+
+    assert watch.sees(busy(90, another)).verdicts == ()
+    assert watch.until(120, another, begin=100) == [(120, "warn")]
+
+
+def test_a_fresh_memory_starts_at_the_first_step():
+    assert Watch(a_policy("warn", "terminate")).until(80) == [(30, "warn")]
+    assert Watch(a_policy("warn", "terminate")).until(180, begin=90) == [(120, "warn"), (180, "terminate")]
+
+
+@pytest.mark.parametrize("change", [{"hold": 31.0}, {"enforce": True}, {"rules": (Processes(1),)}])
+def test_a_policy_that_was_changed_cancels_its_ladders(change):
+    policy = a_policy("warn", "terminate")
+    watch = Watch(policy)
+    watch.until(80)
+    watch.policies = (replace(policy, **change),)
+
+    judgement = watch.sees(busy(90))
+
+    assert (judgement.verdicts, kinds(judgement)) == ((), {"cancelled"})
+
+
+def test_a_policy_that_is_gone_cancels_its_ladders_and_may_come_back():
+    policy = a_policy("warn", "terminate")
+    watch = Watch(policy)
+    watch.until(80)
+    watch.policies = ()
+    assert kinds(watch.sees(busy(85))) == {"cancelled"}
+    watch.policies = (policy,)
+
+    assert watch.until(110, begin=90) == []
+
+
+def test_the_same_policy_loaded_again_goes_on():
+    watch = Watch(a_policy("warn", "terminate"))
+    watch.until(80)
+    watch.policies = (a_policy("warn", "terminate"),)
+
+    assert actions(watch.sees(busy(90))) == ["terminate"]
+
+
+def test_two_policies_with_one_name_are_refused():
+    with pytest.raises(InvalidRequest, match="same name"):
+        Watch(a_policy("warn"), a_policy("log")).sees(busy(0))
+
+
+# --- who is meant -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unknown", [{"start_time": None}, {"uid": None}])
+def test_a_process_with_an_unknown_identity_never_appears(unknown):
+    process = a_process(**unknown)
+    subject = Subject("process", a_uuid(0), process.pid, process.start_time, process.uid)
+    rule = Finds(lambda view: [Finding("x", subject, "why", (process,))])
+    watch = Watch(a_policy("warn", rules=(rule,)))
+
+    assert watch.until(100, a_device(processes=(process,))) == []
+
+
+def test_unknown_processes_are_left_out_of_a_finding_about_a_device():
+    known, unknown = a_process(1000), a_process(1001, uid=None)
+    device = a_device(processes=(known, unknown))
+    rule = Finds(lambda view: [Finding("x", Subject("device", a_uuid(0)), "why", (known, unknown))])
+    watch = Watch(a_policy("terminate", rules=(rule,), hold=10))
+    watch.sees(busy(0, device))
+
+    assert pids(watch.sees(busy(10, device)).verdicts) == {1000}
+
+
+def test_a_process_that_is_not_in_the_sample_never_appears():
+    rule = Finds(lambda view: [Finding("x", Subject("process", a_uuid(0), 9, 1.0, 1001), "why", (a_process(9),))])
+
+    assert Watch(a_policy("warn", rules=(rule,))).until(100) == []
+
+
+def test_a_claim_whose_devices_cannot_be_seen_is_left_alone():
+    claim = a_claim_record()
+    rule = Finds(lambda view: [Finding("x", Subject("claim", uid=1001, claim=claim.id), "idle")])
+    watch = Watch(a_policy("release", rules=(rule,)))
+
+    assert watch.until(100, a_device(processes=None), claims=(claim,)) == []
+    assert watch.until(200, a_device(), claims=(claim,), begin=110) == [(140, "release"), (180, "release")]
+
+
+def test_a_process_on_several_devices_is_asked_once():
+    both = [a_device(0, processes=(a_process(),)), a_device(1, processes=(a_process(),))]
+    watch = Watch(a_policy("warn", "terminate", cooldown=1000))
+    watch.until(20, *both)
+
+    (verdict,) = watch.sees(busy(30, *both)).verdicts
+
+    assert verdict.finding.why == "uses memory (and the like on 1 more devices)"
+    assert watch.until(300, *both, begin=40) == [(90, "terminate")]
+
+
+def test_what_several_rules_have_against_the_same_process_is_said_together():
+    watch = Watch(a_policy("warn", rules=(Processes(), Processes(1)), join="any", hold=10))
+    watch.sees(busy(0))
+
+    (verdict,) = watch.sees(busy(10)).verdicts
+
+    assert verdict.finding.why == "uses memory; uses memory"
+    assert len(verdict.finding.processes) == 1
+
+
+# --- not too many at once -----------------------------------------------------------------------------------------
+
+
+def crowd(users: int, each: int = 1, **fields):
+    """A device for every process of so many users."""
+    names = [(user, number) for user in range(users) for number in range(each)]
+    return [
+        a_device(place, processes=(a_process(1000 + place, uid=2000 + user, **fields),), memory_used=20 * GIB)
+        for place, (user, number) in enumerate(names)
+    ]
+
+
+def test_the_breaker_lets_nobody_be_hit_when_too_many_users_would_be():
+    judgement = ladder_at_its_end(a_policy("terminate", at_most_users=3), *crowd(4))
+
+    assert (judgement.verdicts, kinds(judgement)) == ((), {"breaker"})
+
+
+def test_the_breaker_lets_nobody_be_hit_when_too_many_processes_would_be():
+    judgement = ladder_at_its_end(a_policy("terminate", at_most_processes=5), *crowd(1, each=6))
+
+    assert (judgement.verdicts, kinds(judgement)) == ((), {"breaker"})
+
+
+def test_as_many_as_the_breaker_allows_are_hit():
+    assert len(ladder_at_its_end(a_policy("terminate"), *crowd(3)).verdicts) == 3
+
+
+def test_the_breaker_counts_no_warnings():
+    assert len(ladder_at_its_end(a_policy("warn"), *crowd(8)).verdicts) == 8
+
+
+def test_the_breaker_of_one_policy_does_not_stop_another():
+    calm = a_policy("terminate", name="calm", rules=(Processes(15 * GIB),))
+    devices = [*crowd(4), a_device(4, processes=(a_process(memory_used=20 * GIB),))]
+
+    judgement = ladder_at_its_end((a_policy("terminate"), calm), *devices)
+
+    assert [verdict.policy for verdict in judgement.verdicts] == ["calm"]
+
+
+def ladder_at_its_end(policies, *devices):
+    watch = Watch(*(policies if isinstance(policies, tuple) else (policies,)))
+    watch.until(20, *devices)
+    return watch.sees(busy(30, *devices))
+
+
+ALICE, BOB = a_process(1000, uid=1001), a_process(1001, uid=1002)
+
+
+def test_one_process_per_device_is_hit_until_its_effect_is_seen():
+    full = a_device(processes=(ALICE, BOB), memory_used=20 * GIB)
+    watch = Watch(a_policy("terminate", cooldown=1000))
+    watch.until(20, full)
+    judgement = watch.sees(busy(30, full))
+    assert (pids(judgement.verdicts), kinds(judgement)) == ({1000}, {"waiting"})
+
+    dead_but_not_yet_given_back = a_device(processes=(BOB,), memory_used=20 * GIB)
+    assert watch.sees(busy(40, dead_but_not_yet_given_back)).verdicts == ()
+
+    given_back = a_device(processes=(BOB,), memory_used=10 * GIB + MIB)
+    assert pids(watch.sees(busy(50, given_back)).verdicts) == {1001}
+
+
+def test_after_fifty_seconds_without_an_effect_the_next_one_may_be_hit():
+    full = a_device(processes=(ALICE, BOB), memory_used=20 * GIB)
+
+    assert Watch(a_policy("terminate", cooldown=1000)).until(200, full) == [(30, "terminate"), (80, "terminate")]
+
+
+def test_a_reused_pid_on_the_device_does_not_count_as_alive():
+    reused = a_process(1000, uid=1003, start_time=10_035.0, memory_used=GIB)
+    watch = Watch(a_policy("terminate", cooldown=1000))
+    watch.until(30, a_device(processes=(ALICE, BOB), memory_used=20 * GIB))
+
+    judgement = watch.sees(busy(40, a_device(processes=(reused, BOB), memory_used=10 * GIB)))
+
+    assert pids(judgement.verdicts) == {1001}
+
+
+def test_a_list_that_is_not_plausible_shows_no_effect():
+    full = a_device(processes=(ALICE, BOB), memory_used=20 * GIB)
+    watch = Watch(a_policy("terminate", hold=10, cooldown=1000))
+    assert len(watch.until(10, full)) == 1
+    watch.sees(busy(20, a_device(processes=(), processes_plausible=False, memory_used=0)))
+
+    assert watch.until(50, full, begin=30) == []
+
+
+def test_the_ladder_that_acted_may_go_on_on_its_device():
+    watch = Watch(a_policy("terminate", Step("kill", 30), cooldown=1000))
+
+    assert watch.until(100) == [(30, "terminate"), (60, "kill")]
+
+
+def test_two_policies_do_not_hit_the_same_device_at_once():
+    judgement = ladder_at_its_end((a_policy("terminate"), a_policy("pause", name="q")), *crowd(1))
+
+    assert len(judgement.verdicts) == 1
+    assert kinds(judgement) == {"waiting"}
+
+
+def test_a_policy_that_only_watches_does_not_delay_one_that_is_enforced():
+    rehearsed, enforced = a_policy("terminate", name="a"), a_policy("terminate", name="b", enforce=True)
+
+    assert len(ladder_at_its_end((rehearsed, enforced), *crowd(1)).verdicts) == 2
+
+
+def test_a_process_on_two_devices_keeps_both_from_the_next():
+    wide, other = a_process(1000), a_process(1001, memory_used=5 * GIB)
+    devices = [a_device(0, processes=(wide,)), a_device(1, processes=(wide, other))]
+
+    judgement = ladder_at_its_end(a_policy("terminate"), *devices)
+
+    assert pids(judgement.verdicts) == {1000}
+    assert kinds(judgement) == {"waiting"}
+
+
+def test_nothing_destructive_happens_on_a_device_whose_processes_cannot_be_seen():
+    watch = Watch(a_policy("warn", "terminate", rules=(Devices(),)))
+
+    assert watch.until(200, a_device(processes=None)) == [(30, "warn")]
+
+
+# --- bounds -------------------------------------------------------------------------------------------------------
+
+
+def test_memory_does_not_grow_with_those_who_are_gone():
+    watch = Watch(a_policy("warn", hold=10, cooldown=50), a_policy("terminate", name="q", cooldown=50))
+    watch.memory.keep(10_050.0, uid=1001)
+    for number in range(300):
+        process = a_process(1000 + number, start_time=5000.0 + number)
+        for moment in range(6):
+            watch.sees(busy(number * 60 + moment * 10, a_device(processes=(process,))))
+    watch.sees(busy(300 * 60 + 60, NOBODY))
+
+    left = watch.memory
+    assert [len(one) for one in left.standings.values()] == [0, 0]
+    assert len(left.cooling) + len(left.effects) + len(left.kept) <= 3
+
+
+def test_an_exemption_has_an_end():
+    spared = a_policy("warn", exempt=(Scope(users=frozenset({1001}), until=1_700_000_100.0),), cooldown=1000)
+
+    assert Watch(spared).until(200) == [(130, "warn")]

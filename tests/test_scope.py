@@ -1,0 +1,286 @@
+"""Whom a policy is about, whom it spares, and when it applies."""
+
+from __future__ import annotations
+
+import pytest
+from builders import a_claim_record, a_device, a_mig_instance, a_process, a_uuid
+from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
+
+from gpuguard.model import Finding, Subject
+from gpuguard.policies.engine import Scope
+from gpuguard.policies.occasion import is_within
+from gpuguard.policies.view import HostUse, View
+
+ALICE, BOB = 1001, 1002
+SINCE_BOOT = 1000.0  # start_time of a_process()
+HOUR, DAY = 3600, 86400
+MONDAY = 4 * DAY  # 5 January 1970
+
+
+def judged(policy, *devices, host=None, groups=None, begin=0, mark=None, **fields):
+    """The judgement when the condition has held for long enough."""
+    watch = Watch(policy)
+    if mark:
+        watch.memory.keep(20_000.0, **mark)
+    for clock in range(begin, begin + 40, 10):
+        judgement = watch.sees(View(busy(clock, *devices, **fields), host=host or {}, groups=groups or {}))
+    return judgement
+
+
+def users(*uids: int) -> Scope:
+    return Scope(users=frozenset(uids))
+
+
+BOTH = a_device(processes=(a_process(1, uid=ALICE), a_process(2, uid=BOB, user="bob")))
+
+
+def test_only_those_in_the_scope_are_meant():
+    judgement = judged(a_policy("warn", only=users(BOB)), BOTH)
+
+    assert pids(judgement.verdicts) == {2}
+    assert judgement.notes == ()
+
+
+def test_those_who_are_exempt_are_left_out_with_a_note():
+    judgement = judged(a_policy("warn", exempt=(users(BOB),)), BOTH)
+
+    assert pids(judgement.verdicts) == {1}
+    assert [(note.kind, note.subject and note.subject.uid) for note in judgement.notes] == [("exempt", BOB)]
+
+
+def test_a_finding_about_a_device_is_narrowed_to_those_in_the_scope():
+    hot = a_policy("terminate", rules=(Devices(means=True),), exempt=(users(BOB),))
+
+    assert pids(judged(hot, BOTH).verdicts) == {1}
+
+
+def test_an_empty_set_matches_nobody():
+    assert judged(a_policy("warn", only=users()), BOTH).verdicts == ()
+    assert len(judged(a_policy("warn", exempt=(users(),)), BOTH).verdicts) == 2
+
+
+def test_all_keys_of_a_scope_must_match():
+    scope = Scope(users=frozenset({ALICE}), devices=("1",))
+    devices = [a_device(0, processes=(a_process(1),)), a_device(1, processes=(a_process(2),))]
+
+    assert pids(judged(a_policy("warn", only=scope), *devices).verdicts) == {2}
+    assert pids(judged(a_policy("warn", exempt=(scope,)), *devices).verdicts) == {1}
+
+
+@pytest.mark.parametrize("text", ["1", "GPU-00000001", "gpu-00000001-0000", a_uuid(1)])
+def test_a_device_is_named_by_its_index_or_the_beginning_of_its_uuid(text):
+    devices = [a_device(0, processes=(a_process(1),)), a_device(1, processes=(a_process(2),))]
+
+    assert pids(judged(a_policy("warn", only=Scope(devices=(text,))), *devices).verdicts) == {2}
+
+
+def test_the_name_of_a_device_means_its_mig_instances_too():
+    parent = a_device(0, mig_mode=True)
+    instance = a_mig_instance(parent, processes=(a_process(1),))
+
+    assert pids(judged(a_policy("warn", only=Scope(devices=(parent.uuid,))), parent, instance).verdicts) == {1}
+
+
+def test_a_process_that_also_runs_on_a_spared_device_is_spared():
+    wide = a_process(1)
+    devices = [a_device(0, processes=(wide,)), a_device(1, processes=(wide, a_process(2)))]
+
+    judgement = judged(a_policy("warn", exempt=(Scope(devices=("0",)),)), *devices)
+
+    assert pids(judgement.verdicts) == {2}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant", "spared"), [("NVIDIA A100-SXM4-80GB", 1, 1), ("Tesla T4", 0, 0), (None, 0, 1)]
+)
+def test_an_unknown_model_is_never_in_the_scope_and_always_spared(name, meant, spared):
+    device = a_device(name=name, processes=(a_process(),))
+    scope = Scope(models=("A100*",))
+
+    assert len(judged(a_policy("warn", only=scope), device).verdicts) == meant
+    assert len(judged(a_policy("warn", exempt=(scope,)), device).verdicts) == 1 - spared
+
+
+@pytest.mark.parametrize(
+    ("groups", "meant", "spared"),
+    [({ALICE: frozenset({"students"})}, 1, 1), ({ALICE: frozenset({"staff"})}, 0, 0), ({}, 0, 1)],
+)
+def test_unknown_groups_are_never_in_the_scope_and_always_spared(groups, meant, spared):
+    device, scope = a_device(processes=(a_process(),)), Scope(groups=frozenset({"students"}))
+
+    assert len(judged(a_policy("warn", only=scope), device, groups=groups).verdicts) == meant
+    assert len(judged(a_policy("warn", exempt=(scope,)), device, groups=groups).verdicts) == 1 - spared
+
+
+@pytest.mark.parametrize(
+    ("facts", "terminal", "kind", "meant", "spared"),
+    [
+        ({}, "/dev/pts/3", "interactive", 1, 1),
+        ({}, "", "interactive", 0, 0),
+        ({}, "", "batch", 1, 1),
+        ({}, None, "interactive", 0, 1),
+        ({}, None, "batch", 0, 1),
+        ({"command": ("python", "-m", "ipykernel_launcher", "-f", "x.json")}, "", "interactive", 1, 1),
+        ({"container": "ab12"}, "", "container", 1, 1),
+        ({"container": "ab12"}, "", "batch", 1, 1),
+        ({}, "", "container", 0, 0),
+    ],
+)
+def test_kinds_of_processes(facts, terminal, kind, meant, spared):
+    device, scope = a_device(processes=(a_process(4711, **facts),)), Scope(kinds=frozenset({kind}))
+    host = {(4711, SINCE_BOOT): HostUse(terminal=terminal)}
+
+    assert len(judged(a_policy("warn", only=scope), device, host=host).verdicts) == meant
+    assert len(judged(a_policy("warn", exempt=(scope,)), device, host=host).verdicts) == 1 - spared
+
+
+def test_an_exemption_is_over_at_its_end():
+    def spared(until: float) -> Scope:
+        return Scope(users=frozenset({ALICE}), until=1_700_000_000.0 + until)
+
+    device = a_device(processes=(a_process(),))
+
+    assert kinds(judged(a_policy("warn", exempt=(spared(31),)), device)) == {"exempt"}
+    assert judged(a_policy("warn", exempt=(spared(0),)), device).verdicts != ()
+
+
+# --- marks and grace ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mark", [{"uid": ALICE}, {"device": a_uuid(0)}, {"claim": "a1b2c3"}])
+def test_who_asked_to_be_kept_is_left_alone(mark):
+    device, claim = a_device(processes=(a_process(),)), a_claim_record()
+
+    judgement = judged(a_policy("warn"), device, claims=(claim,), mark=mark)
+
+    assert (judgement.verdicts, kinds(judgement)) == ((), {"kept"})
+
+
+@pytest.mark.parametrize("mark", [{"uid": BOB}, {"device": a_uuid(1)}, {"claim": "other"}])
+def test_the_mark_of_somebody_else_keeps_nobody(mark):
+    assert judged(a_policy("warn"), a_device(processes=(a_process(),)), mark=mark).verdicts != ()
+
+
+def test_a_claim_mark_does_not_keep_a_stranger_on_the_device():
+    judgement = judged(a_policy("warn"), BOTH, claims=(a_claim_record(uid=ALICE),), mark={"claim": "a1b2c3"})
+
+    assert pids(judgement.verdicts) == {2}
+
+
+def test_a_mark_ends_at_its_clock():
+    watch = Watch(a_policy("warn", cooldown=1000))
+    watch.memory.keep(10_100.0, uid=ALICE)
+
+    assert watch.until(200) == [(130, "warn")]
+
+
+def test_a_young_process_is_innocent_and_its_time_counts_from_then():
+    device = a_device(processes=(a_process(start_time=9_990.0),))
+    watch = Watch(a_policy("warn", start_grace=100, cooldown=1000))
+
+    assert kinds(watch.sees(busy(0, device))) == {"grace"}
+    assert watch.until(300, device, begin=10) == [(120, "warn")]
+
+
+@pytest.mark.parametrize(
+    ("since", "fires"), [(1_700_000_000.0 - 3600, True), (1_700_000_000.0 - 10, False), (None, False)]
+)
+def test_a_young_claim_is_innocent_and_so_is_one_of_unknown_age(since, fires):
+    claim = a_claim_record(since=since)
+    rule = Finds(lambda view: [Finding("x", Subject("claim", uid=ALICE, claim=claim.id), "idle")])
+
+    judgement = judged(a_policy("release", rules=(rule,), start_grace=600), a_device(), claims=(claim,))
+
+    assert (judgement.verdicts != ()) is fires
+
+
+# --- when ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hours", "days", "local", "inside"),
+    [
+        ((9, 17), None, 9, True),
+        ((9, 17), None, 17, False),
+        ((22, 7.5), None, 23, True),
+        ((22, 7.5), None, 7.25, True),
+        ((22, 7.5), None, 7.5, False),
+        ((22, 7.5), {0}, 23, True),
+        ((22, 7.5), {0}, 24 + 3, True),  # the night from Monday to Tuesday
+        ((22, 7.5), {0}, 3, False),  # the night from Sunday to Monday
+        ((22, 7.5), {0}, 24 + 23, False),
+        (None, {0, 1}, 0, True),
+        (None, {5, 6}, 0, False),
+        ((0, 0), None, 12, True),
+    ],
+)
+def test_hours_and_days(hours, days, local, inside):
+    seconds = hours and (hours[0] * HOUR, hours[1] * HOUR)
+
+    assert is_within(seconds, days and frozenset(days), MONDAY + local * HOUR) is inside
+
+
+def test_outside_its_hours_a_policy_does_nothing_and_no_time_passes():
+    at_night = a_policy("warn", hours=(0.0, 6.0 * HOUR), cooldown=1000)
+    watch = Watch(at_night, zone=0)
+    midnight = 1_700_006_400.0
+
+    def sees(clock):
+        return watch.sees(busy(clock, taken_at=midnight - 100 + clock))
+
+    assert [kinds(sees(clock)) for clock in (80, 90)] == [{"hours"}, {"hours"}]
+    assert [actions(sees(clock)) for clock in (100, 110, 120, 130)] == [[], [], [], ["warn"]]
+
+
+def test_the_zone_moves_the_hours():
+    noon = a_policy("warn", hours=(12.0 * HOUR, 13.0 * HOUR), hold=10)
+    berlin = Watch(noon, zone=HOUR)
+    eleven_utc = 1_700_006_400.0 + 11.5 * HOUR
+
+    assert [actions(berlin.sees(busy(clock, taken_at=eleven_utc + clock))) for clock in (0, 10)] == [[], ["warn"]]
+
+
+@pytest.mark.parametrize(("claimed", "fires"), [(0, False), (1, False), (2, True)])
+def test_a_tighter_rule_applies_only_under_load(claimed, fires):
+    devices = [a_device(0, processes=(a_process(),)), a_device(1)]
+    claims = [a_claim_record(device, id=device.uuid) for device in devices[:claimed]]
+
+    judgement = judged(a_policy("warn", claimed_above=50), *devices, claims=tuple(claims))
+
+    assert (judgement.verdicts != ()) is fires
+    assert kinds(judgement) == (set() if fires else {"load"})
+
+
+def test_a_claim_that_is_dead_is_no_load():
+    device = a_device(processes=(a_process(),))
+
+    assert judged(a_policy("warn", claimed_above=50), device, claims=(a_claim_record(alive=False),)).verdicts == ()
+
+
+def test_a_divided_device_counts_as_its_parts():
+    parent = a_device(0, mig_mode=True)
+    parts = [a_mig_instance(parent, 0, processes=(a_process(),)), a_mig_instance(parent, 1)]
+    claims = (a_claim_record(parts[0], parts[1]),)
+
+    assert judged(a_policy("warn", claimed_above=90), parent, *parts, claims=claims).verdicts != ()
+
+
+def test_k_of_n_devices_of_the_same_user():
+    devices = [
+        a_device(0, processes=(a_process(1, uid=ALICE),)),
+        a_device(1, processes=(a_process(2, uid=ALICE), a_process(3, uid=BOB))),
+    ]
+
+    judgement = judged(a_policy("warn", devices_at_least=2), *devices)
+
+    assert pids(judgement.verdicts) == {1, 2}
+    assert [(note.kind, note.subject and note.subject.pid) for note in judgement.notes] == [("devices", 3)]
+
+
+def test_k_of_n_for_devices_is_counted_by_their_claims():
+    devices = [a_device(number, temperature=90.0) for number in range(3)]
+    claims = (a_claim_record(devices[0], devices[1]), a_claim_record(devices[2], id="b", uid=BOB))
+
+    judgement = judged(a_policy("warn", rules=(Devices(80),), devices_at_least=2), *devices, claims=claims)
+
+    assert [verdict.finding.subject.device for verdict in judgement.verdicts] == [a_uuid(0), a_uuid(1)]
