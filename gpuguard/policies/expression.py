@@ -33,7 +33,7 @@ class Expression:
     With a name about processes (memory_used, user, ...) it is judged for each process on each device, else for each
     device.  What compares something unknown is neither true nor false.
 
-        when: {expression: {expr: "memory_used > 30GiB and utilization < 5% and user not in ('alice',)"}}
+        when: {expression: {expr: "memory_used > 30GiB and utilization < 5% and user not in ('bob',)"}}
     """
 
     expr: Annotated[Condition, parse_expression]

@@ -15,14 +15,14 @@ from gpuguard.units import format_bytes
 class OutsideScheduler:
     """A process computes on a device that the scheduler (Slurm, for one) has not given to its user.
 
-    containers: judge processes in containers, too; their user often is not the user of the job.
+    containers: false spares processes in containers, where jobs start some whose user is not the user of the job.
 
     Holds nowhere without a scheduler, and not on devices of which it says nothing.
 
         when: {outside_scheduler: {}}
     """
 
-    containers: bool = False
+    containers: bool = True
 
     def check(self, view: View) -> Iterator[Finding]:
         """A finding per process and device."""

@@ -1,0 +1,440 @@
+"""Rules about people: whose device it is, who may compute, how much, for how long, and with which program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from builders import GIB, MIB, TOTAL, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+
+from gpuguard.attribution import Seen
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import Device, Finding, Gap
+from gpuguard.policies import Rule
+from gpuguard.policies.age import Age
+from gpuguard.policies.command import Command
+from gpuguard.policies.outside_scheduler import OutsideScheduler
+from gpuguard.policies.quota import Quota
+from gpuguard.policies.trespass import Trespass
+from gpuguard.policies.unclaimed import Unclaimed
+from gpuguard.policies.users import Users
+from gpuguard.policies.view import View, device_subject, key_of
+
+HOUR = 3600.0
+ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
+NOW = 1_700_000_000.0  # of a_snapshot(), at clock 10000
+
+
+def used_by(*processes, index: int = 0, **fields) -> Device:
+    return a_device(index, memory_used=50 * GIB, processes=processes, **fields)
+
+
+def found(rule: Rule, *devices: Device, claims=(), gaps=(), **view) -> list[Finding]:
+    return list(rule.check(View(a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps)), **view)))
+
+
+def pids(findings: list[Finding]) -> list[int]:
+    return sorted(process.pid for finding in findings for process in finding.processes)
+
+
+# --- unclaimed --------------------------------------------------------------------------------------------------------
+
+
+def test_use_of_a_device_that_nobody_has_claimed_is_found():
+    [finding] = found(Unclaimed(), used_by(a_process(**BOB)))
+
+    assert (finding.subject.kind, finding.subject.pid, finding.subject.user) == ("process", 4711, "bob")
+    assert finding.why == "uses 10.0GiB of a device that nobody has claimed"
+
+
+def test_use_of_a_claimed_device_is_not_unclaimed_whoever_claimed_it():
+    assert found(Unclaimed(), used_by(a_process(**BOB)), claims=[a_claim_record(**ALICE)]) == []
+
+
+def test_a_claim_that_is_over_claims_nothing():
+    assert pids(found(Unclaimed(), used_by(a_process()), claims=[a_claim_record(alive=False)])) == [4711]
+
+
+def test_without_the_claims_nothing_is_unclaimed():
+    assert found(Unclaimed(), used_by(a_process()), gaps=[Gap(None, "claims", "no permission")]) == []
+    assert found(Unclaimed(), used_by(a_process()), gaps=[Gap(None, "topology", "no permission")])
+
+
+def test_little_memory_is_spared_and_unknown_memory_too():
+    rule = Unclaimed(min_memory=GIB)
+    processes = [a_process(2, memory_used=GIB - 1), a_process(3, memory_used=GIB), a_process(4, memory_used=None)]
+
+    assert pids(found(rule, used_by(*processes))) == [3]
+    assert "1.0GiB" in found(rule, used_by(*processes))[0].why
+
+
+@pytest.mark.parametrize("kind", ["graphics", "compute+graphics"])
+def test_a_desktop_needs_no_claim(kind):
+    assert found(Unclaimed(), used_by(a_process(kind=kind, memory_used=25 * MIB))) == []
+
+
+def test_a_claim_of_a_device_covers_its_instances_and_a_divided_device_is_only_its_instances():
+    parent = used_by(a_process(), mig_mode=True)
+    instance = a_mig_instance(parent, processes=(a_process(),))
+
+    assert found(Unclaimed(), parent, instance, claims=[a_claim_record(parent)]) == []
+    assert found(Unclaimed(), parent, instance, claims=[a_claim_record(instance)]) == []
+    assert [finding.subject.device for finding in found(Unclaimed(), parent, instance)] == [instance.uuid]
+
+
+# --- trespass ---------------------------------------------------------------------------------------------------------
+
+
+def test_another_user_on_a_claimed_device_is_a_trespasser_and_the_owner_is_not():
+    device = used_by(a_process(2, **ALICE), a_process(3, **BOB))
+
+    [finding] = found(Trespass(), device, claims=[a_claim_record(**ALICE)])
+    assert pids([finding]) == [3]
+    assert finding.why == "uses 10.0GiB of a device that alice has claimed"
+
+
+def test_nobody_trespasses_on_a_device_that_is_not_claimed():
+    assert found(Trespass(), used_by(a_process(**BOB)), claims=[a_claim_record("GPU-elsewhere")]) == []
+
+
+def test_who_shares_a_device_by_a_claim_is_at_home():
+    claims = [a_claim_record(id="a", **ALICE), a_claim_record(id="b", **BOB)]
+
+    assert found(Trespass(), used_by(a_process(2, **ALICE), a_process(3, **BOB)), claims=claims) == []
+
+
+def test_who_holds_the_lock_is_at_home_whoever_he_is():
+    claim = a_claim_record(holders=(3,), **ALICE)
+
+    assert pids(found(Trespass(), used_by(a_process(3, **BOB), a_process(4, **BOB)), claims=[claim])) == [4]
+
+
+def test_a_descendant_of_the_holder_is_at_home():
+    claim = a_claim_record(pid=4700, **ALICE)
+    seen = {3: Seen(5, "S"), 5: Seen(4700, "S")}
+
+    assert found(Trespass(), used_by(a_process(3, **BOB)), claims=[claim], seen=seen) == []
+    assert pids(found(Trespass(), used_by(a_process(3, **BOB)), claims=[claim])) == [3]
+
+
+def test_root_is_taken_for_a_container_of_the_claim():
+    assert found(Trespass(), used_by(a_process(uid=0, user="root")), claims=[a_claim_record()]) == []
+
+
+def test_the_user_inside_a_container_is_judged_only_when_that_is_asked_for():
+    device = used_by(a_process(3, container="c0ffee", **BOB))
+
+    assert found(Trespass(), device, claims=[a_claim_record()]) == []
+    assert pids(found(Trespass(containers=True), device, claims=[a_claim_record()])) == [3]
+
+
+def test_a_lock_without_a_record_may_be_anybodys():
+    claims = [a_claim_record(**ALICE), a_claim_record(id="?", uid=-1, user="?")]
+
+    assert found(Trespass(), used_by(a_process(**BOB)), claims=claims) == []
+
+
+# --- outside the scheduler --------------------------------------------------------------------------------------------
+
+
+def test_who_was_not_given_the_device_is_found_and_only_where_there_is_a_scheduler():
+    device = used_by(a_process(2, **ALICE), a_process(3, **BOB))
+
+    assert pids(found(OutsideScheduler(), device, scheduled={device.uuid: frozenset({1001})})) == [3]
+    assert found(OutsideScheduler(), device, scheduled=None) == []
+
+
+def test_a_device_that_was_given_to_nobody_is_used_by_nobody():
+    device = used_by(a_process())
+
+    [finding] = found(OutsideScheduler(), device, scheduled={device.uuid: frozenset()})
+    assert finding.why == "uses 10.0GiB of a device that the scheduler has given to nobody"
+
+
+def test_of_a_device_that_the_scheduler_does_not_mention_nothing_is_known():
+    assert found(OutsideScheduler(), used_by(a_process()), scheduled={}) == []
+
+
+def test_an_instance_is_given_with_its_device():
+    parent = a_device(mig_mode=True)
+    instance = a_mig_instance(parent, processes=(a_process(2, **ALICE), a_process(3, **BOB)))
+
+    assert pids(found(OutsideScheduler(), parent, instance, scheduled={parent.uuid: frozenset({1001})})) == [3]
+
+
+def test_containers_can_be_spared_by_the_scheduler_rule():
+    device = used_by(a_process(3, container="c0ffee", **BOB))
+
+    assert found(OutsideScheduler(containers=False), device, scheduled={device.uuid: frozenset()}) == []
+
+
+# --- users ------------------------------------------------------------------------------------------------------------
+
+GROUPS = {1001: frozenset({"staff"}), 1002: frozenset({"students", "alumni"})}
+
+
+@pytest.mark.parametrize(
+    ("rule", "hit"),
+    [
+        (Users(deny=(1002,)), [3]),
+        (Users(deny_groups=("students",)), [3]),
+        (Users(allow=(1001,)), [3, 4]),
+        (Users(allow_groups=("staff", "students")), []),  # nothing is known of carol's groups
+        (Users(allow_groups=("staff",)), [3]),
+        (Users(allow=(1002,), allow_groups=("staff",)), []),
+        (Users(allow=(1001, 1002, 1003), deny=(1001,)), [2]),
+        (Users(allow_groups=("students",), deny_groups=("alumni",)), [2, 3]),
+    ],
+)
+def test_who_is_denied_or_not_allowed_is_found(rule, hit):
+    device = used_by(a_process(2, **ALICE), a_process(3, **BOB), a_process(4, uid=1003, user="carol"))
+
+    assert pids(found(rule, device, groups=GROUPS)) == hit
+
+
+def test_the_reason_names_user_and_group():
+    device = used_by(a_process(3, **BOB))
+
+    whys = [found(rule, device, groups=GROUPS)[0].why for rule in (Users(deny_groups=("alumni",)), Users(allow=(7,)))]
+    assert whys == [
+        "bob is in the group alumni, which is denied, and uses 10.0GiB",
+        "bob is not among those who are allowed and uses 10.0GiB",
+    ]
+
+
+def test_a_rule_that_names_nobody_is_refused():
+    with pytest.raises(InvalidRequest, match="name somebody"):
+        Users()
+
+
+# --- quota ------------------------------------------------------------------------------------------------------------
+
+
+def a_claim(name: str, *devices: Device, age: float, **fields):
+    return a_claim_record(*devices, id=name, since=NOW - age, **{**ALICE, **fields})
+
+
+def subjects(findings: list[Finding]) -> list[object]:
+    return sorted((finding.subject.claim or finding.subject.pid for finding in findings), key=str)
+
+
+def test_the_newest_claims_are_in_excess_and_the_oldest_never():
+    devices = [a_device(index) for index in range(5)]
+    claims = [
+        a_claim("new", devices[4], age=100),
+        a_claim("old", devices[0], devices[1], age=9000),
+        a_claim("middle", devices[2], devices[3], age=5000),
+    ]
+
+    assert subjects(found(Quota(devices=5), *devices, claims=claims)) == []
+    assert subjects(found(Quota(devices=4), *devices, claims=claims)) == ["new"]
+    assert subjects(found(Quota(devices=3), *devices, claims=claims)) == ["middle", "new"]
+    assert found(Quota(devices=4), *devices, claims=claims)[0].why == "alice has 5 devices, 4 are allowed"
+
+
+def test_an_action_means_the_processes_of_the_claim_in_excess_and_no_others():
+    old, new = a_process(2, start_time=1000.0), a_process(3, start_time=9950.0)
+    devices = [used_by(old, index=0), used_by(new, index=1)]
+    claims = [a_claim("old", devices[0], age=9000), a_claim("new", devices[1], age=100)]
+
+    assert pids(found(Quota(devices=1), *devices, claims=claims)) == [3]
+    assert pids(found(Quota(claims=1), *devices, claims=claims)) == [3]
+
+
+def test_processes_without_a_claim_count_too():
+    devices = [used_by(a_process(2 + index, start_time=1000.0 + index), index=index) for index in range(3)]
+
+    assert subjects(found(Quota(devices=2), *devices)) == [4]
+    assert found(Quota(devices=3), *devices) == []
+    assert found(Quota(claims=0), *devices) == []
+
+
+def test_a_claim_whose_age_nobody_knows_is_the_oldest():
+    devices = [a_device(index) for index in range(2)]
+    claims = [replace(a_claim("x", devices[0], age=1), since=None), a_claim("y", devices[1], age=9000)]
+
+    assert subjects(found(Quota(claims=1), *devices, claims=claims)) == ["y"]
+
+
+def test_each_user_has_a_quota_of_his_own():
+    devices = [used_by(a_process(2, **ALICE), index=0), used_by(a_process(3, **BOB), index=1)]
+
+    assert found(Quota(devices=1), *devices) == []
+    assert subjects(found(Quota(devices=0), *devices)) == [2, 3]
+
+
+def test_a_group_shares_a_quota():
+    members = [a_process(2 + index, uid=1001 + index, start_time=100.0 + index) for index in range(3)]
+    devices = [used_by(process, index=index) for index, process in enumerate(members)]
+    groups = {1001: frozenset({"lab"}), 1002: frozenset({"lab"}), 1003: frozenset({"other"})}
+
+    [finding] = found(Quota(devices=1, shared_by=("lab",)), *devices, groups=groups)
+    assert (finding.subject.pid, finding.why) == (3, "group lab has 2 devices, 1 are allowed")
+
+
+def test_a_member_of_two_groups_is_found_once():
+    groups = {1001: frozenset({"lab", "course"})}
+
+    assert len(found(Quota(devices=0, shared_by=("lab", "course")), used_by(a_process()), groups=groups)) == 1
+
+
+def test_a_share_of_the_memory_is_a_share_of_all_devices():
+    devices = [
+        used_by(a_process(2, memory_used=30 * GIB, start_time=100.0), index=0),
+        used_by(a_process(3, memory_used=20 * GIB, start_time=200.0), index=1),
+    ]
+
+    assert found(Quota(memory=32.0), *devices) == []
+    [finding] = found(Quota(memory=25.0), *devices)
+    assert (finding.subject.pid, finding.why) == (
+        3,
+        "alice uses 50.0GiB, 31.2% of the memory of all devices, 25% is allowed",
+    )
+    assert found(Quota(memory=25.0), *devices, a_device(2, memory_total=None, memory_used=0)) == []
+    assert TOTAL == 80 * GIB
+
+
+def test_unknown_memory_counts_as_none():
+    assert found(Quota(memory=0.0), used_by(a_process(memory_used=None))) == []
+
+
+def test_gpu_hours_in_a_window_put_the_newest_in_excess():
+    rule = Quota(gpu_hours=100 * HOUR, within=7 * 24 * HOUR)
+    devices = [used_by(a_process(2, start_time=100.0), index=0), used_by(a_process(3, start_time=200.0), index=1)]
+
+    def used(hours: float):
+        return found(rule, *devices, gpu_seconds={1001: {7 * 24 * HOUR: hours * HOUR}})
+
+    assert used(100) == []
+    assert subjects(used(130)) == [3]
+    assert used(130)[0].why == "alice had 130.0 GPU-hours in 7 days, 100 are allowed"
+    assert found(rule, *devices, gpu_seconds={}) == []
+    assert found(rule, *devices, gpu_seconds={1001: {24 * HOUR: 1e9}}) == []
+    assert found(rule, gpu_seconds={1001: {7 * 24 * HOUR: 1e9}}) == []
+
+
+def test_roots_processes_and_locks_without_a_record_are_nobodys():
+    claims = [a_claim_record(id="?", uid=-1, user="?")]
+
+    assert found(Quota(devices=0), used_by(a_process(uid=0, user="root")), claims=claims) == []
+
+
+def test_a_process_on_two_devices_has_two_devices_but_is_one():
+    process = a_process(2)
+
+    assert len(found(Quota(devices=1), used_by(process, index=0), used_by(process, index=1))) == 1
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"gpu_hours": 1.0}, {"within": 1.0, "devices": 1}, {"devices": -1}, {"shared_by": ("lab",)}]
+)
+def test_a_quota_that_makes_no_sense_is_refused(keys):
+    with pytest.raises(InvalidRequest):
+        Quota(**keys)
+
+
+# --- age --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_runs_for_too_long_is_found():
+    rule = Age(run_time_above=2 * HOUR)
+
+    [finding] = found(rule, used_by(a_process(2, start_time=2700.0), a_process(3, start_time=2900.0)))
+    assert (finding.subject.pid, finding.why) == (2, "has run for 2h1m, 2h are allowed")
+
+
+def a_past(device: Device, *used: tuple[float, float]):
+    return {(key_of(device_subject(device)), "memory_used"): used}
+
+
+EMPTY = [(10_000.0 - seconds, 4.0 * MIB) for seconds in range(7200, -1, -60)]
+
+
+def test_a_claim_without_a_process_is_found_after_its_time():
+    device, rule = a_device(), Age(claim_without_process_above=HOUR)
+
+    [finding] = found(rule, device, claims=[a_claim("x", device, age=7100)], past=a_past(device, *EMPTY))
+    assert (finding.subject.kind, finding.subject.claim, finding.subject.uid) == ("claim", "x", 1001)
+    assert finding.why == "held for 1h58m, the last 1h without a process"
+    assert rule.needs() == (("memory_used", HOUR),)
+
+
+@pytest.mark.parametrize(
+    ("device", "age", "past"),
+    [
+        (a_device(), 3500, EMPTY),  # too young
+        (used_by(a_process()), 7100, EMPTY),
+        (a_device(processes=None), 7100, EMPTY),
+        (a_device(processes_plausible=False), 7100, EMPTY),
+        (a_device(memory_used=None, memory_free=None), 7100, EMPTY),
+        (a_device(memory_used=3 * GIB), 7100, EMPTY),  # somebody is there who is not listed
+        (a_device(), 7100, []),
+        (a_device(), 7100, EMPTY[-30:]),  # half an hour is known
+        (a_device(), 7100, [*EMPTY[:60], *EMPTY[90:]]),  # with a hole of half an hour
+        (a_device(), 7100, [*EMPTY[:90], (EMPTY[90][0], 5.0 * GIB), *EMPTY[91:]]),  # it worked in between
+    ],
+)
+def test_a_claim_is_not_called_unused_unless_that_is_known(device, age, past):
+    claims = [a_claim("x", device, age=age)]
+
+    assert found(Age(claim_without_process_above=HOUR), device, claims=claims, past=a_past(device, *past)) == []
+
+
+def test_a_claim_with_one_working_device_is_used():
+    devices = [a_device(0), used_by(a_process(), index=1)]
+    past = a_past(devices[0], *EMPTY) | a_past(devices[1], *EMPTY)
+
+    claims = [a_claim("x", *devices, age=7100)]
+    assert found(Age(claim_without_process_above=HOUR), *devices, claims=claims, past=past) == []
+
+
+def test_a_rule_without_an_age_is_refused():
+    with pytest.raises(InvalidRequest, match="write run_time_above"):
+        Age()
+
+
+# --- command ----------------------------------------------------------------------------------------------------------
+
+
+def runs(executable: str | None, *arguments: str) -> Device:
+    return used_by(a_process(executable=executable, command=("python", *arguments)))
+
+
+def test_a_program_is_the_file_that_runs_and_not_what_it_calls_itself():
+    rule = Command(executables=("/home/*/xmrig*",))
+
+    assert found(rule, runs("/home/bob/xmrig-6.2"))
+    assert found(rule, runs("/home/bob/xmrig (deleted)"))
+    assert found(rule, runs("/usr/bin/python3", "/home/bob/xmrig")) == []
+    assert found(rule, runs(None, "/home/bob/xmrig")) == []
+
+
+def test_a_program_that_is_not_on_the_list_is_found():
+    rule = Command(executables_other_than=("/usr/bin/*", "/opt/*"))
+
+    assert found(rule, runs("/usr/bin/python3")) == []
+    assert found(rule, runs("/tmp/miner"))[0].why == "runs /tmp/miner and uses 10.0GiB"
+    assert found(rule, runs(None)) == []
+
+
+def test_arguments_narrow_the_programs_down():
+    rule = Command(executables=("/usr/bin/python3*",), arguments=("* ipykernel*", "*-m jupyter*"))
+
+    assert found(rule, runs("/usr/bin/python3.11", "-m", "ipykernel_launcher"))
+    assert found(rule, runs("/usr/bin/python3.11", "train.py")) == []
+    assert found(rule, runs("/usr/bin/perl", "-m", "ipykernel_launcher")) == []
+    assert found(rule, used_by(a_process(executable="/usr/bin/python3", command=None))) == []
+
+
+def test_a_users_text_is_no_pattern_and_may_be_endless():
+    rule = Command(executables=("/usr/bin/python3",), arguments=("*" + "a*" * 200 + "b",))
+
+    assert found(rule, runs("/usr/bin/python3", "a" * 2_000_000)) == []
+    assert found(Command(executables=("/a/?",)), runs("/a/*"))
+    assert found(Command(executables=("/a/b",)), runs("/a/*")) == []
+
+
+@pytest.mark.parametrize("keys", [{}, {"arguments": ("*x*",)}, {"executables": ("xmrig",)}, {"executables": ("*/x",)}])
+def test_a_program_without_a_path_is_refused(keys):
+    with pytest.raises(InvalidRequest, match=r"no program is named|from / on"):
+        Command(**keys)
