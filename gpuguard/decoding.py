@@ -118,7 +118,7 @@ class Decoder:
         if origin is typing.Literal:
             return self._read(node, lambda text: _one_of(text, arguments), path)
         if origin in (tuple, frozenset):
-            return origin(self._list(node, arguments[0], path))
+            return origin(self._list(node, typing.get_args(implied(hint, _name(path)))[0], path))
         if origin is collections.abc.Mapping:
             return self._mapping(node, arguments, path)
         if is_dataclass(hint):
@@ -148,7 +148,6 @@ class Decoder:
             self._broken(node, f"{_name(path)}must be a list, not a {_KINDS[node.kind]}.", f"Write {example}.")
         if not node.items:
             self._broken(node, f"{_name(path)}the list is empty.", "Name at least one, or delete the key.")
-        hint = _implied(hint, _name(path))
         return list(self._all({place: (item, hint) for place, item in enumerate(node.items)}, path).values())
 
     def _fields(self, node: Node, noun: type, pairs: Mapping[str, Node], path: Path, title: str = "") -> Any:
@@ -258,7 +257,7 @@ def below(path: Path, *steps: str | int) -> Path:
 
 
 @cache
-def keys_of(noun: type) -> tuple[dict[str, Any], frozenset[str]]:
+def keys_of(noun: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """The hint of each key of a dataclass, and the keys that have a default."""
     hints = typing.get_type_hints(noun, include_extras=True)
     found = [each for each in fields(noun) if each.init]
@@ -307,10 +306,16 @@ def shape(hint: Any) -> str:
     return "mapping" if is_dataclass(hint) or typing.get_origin(hint) is collections.abc.Mapping else "scalar"
 
 
-def _implied(hint: Any, name: str) -> Any:
-    if hint is int:
-        return typing.Annotated[int, USER]
-    return typing.Annotated[str, GROUP] if hint is str and name.endswith("groups: ") else hint
+def implied(hint: Any, key: str) -> Any:
+    """*hint*, where a list of users or of groups says so."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) not in (tuple, frozenset) or not arguments:
+        return hint
+    if arguments[0] is int:
+        return tuple[typing.Annotated[int, USER], ...]
+    if arguments[0] is str and key.rstrip(": ").endswith("groups"):
+        return tuple[typing.Annotated[str, GROUP], ...]
+    return hint
 
 
 def _one_of(text: str, choices: tuple[Any, ...]) -> str:

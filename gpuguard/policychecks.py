@@ -23,6 +23,7 @@ MESSAGES = frozenset({"warn", "notify"})
 # Rules about a state of the device, which the processes on it need not have caused.
 INNOCENT = frozenset({"temperature", "power", "forecast", "health"})
 HARMFUL = frozenset({"terminate", "kill", "pause"})
+DAY = 86400
 HOTTEST = 130.0  # degrees Celsius: no sensor tells more, and readings above it are not believed
 
 
@@ -175,10 +176,27 @@ def _time(decoder: Decoder, setting: Setting, policy: PolicyKeys, path: Path) ->
             "one reading decides.",
             "Write a longer `for`, or a shorter interval.",
         )
+    _reached(decoder, policy, path)
     if policy.claimed_above is not None and policy.claimed_above >= 100:
         decoder.source.warn(decoder.nodes[below(path, "claimed_above")], "never: not more than 100% can be claimed.")
     if policy.days and len(set(policy.days)) != len(policy.days):
         decoder.source.fault(decoder.nodes[below(path, "days")], "a day is named twice.", "Name each day once.")
+
+
+def _reached(decoder: Decoder, policy: PolicyKeys, path: Path) -> None:
+    """Steps for which the hours are too short: outside of them the condition does not hold, and the ladder ends."""
+    if policy.hours is None or policy.hours == (0, DAY):
+        return
+    room, elapsed = (policy.hours[1] - policy.hours[0]) % DAY or DAY, policy.for_
+    for place, step in enumerate(policy.steps):
+        elapsed += step.common.after
+        if elapsed > room:
+            decoder.source.warn(
+                decoder.nodes[below(path, "steps", place)],
+                f"{step.name} is never reached: it comes {format_duration(elapsed)} after the condition began, and the "
+                f"hours are over after {format_duration(room)}.",
+            )
+            return
 
 
 def _scope(decoder: Decoder, setting: Setting, policy: PolicyKeys, path: Path) -> None:

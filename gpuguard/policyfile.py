@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from gpuguard.accounts import Accounts
 from gpuguard.decoding import GROUP, USER, Broken, Decoder, Tag, below
 from gpuguard.errors import InvalidRequest
 from gpuguard.messages import Template
+from gpuguard.notify import Target
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policychecks import check
 from gpuguard.policykeys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ScopeKeys
@@ -31,7 +31,7 @@ class PolicyFile:
     Args:
         path: as it was named.
         policies: none when there is a fault.
-        notify: target name -> (way to send, its keys).
+        notify: target name -> where its messages go.
         messages: language -> texts of the admin's own.
         interval: (shortest, longest) seconds between samples.
         faults: what makes the file useless, in the order of the lines.
@@ -41,7 +41,7 @@ class PolicyFile:
 
     path: str
     policies: tuple[Policy, ...] = ()
-    notify: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    notify: Mapping[str, Target] = field(default_factory=dict)
     messages: Mapping[str, Template] = field(default_factory=dict)
     interval: tuple[float, float] = (2.0, 10.0)
     faults: tuple[Fault, ...] = ()
@@ -83,19 +83,22 @@ def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | No
         fault = Fault(line, column, f"byte 0x{content[error.start]:02x} is not UTF-8.", "Save the file as UTF-8.")
         return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)
     keys, policies = _decode(source, accounts or Accounts())
-    faults = tuple(sorted(set(source.faults), key=lambda fault: (fault.line, fault.column)))
-    warnings = tuple(sorted(set(source.warnings), key=lambda fault: (fault.line, fault.column)))
+    faults, warnings = _in_order(source.faults), _in_order(source.warnings)
     if faults or keys is None:
         return PolicyFile(path, faults=faults, warnings=warnings, fingerprint=fingerprint)
     return PolicyFile(
         path,
         policies,
-        notify=keys.notify,
+        notify={name: target for name, (_, target) in keys.notify.items()},
         messages=dict(keys.messages.items()),
         interval=(keys.interval.shortest, keys.interval.longest),
         warnings=warnings,
         fingerprint=fingerprint,
     )
+
+
+def _in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(set(faults), key=lambda fault: (fault.line, fault.column, fault.text)))
 
 
 def _decode(source: Source, accounts: Accounts) -> tuple[FileKeys | None, tuple[Policy, ...]]:

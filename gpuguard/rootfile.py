@@ -70,7 +70,9 @@ def _must_be_roots(found: os.stat_result, path: str) -> None:
         raise InvalidRequest(
             f"{path} belongs to uid {found.st_uid}, who could change what root does.\nRun: chown root: {path}"
         )
-    if found.st_mode & 0o022:
+    # In a sticky directory (/tmp) others can add names, but not take away or replace what is root's.
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if found.st_mode & 0o022 and not sticky:
         raise InvalidRequest(
             f"{path} can be written by others, who could change what root does.\nRun: chmod go-w {path}"
         )

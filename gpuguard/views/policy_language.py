@@ -1,0 +1,265 @@
+"""The language of policy files as text and as JSON Schema (draft 2020-12), from the very classes that decode it.
+
+A rule's or an action's docstring is its help: a line ``key: text`` belongs to that key.  Does not read policy files.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+from gpuguard.actiontable import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
+from gpuguard.decoding import GROUP, USER, Choice, Tagged, implied, keys_of
+from gpuguard.notify import TARGETS
+from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
+from gpuguard.policies.rules import RULES
+from gpuguard.policykeys import (
+    BreakerKeys,
+    ExceptKeys,
+    FileKeys,
+    IntervalKeys,
+    PolicyKeys,
+    ScopeKeys,
+    StepKeys,
+    parse_count,
+    parse_hours,
+    parse_interval,
+    parse_name,
+    parse_until,
+)
+from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent
+
+Schema = dict[str, Any]
+
+_BYTES = r"[0-9.]+ ?([kKMGT]?B|[KMGT]iB)"
+_TIME = r"([0-9.]+(ms|[smhdw]))+"
+# What a parser takes: how people call it, and as a regular expression for editors.
+KINDS: Mapping[Any, tuple[str, str]] = {
+    parse_bytes: ("20GiB", _BYTES),
+    parse_percent: ("10%", r"[0-9.]+ ?%"),
+    parse_duration: ("10m", _TIME),
+    parse_interval: ("10s", _TIME),
+    parse_celsius: ("85C", "[0-9.]+ ?°?C"),
+    parse_memory_amount: ("40GiB or 90%", rf"([0-9.]+ ?%|{_BYTES})"),
+    parse_power_amount: ("300W or 95%", "[0-9.]+ ?(%|m?W|kW)"),
+    parse_rate: ("1GiB/10m", rf"{_BYTES} ?/ ?[0-9.]*(ms|[smhdw]).*"),
+    parse_hours: ("22:00-07:30", r"\d\d:\d\d ?- ?\d\d:\d\d"),
+    parse_until: ("2026-12-24", r"\d{4}-\d\d-\d\d(T\d\d:\d\d)?"),
+    parse_name: ("a-name", "[a-z0-9-]+"),
+    parse_checkpoint_signal: ("USR1", "(SIG)?[A-Z0-9]+"),
+}
+_WHOLE = {parse_count, parse_niceness}  # written as plain digits
+
+SECTIONS: Mapping[str, Mapping[str, type]] = {
+    "The file": {"file": FileKeys},
+    "A policy": {"policy": PolicyKeys},
+    "Parts of a policy": {"only": ScopeKeys, "except": ExceptKeys, "at_most": BreakerKeys, "interval": IntervalKeys},
+    "Rules": RULES,
+    "A step": {"step": StepKeys},
+    "Actions": ACTION_KEYS,
+    "Ways to send messages": TARGETS,
+}
+
+
+def describe(names: collections.abc.Collection[str] = ()) -> Iterator[str]:
+    """The help of every section, or of these entries alone."""
+    for section, nouns in SECTIONS.items():
+        wanted = {name: noun for name, noun in nouns.items() if not names or name in names}
+        if wanted:
+            yield from (section, "=" * len(section), "")
+        for name, noun in wanted.items():
+            yield name
+            yield from (f"  {line}".rstrip() for line in help_lines(noun))
+            keys = ", ".join(_key_text(key, hint, noun) for key, hint in keys_of(noun)[0].items())
+            yield from (f"  Keys: {keys}." if keys else "  No keys.", "")
+
+
+def help_lines(noun: type) -> list[str]:
+    """The docstring as users read it: ``from_`` is the key ``from``."""
+    text = re.sub(r"\b([a-z]+)_: ", r"\1: ", inspect.cleandoc(noun.__doc__ or ""))
+    before, _, arguments = text.partition("\nArgs:\n")
+    return [
+        *before.rstrip().splitlines(),
+        *([""] if arguments else []),
+        *inspect.cleandoc(f"\n{arguments}").splitlines(),
+    ]
+
+
+def language_json() -> Schema:
+    """The same for programs."""
+    sections: Schema = {"schema": 1}
+    for section, nouns in SECTIONS.items():
+        sections[section.lower().replace(" ", "_")] = [_noun_json(name, noun) for name, noun in nouns.items()]
+    return sections
+
+
+def _noun_json(name: str, noun: type) -> Schema:
+    hints, optional = keys_of(noun)
+    texts = key_texts(noun)
+    keys = [
+        {"key": key, "written": kind(implied(hint, key)), "required": key not in optional, "help": texts.get(key, "")}
+        for key, hint in hints.items()
+    ]
+    return {"name": name, "help": "\n".join(help_lines(noun)), "keys": keys}
+
+
+def _key_text(key: str, hint: Any, noun: type) -> str:
+    needed = "" if key in keys_of(noun)[1] else ", needed"
+    return f"{key} ({kind(implied(hint, key))}{needed})"
+
+
+def key_texts(noun: type) -> dict[str, str]:
+    """What the docstring says of each key."""
+    texts: dict[str, str] = {}
+    keys, current = keys_of(noun)[0], []
+    for line in inspect.cleandoc(noun.__doc__ or "").splitlines():
+        match = re.fullmatch(r"(?: {4})?([a-z_]+(?:, [a-z_]+)*): (.*)", line)
+        names = [name.rstrip("_") for name in match[1].split(", ")] if match else []
+        if match and all(name in keys for name in names):
+            current = names
+            texts.update(dict.fromkeys(names, match[2]))
+        elif current and line.startswith("    ") and not line.lstrip().startswith("when:"):
+            texts.update({name: f"{texts[name]} {line.strip()}" for name in current})
+        else:
+            current = []
+    return texts
+
+
+def kind(hint: Any) -> str:
+    """How people call what is written there."""
+    origin, arguments, notes = _taken_apart(hint)
+    for note in notes:
+        if isinstance(note, Choice):
+            return f"one {note.what} with its keys"
+        if isinstance(note, Tagged):
+            return f"name of an {note.what}, or its keys"
+        if note in KINDS:
+            return f"like {KINDS[note][0]}"
+        if note in _WHOLE:
+            return "number"
+        if note in (USER, GROUP):
+            return f"name of a {note}"
+        if callable(note):
+            return "text"
+    if origin is typing.Literal:
+        return " or ".join(arguments)
+    if origin in (tuple, frozenset):
+        return f"list: {kind(arguments[0])}"
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(dict.fromkeys(kind(each) for each in arguments if each is not type(None)))
+    if origin is collections.abc.Mapping:
+        return "names of your own"
+    return {str: "text", int: "number", float: "number", bool: "true or false"}.get(origin, "keys")
+
+
+def json_schema() -> Schema:
+    """For editors: completion, help at the cursor, and the plainest faults; `gpuguard policy check` finds all."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "gpuguard policy file",
+        **_object(FileKeys),
+    }
+
+
+def _object(noun: type, more: Mapping[str, Schema] | None = None) -> Schema:
+    hints, optional = keys_of(noun)
+    texts = key_texts(noun)
+    properties = {
+        key: _described(_schema(implied(hint, key)), texts.get(key, "")) for key, hint in hints.items()
+    } | dict(more or {})
+    required = [key for key in hints if key not in optional]
+    found: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return found | ({"required": required} if required else {})
+
+
+def _described(schema: Schema, text: str) -> Schema:
+    return schema | ({"description": text} if text else {})
+
+
+def _schema(hint: Any) -> Schema:
+    origin, arguments, notes = _taken_apart(hint)
+    for note in notes:
+        if isinstance(note, Choice):
+            return _choice(note)
+        if isinstance(note, Tagged):
+            return {"anyOf": [_enum(_without_duties(note)), *_steps(note)]}
+        if note in KINDS:
+            return {"type": "string", "pattern": f"^{KINDS[note][1]}$"}
+        if note in _WHOLE:
+            return {"type": "integer", "minimum": 1}
+        if note in (USER, GROUP):
+            return {"type": ["string", "integer"]}
+        if callable(note):
+            return {"type": ["string", "integer"]}
+    return _plain_schema(origin, arguments)
+
+
+def _plain_schema(origin: Any, arguments: tuple[Any, ...]) -> Schema:
+    if origin is typing.Literal:
+        return _enum([*arguments, *(int(each) for each in arguments if each.isdigit())])
+    if origin in (tuple, frozenset):
+        return {"type": "array", "minItems": 1, "items": _schema(arguments[0])}
+    if origin in (typing.Union, types.UnionType):
+        found = [_schema(each) for each in arguments if each is not type(None)]
+        return found[0] if len(found) == 1 else {"anyOf": found}
+    if origin is collections.abc.Mapping:
+        return {"type": "object", "additionalProperties": _schema(arguments[1])}
+    if is_dataclass(origin):
+        return _object(typing.cast(type, origin))
+    scalars: dict[Any, Schema] = {
+        str: {"type": "string"}, int: {"type": "integer", "minimum": 0}, float: {"type": "number", "minimum": 0},
+        bool: {"type": "boolean"},
+    }  # fmt: skip
+    return scalars[origin]
+
+
+def _enum(values: collections.abc.Iterable[Any]) -> Schema:
+    return {"enum": list(values)}
+
+
+def _choice(choice: Choice) -> Schema:
+    properties = {}
+    for name, hint in choice.table.items():
+        text = inspect.cleandoc(hint.__doc__ or "").partition("\n\n")[0] if is_dataclass(hint) else ""
+        properties[name] = _described(_chosen(hint), text)
+    return {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 1,
+    }
+
+
+def _chosen(hint: Any) -> Schema:
+    first = next(iter(keys_of(hint)[0].values()), None) if is_dataclass(hint) and isinstance(hint, type) else None
+    if str in (first, *typing.get_args(first)):  # one text stands for the first key
+        return {"anyOf": [{"type": "string"}, _schema(hint)]}
+    return _schema(hint)
+
+
+def _without_duties(tagged: Tagged) -> list[str]:
+    return [name for name, noun in tagged.table.items() if not keys_of(noun)[0].keys() - keys_of(noun)[1]]
+
+
+def _steps(tagged: Tagged) -> Iterator[Schema]:
+    shared = _object(tagged.common)["properties"]
+    for name, noun in tagged.table.items():
+        text = inspect.cleandoc(noun.__doc__ or "").partition("\n\n")[0]
+        own = _object(noun, {tagged.key: {"const": name, "description": text}, **shared})
+        yield own | {"required": [tagged.key, *own.get("required", ())]}
+
+
+def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """(origin or the type itself, its arguments, its notes)."""
+    notes: tuple[Any, ...] = ()
+    while typing.get_origin(hint) is typing.Annotated:
+        notes += hint.__metadata__
+        hint = hint.__origin__
+    return typing.get_origin(hint) or hint, typing.get_args(hint), notes

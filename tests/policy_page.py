@@ -1,0 +1,47 @@
+"""The tables of docs/policies.md, from the classes.  After a change: ``python tests/policy_page.py --write``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+
+from sources import ROOT
+
+from gpuguard.actiontable import ACTION_KEYS
+from gpuguard.decoding import implied, keys_of
+from gpuguard.notify import TARGETS
+from gpuguard.policies.rules import RULES
+from gpuguard.views.policy import first_sentence
+from gpuguard.views.policy_language import kind
+
+PAGE = ROOT / "docs" / "policies.md"
+TABLES: dict[str, Mapping[str, type]] = {"Rules": RULES, "Actions": ACTION_KEYS, "Ways to send messages": TARGETS}
+
+
+def table(nouns: Mapping[str, type]) -> str:
+    """One row for each, with its keys."""
+    rows = ["| name | what it means | keys |", "|---|---|---|"]
+    for name, noun in nouns.items():
+        hints, optional = keys_of(noun)
+        keys = ", ".join(
+            f"`{key}`{'' if key in optional else ' (needed)'}: {kind(implied(hint, key))}" for key, hint in hints.items()
+        )
+        rows.append(f"| `{name}` | {first_sentence(noun)} | {keys} |")
+    return "\n".join(rows) + "\n"
+
+
+def with_tables(page: str) -> str:
+    """*page* with fresh tables."""
+    for heading, nouns in TABLES.items():
+        section = re.search(rf"^## {heading}\n.*?(?=^## )", page, re.M | re.S)
+        assert section, heading
+        old = re.search(r"^(?:\|.*\n)+|^[A-Z]+\n(?=$|## |\Z)", section[0], re.M)
+        assert old, heading
+        fresh = section[0].replace(old[0], table(nouns) + ("" if old[0].startswith("|") else "\n"))
+        page = page.replace(section[0], fresh)
+    return page
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
