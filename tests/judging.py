@@ -1,97 +1,36 @@
-"""For tests of the engine: rules that find what they are told, policies in one line, and time that passes in steps."""
+"""What a rule finds in a machine that a test builds, and series of the past for it.
+
+from judging import found, a_series, a_past
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-from builders import a_device, a_process, a_snapshot
+from builders import GIB, a_device, a_process, a_snapshot
 
-from gpuguard.model import Finding, Snapshot, Verdict
-from gpuguard.policies.engine import Judgement, Memory, Policy, Step, evaluate
-from gpuguard.policies.view import View, device_subject, judged, process_subject
+from gpuguard.model import Device, Finding, Subject
+from gpuguard.policies import Rule
+from gpuguard.policies.view import Sample, View, device_subject, key_of, process_subject
 
-START = 10_000.0  # clock of the first sample
-
-
-@dataclass(frozen=True)
-class Processes:
-    """Holds for every process that uses more memory than *above*."""
-
-    above: int = 0
-
-    def check(self, view: View) -> Iterator[Finding]:
-        for device in view.snapshot.devices:
-            for process in judged(device):
-                if process.memory_used is not None and process.memory_used > self.above:
-                    yield Finding("processes", process_subject(device, process), "uses memory", (process,))
+HELD = a_device(memory_used=20 * GIB, utilization=0.0, processes=(a_process(),))
+A_DEVICE = device_subject(a_device())
+A_PROCESS = process_subject(a_device(), a_process())
 
 
-@dataclass(frozen=True)
-class Devices:
-    """Holds for every device that is at least so hot; means its processes if it *means* them."""
-
-    temperature: float = 0.0
-    means: bool = False
-
-    def check(self, view: View) -> Iterator[Finding]:
-        for device in view.snapshot.devices:
-            if device.temperature is not None and device.temperature >= self.temperature:
-                processes = judged(device) if self.means else ()
-                yield Finding("devices", device_subject(device), "is hot", processes)
+def found(rule: Rule, *devices: Device, **view: object) -> list[Finding]:
+    return list(rule.check(View(a_snapshot(*devices), **view)))
 
 
-@dataclass(frozen=True)
-class Finds:
-    """Holds for whatever *find* gives."""
-
-    find: Callable[[View], list[Finding]]
-
-    def check(self, view: View) -> list[Finding]:
-        return self.find(view)
+def pids(findings: list[Finding]) -> list[int]:
+    return sorted(process.pid for finding in findings for process in finding.processes)
 
 
-def a_policy(*actions: str | Step, **fields: Any) -> Policy:
-    """A policy "p" about every process: these steps, one a minute, after 30 s."""
-    steps = tuple(Step(one, 60.0 * (place > 0)) if isinstance(one, str) else one for place, one in enumerate(actions))
-    facts = {"name": "p", "rules": (Processes(),), "steps": steps or (Step("warn"),)} | fields
-    return Policy(**facts)
+def a_series(of: Callable[[float], float], *, seconds: float = 600, every: float = 10) -> list[Sample]:
+    """Up to the clock of a_snapshot(); *of* is given the seconds since the beginning."""
+    steps = int(seconds / every)
+    return [(10_000 - seconds + step * every, of(step * every)) for step in range(steps + 1)]
 
 
-def busy(clock: float, *devices: Any, **fields: Any) -> Snapshot:
-    """A sample at START + *clock*: one device with one process of alice, unless other devices are given."""
-    given = devices or (a_device(processes=(a_process(),)),)
-    facts = {"clock": START + clock, "taken_at": 1_700_000_000.0 + clock} | fields
-    return a_snapshot(*given, **facts)
-
-
-class Watch:
-    """A memory and policies, shown one sample after the other."""
-
-    def __init__(self, *policies: Policy, interval: float | None = None, zone: float = 0.0) -> None:
-        self.policies, self.memory = policies, Memory()
-        self.interval, self.zone = interval, zone
-
-    def sees(self, sample: Snapshot | View) -> Judgement:
-        return evaluate(sample, self.policies, self.memory, interval=self.interval, zone=self.zone)
-
-    def until(self, end: float, *devices: Any, begin: float = 0, every: float = 10, **fields: Any) -> list[Any]:
-        """(seconds since START, action) of all verdicts while the same samples come from *begin* to *end*."""
-        happened = []
-        for clock in range(int(begin), int(end) + 1, int(every)):
-            for verdict in self.sees(busy(clock, *devices, **fields)).verdicts:
-                happened.append((clock, verdict.action))
-        return happened
-
-
-def actions(judgement: Judgement) -> list[str]:
-    return [verdict.action for verdict in judgement.verdicts]
-
-
-def pids(verdicts: tuple[Verdict, ...]) -> set[int]:
-    return {process.pid for verdict in verdicts for process in verdict.finding.processes}
-
-
-def kinds(judgement: Judgement) -> set[str]:
-    return {note.kind for note in judgement.notes}
+def a_past(samples: list[Sample], field: str = "utilization", of: Subject = A_DEVICE) -> dict:
+    return {"past": {(key_of(of), field): samples}}

@@ -1,44 +1,23 @@
-"""Rules about values that a device or a process shows: memory, temperature, power, utilization, idleness, trends."""
+"""Rules about values that a device or a process shows: memory, temperature, power, utilization, idleness."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
-from builders import GIB, MIB, TOTAL, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from judging import A_DEVICE, A_PROCESS, HELD, a_past, a_series, found, pids
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Device, Finding, Snapshot, Subject
-from gpuguard.policies import Rule
+from gpuguard.nouns import replace
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
-from gpuguard.policies.forecast import Forecast
 from gpuguard.policies.idle import Idle
 from gpuguard.policies.memory import Memory
-from gpuguard.policies.memory_growth import MemoryGrowth
 from gpuguard.policies.power import Power
 from gpuguard.policies.processes import Processes
 from gpuguard.policies.temperature import Temperature
 from gpuguard.policies.utilization import Utilization
-from gpuguard.policies.view import HostUse, Sample, View, device_subject, key_of, process_subject
+from gpuguard.policies.view import HostUse, View, device_subject
 
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
-A_DEVICE = device_subject(a_device())
-A_PROCESS = process_subject(a_device(), a_process())
-
-
-def found(rule: Rule, *devices: Device, **view: object) -> list[Finding]:
-    return list(rule.check(View(a_snapshot(*devices), **view)))
-
-
-def pids(findings: list[Finding]) -> list[int]:
-    return sorted(process.pid for finding in findings for process in finding.processes)
-
-
-def a_series(of: Callable[[float], float], *, seconds: float = 600, every: float = 10) -> list[Sample]:
-    """Up to the clock of a_snapshot(); *of* is given the seconds since the beginning."""
-    steps = int(seconds / every)
-    return [(10_000 - seconds + step * every, of(step * every)) for step in range(steps + 1)]
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -220,8 +199,6 @@ def test_processes_of_one_user_are_counted_for_that_user_alone():
 
 # --- idle -------------------------------------------------------------------------------------------------------------
 
-HELD = a_device(memory_used=20 * GIB, utilization=0.0, processes=(a_process(),))
-
 
 def test_a_device_whose_memory_is_held_at_rest_is_idle():
     (finding,) = found(Idle(below=5.0), HELD)
@@ -303,10 +280,6 @@ def test_one_busy_process_keeps_the_others_on_the_device_innocent():
     assert found(Idle(below=5.0, cpu_below=2.0), device, host=host) == []
 
 
-def a_past(samples: list[Sample], field: str = "utilization", of: Subject = A_DEVICE) -> dict:
-    return {"past": {(key_of(of), field): samples}}
-
-
 SLIDING = Idle(below=5.0, window="sliding", over=3600.0, share=80.0)
 
 
@@ -357,105 +330,3 @@ def test_a_sliding_window_has_a_length_and_a_fixed_one_has_the_policys(keys):
 def test_only_a_sliding_window_needs_the_past():
     assert Idle(below=5.0).needs() == ()
     assert SLIDING.needs() == (("utilization", 3600.0),)
-
-
-# --- trends -----------------------------------------------------------------------------------------------------------
-
-LEAK = MemoryGrowth(parse_rate("1GiB/10m"))
-
-
-def growing(of: Callable[[float], float], subject: Subject = A_PROCESS) -> dict:
-    return a_past(a_series(of), "memory_used", subject)
-
-
-def test_steady_growth_is_found():
-    (finding,) = found(LEAK, HELD, **growing(lambda t: 2 * GIB * t / 600))
-
-    assert finding.subject == A_PROCESS
-    assert finding.why == (
-        "memory on device 0 grows by 2.0GiB in 10m (trend over 10m), 1GiB/10m is allowed"
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "course",
-    [
-        lambda t: 20 * GIB,
-        lambda t: 0.9 * GIB * t / 600,
-        *(lambda t, at=at: 60 * GIB if t > at else 0 for at in (20, 200, 300, 310, 500, 590)),
-        lambda t: -5 * GIB * t / 600,
-        lambda t: (20 + t % 50) * GIB,
-    ],
-    ids=["level", "slow", *["one jump"] * 6, "falling", "up and down"],
-)
-def test_what_is_no_steady_growth_is_not_found(course):
-    assert found(LEAK, HELD, **growing(course)) == []
-    assert found(Forecast(full_within=900.0, per="process"), HELD, **growing(course)) == []
-
-
-@pytest.mark.parametrize("period", [20, 24.7, 25, 25.3, 26, 50, 51, 90])
-def test_memory_that_rises_and_falls_all_the_time_is_no_growth(period):
-    course = a_series(lambda t: (20 + t % period) * GIB, every=1)
-
-    assert found(LEAK, HELD, **a_past(course, "memory_used", A_PROCESS)) == []
-    assert found(Forecast(full_within=900.0, per="process"), HELD, **a_past(course, "memory_used", A_PROCESS)) == []
-
-
-def test_growth_is_seen_through_wild_samples():
-    assert found(LEAK, HELD, **growing(lambda t: 0 if t % 70 == 0 else 4 * GIB * t / 600)) != []
-
-
-def test_growth_is_not_told_before_the_window_is_full():
-    young = a_series(lambda t: 10 * GIB * t / 600, seconds=300)
-
-    assert found(LEAK, HELD, **a_past(young, "memory_used", A_PROCESS)) == []
-
-
-def test_the_forecast_says_when_memory_is_full_and_how_sure_it_is():
-    device = a_device(memory_used=70 * GIB)
-
-    (finding,) = found(Forecast(full_within=900.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE))
-    assert finding.processes == ()
-    assert finding.why == (
-        "memory of device 0 is full in about 10m: 10.0GiB is free and 1.0GiB more is used each minute "
-        "(confidence 100%); less than 15m is not enough"
-    )
-
-
-def test_the_forecast_is_silent_while_there_is_time():
-    device = a_device(memory_used=70 * GIB)
-
-    assert found(Forecast(full_within=500.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE)) == []
-
-
-def test_the_forecast_is_silent_below_its_confidence():
-    device = a_device(memory_used=70 * GIB)
-    wild = growing(lambda t: (60 + t / 60 + (t * 7919 % 11)) * GIB, A_DEVICE)
-
-    assert found(Forecast(full_within=900.0, confidence=95.0), device, **wild) == []
-    assert found(Forecast(full_within=900.0, confidence=50.0), device, **wild) != []
-
-
-def test_the_forecast_works_from_used_and_total_where_free_is_not_told():
-    device = a_device(memory_used=70 * GIB, memory_free=None, memory_total=TOTAL)
-
-    assert found(Forecast(full_within=900.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE)) != []
-
-
-def test_a_trend_of_a_thousand_samples_and_forty_processes_costs_little():
-    from time import perf_counter
-
-    processes = tuple(a_process(pid) for pid in range(100, 140))
-    device = a_device(processes=processes)
-    samples = a_series(lambda t: 5 * GIB * t / 600, every=0.6)
-    past = {(key_of(process_subject(device, process)), "memory_used"): samples for process in processes}
-    before = perf_counter()
-
-    findings = found(LEAK, device, past=past)
-    assert len(findings) == 40
-    assert perf_counter() - before < 1.0  # about 10 ms here; the limit is for busy machines
-
-
-def test_a_snapshot_is_all_that_most_rules_need():
-    assert isinstance(View(a_snapshot()).snapshot, Snapshot)
-    assert [hasattr(rule, "needs") for rule in (Memory, Temperature, Power, Utilization, Processes)] == [False] * 5
