@@ -245,7 +245,6 @@ def _warn(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
 def _notify(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
     """Hand a message to the target that the step names: `to` of notify, `hook` of run_hook."""
     from gpuguard.case import enforced
-    from gpuguard.messages import message_for
 
     options = dict(verdict.options)
     target = options.get("to") or options.get("hook")
@@ -253,8 +252,8 @@ def _notify(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
         return _said(verdict, context, FAILED, "there is nobody to send it to")
     if not enforced(verdict, context):
         return _said(verdict, context, DRY_RUN)
-    context.notifier.send(target, message_for(verdict, snapshot))
-    return _said(verdict, context, DONE)
+    answer = context.notifier.notify(target, verdict, snapshot)
+    return _said(verdict, context, DONE) if answer == "queued" else _said(verdict, context, FAILED, answer)
 
 
 def _said(verdict: Verdict, context: Context, word: str, why: str = "") -> Outcome:

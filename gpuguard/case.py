@@ -16,15 +16,14 @@ from typing import Protocol
 from gpuguard.backends import Backend, processes
 from gpuguard.identity import Facts
 from gpuguard.ledger import Against, Deed, Ledger
-from gpuguard.messages import Message
 from gpuguard.model import Event, Snapshot, Verdict
 
 
 class Notifier(Protocol):
     """Sends messages; never waits for that."""
 
-    def send(self, target: str, message: Message) -> object:
-        """Send *message* to the target of that name."""
+    def notify(self, name: str, verdict: Verdict, snapshot: Snapshot) -> str:
+        """Tell the target of that name; "queued", or why not."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Context:
         jobs: (pid, start time) of what we started ourselves as jobs.
         share_host_pids: the driver's pids are ours although this is not the first pid namespace.
         interactive_grace: seconds that notebooks, debuggers and terminals get on top.
-        notifier: has send(name of a target, message).
+        notifier: has notify(name of a target, verdict, snapshot), as notify.Sender.
         language: of what is written to terminals.
         ledger: what was done lately.
     """
