@@ -1,0 +1,147 @@
+"""Real processes on a device that does not exist, and everything that the guard needs to act on them.
+
+with a_scene() as scene:                one offender, whom nothing protects: scene.act() ends him
+    scene.context(protected=...)        change what the guard goes by; scene.row(kind=...) what the driver says of him
+    scene.act("kill"); scene.lives()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from builders import GIB, a_device, a_process
+from machines import Machine
+
+from gpuguard import actions
+from gpuguard.backends import processes
+from gpuguard.case import Context, boot_clock
+from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
+from gpuguard.nouns import replace
+
+SOMEBODY = 20001  # a uid that nobody has
+SLEEP = ("sleep", "600")
+
+
+def somebody() -> int | None:
+    """A user who is not root, to run a child as: another one where this is root."""
+    return SOMEBODY if os.geteuid() == 0 else None
+
+
+def until(holds: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "this does not come to be"
+        time.sleep(0.002)
+
+
+def started(pid: int) -> float:
+    """The start time of a process, once a sample taken now can be told from it."""
+    start = processes.start_time(pid)
+    assert start is not None
+    until(lambda: boot_clock() > start + 0.035)
+    return start
+
+
+class Listing(Machine):
+    """A machine whose samples are taken when they are asked for."""
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        clock = boot_clock()
+        return replace(super().sample(fields, devices), clock=clock)
+
+
+class Scene:
+    """One offender on device 0, a verdict on him, and a guard that enforces it."""
+
+    def __init__(self, pid: int, uid: int, *others: GpuProcess) -> None:
+        self.pid, self.pidfd = pid, os.pidfd_open(pid)
+        self.process = a_process(pid, start_time=started(pid), uid=uid, memory_used=10 * GIB)
+        self.machine = Listing(a_device(0, processes=(self.process, *others), memory_used=40 * GIB))
+        self.snapshot = self.machine.sample((), None)
+        self.events: list[Event] = []
+        self.subject = Subject("process", self.machine.devices[0].uuid, pid, self.process.start_time, uid, user="alice")
+        self.facts: dict[str, Any] = {
+            "backend": self.machine,
+            "append": self.write,
+            "still_true": lambda verdict, snapshot: True,
+            "enforce": True,
+            "interactive_grace": 600.0,
+            "jobs": frozenset({(pid, self.process.start_time)}),
+        }
+        self._context: Context | None = None
+
+    def write(self, event: Event) -> bool:
+        self.events.append(event)
+        return True
+
+    def context(self, **facts: Any) -> Context:
+        """The guard's context, changed by *facts*."""
+        if self._context is None or facts:
+            before = {"ledger": self._context.ledger} if self._context else {}
+            self.facts = {**self.facts, **before, **facts}
+            self._context = Context(**self.facts)
+        return self._context
+
+    def row(self, **fields: Any) -> None:
+        """What the driver says of the offender from now on, and said already."""
+        self.process = replace(self.process, **fields)
+        self.listed(self.process)
+        self.snapshot = self.machine.sample((), None)
+
+    def listed(self, *rows: GpuProcess) -> None:
+        """Whom the driver lists from now on."""
+        self.machine.change(0, processes=rows)
+
+    def verdict(self, action: str = "terminate", **fields: Any) -> Verdict:
+        finding = Finding("memory", self.subject, "uses 41.0GiB, 40.0GiB are allowed", (self.process,))
+        return Verdict("a-policy", finding, action, 0, self.snapshot.clock - 60, **{"enforce": True, **fields})
+
+    def act(self, action: str = "terminate", **fields: Any) -> actions.Outcome:
+        """What became of it."""
+        (outcome,) = actions.act(self.verdict(action, **fields), self.snapshot, self.context())
+        return outcome
+
+    def against(self) -> set[str]:
+        """The checks that speak against it."""
+        return {each.check for each in actions.preflight(self.verdict(), self.snapshot, self.context())}
+
+    def lives(self) -> bool:
+        return not select.select([self.pidfd], [], [], 0)[0]
+
+    def dies(self) -> bool:
+        return bool(select.select([self.pidfd], [], [], 10)[0])
+
+
+@contextlib.contextmanager
+def a_child(
+    *command: str, uid: int | None = None, session: bool = True, **more: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of *uid*, somebody's by default; ended at the end."""
+    user = somebody() if uid is None else uid
+    identity: dict[str, Any] = {} if user is None else {"user": user, "group": user or 0, "extra_groups": []}
+    with subprocess.Popen(command or SLEEP, start_new_session=session, cwd="/", **identity, **more) as child:
+        try:
+            # Until then it is a copy of this process: its program and its user are not its own yet.
+            until(lambda: os.readlink(f"/proc/{child.pid}/exe") != os.readlink("/proc/self/exe"))
+            yield child
+        finally:
+            child.kill()
+
+
+@contextlib.contextmanager
+def a_scene(*command: str, uid: int | None = None, **more: Any) -> Iterator[Scene]:
+    """An offender, whom nothing protects."""
+    with a_child(*command, uid=uid, **more) as child:
+        owner = uid if uid is not None else (somebody() or os.getuid())
+        scene = Scene(child.pid, owner)
+        try:
+            yield scene
+        finally:
+            os.close(scene.pidfd)

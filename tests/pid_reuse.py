@@ -1,0 +1,195 @@
+"""Forced reuse of pids: run as root in a pid namespace of its own, by test_pid_reuse.
+
+python pid_reuse.py CAMPAIGN COUNT [FAULT]      prints {"hit": .., "spared": ..} as JSON
+
+A process is sampled, ends, and another one gets its pid at once (ns_last_pid), at the worst moment that there is.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from builders import GIB, a_device, a_process
+from guarded import SOMEBODY, Listing, until
+
+from gpuguard import actions, preflight
+from gpuguard.backends import processes
+from gpuguard.case import Context, boot_clock
+from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
+from gpuguard.nouns import replace  # the standard one takes 3 ms for a noun
+
+LAST_PID = "/proc/sys/kernel/ns_last_pid"
+_ready = os.pipe()
+
+
+def a_sleeper(pid: int | None = None) -> int:
+    """A process of somebody, that has *pid*."""
+    if pid is not None:
+        with open(LAST_PID, "w") as last:
+            last.write(str(pid - 1))
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        os.setresuid(SOMEBODY, SOMEBODY, SOMEBODY)
+        os.write(_ready[1], b".")
+        while True:
+            signal.pause()
+    os.read(_ready[0], 1)
+    assert pid in (None, child), "somebody else took the pid"
+    return child
+
+
+def end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def was_hit(pid: int) -> bool:
+    """Whether a signal has ended it; it is gone afterwards."""
+    # A signal that was sent acts before the process runs again; SIGKILL would only hide it.
+    os.kill(pid, signal.SIGCONT)
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended and _is_pending(pid):
+        ended, status = os.waitpid(pid, 0)
+    if ended:
+        return os.WTERMSIG(status) == signal.SIGTERM
+    end(pid)
+    return False
+
+
+def _is_pending(pid: int) -> bool:
+    """SIGTERM was sent to it, or it is on its way out."""
+    with open(f"/proc/{pid}/status") as status:
+        text = status.read()
+    facts = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+    pending = int(facts["ShdPnd"], 16) | int(facts.get("SigPnd", "0"), 16)
+    return bool(pending >> (signal.SIGTERM - 1) & 1) or facts["State"][0] in "ZX"
+
+
+def a_row(pid: int) -> GpuProcess:
+    return a_process(pid, start_time=processes.start_time(pid), uid=SOMEBODY)
+
+
+class Everybody(frozenset[tuple[int, float]]):
+    """All are children of this process: that must protect nobody."""
+
+    def __contains__(self, process: object) -> bool:
+        return True
+
+
+def guard(machine: Listing, append: Callable[[Event], bool] = lambda event: True) -> Context:
+    return Context(machine, append, lambda *_: True, enforce=True, jobs=Everybody(), share_host_pids=True)
+
+
+def act(row: GpuProcess, snapshot: Snapshot, context: Context) -> str:
+    subject = Subject("process", snapshot.devices[0].uuid, row.pid, row.start_time, row.uid)
+    verdict = Verdict("p", Finding("memory", subject, "why"), "terminate", 0, snapshot.clock, enforce=True)
+    return actions.act(verdict, snapshot, context)[0].word
+
+
+def a_sample(row: GpuProcess) -> tuple[Listing, Snapshot]:
+    machine = Listing(a_device(0, processes=(row,), memory_used=40 * GIB))
+    assert row.start_time is not None
+    start = row.start_time
+    until(lambda: boot_clock() > start + 0.021)
+    return machine, machine.sample(())
+
+
+def between_decision_and_signal() -> bool:
+    """The offender ends when everything was checked, and the next one has his pid before the signal."""
+    offender = a_sleeper()
+    row = a_row(offender)
+    machine, snapshot = a_sample(row)
+    reached = []
+
+    def replaced(event: Event) -> bool:
+        if not reached:
+            end(offender)
+            reached.append(a_sleeper(offender))
+        return True
+
+    word = act(row, snapshot, guard(machine, replaced))
+    assert word in ("gone", "sent") and reached, word
+    return was_hit(offender)
+
+
+def between_sample_and_pidfd() -> bool:
+    """The offender ends after the sample; who has his pid now is on the device, too."""
+    offender = a_sleeper()
+    row = a_row(offender)
+    machine, snapshot = a_sample(row)
+    end(offender)
+    a_sleeper(offender)
+    machine.devices = [replace(machine.devices[0], processes=(a_row(offender),))]
+    act(row, snapshot, guard(machine))
+    return was_hit(offender)
+
+
+def within_the_sample() -> bool:
+    """The driver lists the offender, he ends, and /proc is read of the one who has his pid now."""
+    offender = a_sleeper()
+    machine = Listing(a_device(0, memory_used=40 * GIB))
+    snapshot = machine.sample(())
+    end(offender)
+    row = a_row(a_sleeper(offender))
+    machine.devices = [replace(machine.devices[0], processes=(row,))]
+    snapshot = replace(snapshot, devices=tuple(machine.devices))
+    act(row, snapshot, guard(machine))
+    return was_hit(offender)
+
+
+def right_target() -> bool:
+    """Nothing happens in between."""
+    offender = a_sleeper()
+    row = a_row(offender)
+    machine, snapshot = a_sample(row)
+    assert act(row, snapshot, guard(machine)) == "sent"
+    return was_hit(offender)
+
+
+CAMPAIGNS = {
+    "decision": between_decision_and_signal,
+    "pidfd": between_sample_and_pidfd,
+    "sample": within_the_sample,
+    "right": right_target,
+}
+
+
+def os_kill(pidfd: int, signum: int) -> str:
+    """What one writes who does not know better: the pid of a pidfd, and a signal to that."""
+    os.kill(_meant[0], signum)
+    return "sent"
+
+
+_meant = [0]
+
+
+def plant(fault: str) -> None:
+    if fault == "os.kill":
+        actions.forward = os_kill
+        sampled = preflight.examined
+
+        def remembered(verdict, snapshot, context, target):  # type: ignore[no-untyped-def]
+            _meant[0] = target.pid
+            return sampled(verdict, snapshot, context, target)
+
+        preflight.examined = remembered
+    for check in fault.split(",") if fault != "os.kill" else ():
+        preflight.LATE[check] = lambda case: None
+
+
+def main() -> None:
+    campaign, count, *fault = sys.argv[1:]
+    for each in fault:
+        plant(each)
+    told = collections.Counter("hit" if CAMPAIGNS[campaign]() else "spared" for _ in range(int(count)))
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,396 @@
+"""What the guard does to others: to the one process that is meant, written down before it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import a_process
+from guarded import SLEEP, Scene, a_child, a_scene, somebody, started, until
+from users import interpreter
+
+from gpuguard import actions, case, identity, ledger
+from gpuguard.actiontable import ACTION_KEYS
+from gpuguard.ledger import Deed, Ledger
+from gpuguard.policies.policy import DESTRUCTIVE
+from gpuguard.terminals import write
+
+SIGNALS = ["terminate", "pause", "resume", "renice"]
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with a_scene() as scene:
+        yield scene
+
+
+def python() -> str:
+    return interpreter() if os.geteuid() == 0 else sys.executable
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+@contextlib.contextmanager
+def a_program(code: str, last: str = "time.sleep(600)") -> Iterator[Scene]:
+    """A scene with a Python program that has said that it is ready."""
+    read, write_end = os.pipe()
+    code = f"import os, signal, time\n{code}\nos.write({write_end}, b'.')\n{last}"
+    with a_scene(python(), "-c", code, pass_fds=(write_end,)) as scene:
+        os.close(write_end)
+        os.read(read, 1)
+        os.close(read)
+        yield scene
+
+
+def test_every_action_is_one_that_a_policy_can_name():
+    assert ACTION_KEYS.keys() >= actions.ACTIONS
+
+
+def test_what_disrupts_is_what_the_engine_does_one_at_a_time():
+    assert ledger.DISRUPTIVE <= DESTRUCTIVE
+
+
+# One process, and nobody else.
+
+
+def test_bystanders_on_the_same_device_in_the_same_session_and_of_the_same_name_live():
+    with (
+        a_child("sh", "-c", "sleep 600 & sleep 600 & wait") as shell,
+        a_child(*SLEEP) as beside,
+    ):
+        until(lambda: len(children(shell.pid)) == 2)
+        offender, sibling = children(shell.pid)
+        scene = Scene(offender, somebody() or os.getuid())
+        also = a_process(beside.pid, start_time=started(beside.pid), uid=scene.process.uid)
+        scene.listed(scene.process, also)
+        scene.snapshot = scene.machine.sample(())
+
+        assert scene.act().word == "sent"
+        assert scene.dies()
+        assert {state(sibling), state(shell.pid), state(beside.pid)} <= set("RS")
+        os.kill(sibling, signal.SIGKILL)
+        os.close(scene.pidfd)
+
+
+def children(pid: int) -> list[int]:
+    found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [child for child in found if (Path(f"/proc/{child}/comm").read_text().strip()) == "sleep"]
+
+
+def test_a_stopped_process_ends_too(scene):
+    os.kill(scene.pid, signal.SIGSTOP)
+    until(lambda: state(scene.pid) == "T")
+
+    assert scene.act().word == "sent"
+    assert scene.dies()
+
+
+def test_pause_and_resume(scene):
+    assert scene.act("pause").word == "sent"
+    until(lambda: state(scene.pid) == "T")
+    assert scene.act("resume").word == "sent"
+    until(lambda: state(scene.pid) == "S")
+    assert scene.lives()
+
+
+def test_a_checkpoint_signal_reaches_a_program_that_waits_for_it():
+    with a_program("signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))") as scene:
+        assert scene.act("checkpoint", options=(("signal", int(signal.SIGUSR2)),)).word == "sent"
+        assert scene.dies()
+
+
+@pytest.mark.parametrize("number", [0, 9, 15, 19, 64, True, "USR1", 10**9])
+def test_no_other_signal_passes_for_a_checkpoint(number):
+    with a_program("for n in (10, 15): signal.signal(n, lambda *_: os._exit(0))") as scene:
+        assert scene.act("checkpoint", options=(("signal", number),)).word == "refused"
+        assert scene.lives()
+
+
+def test_a_lower_priority_for_every_thread_and_never_a_higher_one():
+    with a_program("import threading; threading.Thread(target=time.sleep, args=(600,)).start()") as scene:
+        threads = [int(name) for name in os.listdir(f"/proc/{scene.pid}/task")]
+        assert len(threads) == 2
+
+        assert scene.act("renice", options=(("niceness", 7),)).word == "sent"
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {7}
+        scene.context(ledger=Ledger())
+        assert scene.act("renice", options=(("niceness", 3),)).word == "sent"
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {7}
+
+
+# The ladder.
+
+
+def test_who_ignores_sigterm_is_killed_only_after_a_grace(monkeypatch):
+    with a_program("signal.signal(signal.SIGTERM, signal.SIG_IGN)") as scene:
+        assert scene.act("kill").word == "refused"
+        assert scene.act().word == "sent"
+        assert 29 < (scene.act("kill").wait or 0) <= 30
+        assert scene.lives()
+
+        later(scene, monkeypatch, 31)
+        assert scene.act("kill").word == "sent"
+        assert scene.dies()
+
+
+def later(scene: Scene, patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let the guard believe that its deeds were so much earlier."""
+    book = scene.context().ledger
+    book.deeds = [replace(deed, clock=deed.clock - seconds) for deed in book.deeds]
+
+
+def test_who_outlives_sigkill_is_given_up_and_its_device_left_alone(scene):
+    # A process in the driver cannot be made here: one that was never killed looks the same.
+    killed = Deed(case.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), ("GPU-x",), live=True)
+    scene.context().ledger.note(killed)
+
+    (outcome,) = actions.give_up(scene.context())
+    assert (outcome.word, outcome.pid) == ("unkillable", scene.pid)
+    assert actions.give_up(scene.context()) == ()
+    assert [event.outcome for event in scene.events] == ["unkillable"]
+    assert scene.act().word == "refused"
+
+
+@pytest.mark.parametrize("deed", [{"action": "terminate"}, {"live": False}, {"process": (2**22, 1.0)}])
+def test_only_who_was_really_killed_and_is_still_there_is_given_up(scene, deed):
+    facts = {"action": "kill", "process": (scene.pid, scene.process.start_time), "devices": (), "live": True, **deed}
+    scene.context().ledger.note(Deed(case.boot_clock() - 61, **facts))
+
+    assert actions.give_up(scene.context()) == ()
+
+
+def test_the_second_victim_on_a_device_waits_for_the_effect_on_the_first():
+    with a_program("signal.signal(signal.SIGTERM, signal.SIG_IGN)") as first, a_scene() as second:
+        second.context(ledger=first.context().ledger)
+        assert first.act().word == "sent"
+
+        later(first, pytest.MonkeyPatch(), 20)  # 15 s are over, but the first one still lives
+        assert [each.check for each in second.act().against] == ["one per device"]
+
+
+# Dead, half dead.
+
+
+def test_a_zombie_is_gone_and_gets_no_signal(scene, monkeypatch):
+    os.kill(scene.pid, signal.SIGKILL)
+    assert scene.dies()
+    monkeypatch.setattr(actions, "forward", lambda *of: pytest.fail("a signal"))
+
+    assert scene.act().word == "gone"
+
+
+def test_a_process_whose_first_thread_has_ended_is_alive_and_is_hit():
+    code = "import ctypes, threading; threading.Thread(target=time.sleep, args=(600,)).start()"
+    with a_program(code, last="ctypes.CDLL(None).pthread_exit(None)") as scene:
+        until(lambda: state(scene.pid) == "Z")
+
+        assert scene.lives()
+        assert scene.act().word == "sent"
+        assert scene.dies()
+
+
+# Written down first; and a dry run is the same but for the last call.
+
+
+@pytest.mark.parametrize("action", SIGNALS)
+def test_without_a_line_in_the_log_nothing_is_done(scene, monkeypatch, action):
+    monkeypatch.setattr(actions, "forward", lambda *of: pytest.fail("a signal"))
+    monkeypatch.setattr(os, "setpriority", lambda *of: pytest.fail("a change"))
+    scene.context(append=lambda event: False)
+
+    assert scene.act(action).word == "not recorded"
+
+
+def test_the_line_is_there_before_the_signal(scene, monkeypatch):
+    monkeypatch.setattr(actions, "forward", lambda *of: scene.events[-1].outcome)
+
+    assert scene.act("resume").word == "about to"
+    (event, _) = scene.events
+    assert (event.kind, event.pid, event.user, event.devices) == ("resume", scene.pid, "alice", (scene.subject.device,))
+    assert dict(event.facts)["start_time_seconds"] == scene.process.start_time
+    assert dict(event.facts)["policy"] == "a-policy"
+
+
+@pytest.mark.parametrize("switches", [(False, False), (False, True), (True, False), (1, True), (True, 1)])
+def test_both_switches_must_be_on(scene, monkeypatch, switches):
+    scene.context(enforce=switches[0])
+
+    assert scene.act(enforce=switches[1]).word == "dry run"
+    assert scene.lives()
+    monkeypatch.setattr(case, "enforced", lambda *of: True)  # the planted fault
+    assert scene.act(enforce=switches[1]).word == "sent"
+    assert scene.dies()
+
+
+@pytest.mark.parametrize("action", [*SIGNALS, "kill", "checkpoint"])
+def test_a_dry_run_leaves_the_same_events_as_a_real_one_but_for_the_outcome(action):
+    def events(enforce: bool) -> list[object]:
+        with a_scene() as scene:
+            scene.context(enforce=enforce)
+            scene.act(action)
+            told = [replace(event, time=0, pid=0, facts=event.facts[:-1]) for event in scene.events]
+            return [event if event.outcome == "refused" else replace(event, outcome="") for event in told]
+
+    assert events(enforce=True) == events(enforce=False)
+
+
+def test_a_refusal_that_repeats_itself_is_written_once(scene):
+    scene.context(still_true=lambda verdict, snapshot: False)
+    for _ in range(5):
+        scene.act()
+
+    assert [event.outcome for event in scene.events] == ["refused"]
+
+
+def test_an_action_that_does_not_exist_fails_and_is_written_down(scene):
+    assert scene.act("nuke").word == "failed"
+    assert [event.outcome for event in scene.events] == ["failed"]
+
+
+def test_a_verdict_about_a_user_means_his_processes(scene):
+    finding = scene.verdict().finding
+    about = replace(finding, subject=replace(finding.subject, kind="user", pid=None, start_time=None, device=None))
+
+    (outcome,) = actions.act(replace(scene.verdict(), finding=about), scene.snapshot, scene.context())
+    assert (outcome.word, outcome.pid) == ("sent", scene.pid)
+
+
+def test_a_verdict_about_a_device_alone_means_nobody(scene):
+    finding = replace(scene.verdict().finding, processes=(), subject=replace(scene.subject, kind="device", pid=None))
+
+    (outcome,) = actions.act(replace(scene.verdict(), finding=finding), scene.snapshot, scene.context())
+    assert outcome.word == "refused"
+    assert scene.lives()
+
+
+# Words.
+
+
+class Post:
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.answer = "queued"
+
+    def notify(self, name: str, verdict: object, snapshot: object) -> str:
+        self.sent.append(name)
+        return self.answer
+
+
+@pytest.mark.parametrize(("action", "key"), [("notify", "to"), ("run_hook", "hook")])
+def test_a_message_goes_to_the_target_that_the_step_names(scene, action, key):
+    scene.context(notifier=(post := Post()))
+
+    assert scene.act(action, options=((key, "ops"),)).word == "done"
+    assert post.sent == ["ops"]
+    assert scene.act(action, options=((key, "ops"),), enforce=False).word == "dry run"
+    assert len(post.sent) == 1
+
+
+def test_a_message_that_is_not_taken_is_an_outcome(scene):
+    scene.context(notifier=(post := Post()))
+    post.answer = "the queue is full"
+
+    assert scene.act("notify", options=(("to", "ops"),)).word == "failed"
+    assert scene.events[-1].outcome == "failed"
+
+
+def test_log_writes_a_line_and_nothing_else(scene):
+    assert scene.act("log").word == "done"
+    assert [(event.kind, event.outcome) for event in scene.events] == [("log", "done")]
+
+
+@contextlib.contextmanager
+def at_a_terminal() -> Iterator[tuple[Scene, int, int]]:
+    """A process on a pseudo-terminal that is its user's, and both ends of that."""
+    ours, theirs = os.openpty()
+    os.fchown(theirs, somebody() or os.getuid(), -1)
+    os.fchmod(theirs, 0o620)
+    code = "import fcntl, termios, time; fcntl.ioctl(0, termios.TIOCSCTTY, 0); time.sleep(600)"
+    try:
+        with a_scene(python(), "-c", code, stdin=theirs) as scene:
+            until(lambda: (facts := identity.facts_of(scene.pid)) and facts.terminal)
+            yield scene, ours, theirs
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def terminal_of(scene: Scene) -> int:
+    facts = identity.facts_of(scene.pid)
+    assert facts
+    return facts.terminal
+
+
+@pytest.mark.terminal
+def test_a_warning_appears_on_the_terminal_of_the_process():
+    with at_a_terminal() as (scene, ours, _):
+        os.set_blocking(ours, False)
+        assert scene.act("warn", enforce=False).word == "dry run"
+        with pytest.raises(BlockingIOError):
+            os.read(ours, 4096)
+
+        assert scene.act("warn").word == "done"
+        assert b"uses 41.0GiB, 40.0GiB are allowed" in os.read(ours, 65536)
+
+
+@pytest.mark.terminal
+def test_mesg_n_is_honoured_until_the_last_notice():
+    with at_a_terminal() as (scene, _, theirs):
+        os.fchmod(theirs, 0o600)
+
+        assert scene.act("warn", next_action="notify").word == "failed"
+        assert scene.act("warn", next_action="terminate", next_after=60.0).word == "done"
+
+
+@pytest.mark.terminal
+@pytest.mark.root
+def test_a_terminal_of_somebody_else_is_not_written_to():
+    with at_a_terminal() as (scene, _, theirs):
+        os.fchown(theirs, 20002, -1)
+
+        assert write(terminal_of(scene), scene.process.uid or 0, "hello") == "the terminal belongs to somebody else"
+        assert scene.act("warn").word == "failed"
+
+
+@pytest.mark.terminal
+def test_nothing_in_a_warning_can_steer_the_terminal():
+    ours, theirs = os.openpty()
+    os.fchmod(theirs, 0o620)
+    number = os.fstat(theirs).st_rdev
+
+    assert write(number, os.fstat(theirs).st_uid, "a\x1b[2J\r\u202eb\nc") == "written"
+    seen = os.read(ours, 4096)
+    assert b"a\\x1b[2J" in seen and b"\x1b" not in seen and "\u202e".encode() not in seen
+    os.close(ours)
+    os.close(theirs)
+
+
+@pytest.mark.terminal
+def test_a_terminal_that_nobody_reads_does_not_hold_up_the_guard():
+    ours, theirs = os.openpty()
+    os.fchmod(theirs, 0o620)
+    number, uid = os.fstat(theirs).st_rdev, os.fstat(theirs).st_uid
+
+    until(lambda: write(number, uid, "x" * 4000) == "the terminal does not read")
+    os.close(ours)
+    os.close(theirs)
+
+
+@pytest.mark.parametrize("terminal", [0, os.makedev(4, 1), os.makedev(1, 3), os.makedev(136, 250_000)])
+def test_only_a_pseudo_terminal_that_exists_is_written_to(terminal):
+    assert write(terminal, os.getuid(), "hello") == "no terminal"
+
+
+def test_a_file_in_the_place_of_a_terminal_is_not_written_to(tmp_path):
+    (tmp_path / "3").touch()
+
+    assert write(os.makedev(136, 3), os.getuid(), "hello", place=str(tmp_path)) == "no terminal"
+    assert (tmp_path / "3").read_text() == ""

@@ -1,0 +1,47 @@
+"""A pid that changes hands at the worst moment: the successor is never hit, and the one who is meant always is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sources import ROOT
+
+SCRIPT = Path(__file__).with_name("pid_reuse.py")
+COUNT = int(os.environ.get("GPUGUARD_TEST_REUSES", "100"))
+# What keeps the successor safe in each campaign; without it he is hit.
+FAULTS = {"decision": "os.kill", "pidfd": "start time,sample time,listed", "sample": "sample time"}
+
+pytestmark = pytest.mark.root
+
+
+def told(*words: object) -> dict[str, int]:
+    path = os.pathsep.join([str(ROOT), str(SCRIPT.parent)])
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, SCRIPT, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    counted: dict[str, int] = json.loads(done.stdout)
+    return counted
+
+
+@pytest.mark.parametrize("moment", ["decision", "pidfd", "sample"])
+def test_no_successor_of_a_pid_is_hit(moment):
+    assert told(moment, COUNT) == {"spared": COUNT}
+
+
+@pytest.mark.parametrize("moment", ["decision", "pidfd", "sample"])
+def test_without_that_protection_successors_are_hit(moment):
+    assert told(moment, 20, FAULTS[moment]) == {"hit": 20}
+
+
+def test_whoever_is_meant_is_hit():
+    assert told("right", 200) == {"hit": 200}

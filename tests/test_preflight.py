@@ -1,0 +1,444 @@
+"""Before a signal: for each check an innocent whom it alone protects, and who is hit when it is switched off."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import a_process
+from guarded import SOMEBODY, Scene, a_child, a_scene
+
+from gpuguard import actions, case, identity, ledger, preflight
+from gpuguard.backends import processes
+from gpuguard.errors import DriverUnresponsive
+from gpuguard.ledger import Deed
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with a_scene() as scene:
+        yield scene
+
+
+def test_an_offender_whom_nothing_protects_is_hit(scene):
+    assert scene.against() == set()
+    assert scene.act().word == "sent"
+    assert scene.dies()
+
+
+# Each takes a scene in which the offender would be hit, and makes him an innocent.
+
+
+def pid_beyond_all(scene: Scene, patch: Patch) -> None:
+    patch.setattr(processes, "pid_max", lambda: scene.pid - 1)
+
+
+def owner_unknown_to_the_rule(scene: Scene, patch: Patch) -> None:
+    scene.subject = replace(scene.subject, uid=None)
+
+
+def stale_sample(scene: Scene, patch: Patch) -> None:
+    scene.context(interval=1e-6)
+
+
+def sample_from_the_future(scene: Scene, patch: Patch) -> None:
+    scene.snapshot = replace(scene.snapshot, clock=scene.snapshot.clock + 3600)
+
+
+def list_was_implausible(scene: Scene, patch: Patch) -> None:
+    scene.snapshot = replace(scene.snapshot, devices=(replace(scene.snapshot.devices[0], processes_plausible=False),))
+
+
+def pids_of_another_namespace(scene: Scene, patch: Patch) -> None:
+    patch.setattr(preflight, "INITIAL_PID_NAMESPACE", 1)
+
+
+def successor_of_the_pid(scene: Scene, patch: Patch) -> None:
+    scene.row(start_time=scene.process.start_time - 1)
+    scene.subject = replace(scene.subject, start_time=scene.process.start_time)
+    scene.context(jobs=frozenset({(scene.pid, scene.process.start_time)}))
+
+
+def started_at_the_time_of_the_sample(scene: Scene, patch: Patch) -> None:
+    scene.snapshot = replace(scene.snapshot, clock=scene.process.start_time + 0.015)
+
+
+def off_the_device_by_now(scene: Scene, patch: Patch) -> None:
+    scene.listed()
+
+
+def list_is_implausible_now(scene: Scene, patch: Patch) -> None:
+    scene.machine.change(0, processes_plausible=False)
+
+
+def older_answer_of_the_driver(scene: Scene, patch: Patch) -> None:
+    sample = scene.machine.sample
+    patch.setattr(scene.machine, "sample", lambda *of: replace(sample(*of), clock=scene.snapshot.clock - 1))
+
+
+def graphics(scene: Scene, patch: Patch) -> None:
+    scene.row(kind="graphics")
+
+
+def graphics_too(scene: Scene, patch: Patch) -> None:
+    scene.row(kind="compute+graphics")
+
+
+def mps_client(scene: Scene, patch: Patch) -> None:
+    scene.row(kind="mps")
+
+
+def beside_an_mps_client(scene: Scene, patch: Patch) -> None:
+    scene.listed(scene.process, a_process(2, kind="mps"))
+
+
+def of_another_user_than_judged(scene: Scene, patch: Patch) -> None:
+    scene.row(uid=SOMEBODY + 1)
+    scene.subject = replace(scene.subject, uid=SOMEBODY + 1)
+
+
+def of_a_user_without_a_name(scene: Scene, patch: Patch) -> None:
+    scene.row(user=str(scene.process.uid))
+
+
+def of_a_user_whose_name_cannot_be_read(scene: Scene, patch: Patch) -> None:
+    scene.row(user=None)
+
+
+def of_a_protected_user(scene: Scene, patch: Patch) -> None:
+    assert scene.process.uid is not None
+    scene.context(protected=frozenset({scene.process.uid}))
+
+
+def of_a_system_account(scene: Scene, patch: Patch) -> None:
+    patch.setattr(identity, "uid_min", lambda: (scene.process.uid or 0) + 1)
+
+
+def of_nobody(scene: Scene, patch: Patch) -> None:
+    patch.setattr(identity, "overflow_uid", lambda: scene.process.uid)
+
+
+def program_unreadable(scene: Scene, patch: Patch) -> None:
+    patch.setattr(identity, "_executable", lambda pid: (None, None))
+
+
+def child_of_the_guard(scene: Scene, patch: Patch) -> None:
+    scene.context(jobs=frozenset())
+
+
+def notebook(scene: Scene, patch: Patch) -> None:
+    change_facts(patch, command="python -m ipykernel_launcher -f kernel.json")
+
+
+def on_a_terminal(scene: Scene, patch: Patch) -> None:
+    change_facts(patch, terminal=os.makedev(136, 3))
+
+
+def debugged(scene: Scene, patch: Patch) -> None:
+    change_facts(patch, tracer=1)
+
+
+def changed_his_ways(scene: Scene, patch: Patch) -> None:
+    scene.context(still_true=lambda verdict, snapshot: False)
+
+
+def change_facts(patch: Patch, **change: Any) -> None:
+    read = identity.facts_of
+    patch.setattr(identity, "facts_of", lambda pid: (facts := read(pid)) and replace(facts, **change))
+
+
+INNOCENTS: list[tuple[Callable[[Scene, Patch], None], str, tuple[str, ...]]] = [
+    # who, the check that protects him, and those that would as well
+    (pid_beyond_all, "pid", ()),
+    (owner_unknown_to_the_rule, "known", ("owner",)),
+    (stale_sample, "fresh", ()),
+    (sample_from_the_future, "fresh", ("listed",)),
+    (list_was_implausible, "sampled", ()),
+    (pids_of_another_namespace, "namespace", ()),
+    (successor_of_the_pid, "start time", ()),
+    (started_at_the_time_of_the_sample, "sample time", ()),
+    (off_the_device_by_now, "listed", ("owner",)),
+    (list_is_implausible_now, "listed", ()),
+    (older_answer_of_the_driver, "listed", ()),
+    (graphics, "kind", ()),
+    (graphics_too, "kind", ()),
+    (mps_client, "kind", ()),
+    (beside_an_mps_client, "kind", ()),
+    (of_another_user_than_judged, "owner", ()),
+    (of_a_user_without_a_name, "owner", ()),
+    (of_a_user_whose_name_cannot_be_read, "owner", ()),
+    (of_a_protected_user, "protected", ()),
+    (of_a_system_account, "protected", ()),
+    (of_nobody, "protected", ()),
+    (program_unreadable, "program", ()),
+    (child_of_the_guard, "family", ()),
+    (notebook, "interactive", ()),
+    (on_a_terminal, "interactive", ()),
+    (debugged, "interactive", ()),
+    (changed_his_ways, "rule", ()),
+]
+NAMES = [innocent.__name__ for innocent, _, _ in INNOCENTS]
+
+
+def switch_off(patch: Patch, *checks: str) -> None:
+    for check in checks:
+        table = preflight.EARLY if check in preflight.EARLY else preflight.LATE
+        patch.setitem(table, check, lambda case: None)
+
+
+@pytest.mark.parametrize(("innocent", "check", "others"), INNOCENTS, ids=NAMES)
+def test_an_innocent_lives(scene, monkeypatch, innocent, check, others):
+    innocent(scene, monkeypatch)
+
+    assert scene.act().word == "refused"
+    assert check in scene.against() <= {check, *others}
+    assert scene.lives()
+    assert [event.outcome for event in scene.events] == ["refused"]
+
+
+@pytest.mark.parametrize(("innocent", "check", "others"), INNOCENTS, ids=NAMES)
+def test_without_its_check_that_innocent_is_hit(scene, monkeypatch, innocent, check, others):
+    innocent(scene, monkeypatch)
+    switch_off(monkeypatch, check, *others)
+
+    assert scene.act().word == "sent"
+    assert scene.dies()
+
+
+def test_every_check_has_an_innocent():
+    tested = {check for _, check, _ in INNOCENTS} | {"catches", "limits"}  # these two: below
+
+    assert tested == preflight.EARLY.keys() | preflight.LATE.keys()
+
+
+def test_a_job_that_would_not_survive_a_checkpoint_signal_is_spared(scene, monkeypatch):
+    assert scene.act("checkpoint").word == "refused"
+    assert scene.lives()
+
+    switch_off(monkeypatch, "catches")
+    assert scene.act("checkpoint").word == "sent"
+    assert scene.dies()
+
+
+# Limits: what was done before speaks against doing more.
+
+OTHER = (2, 1.0)
+
+
+def deeds(scene: Scene, *, ago: float, count: int = 1, **fields: Any) -> None:
+    for number in range(count):
+        facts = {
+            "action": "terminate",
+            "process": (2 + number, 1.0),
+            "devices": (f"GPU-of-{number}",),
+            "live": True,
+            **fields,
+        }
+        scene.context().ledger.note(Deed(scene.snapshot.clock - ago, **facts))  # type: ignore[arg-type]
+
+
+def own_signature(scene: Scene) -> str:
+    return case.signature(identity.facts_of(scene.pid))
+
+
+LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
+    ("rate", lambda scene: deeds(scene, ago=20, count=3, action="checkpoint"), "terminate"),
+    ("victims", lambda scene: deeds(scene, ago=600, count=10), "terminate"),
+    ("one per device", lambda scene: deeds(scene, ago=10, devices=(scene.subject.device,)), "terminate"),
+    (
+        "one per device",  # pid 2 has ended, but its memory has not come back
+        lambda scene: deeds(
+            scene, ago=20, devices=(scene.subject.device,), memory=1, memory_used=((scene.subject.device, 0),)
+        ),
+        "terminate",
+    ),
+    (
+        "repetition",
+        lambda scene: deeds(scene, ago=10, process=(scene.pid, scene.process.start_time)),
+        "terminate",
+    ),
+    ("escalation", lambda scene: None, "kill"),
+    (
+        "escalation",
+        lambda scene: deeds(scene, ago=29, process=(scene.pid, scene.process.start_time)),
+        "kill",
+    ),
+    (
+        "restart loop",
+        lambda scene: deeds(scene, ago=1800, count=2, signature=own_signature(scene)),
+        "terminate",
+    ),
+    (
+        "unkillable",
+        lambda scene: scene.context().ledger.unkillable.update({OTHER: (scene.subject.device,)}),
+        "terminate",
+    ),
+]
+_CHECK_OF = {
+    "rate": "_rate", "victims": "_victims", "one per device": "_busy_device", "repetition": "_repetition",
+    "escalation": "_escalation", "restart loop": "_restart_loop",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "before", "action"), LIMITS, ids=[limit for limit, _, _ in LIMITS])
+def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, limit, before, action):
+    before(scene)
+
+    refused = scene.act(action)
+    assert [each.check for each in refused.against] == [limit]
+    assert scene.lives()
+
+    if limit == "unkillable":
+        monkeypatch.setattr(ledger.Ledger, "_unkillable", lambda *of: None)
+    else:
+        monkeypatch.setattr(ledger, _CHECK_OF[limit], lambda *of: None)
+    assert scene.act(action).word == "sent"
+    assert scene.dies()
+
+
+@pytest.mark.parametrize(
+    ("before", "action"),
+    [
+        (lambda scene: deeds(scene, ago=61, count=3), "terminate"),
+        (lambda scene: deeds(scene, ago=600, count=9), "terminate"),
+        (lambda scene: deeds(scene, ago=20, devices=(scene.subject.device,)), "terminate"),  # pid 2 has ended
+        (lambda scene: deeds(scene, ago=31, process=(scene.pid, scene.process.start_time)), "kill"),
+        (lambda scene: deeds(scene, ago=1800, signature=own_signature(scene)), "terminate"),
+        (lambda scene: deeds(scene, ago=10, count=10, live=False), "terminate"),
+    ],
+    ids=["rate", "victims", "effect seen", "escalation", "restart loop", "dry run"],
+)
+def test_within_the_limits_it_goes_on(scene, before, action):
+    before(scene)
+
+    assert scene.act(action).word == "sent"
+
+
+def test_what_a_dry_run_did_not_do_does_not_count_as_done(scene):
+    deeds(scene, ago=40, process=(scene.pid, scene.process.start_time), live=False)
+
+    assert scene.act("kill").word == "refused"
+
+
+def test_a_refusal_that_waits_says_for_how_long_and_others_do_not(scene):
+    deeds(scene, ago=10, devices=(scene.subject.device,))
+    assert 0 < (scene.act().wait or 0) <= 5
+
+    scene.context(still_true=lambda verdict, snapshot: False)
+    assert scene.act().wait is None
+
+
+def test_the_grace_of_a_notebook_ends(scene, monkeypatch):
+    notebook(scene, monkeypatch)
+    assert scene.act().wait == pytest.approx(600, abs=1)
+    clock = case.boot_clock
+
+    monkeypatch.setattr(preflight, "boot_clock", lambda: clock() + 601)
+    scene.context(interval=1000.0)
+    assert scene.act().word == "sent"
+
+
+# Who may not even be looked at.
+
+
+@pytest.mark.parametrize("pid", [0, -1, 1, 2**22 + 1, 2**31, 2**32 - 1, 2**64])
+def test_a_pid_that_cannot_be_one_reaches_no_system_call(scene, monkeypatch, pid):
+    monkeypatch.setattr(os, "pidfd_open", lambda *of: pytest.fail("a system call"))
+    scene.row(pid=pid)
+    scene.subject = replace(scene.subject, pid=pid)
+
+    assert scene.act().word == "refused"
+    assert scene.lives()
+
+
+@pytest.mark.parametrize("who", [os.getpid, os.getppid])
+def test_gpuguard_and_what_it_stands_on_are_never_hit(scene, monkeypatch, who):
+    sent: list[int] = []
+    monkeypatch.setattr(actions, "forward", lambda pidfd, signum: sent.append(signum) or "sent")
+    scene.row(pid=who(), start_time=processes.start_time(who()), uid=os.getuid())
+    scene.subject = replace(scene.subject, pid=who(), start_time=scene.process.start_time, uid=os.getuid())
+    switch_off(monkeypatch, "protected", "program", "interactive")
+
+    assert scene.act().word == "refused"
+    assert sent == []
+    switch_off(monkeypatch, "family")
+    assert scene.act().word == "sent"
+
+
+def test_whoever_is_in_our_process_group_is_never_hit(monkeypatch):
+    with a_scene(session=False) as scene:
+        monkeypatch.setattr(identity, "ancestors", lambda pid: frozenset())
+        scene.context(jobs=frozenset())
+
+        assert scene.against() == {"family"}
+
+
+def test_a_driver_that_does_not_answer_again_spares_everybody(scene):
+    def fail() -> None:
+        raise DriverUnresponsive("a driver call did not come back")
+
+    scene.machine.before_sample = fail
+
+    assert scene.act().word == "refused"
+    assert scene.lives()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("uid", "word"), [(0, "refused"), (999, "refused"), (1000, "sent"), (65534, "refused")])
+def test_users_are_hit_and_accounts_of_the_system_are_not(uid, word):
+    with a_scene(uid=uid) as scene:
+        assert scene.act().word == word
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("name", "owner", "spared"),
+    [
+        ("nvidia-cuda-mps-server", 0, True),
+        ("Xorg", 0, True),
+        ("gnome-shell", 0, True),
+        ("gnome-shell", SOMEBODY, False),  # anybody can call his program so
+        ("train", 0, False),
+    ],
+)
+def test_a_program_of_the_system_is_known_by_who_put_it_where(monkeypatch, name, owner, spared):
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # everybody can get there, unlike tmp_path
+        os.chmod(place, 0o755)
+        monkeypatch.setattr(identity, "SYSTEM_PLACES", (f"{place}/",))
+        program = shutil.copy(shutil.which("sleep") or "", f"{place}/{name}")
+        os.chmod(program, 0o755)
+        os.chown(program, owner, owner)
+
+        with a_scene(program, "600") as scene:
+            assert (scene.against() == {"program"}) is spared
+            assert (scene.act().word == "sent") is not spared
+
+
+@pytest.mark.root
+def test_a_name_protects_nobody_outside_of_the_places_of_the_system():
+    with a_child("Xorg", "600", executable=shutil.which("sleep")) as child:
+        scene = Scene(child.pid, SOMEBODY)
+
+        assert scene.act().word == "sent"
+        assert child.wait() == -signal.SIGTERM
+        os.close(scene.pidfd)
+
+
+def test_a_name_is_matched_by_path_and_not_by_what_is_in_its_arguments(scene):
+    facts = identity.facts_of(scene.pid)
+    assert facts is not None
+
+    assert not identity.belongs_to_the_system(replace(facts, command="/usr/bin/Xorg :0"))
+    assert identity.belongs_to_the_system(replace(facts, executable="/usr/lib/xorg/Xorg", executable_owner=0))
+    assert identity.belongs_to_the_system(
+        replace(facts, executable="/usr/bin/nv-hostengine (deleted)", executable_owner=0)
+    )
+    assert not identity.belongs_to_the_system(replace(facts, executable="/home/eve/Xorg", executable_owner=0))
