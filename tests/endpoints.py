@@ -81,49 +81,45 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def _smtp(session: socketserver.StreamRequestHandler, mail: MailServer, stack: ExitStack) -> None:
-    read, write, encrypted = session.rfile, session.wfile, False
-    letter = Letter("", [], b"", encrypted)
+    read: Any = session.rfile
+    write: Any = session.wfile
+    letter = Letter("", [], b"", False)
     write.write(b"220 test\r\n")
     while line := read.readline():
-        words = line.decode("ascii").split()
-        command = words[0].upper() if words else ""
-        if command in mail.answers:
-            answer = mail.answers[command]
-        elif command == "EHLO":
-            offers = ["STARTTLS"] if mail.context and not encrypted else []
-            offers += ["AUTH PLAIN"] if mail.password else []
-            answer = "\r\n".join([*(f"250-{offer}" for offer in ["test", *offers]), "250 8BITMIME"])
-        elif command == "STARTTLS" and mail.context:
+        words = line.decode("ascii").split() or [""]
+        command = words[0].upper()
+        if command == "STARTTLS" and mail.context:
             write.write(b"220 go\r\n")
-            connection = mail.context.wrap_socket(session.connection, server_side=True)
-            stack.enter_context(connection)
-            read, write, encrypted = (
-                stack.enter_context(connection.makefile("rb")),
-                stack.enter_context(connection.makefile("wb", 0)),
-                True,
-            )
+            connection = stack.enter_context(mail.context.wrap_socket(session.connection, server_side=True))
+            read = stack.enter_context(connection.makefile("rb"))
+            write = stack.enter_context(connection.makefile("wb", 0))
+            letter.encrypted = True
             continue
-        elif command == "AUTH":
-            mail.logins.append(base64.b64decode(words[2]))
-            right = mail.logins[-1].endswith(b"\0" + (mail.password or "").encode())
-            answer = "235 fine" if right else f"535 wrong: {mail.logins[-1]!r}"
-        elif command == "MAIL":
-            letter = Letter(words[1][6:-1], [], b"", encrypted)
-            answer = "250 ok"
-        elif command == "RCPT":
-            refused = "nobody" in words[1]
-            letter.recipients += [] if refused else [words[1][4:-1]]
-            answer = "550 no such user" if refused else "250 ok"
-        elif command == "DATA":
+        if command == "DATA" and command not in mail.answers:
             write.write(b"354 go\r\n")
             letter.raw = _until_the_dot(read)
             mail.letters.append(letter)
-            answer = "250 ok"
-        else:
-            answer = "221 bye" if command == "QUIT" else "250 ok"
-        write.write(answer.encode() + b"\r\n")
+        write.write((mail.answers.get(command) or _answer(mail, letter, command, words)).encode() + b"\r\n")
         if command == "QUIT":
             return
+
+
+def _answer(mail: MailServer, letter: Letter, command: str, words: list[str]) -> str:
+    if command == "EHLO":
+        offers = ["STARTTLS"] if mail.context and not letter.encrypted else []
+        offers += ["AUTH PLAIN"] if mail.password else []
+        return "\r\n".join([*(f"250-{offer}" for offer in ["test", *offers]), "250 8BITMIME"])
+    if command == "AUTH":
+        mail.logins.append(base64.b64decode(words[2]))
+        right = mail.logins[-1].endswith(b"\0" + (mail.password or "").encode())
+        return "235 fine" if right else f"535 wrong: {mail.logins[-1]!r}"
+    if command == "MAIL":
+        letter.sender = words[1][6:-1]
+    if command == "RCPT":
+        if "nobody" in words[1]:
+            return "550 no such user"
+        letter.recipients.append(words[1][4:-1])
+    return "221 bye" if command == "QUIT" else "250 ok"
 
 
 def _until_the_dot(read: Any) -> bytes:

@@ -59,7 +59,7 @@ def test_without_starttls_nothing_goes_out_in_clear_text(tmp_path):
         target = by_smtp(server, security="starttls", user="u", password=a_secret(tmp_path))
         assert not attempt(target, a_message())[0]
 
-    assert server.letters == server.logins == []
+    assert (server.letters, server.logins) == ([], [])
 
 
 def test_a_server_that_repeats_the_password_in_its_answer_does_not_make_us_repeat_it(tmp_path):

@@ -12,6 +12,7 @@ from endpoints import a_mail_server, a_web_server, wait_until
 from targets import a_message, a_verdict, by_smtp
 
 from gpuguard.messages import Template, message_for
+from gpuguard.model import Event
 from gpuguard.notify import TARGETS, Email, Hook, Sender, Webhook
 from gpuguard.notify.delivery import DELIVER
 from gpuguard.notify.pace import CAPACITY
@@ -19,27 +20,30 @@ from gpuguard.notify.pace import CAPACITY
 
 @contextmanager
 def a_sender(targets, **options):
-    events: list = []
+    """A sender, and the events that it reports."""
+    events: list[Event] = []
     sender = Sender(targets, events.append, **options)
-    sender.events = events
-    yield sender
+    yield sender, events
     sender.stop(10)
 
 
 def test_a_target_gets_its_message_in_its_own_language_from_the_admins_texts():
     with a_web_server() as web:
         targets = {"ops": Webhook(web.url, language="zh"), "dev": Webhook(web.url)}
-        with a_sender(targets, templates={"zh": Template("你好 $user"), "en": Template("hello $user")}) as sender:
+        with a_sender(targets, templates={"zh": Template("你好 $user"), "en": Template("hello $user")}) as (
+            sender,
+            events,
+        ):
             assert sender.notify("ops", a_verdict(), a_snapshot(a_device(3))) == "queued"
             assert sender.notify("dev", a_verdict(), a_snapshot(a_device(3))) == "queued"
             assert sender.flush(10)
 
         assert sorted(json.loads(body)["subject"] for _, body in web.requests) == ["hello alice", "你好 alice"]
-        assert [event.outcome for event in sender.events] == ["sent", "sent"]
+        assert [event.outcome for event in events] == ["sent", "sent"]
 
 
 def test_a_name_that_is_no_target_is_told_and_nothing_is_sent():
-    with a_sender({}) as sender:
+    with a_sender({}) as (sender, _):
         assert sender.notify("ops", a_verdict(), a_snapshot(a_device(3))) == "no such target"
 
 
@@ -47,7 +51,7 @@ def test_a_slow_endpoint_blocks_neither_the_caller_nor_the_other_targets():
     with (
         a_web_server(hold=threading.Event()) as slow,
         a_web_server() as quick,
-        a_sender({"slow": Webhook(slow.url), "quick": Webhook(quick.url)}) as sender,
+        a_sender({"slow": Webhook(slow.url), "quick": Webhook(quick.url)}) as (sender, _),
     ):
         started = time.perf_counter()
         for n in range(200):
@@ -62,13 +66,13 @@ def test_a_slow_endpoint_blocks_neither_the_caller_nor_the_other_targets():
 
 def test_a_dead_endpoint_is_an_event_and_the_message_goes_out_when_it_lives_again(monkeypatch):
     monkeypatch.setattr("gpuguard.notify.pace.FIRST_PAUSE", 0.05)
-    with a_web_server(status=503) as web, a_sender({"ops": Webhook(web.url)}) as sender:
+    with a_web_server(status=503) as web, a_sender({"ops": Webhook(web.url)}) as (sender, events):
         sender.send("ops", a_message())
         assert not sender.flush(10)
-        wait_until(lambda: sender.events)
-        assert sender.events[0].outcome == "failed"
-        assert sender.events[0].message == "the web server answers 503"
-        assert dict(sender.events[0].facts) == {
+        wait_until(lambda: events)
+        assert events[0].outcome == "failed"
+        assert events[0].message == "the web server answers 503"
+        assert dict(events[0].facts) == {
             "target": "ops",
             "policy": "idle-gpus",
             "count": 1,
@@ -76,11 +80,11 @@ def test_a_dead_endpoint_is_an_event_and_the_message_goes_out_when_it_lives_agai
         }
 
         web.status = 200
-        wait_until(lambda: sender.events[-1].outcome == "sent")
+        wait_until(lambda: events[-1].outcome == "sent")
 
 
 def test_a_full_queue_refuses_at_once_and_says_so():
-    with a_web_server(status=500) as web, a_sender({"ops": Webhook(web.url)}) as sender:
+    with a_web_server(status=500) as web, a_sender({"ops": Webhook(web.url)}) as (sender, _):
         answers = [sender.send("ops", a_message(policy=f"p{n}")) for n in range(CAPACITY + 50)]
 
         assert answers[:CAPACITY] == ["queued"] * CAPACITY
@@ -118,7 +122,7 @@ def test_after_the_end_nothing_is_taken_and_no_thread_is_left():
 
 def test_a_sender_that_has_nothing_to_say_starts_no_thread():
     before = threading.active_count()
-    with a_sender({"ops": Email("root")}) as sender:
+    with a_sender({"ops": Email("root")}) as (sender, _):
         assert threading.active_count() == before
         assert sender.flush(0)
 
@@ -134,7 +138,7 @@ def test_a_thread_that_something_unforeseen_has_ended_is_started_again(monkeypat
     reported = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
     monkeypatch.setitem(DELIVER, Hook, deliver)
-    with a_sender({"ops": Hook(("/bin/true",))}) as sender:
+    with a_sender({"ops": Hook(("/bin/true",))}) as (sender, _):
         sender.send("ops", a_message())
         sender.flush(5)
         wait_until(lambda: reported)

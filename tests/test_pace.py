@@ -90,7 +90,7 @@ def test_a_target_that_fails_is_left_alone_for_a_time_that_doubles_up_to_a_limit
     pace, now, pauses = Pace(), 0.0, []
     pace.put(a_message_of(), now)
     for _ in range(20):
-        now += pace.wait(now)
+        now += pace.wait(now) or 0.0
         batch = pace.take(now)
         pace.failed(batch, now)
         pauses.append(pace.wait(now))
