@@ -35,6 +35,7 @@ __all__ = [
     "Subject",
     "Verdict",
     "WaitTimeout",
+    "Watchdog",
     "claim",
     "grab_gpus",
     "open_backend",
@@ -65,12 +66,14 @@ if TYPE_CHECKING:
     from gpuguard.grab import claim, grab_gpus, select_devices, snapshot, who
     from gpuguard.hold import Claim
     from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject, Verdict
+    from gpuguard.watchdog import Watchdog
 
 _HOMES = {
     "backends": ("open_backend",),
     "grab": ("claim", "grab_gpus", "select_devices", "snapshot", "who"),
     "hold": ("Claim",),
     "model": ("ClaimRecord", "Device", "Event", "Finding", "Gap", "GpuProcess", "Snapshot", "Subject", "Verdict"),
+    "watchdog": ("Watchdog",),
 }  # and all others: errors
 
 

@@ -79,6 +79,12 @@ def evaluate(
     return Judgement(tuple(verdicts), tuple(sorted(notes, key=_note_order)))
 
 
+def still_holds(policy: Policy, subject: Subject, view: View, memory: Memory, *, zone: float = 0.0) -> bool:
+    """Whether everything that *policy* says is so for *subject* in this view, which need not be a sample of its own."""
+    found, _ = _condition(policy, look(replace_fields(view, past=memory.past), zone), memory)
+    return any(identity_of(finding.subject) == identity_of(subject) for finding in found)
+
+
 def _pin(policies: Sequence[Policy], memory: Memory) -> list[Note]:
     """Cancel the ladders of policies that are not what they were at the last sample."""
     notes = []

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpuguard.model import Event
 from gpuguard.text import neutralise
 
 Line = Mapping[str, Any]
@@ -52,6 +53,16 @@ def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
         else:
             torn += 1
     return events, torn
+
+
+def line_of(event: Event) -> Line:
+    """*event* as a line of the log is decoded."""
+    return {
+        "time_unix_seconds": event.time,
+        **{name: value for name, value in vars(event).items() if name != "time"},
+        "devices": list(event.devices),
+        "facts": {name: value for name, value in event.facts if value is not None},
+    }
 
 
 def in_order(events: Iterable[Line], wanted: Wanted) -> list[Line]:

@@ -1,0 +1,287 @@
+"""The watchdog: sample -> judge -> act -> record, again and again.  step() is the whole program.
+
+Policies decide, actions do, and both leave an Event, so this file only passes things on: it fills the View that rules
+judge by, keeps the Memory between samples, and chooses when to look next.  Does not read policy files: see daemon.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+
+from gpuguard import actions, history
+from gpuguard.ancestry import look_up
+from gpuguard.backends import Backend
+from gpuguard.case import Context, Notifier
+from gpuguard.errors import BackendError, ClaimError
+from gpuguard.hostuse import HostUses
+from gpuguard.lockfiles import LockDirectory
+from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Event, Gap, Snapshot, Verdict
+from gpuguard.policies import engine
+from gpuguard.policies.policy import Judgement, Note, Policy
+from gpuguard.policies.sight import SubjectIdentity, identity_of
+from gpuguard.policies.view import View
+from gpuguard.records import probe
+
+FIELDS = WHO_FIELDS | {CLOCKS, ECC}  # of a snapshot that policies judge: health and throttling are in the last two
+INTERVAL = (2.0, 10.0)  # seconds, shortest and longest, between two samples
+RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: look again soon
+RISING_CELSIUS = 3.0
+SLOWER = 1.5  # times longer after each sample in which nothing rose
+RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
+# The other notes say at every sample that nothing is to be done: they are for --once and for explanations.
+WORTH_A_LINE = frozenset({"gap", "resampling", "cleared", "cancelled", "breaker", "waiting", "kept", "exempt"})
+
+Key = tuple[str, SubjectIdentity]  # name of a policy and whom a verdict is about
+
+
+class Watchdog:
+    """Guards the devices of this machine by policies, in a thread of its own or in that of the caller.
+
+        with Watchdog(open_backend("nvml"), policies, on_event=print):
+            ...
+
+    Args:
+        backend: where samples come from; better one in a process of its own, because drivers hang.
+        policies: decoded.  May be replaced at any time; a policy that changed loses its ladders.
+        directory: of the claims; None: no claims are known, and nobody is judged by them.
+        enforce: the first of two switches, the policy has the other.  Without it everything happens but the last call.
+        on_event: told each Event, after it was written down.
+        on_sample: told each snapshot, and the seconds until the next one.
+        notifier: sends messages, as notify.Sender.
+        interval: (shortest, longest) seconds between samples.
+        append: writes an Event down; False when it could not, and then nothing is done.
+        share_host_pids: act although this is not the first pid namespace, because its pids are the driver's.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        policies: Sequence[Policy] = (),
+        directory: LockDirectory | None = None,
+        *,
+        enforce: bool = False,
+        on_event: Callable[[Event], object] | None = None,
+        on_sample: Callable[[Snapshot, float], object] | None = None,
+        notifier: Notifier | None = None,
+        interval: tuple[float, float] = INTERVAL,
+        append: Callable[[Event], bool] = history.append,
+        share_host_pids: bool = False,
+    ) -> None:
+        self.policies = tuple(policies)
+        self.interval = interval
+        self.notifier = notifier
+        self.pause = interval[0]  # seconds until the next sample
+        self.beat = time.monotonic()  # when the loop came round the last time
+        self.trouble: str | None = None  # why there is no sample, in words
+        self._backend, self._directory = backend, directory
+        self._on_event, self._on_sample, self._append = on_event, on_sample, append
+        self._memory = engine.Memory()
+        self._host = HostUses()
+        self._view: View | None = None
+        self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
+        self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
+        self._untold: list[Event] = []
+        self._context = Context(
+            backend, self._record, self._still_true, enforce=enforce, share_host_pids=share_host_pids
+        )
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def step(self) -> Judgement:
+        """Look once, and do what is due.
+
+        Returns:
+            What was judged.
+
+        Raises:
+            BackendError: nothing could be read, so nothing was judged.
+        """
+        policies, before = self.policies, self._view
+        snapshot = self._sample(bool(policies))
+        self._view = self._look_around(snapshot)
+        judgement = engine.evaluate(
+            self._view, policies, self._memory, interval=self.interval[1], zone=_zone(snapshot.taken_at)
+        )
+        self._act(judgement.verdicts, policies)
+        self._note(judgement.notes)
+        self.pause = pace(before.snapshot if before else None, snapshot, self.pause, self.interval)
+        self._tell()
+        if self._on_sample:
+            self._on_sample(snapshot, self.pause)
+        return judgement
+
+    def run(self, stop: threading.Event) -> None:
+        """Repeat step() until *stop* is set, whatever happens."""
+        failures = 0
+        while not stop.is_set():
+            begun = time.monotonic()
+            try:
+                self.step()
+                failures = 0
+                self._in_trouble(None)
+            except Exception as error:  # noqa: BLE001  the one catch of the loop: a guard that died guards nothing
+                failures += 1
+                self.pause = min(RETRY_SECONDS, self.interval[1] * 2 ** min(failures, 8))
+                self._in_trouble(error)
+            self.beat = time.monotonic()
+            stop.wait(max(0.01, self.pause - (self.beat - begun)))
+
+    def keep(
+        self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None
+    ) -> None:
+        """Leave a user, a claim or a device alone until CLOCK_BOOTTIME passes *until_clock*."""
+        self._memory.keep(until_clock, uid=uid, claim=claim, device=device)
+
+    def start(self) -> None:
+        """Run in a thread of its own, until stop() or the end of the process."""
+        self._stop.clear()
+        self._thread = threading.Thread(target=self.run, args=(self._stop,), name="gpuguard-watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self, seconds: float = 5.0) -> bool:
+        """Take no further step; whether the one that was under way has ended within *seconds*."""
+        self._stop.set()
+        if self._thread:
+            self._thread.join(seconds)
+        return not (self._thread and self._thread.is_alive())
+
+    def __enter__(self) -> Watchdog:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _sample(self, judged: bool) -> Snapshot:
+        snapshot = self._backend.sample(FIELDS if judged else WHO_FIELDS)
+        try:
+            if self._directory is None:
+                raise ClaimError("no directory of claims was named")
+            claims = probe(self._directory, [device.uuid for device in snapshot.devices])
+        except (ClaimError, OSError) as error:
+            gap = Gap(None, "claims", " ".join(str(error).split()))
+            return replace(snapshot, gaps=(*snapshot.gaps, gap))
+        return replace(snapshot, claims=claims)
+
+    def _look_around(self, snapshot: Snapshot) -> View:
+        if not self.policies:
+            return View(snapshot)
+        return View(
+            snapshot,
+            host=self._host.look(snapshot),
+            groups=self._host.groups(snapshot),
+            seen=look_up(snapshot),
+        )
+
+    def _act(self, verdicts: Sequence[Verdict], policies: Sequence[Policy]) -> None:
+        """Do what is due now, and what has had to wait and still holds; each subject's steps in their order."""
+        assert self._view is not None
+        named = {policy.name: policy for policy in policies}
+        self._due = {key: due for key, due in self._due.items() if self._holds(due[0][1], due[0][0], named)}
+        for verdict in verdicts:
+            key = verdict.policy, identity_of(verdict.finding.subject)
+            self._due.setdefault(key, []).append((named[verdict.policy], verdict))
+        context = replace(self._context, notifier=self.notifier, interval=max(self.interval[1], self.pause))
+        actions.give_up(context)
+        for key, due in tuple(self._due.items()):
+            while due:
+                outcomes = actions.act(due[0][1], self._view.snapshot, context)
+                if any(outcome.wait is not None for outcome in outcomes):
+                    break  # a check asks for time: the same step is tried again after the next sample
+                due.pop(0)
+            if not due:
+                del self._due[key]
+
+    def _holds(self, verdict: Verdict, policy: Policy, named: dict[str, Policy]) -> bool:
+        assert self._view is not None
+        return named.get(policy.name) == policy and self._is_found(verdict, policy, self._view)
+
+    def _still_true(self, verdict: Verdict, again: Snapshot) -> bool:
+        """Whether the rules behind *verdict* hold on what the driver says now, about some of the devices."""
+        policy = next((each for each in self.policies if each.name == verdict.policy), None)
+        if policy is None or self._view is None:
+            return False
+        return self._is_found(verdict, policy, replace(self._view, snapshot=self._view.snapshot.updated(again)))
+
+    def _is_found(self, verdict: Verdict, policy: Policy, view: View) -> bool:
+        zone = _zone(view.snapshot.taken_at)
+        return engine.still_holds(policy, verdict.finding.subject, view, self._memory, zone=zone)
+
+    def _note(self, notes: Sequence[Note]) -> None:
+        before, self._noted = self._noted, set()
+        for note in notes:
+            subject = note.subject
+            key = note.kind, note.policy, identity_of(subject) if subject else None
+            if note.kind in WORTH_A_LINE and key not in self._noted | before:
+                self._record(
+                    Event(
+                        time.time(),
+                        "note",
+                        note.kind,
+                        user=subject.user if subject else None,
+                        devices=(subject.device,) if subject and subject.device else (),
+                        pid=subject.pid if subject else None,
+                        claim=subject.claim if subject else None,
+                        message=note.text,
+                        facts=(("policy", note.policy),),
+                    )
+                )
+            self._noted.add(key)
+
+    def _in_trouble(self, error: Exception | None) -> None:
+        """Leave an Event when the loop falls into trouble, into another one, or comes out of it."""
+        message = None
+        if error is not None:
+            message = str(error) if isinstance(error, BackendError) else f"a fault inside gpuguard: {error!r}"
+        if message != self.trouble:
+            outcome = "failed" if error and not isinstance(error, BackendError) else "driver unresponsive"
+            self.trouble = message
+            self._record(Event(time.time(), "watchdog", outcome if error else "watching again", message=message))
+            self._tell()
+
+    def _record(self, event: Event) -> bool:
+        written = self._append(event)
+        self._untold.append(event if written else replace(event, outcome=f"{event.outcome} (not recorded)"))
+        return written
+
+    def _tell(self) -> None:
+        # Only after everything is done: a callback that fails must not come between a line of the log and its signal.
+        told, self._untold = self._untold, []
+        for event in told:
+            if self._on_event:
+                self._on_event(event)
+
+
+def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[float, float]) -> float:
+    """Seconds until the next sample: at once when something rises, later and later while nothing does."""
+    shortest, longest = interval
+    return shortest if before is None or _rises(before, now) else min(longest, max(pause, shortest) * SLOWER)
+
+
+def _rises(before: Snapshot, now: Snapshot) -> bool:
+    for device in now.devices:
+        old = before.device(device.uuid)
+        if old is None:
+            continue
+        if None not in (old.memory_used, device.memory_used, device.memory_total):
+            assert device.memory_used is not None and old.memory_used is not None and device.memory_total is not None
+            if device.memory_used - old.memory_used > RISING_MEMORY * device.memory_total:
+                return True
+        if (
+            device.temperature is not None
+            and old.temperature is not None
+            and device.temperature - old.temperature >= RISING_CELSIUS
+        ):
+            return True
+    return False
+
+
+def _zone(taken_at: float) -> float:
+    """Seconds east of UTC, at the time of the snapshot: summer time may begin while the watchdog runs."""
+    return float(time.localtime(taken_at).tm_gmtoff)

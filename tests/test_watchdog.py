@@ -1,0 +1,323 @@
+"""The watchdog: sample, judge, act, record, in a loop that nothing ends and that looks sooner when something rises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from builders import GIB, a_device, a_process, a_snapshot
+from nodes import a_user, change, clock, eventually, start
+
+from gpuguard import actions, watchdog
+from gpuguard.actions import Outcome
+from gpuguard.errors import DriverUnresponsive
+from gpuguard.lockfiles import lock_directory
+from gpuguard.policies.amounts import parse_memory_amount
+from gpuguard.policies.memory import Memory
+from gpuguard.policies.policy import Policy, Step
+from gpuguard.watchdog import Watchdog, pace
+
+HOGS = Policy("hogs", (Memory(above=parse_memory_amount("20GiB")),), hold=0.0, steps=(Step("terminate"),), enforce=True)
+
+
+class Recording:
+    """A backend that answers from a list; an exception in it is raised."""
+
+    name, simulated = "recording", True
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def sample(self, fields, devices=None):
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def log():
+    return []
+
+
+@pytest.fixture
+def a_watchdog(log):
+    def make(backend, policies=(HOGS,), **options):
+        options.setdefault("append", lambda event: log.append(event) or True)
+        return Watchdog(backend, policies, **options)
+
+    return make
+
+
+@pytest.fixture
+def place(tmp_path):
+    return str(tmp_path / "node")
+
+
+def snapshots(*devices, number=3, every=1.0):
+    """Samples of the same machine."""
+    return [
+        a_snapshot(*devices, clock=10_000.0 + i * every, taken_at=1_700_000_000.0 + i * every) for i in range(number)
+    ]
+
+
+A_HOG = a_device(memory_used=40 * GIB, processes=(a_process(memory_used=40 * GIB),))
+
+
+def outcomes(log, kind="terminate"):
+    return [event.outcome for event in log if event.kind == kind]
+
+
+def test_a_dry_run_leaves_an_event_and_hits_nobody(a_watchdog, log, place):
+    backend = start(place)
+    with a_user(place, "0", 40 * GIB) as child:
+        guard = a_watchdog(backend, directory=lock_directory(place))
+        guard.step()
+        guard.step()
+        assert child.poll() is None
+
+    assert len(outcomes(log)) == 1
+    assert log[-1].pid == child.pid
+    assert dict(log[-1].facts)["policy"] == "hogs"
+
+
+def test_one_look_is_never_enough(a_watchdog, log, place):
+    backend = start(place)
+    with a_user(place, "0", 40 * GIB):
+        a_watchdog(backend).step()
+
+    assert log == []
+
+
+def test_without_policies_nothing_is_judged(a_watchdog, log):
+    guard = a_watchdog(Recording(*snapshots(A_HOG)), ())
+
+    assert guard.step() == guard.step()
+    assert log == []
+
+
+def test_claims_that_cannot_be_read_are_a_gap_and_not_nothing(a_watchdog, tmp_path, place):
+    seen = []
+    start(place)
+    directory = lock_directory(place)
+    (tmp_path / "node" / "lock").rename(tmp_path / "away")
+    a_watchdog(Recording(*snapshots(A_HOG)), directory=directory, on_sample=lambda *each: seen.append(each)).step()
+
+    assert [(gap.device, gap.field) for gap in seen[0][0].gaps] == [(None, "claims")]
+
+
+def test_a_step_that_a_check_holds_up_is_tried_again_and_the_next_one_waits(a_watchdog, monkeypatch):
+    tried = []
+    answers = iter([Outcome("refused", wait=5.0), Outcome("refused", wait=5.0), Outcome("sent"), Outcome("sent")])
+
+    def act(verdict, snapshot, context):
+        tried.append(verdict.action)
+        return (next(answers),)
+
+    monkeypatch.setattr(actions, "act", act)
+    policy = replace(HOGS, steps=(Step("pause"), Step("resume")), cooldown=1000.0)
+    guard = a_watchdog(Recording(*snapshots(A_HOG, number=6)), (policy,))
+    for _ in range(6):
+        guard.step()
+
+    assert tried == ["pause", "pause", "pause", "resume"]
+
+
+@pytest.mark.parametrize("end", ["cleared", "policy gone", "policy changed", "kept"])
+def test_a_step_that_waits_is_forgotten_when_its_reason_ends(a_watchdog, monkeypatch, end):
+    tried = []
+    monkeypatch.setattr(actions, "act", lambda *each: tried.append(each) or (Outcome("refused", wait=5.0),))
+    samples = snapshots(A_HOG, number=4)
+    if end == "cleared":
+        samples[2:] = snapshots(a_device(), number=4)[2:]
+    guard = a_watchdog(Recording(*samples))
+    guard.step()
+    guard.step()
+    if end.startswith("policy"):
+        guard.policies = (replace(HOGS, hold=30.0),) if end == "policy changed" else ()
+    elif end == "kept":
+        guard.keep(samples[0].clock + 1000, uid=1001)
+    guard.step()
+
+    assert len(tried) == 1
+
+
+def test_nothing_is_done_that_cannot_be_written_down(a_watchdog, place):
+    backend, told = start(place), []
+    with a_user(place, "0", 40 * GIB) as child:
+        guard = a_watchdog(backend, append=lambda event: False, on_event=told.append, enforce=True)
+        guard.step()
+        guard.step()
+
+        assert child.poll() is None
+    assert all("not recorded" in event.outcome for event in told)
+    assert told
+
+
+def test_a_callback_that_fails_comes_after_everything_is_done(a_watchdog, log):
+    def fail(event):
+        raise RuntimeError("not my day")
+
+    guard = a_watchdog(Recording(*snapshots(A_HOG)), on_event=fail)
+    guard.step()
+    with pytest.raises(RuntimeError):
+        guard.step()
+
+    assert len(log) == 1
+
+
+def test_the_condition_is_looked_at_again_with_everything_that_the_policy_says(a_watchdog):
+    """What preflight asks just before a signal: on the devices of the target alone, which the driver read again."""
+    judged = a_watchdog(Recording(*snapshots(A_HOG)))
+    judged.step()
+    verdict = judged.step().verdicts[0]
+    [sample] = snapshots(A_HOG, number=1)
+
+    def still(device, **change):
+        judged.policies = (replace(HOGS, **change),)
+        return judged._still_true(verdict, replace(sample, devices=(device,)))
+
+    assert still(A_HOG)
+    assert not still(replace(A_HOG, processes=()))
+    assert not still(replace(A_HOG, processes=(a_process(memory_used=40 * GIB, start_time=2000.0),)))
+    assert not still(replace(A_HOG, processes_plausible=False))
+    assert not still(replace(A_HOG, processes=(a_process(memory_used=None),)))
+    assert not still(A_HOG, devices_at_least=2)
+    assert not still(A_HOG, name="other")
+
+
+def test_the_loop_survives_everything_and_says_so_once(a_watchdog, log):
+    faults = [
+        DriverUnresponsive("no answer"),
+        DriverUnresponsive("no answer"),
+        ValueError("odd"),
+        *snapshots(A_HOG, every=0.001),
+    ]
+    guard = a_watchdog(Recording(*faults), interval=(0.001, 0.001))
+    stop = threading.Event()
+    thread = threading.Thread(target=guard.run, args=(stop,))
+    thread.start()
+    try:
+        assert eventually(lambda: outcomes(log))
+    finally:
+        stop.set()
+        thread.join(5)
+
+    assert outcomes(log, "watchdog") == ["driver unresponsive", "failed", "watching again"]
+
+
+def test_a_driver_that_does_not_answer_is_asked_less_and_less(a_watchdog):
+    guard = a_watchdog(Recording(DriverUnresponsive("no answer")), interval=(0.001, 0.001))
+    pauses = []
+
+    class Ended(threading.Event):
+        def wait(self, timeout=None):
+            pauses.append(guard.pause)
+            return len(pauses) > 20 and bool(self.set() or True)
+
+    guard.run(Ended())
+
+    assert pauses[:4] == [0.002, 0.004, 0.008, 0.016]
+    assert max(pauses) <= watchdog.RETRY_SECONDS
+
+
+def test_the_pause_after_a_fault_is_never_longer_than_a_minute(a_watchdog):
+    guard = a_watchdog(Recording(DriverUnresponsive("no answer")), interval=(1.0, 600.0))
+    stop = threading.Event()
+    threading.Timer(0.2, stop.set).start()
+    guard.run(stop)
+
+    assert guard.pause == watchdog.RETRY_SECONDS
+
+
+def test_a_thread_of_its_own_ends_with_the_block(a_watchdog, place):
+    seen = []
+    with a_watchdog(start(place), (), interval=(0.01, 0.01), on_sample=lambda *each: seen.append(each)):
+        assert eventually(lambda: len(seen) > 2)
+    number = len(seen)
+
+    assert threading.active_count() == 1
+    assert len(seen) == number
+
+
+@pytest.mark.parametrize(
+    ("change", "seconds"),
+    [
+        ({}, 6.0),
+        ({"memory_used": 15 * GIB}, 2.0),
+        ({"memory_used": 5 * GIB}, 6.0),
+        ({"memory_used": None}, 6.0),
+        ({"temperature": 45.0}, 2.0),
+        ({"temperature": 36.0}, 6.0),
+        ({"temperature": None}, 6.0),
+    ],
+)
+def test_it_looks_soon_when_something_rises_and_later_when_nothing_does(change, seconds):
+    before = a_device(memory_used=10 * GIB, temperature=35.0)
+
+    assert pace(a_snapshot(before), a_snapshot(replace(before, **change)), 4.0, (2.0, 10.0)) == seconds
+
+
+def test_it_never_looks_more_seldom_than_the_bound():
+    assert pace(a_snapshot(), a_snapshot(), 8.0, (2.0, 10.0)) == 10.0
+
+
+def test_an_idle_node_is_looked_at_more_and_more_seldom(a_watchdog):
+    guard = a_watchdog(Recording(*snapshots(a_device(), number=8)), interval=(1.0, 5.0))
+    pauses = []
+    for _ in range(6):
+        guard.step()
+        pauses.append(guard.pause)
+
+    assert pauses == [1.0, 1.5, 2.25, 3.375, 5.0, 5.0]
+
+
+def test_a_note_is_written_down_when_it_is_new(a_watchdog, log):
+    unreadable = replace(A_HOG, processes=None)
+    samples = snapshots(A_HOG, number=6)
+    for i in (3, 4):
+        samples[i] = replace(samples[i], devices=(unreadable,))
+    guard = a_watchdog(Recording(*samples), (replace(HOGS, hold=100.0),))
+    for _ in range(6):
+        guard.step()
+
+    assert outcomes(log, "note") == ["gap"]
+
+
+def test_a_device_that_hangs_takes_nobody_along(a_watchdog, log, place):
+    from gpuguard.backends.isolated import open_isolated
+
+    start(place, "2xH100-80GB")
+    backend = open_isolated(f"simulated:{place}")
+    seen = []
+    with a_user(place, "1", 40 * GIB):
+        guard = a_watchdog(backend, on_sample=lambda *each: seen.append(each), interval=(0.05, 5.0))
+        guard.step()
+        change(place, 0, faults=("hang",))
+        guard.step()
+    backend.close()
+
+    assert seen[1][0].devices[0].problems == ("unresponsive",)
+    assert [event.pid is not None for event in log if event.kind == "terminate"] == [True]
+
+
+def test_importing_gpuguard_does_not_load_it():
+    code = "import gpuguard, sys; print('gpuguard.watchdog' in sys.modules, gpuguard.Watchdog.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["False", "Watchdog"]
+
+
+def test_time_is_that_of_the_machine_and_goes_on_while_it_sleeps(a_watchdog, place):
+    seen = []
+    a_watchdog(start(place), (), on_sample=lambda *each: seen.append(each)).step()
+
+    assert abs(seen[0][0].clock - clock()) < 5
+    assert abs(seen[0][0].taken_at - time.time()) < 5
