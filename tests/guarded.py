@@ -62,7 +62,8 @@ class Scene:
 
     def __init__(self, pid: int, uid: int, *others: GpuProcess) -> None:
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
-        self.process = a_process(pid, start_time=started(pid), uid=uid, memory_used=10 * GIB)
+        self.start_time = started(pid)
+        self.process = a_process(pid, start_time=self.start_time, uid=uid, memory_used=10 * GIB)
         self.machine = Listing(a_device(0, processes=(self.process, *others), memory_used=40 * GIB))
         self.snapshot = self.machine.sample((), None)
         self.events: list[Event] = []

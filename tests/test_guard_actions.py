@@ -18,6 +18,7 @@ from users import interpreter
 from gpuguard import actions, case, identity, ledger
 from gpuguard.actiontable import ACTION_KEYS
 from gpuguard.ledger import Deed, Ledger
+from gpuguard.model import Snapshot, Verdict
 from gpuguard.policies.policy import DESTRUCTIVE
 from gpuguard.terminals import write
 
@@ -275,12 +276,14 @@ def test_a_verdict_about_a_device_alone_means_nobody(scene):
 
 
 class Post:
-    def __init__(self) -> None:
-        self.sent: list[str] = []
-        self.answer = "queued"
+    """Takes messages until it is full."""
 
-    def notify(self, name: str, verdict: object, snapshot: object) -> str:
-        self.sent.append(name)
+    def __init__(self, answer: str = "queued") -> None:
+        self.asked: list[str] = []
+        self.answer = answer
+
+    def notify(self, name: str, verdict: Verdict, snapshot: Snapshot) -> str:
+        self.asked.append(name)
         return self.answer
 
 
@@ -289,17 +292,22 @@ def test_a_message_goes_to_the_target_that_the_step_names(scene, action, key):
     scene.context(notifier=(post := Post()))
 
     assert scene.act(action, options=((key, "ops"),)).word == "done"
-    assert post.sent == ["ops"]
     assert scene.act(action, options=((key, "ops"),), enforce=False).word == "dry run"
-    assert len(post.sent) == 1
+    assert post.asked == ["ops"]
 
 
-def test_a_message_that_is_not_taken_is_an_outcome(scene):
-    scene.context(notifier=(post := Post()))
-    post.answer = "the queue is full"
+def test_a_message_that_is_not_taken_is_no_success(scene):
+    scene.context(notifier=Post("the queue is full"))
 
     assert scene.act("notify", options=(("to", "ops"),)).word == "failed"
-    assert scene.events[-1].outcome == "failed"
+    assert "the queue is full" in str(scene.events[-1].message)
+
+
+def test_a_step_without_a_target_tells_nobody(scene):
+    scene.context(notifier=(post := Post()))
+
+    assert scene.act("notify").word == "failed"
+    assert post.asked == []
 
 
 def test_log_writes_a_line_and_nothing_else(scene):

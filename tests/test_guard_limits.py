@@ -1,0 +1,137 @@
+"""What was done lately speaks against doing more: signals come one by one, and far apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import a_uuid
+from guarded import Scene, a_scene
+
+from gpuguard import case, identity, ledger, preflight
+from gpuguard.ledger import Deed
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with a_scene() as scene:
+        yield scene
+
+
+OTHER = (2, 1.0)
+
+
+def deeds(scene: Scene, *, ago: float, count: int = 1, **fields: Any) -> None:
+    for number in range(count):
+        facts = {
+            "action": "terminate",
+            "process": (2 + number, 1.0),
+            "devices": (f"GPU-of-{number}",),
+            "live": True,
+            **fields,
+        }
+        scene.context().ledger.note(Deed(scene.snapshot.clock - ago, **facts))  # type: ignore[arg-type]
+
+
+def own_signature(scene: Scene) -> str:
+    return case.signature(identity.facts_of(scene.pid))
+
+
+LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
+    ("rate", lambda scene: deeds(scene, ago=20, count=3, action="checkpoint"), "terminate"),
+    ("victims", lambda scene: deeds(scene, ago=600, count=10), "terminate"),
+    ("one per device", lambda scene: deeds(scene, ago=10, devices=(scene.subject.device,)), "terminate"),
+    (
+        "one per device",  # pid 2 has ended, but its memory has not come back
+        lambda scene: deeds(
+            scene, ago=20, devices=(scene.subject.device,), memory=1, memory_used=((scene.subject.device, 0),)
+        ),
+        "terminate",
+    ),
+    (
+        "repetition",
+        lambda scene: deeds(scene, ago=10, process=(scene.pid, scene.process.start_time)),
+        "terminate",
+    ),
+    ("escalation", lambda scene: None, "kill"),
+    (
+        "escalation",
+        lambda scene: deeds(scene, ago=29, process=(scene.pid, scene.process.start_time)),
+        "kill",
+    ),
+    (
+        "restart loop",
+        lambda scene: deeds(scene, ago=1800, count=2, signature=own_signature(scene)),
+        "terminate",
+    ),
+    (
+        "unkillable",
+        lambda scene: scene.context().ledger.unkillable.update({OTHER: (a_uuid(0),)}),
+        "terminate",
+    ),
+]
+_CHECK_OF = {
+    "rate": "_rate", "victims": "_victims", "one per device": "_busy_device", "repetition": "_repetition",
+    "escalation": "_escalation", "restart loop": "_restart_loop",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "before", "action"), LIMITS, ids=[limit for limit, _, _ in LIMITS])
+def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, limit, before, action):
+    before(scene)
+
+    refused = scene.act(action)
+    assert [each.check for each in refused.against] == [limit]
+    assert scene.lives()
+
+    if limit == "unkillable":
+        monkeypatch.setattr(ledger.Ledger, "_unkillable", lambda *of: None)
+    else:
+        monkeypatch.setattr(ledger, _CHECK_OF[limit], lambda *of: None)
+    assert scene.act(action).word == "sent"
+    assert scene.dies()
+
+
+@pytest.mark.parametrize(
+    ("before", "action"),
+    [
+        (lambda scene: deeds(scene, ago=61, count=3), "terminate"),
+        (lambda scene: deeds(scene, ago=600, count=9), "terminate"),
+        (lambda scene: deeds(scene, ago=20, devices=(scene.subject.device,)), "terminate"),  # pid 2 has ended
+        (lambda scene: deeds(scene, ago=31, process=(scene.pid, scene.process.start_time)), "kill"),
+        (lambda scene: deeds(scene, ago=1800, signature=own_signature(scene)), "terminate"),
+        (lambda scene: deeds(scene, ago=10, count=10, live=False), "terminate"),
+    ],
+    ids=["rate", "victims", "effect seen", "escalation", "restart loop", "dry run"],
+)
+def test_within_the_limits_it_goes_on(scene, before, action):
+    before(scene)
+
+    assert scene.act(action).word == "sent"
+
+
+def test_what_a_dry_run_did_not_do_does_not_count_as_done(scene):
+    deeds(scene, ago=40, process=(scene.pid, scene.process.start_time), live=False)
+
+    assert scene.act("kill").word == "refused"
+
+
+def test_a_refusal_that_waits_says_for_how_long_and_others_do_not(scene):
+    deeds(scene, ago=10, devices=(scene.subject.device,))
+    assert 0 < (scene.act().wait or 0) <= 5
+
+    scene.context(still_true=lambda verdict, snapshot: False)
+    assert scene.act().wait is None
+
+
+def test_the_grace_of_a_notebook_ends(scene, monkeypatch):
+    read = identity.facts_of
+    monkeypatch.setattr(identity, "facts_of", lambda pid: replace(read(pid), command="python -m ipykernel_launcher"))
+    assert scene.act().wait == pytest.approx(600, abs=1)
+    clock = case.boot_clock
+
+    monkeypatch.setattr(preflight, "boot_clock", lambda: clock() + 601)
+    scene.context(interval=1000.0)
+    assert scene.act().word == "sent"
