@@ -134,7 +134,10 @@ def give_up(context: Context) -> tuple[Outcome, ...]:
 
 def _on_process(verdict: Verdict, snapshot: Snapshot, context: Context, target: Target) -> Outcome:
     from gpuguard import preflight
+    from gpuguard.case import enforced
 
+    if context.ledger.is_settled(verdict, target.process):
+        return Outcome(SENT if enforced(verdict, context) else DRY_RUN, "it was done before", target.pid)
     with preflight.examined(verdict, snapshot, context, target) as case:
         if case.ended:
             context.append(_event(verdict, GONE, target, "it had ended before"))
@@ -144,6 +147,7 @@ def _on_process(verdict: Verdict, snapshot: Snapshot, context: Context, target: 
         if not context.append(_event(verdict, ABOUT_TO if case.live else DRY_RUN, target)):
             return Outcome(UNRECORDED, "nothing could be written down, so nothing was done", target.pid)
         context.ledger.note(case.deed())
+        context.ledger.settle(verdict, target.process)
         if not case.live:
             return Outcome(DRY_RUN, pid=target.pid)
         word = _SIGNALS[verdict.action](case)

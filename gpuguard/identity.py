@@ -24,6 +24,7 @@ SYSTEM_PROGRAMS = (
     "systemd*", "sshd*", "tmux*", "screen", "login", "init", "vmware-vmx",
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
+DRIVER_FILE = "/dev/nvidiactl"  # every process that computes on an NVIDIA device has it open
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
 _STAT_PARENT, _STAT_GROUP, _STAT_TERMINAL, _STAT_START = 1, 2, 4, 19  # fields of /proc/PID/stat behind the name
@@ -43,6 +44,7 @@ class Facts:
     executable: str | None
     executable_owner: int | None  # uid
     command: str | None
+    uses_driver: bool  # has DRIVER_FILE open, as far as can be seen
     cgroup: str | None  # without the ids of containers, which change with each start
 
     @property
@@ -73,6 +75,7 @@ def facts_of(pid: int) -> Facts | None:
             executable=executable,
             executable_owner=owner,
             command=None if command is None else command.replace("\0", " "),
+            uses_driver=_has_open(pid, DRIVER_FILE),
             cgroup=None if cgroup is None else re.sub(r"[0-9a-f]{12,}", "*", cgroup),
         )
     except (IndexError, KeyError, ValueError):
@@ -126,6 +129,23 @@ def _executable(pid: int) -> tuple[str | None, int | None]:
             continue
         return (path, seen.st_uid) if stat.S_ISREG(seen.st_mode) else (None, None)
     return None, None
+
+
+def _has_open(pid: int, path: str) -> bool:
+    try:
+        wanted = os.stat(path).st_rdev
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return False
+    return any(_device_of(f"/proc/{pid}/fd/{name}") == wanted for name in names)
+
+
+def _device_of(path: str) -> int | None:
+    try:
+        seen = os.stat(path)
+    except OSError:
+        return None
+    return seen.st_rdev if stat.S_ISCHR(seen.st_mode) else None
 
 
 def _threads(pid: int) -> list[str]:

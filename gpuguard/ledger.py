@@ -8,8 +8,11 @@ Does not look at the machine: see preflight.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+
+from gpuguard.model import Verdict
 
 HOUR = 3600.0
 SIGNALS_PER_MINUTE = 3
@@ -19,7 +22,7 @@ BETWEEN_DEEDS = 15.0  # on one device, and before the same is done to the same p
 EFFECT_SECONDS = 50.0  # a driver may take so long to give the memory of an ended process back
 KILL_GRACE = 30.0  # between terminate and kill
 UNKILLABLE_SECONDS = 60.0  # a process that outlives SIGKILL so long sits in the driver: more signals change nothing
-REMEMBERED = 10_000
+REMEMBERED = 1_000
 
 ENDING = frozenset({"terminate", "kill"})
 DISRUPTIVE = ENDING | {"pause"}
@@ -56,12 +59,24 @@ class Ledger:
 
     deeds: list[Deed] = field(default_factory=list)
     unkillable: dict[Identity, tuple[str, ...]] = field(default_factory=dict)  # process -> devices not to be touched
+    _settled: deque[tuple[Verdict, Identity]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _wanted: dict[object, float] = field(default_factory=dict)
     _refused: dict[object, object] = field(default_factory=dict)
 
     def note(self, deed: Deed) -> None:
         """Remember *deed*."""
         self.deeds = [*(each for each in self.deeds if deed.clock - each.clock < HOUR), deed]
+
+    def settle(self, verdict: Verdict, process: Identity) -> None:
+        """Remember that *verdict* was carried out on *process*."""
+        self._settled.append((verdict, process))
+
+    def is_settled(self, verdict: Verdict, process: Identity) -> bool:
+        """Whether that very verdict was: one that means several processes comes again until none of them has to wait.
+
+        A second SIGTERM can break off the checkpoint that the first one has started.
+        """
+        return any(one is verdict and whom == process for one, whom in self._settled)
 
     def wanted_since(self, key: object, clock: float) -> float:
         """When *key* was asked about for the first time."""

@@ -132,6 +132,14 @@ def _listed(case: Case) -> str | None:
     return _unlisted(case, case.again)
 
 
+def _driver(case: Case) -> str | None:
+    if case.context.backend.simulated or not os.path.exists(identity.DRIVER_FILE):
+        return None  # nothing to hold on to: under WSL, for example
+    if case.facts and case.facts.uses_driver:
+        return None
+    return "it does not have the driver open: the driver's list cannot be right"
+
+
 def _kind(case: Case) -> str | None:
     rows = [row for uuid in case.target.devices for row in _rows(case.again, uuid)]
     other = {row.kind for row in rows if row.pid == case.target.pid} - {"compute"}
@@ -262,6 +270,7 @@ LATE: dict[str, Check] = {
     "start time": _start_time,
     "sample time": _sample_time,
     "listed": _listed,
+    "driver": _driver,
     "kind": _kind,
     "owner": _owner,
     "protected": _protected,

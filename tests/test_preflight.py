@@ -83,6 +83,11 @@ def older_answer_of_the_driver(scene: Scene, patch: Patch) -> None:
     patch.setattr(scene.machine, "sample", lambda *of: replace(sample(*of), clock=scene.snapshot.clock - 1))
 
 
+def without_the_driver(scene: Scene, patch: Patch) -> None:
+    patch.setattr(identity, "DRIVER_FILE", "/dev/full")
+    patch.setattr(scene.machine, "simulated", False)
+
+
 def graphics(scene: Scene, patch: Patch) -> None:
     scene.row(kind="graphics")
 
@@ -167,6 +172,7 @@ INNOCENTS: list[tuple[Callable[[Scene, Patch], None], str, tuple[str, ...]]] = [
     (off_the_device_by_now, "listed", ("owner",)),
     (list_is_implausible_now, "listed", ()),
     (older_answer_of_the_driver, "listed", ()),
+    (without_the_driver, "driver", ()),
     (graphics, "kind", ()),
     (graphics_too, "kind", ()),
     (mps_client, "kind", ()),
@@ -265,6 +271,13 @@ def test_whoever_is_in_our_process_group_is_never_hit(monkeypatch):
         scene.context(jobs=frozenset())
 
         assert scene.against() == {"family"}
+
+
+def test_whoever_has_the_driver_open_is_hit(monkeypatch):
+    with open("/dev/full", "wb") as driver, a_scene(stdin=driver) as scene:
+        without_the_driver(scene, monkeypatch)
+
+        assert scene.act().word == "sent"
 
 
 def test_a_driver_that_does_not_answer_again_spares_everybody(scene):
