@@ -73,6 +73,7 @@ def holds(text: str, process=BOB, device=A_DEVICE, **view) -> bool:
         "power_draw < 300W and power_limit > 0.5kW",
         "command like 'python *'",
         "((((memory_used > 30GiB))))",
+        " and ".join(["(not claimed)"] * 30),
         "memory_used > 30GiB\n  and utilization < 5%",
     ],
 )

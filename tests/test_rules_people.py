@@ -118,7 +118,10 @@ def test_a_descendant_of_the_holder_is_at_home():
 
 
 def test_root_is_taken_for_a_container_of_the_claim():
-    assert found(Trespass(), used_by(a_process(uid=0, user="root")), claims=[a_claim_record()]) == []
+    root, bobs = used_by(a_process(uid=0, user="root")), a_claim_record(id="b", **BOB)
+
+    assert found(Trespass(), root, claims=[a_claim_record()]) == []
+    assert found(Trespass(), root, claims=[a_claim_record(), bobs]) == []
 
 
 def test_the_user_inside_a_container_is_judged_only_when_that_is_asked_for():
@@ -322,7 +325,12 @@ def test_roots_processes_and_locks_without_a_record_are_nobodys():
 def test_a_process_on_two_devices_has_two_devices_but_is_one():
     process = a_process(2)
 
-    assert len(found(Quota(devices=1), used_by(process, index=0), used_by(process, index=1))) == 1
+    devices = [used_by(process, index=0), used_by(process, index=1)]
+
+    [finding] = found(Quota(devices=1), *devices)
+    assert finding.processes == (process,)
+    [finding] = found(Quota(devices=1), *devices, claims=[a_claim("x", *devices, age=9000)])
+    assert (finding.subject.claim, finding.processes) == ("x", (process,))
 
 
 @pytest.mark.parametrize(
@@ -364,6 +372,7 @@ def test_a_claim_without_a_process_is_found_after_its_time():
     [
         (a_device(), 3500, EMPTY),  # too young
         (used_by(a_process()), 7100, EMPTY),
+        (replace(used_by(a_process(memory_used=None)), memory_used=4 * MIB), 7100, EMPTY),
         (a_device(processes=None), 7100, EMPTY),
         (a_device(processes_plausible=False), 7100, EMPTY),
         (a_device(memory_used=None, memory_free=None), 7100, EMPTY),
@@ -404,7 +413,7 @@ def test_a_program_is_the_file_that_runs_and_not_what_it_calls_itself():
     rule = Command(executables=("/home/*/xmrig*",))
 
     assert found(rule, runs("/home/bob/xmrig-6.2"))
-    assert found(rule, runs("/home/bob/xmrig (deleted)"))
+    assert found(Command(executables=("/home/bob/xmrig",)), runs("/home/bob/xmrig (deleted)"))
     assert found(rule, runs("/usr/bin/python3", "/home/bob/xmrig")) == []
     assert found(rule, runs(None, "/home/bob/xmrig")) == []
 

@@ -30,7 +30,7 @@ _WORD = re.compile(
       | (?P<name>[A-Za-z_][A-Za-z0-9_]*)
       | (?P<text>'[^'\\\n]*'|"[^"\\\n]*")
       | (?P<sign><=|>=|==|!=|<|>|\+|-|\*|/|\(|\)|\[|\]|,)""",
-    re.VERBOSE | re.ASCII,
+    re.VERBOSE,
 )
 _UNITS: dict[str, Callable[[str], float]] = {  # type -> reader of number and unit together
     BYTES: parse_bytes, PERCENT: lambda text: float(text.rstrip("%")), SECONDS: parse_duration,
