@@ -44,7 +44,7 @@ class Facts:
     executable: str | None
     executable_owner: int | None  # uid
     command: str | None
-    uses_driver: bool  # has DRIVER_FILE open, as far as can be seen
+    uses_driver: bool | None  # has DRIVER_FILE open
     cgroup: str | None  # without the ids of containers, which change with each start
 
     @property
@@ -131,12 +131,12 @@ def _executable(pid: int) -> tuple[str | None, int | None]:
     return None, None
 
 
-def _has_open(pid: int, path: str) -> bool:
+def _has_open(pid: int, path: str) -> bool | None:
     try:
         wanted = os.stat(path).st_rdev
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
-        return False
+        return None
     return any(_device_of(f"/proc/{pid}/fd/{name}") == wanted for name in names)
 
 

@@ -135,7 +135,9 @@ def _listed(case: Case) -> str | None:
 def _driver(case: Case) -> str | None:
     if case.context.backend.simulated or not os.path.exists(identity.DRIVER_FILE):
         return None  # nothing to hold on to: under WSL, for example
-    if case.facts and case.facts.uses_driver:
+    if case.facts is None or case.facts.uses_driver is None:
+        return "whether it has the driver open cannot be seen"
+    if case.facts.uses_driver:
         return None
     return "it does not have the driver open: the driver's list cannot be right"
 
