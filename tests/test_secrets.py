@@ -33,10 +33,11 @@ def test_a_secret_of_another_user_is_not_used(tmp_path):
 
 
 def test_a_secret_behind_a_link_or_a_fifo_is_not_used_and_does_not_hang(tmp_path):
-    secret = a_secret(tmp_path)
-    (tmp_path / "link").symlink_to(secret.file)
+    (tmp_path / "link").symlink_to(a_secret(tmp_path).file)
     os.mkfifo(tmp_path / "fifo", 0o400)
-    os.link(secret.file, tmp_path / "second")
+    (tmp_path / "first").write_text(PASSWORD)
+    (tmp_path / "first").chmod(0o400)
+    os.link(tmp_path / "first", tmp_path / "second")
 
     for name in ("link", "fifo", "second", "missing"):
         went_out, why = attempt(Webhook("http://localhost:1/", token=Secret(file=str(tmp_path / name))), a_message())
