@@ -36,8 +36,10 @@ def claims_readable(snapshot: Snapshot) -> bool:
 
 def claims_on(snapshot: Snapshot, device: Device) -> tuple[ClaimRecord, ...]:
     """The living claims that name *device*, or the device that it is a part of."""
-    names = {device.uuid, device.parent_uuid}
-    return tuple(record for record in snapshot.claims if record.alive and names.intersection(record.devices))
+    uuid, parent = device.uuid, device.parent_uuid
+    return tuple(
+        record for record in snapshot.claims if record.alive and (uuid in record.devices or parent in record.devices)
+    )
 
 
 def places(snapshot: Snapshot) -> tuple[Device, ...]:

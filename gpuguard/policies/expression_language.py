@@ -100,8 +100,7 @@ class _Reader:
             return parts[0]
         for part in parts:
             must_be_truth(part)
-        values = [part.value for part in parts]
-        return Part(TRUTH, parts[0].word, lambda place: join(keyword, [value(place) for value in values]))
+        return Part(TRUTH, parts[0].word, join(keyword, [part.value for part in parts]))
 
     def _negation(self) -> Part:
         word = self.take("not")

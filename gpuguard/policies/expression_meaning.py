@@ -94,12 +94,20 @@ def must_be_truth(part: Part) -> None:
         raise fault(part.word.column, f"{part.word.text} is a {part.type}, not a condition: compare it with something.")
 
 
-def join(keyword: str, values: list[Value]) -> Value:
+def join(keyword: str, values: list[Evaluate]) -> Evaluate:
     """The truths *values*, joined by "and" or "or"."""
     decisive = keyword == "or"  # one true decides an "or", one false an "and", whatever is unknown
-    if decisive in values:
-        return decisive
-    return None if None in values else not decisive
+
+    def value(place: Place) -> Value:
+        known: Value = not decisive
+        for evaluate in values:
+            one = evaluate(place)
+            if one is decisive:
+                return decisive
+            known = None if one is None else known
+        return known
+
+    return value
 
 
 def opposite(value: Evaluate) -> Evaluate:

@@ -7,11 +7,11 @@ too much: see quota.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from gpuguard.attribution import claim_of, claims_on
+from gpuguard.attribution import claim_of, claims_on, places
 from gpuguard.model import GpuProcess, Subject
-from gpuguard.policies.people import claim_subject, everywhere
+from gpuguard.policies.people import claim_subject, computing
 from gpuguard.policies.view import View, key_of, process_subject
 
 ALWAYS = float("-inf")  # nobody knows since when: then it is older than everything, and the last to be in excess
@@ -36,13 +36,16 @@ def holdings(view: View) -> dict[int, list[Holding]]:
         if record.alive and record.uid > 0:
             since = ALWAYS if record.since is None else record.since - boot
             found[record.id] = Holding(claim_subject(record), since, frozenset(record.devices))
-    for device, process in everywhere(view):
-        if not process.uid or process.start_time is None:
-            continue
-        own = [record for record in claims_on(view.snapshot, device) if record.uid == process.uid]
-        key = claim_of(process, own, view.seen) or (process.pid, process.start_time)
-        new = Holding(process_subject(device, process), process.start_time, frozenset())
-        found[key] = _with(found.get(key, new), process, device.uuid)
+    for device in places(view.snapshot):
+        here = claims_on(view.snapshot, device)
+        for process in computing(device):
+            if not process.uid or process.start_time is None:
+                continue
+            own = [record for record in here if record.uid == process.uid]
+            claim = claim_of(process, own, view.seen) if own else None
+            key = claim or (process.pid, process.start_time)
+            held = found.get(key) or Holding(process_subject(device, process), process.start_time, frozenset())
+            found[key] = _with(held, process, device.uuid)
     of_user: dict[int, list[Holding]] = {}
     for holding in sorted(found.values(), key=lambda each: (each.since, key_of(each.subject))):
         of_user.setdefault(holding.subject.uid or 0, []).append(holding)
@@ -75,8 +78,9 @@ def memory(held: Iterable[Holding]) -> float:
 def _with(holding: Holding, process: GpuProcess, uuid: str) -> Holding:
     """*holding* with one more process, or the same one on one more device."""
     known = any(process.pid == other.pid for other in holding.processes)
-    return replace(
-        holding,
+    return Holding(
+        holding.subject,
+        holding.since,
         # The devices of a claim are those that it names: its job may use them as instances of one.
         devices=holding.devices if holding.subject.kind == "claim" else holding.devices | {uuid},
         memory_used=holding.memory_used + (process.memory_used or 0),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpuguard.attribution import claim_of, claims_on
+from gpuguard.attribution import claim_of, claims_on, places
 from gpuguard.model import Finding
-from gpuguard.policies.people import called, everywhere
+from gpuguard.policies.people import called, computing
 from gpuguard.policies.view import View, process_subject
 from gpuguard.units import format_bytes
 
@@ -28,13 +28,14 @@ class Trespass:
 
     def check(self, view: View) -> Iterator[Finding]:
         """A finding per process and device."""
-        for device, process in everywhere(view):
+        for device in places(view.snapshot):
             here = claims_on(view.snapshot, device)
-            if not here or any(record.uid < 0 for record in here) or not process.uid:
+            if not here or any(record.uid < 0 for record in here):
                 continue
-            if process.container and not self.containers:
-                continue
-            if claim_of(process, here, view.seen) is None:
-                owners = ", ".join(called(record.user, record.uid) for record in here)
-                why = f"uses {format_bytes(process.memory_used)} of a device that {owners} has claimed"
-                yield Finding("trespass", process_subject(device, process), why, (process,))
+            for process in computing(device):
+                if not process.uid or (process.container and not self.containers):
+                    continue
+                if claim_of(process, here, view.seen) is None:
+                    owners = ", ".join(called(record.user, record.uid) for record in here)
+                    why = f"uses {format_bytes(process.memory_used)} of a device that {owners} has claimed"
+                    yield Finding("trespass", process_subject(device, process), why, (process,))

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from gpuguard.attribution import claims_on, claims_readable
+from gpuguard.attribution import claims_on, claims_readable, places
 from gpuguard.model import Finding
-from gpuguard.policies.people import everywhere
+from gpuguard.policies.people import computing
 from gpuguard.policies.view import View, process_subject
 from gpuguard.units import format_bytes, parse_bytes
 
@@ -30,10 +30,12 @@ class Unclaimed:
         """A finding per process and device."""
         if not claims_readable(view.snapshot):
             return
-        for device, process in everywhere(view):
-            if claims_on(view.snapshot, device) or (self.min_memory and process.memory_used is None):
+        for device in places(view.snapshot):
+            if claims_on(view.snapshot, device):
                 continue
-            if not self.min_memory or (process.memory_used is not None and process.memory_used >= self.min_memory):
+            for process in computing(device):
+                if self.min_memory and (process.memory_used is None or process.memory_used < self.min_memory):
+                    continue
                 limit = f", {format_bytes(self.min_memory)} are too much for that" if self.min_memory else ""
                 why = f"uses {format_bytes(process.memory_used)} of a device that nobody has claimed{limit}"
                 yield Finding("unclaimed", process_subject(device, process), why, (process,))
