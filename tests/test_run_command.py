@@ -290,10 +290,14 @@ def test_with_exec_the_claim_lives_as_long_as_a_child_that_holds_it(gpuguard):
 
 def test_with_exec_the_signals_are_as_without_us(gpuguard):
     look = ("grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status")
+    bare = subprocess.run(look, stdout=subprocess.PIPE, text=True)
 
-    assert (
-        gpuguard("run", "--exec", "--", *look).stdout == subprocess.run(look, stdout=subprocess.PIPE, text=True).stdout
-    )
+    assert signals_in(gpuguard("run", "--exec", "--", *look).stdout) == signals_in(bare.stdout)
+
+
+def signals_in(status: str) -> list[int]:
+    """The masks, without 32 and 33: the C library keeps those to itself, and Python 3.13's subprocess ignores them."""
+    return [int(line.split()[1], 16) & ~(0b11 << 31) for line in status.splitlines()]
 
 
 def test_with_exec_a_program_that_does_not_exist_is_127(gpuguard):
