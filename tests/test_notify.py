@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 from builders import a_device, a_process, a_snapshot
 from endpoints import a_mail_server, a_web_server, wait_until
+from sources import ROOT
 from targets import a_message, a_verdict, by_smtp
 
-from gpuguard.messages import Template, message_for
+from gpuguard.messages import NAMES, Template, message_for
 from gpuguard.model import Event
 from gpuguard.notify import TARGETS, Email, Hook, Sender, Webhook
 from gpuguard.notify.delivery import DELIVER
@@ -153,3 +154,24 @@ def test_each_kind_of_target_can_be_delivered_to_and_has_its_help():
         assert "Args:" in (kind.__doc__ or "")
         for field in kind.__dataclass_fields__:
             assert f"    {field}:" in (kind.__doc__ or "")
+
+
+def test_the_file_in_the_page_about_notifications_is_one_that_can_be_used():
+    from pages import blocks
+
+    from gpuguard.policyfile import parse
+
+    page = (ROOT / "docs/notifications.md").read_text(encoding="utf-8")
+    (block,) = (block for block in blocks(page, "page") if block.language == "yaml")
+    read = parse(block.text, "page")
+
+    assert not read.faults
+    assert {type(target) for target in read.notify.values()} == set(TARGETS.values())
+    assert message_for(a_verdict(), a_snapshot(), "en", read.messages).subject == "[GPU] node1: idle-gpus"
+
+
+def test_the_page_about_notifications_names_all_that_can_be_said():
+    page = (ROOT / "docs/notifications.md").read_text(encoding="utf-8")
+
+    assert [name for name in NAMES if f"`${name}`" not in page] == []
+    assert [name for name, _ in a_message().facts if f"`{name}`" not in page] == []
