@@ -1,0 +1,99 @@
+"""Guard the GPUs of this machine by a policy file, until SIGTERM.
+
+Nothing is done to anybody unless both switches are on: --enforce here, and `mode: enforce` in the file.  Otherwise it
+writes down what it would have done: see `gpuguard events`.  Without a policy file it only observes, and `gpuguard who`
+answers from what it saw.
+
+gpuguard daemon --policy policy.yaml             a dry run
+gpuguard daemon --policy policy.yaml --once      look twice, say what is due and what is not, and why
+gpuguard daemon --policy policy.yaml --enforce   in earnest
+
+The file is read again when it changes, and on SIGHUP; one with faults changes nothing.
+Exit codes: 0, 1 the file has faults (--once), 2 usage, 3 a daemon runs already, 4 no driver (--once).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from gpuguard.cli.choice_options import quantity
+from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.errors import InvalidRequest
+from gpuguard.history import MACHINE_EVENTS
+from gpuguard.model import Event
+from gpuguard.units import parse_duration
+
+SHORTEST_SECONDS = 0.1
+LONGEST_SECONDS = 600.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--policy", metavar="FILE", help="the policies; without it nothing is judged")
+    switch = parser.add_mutually_exclusive_group()
+    switch.add_argument("--enforce", action="store_true", help="do what policies with `mode: enforce` say")
+    switch.add_argument("--dry-run", action="store_true", help="only write down what would be done (default)")
+    parser.add_argument("--once", action="store_true", help="look twice, say what is due, and end")
+    parser.add_argument("--interval", metavar="DURATION", help="between two looks at most (default: the file's)")
+    parser.add_argument(
+        "--events",
+        metavar="PATH",
+        help=f"the log (default: $GPUGUARD_EVENTS, else {MACHINE_EVENTS} as root, else your own)",
+    )
+    parser.add_argument(
+        "--i-share-host-pids",
+        action="store_true",
+        help="act although this is a pid namespace of its own: only if its pids are the host's",
+    )
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    from gpuguard import daemon
+    from gpuguard.backends.isolated import open_isolated
+
+    interval = quantity("--interval", args.interval, parse_duration)
+    if interval is not None and not SHORTEST_SECONDS <= interval <= LONGEST_SECONDS:
+        raise InvalidRequest("--interval: between two looks there must be 100ms to 10m.")
+    if args.enforce and not args.policy:
+        raise InvalidRequest("--enforce needs a policy file: name it with --policy.")
+    daemon.clean_environment(os.environ, root=os.geteuid() == 0)
+    _choose_log(args)
+    settings = daemon.Settings(args.policy, args.enforce, interval, args.i_share_host_pids)
+    directory = directory_of(args)
+    with daemon.only_one(directory) as alone:
+        if not alone:
+            _say(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
+            return daemon.EXIT_RUNNING
+        backend = open_isolated(args.backend)
+        try:
+            guard = daemon.Daemon(backend, directory, settings, _say, _show)
+            if not args.once:
+                return guard.serve()
+            status, judgement = guard.once()
+            for note in judgement.notes if judgement else ():
+                _say(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
+            return status
+        finally:
+            backend.close()
+
+
+def _choose_log(args: argparse.Namespace) -> None:
+    simulated = args.backend.startswith("simulated")
+    if args.events:
+        os.environ["GPUGUARD_EVENTS"] = os.path.abspath(args.events)
+    elif "GPUGUARD_EVENTS" not in os.environ and os.geteuid() == 0 and not simulated:
+        os.environ["GPUGUARD_EVENTS"] = MACHINE_EVENTS
+
+
+def _show(event: Event) -> None:
+    from gpuguard.views.events import line_of, to_text
+
+    _say(to_text(line_of(event)))
+
+
+def _say(text: str) -> None:
+    from gpuguard.text import neutralise
+
+    print(f"gpuguard: {neutralise(text)}", file=sys.stderr, flush=True)

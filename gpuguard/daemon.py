@@ -1,0 +1,284 @@
+"""The watchdog for a whole machine, as a service: one instance, policies that are read again, systemd told how it is.
+
+The main thread answers signals, reads the policy file again when it changes, and tells systemd that the watchdog's
+thread comes round; so it ends within a second whatever the driver does.  Judges and signals nothing itself: see
+watchdog.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gpuguard import history
+from gpuguard.backends import Backend
+from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.lockfiles import LockDirectory
+from gpuguard.messages import TEMPLATES
+from gpuguard.model import Event, Snapshot
+from gpuguard.notify import Sender
+from gpuguard.policies.policy import Judgement
+from gpuguard.policyfile import PolicyFile, load_policies
+from gpuguard.state import lock_daemon, write_state
+from gpuguard.watchdog import INTERVAL, Watchdog
+
+EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
+TICK_SECONDS = 1.0  # how often the policy file is looked at
+END_SECONDS = 0.6  # for a step that is under way when the daemon is told to end
+SEND_SECONDS = 0.2  # and for what is still to be sent
+BEAT_SECONDS = 180.0  # no step takes so long, even if every device hangs; then systemd starts us anew
+PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
+
+# What could put a stranger's code into a daemon of root: a fake driver library, a module, a start-up file.
+_DANGEROUS = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT")
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line said.
+
+    Args:
+        policy: path of the policy file; None: only observe.
+        enforce: the first switch.
+        interval: seconds at most between samples; None: as the policy file says.
+        share_host_pids: act although this is not the first pid namespace.
+    """
+
+    policy: str | None = None
+    enforce: bool = False
+    interval: float | None = None
+    share_host_pids: bool = False
+
+
+def clean_environment(environ: MutableMapping[str, str], *, root: bool) -> None:
+    """Make *environ* one in which a daemon of root runs nobody else's code.
+
+    Raises:
+        InvalidRequest: it was started with libraries of somebody's choice, which are loaded already.
+    """
+    if not root:
+        return
+    if found := [name for name in _DANGEROUS if environ.get(name)]:
+        raise InvalidRequest(
+            f"{' and '.join(found)} must not be set for a daemon of root: it would run whatever library lies there.  "
+            f"Start it by systemd, or with `env -u {found[0]} gpuguard daemon`."
+        )
+    for name in [name for name in environ if name.startswith("PYTHON")]:
+        del environ[name]
+    environ["PATH"] = PATH
+
+
+class Daemon:
+    """One daemon of one machine.
+
+    Args:
+        backend: where samples come from.
+        directory: of the claims; state.json and daemon.lock lie in it, too.
+        settings: from the command line.
+        say: told in words what an admin should read in the journal.
+        on_event: told each Event.
+        append: writes an Event down.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        directory: LockDirectory,
+        settings: Settings,
+        say: Say,
+        on_event: Callable[[Event], object],
+        append: Callable[[Event], bool] = history.append,
+    ) -> None:
+        self._directory, self._settings, self._say, self._append = directory, settings, say, append
+        self._on_event = on_event
+        self._sender: Sender | None = None
+        self._seen: tuple[int, ...] | None = None  # what the policy file looked like when it was read
+        self._fingerprint: str | None = None  # of the policies in force
+        self._faulty = False
+        self._published = True
+        self._watchdog = Watchdog(
+            backend,
+            (),
+            directory,
+            enforce=settings.enforce,
+            on_event=on_event,
+            on_sample=self._publish,
+            interval=_interval(settings, INTERVAL),
+            append=append,
+            share_host_pids=settings.share_host_pids,
+        )
+
+    def once(self) -> tuple[int, Judgement | None]:
+        """Look twice, since nobody acts on what was seen once: the exit code, and what was judged at the end."""
+        file = self._reload() if self._settings.policy else None
+        try:
+            self._watchdog.step()
+            time.sleep(self._watchdog.interval[0])
+            judgement = self._watchdog.step()
+        except BackendError as error:
+            self._say(f"nothing can be judged: {error}")
+            return EXIT_NO_DRIVER, None
+        finally:
+            if self._sender:
+                self._sender.stop(5.0)
+        return (EXIT_FAULTY if file and file.faults else 0), judgement
+
+    def serve(self) -> int:
+        """Watch until SIGTERM or SIGINT; the exit code."""
+        with _signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
+            if self._settings.policy:
+                self._reload()
+            self._record("daemon", "started", self.status())
+            self._watchdog.start()
+            tell_systemd(f"READY=1\nSTATUS={self.status()}")
+            arrived: set[int] = set()
+            while not arrived & {signal.SIGTERM, signal.SIGINT}:
+                arrived = wait(TICK_SECONDS)
+                self._reload_if_changed(asked=signal.SIGHUP in arrived)
+                alive = time.monotonic() - self._watchdog.beat < BEAT_SECONDS
+                tell_systemd(f"STATUS={self.status()}" + "\nWATCHDOG=1" * alive)
+            tell_systemd("STOPPING=1")
+            self._watchdog.stop(END_SECONDS)
+            if self._sender:
+                self._sender.stop(SEND_SECONDS)
+            self._record("daemon", "stopped")
+            return 0
+
+    def status(self) -> str:
+        """In one line, for `systemctl status`."""
+        number = len(self._watchdog.policies)
+        if not number:
+            what = "observing only: " + ("the policy file has faults" if self._faulty else "no policy file was named")
+        else:
+            what = f"{number} polic{'y' if number == 1 else 'ies'}, "
+            enforcing = self._settings.enforce and any(policy.enforce for policy in self._watchdog.policies)
+            what += "enforcing" if enforcing else "dry run"
+            if self._faulty:
+                what += "; the changed policy file has faults, the last good one is in force"
+        return what + (f"; driver unresponsive: {self._watchdog.trouble}" if self._watchdog.trouble else "")
+
+    def _reload_if_changed(self, *, asked: bool) -> None:
+        if self._settings.policy and (asked or _look_of(self._settings.policy) != self._seen):
+            self._reload()
+
+    def _reload(self) -> PolicyFile:
+        """Read the policy file; one with faults changes nothing."""
+        assert self._settings.policy
+        self._seen = _look_of(self._settings.policy)
+        file = load_policies(self._settings.policy)
+        self._faulty = bool(file.faults)
+        for fault in (*file.faults, *file.warnings):
+            for line in fault.lines(file.path):
+                self._say(line)
+        if file.faults:
+            first = file.faults[0].lines(file.path)[0]
+            self._record("policy", "refused", f"{len(file.faults)} faults, the first: {first}", file)
+        elif file.fingerprint != self._fingerprint:
+            self._use(file)
+        return file
+
+    def _use(self, file: PolicyFile) -> None:
+        former, self._sender = self._sender, None
+        if file.notify:
+            self._sender = Sender(file.notify, self._report, templates={**TEMPLATES, **file.messages})
+        self._fingerprint = file.fingerprint
+        self._watchdog.notifier = self._sender
+        self._watchdog.interval = _interval(self._settings, file.interval)
+        self._watchdog.policies = file.policies  # last: from here on they are judged by
+        self._record("policy", "in force", self.status(), file)
+        if former:
+            former.stop(0.0)  # what waits in it still goes out
+
+    def _publish(self, snapshot: Snapshot, pause: float) -> None:
+        try:
+            write_state(self._directory, snapshot, max(pause, TICK_SECONDS))
+            self._published = True
+        except OSError as error:
+            if self._published:
+                self._say(f"state.json cannot be written, so `gpuguard who` asks the driver itself: {error}")
+            self._published = False
+
+    def _record(self, kind: str, outcome: str, message: str | None = None, file: PolicyFile | None = None) -> None:
+        facts = (("path", file.path), ("sha256", file.fingerprint)) if file else ()
+        self._report(Event(time.time(), kind, outcome, message=message, facts=facts))
+
+    def _report(self, event: Event) -> None:
+        if not self._append(event):
+            self._say("the audit log cannot be written, so no process will be signalled")
+        self._on_event(event)
+
+
+@contextmanager
+def only_one(directory: LockDirectory) -> Iterator[bool]:
+    """Whether this is the one daemon of the directory, for as long as the block lasts.
+
+    Raises:
+        LockDirectoryError: the lock file cannot be used.
+    """
+    descriptor = lock_daemon(directory)
+    if descriptor is None:  # it may be the one that is just ending: systemd starts the next at once
+        time.sleep(0.2)
+        descriptor = lock_daemon(directory)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def tell_systemd(state: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Send *state* to the service manager that started us, if one did: sd_notify(3)."""
+    import socket
+
+    address = environ.get("NOTIFY_SOCKET", "")
+    if address[:1] in ("/", "@"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as messenger:
+            messenger.settimeout(1.0)
+            try:
+                messenger.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
+            except OSError:
+                return  # systemd restarts: it will ask for signs of life again
+
+
+def _interval(settings: Settings, bounds: tuple[float, float]) -> tuple[float, float]:
+    if settings.interval is None:
+        return bounds
+    return min(bounds[0], settings.interval), settings.interval
+
+
+def _look_of(path: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+@contextmanager
+def _signals(*numbers: signal.Signals) -> Iterator[Callable[[float], set[int]]]:
+    """A function that waits so many seconds for these signals and returns those that came."""
+    # A pipe instead of blocked signals: hooks would inherit those.
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    former = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+
+    def wait(seconds: float) -> set[int]:
+        return set(os.read(reader, 1024)) if poll.poll(seconds * 1000) else set()
+
+    try:
+        yield wait
+    finally:
+        signal.set_wakeup_fd(woken)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)

@@ -1,0 +1,116 @@
+"""Real daemons on a simulated node, for tests; and a process of a user who is not the system's.
+
+with a_daemon(tmp_path, POLICY, "--interval", "200ms") as daemon: daemon.until("terminate"); daemon.events()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from commands import Gpuguard
+from nodes import eventually, start
+
+SOMEBODY = 20001
+PASSWD = f"somebody:x:{SOMEBODY}:{SOMEBODY}::/nonexistent:/bin/false\n"
+# A process that registers as root and then becomes somebody: its node lies where only root may write.
+USE_AS_SOMEBODY = """
+import os, sys, time
+from gpuguard.backends import simulated
+simulated.use(sys.argv[2], int(sys.argv[3]), 50.0, spec=sys.argv[1])
+os.setgroups([]); os.setresgid(*[int(sys.argv[4])] * 3); os.setresuid(*[int(sys.argv[4])] * 3)
+print("ready", flush=True)
+time.sleep(600)
+"""
+# Where uid 20001 has a name: who has none is nobody, and is never signalled.
+WITH_SOMEBODY = 'mount --bind "$1" /etc/passwd && shift && exec "$@"'
+
+
+class DaemonUnderTest:
+    """A daemon, its files, and what it wrote."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.gpuguard = Gpuguard(place, None)
+        self.node = str(place / "node")
+        self.policy = place / "policy.yaml"
+        self.log = place / "events.jsonl"
+        self.process: subprocess.Popen[str] | None = None
+        start(self.node)
+
+    def start(self, *options: str, named: bool = False, **more: Any) -> None:
+        """Start it; *named*: where uid 20001 has a name."""
+        policy = ["--policy", str(self.policy)] if self.policy.exists() else []
+        words = self.gpuguard.words("daemon", *policy, *options)
+        if named:
+            passwd = self.place / "passwd"
+            passwd.write_text(Path("/etc/passwd").read_text() + PASSWD)
+            words = ["unshare", "-m", "sh", "-c", WITH_SOMEBODY, "sh", str(passwd), *words]
+        environment = {**self.gpuguard.environment, **more.pop("environment", {})}
+        with (self.place / "said").open("a") as said:
+            self.process = subprocess.Popen(
+                words, env=environment, stderr=said, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **more
+            )
+
+    def said(self) -> str:
+        """Everything on its standard error so far."""
+        return (self.place / "said").read_text()
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """The events so far."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [event for event in map(json.loads, lines) if kind in (None, event["kind"])]
+
+    def until(self, kind: str, number: int = 1, seconds: float = 20.0) -> list[dict[str, Any]]:
+        """Wait for so many events of a kind."""
+        assert eventually(lambda: len(self.events(kind)) >= number, seconds), self.said()
+        return self.events(kind)
+
+    def end(self, signum: int = signal.SIGTERM) -> int:
+        """Send it a signal, and wait for its end: its exit status."""
+        assert self.process
+        self.process.send_signal(signum)
+        return self.process.wait(20)
+
+    def state(self) -> dict[str, Any]:
+        """state.json, as soon as it is there."""
+        path = self.place / "claims" / "state.json"
+        assert eventually(path.exists), self.said()
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
+
+
+@contextmanager
+def a_daemon(place: Path, policy: str | None = None, *options: str, **more: Any) -> Iterator[DaemonUnderTest]:
+    daemon = DaemonUnderTest(place)
+    if policy is not None:
+        daemon.policy.write_text(policy)
+    daemon.start("--interval", "200ms", *options, **more)
+    try:
+        daemon.until("daemon")
+        yield daemon
+    finally:
+        if daemon.process and daemon.process.poll() is None:
+            daemon.process.kill()
+            daemon.process.wait()
+
+
+@contextmanager
+def somebodys(node: str, devices: str, memory: int) -> Iterator[subprocess.Popen[str]]:
+    """A process of uid 20001 on the node."""
+    words = [sys.executable, "-c", USE_AS_SOMEBODY, node, devices, str(memory), str(SOMEBODY)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL, "start_new_session": True}
+    with subprocess.Popen(words, text=True, env=dict(os.environ), **pipes) as child:
+        assert child.stdout
+        try:
+            assert child.stdout.readline() == "ready\n"
+            yield child
+        finally:
+            child.kill()

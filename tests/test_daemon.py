@@ -1,0 +1,291 @@
+"""The daemon as a process: what it does to whom, what it survives, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from daemons import a_daemon, somebodys
+from nodes import GIB, a_user, change, eventually
+from proc import children_of
+
+from gpuguard.daemon import clean_environment, tell_systemd
+from gpuguard.errors import InvalidRequest
+
+HOGS = """
+version: 1
+mode: {mode}
+policies:
+  - name: hogs
+    when: {{memory: {{above: 20GiB}}}}
+    for: 300ms
+    steps: [{steps}]
+"""
+TERMINATE = HOGS.format(mode="enforce", steps="terminate")
+LADDER = HOGS.format(
+    mode="enforce", steps="warn, {after: 600ms, do: checkpoint, signal: USR1}, {after: 600ms, do: terminate}"
+)
+
+
+def test_a_dry_run_leaves_events_and_hits_nobody(tmp_path):
+    with a_daemon(tmp_path, TERMINATE) as daemon, a_user(daemon.node, "0", 40 * GIB) as child:
+        [event] = daemon.until("terminate")[:1]
+
+        assert child.poll() is None
+    assert (event["pid"], event["facts"]["policy"]) == (child.pid, "hogs")
+
+
+@pytest.mark.root
+def test_both_switches_end_the_offender_and_nobody_else(tmp_path):
+    with (
+        a_daemon(tmp_path, TERMINATE, "--enforce", named=True) as daemon,
+        somebodys(daemon.node, "0", 10 * GIB) as bystander,
+        somebodys(daemon.node, "0", 40 * GIB) as offender,
+    ):
+        assert offender.wait(20) == -signal.SIGTERM
+        assert bystander.poll() is None
+        [event] = daemon.until("terminate")
+
+    assert (event["outcome"], event["pid"], event["user"]) == ("about to", offender.pid, "somebody")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("mode", "options"), [("observe", ["--enforce"]), ("enforce", []), ("enforce", ["--dry-run"]), ("observe", [])]
+)
+def test_one_switch_is_not_enough(tmp_path, mode, options):
+    policy = HOGS.format(mode=mode, steps="terminate")
+    with (
+        a_daemon(tmp_path, policy, *options, named=True) as daemon,
+        somebodys(daemon.node, "0", 40 * GIB) as offender,
+    ):
+        event = daemon.until("terminate")[0]
+
+        assert offender.poll() is None
+    assert event["outcome"] == "dry run"
+
+
+@pytest.mark.root
+def test_a_process_of_root_is_never_hit(tmp_path):
+    with (
+        a_daemon(tmp_path, TERMINATE, "--enforce", named=True) as daemon,
+        a_user(daemon.node, "0", 40 * GIB) as child,
+    ):
+        event = daemon.until("terminate")[0]
+
+        assert child.poll() is None
+    assert event["outcome"] == "refused"
+
+
+@pytest.mark.root
+def test_without_a_line_in_the_log_there_is_no_signal(tmp_path):
+    full = {"environment": {"GPUGUARD_EVENTS": "/dev/full"}}
+    with a_daemon(tmp_path, TERMINATE) as before:
+        assert before.end() == 0
+    before.start("--interval", "200ms", "--enforce", named=True, **full)
+    try:
+        with somebodys(before.node, "0", 40 * GIB) as offender:
+            assert eventually(lambda: "not recorded" in before.said().partition("terminate")[2])
+            assert offender.poll() is None
+    finally:
+        before.end()
+
+    assert "the audit log cannot be written" in before.said()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("killed_after", ["warn", "checkpoint"])
+def test_a_daemon_that_was_killed_starts_again_at_the_first_step(tmp_path, killed_after):
+    with (
+        a_daemon(tmp_path, LADDER, "--enforce", named=True) as daemon,
+        somebodys(daemon.node, "0", 40 * GIB) as offender,
+    ):
+        daemon.until(killed_after)
+        assert daemon.end(signal.SIGKILL) == -signal.SIGKILL
+        before = len(daemon.events())
+        daemon.start("--interval", "200ms", "--enforce", named=True)
+        offender.wait(20)
+        steps = [event["kind"] for event in daemon.events()[before:] if "policy" in event.get("facts", {})]
+        daemon.end()
+
+    assert [kind for kind in steps if kind in ("warn", "checkpoint", "terminate")] == [
+        "warn", "checkpoint", "terminate"
+    ]  # fmt: skip
+
+
+def test_a_second_daemon_is_refused(tmp_path):
+    with a_daemon(tmp_path) as daemon:
+        done = daemon.gpuguard("daemon")
+
+        assert done.returncode == 3
+        assert "runs already" in done.stderr
+        assert daemon.end() == 0
+        assert daemon.gpuguard("daemon", "--once", "--interval", "100ms").returncode == 0
+
+
+def test_it_ends_within_a_second_even_while_the_driver_hangs(tmp_path):
+    with a_daemon(tmp_path, TERMINATE) as daemon:
+        for index in range(4):
+            change(daemon.node, index, faults=("hang",))
+        assert eventually(
+            lambda: [d["problems"] for d in daemon.state()["snapshot"]["devices"]] == [["unresponsive"]] * 4
+        )
+        begun = time.monotonic()
+
+        assert daemon.end() == 0
+        assert time.monotonic() - begun < 1.0
+    assert daemon.events("daemon")[-1]["outcome"] == "stopped"
+
+
+def test_it_ends_within_a_second_while_a_call_is_under_way(tmp_path):
+    with a_daemon(tmp_path) as daemon:
+        daemon.state()
+        for index in range(4):
+            change(daemon.node, index, faults=("hang",))
+        before = daemon.state()["snapshot"]["taken_at"]
+        assert not eventually(lambda: daemon.state()["snapshot"]["taken_at"] > before + 0.3, 1.0)  # it hangs
+        begun = time.monotonic()
+
+        assert daemon.end() == 0
+        assert time.monotonic() - begun < 1.0
+
+
+def test_a_hanging_device_takes_no_other_one_along(tmp_path):
+    with a_daemon(tmp_path, TERMINATE) as daemon, a_user(daemon.node, "1", 40 * GIB) as child:
+        change(daemon.node, 0, faults=("hang",))
+
+        assert daemon.until("terminate")[0]["pid"] == child.pid
+        assert eventually(lambda: daemon.state()["snapshot"]["devices"][0]["problems"] == ["unresponsive"])
+
+
+def test_its_sampler_may_die_again_and_again(tmp_path):
+    with a_daemon(tmp_path) as daemon:
+        pid = daemon.process.pid
+        descriptors = []
+        for _ in range(5):
+            assert eventually(lambda: any(state != "Z" for state in children_of(pid).values()))
+            taken = time.time()
+            for child in children_of(pid):
+                os.kill(child, signal.SIGKILL)
+            assert eventually(lambda taken=taken: daemon.state()["snapshot"]["taken_at"] > taken, 20)
+            descriptors.append(len(os.listdir(f"/proc/{pid}/fd")))
+
+        assert max(descriptors) <= min(descriptors) + 2
+        assert len(children_of(pid)) <= 3
+        assert daemon.end() == 0
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path):
+    with a_daemon(tmp_path, HOGS.format(mode="observe", steps="log")) as daemon:
+        daemon.policy.write_text("version: 1\npolicies: [{name: x}]\n")
+        refused = daemon.until("policy", 2)[-1]
+        with a_user(daemon.node, "0", 40 * GIB):
+            daemon.until("log")  # the last good one is in force
+        daemon.policy.write_text(TERMINATE)
+        daemon.until("policy", 3)
+        with a_user(daemon.node, "0", 40 * GIB):
+            daemon.until("terminate")
+
+    assert [event["outcome"] for event in daemon.events("policy")] == ["in force", "refused", "in force"]
+    assert f"{daemon.policy}:2:" in refused["message"]
+
+
+def test_sighup_reads_the_file_again(tmp_path):
+    with a_daemon(tmp_path, "version: 2\n") as daemon:
+        assert daemon.events("policy")[-1]["outcome"] == "refused"
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.until("policy", 2)
+        assert daemon.process.poll() is None
+
+
+@pytest.mark.parametrize("policy", [None, "version: 1\npolicies: []\n", "{"])
+def test_without_a_valid_policy_it_only_observes(tmp_path, policy):
+    with a_daemon(tmp_path, policy, *(["--enforce"] if policy else [])) as daemon, a_user(daemon.node, "0", 40 * GIB):
+        assert eventually(lambda: any(d["processes"] for d in daemon.state()["snapshot"]["devices"]))
+        assert "observing only" in daemon.events("daemon")[0]["message"]
+        assert daemon.end() == 0
+    assert {event["kind"] for event in daemon.events()} <= {"daemon", "policy", "note"}
+
+
+def test_who_answers_from_what_the_daemon_saw(tmp_path):
+    with a_daemon(tmp_path, None, "--interval", "10s") as daemon, a_user(daemon.node, "2", 40 * GIB) as child:
+        assert eventually(lambda: any(d["processes"] for d in daemon.state()["snapshot"]["devices"]))
+        daemon.process.send_signal(signal.SIGSTOP)
+        for index in range(4):
+            change(daemon.node, index, faults=("lost",))  # whoever asks the driver sees this
+        seen = json.loads(daemon.gpuguard("who", "--json").stdout)
+        text = daemon.gpuguard("who").stdout
+        fresh = json.loads(daemon.gpuguard("who", "--json", "--fresh").stdout)
+
+    assert [one["pid"] for device in seen["devices"] for one in device["processes"]] == [child.pid]
+    assert 0 <= seen["age_seconds"] < 10
+    assert "seen by the daemon" in text.splitlines()[0]
+    assert fresh["age_seconds"] is None
+    assert [device["problems"] for device in fresh["devices"]] == [["lost"]] * 4
+
+
+def test_who_asks_the_driver_when_the_daemon_is_gone(tmp_path):
+    with a_daemon(tmp_path) as daemon:
+        assert eventually(lambda: (tmp_path / "claims" / "state.json").exists())
+        daemon.end(signal.SIGKILL)
+
+        assert json.loads(daemon.gpuguard("who", "--json").stdout)["age_seconds"] is None
+
+
+def test_systemd_is_told_how_it_is(tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(20)
+        told = ""
+        with a_daemon(tmp_path, TERMINATE, environment={"NOTIFY_SOCKET": str(tmp_path / "notify")}) as daemon:
+            while "WATCHDOG=1" not in told:
+                told += manager.recv(4096).decode() + "\n"
+            daemon.end()
+            while "STOPPING=1" not in told:
+                told += manager.recv(4096).decode() + "\n"
+
+    assert told.startswith("READY=1\nSTATUS=1 policy, dry run")
+
+
+def test_no_manager_is_no_fault(tmp_path):
+    tell_systemd("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+    tell_systemd("READY=1", {})
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT"])
+def test_a_daemon_of_root_takes_no_library_from_its_caller(name):
+    with pytest.raises(InvalidRequest, match=name):
+        clean_environment({name: "/tmp/x"}, root=True)
+
+    clean_environment({name: "/tmp/x"}, root=False)
+
+
+def test_a_daemon_of_root_takes_no_path_and_no_module_from_its_caller():
+    environment = {"PATH": "/home/eve/bin", "PYTHONPATH": "/home/eve", "PYTHONSTARTUP": "x", "HOME": "/root"}
+    clean_environment(environment, root=True)
+
+    assert environment == {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+
+
+@pytest.mark.root
+def test_the_command_refuses_such_an_environment(tmp_path):
+    with a_daemon(tmp_path) as daemon:
+        daemon.end()
+        daemon.gpuguard.environment["LD_PRELOAD"] = ""
+        daemon.gpuguard.environment["LD_LIBRARY_PATH"] = str(tmp_path)
+        done = daemon.gpuguard("daemon", "--once")
+
+    assert (done.returncode, "LD_LIBRARY_PATH" in done.stderr) == (2, True)
+
+
+def test_what_it_publishes_everybody_may_read(tmp_path):
+    with a_daemon(tmp_path):
+        path = Path(tmp_path, "claims", "state.json")
+        assert eventually(path.exists)
+
+        assert path.stat().st_mode & 0o777 == 0o644
