@@ -116,16 +116,20 @@ def give_up(context: Context) -> tuple[Outcome, ...]:
     """Look after the processes that were killed: those that are still there a minute later are left alone for good.
 
     They sit in the driver, where no signal reaches them, and their devices are of no use until somebody resets them.
+    When they are gone after all, their devices are as others are.
     To be called after each sample.  Returns an Outcome, "unkillable", for each that is found for the first time.
     """
     from gpuguard.case import boot_clock, is_alive
     from gpuguard.ledger import UNKILLABLE_SECONDS
 
     now, found = boot_clock(), []
+    stuck = context.ledger.unkillable
+    for process in [each for each in stuck if not is_alive(each)]:
+        del stuck[process]  # somebody has reset the device
     for deed in context.ledger.deeds:
         over = deed.live and deed.action == "kill" and now - deed.clock >= UNKILLABLE_SECONDS
-        if over and deed.process not in context.ledger.unkillable and is_alive(deed.process):
-            context.ledger.unkillable[deed.process] = deed.devices
+        if over and deed.process not in stuck and is_alive(deed.process):
+            stuck[deed.process] = deed.devices
             why = f"it outlived SIGKILL by {now - deed.clock:.0f}s: its devices need a reset, and are left alone"
             found.append(Outcome(UNKILLABLE, why, deed.process[0]))
             context.append(_plain_event("kill", UNKILLABLE, why, deed.devices, deed.process[0]))
@@ -285,6 +289,9 @@ def _event(verdict: Verdict, outcome: str, target: Target | None = None, why: st
         "step": verdict.step,
         "uid": target.uid if target else subject.uid,
         "start_time_seconds": target.start_time if target else subject.start_time,
+        "container": next(
+            (each.container for each in verdict.finding.processes if target and each.pid == target.pid), None
+        ),
     }
     text = verdict.finding.why + (f": {why}" if why else "")
     pid = target.pid if target else subject.pid

@@ -144,7 +144,8 @@ def _driver(case: Case) -> str | None:
 
 def _kind(case: Case) -> str | None:
     rows = [row for uuid in case.target.devices for row in _rows(case.again, uuid)]
-    other = {row.kind for row in rows if row.pid == case.target.pid} - {"compute"}
+    elsewhere = [row for device in case.snapshot.devices for row in device.processes or ()]
+    other = {row.kind for row in (*rows, *elsewhere) if row.pid == case.target.pid} - {"compute"}
     if other:
         return f"it is a {other.pop()} process: only compute processes are signalled"
     if any(row.kind == "mps" for row in rows):

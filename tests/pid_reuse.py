@@ -152,7 +152,17 @@ def right_target() -> bool:
     return was_hit(offender)
 
 
+def another_namespace() -> bool:
+    """Nothing happens in between, but the pids here are not those of the driver."""
+    offender = a_sleeper()
+    row = a_row(offender)
+    machine, snapshot = a_sample(row)
+    assert act(row, snapshot, replace(guard(machine), share_host_pids=False)) == "refused"
+    return was_hit(offender)
+
+
 CAMPAIGNS = {
+    "namespace": another_namespace,
     "decision": between_decision_and_signal,
     "pidfd": between_sample_and_pidfd,
     "sample": within_the_sample,

@@ -159,6 +159,11 @@ def test_who_outlives_sigkill_is_given_up_and_its_device_left_alone(scene):
     assert [event.outcome for event in scene.events] == ["unkillable"]
     assert scene.act().word == "refused"
 
+    os.kill(scene.pid, signal.SIGKILL)
+    assert scene.dies()
+    assert actions.give_up(scene.context()) == ()
+    assert scene.context().ledger.unkillable == {}
+
 
 @pytest.mark.parametrize("deed", [{"action": "terminate"}, {"live": False}, {"process": (2**22, 1.0)}])
 def test_only_who_was_really_killed_and_is_still_there_is_given_up(scene, deed):
@@ -223,6 +228,7 @@ def test_without_a_line_in_the_log_nothing_is_done(scene, monkeypatch, action):
 
 
 def test_the_line_is_there_before_the_signal(scene, monkeypatch):
+    scene.row(container="c0ffee")
     monkeypatch.setattr(actions, "forward", lambda *of: scene.events[-1].outcome)
 
     assert scene.act("resume").word == "about to"
@@ -230,6 +236,7 @@ def test_the_line_is_there_before_the_signal(scene, monkeypatch):
     assert (event.kind, event.pid, event.user, event.devices) == ("resume", scene.pid, "alice", (scene.subject.device,))
     assert dict(event.facts)["start_time_seconds"] == scene.process.start_time
     assert dict(event.facts)["policy"] == "a-policy"
+    assert dict(event.facts)["container"] == "c0ffee"
 
 
 @pytest.mark.parametrize("switches", [(False, False), (False, True), (True, False), (1, True), (True, 1)])
@@ -249,7 +256,7 @@ def test_a_dry_run_leaves_the_same_events_as_a_real_one_but_for_the_outcome(acti
         with a_scene() as scene:
             scene.context(enforce=enforce)
             scene.act(action)
-            told = [replace(event, time=0, pid=0, facts=event.facts[:-1]) for event in scene.events]
+            told = [replace(event, time=0, pid=0, facts=event.facts[:-2]) for event in scene.events]
             return [event if event.outcome == "refused" else replace(event, outcome="") for event in told]
 
     assert events(enforce=True) == events(enforce=False)

@@ -45,3 +45,7 @@ def test_without_that_protection_successors_are_hit(moment):
 
 def test_whoever_is_meant_is_hit():
     assert told("right", 200) == {"hit": 200}
+
+
+def test_in_another_pid_namespace_nobody_is_hit():
+    assert told("namespace", 5) == {"spared": 5}

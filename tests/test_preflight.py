@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from builders import a_process
+from builders import a_device, a_process
 from guarded import SOMEBODY, Scene, a_child, a_scene
 
 from gpuguard import actions, identity, preflight
@@ -96,6 +96,12 @@ def graphics_too(scene: Scene, patch: Patch) -> None:
     scene.row(kind="compute+graphics")
 
 
+def graphics_on_another_device(scene: Scene, patch: Patch) -> None:
+    other = a_device(1, processes=(replace(scene.process, kind="graphics"),))
+    scene.snapshot = replace(scene.snapshot, devices=(*scene.snapshot.devices, other))
+    scene.machine.devices.append(a_device(1, processes=(scene.process,)))
+
+
 def mps_client(scene: Scene, patch: Patch) -> None:
     scene.row(kind="mps")
 
@@ -120,6 +126,10 @@ def of_a_user_whose_name_cannot_be_read(scene: Scene, patch: Patch) -> None:
 def of_a_protected_user(scene: Scene, patch: Patch) -> None:
     assert scene.process.uid is not None
     scene.context(protected=frozenset({scene.process.uid}))
+
+
+def with_the_rights_of_root(scene: Scene, patch: Patch) -> None:
+    change_facts(patch, uids=(scene.process.uid, 0, 0, 0))
 
 
 def of_a_system_account(scene: Scene, patch: Patch) -> None:
@@ -175,12 +185,14 @@ INNOCENTS: list[tuple[Callable[[Scene, Patch], None], str, tuple[str, ...]]] = [
     (without_the_driver, "driver", ()),
     (graphics, "kind", ()),
     (graphics_too, "kind", ()),
+    (graphics_on_another_device, "kind", ()),
     (mps_client, "kind", ()),
     (beside_an_mps_client, "kind", ()),
     (of_another_user_than_judged, "owner", ()),
     (of_a_user_without_a_name, "owner", ()),
     (of_a_user_whose_name_cannot_be_read, "owner", ()),
     (of_a_protected_user, "protected", ()),
+    (with_the_rights_of_root, "protected", ()),
     (of_a_system_account, "protected", ()),
     (of_nobody, "protected", ()),
     (program_unreadable, "program", ()),
