@@ -76,6 +76,12 @@ def test_the_forecast_says_when_memory_is_full_and_how_sure_it_is():
     )
 
 
+def test_a_full_device_at_which_nothing_changes_is_no_forecast():
+    device = a_device(memory_used=TOTAL, memory_free=0)
+
+    assert found(Forecast(full_within=900.0), device, **growing(lambda t: TOTAL, A_DEVICE)) == []
+
+
 def test_the_forecast_is_silent_while_there_is_time():
     device = a_device(memory_used=70 * GIB)
 

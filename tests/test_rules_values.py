@@ -146,6 +146,14 @@ def test_whoever_is_on_a_hot_device_is_not_meant_unless_the_policy_says_so():
     assert pids(found(Temperature(85.0, per="process"), device)) == [1, 2]
 
 
+def test_a_hot_divided_device_is_found_once():
+    parent = a_device(temperature=91.0, power_draw=690.0, mig_mode=True)
+    instances = [a_mig_instance(parent, number, temperature=91.0, power_draw=690.0) for number in (0, 1)]
+
+    for rule in (Temperature(85.0), Power(parse_power_amount("95%"))):
+        assert [finding.subject for finding in found(rule, parent, *instances)] == [device_subject(parent)]
+
+
 def test_on_a_hot_device_the_processes_of_its_instances_are_meant():
     parent = a_device(temperature=91.0, mig_mode=True)
     instance = a_mig_instance(parent, temperature=None, processes=(a_process(7),))
@@ -153,7 +161,9 @@ def test_on_a_hot_device_the_processes_of_its_instances_are_meant():
     assert pids(found(Temperature(85.0, per="process"), parent, instance)) == [7]
 
 
-@pytest.mark.parametrize(("limit", "finds"), [("300W", True), ("95%", True), ("350W", False), ("100%", False)])
+@pytest.mark.parametrize(
+    ("limit", "finds"), [("300W", True), ("95%", True), ("345W", False), ("350W", False), ("100%", False)]
+)
 def test_power_is_limited_in_watts_or_in_percent_of_the_power_limit(limit, finds):
     device = a_device(power_draw=345.0, power_limit=350.0)
 

@@ -44,7 +44,7 @@ class Forecast:
             for subject, used, processes in USES[self.per](view, device):
                 if used is None or not (rates := slopes(view, subject, "memory_used", self.over)):
                     continue
-                in_time = sum(rate > 0 and free <= rate * self.full_within for rate in rates)
+                in_time = sum(free <= rate * self.full_within for rate in rates)
                 confidence = 100 * in_time / len(rates)
                 rate = middle(rates)
                 if confidence >= self.confidence and rate > 0:
