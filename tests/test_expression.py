@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sources import ROOT
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Gap
@@ -493,6 +495,15 @@ def test_without_a_name_about_processes_it_is_about_the_device():
 )
 def test_who_may_not_be_judged_is_not_judged(device):
     assert list(Expression(parse_expression("memory_used > 30GiB")).check(View(a_snapshot(device)))) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_name_stands_in_the_help_and_on_the_page(name):
+    of = "process" if NAMES[name].of_process else "device"
+    row = f"| `{name}` | {NAMES[name].type} | {NAMES[name].meaning} | {of} |"
+
+    assert re.search(rf"\b{name}\b", Expression.__doc__ or "")
+    assert row in (ROOT / "docs" / "expressions.md").read_text(encoding="utf-8")
 
 
 def test_the_same_text_is_the_same_condition():

@@ -30,8 +30,13 @@ class Expression:
     expr: names, compared with amounts (30GiB, 5%, 2h, 85C, 300W, 1MB/s, 3) or texts ('alice'), by < <= > >= == != and
         by in, like, joined by and, or, not; + - * / for amounts.
 
-    With a name about processes (memory_used, user, ...) it is judged for each process on each device, else for each
-    device.  What compares something unknown is neither true nor false.
+    With a name about processes it is judged for each process on each device, else for each device.  What compares
+    something unknown is neither true nor false.
+
+    Names about processes are memory_used, process_utilization, run_time, user, uid, groups, executable, command,
+    container, cpu, host_memory, network.  About devices: utilization, memory_utilization, device_memory_used,
+    device_memory_free, device_memory_total, temperature, temperature_slowdown, power_draw, power_limit, device_index,
+    model, processes, claimed, claimed_by.
 
         when: {expression: {expr: "memory_used > 30GiB and utilization < 5% and user not in ('bob',)"}}
     """
