@@ -30,17 +30,17 @@ def recent(view: View, subject: Subject, field: str, seconds: float) -> list[Sam
 def slopes(view: View, subject: Subject, field: str, seconds: float) -> list[float]:
     """Per second, rising, between all pairs of at most POINTS samples of the last *seconds*.
 
-    [0.0] where nothing changes, [] unless the samples cover the time without a large hole.
+    [0.0] where nothing changes; else [] unless the samples cover the time without a large hole.
     """
     series = view.past.get((key_of(subject), field), ())
     first = bisect_left(series, view.clock - seconds, key=_clock)
-    if not _covers(series, first, view.clock, seconds):
-        return []
     count = len(series) - first
     places = range(count) if count <= POINTS else [int((k + k * GOLDEN % 1) * count / POINTS) for k in range(POINTS)]
     points = [series[first + place] for place in places]
-    if all(value == points[0][1] for _, value in points):
-        return [0.0]
+    if points and all(value == points[0][1] for _, value in points):
+        return [0.0]  # first of all, as it is so for most processes most of the time
+    if not _covers(series, first, view.clock, seconds):
+        return []
     return sorted(
         (later - earlier) / (at - before)
         for place, (at, later) in enumerate(points)
