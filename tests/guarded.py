@@ -129,8 +129,6 @@ def a_child(
     identity: dict[str, Any] = {} if user is None else {"user": user, "group": user or 0, "extra_groups": []}
     with subprocess.Popen(command or SLEEP, start_new_session=session, cwd="/", **identity, **more) as child:
         try:
-            # Until then it is a copy of this process: its program and its user are not its own yet.
-            until(lambda: os.readlink(f"/proc/{child.pid}/exe") != os.readlink("/proc/self/exe"))
             yield child
         finally:
             child.kill()

@@ -269,7 +269,7 @@ def test_gpuguard_and_what_it_stands_on_are_never_hit(scene, monkeypatch, who):
     monkeypatch.setattr(actions, "forward", record)
     scene.row(pid=who(), start_time=processes.start_time(who()), uid=os.getuid())
     scene.subject = replace(scene.subject, pid=who(), start_time=scene.process.start_time, uid=os.getuid())
-    switch_off(monkeypatch, "protected", "program", "interactive")
+    switch_off(monkeypatch, "protected", "program", "interactive", "owner")
 
     assert scene.act().word == "refused"
     assert sent == []
