@@ -12,7 +12,7 @@ A field is a key (``for_`` is the key ``for``), a field without default is a dut
     tuple[str, ...] of a key ..groups   groups: each is read by the reader "group"
     Mapping[str, X]                     names of one's own
     a dataclass                         a mapping with its fields; InvalidRequest in __post_init__ is a fault, too;
-                                        one text alone is the first field, if that is a str
+                                        one text alone, in a Choice, is its first field if that is a str
     X | Y | None                        by the shape: the first that takes a scalar, a list or a mapping
 
 Does not check what the values mean together: see policychecks.
@@ -122,12 +122,7 @@ class Decoder:
         if origin is collections.abc.Mapping:
             return self._mapping(node, arguments, path)
         if is_dataclass(hint):
-            first = next(iter(keys_of(typing.cast(type, hint))[0].items()), ("", None))
-            if node.kind == "scalar" and str in (first[1], *typing.get_args(first[1])):
-                pairs = {first[0]: node}
-            else:
-                pairs = dict(self._pairs(node, path))
-            return self._fields(node, typing.cast(type, hint), pairs, path)
+            return self._fields(node, typing.cast(type, hint), dict(self._pairs(node, path)), path)
         return self._read(node, _SCALARS[hint], path)
 
     def _read(self, node: Node, reader: Reader, path: Path) -> Any:
@@ -153,13 +148,14 @@ class Decoder:
     def _fields(self, node: Node, noun: type, pairs: Mapping[str, Node], path: Path, title: str = "") -> Any:
         title = title or _title(path)
         hints, optional = keys_of(noun)
-        for key in sorted(pairs.keys() - hints.keys()):
+        strange = pairs.keys() - hints.keys()
+        for key in sorted(strange):
             self.source.fault(self._key(path, key), *unknown(key, hints, f"key of {title}"))
         missing = hints.keys() - pairs.keys() - optional
         for key in sorted(missing):
             self.source.fault(node, f"{title} lacks the key {key!r}.", f"Add {key}: ...")
         values = self._all({key: (value, hints[key]) for key, value in pairs.items() if key in hints}, path)
-        if missing:
+        if missing or strange:
             raise Broken
         try:
             return noun(**{name_of(noun, key): value for key, value in values.items()})
@@ -193,7 +189,8 @@ class Decoder:
 
     def _mapping(self, node: Node, arguments: tuple[Any, ...], path: Path) -> dict[Any, Any]:
         pairs = self._pairs(node, path)
-        names, values = {}, {}
+        names: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for part, into in ((0, names), (1, values)):
             with suppress(Broken):
                 wanted = {key: (value if part else self._key(path, key), arguments[part]) for key, value in pairs}
@@ -209,7 +206,8 @@ class Decoder:
                 self.source.fault(self._key(path, key), *unknown(key, choice.table, choice.what))
         if len(pairs) != 1:
             self.source.fault(node, f"{_name(path)}exactly one {choice.what} is needed, and here are {len(pairs)}.")
-        values = self._all({key: (value, choice.table[key]) for key, value in pairs if key in choice.table}, path)
+        known = {key: (value, choice.table[key]) for key, value in pairs if key in choice.table}
+        values = self._all({key: (_spelled_out(value, hint), hint) for key, (value, hint) in known.items()}, path)
         if len(values) != 1:
             raise Broken
         return next(iter(values.items()))
@@ -304,6 +302,22 @@ def shape(hint: Any) -> str:
     if typing.get_origin(hint) in (tuple, frozenset):
         return "sequence"
     return "mapping" if is_dataclass(hint) or typing.get_origin(hint) is collections.abc.Mapping else "scalar"
+
+
+def _spelled_out(node: Node, hint: Any) -> Node:
+    """A text that stands alone for the first key of a dataclass, as the mapping that it means."""
+    if node.kind != "scalar" or not node.text or not (first := text_key(hint)):
+        return node
+    return Node("mapping", node.line, node.column, pairs=[(Node("scalar", node.line, node.column, text=first), node)])
+
+
+def text_key(hint: Any) -> str | None:
+    """The first key of a dataclass, if a text without rules of its own can be written there."""
+    if not is_dataclass(hint) or not isinstance(hint, type):
+        return None
+    first, kind = next(iter(keys_of(hint)[0].items()), ("", None))
+    alternatives = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    return first if str in alternatives else None
 
 
 def implied(hint: Any, key: str) -> Any:

@@ -82,7 +82,9 @@ class Source:
             events = yaml.parse(self.text, Loader=yaml.BaseLoader)
             return self._document(events)
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
+            # What was never closed: where it began says more than the end of the file.
+            unclosed = "stream" in (error.problem or "")
+            mark = (unclosed and error.context_mark) or error.problem_mark or error.context_mark
             place = (mark.line + 1, mark.column + 1) if mark else (0, 0)
             self.fault(place, f"this is not YAML: {error.problem or error.context}.", _advice(error))
         except yaml.YAMLError as error:

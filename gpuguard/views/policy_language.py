@@ -15,7 +15,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from gpuguard.actiontable import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
-from gpuguard.decoding import GROUP, USER, Choice, Tagged, implied, keys_of
+from gpuguard.decoding import GROUP, USER, Choice, Tagged, implied, keys_of, text_key
 from gpuguard.notify import TARGETS
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.policies.rules import RULES
@@ -238,8 +238,7 @@ def _choice(choice: Choice) -> Schema:
 
 
 def _chosen(hint: Any) -> Schema:
-    first = next(iter(keys_of(hint)[0].values()), None) if is_dataclass(hint) and isinstance(hint, type) else None
-    if str in (first, *typing.get_args(first)):  # one text stands for the first key
+    if text_key(hint):  # one text stands for the first key
         return {"anyOf": [{"type": "string"}, _schema(hint)]}
     return _schema(hint)
 
