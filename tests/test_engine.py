@@ -42,6 +42,7 @@ def test_the_same_sample_twice_is_no_second_sample():
 
     assert watch.sees(busy(0)).verdicts == ()
     assert kinds(watch.sees(busy(0))) == {"resampling"}
+    assert actions(watch.sees(busy(10))) == ["warn"]
 
 
 def test_a_list_that_is_not_plausible_ends_the_condition_with_a_note():
@@ -356,9 +357,10 @@ def ladder_at_its_end(policies, *devices):
 ALICE, BOB = a_process(1000, uid=1001), a_process(1001, uid=1002)
 
 
-def test_one_process_per_device_is_hit_until_its_effect_is_seen():
+@pytest.mark.parametrize("enforce", [False, True])
+def test_one_process_per_device_is_hit_until_its_effect_is_seen(enforce):
     full = a_device(processes=(ALICE, BOB), memory_used=20 * GIB)
-    watch = Watch(a_policy("terminate", cooldown=1000))
+    watch = Watch(a_policy("terminate", cooldown=1000, enforce=enforce))
     watch.until(20, full)
     judgement = watch.sees(busy(30, full))
     assert (pids(judgement.verdicts), kinds(judgement)) == ({1000}, {"waiting"})

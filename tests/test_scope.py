@@ -194,6 +194,17 @@ def test_a_young_claim_is_innocent_and_so_is_one_of_unknown_age(since, fires):
     assert (judgement.verdicts != ()) is fires
 
 
+def test_the_id_of_a_claim_copied_by_somebody_else_changes_nothing():
+    claim, copy = a_claim_record(a_uuid(0)), a_claim_record(a_uuid(1), uid=BOB)
+    rule = Finds(lambda view: [Finding("x", Subject("claim", uid=ALICE, claim=claim.id), "idle")])
+
+    (verdict,) = judged(
+        a_policy("release", rules=(rule,), only=Scope(devices=("0",))), a_device(0), a_device(1), claims=(claim, copy)
+    ).verdicts
+
+    assert verdict.finding.subject.uid == ALICE
+
+
 # --- when ---------------------------------------------------------------------------------------------------------
 
 

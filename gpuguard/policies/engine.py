@@ -20,7 +20,9 @@ from gpuguard.policies.occasion import on_enough_devices, out_of_season
 from gpuguard.policies.past import windows_of
 from gpuguard.policies.policy import DESTRUCTIVE as DESTRUCTIVE
 from gpuguard.policies.policy import KILL_AFTER as KILL_AFTER
-from gpuguard.policies.policy import Judgement, Note, Policy
+from gpuguard.policies.policy import Judgement as Judgement
+from gpuguard.policies.policy import Note as Note
+from gpuguard.policies.policy import Policy as Policy
 from gpuguard.policies.policy import Scope as Scope
 from gpuguard.policies.policy import Step as Step
 from gpuguard.policies.restraint import Due, restrained

@@ -75,10 +75,10 @@ def _both(left: Subject, right: Subject) -> Subject | None:
 
 def _is_so(subject: Subject, sight: Sight) -> bool:
     """Whether the facts of a subject, which come from two sides, are true together."""
-    claim = sight.claims.get(subject.claim) if subject.claim is not None else None
-    if claim is not None and subject.device is not None and subject.device not in claim.devices:
+    claim = sight.claim_of(subject)
+    if subject.claim is not None and claim is None:
         return False
-    if claim is not None and subject.uid is not None and subject.uid != claim.uid:
+    if claim is not None and subject.device is not None and subject.device not in claim.devices:
         return False
     if subject.pid is not None and subject.start_time is not None:
         return subject.device is None or subject.device in sight.processes.get((subject.pid, subject.start_time), ())

@@ -37,7 +37,8 @@ def party_of(process: GpuProcess, subject: Subject, sight: Sight) -> Party:
     assert process.start_time is not None and process.uid is not None
     reach = tuple(sight.processes[process.pid, process.start_time])
     claims = {claim.id for uuid in reach for claim in sight.claims_on.get(uuid, ()) if claim.uid == process.uid}
-    own = [sight.claims[subject.claim]] if subject.claim is not None else []
+    claimed = sight.claim_of(subject)
+    own = [claimed] if claimed is not None else []
     certain, possible = _kinds(process, sight)
     return Party(
         frozenset({process.uid} if subject.uid is None else {process.uid, subject.uid}),
@@ -52,8 +53,9 @@ def party_of(process: GpuProcess, subject: Subject, sight: Sight) -> Party:
 
 def bystander(subject: Subject, sight: Sight) -> Party:
     """A subject without processes: whoever has claimed it speaks for it."""
-    if subject.claim is not None:
-        claims = [sight.claims[subject.claim]]
+    own = sight.claim_of(subject)
+    if own is not None:
+        claims = [own]
     elif subject.device is not None:
         claims = list(sight.claims_on.get(subject.device, ()))
     else:

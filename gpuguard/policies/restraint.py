@@ -107,7 +107,7 @@ def _is_seen(effect: Effect, uuid: str, sight: Sight) -> bool:
     if device is None or sight.blindness(uuid) is not None:
         return False
     if not effect.victims:
-        return effect.claim is not None and effect.claim not in sight.claims
+        return effect.claim is not None and not any(claim == effect.claim for _, claim in sight.claims)
     dead = {identity[0] for identity in effect.victims}
     starts = {(process.pid, process.start_time) for process in device.processes or () if process.pid in dead}
     if any(start is None or (pid, start) in effect.victims for pid, start in starts):

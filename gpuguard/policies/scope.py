@@ -47,7 +47,7 @@ def _note(against: Protection | None, policy: Policy, subject: Subject) -> Note 
 def _unseen(subject: Subject, sight: Sight) -> Protection | None:
     if subject.device is not None and subject.device not in sight.devices:
         return "gap", "the device is missing from the sample"
-    claim = sight.claims.get(subject.claim) if subject.claim is not None else None
+    claim = sight.claim_of(subject)
     if subject.claim is not None and claim is None:
         return "gap", "the claim is missing from the sample"
     blind = [why for uuid in claim.devices if (why := sight.blindness(uuid))] if claim else ()

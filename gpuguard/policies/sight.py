@@ -24,7 +24,7 @@ class Sight:
         zone: seconds east of UTC.
         devices: by uuid.
         processes: by (pid, start_time): the devices on which it runs, and what the driver says of it there.
-        claims: living ones by id.
+        claims: living ones by uid and id; an id alone can be copied by somebody else.
         claims_on: living ones by device.
         territory: the devices where a user has a process or a claim, by uid.
         gaps: field -> reason by device; under None what is missing of the whole machine.
@@ -34,10 +34,16 @@ class Sight:
     zone: float
     devices: Mapping[str, Device]
     processes: Mapping[Identity, Mapping[str, GpuProcess]]
-    claims: Mapping[str, ClaimRecord]
+    claims: Mapping[tuple[int, str], ClaimRecord]
     claims_on: Mapping[str, tuple[ClaimRecord, ...]]
     territory: Mapping[int, set[str]]
     gaps: Mapping[str | None, Mapping[str, str]]
+
+    def claim_of(self, subject: Subject) -> ClaimRecord | None:
+        """The living claim that a subject names."""
+        if subject.claim is None or subject.uid is None:
+            return None
+        return self.claims.get((subject.uid, subject.claim))
 
     def blindness(self, uuid: str) -> str | None:
         """Why the processes of a device cannot be judged; None when they can."""
@@ -61,7 +67,7 @@ def look(view: View, zone: float = 0.0) -> Sight:
             processes.setdefault((process.pid, process.start_time), {})[device.uuid] = process
             territory.setdefault(process.uid, set()).add(device.uuid)
     # A claim without a readable record has no owner: nobody is judged by it.
-    claims = {claim.id: claim for claim in snapshot.claims if claim.alive and claim.uid >= 0}
+    claims = {(claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0}
     claims_on: dict[str, tuple[ClaimRecord, ...]] = {}
     for claim in claims.values():
         territory.setdefault(claim.uid, set()).update(claim.devices)
@@ -85,7 +91,7 @@ def reach_of(subject: Subject, processes: Iterable[GpuProcess], sight: Sight) ->
     for process in processes:
         if process.start_time is not None:
             reach.update(sight.processes.get((process.pid, process.start_time), ()))
-    claim = sight.claims.get(subject.claim) if subject.claim is not None else None
+    claim = sight.claim_of(subject)
     if claim is not None and (subject.kind == "claim" or not reach):
         reach.update(claim.devices)
     if not reach and subject.uid is not None:
