@@ -5,20 +5,18 @@ A rule asks by ``needs() -> ((field, seconds), ...)``.  Does not judge, and fill
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
-from typing import overload
 
 from gpuguard.model import Snapshot
 from gpuguard.policies.view import Sample, device_subject, judged, key_of, process_subject
 
 PROCESS_FIELDS = frozenset({"memory_used"})  # the others are recorded per device only
 
-# Samples per series.  A day at one per second would be 1.4 MB for each device and process; 64 kB is enough to see a
-# trend by, and a mean over 21 s of a day hides nothing that a rule about a day would ask for.
-MOST = 4096
+# Samples per series.  A day at one per second would be 7 MB for each device and process; 170 kB are enough to see a
+# trend by, and a mean over 42 s of a day hides nothing that a rule about a day would ask for.
+MOST = 2048
 
 LARGEST_DISTANCE = 3  # intervals between two samples: whatever happened in a longer pause was not seen
 REMEMBERED_DISTANCES = 9
@@ -43,56 +41,36 @@ class Rhythm:
         self.clock = clock
 
 
-class Series(Sequence[Sample]):
+class Series(list[Sample]):
     """(clock, value) of the last *window* seconds, oldest first, at most MOST of them.
 
     Where more samples came than that, each stands for a slice of time: its last clock and the mean of its values.
     """
 
-    __slots__ = ("_clocks", "_first", "_members", "_opened", "_values", "window")
-
     def __init__(self, window: float) -> None:
+        super().__init__()
         self.window = window
-        self._clocks, self._values = array("d"), array("d")
-        self._first = 0  # what stands before it is too old, and is cut off now and then
-        self._opened, self._members = 0.0, 0
+        self._opened, self._members = 0.0, 0  # the newest slice: its first clock, and of how many samples it is made
 
     def add(self, clock: float, value: float) -> None:
         """Take a sample in, and forget what is older than the window now."""
         if self._members and clock - self._opened < self.window / MOST:
             self._members += 1
-            self._clocks[-1] = clock
-            self._values[-1] += (value - self._values[-1]) / self._members
+            mean = self[-1][1]
+            self[-1] = (clock, mean + (value - mean) / self._members)
         else:
             self._opened, self._members = clock, 1
-            self._clocks.append(clock)
-            self._values.append(value)
-        while self._clocks[self._first] < clock - self.window:
-            self._first += 1
-        if self._first > 32 and self._first * 2 > len(self._clocks):
-            del self._clocks[: self._first], self._values[: self._first]
-            self._first = 0
+            self.append((clock, value))
+        old = 0
+        while self[old][0] < clock - self.window:
+            old += 1
+        if old:
+            del self[:old]
 
     @property
     def last(self) -> float:
         """Clock of the newest sample."""
-        return self._clocks[-1]
-
-    def __len__(self) -> int:
-        return len(self._clocks) - self._first
-
-    def __iter__(self) -> Iterator[Sample]:
-        return zip(self._clocks[self._first :], self._values[self._first :], strict=True)
-
-    @overload
-    def __getitem__(self, place: int) -> Sample: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Sample]: ...
-    def __getitem__(self, place: int | slice) -> Sample | list[Sample]:
-        if isinstance(place, slice):
-            return list(self)[place]
-        at = range(self._first, len(self._clocks))[place]
-        return self._clocks[at], self._values[at]
+        return self[-1][0]
 
 
 class Past(dict[tuple[str, str], Series]):
