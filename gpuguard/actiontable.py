@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.units import parse_duration
 
 # Signals that programs use to ask for a checkpoint.  Others end or stop a process, and have actions of their own.
 CHECKPOINT_SIGNALS = ("USR1", "USR2", "HUP", "ALRM", "WINCH", "URG", "CONT")
@@ -99,33 +98,6 @@ class Renice:
 
 
 @dataclass(frozen=True)
-class Deny:
-    """Give the user no new claims for a time.
-
-    Args:
-        for: how long.
-    """
-
-    for_: Annotated[float, parse_duration]
-
-
-@dataclass(frozen=True)
-class Quarantine:
-    """Let nobody claim the device until an admin, or the time, lifts it.
-
-    Args:
-        for: how long; until lifted when absent.
-    """
-
-    for_: Annotated[float, parse_duration] | None = None
-
-
-@dataclass(frozen=True)
-class Release:
-    """Give back a claim on which no process runs."""
-
-
-@dataclass(frozen=True)
 class RunHook:
     """Run a program of the admin: no shell, facts as JSON on its standard input and in its environment.
 
@@ -146,8 +118,5 @@ ACTION_KEYS: Mapping[str, type] = {
     "pause": Pause,
     "resume": Resume,
     "renice": Renice,
-    "deny": Deny,
-    "quarantine": Quarantine,
-    "release": Release,
     "run_hook": RunHook,
 }

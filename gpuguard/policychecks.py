@@ -17,12 +17,11 @@ from gpuguard.policies.policy import KILL_AFTER
 from gpuguard.policykeys import ExceptKeys, IntervalKeys, PolicyKeys
 from gpuguard.units import format_duration
 
-TAKES_AWAY = frozenset({"terminate", "kill", "pause", "release", "deny", "quarantine"})  # from somebody
+HARMFUL = frozenset({"terminate", "kill", "pause"})  # take something away from somebody
 AT_PROCESSES = frozenset({"warn", "checkpoint", "terminate", "kill", "pause", "resume", "renice"})
 MESSAGES = frozenset({"warn", "notify"})
 # Rules about a state of the device, which the processes on it need not have caused.
 INNOCENT = frozenset({"temperature", "power", "forecast", "health"})
-HARMFUL = frozenset({"terminate", "kill", "pause"})
 DAY = 86400
 HOTTEST = 130.0  # degrees Celsius: no sensor tells more, and readings above it are not believed
 
@@ -84,7 +83,7 @@ def _steps(decoder: Decoder, setting: Setting, policy: PolicyKeys, path: Path) -
             decoder.source.warn(node, "after a kill nobody is left for this step.")
         elif previous and (step.name, step.own) == (previous.name, previous.own) and not step.common.after:
             decoder.source.warn(node, f"{step.name} twice at the same moment.", "Give the second one an `after`.")
-    harmful = next((place for place, step in enumerate(policy.steps) if step.name in TAKES_AWAY), None)
+    harmful = next((place for place, step in enumerate(policy.steps) if step.name in HARMFUL), None)
     enforced = (policy.mode or setting.mode) == "enforce"
     if enforced and harmful is not None and not any(step.name in MESSAGES for step in policy.steps[:harmful]):
         node = decoder.nodes[below(path, "steps", harmful)]

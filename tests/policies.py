@@ -16,6 +16,9 @@ def accounts() -> Accounts:
     return Accounts(USERS.__getitem__, GROUPS.__getitem__)
 
 
+_ACCOUNTS = accounts()  # one for all: each new name is asked for in a thread
+
+
 def document(when: str = "{idle: {below: 5%}}", steps: str = "[warn]", more: str = "", top: str = "") -> str:
     """A file with one policy; *more* are lines of the policy, *top* lines of the file."""
     lines = "".join(f"    {line}\n" for line in more.splitlines())
@@ -36,7 +39,7 @@ def marked(text: str) -> tuple[str, set[tuple[int, int]]]:
 
 def read(text: str | bytes) -> PolicyFile:
     """Decoded with the accounts of above."""
-    return parse(text, "policy.yaml", accounts=accounts())
+    return parse(text, "policy.yaml", accounts=_ACCOUNTS)
 
 
 def good(text: str) -> PolicyFile:

@@ -193,7 +193,7 @@ def test_a_damaged_file_is_refused_or_means_what_it_shows():
         assert bool(file.policies) != bool(file.faults), f"mutation {number}: refused, or policies?\n{text}"
         if harmless:
             assert meaning(file) == original, f"mutation {number} is harmless:\n{text}"
-        if file.policies:
+        elif file.policies:
             shown = reading(yaml.load(text, Loader=yaml.BaseLoader))
             assert meanings.setdefault(shown, meaning(file)) == meaning(file), f"{number} reads like another:\n{text}"
             same = readings.setdefault(repr(meaning(file)), shown)

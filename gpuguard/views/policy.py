@@ -126,7 +126,7 @@ def _option(key: str, value: Any) -> str:
 
     if key == "signal":
         return signal.Signals(value).name
-    return format_duration(value) if key == "for" else str(value)
+    return str(value)
 
 
 def scope_text(scope: Scope) -> str:

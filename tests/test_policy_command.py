@@ -1,0 +1,256 @@
+"""gpuguard policy check, explain, rules and schema, as one types them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+from commands import Gpuguard
+from pages import blocks
+from policies import document, good
+from policy_page import PAGE, with_tables
+from sources import ROOT
+from test_policyfile import EVERY_KEY
+
+from gpuguard.actions import ACTIONS
+from gpuguard.actiontable import ACTION_KEYS
+from gpuguard.decoding import keys_of
+from gpuguard.notify import TARGETS
+from gpuguard.policies.rules import RULES
+from gpuguard.policyfile import parse
+from gpuguard.policykeys import BreakerKeys, ExceptKeys, FileKeys, IntervalKeys, PolicyKeys, ScopeKeys, StepKeys
+from gpuguard.views.policy import sentences
+from gpuguard.views.policy_language import SECTIONS, describe, json_schema, key_texts
+
+NOUNS = {name: noun for nouns in SECTIONS.values() for name, noun in nouns.items()}
+EXAMPLES = [block.text for block in blocks(PAGE.read_text(encoding="utf-8"), "policies.md") if block.language == "yaml"]
+
+
+@pytest.fixture
+def gpuguard(tmp_path):
+    return Gpuguard(tmp_path, None)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "policy.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_right_file_is_ok(gpuguard, tmp_path):
+    done = gpuguard("policy", "check", path := write(tmp_path, document(more="mode: enforce")))
+
+    assert (done.returncode, done.stdout) == (0, f"{path}: ok, 1 policy, 1 enforced.\n")
+
+
+def test_a_wrong_file_shows_every_fault_with_line_column_and_advice(gpuguard, tmp_path):
+    path = write(tmp_path, document(when="{idel: {below: 5%}}", more="for: 2"))
+    done = gpuguard("policy", "check", path)
+
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [
+        f"{path}:4:12: 'idel' is no rule.",
+        "      when: {idel: {below: 5%}}",
+        "             ^",
+        "  Did you mean 'idle'?",
+        f"{path}:5:10: for: '2' has no unit: write a duration like '10m' (units: ms, s, m, h, d, w).",
+        "      for: 2",
+        "           ^",
+        f"{path}: 2 faults.",
+    ]
+
+
+def test_warnings_count_only_when_asked_for(gpuguard, tmp_path):
+    path = write(tmp_path, document(when="{memory: {above: 100%}}"))
+    done, strict = gpuguard("policy", "check", path), gpuguard("policy", "check", "--strict", path)
+
+    assert (done.returncode, strict.returncode) == (0, 1)
+    assert f"warning: {path}:4:28: memory can never fire" in done.stdout
+
+
+def test_check_speaks_json(gpuguard, tmp_path):
+    done = gpuguard("policy", "check", "--json", write(tmp_path, document(more="form: 2h")))
+    content = json.loads(done.stdout)
+
+    assert (content["schema"], content["ok"], done.returncode) == (1, False, 1)
+    assert (content["faults"][0]["line"], content["faults"][0]["column"]) == (5, 5)
+
+
+def test_a_file_that_is_not_there_is_a_fault(gpuguard, tmp_path):
+    done = gpuguard("policy", "check", str(tmp_path / "none.yaml"))
+
+    assert done.returncode == 1
+    assert "cannot be read: No such file or directory" in done.stdout
+
+
+def test_a_name_with_control_characters_does_not_reach_the_terminal(gpuguard, tmp_path):
+    done = gpuguard("policy", "check", str(tmp_path / "a\x1b[31m"))
+
+    assert "\x1b" not in done.stdout
+
+
+def test_explain_says_who_when_and_what(gpuguard, tmp_path):
+    text = EVERY_KEY.replace("alice, 1005", "root, 1005").replace("[staff]", "[root]").replace("[no]", "[0]")
+    done = gpuguard("policy", "explain", write(tmp_path, text))
+
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "When this holds for 2h without a break:",
+        "(below: 5%)",
+        "It spares users root until 2026-12-24 18:00.",
+        "Processes and claims younger than 30m are innocent.",
+        "It must hold on 2 devices of the same user at once.",
+        "Only 22:00 to 07:30 on mon, tue",
+        "Only while more than 80% of the devices are claimed.",
+        "after 2h     warn: tell the user",
+        "after 2h30m  notify: send a message",
+        "after 4h     terminate: ask the process to end, by SIGTERM",
+        "after 4h1m   kill:",
+        "more than 1 user or 2 processes at the same moment, nobody is hit.",
+        "left alone for 15m",
+        "Dry run: mode is observe",
+    ):
+        assert line in done.stdout
+
+
+def test_explain_of_a_wrong_file_shows_the_faults(gpuguard, tmp_path):
+    done = gpuguard("policy", "explain", write(tmp_path, "version: 1\n"))
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "lacks the key 'policies'" in done.stderr
+
+
+@pytest.mark.parametrize("action", ACTION_KEYS)
+def test_explain_knows_every_action(action):
+    needed = {"notify": "to: ops", "run_hook": "hook: tell"}.get(action, "after: 1h")
+    steps = f"[warn, {{do: terminate}}, {{after: 1h, do: log}}, {{do: {action}, {needed}}}]"
+    file = good(document(steps=steps, top="notify: {ops: {email: a@b.c}, tell: {hook: {command: [/bin/true]}}}"))
+
+    assert any(f"{action}: " in line for line in sentences(file))
+
+
+def test_rules_shows_everything(gpuguard):
+    done = gpuguard("policy", "rules")
+
+    assert [name for name in NOUNS if name not in done.stdout.splitlines()] == []
+
+
+def test_rules_of_one_name_shows_that_alone(gpuguard):
+    lines = gpuguard("policy", "rules", "idle").stdout.splitlines()
+
+    assert "idle" in lines
+    assert "memory" not in lines
+
+
+def test_rules_of_an_unknown_name_says_what_was_meant(gpuguard):
+    done = gpuguard("policy", "rules", "idel")
+
+    assert done.returncode == 2
+    assert "Did you mean 'idle'?" in done.stderr
+
+
+def test_rules_speaks_json(gpuguard):
+    content = json.loads(gpuguard("policy", "rules", "--json").stdout)
+
+    assert {rule["name"] for rule in content["rules"]} == set(RULES)
+    first = content["rules"][0]["keys"][0]
+    assert (first["key"], first["written"], first["required"]) == ("above", "like 40GiB or 90%", True)
+
+
+@pytest.mark.parametrize("name", NOUNS)
+def test_every_key_has_help(name):
+    keys = keys_of(NOUNS[name])[0]
+
+    assert set(keys) - set(key_texts(NOUNS[name])) == (set(keys) if name in ("unclaimed",) and not keys else set())
+
+
+def test_every_action_can_be_written_and_every_written_one_can_be_done():
+    assert set(ACTION_KEYS) == set(ACTIONS)
+
+
+def test_the_page_has_every_key_and_its_tables_are_fresh():
+    page = PAGE.read_text(encoding="utf-8")
+    own = (FileKeys, PolicyKeys, ScopeKeys, ExceptKeys, BreakerKeys, IntervalKeys, StepKeys)
+
+    assert page == with_tables(page), "run: python tests/policy_page.py --write"
+    assert [key for noun in own for key in keys_of(noun)[0] if not re.search(rf"\b{key}\b", page)] == []
+    assert [name for name in (*RULES, *ACTION_KEYS, *TARGETS) if f"| `{name}` |" not in page] == []
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_the_examples_of_the_page_are_right(text):
+    file = parse(text, "example")
+
+    assert [fault.text for fault in (*file.faults, *file.warnings)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("policies/*.yaml")), ids=lambda path: path.name)
+def test_the_example_files_are_right(path):
+    if path.stem.endswith("_test"):
+        return
+    assert parse(path.read_bytes(), path.name).faults == ()
+
+
+def valid(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether *value* keeps to *schema*: the part of draft 2020-12 that we write."""
+    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+    if "anyOf" in schema:
+        return any(valid(value, each) for each in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    wanted = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if not any(isinstance(value, kinds[kind]) for kind in wanted):
+        return False
+    if isinstance(value, str) and not re.search(schema.get("pattern", ""), value):
+        return False
+    if isinstance(value, list):
+        return len(value) >= schema.get("minItems", 0) and all(valid(each, schema["items"]) for each in value)
+    if isinstance(value, dict):
+        properties, more = schema.get("properties", {}), schema["additionalProperties"]
+        counted = schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", len(value))
+        needed = all(key in value for key in schema.get("required", ()))
+        return counted and needed and all(
+            valid(each, properties[key]) if key in properties else bool(more) and valid(each, more)
+            for key, each in value.items()
+        )  # fmt: skip
+    return not isinstance(value, int) or value >= schema.get("minimum", value)
+
+
+def as_an_editor_reads(text: str) -> Any:
+    """Editors know YAML 1.2: 22:00-07:30 and 2026-12-24 are texts there."""
+    return yaml.load(text, type("Editor", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {
+        first: [(tag, rule) for tag, rule in rules if tag.endswith((":int", ":bool", ":null"))]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }}))  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*EXAMPLES, EVERY_KEY, document()])
+def test_the_schema_takes_what_the_decoder_takes(text):
+    assert valid(as_an_editor_reads(text), json_schema())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        document(more="for: 2"), document(more="form: 2h"), document(when="{idel: {below: 5%}}"),
+        document(steps="[warm]"),
+        document(steps="[notify]"), document(steps="warn"), document(when="{}"), document(top="mode: enforc"),
+        document(when="{idle: {below: 5}}"), document(when="{idle: {}}"), document(steps="[{do: warn, to: x}]"),
+    ],
+)  # fmt: skip
+def test_the_schema_refuses_the_plainest_faults(text):
+    assert not valid(as_an_editor_reads(text), json_schema())
+
+
+def test_the_schema_is_printed(gpuguard):
+    content = json.loads(gpuguard("policy", "schema").stdout)
+
+    assert content["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert content == json.loads(json.dumps(json_schema()))
+
+
+def test_the_help_of_a_section_is_plain_text():
+    assert all(line.isprintable() for line in describe())

@@ -1,0 +1,314 @@
+"""Policy files that are right: what the keys become; who may have written the file; names that do not resolve."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from policies import accounts, document, good, marked, read
+
+from gpuguard.accounts import Accounts
+from gpuguard.policies.idle import Idle
+from gpuguard.policies.memory import Memory
+from gpuguard.policies.policy import Scope, Step
+from gpuguard.policies.unclaimed import Unclaimed
+from gpuguard.policies.users import Users
+from gpuguard.policyfile import load_policies, parse
+
+EVERY_KEY = """\
+version: 1
+mode: enforce
+policies:
+  - name: idle-gpus
+    when: {idle: {below: 5%}}
+    for: 2h
+    start_grace: 30m
+    only: {users: [alice, 1005], groups: [staff], devices: [0, GPU-8f31], models: ["A100*"], kinds: [interactive]}
+    except: {users: [no], until: 2026-12-24T18:00}
+    devices_at_least: 2
+    hours: 22:00-07:30
+    days: [mon, tue]
+    claimed_above: 80%
+    at_most: {users: 1, processes: 2}
+    cooldown: 15m
+    mode: observe
+    steps:
+      - warn
+      - {after: 30m, do: notify, to: ops}
+      - {after: 30m, do: checkpoint, signal: USR1}
+      - {after: 1h, do: terminate}
+      - {after: 60s, do: kill}
+notify:
+  ops: {email: ops@example.org}
+interval: {shortest: 1s, longest: 5s}
+messages: {en: {subject: "$host: $policy"}}
+"""
+
+
+def policy(**pieces):
+    return good(document(**pieces)).policies[0]
+
+
+def test_every_key_reaches_the_policy():
+    [found] = good(EVERY_KEY).policies
+
+    assert found.rules == (Idle(below=5.0),)
+    assert (found.hold, found.start_grace, found.cooldown) == (7200.0, 1800.0, 900.0)
+    assert found.only.users == frozenset({1000, 1005})
+    assert replace(found.only, users=None) == Scope(
+        groups=frozenset({"staff"}), devices=("0", "GPU-8f31"), models=("A100*",), kinds=frozenset({"interactive"})
+    )
+    assert found.exempt[0].users == frozenset({1002})
+    assert found.exempt[0].until == time.mktime((2026, 12, 24, 18, 0, 0, 0, 0, -1))
+    assert (found.devices_at_least, found.claimed_above, found.enforce) == (2, 80.0, False)
+    assert (found.hours, found.days) == ((79200.0, 27000.0), frozenset({0, 1}))
+    assert (found.at_most_users, found.at_most_processes) == (1, 2)
+
+
+def test_every_step_reaches_the_ladder():
+    [found] = good(EVERY_KEY).policies
+
+    assert found.steps == (
+        Step("warn"),
+        Step("notify", 1800.0, (("to", "ops"),)),
+        Step("checkpoint", 1800.0, (("signal", 10),)),
+        Step("terminate", 3600.0),
+        Step("kill", 60.0),
+    )
+
+
+def test_the_file_has_targets_an_interval_and_texts():
+    file = good(EVERY_KEY)
+
+    assert file.notify["ops"].to == "ops@example.org"
+    assert file.interval == (1.0, 5.0)
+    assert file.messages["en"].subject == "$host: $policy"
+
+
+def test_what_is_not_written_is_mild():
+    found = policy()
+
+    assert (found.hold, found.enforce, found.at_most_users, found.at_most_processes) == (30.0, False, 3, 5)
+    assert found.only == Scope()
+
+
+@pytest.mark.parametrize(
+    ("of_file", "of_policy", "enforced"),
+    [
+        ("", "", False),
+        ("mode: enforce", "", True),
+        ("mode: enforce", "mode: observe", False),
+        ("", "mode: enforce", True),
+    ],
+)
+def test_the_mode_of_a_policy_overrides_the_files(of_file, of_policy, enforced):
+    assert policy(top=of_file, more=of_policy).enforce is enforced
+
+
+@pytest.mark.parametrize(("when", "join"), [("all", "all"), ("any", "any")])
+def test_several_rules_are_joined(when, join):
+    found = policy(when=f"{{{when}: [{{idle: {{below: 5%}}}}, {{memory: {{above: 40GiB}}}}]}}")
+
+    assert (found.join, [type(rule) for rule in found.rules]) == (join, [Idle, Memory])
+
+
+def test_users_of_a_rule_are_uids():
+    assert policy(when="{users: {deny: [alice, 7], allow_groups: [staff]}}").rules == (
+        Users(deny=(1000, 7), allow_groups=("staff",)),
+    )
+
+
+@pytest.mark.parametrize("name", ["no", "on", "'no'", '"on"'])
+def test_a_user_whose_name_yaml_takes_for_a_truth_is_a_user(name):
+    assert policy(more=f"only: {{users: [{name}]}}").only.users in ({1002}, {1003})
+
+
+def test_a_rule_without_keys_is_written_with_braces():
+    assert policy(when="{unclaimed: {}}").rules == (Unclaimed(),)
+
+
+def test_several_exemptions_are_a_list():
+    found = policy(more="except: [{users: [alice]}, {groups: [staff], until: 2026-12-24}]")
+
+    assert [each.users for each in found.exempt] == [frozenset({1000}), None]
+    assert found.exempt[1].until == time.mktime((2026, 12, 25, 0, 0, 0, 0, 0, -1))
+
+
+def test_even_if_innocent_is_for_the_reader_of_the_file_not_for_the_action():
+    found = policy(
+        when="{temperature: {above: 95C, per: process}}", steps="[warn, {do: terminate, even_if_innocent: true}]"
+    )
+
+    assert found.steps[1] == Step("terminate")
+
+
+def test_another_text_has_another_fingerprint():
+    assert good(document()).fingerprint != good(document() + "# why\n").fingerprint
+
+
+WARNINGS = [
+    (document(when="{memory: {above: «100%}}"), "can never fire"),
+    (document(when="{temperature: {above: «130C}}", steps="[log]"), "not believed"),
+    (document(when="{utilization: {above: «100%}}", steps="[log]"), "can never fire"),
+    (document(when="{utilization: {below: «0%}}", steps="[log]"), "nothing is below"),
+    (document(more="for: «1s"), "one reading decides"),
+    (document(more="claimed_above: «100%"), "not more than 100%"),
+    (document(more="only: {users: «[root]}"), "always protected"),
+    (document(more="only: {groups: «[staff]}\nexcept: {groups: [staff, students]}"), "nobody is left"),
+    (document(more="except: {users: [alice], until: «2020-01-01}"), "is over"),
+    (document(steps="[warn, terminate, {after: 30s, do: kill}, «warn]"), "nobody is left"),
+    (document(steps="[warn, «warn]"), "twice at the same moment"),
+    (document(when="{memory: {above: 90%, per: device}}", steps="[log, «warn]"), "reaches nobody"),
+    (document(steps="[warn, {after: 1h, do: log}, «{after: 1h, do: warn}]", more="hours: 20:00-21:30"), "never"),
+    (document(steps="[«terminate]", top="mode: enforce"), "without a warning"),
+    (document(steps="[«{do: warn, even_if_innocent: true}]"), "no meaning"),
+    (document(when="{all: [{memory: «{above: 1GiB}}, {memory: «{above: 1GiB}}]}"), "twice"),
+    (
+        document(steps="[warn, terminate]")
+        + "  - {name: q, when: {idle: «{below: 1%}}, steps: [warn, {after: 1h, do: pause}]}\n",
+        "'p' ends processes",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "part"), WARNINGS)
+def test_what_is_hardly_meant_is_a_warning_at_its_place(text, part):
+    plain, places = marked(text)
+    file = good(plain)
+
+    assert {(warning.line, warning.column) for warning in file.warnings} == places
+    assert all(part in warning.text for warning in file.warnings)
+
+
+@pytest.mark.parametrize("text", [document(), EVERY_KEY.replace("2h", "1h").replace("1h, do", "30m, do")])
+def test_a_sensible_file_has_no_warnings(text):
+    assert good(text).warnings == ()
+
+
+def test_a_directory_service_that_hangs_is_a_fault_and_is_waited_for_once():
+    never = threading.Event()
+
+    def hang(name):
+        never.wait(30)
+        raise KeyError(name)
+
+    begin = time.monotonic()
+    file = parse(document(more="only: {users: [alice, bob, no], groups: [staff]}"), accounts=Accounts(hang, hang, 0.2))
+    took = time.monotonic() - begin
+    never.set()
+
+    assert len(file.faults) == 4
+    assert all("did not answer" in fault.text for fault in file.faults)
+    assert took < 5
+
+
+def test_a_directory_service_that_fails_is_a_fault():
+    def fail(name):
+        raise OSError("no LDAP")
+
+    [fault] = parse(document(more="only: {users: [alice]}"), accounts=Accounts(fail, fail)).faults
+
+    assert "there is no user 'alice'" in fault.text
+
+
+def test_a_uid_in_digits_needs_no_directory_service():
+    def ask(name):
+        raise AssertionError(name)
+
+    assert parse(document(more="only: {users: [1234]}"), accounts=Accounts(ask, ask)).policies[0].only.users == {1234}
+
+
+def test_the_accounts_of_this_machine_are_asked():
+    assert parse(document(more="only: {users: [root], groups: [root]}")).policies[0].only.users == {0}
+    assert parse(document(more="only: {users: [no-such-user-here]}")).faults
+
+
+def loaded(path, *, trusted_owner=False):
+    return load_policies(str(path), trusted_owner=trusted_owner, accounts=accounts())
+
+
+def test_a_file_is_read(tmp_path):
+    path = tmp_path / "policy.yaml"
+    path.write_text(document())
+
+    assert loaded(path).policies == read(document()).policies
+
+
+@pytest.mark.parametrize("kind", ["absent", "directory", "fifo", "unreadable name", "huge"])
+def test_what_cannot_be_read_is_a_fault_of_the_whole_file(tmp_path, kind):
+    path = tmp_path / "policy.yaml"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "huge":
+        path.write_text("#" * 70000)
+    [fault] = loaded("" if kind == "unreadable name" else path).faults
+
+    assert (fault.line, fault.excerpt) == (0, "")
+    assert len(fault.lines(str(path))) <= 2
+
+
+@pytest.fixture
+def of_root(tmp_path_factory):
+    """A file that only root can have written, all the way from /."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: the file must belong to root")
+    import shutil
+    import tempfile
+
+    place = tempfile.mkdtemp(prefix="gpuguard-", dir="/root" if os.path.isdir("/root") else "/")
+    path = os.path.join(place, "etc", "policy.yaml")
+    os.mkdir(os.path.dirname(path), 0o755)
+    with open(path, "w") as file:
+        file.write(document())
+    yield path
+    shutil.rmtree(place)
+
+
+def spoil(path, how):
+    """Make it a file that somebody else could have written."""
+    folder = os.path.dirname(path)
+    if how == "its owner":
+        os.chown(path, 12345, -1)
+    elif how == "its group":
+        os.chmod(path, 0o664)
+    elif how == "everybody":
+        os.chmod(path, 0o646)
+    elif how == "the owner of its directory":
+        os.chown(folder, 12345, -1)
+    elif how == "the group of its directory":
+        os.chmod(folder, 0o775)
+    elif how == "a link":
+        os.rename(path, path + ".real")
+        os.symlink(path + ".real", path)
+    elif how == "a link above":
+        os.rename(folder, folder + ".real")
+        os.symlink(folder + ".real", folder)
+
+
+WAYS = [
+    "its owner", "its group", "everybody", "the owner of its directory", "the group of its directory",
+    "a link", "a link above",
+]  # fmt: skip
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("mode", [0o755, 0o700, 0o1777])  # in a sticky directory nobody can replace what is root's
+def test_a_file_that_only_root_can_change_is_trusted(of_root, mode):
+    os.chmod(os.path.dirname(of_root), mode)
+
+    assert loaded(of_root, trusted_owner=True).faults == ()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("how", WAYS)
+def test_a_file_that_somebody_else_can_change_is_refused(of_root, how):
+    spoil(of_root, how)
+
+    [fault] = loaded(of_root, trusted_owner=True).faults
+    assert fault.hint
+    assert loaded(of_root).policies  # it is the trust alone that is lacking
