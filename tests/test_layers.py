@@ -13,6 +13,7 @@ ORDER = (
     "wording", "messages", "notify",
     "actiontable", "identity", "terminals", "ledger", "case", "preflight", "actions",
     "history", "rootfile", "accounts", "yaml_nodes", "decoding", "policykeys", "policychecks", "policyfile",
+    "series_file", "rehearsal", "scenario", "trial",
     "hostuse", "watchdog", "meter", "settle", "launch", "run", "daemon", "views", "cli",
     "__init__", "__main__",
 )  # fmt: skip

@@ -1,7 +1,9 @@
-"""Check and explain policy files, and show the language that they are written in.
+"""Check, explain and rehearse policy files, and show the language that they are written in.
 
 gpuguard policy check policy.yaml        all faults at once, with line, column and advice
 gpuguard policy explain policy.yaml      what would happen to whom, and when, in sentences
+gpuguard policy test policy_test.yaml    run the unit tests beside a policy file
+gpuguard policy backtest policy.yaml --on week.csv    who would have been hit, on recorded samples
 gpuguard policy rules                    every rule and action with its keys
 gpuguard policy schema > schema.json     for the editor
 """
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gpuguard.cli import policy_backtest, policy_test
 from gpuguard.errors import InvalidRequest
 from gpuguard.views.text import json_text, neutralise, put
 
@@ -140,6 +143,10 @@ def _schema(args: argparse.Namespace) -> int:
 ACTIONS = {
     "check": Row("say whether a policy file is right, and everything that is wrong with it", _check_options, _check),
     "explain": Row("say in sentences what a policy file does to whom, and when", _explain_options, _explain),
+    "test": Row("run unit tests of a policy file", policy_test.add_options, policy_test.main),
+    "backtest": Row(
+        "say what a policy file would have done on recorded samples", policy_backtest.add_options, policy_backtest.main
+    ),
     "rules": Row("show every rule, action and key of the language", _rules_options, _rules),
     "schema": Row("print a JSON Schema (draft 2020-12) for editors", _schema_options, _schema),
 }

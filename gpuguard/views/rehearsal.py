@@ -1,0 +1,155 @@
+"""What a rehearsal showed, for people and as JSON: who would have been hit and when, and what came of the tests.
+
+Does not judge: see rehearsal and scenario.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from gpuguard.rehearsal import Act, Backtest, Ending
+from gpuguard.series_file import Recording
+from gpuguard.units import format_duration
+from gpuguard.views.text import neutralise, table
+
+HOUR = 3600
+
+
+def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[str], *, each: bool) -> Iterator[str]:
+    """The text: what was looked at, what each policy did, and what that was worth; each act when asked."""
+    jobs = recording.jobs()
+    span = recording.rows[-1].time - recording.start
+    machines = _count(len({row.host for row in recording.rows}), "machine")
+    yield (
+        f"{len(recording.rows):,} samples of {_count(len(jobs), 'job')} on {machines}, "
+        f"one per {format_duration(recording.interval)}, over {format_duration(span)}; "
+        f"{result.held / HOUR:,.1f} GPU-hours held."
+    )
+    if result.holes:
+        yield (
+            f"{_count(result.holes, 'pause')} between samples longer than {format_duration(result.longest_gap)}: "
+            "all durations start anew after them, as with a daemon that slept (--longest-gap changes that)."
+        )
+    if each and result.acts:
+        yield ""
+        yield from _each(result.acts, recording)
+    yield ""
+    yield from table(_summary(result, policies), ("POLICY", "ACTION", "TIMES", "JOBS", "USERS"), align="<<>>>")
+    for policy in policies:
+        ended = [one for one in result.endings if one.policy == policy]
+        if ended:
+            yield ""
+            yield from _worth(policy, ended, result, len(jobs))
+    if result.notes.get("breaker"):
+        yield ""
+        yield f"The breaker (at_most) stopped a policy at {_count(result.notes['breaker'], 'sample')}."
+    if "memory" not in recording.columns or "utilization" not in recording.columns:
+        yield ""
+        yield "The recording lacks memory or utilization: rules that need them found nothing."
+
+
+def _each(acts: Iterable[Act], recording: Recording) -> list[str]:
+    rows = [
+        (
+            clock_text(act.time, recording),
+            act.policy,
+            act.action,
+            neutralise(", ".join(act.jobs) or f"device {act.device}"),
+            neutralise(act.user or ""),
+            neutralise(act.why),
+        )
+        for act in acts
+    ]
+    return table(rows, ("AT", "POLICY", "ACTION", "JOB", "USER", "WHY"))
+
+
+def _summary(result: Backtest, policies: Sequence[str]) -> list[tuple[str, ...]]:
+    found: dict[tuple[str, str], list[Act]] = {}
+    for act in result.acts:
+        found.setdefault((act.policy, act.action), []).append(act)
+    rows: list[tuple[str, ...]] = []
+    for policy in policies:
+        of_policy = [(action, acts) for (name, action), acts in found.items() if name == policy]
+        for action, acts in of_policy:
+            jobs = {(act.host, job) for act in acts for job in act.jobs}
+            users = {act.user for act in acts if act.user}
+            rows.append((policy, action, str(len(acts)), str(len(jobs)), str(len(users))))
+        if not of_policy:
+            rows.append((policy, "nothing", "0", "0", "0"))
+    return rows
+
+
+def _worth(policy: str, ended: Sequence[Ending], result: Backtest, jobs: int) -> Iterator[str]:
+    freed, lost = sum(one.freed for one in ended), sum(one.lost for one in ended)
+    again = sum(one.lost > 0 for one in ended)
+    yield f"{policy} ends {len(ended)} of {_count(jobs, 'job')}:"
+    yield f"  {freed / HOUR:,.1f} idle GPU-hours become free ({_share(freed, result.held)} of what was held);"
+    yield (
+        f"  {again} of the {len(ended)} worked again later ({_share(again, len(ended))}), "
+        f"and {lost / HOUR:,.1f} GPU-hours of their work would be lost."
+    )
+
+
+def backtest_json(result: Backtest, recording: Recording, path: str, policies: Sequence[str]) -> dict[str, Any]:
+    """One object for programs."""
+    return {
+        "schema": 1,
+        "path": path,
+        "samples": len(recording.rows),
+        "jobs": len(recording.jobs()),
+        "hosts": len({row.host for row in recording.rows}),
+        "interval_seconds": recording.interval,
+        "longest_gap_seconds": result.longest_gap,
+        "holes": result.holes,
+        "held_gpu_seconds": result.held,
+        "not_acted_samples": dict(sorted(result.notes.items())),
+        "policies": [_policy_json(name, result) for name in policies],
+        "acts": [
+            {
+                "time_seconds": act.time,
+                "since_seconds": act.since,
+                "host": act.host,
+                "policy": act.policy,
+                "action": act.action,
+                "jobs": list(act.jobs),
+                "user": act.user,
+                "device": act.device,
+                "why": act.why,
+            }
+            for act in result.acts
+        ],
+    }
+
+
+def _policy_json(name: str, result: Backtest) -> dict[str, Any]:
+    acts = [act for act in result.acts if act.policy == name]
+    ended = [one for one in result.endings if one.policy == name]
+    actions = dict.fromkeys(act.action for act in acts)
+    return {
+        "policy": name,
+        "jobs_by_action": {
+            action: len({(act.host, job) for act in acts if act.action == action for job in act.jobs})
+            for action in actions
+        },
+        "ended_jobs": len(ended),
+        "worked_again_jobs": sum(one.lost > 0 for one in ended),
+        "freed_idle_gpu_seconds": sum(one.freed for one in ended),
+        "lost_active_gpu_seconds": sum(one.lost for one in ended),
+    }
+
+
+def clock_text(moment: float, recording: Recording) -> str:
+    """A time of the recording: a date where it has one, else the time since its start."""
+    if recording.dated:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    return format_duration(moment)
+
+
+def _count(number: int, one: str) -> str:
+    return f"{number:,} {one if number == 1 else one + 's'}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "n/a"

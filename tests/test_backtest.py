@@ -1,0 +1,226 @@
+"""Policies on recorded samples: the same engine as in the daemon, judged by hand on small recordings."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from commands import Gpuguard
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.policyfile import parse
+from gpuguard.rehearsal import Backtest, backtest
+from gpuguard.scenario import accounts
+from gpuguard.series_file import people, read_recording
+
+IDLE = """
+version: 1
+policies:
+  - name: idle
+    when: {{idle: {{below: 0%}}}}
+    for: {minutes}m
+    {more}
+    steps: {steps}
+"""
+GENAI = "GPUGUARD_TEST_GENAI"
+
+
+def an_idle_policy(minutes=30, steps="[terminate]", more="cooldown: 0s"):
+    return IDLE.format(minutes=minutes, steps=steps, more=more)
+
+
+def a_recording(tmp_path, *jobs, header="pod,t_s,util,mem_mib", every=60, name="trace.csv"):
+    """One row per minute and job; a job is (name, "utilization x times, ...", MiB)."""
+    rows = [header]
+    for job, course, memory in jobs:
+        values = [v for part in course.split(",") for v in [part.split("x")[0].strip()] * int(part.split("x")[1])]
+        rows += [f"{job},{place * every},{value},{memory}" for place, value in enumerate(values) if value != "-"]
+    path = tmp_path / name
+    path.write_text("\n".join(rows) + "\n")
+    return str(path)
+
+
+def replayed(path, text, **options) -> Backtest:
+    uid_of = people()
+    file = parse(text, accounts=accounts(uid_of))
+    assert file.faults == ()
+    return backtest(read_recording(path), file.policies, uid_of, **options)
+
+
+def ended(result):
+    return [(one.job, one.time) for one in result.endings]
+
+
+def test_a_pod_is_ended_at_the_first_sample_half_an_hour_after_the_first_idle_one(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 40", 2000), ("b", "50 x 5, 0 x 40", 2000))
+
+    assert ended(replayed(path, an_idle_policy())) == [("a", 1800.0), ("b", 2100.0)]
+
+
+def test_any_sample_that_is_not_idle_starts_the_time_again(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 30, 1 x 1, 0 x 30", 2000))
+
+    assert replayed(path, an_idle_policy()).endings == ()
+
+
+def test_a_pod_that_holds_no_more_than_a_gibibyte_is_not_idle(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 40", 1024), ("b", "0 x 40", 1025))
+
+    assert ended(replayed(path, an_idle_policy())) == [("b", 1800.0)]
+
+
+def test_unknown_utilization_ends_nobody(tmp_path):
+    path = a_recording(tmp_path, ("a", " x 100", 2000))
+
+    assert replayed(path, an_idle_policy()).endings == ()
+
+
+def test_regret_is_the_time_in_which_an_ended_job_worked_later(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 31, 0 x 9, 70 x 6", 2000), ("b", "0 x 31, 0 x 4", 2000))
+
+    result = replayed(path, an_idle_policy())
+
+    assert [(one.job, one.freed, one.lost) for one in result.endings] == [("a", 540.0, 360.0), ("b", 240.0, 0.0)]
+    assert result.held == (46 + 35) * 60
+
+
+def test_a_job_is_ended_once(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 200", 2000))
+
+    assert len(replayed(path, an_idle_policy()).acts) == 1
+
+
+def test_a_ladder_takes_its_steps_at_their_times(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 200", 2000))
+    result = replayed(path, an_idle_policy(steps="[warn, {after: 30m, do: warn}, {after: 15m, do: terminate}]"))
+
+    assert [(act.action, act.time) for act in result.acts] == [("warn", 1800), ("warn", 3600), ("terminate", 4500)]
+
+
+def test_durations_start_anew_after_a_hole_as_they_do_in_the_daemon(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 20, - x 4, 0 x 40", 2000))
+
+    result = replayed(path, an_idle_policy())
+
+    assert (ended(result), result.holes) == ([("a", (24 + 30) * 60.0)], 1)
+
+
+def test_a_hole_that_one_wants_to_look_over_is_none(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 20, - x 4, 0 x 40", 2000))
+
+    result = replayed(path, an_idle_policy(), longest_gap=300)
+
+    assert (ended(result), result.holes) == ([("a", 1800.0)], 0)
+
+
+def test_the_breaker_counts_the_jobs_of_one_machine_together(tmp_path):
+    jobs = [(f"job{n},server,{n},user{n}", "0 x 40", 2**31) for n in range(4)]
+    path = a_recording(tmp_path, *jobs, header="job,host,device,user,time_seconds,utilization_percent,memory_bytes")
+
+    result = replayed(path, an_idle_policy())
+
+    assert (result.endings, result.notes["breaker"] > 0) == ((), True)
+
+
+def test_a_user_is_found_by_the_name_in_the_recording(tmp_path):
+    jobs = [(f"job{n},{n},{user}", "0 x 40", 2**31) for n, user in enumerate(("alice", "bob"))]
+    path = a_recording(tmp_path, *jobs, header="job,device,user,time_seconds,utilization_percent,memory_bytes")
+
+    result = replayed(path, an_idle_policy(more="only: {users: [bob]}"))
+
+    assert [(act.jobs, act.user) for act in result.acts] == [(("job1",), "bob")]
+
+
+def test_a_job_on_two_devices_is_ended_on_both(tmp_path):
+    jobs = [(f"one,{n},alice", "0 x 40", 2**31) for n in (0, 1)]
+    path = a_recording(tmp_path, *jobs, header="job,device,user,time_seconds,utilization_percent,memory_bytes")
+
+    result = replayed(path, an_idle_policy())
+
+    assert ended(result) == [("one", 1800.0)]
+    assert result.endings[0].freed == 2 * 9 * 60
+
+
+def test_samples_of_one_look_may_come_a_moment_apart(tmp_path):
+    header = "job,device,time_seconds,utilization_percent,memory_bytes"
+    rows = [f"j{n},{n},{t * 60 + n},0,{2**31}" for t in range(40) for n in (0, 1)]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join([header, *rows]))
+
+    assert [one.time for one in replayed(str(path), an_idle_policy()).endings] == [1800.0, 1800.0]
+
+
+def test_rules_about_claims_find_nothing_where_the_claims_are_not_known(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 40", 2000))
+    text = "version: 1\npolicies: [{name: p, when: {unclaimed: {}}, steps: [warn]}]"
+
+    assert replayed(path, text).acts == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("pod,util\na,0\n", "time_seconds"),
+        ("t_s,util\n0,0\n", "'job'"),
+        ("pod,t_s,util\na,0,zero\n", ":2: utilization"),
+        ("pod,t_s,util\na,0,nan\n", ":2: utilization"),
+        ("pod,t_s,util\na,,0\n", ":2: the time"),
+        ("pod,t_s,mem_mib\na,0,-1\n", ":2: memory"),
+        ("pod,t_s,util\na,0,0\n", "two samples"),
+        ("", "time_seconds"),
+    ],
+)
+def test_a_file_that_is_no_recording_is_refused_with_its_line(tmp_path, text, complaint):
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+
+    with pytest.raises(InvalidRequest, match=complaint):
+        read_recording(str(path))
+
+
+@pytest.fixture
+def gpuguard(tmp_path):
+    return Gpuguard(tmp_path, None)
+
+
+def test_the_command_says_what_it_would_cost(tmp_path, gpuguard):
+    path = a_recording(tmp_path, ("a", "0 x 40, 70 x 60", 2000), ("b", "50 x 50", 2000))
+    policy = tmp_path / "p.yaml"
+    policy.write_text(an_idle_policy())
+
+    done = gpuguard("policy", "backtest", str(policy), "--on", path, "--each")
+
+    assert done.returncode == 0, done.stderr
+    assert "idle ends 1 of 2 jobs" in done.stdout
+    assert "1 of the 1 worked again later (100.0%), and 1.0 GPU-hours of their work would be lost." in done.stdout
+    assert "30m" in done.stdout
+
+
+def test_the_command_speaks_to_programs(tmp_path, gpuguard):
+    path = a_recording(tmp_path, ("a", "0 x 40, 70 x 60", 2000))
+    policy = tmp_path / "p.yaml"
+    policy.write_text(an_idle_policy())
+
+    found = json.loads(gpuguard("policy", "backtest", str(policy), "--on", path, "--json").stdout)
+
+    assert (found["schema"], found["jobs"], found["interval_seconds"]) == (1, 1, 60.0)
+    assert found["policies"][0]["worked_again_jobs"] == 1
+    assert found["policies"][0]["lost_active_gpu_seconds"] == 3600.0
+    assert found["acts"][0]["time_seconds"] == 1800.0
+
+
+@pytest.mark.parametrize(("policy", "csv", "status"), [("version: 1\n", "good", 1), (an_idle_policy(), "missing", 2)])
+def test_a_file_with_a_fault_ends_the_command(tmp_path, gpuguard, policy, csv, status):
+    path = a_recording(tmp_path, ("a", "0 x 40", 2000)) if csv == "good" else str(tmp_path / "none.csv")
+    (tmp_path / "p.yaml").write_text(policy)
+
+    assert gpuguard("policy", "backtest", str(tmp_path / "p.yaml"), "--on", path).returncode == status
+
+
+@pytest.mark.skipif(GENAI not in os.environ, reason=f"set {GENAI} to genai_pod_gpu_util_mem.csv of alibaba/clusterdata")
+@pytest.mark.parametrize(("minutes", "pods", "again"), [(30, 130, 124), (60, 117, 92), (120, 79, 35), (240, 19, 6)])
+def test_a_day_of_143_real_pods(minutes, pods, again):
+    result = replayed(os.environ[GENAI], an_idle_policy(minutes), longest_gap=86400)
+
+    assert (len(result.endings), sum(one.lost > 0 for one in result.endings)) == (pods, again)

@@ -1,0 +1,174 @@
+"""Unit tests of policies: what they find, and what they say when something else came."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from commands import Gpuguard
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.scenario import read_tests, series_of
+from gpuguard.trial import run_tests
+from gpuguard.units import parse_celsius, parse_percent
+
+POLICY = """
+version: 1
+policies:
+  - name: idle
+    when: {idle: {below: 5%}}
+    for: 1h
+    steps: [warn, {after: 30m, do: terminate}]
+  - name: full
+    when: {memory: {above: 30GiB}}
+    for: 5m
+    steps: [log]
+"""
+
+
+def write(tmp_path, tests, policy=POLICY):
+    (tmp_path / "lab.yaml").write_text(policy)
+    path = tmp_path / "lab_test.yaml"
+    path.write_text(f"policies: lab.yaml\ntests:\n{tests}")
+    return str(path)
+
+
+def a_test(**keys):
+    facts = {"name": "t", "for": "3h", "processes": "[{user: alice}]", **keys}
+    return "  - {" + ", ".join(f"{key}: {value}" for key, value in facts.items()) + "}\n"
+
+
+BOTH = "[{at: 1h, policy: idle, action: warn, user: alice, device: 0}, {at: 90m, action: terminate}]"
+
+
+def test_steps_that_come_as_expected_pass(tmp_path):
+    trial = run_tests(write(tmp_path, a_test(expect=BOTH)))
+
+    assert [outcome.passed for outcome in trial.outcomes] == [True]
+
+
+def test_a_step_that_does_not_come_is_missing(tmp_path):
+    outcome = run_tests(write(tmp_path, a_test(expect=BOTH, devices='[{utilization: "0% x70, 50%"}]'))).outcomes[0]
+
+    assert [each.action for each in outcome.missing] == ["terminate"]
+    assert outcome.surplus == ()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"expect": "[{at: 1h, action: warn}]"},
+        {"expect_none": "true"},
+        {"expect": "[{at: 59m, action: warn}, {at: 90m, action: terminate}]"},
+        {"expect": "[{at: 1h, action: warn, user: bob}, {at: 90m, action: terminate}]"},
+        {"expect": "[{at: 1h, action: warn, policy: full}, {at: 90m, action: terminate}]"},
+        {"expect": "[{at: 1h, action: notify}, {at: 90m, action: terminate}]"},
+        {"expect": "[{at: 1h, action: warn}, {at: 1h, action: warn}, {at: 90m, action: terminate}]"},
+    ],
+)
+def test_a_step_that_nobody_expected_fails_the_test(tmp_path, keys):
+    outcome = run_tests(write(tmp_path, a_test(**keys))).outcomes[0]
+
+    assert not outcome.passed
+
+
+def test_who_was_terminated_is_gone(tmp_path):
+    outcome = run_tests(write(tmp_path, a_test(expect=BOTH, **{"for": "12h"}))).outcomes[0]
+
+    assert outcome.passed
+
+
+def test_only_the_named_policies_are_judged(tmp_path):
+    full = a_test(processes="[{user: alice, memory: 40GiB}]", of="[full]", expect="[{at: 5m, action: log}]")
+
+    assert run_tests(write(tmp_path, full.replace("3h", "7m"))).outcomes[0].passed
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0% x3", (0.0, 0.0, 0.0)),
+        ("0%, 90% x2", (0.0, 90.0, 90.0)),
+        ("_ x2, 5%", (None, None, 5.0)),
+        ("10%..40% x4", (10.0, 20.0, 30.0, 40.0)),
+    ],
+)
+def test_series_are_written_shortly(text, values):
+    assert series_of(parse_percent)(text).values == values
+
+
+def test_the_last_value_of_a_series_stays():
+    assert series_of(parse_celsius)("40C, 95C").at(99) == 95.0
+
+
+@pytest.mark.parametrize("text", ["0", "0% x0", "x3", "0% x99999", "0%..  x3", ""])
+def test_a_series_that_is_none_is_refused(text):
+    with pytest.raises(InvalidRequest):
+        series_of(parse_percent)(text)
+
+
+@pytest.mark.parametrize(
+    ("tests", "complaint"),
+    [
+        (a_test(), "exactly one of expect"),
+        (a_test(expect_none="true", expect=BOTH), "exactly one of expect"),
+        (a_test(expect="[{at: 1h, action: wran}]"), "no action"),
+        (a_test(expect_none="true", processes="[{user: a, devices: [1]}]"), "no device 1"),
+        (a_test(expect_none="true", proceses="[]"), "Did you mean 'processes'"),
+        (a_test(expect_none="true", every="0s"), "out of range"),
+        (a_test(expect_none="true", **{"for": "9000h"}), "samples"),
+        (a_test(expect_none="true", starts="yesterday"), "no time"),
+    ],
+)
+def test_a_file_with_a_fault_says_where_and_what_to_write(tests, complaint):
+    file, faults = read_tests(f"policies: lab.yaml\ntests:\n{tests}")
+
+    assert file is None
+    assert all(fault.line for fault in faults)
+    assert complaint in " ".join(f"{fault.text} {fault.hint}" for fault in faults)
+
+
+@pytest.fixture
+def gpuguard(tmp_path):
+    return Gpuguard(tmp_path, None)
+
+
+def test_the_command_answers_yes(tmp_path, gpuguard):
+    done = gpuguard("policy", "test", write(tmp_path, a_test(expect=BOTH)))
+
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "ok      t")
+
+
+def test_a_failure_shows_what_was_expected_and_what_came_with_times(tmp_path, gpuguard):
+    done = gpuguard("policy", "test", write(tmp_path, a_test(expect="[{at: 2h, action: warn, user: bob}]")))
+
+    assert done.returncode == 1
+    assert "FAILED  t\n" in done.stdout
+    assert "expected  at 2h: warn for bob\n" in done.stdout
+    assert "got       at 1h: warn by idle for alice on device 0, because device 0 is idle" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tests", "policy"),
+    [
+        (a_test(), POLICY),
+        (a_test(expect_none="true"), "version: 2\n"),
+        (a_test(expect_none="true", of="[gone]"), POLICY),
+        ("  - {name: [}", POLICY),
+    ],
+)
+def test_faults_of_either_file_are_not_failures_of_tests(tmp_path, gpuguard, tests, policy):
+    assert gpuguard("policy", "test", write(tmp_path, tests, policy)).returncode == 2
+
+
+def test_a_file_that_is_not_there_is_a_fault(tmp_path, gpuguard):
+    assert gpuguard("policy", "test", str(tmp_path / "none.yaml")).returncode == 2
+
+
+def test_the_command_speaks_to_programs(tmp_path, gpuguard):
+    path = write(tmp_path, a_test(expect="[{at: 2h, action: warn}]"))
+    found = json.loads(gpuguard("policy", "test", path, "--json").stdout)
+
+    outcome = found["files"][0]["tests"][0]
+    assert (found["schema"], outcome["passed"], outcome["missing"][0]["at_seconds"]) == (1, False, 7200.0)
+    assert [each["at_seconds"] for each in outcome["got"]] == [3600.0, 5400.0]
