@@ -77,10 +77,11 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
 
     from gpuguard.backends.sampler import pack
 
+    hidden = _processes_are_hidden()
     public = replace(
         snapshot,
         devices=tuple(
-            replace(device, processes=device.processes and tuple(map(_public, device.processes)))
+            replace(device, processes=device.processes and tuple(_public(one, hidden) for one in device.processes))
             for device in snapshot.devices
         ),
     )
@@ -120,8 +121,8 @@ def _path(directory: LockDirectory, name: str) -> str:
     return f"{directory.path}/{directory.prefix}{name}"
 
 
-def _public(process: GpuProcess) -> GpuProcess:
-    command = None if _processes_are_hidden() else process.command
+def _public(process: GpuProcess, hidden: bool) -> GpuProcess:
+    command = None if hidden else process.command
     return replace(process, command=command, executable=None, working_directory=None, conda_environment=None)
 
 

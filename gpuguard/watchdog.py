@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import replace as replace_fields
 from types import TracebackType
 
 from gpuguard import actions, history
@@ -19,18 +19,20 @@ from gpuguard.case import Context, Notifier
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.hostuse import HostUses
 from gpuguard.lockfiles import LockDirectory
-from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Event, Gap, Snapshot, Verdict
+from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Gap, Snapshot, Verdict
+from gpuguard.nouns import replace
 from gpuguard.policies import engine
 from gpuguard.policies.policy import Judgement, Note, Policy
 from gpuguard.policies.sight import SubjectIdentity, identity_of
 from gpuguard.policies.view import View
-from gpuguard.records import probe
+from gpuguard.records import locked_devices, probe, read_records
 
 FIELDS = WHO_FIELDS | {CLOCKS, ECC}  # of a snapshot that policies judge: health and throttling are in the last two
 INTERVAL = (2.0, 10.0)  # seconds, shortest and longest, between two samples
 RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: look again soon
 RISING_CELSIUS = 3.0
 SLOWER = 1.5  # times longer after each sample in which nothing rose
+HOLDERS_SECONDS = 10.0
 RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
 # The other notes say at every sample that nothing is to be done: they are for --once and for explanations.
 WORTH_A_LINE = frozenset({"gap", "resampling", "cleared", "cancelled", "breaker", "waiting", "kept", "exempt"})
@@ -82,6 +84,7 @@ class Watchdog:
         self._memory = engine.Memory()
         self._host = HostUses()
         self._view: View | None = None
+        self._probed: tuple[float, object, tuple[ClaimRecord, ...]] = (0.0, None, ())
         self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._untold: list[Event] = []
@@ -163,11 +166,24 @@ class Watchdog:
         try:
             if self._directory is None:
                 raise ClaimError("no directory of claims was named")
-            claims = probe(self._directory, [device.uuid for device in snapshot.devices])
+            claims = self._claims(self._directory, snapshot)
         except (ClaimError, OSError) as error:
             gap = Gap(None, "claims", " ".join(str(error).split()))
             return replace(snapshot, gaps=(*snapshot.gaps, gap))
         return replace(snapshot, claims=claims)
+
+    def _claims(self, directory: LockDirectory, snapshot: Snapshot) -> tuple[ClaimRecord, ...]:
+        """Who claims what now.  Who holds a lock is read from every process of the machine, so it is kept a while."""
+        uuids = [device.uuid for device in snapshot.devices]
+        now = (
+            frozenset(locked_devices(directory, uuids)),
+            frozenset((one.uid, one.id) for one in read_records(directory)),
+        )
+        clock, before, claims = self._probed
+        if now != before or not 0 <= snapshot.clock - clock < HOLDERS_SECONDS:
+            claims = probe(directory, uuids)
+            self._probed = snapshot.clock, now, claims
+        return claims
 
     def _look_around(self, snapshot: Snapshot) -> View:
         if not self.policies:
@@ -187,7 +203,7 @@ class Watchdog:
         for verdict in verdicts:
             key = verdict.policy, identity_of(verdict.finding.subject)
             self._due.setdefault(key, []).append((named[verdict.policy], verdict))
-        context = replace(self._context, notifier=self.notifier, interval=max(self.interval[1], self.pause))
+        context = replace_fields(self._context, notifier=self.notifier, interval=max(self.interval[1], self.pause))
         actions.give_up(context)
         for key, due in tuple(self._due.items()):
             while due:
@@ -207,7 +223,7 @@ class Watchdog:
         policy = next((each for each in self.policies if each.name == verdict.policy), None)
         if policy is None or self._view is None:
             return False
-        return self._is_found(verdict, policy, replace(self._view, snapshot=self._view.snapshot.updated(again)))
+        return self._is_found(verdict, policy, replace_fields(self._view, snapshot=self._view.snapshot.updated(again)))
 
     def _is_found(self, verdict: Verdict, policy: Policy, view: View) -> bool:
         zone = _zone(view.snapshot.taken_at)

@@ -15,10 +15,12 @@ from nodes import a_user, change, clock, eventually, start
 from gpuguard import actions, watchdog
 from gpuguard.actions import Outcome
 from gpuguard.errors import DriverUnresponsive
+from gpuguard.lock import acquire
 from gpuguard.lockfiles import lock_directory
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.memory import Memory
 from gpuguard.policies.policy import Policy, Step
+from gpuguard.select import Request
 from gpuguard.watchdog import Watchdog, pace
 
 HOGS = Policy("hogs", (Memory(above=parse_memory_amount("20GiB")),), hold=0.0, steps=(Step("terminate"),), enforce=True)
@@ -321,3 +323,15 @@ def test_time_is_that_of_the_machine_and_goes_on_while_it_sleeps(a_watchdog, pla
 
     assert abs(seen[0][0].clock - clock()) < 5
     assert abs(seen[0][0].taken_at - time.time()) < 5
+
+
+def test_a_claim_is_seen_and_missed_at_the_next_sample(a_watchdog, place):
+    backend, directory, seen = start(place), lock_directory(place), []
+    guard = a_watchdog(backend, directory=directory, on_sample=lambda snapshot, _: seen.append(snapshot.claims))
+    guard.step()
+    with acquire(backend, Request(devices=("0",)), directory) as claim:
+        guard.step()
+        guard.step()
+    guard.step()
+
+    assert [[record.id for record in claims] for claims in seen] == [[], [claim.id], [claim.id], []]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 
 from gpuguard.model import GpuProcess
 from gpuguard.nouns import replace
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 # What the sum of the processes' memory may exceed the device's used memory by.  The two are read by different calls, a
 # process may grow in between, and drivers round each process up to pages of 2 MiB; a scrambled list is off by far more.
 SLACK = 512 * 2**20
+
+# What is read about a process costs 0.5 ms: a daemon that looks once per second keeps it.
+FACTS_SECONDS = 60.0
+FACTS_AT_MOST = 1000
+_facts: dict[tuple[int, float, int | None, str | None], tuple[float, dict[str, Any]]] = {}
 
 _CONTAINERS = (  # what /proc/PID/cgroup says, most specific first
     r"(?:docker|libpod|cri-containerd|crio|nerdctl|containerd)[-:/]([0-9a-f]{64})",
@@ -96,22 +102,33 @@ def identified(process: GpuProcess) -> GpuProcess:
 
 def described(process: GpuProcess) -> GpuProcess:
     """The process with everything that can be read about it."""
-    import psutil
-
     known = identified(process)
     if known.start_time is None:
         return known
-    pid = process.pid
-    facts: dict[str, Any] = {}
+    # Another program under the same pid (exec) has another command line; the rest is read again after a while.
+    identity = (process.pid, known.start_time, known.uid, _read(f"/proc/{process.pid}/cmdline"))
+    read_at, facts = _facts.get(identity, (0.0, {}))
+    if not facts or time.monotonic() - read_at > FACTS_SECONDS:
+        facts = _described(process.pid)
+        if start_time(process.pid) != known.start_time:
+            # The pid became another process while we looked: nothing read in between can be told apart.
+            return process
+        if len(_facts) >= FACTS_AT_MOST:
+            _facts.clear()
+        _facts[identity] = time.monotonic(), facts
+    return replace(known, user=None if known.uid is None else user_name(known.uid), **facts)
+
+
+def _described(pid: int) -> dict[str, Any]:
+    import psutil
+
+    facts: dict[str, Any] = dict.fromkeys(_READERS)
     for field, read in _READERS.items():
         try:
             facts[field] = read(psutil.Process(pid)) or None
         except (psutil.Error, OSError, ValueError):
-            facts[field] = None
-    if start_time(pid) != known.start_time:
-        # The pid became another process while we looked: nothing read in between can be told apart.
-        return process
-    return replace(known, user=None if known.uid is None else user_name(known.uid), **facts)
+            continue
+    return facts
 
 
 def start_time(pid: int) -> float | None:
