@@ -3,51 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpuguard.model import ClaimRecord, GpuProcess, Subject
 from gpuguard.policies.sight import Sight, reach_of
 
+UNKNOWN_KINDS = frozenset({"interactive", "batch"})
 
-@dataclass(frozen=True)
-class Party:
+
+class Party(NamedTuple):  # a dataclass takes three times as long to make, and these are made by the hundred
     """Somebody who could be hit: a process, or a subject that has none.
 
     Args:
         uids: of the process, or of whoever the subject belongs to.
         places: the devices where the condition holds.
         reach: all devices that would be touched.
-        claims: ids of the claims under which it runs.
-        kinds: what it certainly is, of interactive, batch, container.
-        possible_kinds: what it may be; empty when it is no process.
         age: seconds; None when unknown.
+        process: None when it is no process.
+        claim: that it is accused with.
     """
 
     uids: frozenset[int]
     places: tuple[str, ...]
     reach: tuple[str, ...]
-    claims: frozenset[str]
-    kinds: frozenset[str]
-    possible_kinds: frozenset[str]
     age: float | None
+    process: GpuProcess | None = None
+    claim: ClaimRecord | None = None
 
 
 def party_of(process: GpuProcess, subject: Subject, sight: Sight) -> Party:
     """A process that a finding about *subject* means; it must be in *sight*."""
     assert process.start_time is not None and process.uid is not None
     reach = tuple(sight.processes[process.pid, process.start_time])
-    claims = {claim.id for uuid in reach for claim in sight.claims_on.get(uuid, ()) if claim.uid == process.uid}
-    claimed = sight.claim_of(subject)
-    own = [claimed] if claimed is not None else []
-    certain, possible = _kinds(process, sight)
+    claim = sight.claim_of(subject)
+    age: float | None = sight.view.clock - process.start_time
     return Party(
-        frozenset({process.uid} if subject.uid is None else {process.uid, subject.uid}),
+        frozenset((process.uid, subject.uid) if subject.uid is not None else (process.uid,)),
         (subject.device,) if subject.device in reach else reach,
         reach,
-        frozenset(claims.union(claim.id for claim in own)),
-        certain,
-        possible,
-        _least([sight.view.clock - process.start_time, *_ages(own, sight)]),
+        age if claim is None else _least([age, *_ages([claim], sight)]),
+        process,
+        claim,
     )
 
 
@@ -62,8 +58,33 @@ def bystander(subject: Subject, sight: Sight) -> Party:
         claims = [claim for claim in sight.claims.values() if claim.uid == subject.uid]
     reach = reach_of(subject, (), sight)
     uids = frozenset({subject.uid} if subject.uid is not None else {claim.uid for claim in claims})
-    ids = frozenset(claim.id for claim in claims)
-    return Party(uids, reach, reach, ids, frozenset(), frozenset(), _least(_ages(claims, sight)))
+    return Party(uids, reach, reach, _least(_ages(claims, sight)), None, own)
+
+
+def claims_of(party: Party, sight: Sight) -> set[str]:
+    """Ids of the claims under which a party runs."""
+    own = {claim.id for uuid in party.reach for claim in sight.claims_on.get(uuid, ()) if claim.uid in party.uids}
+    return own if party.claim is None else own | {party.claim.id}
+
+
+def certain_kinds(party: Party, sight: Sight) -> frozenset[str]:
+    """What a party certainly is, of interactive, batch and container; nothing when it is no process."""
+    process = party.process
+    if process is None:
+        return frozenset()
+    container = {"container"} if process.container else set()
+    use = sight.view.host.get((process.pid, process.start_time or 0.0))
+    if any("ipykernel" in word for word in process.command or ()):
+        return frozenset({"interactive", *container})
+    if use is not None and use.terminal is not None:
+        return frozenset({"interactive" if use.terminal else "batch", *container})
+    return frozenset(container)
+
+
+def possible_kinds(party: Party, sight: Sight) -> frozenset[str]:
+    """What it may be: as long as nobody has looked at its terminal, interactive as well as batch."""
+    certain = certain_kinds(party, sight)
+    return certain if certain & UNKNOWN_KINDS or party.process is None else certain | UNKNOWN_KINDS
 
 
 def _ages(claims: Iterable[ClaimRecord], sight: Sight) -> list[float | None]:
@@ -78,16 +99,3 @@ def _least(ages: list[float | None]) -> float | None:
             return None
         least = min(least, age)
     return least
-
-
-def _kinds(process: GpuProcess, sight: Sight) -> tuple[frozenset[str], frozenset[str]]:
-    """What a process certainly is, and what it may be: without a look at its terminal, interactive as well as batch."""
-    certain = {"container"} if process.container else set()
-    use = sight.view.host.get((process.pid, process.start_time or 0.0))
-    if any("ipykernel" in word for word in process.command or ()):
-        certain.add("interactive")
-    elif use is not None and use.terminal is not None:
-        certain.add("interactive" if use.terminal else "batch")
-    else:
-        return frozenset(certain), frozenset({"interactive", "batch", *certain})
-    return frozenset(certain), frozenset(certain)

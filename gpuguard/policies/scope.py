@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from gpuguard.eligibility import is_model
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.nouns import replace
-from gpuguard.policies.party import Party, bystander, party_of
+from gpuguard.policies.party import Party, bystander, certain_kinds, claims_of, party_of, possible_kinds
 from gpuguard.policies.policy import Note, Policy, Scope
 from gpuguard.policies.sight import Sight
 from gpuguard.units import format_duration
 
 Kept = Mapping[tuple[str, int | str], float]  # ("uid", 1001) -> until which clock
 Protection = tuple[str, str]  # the kind of a note, and its words
+Match = Callable[[Device, str], bool]
 
 _EVERYBODY = Scope()
 
@@ -94,7 +95,7 @@ def _protection(party: Party, policy: Policy, sight: Sight, kept: Kept) -> Prote
     for scope in policy.exempt:
         if (scope.until is None or sight.view.snapshot.taken_at < scope.until) and _is_spared(scope, party, sight):
             return "exempt", "inside `except`"
-    until = max((kept.get(mark, 0.0) for mark in _marks(party)), default=0.0) if kept else 0.0
+    until = max((kept.get(mark, 0.0) for mark in _marks(party, sight)), default=0.0) if kept else 0.0
     if until > sight.view.clock:
         return "kept", f"kept for another {format_duration(until - sight.view.clock)}"
     if policy.start_grace and (party.age is None or party.age < policy.start_grace):
@@ -103,50 +104,59 @@ def _protection(party: Party, policy: Policy, sight: Sight, kept: Kept) -> Prote
     return None
 
 
-def _marks(party: Party) -> Iterator[tuple[str, int | str]]:
+def _marks(party: Party, sight: Sight) -> Iterator[tuple[str, int | str]]:
     yield from (("uid", uid) for uid in party.uids)
-    yield from (("claim", claim) for claim in party.claims)
+    yield from (("claim", claim) for claim in claims_of(party, sight))
     yield from (("device", uuid) for uuid in party.reach)
 
 
 def _is_in(scope: Scope, party: Party, sight: Sight) -> bool:
     """Whether all keys of `only` certainly match: an unknown fact matches none."""
-    places = [sight.devices[uuid] for uuid in party.places if uuid in sight.devices]
-    names = {name for uid in party.uids for name in sight.view.groups.get(uid, ())}
-    return (
-        (scope.users is None or bool(party.uids & scope.users))
-        and (scope.groups is None or bool(names & scope.groups))
-        and _all_match(scope.devices, places, _is_device)
-        and _all_match(scope.models, places, _is_certainly_model)
-        and (scope.kinds is None or bool(party.kinds & scope.kinds))
+    if scope.users is not None and party.uids.isdisjoint(scope.users):
+        return False
+    if scope.groups is not None and not any(_is_member(uid, scope.groups, sight) for uid in party.uids):
+        return False
+    if scope.kinds is not None and certain_kinds(party, sight).isdisjoint(scope.kinds):
+        return False
+    return _all_match(scope.devices, party.places, sight, _is_device) and _all_match(
+        scope.models, party.places, sight, _is_certainly_model
     )
 
 
 def _is_spared(scope: Scope, party: Party, sight: Sight) -> bool:
     """Whether all keys of `except` may match: an unknown fact matches each."""
-    reach = [sight.devices[uuid] for uuid in party.reach if uuid in sight.devices]
-    return (
-        (scope.users is None or bool(party.uids & scope.users))
-        and (scope.groups is None or any(_may_be_in(uid, scope.groups, sight) for uid in party.uids))
-        and _any_matches(scope.devices, reach, _is_device)
-        and _any_matches(scope.models, reach, _may_be_model)
-        and (scope.kinds is None or bool(party.possible_kinds & scope.kinds))
+    if scope.users is not None and party.uids.isdisjoint(scope.users):
+        return False
+    if scope.groups is not None and not any(_may_be_member(uid, scope.groups, sight) for uid in party.uids):
+        return False
+    if scope.kinds is not None and possible_kinds(party, sight).isdisjoint(scope.kinds):
+        return False
+    return _any_matches(scope.devices, party.reach, sight, _is_device) and _any_matches(
+        scope.models, party.reach, sight, _may_be_model
     )
 
 
-def _may_be_in(uid: int, groups: frozenset[str], sight: Sight) -> bool:
+def _is_member(uid: int, groups: frozenset[str], sight: Sight) -> bool:
+    return not groups.isdisjoint(sight.view.groups.get(uid, ()))
+
+
+def _may_be_member(uid: int, groups: frozenset[str], sight: Sight) -> bool:
     own = sight.view.groups.get(uid)
-    return own is None or bool(own & groups)
+    return own is None or not groups.isdisjoint(own)
 
 
-def _all_match(patterns: tuple[str, ...] | None, devices: list[Device], is_so: Callable[[Device, str], bool]) -> bool:
+def _all_match(patterns: tuple[str, ...] | None, uuids: tuple[str, ...], sight: Sight, is_so: Match) -> bool:
     if patterns is None:
         return True
+    devices = [sight.devices[uuid] for uuid in uuids if uuid in sight.devices]
     return bool(devices) and all(any(is_so(device, pattern) for pattern in patterns) for device in devices)
 
 
-def _any_matches(patterns: tuple[str, ...] | None, devices: list[Device], is_so: Callable[[Device, str], bool]) -> bool:
-    return patterns is None or any(is_so(device, pattern) for device in devices for pattern in patterns)
+def _any_matches(patterns: tuple[str, ...] | None, uuids: tuple[str, ...], sight: Sight, is_so: Match) -> bool:
+    if patterns is None:
+        return True
+    devices = [sight.devices[uuid] for uuid in uuids if uuid in sight.devices]
+    return any(is_so(device, pattern) for device in devices for pattern in patterns)
 
 
 def _is_device(device: Device, text: str) -> bool:

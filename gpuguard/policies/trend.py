@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from gpuguard.model import Subject
@@ -34,9 +35,7 @@ def slopes(view: View, subject: Subject, field: str, seconds: float) -> list[flo
     """
     series = view.past.get((key_of(subject), field), ())
     first = bisect_left(series, view.clock - seconds, key=_clock)
-    count = len(series) - first
-    places = range(count) if count <= POINTS else [int((k + k * GOLDEN % 1) * count / POINTS) for k in range(POINTS)]
-    points = [series[first + place] for place in places]
+    points = [series[first + place] for place in _places(len(series) - first)]
     if points and all(value == points[0][1] for _, value in points):
         return [0.0]  # first of all, as it is so for most processes most of the time
     if not _covers(series, first, view.clock, seconds):
@@ -59,6 +58,13 @@ def sure(ordered: Sequence[float]) -> float:
     with 24 points it lifts 50% +- 7% (M. G. Kendall, Biometrika 30 (1938) 81), and a jump half-way lifts 56% at most.
     """
     return ordered[int(0.25 * (len(ordered) - 1))]
+
+
+@lru_cache(maxsize=256)  # the series of a sample are mostly of one length
+def _places(count: int) -> Sequence[int]:
+    if count <= POINTS:
+        return range(count)
+    return [int((k + k * GOLDEN % 1) * count / POINTS) for k in range(POINTS)]
 
 
 def _clock(sample: Sample) -> float:
