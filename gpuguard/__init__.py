@@ -38,6 +38,7 @@ __all__ = [
     "Watchdog",
     "claim",
     "grab_gpus",
+    "load_policies",
     "open_backend",
     "select_devices",
     "snapshot",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from gpuguard.grab import claim, grab_gpus, select_devices, snapshot, who
     from gpuguard.hold import Claim
     from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject, Verdict
+    from gpuguard.policyfile import load_policies
     from gpuguard.watchdog import Watchdog
 
 _HOMES = {
@@ -73,6 +75,7 @@ _HOMES = {
     "grab": ("claim", "grab_gpus", "select_devices", "snapshot", "who"),
     "hold": ("Claim",),
     "model": ("ClaimRecord", "Device", "Event", "Finding", "Gap", "GpuProcess", "Snapshot", "Subject", "Verdict"),
+    "policyfile": ("load_policies",),
     "watchdog": ("Watchdog",),
 }  # and all others: errors
 

@@ -218,11 +218,13 @@ def test_a_uid_in_digits_needs_no_directory_service():
     def ask(name):
         raise AssertionError(name)
 
-    assert parse(document(more="only: {users: [1234]}"), accounts=Accounts(ask, ask)).policies[0].only.users == {1234}
+    assert parse(document(more="only: {users: [1234]}"), accounts=Accounts(ask, ask)).policies[
+        0
+    ].only.users == frozenset({1234})
 
 
 def test_the_accounts_of_this_machine_are_asked():
-    assert parse(document(more="only: {users: [root], groups: [root]}")).policies[0].only.users == {0}
+    assert parse(document(more="only: {users: [root], groups: [root]}")).policies[0].only.users == frozenset({0})
     assert parse(document(more="only: {users: [no-such-user-here]}")).faults
 
 
