@@ -1,0 +1,111 @@
+"""`gpuguard daemon` on the command line: what it refuses, what --once says, and its exit codes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from commands import Gpuguard
+from nodes import GIB, a_user, change, start
+
+HOGS = """
+version: 1
+interval: {shortest: 200ms, longest: 200ms}
+policies:
+  - {name: hogs, for: 0s, when: {memory: {above: 20GiB}}, steps: [log]}
+  - {name: young, for: 0s, start_grace: 1h, when: {memory: {above: 20GiB}}, steps: [log]}
+"""
+
+
+@pytest.fixture
+def gpuguard(tmp_path):
+    start(str(tmp_path / "node"))
+    return Gpuguard(tmp_path, None)
+
+
+@pytest.fixture
+def policy(tmp_path):
+    path = tmp_path / "policy.yaml"
+    path.write_text(HOGS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--enforce"], "--enforce needs a policy file"),
+        (["--interval", "10"], "has no unit"),
+        (["--interval", "1ms"], "100ms to 10m"),
+        (["--interval", "1h"], "100ms to 10m"),
+        (["--enforce", "--dry-run", "--policy", "x"], "not allowed with"),
+        (["--polcy", "x"], "did you mean --policy?"),
+        (["extra"], "unrecognized"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(gpuguard, words, complaint):
+    done = gpuguard("daemon", *words)
+
+    assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
+
+
+def test_once_says_what_is_due_and_what_is_not_and_why(gpuguard, policy, tmp_path):
+    with a_user(str(tmp_path / "node"), "0", 40 * GIB) as child:
+        done = gpuguard("daemon", "--policy", str(policy), "--once")
+
+        assert child.poll() is None
+    assert done.returncode == 0
+    assert f"pid {child.pid}" in done.stderr
+    assert "policy=hogs" in done.stderr
+    assert "young: nothing is done, grace" in done.stderr
+
+
+def test_a_file_with_faults_is_shown_line_by_line(gpuguard, policy):
+    policy.write_text(HOGS.replace("hogs", "no way"))
+    done = gpuguard("daemon", "--policy", str(policy), "--once")
+
+    assert done.returncode == 1
+    assert f"{policy}:5:" in done.stderr
+
+
+@pytest.mark.parametrize("path", ["absent.yaml", "."])
+def test_a_file_that_cannot_be_read_is_a_fault(gpuguard, tmp_path, path):
+    assert gpuguard("daemon", "--policy", str(tmp_path / path), "--once").returncode == 1
+
+
+@pytest.mark.root
+def test_a_file_that_somebody_else_can_change_is_no_policy(gpuguard, policy):
+    os.chown(policy, 20001, 20001)
+    done = gpuguard("daemon", "--policy", str(policy), "--once")
+
+    assert done.returncode == 1
+    assert "20001" in done.stderr
+
+
+def test_without_a_driver_once_says_so(gpuguard, tmp_path):
+    (tmp_path / "node" / "node.json").write_text("{")
+    done = gpuguard("daemon", "--once")
+
+    assert (done.returncode, "nothing can be judged" in done.stderr) == (4, True), done.stderr
+
+
+def test_a_device_that_hangs_is_left_out_of_once(gpuguard, policy, tmp_path):
+    change(str(tmp_path / "node"), 0, faults=("hang",))
+    with a_user(str(tmp_path / "node"), "1", 40 * GIB) as child:
+        done = gpuguard("daemon", "--policy", str(policy), "--once")
+
+    assert (done.returncode, f"pid {child.pid}" in done.stderr) == (0, True), done.stderr
+
+
+def test_what_users_wrote_cannot_reach_the_journal_as_it_is(gpuguard, policy, tmp_path):
+    hostile = tmp_path / "x\x1b[2J\nforged.yaml"
+    hostile.write_text("version: 1\n")
+    done = gpuguard("daemon", "--policy", str(hostile), "--once")
+
+    assert "\x1b" not in done.stderr
+    assert all(line.startswith("gpuguard: ") for line in done.stderr.splitlines())
+
+
+def test_the_log_is_where_it_was_asked_for(gpuguard, policy, tmp_path):
+    gpuguard("daemon", "--policy", str(policy), "--once", "--events", str(tmp_path / "elsewhere.jsonl"))
+
+    assert "in force" in (tmp_path / "elsewhere.jsonl").read_text()
