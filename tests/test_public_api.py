@@ -14,7 +14,9 @@ from gpuguard import errors, model
 MODEL = {
     "Device", "GpuProcess", "ClaimRecord", "Gap", "Snapshot", "Subject", "Finding", "Verdict", "Event",
 }  # fmt: skip
-FUNCTIONS = {"grab_gpus", "claim", "Claim", "select_devices", "snapshot", "who", "open_backend", "Watchdog"}
+FUNCTIONS = {
+    "grab_gpus", "claim", "Claim", "select_devices", "snapshot", "who", "open_backend", "Watchdog", "load_policies",
+}  # fmt: skip
 ERRORS = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
 
 # Each of these costs milliseconds that every job would pay (json, subprocess: 3; typing: 6; pathlib: 8; filelock: 40).
