@@ -70,7 +70,12 @@ def _process_subject(uuid: str, pid: int, start_time: float | None, uid: int | N
 
 def device_subject(device: Device) -> Subject:
     """A device as such."""
-    return Subject("device", device=device.uuid)
+    return _device_subject(device.uuid)
+
+
+@lru_cache(maxsize=256)
+def _device_subject(uuid: str) -> Subject:
+    return Subject("device", device=uuid)
 
 
 def judged(device: Device) -> tuple[GpuProcess, ...]:
@@ -78,6 +83,9 @@ def judged(device: Device) -> tuple[GpuProcess, ...]:
 
     None of a list that is not plausible, and only those whose identity is known.
     """
-    if not device.processes_plausible:
+    if not device.processes_plausible or not device.processes:
         return ()
-    return tuple(each for each in device.processes or () if each.start_time is not None and each.uid is not None)
+    for process in device.processes:
+        if process.start_time is None or process.uid is None:
+            return tuple(each for each in device.processes if each.start_time is not None and each.uid is not None)
+    return device.processes
