@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 
 import yaml
 
+from gpuguard.text import neutralise
+
 LARGEST = 64 * 1024  # bytes: the longest policy file that we have seen has 6 KiB
+_WIDTH = 110  # characters of a line that are shown of it
 DEEPEST = 16  # collections within each other; a policy needs 6
 _PLAIN_ASCII = re.compile(r"[\x20-\x7e\n\t]*")
 
@@ -32,10 +35,13 @@ class Fault:
     def lines(self, path: str) -> list[str]:
         """``path:line:column: text``, the line with a caret under it, and the hint."""
         place = f"{path}:{self.line}:{self.column}" if self.line else path
-        found = [f"{place}: {self.text}"]
+        found = [neutralise(f"{place}: {self.text}")]
         if self.excerpt:
-            found += [f"  {self.excerpt}", f"  {_blank(self.excerpt[: self.column - 1])}^"]
-        return [*found, f"  {self.hint}"] if self.hint else found
+            cut = max(0, self.column - 1 - _WIDTH // 2) if len(self.excerpt) > _WIDTH else 0
+            before = ("…" if cut else "") + neutralise(self.excerpt[cut : self.column - 1])
+            behind = neutralise(self.excerpt[self.column - 1 : cut + _WIDTH])
+            found += [f"  {before}{behind}{'…' * (len(self.excerpt) > cut + _WIDTH)}", f"  {_blank(before)}^"]
+        return [*found, f"  {neutralise(self.hint)}"] if self.hint else found
 
 
 @dataclass
@@ -178,4 +184,4 @@ def _advice(error: yaml.MarkedYAMLError) -> str:
 
 def _blank(text: str) -> str:
     """As many columns of blanks as *text* takes on a terminal."""
-    return "".join("\t" if c == "\t" else "  " if unicodedata.east_asian_width(c) in "WF" else " " for c in text)
+    return "".join("  " if unicodedata.east_asian_width(c) in "WF" else " " for c in text)

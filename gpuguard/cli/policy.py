@@ -20,6 +20,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.views.text import json_text, neutralise, put
 
 SCHEMA = 1
+MOST = 50  # faults that are shown at a time: nobody reads more
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,15 @@ def _check(args: argparse.Namespace) -> int:
         put([json_text(content)], sys.stdout)
         return int(bad)
     path = neutralise(args.file)
-    put((line for fault in file.faults for line in fault.lines(path)), sys.stdout)
+    put((line for fault in file.faults[:MOST] for line in fault.lines(path)), sys.stdout)
     put(
         (f"warning: {line}" if not n else line for w in file.warnings for n, line in enumerate(w.lines(path))),
         sys.stdout,
     )
-    put((f"warning: {path}: notify: {problem}" for problem in here), sys.stdout)
+    put((neutralise(f"warning: {path}: notify: {problem}") for problem in here), sys.stdout)
     if file.faults:
-        put([f"{path}: {_count(len(file.faults), 'fault')}."], sys.stdout)
+        first = f", the first {MOST} are shown" if len(file.faults) > MOST else ""
+        put([f"{path}: {_count(len(file.faults), 'fault')}{first}."], sys.stdout)
     else:
         enforced = sum(policy.enforce for policy in file.policies)
         put([f"{path}: ok, {_count(len(file.policies), 'policy', 'policies')}, {enforced} enforced."], sys.stdout)
@@ -103,7 +105,7 @@ def _explain(args: argparse.Namespace) -> int:
     file = load_policies(args.file, trusted_owner=False)
     path = neutralise(args.file)
     if file.faults:
-        put((line for fault in file.faults for line in fault.lines(path)), sys.stderr)
+        put((line for fault in file.faults[:MOST] for line in fault.lines(path)), sys.stderr)
         return 1
     put(map(neutralise, sentences(file)), sys.stdout)
     return 0
