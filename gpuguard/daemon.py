@@ -31,6 +31,7 @@ EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
 TICK_SECONDS = 1.0  # how often the policy file is looked at
 END_SECONDS = 0.6  # for a step that is under way when the daemon is told to end
 SEND_SECONDS = 0.2  # and for what is still to be sent
+PING_SECONDS = 10.0  # between two signs of life for systemd
 BEAT_SECONDS = 180.0  # no step takes so long, even if every device hangs; then systemd starts us anew
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -137,13 +138,19 @@ class Daemon:
                 self._reload()
             self._record("daemon", "started", self.status())
             self._watchdog.start()
-            tell_systemd(f"READY=1\nSTATUS={self.status()}")
+            tell_systemd("READY=1")
             arrived: set[int] = set()
+            told, pinged = "", 0.0
             while not arrived & {signal.SIGTERM, signal.SIGINT}:
                 arrived = wait(TICK_SECONDS)
                 self._reload_if_changed(asked=signal.SIGHUP in arrived)
-                alive = time.monotonic() - self._watchdog.beat < BEAT_SECONDS
-                tell_systemd(f"STATUS={self.status()}" + "\nWATCHDOG=1" * alive)
+                now = time.monotonic()
+                if (status := self.status()) != told:
+                    told = status
+                    tell_systemd(f"STATUS={status}")
+                if now - pinged >= PING_SECONDS and now - self._watchdog.beat < BEAT_SECONDS:
+                    pinged = now
+                    tell_systemd("WATCHDOG=1")
             tell_systemd("STOPPING=1")
             self._watchdog.stop(END_SECONDS)
             if self._sender:

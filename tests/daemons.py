@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ SOMEBODY = 20001
 PASSWD = f"somebody:x:{SOMEBODY}:{SOMEBODY}::/nonexistent:/bin/false\n"
 # A process that registers as root and then becomes somebody: its node lies where only root may write.
 USE_AS_SOMEBODY = """
-import os, sys, time
+import fcntl, os, sys, time
 from gpuguard.backends import simulated
 simulated.use(sys.argv[2], int(sys.argv[3]), 50.0, spec=sys.argv[1])
+held = sys.argv[5] and os.open(sys.argv[5], os.O_RDONLY | os.O_CREAT, 0o444)
+held and fcntl.flock(held, fcntl.LOCK_EX)
 os.setgroups([]); os.setresgid(*[int(sys.argv[4])] * 3); os.setresuid(*[int(sys.argv[4])] * 3)
 print("ready", flush=True)
 time.sleep(600)
@@ -45,10 +47,10 @@ class DaemonUnderTest:
         self.process: subprocess.Popen[str] | None = None
         start(self.node)
 
-    def start(self, *options: str, named: bool = False, **more: Any) -> None:
-        """Start it; *named*: where uid 20001 has a name."""
+    def start(self, *options: str, named: bool = False, under: Sequence[str] = (), **more: Any) -> None:
+        """Start it; *named*: where uid 20001 has a name; *under*: by this command."""
         policy = ["--policy", str(self.policy)] if self.policy.exists() else []
-        words = self.gpuguard.words("daemon", *policy, *options)
+        words = [*under, *self.gpuguard.words("daemon", *policy, *options)]
         if named:
             passwd = self.place / "passwd"
             passwd.write_text(Path("/etc/passwd").read_text() + PASSWD)
@@ -79,6 +81,10 @@ class DaemonUnderTest:
         self.process.send_signal(signum)
         return self.process.wait(20)
 
+    def uuid(self, index: int) -> str:
+        """Of a device of the node."""
+        return str(self.state()["snapshot"]["devices"][index]["uuid"])
+
     def state(self) -> dict[str, Any]:
         """state.json, as soon as it is there."""
         path = self.place / "claims" / "state.json"
@@ -103,9 +109,9 @@ def a_daemon(place: Path, policy: str | None = None, *options: str, **more: Any)
 
 
 @contextmanager
-def somebodys(node: str, devices: str, memory: int) -> Iterator[subprocess.Popen[str]]:
-    """A process of uid 20001 on the node."""
-    words = [sys.executable, "-c", USE_AS_SOMEBODY, node, devices, str(memory), str(SOMEBODY)]
+def somebodys(node: str, devices: str, memory: int, lock: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process of uid 20001 on the node, which holds *lock*."""
+    words = [sys.executable, "-c", USE_AS_SOMEBODY, node, devices, str(memory), str(SOMEBODY), lock]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen(words, text=True, env=dict(os.environ), **pipes) as child:
         assert child.stdout

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import time
 from pathlib import Path
 
 import pytest
-from daemons import a_daemon, somebodys
+from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import GIB, a_user, change, eventually
 from proc import children_of
+from sources import ROOT
 
 from gpuguard.daemon import clean_environment, tell_systemd
 from gpuguard.errors import InvalidRequest
 
+UNIT = ROOT / "packaging" / "gpuguard.service"
 HOGS = """
 version: 1
 mode: {mode}
@@ -249,7 +253,7 @@ def test_systemd_is_told_how_it_is(tmp_path):
             while "STOPPING=1" not in told:
                 told += manager.recv(4096).decode() + "\n"
 
-    assert told.startswith("READY=1\nSTATUS=1 policy, dry run")
+    assert told.startswith("READY=1\nSTATUS=1 policy, dry run\nWATCHDOG=1\n")
 
 
 def test_no_manager_is_no_fault(tmp_path):
@@ -289,3 +293,21 @@ def test_what_it_publishes_everybody_may_read(tmp_path):
         assert eventually(path.exists)
 
         assert path.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="NOT TESTED: needs setpriv (util-linux)")
+def test_the_capabilities_of_the_unit_are_enough(tmp_path):
+    """A root that may do nothing else ends the offender, and knows who holds a claim."""
+    [granted] = re.findall(r"^CapabilityBoundingSet=(.*)$", UNIT.read_text(), re.MULTILINE)
+    bounds = ",".join(["-all", *("+" + name.removeprefix("CAP_").lower() for name in granted.split())])
+    with (
+        a_daemon(tmp_path, TERMINATE, "--enforce", named=True, under=["setpriv", "--bounding-set", bounds]) as daemon,
+        somebodys(daemon.node, "0", 40 * GIB) as offender,
+    ):
+        assert offender.wait(20) == -signal.SIGTERM
+        with somebodys(daemon.node, "1", 1 * GIB, lock=f"{tmp_path}/claims/lock/{daemon.uuid(1)}") as holder:
+            assert eventually(lambda: daemon.state()["snapshot"]["claims"])
+            [claim] = daemon.state()["snapshot"]["claims"]
+
+    assert (claim["uid"], claim["holders"]) == (SOMEBODY, [holder.pid])

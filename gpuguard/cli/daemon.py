@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 
+from gpuguard.ancestry import in_first_pid_namespace
 from gpuguard.cli.choice_options import quantity
 from gpuguard.cli.options import add_source_options, directory_of
 from gpuguard.errors import InvalidRequest
@@ -61,6 +62,8 @@ def main(args: argparse.Namespace) -> int:
     daemon.clean_environment(os.environ, root=os.geteuid() == 0)
     _choose_log(args)
     settings = daemon.Settings(args.policy, args.enforce, interval, args.i_share_host_pids)
+    if args.enforce and not in_first_pid_namespace() and not args.i_share_host_pids:
+        _say("this is a pid namespace of its own, so nobody will be signalled: the driver's pids may be the host's.")
     directory = directory_of(args)
     with daemon.only_one(directory) as alone:
         if not alone:
