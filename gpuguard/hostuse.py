@@ -85,7 +85,7 @@ def _processes(snapshot: Snapshot) -> Iterable[GpuProcess]:
     return (process for device in snapshot.devices for process in device.processes or ())
 
 
-def _stat(pid: int, start_time: float) -> tuple[float, int, str | None] | None:
+def _stat(pid: int, start_time: float) -> tuple[float, int, str] | None:
     """(CPU seconds, bytes resident, terminal) of exactly this process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
@@ -97,9 +97,14 @@ def _stat(pid: int, start_time: float) -> tuple[float, int, str | None] | None:
         return None
 
 
-def _terminal(device: int) -> str | None:
+def _terminal(device: int) -> str:
+    """The controlling terminal; "" when there is none, as for a batch job."""
+    if not device:
+        return ""
     major, minor = os.major(device), os.minor(device)
-    return f"/dev/pts/{(major - _TERMINALS) * 256 + minor}" if _TERMINALS <= major < _TERMINALS + 8 else None
+    if _TERMINALS <= major < _TERMINALS + 8:
+        return f"/dev/pts/{(major - _TERMINALS) * 256 + minor}"
+    return f"/dev/char/{major}:{minor}"  # a console or a serial line
 
 
 def _own_network_bytes(pid: int) -> int | None:

@@ -37,9 +37,17 @@ def claim(identity: str = "c", uid: int = ALICE) -> Finding:
 NODE = Finding("x", Subject("node"), "node")
 
 
+def finds(side: list[Finding]) -> Finds:
+    return Finds(lambda view: side)
+
+
+def finds_at(sides: dict[int, list[Finding]]) -> Finds:
+    return Finds(lambda view: sides[int(view.clock - 10_000)])
+
+
 def joined(*sides: list[Finding], join: str = "all") -> list[tuple[Any, ...]]:
     """(kind, device, pid, uid, claim, pids that are meant) of what comes out."""
-    rules = tuple(Finds(lambda view, side=side: side) for side in sides)
+    rules = tuple(finds(side) for side in sides)
     watch = Watch(a_policy("warn", rules=rules, join=join, hold=10))
     watch.sees(busy(0, *MACHINE, claims=CLAIMS))
     out = []
@@ -95,7 +103,7 @@ def test_any_rule_is_enough():
 def test_the_whole_condition_must_hold_for_the_time_not_each_part():
     flips = {clock: [process(FIRST, 0)] if clock % 20 else [] for clock in range(0, 200, 10)}
     flops = {clock: [] if clock % 20 else [process(FIRST, 0)] for clock in flips}
-    rules = tuple(Finds(lambda view, side=side: side[int(view.clock - 10_000)]) for side in (flips, flops))
+    rules = finds_at(flips), finds_at(flops)
 
     def fires(join: str) -> bool:
         watch = Watch(a_policy("warn", rules=rules, join=join, hold=30))
@@ -106,7 +114,11 @@ def test_the_whole_condition_must_hold_for_the_time_not_each_part():
 
 def test_every_rule_is_asked_at_every_sample():
     asked = []
-    rule = Finds(lambda view: asked.append(view.clock) or [])
-    Watch(a_policy("warn", rules=(Finds(lambda view: []), rule), hours=(0.0, 1.0))).until(50, *MACHINE)
+
+    def ask(view):
+        asked.append(view.clock)
+        return []
+
+    Watch(a_policy("warn", rules=(finds([]), Finds(ask)), hours=(0.0, 1.0))).until(50, *MACHINE)
 
     assert len(asked) == 6

@@ -22,7 +22,7 @@ class HostUse:
     cpu: float | None = None  # percent of one core, since the sample before
     memory: int | None = None  # bytes resident
     network: float | None = None  # bytes per second of its network namespace or cgroup, since the sample before
-    terminal: str | None = None  # "/dev/pts/3"
+    terminal: str | None = None  # "/dev/pts/3"; "" when it has none
 
 
 @dataclass(frozen=True)
