@@ -1,7 +1,7 @@
 """Names of users and groups -> the numbers that the kernel knows, once, when a policy file is loaded.
 
 A name that cannot be resolved is a fault, never a rule that matches nobody or everybody.  The directory service (NSS:
-LDAP, SSSD) may hang, so each question is asked in a thread of its own, and after SECONDS nobody is asked again.
+LDAP, SSSD) may hang, so each question is asked in a thread of its own, and after SECONDS in all nobody is asked again.
 For the way back, a number -> a name for people, see users.
 """
 
@@ -12,6 +12,7 @@ import grp
 import pwd
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -45,7 +46,7 @@ class Accounts:
     user_number: Callable[[str], int] = _user_number
     group_number: Callable[[str], int] = _group_number
     seconds: float = SECONDS
-    _silent: bool = field(default=False, init=False)
+    _waited: float = field(default=0.0, init=False)
     _known: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
 
     def user(self, text: str) -> int:
@@ -84,7 +85,7 @@ class Accounts:
         return self._known[what, name]
 
     def _in_time(self, question: Callable[[], T]) -> T:
-        if self._silent:
+        if self._waited >= self.seconds:
             raise TimeoutError
         answers: list[T | KeyError | ValueError] = []
 
@@ -96,11 +97,13 @@ class Accounts:
             except OSError as error:
                 answers.append(KeyError(str(error)))
 
+        begin = time.monotonic()
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(self.seconds)
+        thread.join(self.seconds - self._waited)
+        self._waited += time.monotonic() - begin
         if not answers:
-            self._silent = True
+            self._waited = self.seconds
             raise TimeoutError
         answer = answers[0]
         if isinstance(answer, KeyError | ValueError):

@@ -17,6 +17,7 @@ import yaml
 from gpuguard.text import neutralise
 
 LARGEST = 64 * 1024  # bytes: the longest policy file that we have seen has 6 KiB
+_LONGEST = 300  # characters of a fault, which may repeat a value of any length
 _WIDTH = 110  # characters of a line that are shown of it
 DEEPEST = 16  # collections within each other; a policy needs 6
 _PLAIN_ASCII = re.compile(r"[\x20-\x7e\n\t]*")
@@ -78,6 +79,7 @@ class Source:
     def _at(self, place: Node | tuple[int, int], text: str, hint: str) -> Fault:
         line, column = (place.line, place.column) if isinstance(place, Node) else place
         excerpt = self.rows[line - 1].rstrip("\r") if 0 < line <= len(self.rows) else ""
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
         return Fault(line, column, text, hint, excerpt)
 
     def tree(self) -> Node | None:

@@ -205,6 +205,23 @@ def test_a_directory_service_that_hangs_is_a_fault_and_is_waited_for_once():
     assert took < 5
 
 
+def test_slow_answers_are_waited_for_in_all_not_each():
+    def slow(name):
+        time.sleep(0.02)
+        return 1000
+
+    names = ", ".join(f"user{n}" for n in range(200))
+    faults = parse(document(more=f"only: {{users: [{names}]}}"), accounts=Accounts(slow, slow, 0.1)).faults
+
+    assert len(faults) >= 190
+
+
+def test_a_long_value_is_cut_in_a_fault():
+    [fault] = read(document(more=f"only: {{users: [{'x' * 5000}]}}")).faults
+
+    assert len(fault.text) < 400
+
+
 def test_a_directory_service_that_fails_is_a_fault():
     def fail(name):
         raise OSError("no LDAP")
