@@ -25,7 +25,8 @@ def table(nouns: Mapping[str, type]) -> str:
     for name, noun in nouns.items():
         hints, optional = keys_of(noun)
         keys = ", ".join(
-            f"`{key}`{'' if key in optional else ' (needed)'}: {kind(implied(hint, key))}" for key, hint in hints.items()
+            f"`{key}`{'' if key in optional else ' (needed)'}: {kind(implied(hint, key))}"
+            for key, hint in hints.items()
         )
         rows.append(f"| `{name}` | {first_sentence(noun)} | {keys} |")
     return "\n".join(rows) + "\n"

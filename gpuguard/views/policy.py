@@ -144,10 +144,11 @@ def scope_text(scope: Scope) -> str:
 
 def written(noun: Any) -> Iterator[tuple[str, str]]:
     """(key, value as one writes it) of what is not at its default, and of what has no default."""
-    hints, _ = keys_of(type(noun))
+    kind: Any = type(noun)
+    hints, _ = keys_of(kind)
     defaults = {each.name: each.default for each in fields(noun)}
     for key, hint in hints.items():
-        name = name_of(type(noun), key)
+        name = name_of(kind, key)
         value = getattr(noun, name)
         if value != defaults[name]:
             yield key, _text_of(value, hint)
