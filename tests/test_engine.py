@@ -64,6 +64,13 @@ def test_a_list_that_is_not_plausible_ends_the_condition_with_a_note():
     assert watch.until(100, begin=40) == [(70, "warn")]
 
 
+def test_nothing_is_known_of_a_device_whose_list_is_garbled():
+    rule = Finds(lambda view: [Finding("x", Subject("process", a_uuid(0), 4711, 1000.0, 1001), "why", (a_process(),))])
+    garbled = a_device(processes=(a_process(),), processes_plausible=False)
+
+    assert Watch(a_policy("warn", rules=(rule,))).until(100, garbled) == []
+
+
 def test_a_missing_device_ends_the_condition_with_a_note():
     watch = Watch(a_policy("warn", hold=30))
     watch.until(20)
