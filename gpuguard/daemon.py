@@ -28,6 +28,7 @@ from gpuguard.state import lock_daemon, write_state
 from gpuguard.watchdog import INTERVAL, Watchdog
 
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
+PUBLISH_SECONDS = 3.0  # nobody needs to know who uses what more exactly than that
 TICK_SECONDS = 1.0  # how often the policy file is looked at
 END_SECONDS = 0.6  # for a step that is under way when the daemon is told to end
 SEND_SECONDS = 0.2  # and for what is still to be sent
@@ -103,7 +104,7 @@ class Daemon:
         self._seen: tuple[int, ...] | None = None  # what the policy file looked like when it was read
         self._fingerprint: str | None = None  # of the policies in force
         self._faulty = False
-        self._published = True
+        self._published, self._published_at = True, 0.0
         self._watchdog = Watchdog(
             backend,
             (),
@@ -204,9 +205,11 @@ class Daemon:
             former.stop(0.0)  # what waits in it still goes out
 
     def _publish(self, snapshot: Snapshot, pause: float) -> None:
+        if snapshot.clock - self._published_at < PUBLISH_SECONDS / 2:
+            return
         try:
-            write_state(self._directory, snapshot, max(pause, TICK_SECONDS))
-            self._published = True
+            write_state(self._directory, snapshot, max(pause, PUBLISH_SECONDS))
+            self._published, self._published_at = True, snapshot.clock
         except OSError as error:
             if self._published:
                 self._say(f"state.json cannot be written, so `gpuguard who` asks the driver itself: {error}")

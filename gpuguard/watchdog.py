@@ -23,11 +23,13 @@ from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Gap, Sna
 from gpuguard.nouns import replace
 from gpuguard.policies import engine
 from gpuguard.policies.policy import Judgement, Note, Policy
+from gpuguard.policies.rules import RULES
 from gpuguard.policies.sight import SubjectIdentity, identity_of
 from gpuguard.policies.view import View
 from gpuguard.records import locked_devices, probe, read_records
 
-FIELDS = WHO_FIELDS | {CLOCKS, ECC}  # of a snapshot that policies judge: health and throttling are in the last two
+# What these rules may ask for in addition takes half as many driver calls again.
+FURTHER_FIELDS = {"health": {CLOCKS, ECC}, "expression": {CLOCKS, ECC}}
 INTERVAL = (2.0, 10.0)  # seconds, shortest and longest, between two samples
 RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: look again soon
 RISING_CELSIUS = 3.0
@@ -104,7 +106,7 @@ class Watchdog:
             BackendError: nothing could be read, so nothing was judged.
         """
         policies, before = self.policies, self._view
-        snapshot = self._sample(bool(policies))
+        snapshot = self._sample(policies)
         self._view = self._look_around(snapshot)
         judgement = engine.evaluate(
             self._view, policies, self._memory, interval=self.interval[1], zone=_zone(snapshot.taken_at)
@@ -161,8 +163,8 @@ class Watchdog:
     ) -> None:
         self.stop()
 
-    def _sample(self, judged: bool) -> Snapshot:
-        snapshot = self._backend.sample(FIELDS if judged else WHO_FIELDS)
+    def _sample(self, policies: Sequence[Policy]) -> Snapshot:
+        snapshot = self._backend.sample(fields_for(policies))
         try:
             if self._directory is None:
                 raise ClaimError("no directory of claims was named")
@@ -272,6 +274,13 @@ class Watchdog:
         for event in told:
             if self._on_event:
                 self._on_event(event)
+
+
+def fields_for(policies: Sequence[Policy]) -> frozenset[str]:
+    """The field groups that these policies can judge by."""
+    rules = {type(rule) for policy in policies for rule in policy.rules}
+    further = [fields for name, fields in FURTHER_FIELDS.items() if RULES[name] in rules]
+    return WHO_FIELDS.union(*further)
 
 
 def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[float, float]) -> float:

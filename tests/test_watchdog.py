@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 import threading
@@ -10,18 +12,21 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, a_device, a_process, a_snapshot
-from nodes import a_user, change, clock, eventually, start
+from nodes import a_user, change, clock, eventually, one, start
 
 from gpuguard import actions, watchdog
 from gpuguard.actions import Outcome
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.lock import acquire
 from gpuguard.lockfiles import lock_directory
+from gpuguard.model import ALL_FIELDS
+from gpuguard.policies import expression_names
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.memory import Memory
 from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.rules import RULES
 from gpuguard.select import Request
-from gpuguard.watchdog import Watchdog, pace
+from gpuguard.watchdog import Watchdog, fields_for, pace
 
 HOGS = Policy("hogs", (Memory(above=parse_memory_amount("20GiB")),), hold=0.0, steps=(Step("terminate"),), enforce=True)
 
@@ -335,3 +340,22 @@ def test_a_claim_is_seen_and_missed_at_the_next_sample(a_watchdog, place):
     guard.step()
 
     assert [[record.id for record in claims] for claims in seen] == [[], [claim.id], [claim.id], []]
+
+
+def test_what_rules_judge_by_is_read(place):
+    """Every field of a device that a rule names is in a group that is asked for when there is such a rule."""
+    backend = start(place, "1xA100-80GB")
+    groups = {
+        group: {name for name, value in vars(one(backend, 0, {group})).items() if value is not None}
+        for group in ALL_FIELDS
+    }
+    identity = set.intersection(*groups.values())
+    for name, kind in RULES.items():
+        text = inspect.getsource(inspect.getmodule(kind)) + (
+            inspect.getsource(expression_names) if name == "expression" else ""
+        )
+        words = set(re.findall(r"[a-z_]+", text))
+        asked = fields_for([Policy("p", (object.__new__(kind),), steps=(Step("log"),))])
+        known = set().union(*(groups[group] for group in asked))
+
+        assert words & (set(vars(a_device())) - identity) & set().union(*groups.values()) <= known, name
