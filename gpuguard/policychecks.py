@@ -235,7 +235,7 @@ def _contradictions(decoder: Decoder, policies: Mapping[Path, PolicyKeys]) -> No
         if not any(step.name in HARMFUL for step in policy.steps):
             continue
         for name, _, where in rules_of(policy, path):
-            mark = (name, policy.only, policy.hours, policy.days)
+            mark = (name, policy.only, policy.hours, policy.days, policy.claimed_above)
             if seen.setdefault(mark, policy.name) != policy.name:
                 decoder.source.warn(
                     decoder.nodes[where],

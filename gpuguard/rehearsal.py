@@ -172,7 +172,7 @@ def _is_held(row: Row) -> bool:
 def rehearse(
     views: Iterable[View], policies: Sequence[Policy], *, interval: float, zone: float = 0.0
 ) -> Iterator[tuple[View, Judgement]]:
-    """Judge one sample after the other; what is ended or released is missing from the next one.
+    """Judge one sample after the other; what is ended is missing from the next one.
 
     Args:
         views: of one machine, with a clock that rises.
@@ -185,26 +185,23 @@ def rehearse(
     """
     memory = Memory()
     gone: set[Identity] = set()
-    released: set[str] = set()
     for view in views:
-        left = replace_fields(view, snapshot=_without(view.snapshot, gone, released)) if gone or released else view
+        left = replace_fields(view, snapshot=_without(view.snapshot, gone)) if gone else view
         judgement = evaluate(left, policies, memory, interval=interval, zone=zone)
         for verdict in judgement.verdicts:
             if verdict.action in ENDS:
                 hit = verdict.finding.processes
                 gone.update((each.pid, each.start_time) for each in hit if each.start_time is not None)
-            elif verdict.action == "release" and verdict.finding.subject.claim is not None:
-                released.add(verdict.finding.subject.claim)
         yield left, judgement
 
 
-def _without(snapshot: Snapshot, gone: set[Identity], released: set[str]) -> Snapshot:
+def _without(snapshot: Snapshot, gone: set[Identity]) -> Snapshot:
     pids = {pid for pid, _ in gone}
     return replace(
         snapshot,
         devices=tuple(_emptied(device, gone) for device in snapshot.devices),
         # A claim lives as long as the process that made it.
-        claims=tuple(claim for claim in snapshot.claims if claim.id not in released and claim.pid not in pids),
+        claims=tuple(claim for claim in snapshot.claims if claim.pid not in pids),
     )
 
 

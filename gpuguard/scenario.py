@@ -77,6 +77,11 @@ def parse_cores(text: str) -> float:
     return float(match.group(1))
 
 
+def parse_network(text: str) -> float:
+    """Bytes per second of ``"5MB/s"``."""
+    return parse_rate(text).per_second
+
+
 def parse_place(text: str) -> int:
     """The index of a device."""
     if not re.fullmatch(r"0|[1-9][0-9]{0,2}", text):
@@ -136,7 +141,8 @@ class ProcessKeys:
     memory: _Bytes = Series((10 * 2**30,))
     utilization: _Percent = None
     cpu: Annotated[Series | None, series_of(parse_cores)] = None
-    network: Annotated[Series | None, series_of(lambda text: parse_rate(text).per_second)] = None
+    host_memory: _Bytes = None
+    network: Annotated[Series | None, series_of(parse_network)] = None
     kind: Literal["compute", "graphics", "compute+graphics", "mps"] = "compute"
     is_: Literal["interactive", "batch", "container"] = "batch"
     command: str = "python train.py"
@@ -316,6 +322,7 @@ def _process(place: int, keys: ProcessKeys, sample: int, uid_of: Numbering) -> G
 def _host_use(keys: ProcessKeys, sample: int) -> HostUse:
     return HostUse(
         cpu=keys.cpu.at(sample) if keys.cpu else None,
+        memory=_whole(keys.host_memory, sample),
         network=keys.network.at(sample) if keys.network else None,
         terminal="/dev/pts/0" if keys.is_ == "interactive" else "",
     )
