@@ -179,7 +179,7 @@ class PolicyKeys:
         days: only on these days; hours that pass midnight belong to the day on which they begin.
         claimed_above: only while more than this share of the devices is claimed.
         at_most: if more would be acted on at once, nobody is.
-        cooldown: after the last step, the subject is left alone for so long.
+        cooldown: after the last step, the subject is left alone for so long (default 15m).
         mode: observe or enforce; the file's when absent.
     """
 
@@ -195,7 +195,7 @@ class PolicyKeys:
     days: tuple[Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"], ...] | None = None
     claimed_above: Annotated[float, parse_percent] | None = None
     at_most: BreakerKeys = field(default_factory=BreakerKeys)
-    cooldown: Annotated[float, parse_duration] = 0.0
+    cooldown: Annotated[float, parse_duration] = 900.0
     mode: Literal["observe", "enforce"] | None = None
 
 
