@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from builders import GIB, MIB, TOTAL, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 
 from gpuguard.attribution import Seen
 from gpuguard.errors import InvalidRequest
@@ -14,7 +14,6 @@ from gpuguard.policies import Rule
 from gpuguard.policies.age import Age
 from gpuguard.policies.command import Command
 from gpuguard.policies.outside_scheduler import OutsideScheduler
-from gpuguard.policies.quota import Quota
 from gpuguard.policies.trespass import Trespass
 from gpuguard.policies.unclaimed import Unclaimed
 from gpuguard.policies.users import Users
@@ -31,6 +30,10 @@ def used_by(*processes, index: int = 0, **fields) -> Device:
 
 def found(rule: Rule, *devices: Device, claims=(), gaps=(), **view) -> list[Finding]:
     return list(rule.check(View(a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps)), **view)))
+
+
+def a_claim(name: str, *devices: Device, age: float, **fields):
+    return a_claim_record(*devices, id=name, since=NOW - age, **{**ALICE, **fields})
 
 
 def pids(findings: list[Finding]) -> list[int]:
@@ -208,137 +211,6 @@ def test_the_reason_names_user_and_group():
 def test_a_rule_that_names_nobody_is_refused():
     with pytest.raises(InvalidRequest, match="name somebody"):
         Users()
-
-
-# --- quota ------------------------------------------------------------------------------------------------------------
-
-
-def a_claim(name: str, *devices: Device, age: float, **fields):
-    return a_claim_record(*devices, id=name, since=NOW - age, **{**ALICE, **fields})
-
-
-def subjects(findings: list[Finding]) -> list[object]:
-    return sorted((finding.subject.claim or finding.subject.pid for finding in findings), key=str)
-
-
-def test_the_newest_claims_are_in_excess_and_the_oldest_never():
-    devices = [a_device(index) for index in range(5)]
-    claims = [
-        a_claim("new", devices[4], age=100),
-        a_claim("old", devices[0], devices[1], age=9000),
-        a_claim("middle", devices[2], devices[3], age=5000),
-    ]
-
-    assert subjects(found(Quota(devices=5), *devices, claims=claims)) == []
-    assert subjects(found(Quota(devices=4), *devices, claims=claims)) == ["new"]
-    assert subjects(found(Quota(devices=3), *devices, claims=claims)) == ["middle", "new"]
-    assert found(Quota(devices=4), *devices, claims=claims)[0].why == "alice has 5 devices, 4 are allowed"
-
-
-def test_an_action_means_the_processes_of_the_claim_in_excess_and_no_others():
-    old, new = a_process(2, start_time=1000.0), a_process(3, start_time=9950.0)
-    devices = [used_by(old, index=0), used_by(new, index=1)]
-    claims = [a_claim("old", devices[0], age=9000), a_claim("new", devices[1], age=100)]
-
-    assert pids(found(Quota(devices=1), *devices, claims=claims)) == [3]
-    assert pids(found(Quota(claims=1), *devices, claims=claims)) == [3]
-
-
-def test_processes_without_a_claim_count_too():
-    devices = [used_by(a_process(2 + index, start_time=1000.0 + index), index=index) for index in range(3)]
-
-    assert subjects(found(Quota(devices=2), *devices)) == [4]
-    assert found(Quota(devices=3), *devices) == []
-    assert found(Quota(claims=0), *devices) == []
-
-
-def test_a_claim_whose_age_nobody_knows_is_the_oldest():
-    devices = [a_device(index) for index in range(2)]
-    claims = [replace(a_claim("x", devices[0], age=1), since=None), a_claim("y", devices[1], age=9000)]
-
-    assert subjects(found(Quota(claims=1), *devices, claims=claims)) == ["y"]
-
-
-def test_each_user_has_a_quota_of_his_own():
-    devices = [used_by(a_process(2, **ALICE), index=0), used_by(a_process(3, **BOB), index=1)]
-
-    assert found(Quota(devices=1), *devices) == []
-    assert subjects(found(Quota(devices=0), *devices)) == [2, 3]
-
-
-def test_a_group_shares_a_quota():
-    members = [a_process(2 + index, uid=1001 + index, start_time=100.0 + index) for index in range(3)]
-    devices = [used_by(process, index=index) for index, process in enumerate(members)]
-    groups = {1001: frozenset({"lab"}), 1002: frozenset({"lab"}), 1003: frozenset({"other"})}
-
-    [finding] = found(Quota(devices=1, shared_by=("lab",)), *devices, groups=groups)
-    assert (finding.subject.pid, finding.why) == (3, "group lab has 2 devices, 1 are allowed")
-
-
-def test_a_member_of_two_groups_is_found_once():
-    groups = {1001: frozenset({"lab", "course"})}
-
-    assert len(found(Quota(devices=0, shared_by=("lab", "course")), used_by(a_process()), groups=groups)) == 1
-
-
-def test_a_share_of_the_memory_is_a_share_of_all_devices():
-    devices = [
-        used_by(a_process(2, memory_used=30 * GIB, start_time=100.0), index=0),
-        used_by(a_process(3, memory_used=20 * GIB, start_time=200.0), index=1),
-    ]
-
-    assert found(Quota(memory=32.0), *devices) == []
-    [finding] = found(Quota(memory=25.0), *devices)
-    assert (finding.subject.pid, finding.why) == (
-        3,
-        "alice uses 50.0GiB, 31.2% of the memory of all devices, 25% is allowed",
-    )
-    assert found(Quota(memory=25.0), *devices, a_device(2, memory_total=None, memory_used=0)) == []
-    assert TOTAL == 80 * GIB
-
-
-def test_unknown_memory_counts_as_none():
-    assert found(Quota(memory=0.0), used_by(a_process(memory_used=None))) == []
-
-
-def test_gpu_hours_in_a_window_put_the_newest_in_excess():
-    rule = Quota(gpu_hours=100 * HOUR, within=7 * 24 * HOUR)
-    devices = [used_by(a_process(2, start_time=100.0), index=0), used_by(a_process(3, start_time=200.0), index=1)]
-
-    def used(hours: float):
-        return found(rule, *devices, gpu_seconds={1001: {7 * 24 * HOUR: hours * HOUR}})
-
-    assert used(100) == []
-    assert subjects(used(130)) == [3]
-    assert used(130)[0].why == "alice had 130.0 GPU-hours in 7 days, 100 are allowed"
-    assert found(rule, *devices, gpu_seconds={}) == []
-    assert found(rule, *devices, gpu_seconds={1001: {24 * HOUR: 1e9}}) == []
-    assert found(rule, gpu_seconds={1001: {7 * 24 * HOUR: 1e9}}) == []
-
-
-def test_roots_processes_and_locks_without_a_record_are_nobodys():
-    claims = [a_claim_record(id="?", uid=-1, user="?")]
-
-    assert found(Quota(devices=0), used_by(a_process(uid=0, user="root")), claims=claims) == []
-
-
-def test_a_process_on_two_devices_has_two_devices_but_is_one():
-    process = a_process(2)
-
-    devices = [used_by(process, index=0), used_by(process, index=1)]
-
-    [finding] = found(Quota(devices=1), *devices)
-    assert finding.processes == (process,)
-    [finding] = found(Quota(devices=1), *devices, claims=[a_claim("x", *devices, age=9000)])
-    assert (finding.subject.claim, finding.processes) == ("x", (process,))
-
-
-@pytest.mark.parametrize(
-    "keys", [{}, {"gpu_hours": 1.0}, {"within": 1.0, "devices": 1}, {"devices": -1}, {"shared_by": ("lab",)}]
-)
-def test_a_quota_that_makes_no_sense_is_refused(keys):
-    with pytest.raises(InvalidRequest):
-        Quota(**keys)
 
 
 # --- age --------------------------------------------------------------------------------------------------------------
