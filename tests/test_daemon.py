@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,10 @@ def test_a_hanging_device_takes_no_other_one_along(tmp_path):
         assert eventually(lambda: daemon.state()["snapshot"]["devices"][0]["problems"] == ["unresponsive"])
 
 
+def sampled_since(daemon, moment):
+    return daemon.state()["snapshot"]["taken_at"] > moment
+
+
 def test_its_sampler_may_die_again_and_again(tmp_path):
     with a_daemon(tmp_path) as daemon:
         pid = daemon.process.pid
@@ -176,7 +181,7 @@ def test_its_sampler_may_die_again_and_again(tmp_path):
             taken = time.time()
             for child in children_of(pid):
                 os.kill(child, signal.SIGKILL)
-            assert eventually(lambda taken=taken: daemon.state()["snapshot"]["taken_at"] > taken, 20)
+            assert eventually(partial(sampled_since, daemon, taken), 20)
             descriptors.append(len(os.listdir(f"/proc/{pid}/fd")))
 
         assert max(descriptors) <= min(descriptors) + 2

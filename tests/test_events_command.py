@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from commands import Gpuguard
 from nodes import eventually
-
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard import history
@@ -27,7 +26,7 @@ def event(outcome="sent", ago=10.0, **fields):
 
 
 @pytest.fixture
-def log(tmp_path, monkeypatch) -> Path:
+def log(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
     monkeypatch.setattr(command, "MACHINE_EVENTS", str(tmp_path / "machine.jsonl"))
     return tmp_path / "events.jsonl"

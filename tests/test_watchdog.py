@@ -140,7 +140,12 @@ def test_a_step_that_a_check_holds_up_is_tried_again_and_the_next_one_waits(a_wa
 @pytest.mark.parametrize("end", ["cleared", "policy gone", "policy changed", "kept"])
 def test_a_step_that_waits_is_forgotten_when_its_reason_ends(a_watchdog, monkeypatch, end):
     tried = []
-    monkeypatch.setattr(actions, "act", lambda *each: tried.append(each) or (Outcome("refused", wait=5.0),))
+
+    def act(*each):
+        tried.append(each)
+        return (Outcome("refused", wait=5.0),)
+
+    monkeypatch.setattr(actions, "act", act)
     samples = snapshots(A_HOG, number=4)
     if end == "cleared":
         samples[2:] = snapshots(a_device(), number=4)[2:]
@@ -227,7 +232,9 @@ def test_a_driver_that_does_not_answer_is_asked_less_and_less(a_watchdog):
     class Ended(threading.Event):
         def wait(self, timeout=None):
             pauses.append(guard.pause)
-            return len(pauses) > 20 and bool(self.set() or True)
+            if len(pauses) > 20:
+                self.set()
+            return self.is_set()
 
     guard.run(Ended())
 
