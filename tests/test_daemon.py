@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from daemons import SOMEBODY, a_daemon, somebodys
+from endpoints import a_web_server
 from nodes import GIB, a_user, change, eventually
 from proc import children_of
 from sources import ROOT
@@ -316,3 +317,22 @@ def test_the_capabilities_of_the_unit_are_enough(tmp_path):
             [claim] = daemon.state()["snapshot"]["claims"]
 
     assert (claim["uid"], claim["holders"]) == (SOMEBODY, [holder.pid])
+
+
+def test_a_message_goes_out_and_the_loop_does_not_wait_for_it(tmp_path):
+    """A notification touches no process, but it too needs both switches."""
+    with a_web_server() as web:
+        policy = (
+            HOGS.format(mode="enforce", steps="{do: notify, to: chat}") + f"notify: {{chat: {{webhook: '{web.url}'}}}}"
+        )
+        with a_daemon(tmp_path, policy) as daemon, a_user(daemon.node, "0", 40 * GIB):
+            assert daemon.until("notify")[0]["outcome"] == "dry run"
+            assert daemon.end() == 0
+        assert web.requests == []
+        daemon.start("--interval", "200ms", "--enforce")
+        with a_user(daemon.node, "0", 40 * GIB) as child:
+            assert eventually(lambda: web.requests, 20), daemon.said()
+            daemon.end()
+
+    assert str(child.pid) in str(web.requests[0])
+    assert {"done", "sent"} <= {event["outcome"] for event in daemon.events("notify")}
