@@ -28,7 +28,7 @@ from gpuguard.yaml_nodes import Fault, Source
 
 T = TypeVar("T")
 
-_CLOCK = 1e7  # of the first sample: whatever is older than its process began after the machine did
+_CLOCK = 1e9  # of the first sample: whatever is older than its process began after the machine did
 _PID = 1000  # of the first process
 _MOST = 20_000  # samples of one test: two weeks, one per minute
 _REPEATED = re.compile(r"(.*?)(?:\s+x\s?([1-9][0-9]{0,4}))?", re.DOTALL)
@@ -55,15 +55,15 @@ def series_of(parse: Callable[[str], float]) -> Callable[[str], Series]:
             match = _REPEATED.fullmatch(part.strip())
             assert match  # it matches every text
             value, count = match.group(1), int(match.group(2) or 1)
+            first, ramp, last = value.partition("..")
             if value == "_":
                 values += [None] * count
-                continue
-            first, ramp, last = value.partition("..")
-            begin = parse(first.strip())
-            end = parse(last.strip()) if ramp else begin
-            values += [begin + (end - begin) * place / max(1, count - 1) for place in range(count)]
-        if len(values) > _MOST:
-            raise InvalidRequest(f"{len(values)} samples: at most {_MOST} are looked at.")
+            else:
+                begin = parse(first.strip())
+                end = parse(last.strip()) if ramp else begin
+                values += [begin + (end - begin) * place / max(1, count - 1) for place in range(count)]
+            if len(values) > _MOST:
+                raise InvalidRequest(f"{len(values)} samples: at most {_MOST} are looked at.")
         return Series(tuple(values))
 
     return read
@@ -82,6 +82,14 @@ def parse_network(text: str) -> float:
     return parse_rate(text).per_second
 
 
+def parse_words(text: str) -> tuple[str, ...]:
+    """The words of a command line."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise InvalidRequest(f"{text!r} is no command line: {error}.") from None
+
+
 def parse_place(text: str) -> int:
     """The index of a device."""
     if not re.fullmatch(r"0|[1-9][0-9]{0,2}", text):
@@ -93,7 +101,7 @@ def parse_start(text: str) -> float:
     """The unix time of ``"2026-11-20T09:00"`` here."""
     try:
         return datetime.fromisoformat(text).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise InvalidRequest(f"{text!r} is no time: write it like '2026-11-20T09:00'.") from None
 
 
@@ -145,7 +153,7 @@ class ProcessKeys:
     network: Annotated[Series | None, series_of(parse_network)] = None
     kind: Literal["compute", "graphics", "compute+graphics", "mps"] = "compute"
     is_: Literal["interactive", "batch", "container"] = "batch"
-    command: str = "python train.py"
+    command: Annotated[tuple[str, ...], parse_words] = ("python", "train.py")
     executable: str = "/usr/bin/python3"
     begins: Annotated[float, parse_duration] = 0.0
     ends: Annotated[float, parse_duration] | None = None
@@ -313,7 +321,7 @@ def _process(place: int, keys: ProcessKeys, sample: int, uid_of: Numbering) -> G
         uid=uid_in(uid_of, keys.user),
         user=keys.user,
         utilization=keys.utilization.at(sample) if keys.utilization else None,
-        command=tuple(shlex.split(keys.command)),
+        command=keys.command,
         executable=keys.executable,
         container="c0ffee" if keys.is_ == "container" else None,
     )

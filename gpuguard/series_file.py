@@ -35,6 +35,7 @@ _TEXTS = frozenset({"job", "host", "device", "user"})
 _UIDS_FROM = 100_000  # of users who are in a recording only
 _FIRST_PID = 1000
 _CLOCK = 1e6  # of time 0: a machine that was up for 11 days; a clock of 0 would be one that boots
+_LATEST = 1e10  # the year 2286: larger ones are milliseconds
 _UNIX = 1e8  # times from here on are unix times, in 1973; smaller ones count from the start of the recording
 
 
@@ -113,6 +114,8 @@ def _rows(path: str, lines: Iterable[str]) -> tuple[list[Row], frozenset[str]]:
     reader = csv.reader(lines)
     header = [name.strip().lower() for name in next(reader, [])]
     places = {COLUMNS[name][0]: (place, COLUMNS[name][1]) for place, name in enumerate(header) if name in COLUMNS}
+    if len(places) < sum(name in COLUMNS for name in header):
+        raise InvalidRequest(f"{path}:1: two columns say the same: keep one of them.")
     missing = {"time": "time_seconds", "job": "job"}
     for field, name in missing.items():
         if field not in places:
@@ -137,6 +140,8 @@ def _row(place: str, cells: list[str], places: Mapping[str, tuple[int, float]]) 
     time = numbers.pop("time")
     if time is None:
         raise InvalidRequest(f"{place}: the time is missing.")
+    if time > _LATEST:
+        raise InvalidRequest(f"{place}: the time {time:g} is not in seconds.")
     own = "" if "device" in places or "host" in places else texts["job"]
     return Row(
         time,

@@ -85,6 +85,21 @@ def test_regret_is_the_time_in_which_an_ended_job_worked_later(tmp_path):
     assert result.held == (46 + 35) * 60
 
 
+def test_a_device_with_next_to_nothing_on_it_is_not_held(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 40", 100), ("b", "0 x 10", 2000))
+
+    assert replayed(path, an_idle_policy()).held == 600.0
+
+
+def test_a_job_that_two_policies_end_is_ended_by_the_first(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 40, 50 x 5", 2000))
+    second = "  - {name: also, when: {idle: {below: 1%}}, for: 30m, mode: enforce, steps: [terminate]}\n"
+
+    result = replayed(path, an_idle_policy() + second)
+
+    assert (len(result.acts), len(result.endings)) == (2, 1)
+
+
 def test_a_job_is_ended_once(tmp_path):
     path = a_recording(tmp_path, ("a", "0 x 200", 2000))
 
@@ -168,6 +183,8 @@ def test_rules_about_claims_find_nothing_where_the_claims_are_not_known(tmp_path
         ("pod,t_s,util\na,,0\n", ":2: the time"),
         ("pod,t_s,mem_mib\na,0,-1\n", ":2: memory"),
         ("pod,t_s,util\na,0,0\n", "two samples"),
+        ("pod,t_s,util\na,1700000000000,0\n", ":2: the time .* not in seconds"),
+        ("pod,t_s,util,utilization_percent\na,0,0,0\n", ":1: two columns"),
         ("", "time_seconds"),
     ],
 )

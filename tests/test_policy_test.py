@@ -60,6 +60,8 @@ def test_a_step_that_does_not_come_is_missing(tmp_path):
         {"expect": "[{at: 1h, action: warn}]"},
         {"expect_none": "true"},
         {"expect": "[{at: 59m, action: warn}, {at: 90m, action: terminate}]"},
+        {"expect": "[{at: 61m, action: warn}, {at: 90m, action: terminate}]"},
+        {"expect": "[{at: 1h, action: warn, device: 1}, {at: 90m, action: terminate}]"},
         {"expect": "[{at: 1h, action: warn, user: bob}, {at: 90m, action: terminate}]"},
         {"expect": "[{at: 1h, action: warn, policy: full}, {at: 90m, action: terminate}]"},
         {"expect": "[{at: 1h, action: notify}, {at: 90m, action: terminate}]"},
@@ -82,6 +84,33 @@ def test_only_the_named_policies_are_judged(tmp_path):
     full = a_test(processes="[{user: alice, memory: 40GiB}]", of="[full]", expect="[{at: 5m, action: log}]")
 
     assert run_tests(write(tmp_path, full.replace("3h", "7m"))).outcomes[0].passed
+
+
+def test_a_process_that_ends_is_gone(tmp_path):
+    early = a_test(processes="[{user: alice, ends: 70m}]", expect="[{at: 1h, action: warn}]")
+
+    assert run_tests(write(tmp_path, early)).outcomes[0].passed
+
+
+def test_a_container_is_one(tmp_path):
+    spared = a_test(processes="[{user: alice, is: container}]", of="[idle]", expect_none="true")
+    policy = POLICY.replace("for: 1h", "for: 1h\n    except: {kinds: [container]}")
+
+    assert run_tests(write(tmp_path, spared, policy)).outcomes[0].passed
+
+
+def test_time_that_was_used_before_counts_against_a_quota(tmp_path):
+    policy = """
+version: 1
+policies: [{name: hours, when: {quota: {gpu_hours: 100h, within: 7d}}, for: 5m, steps: [warn]}]
+"""
+    over = a_test(gpu_hours="{alice: 101h}", expect="[{at: 5m, action: warn, user: alice}]")
+    under = a_test(gpu_hours="{alice: 99h}", expect_none="true")
+
+    assert [each.passed for each in run_tests(write(tmp_path, over.replace("3h", "7m") + under, policy)).outcomes] == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +147,8 @@ def test_a_series_that_is_none_is_refused(text):
         (a_test(expect_none="true", every="0s"), "out of range"),
         (a_test(expect_none="true", **{"for": "9000h"}), "samples"),
         (a_test(expect_none="true", starts="yesterday"), "no time"),
+        (a_test(expect_none="true", processes="[{user: a, command: 'a \"b'}]"), "no command line"),
+        (a_test(expect_none="true", devices='[{utilization: "0% x15000, 1% x15000"}]'), "samples"),
     ],
 )
 def test_a_file_with_a_fault_says_where_and_what_to_write(tests, complaint):
