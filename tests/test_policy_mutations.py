@@ -147,7 +147,7 @@ def plain(node: yaml.Node) -> object:
 SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 SETS = {"users", "groups", "kinds", "days"}
 DEFAULTS = {  # key -> what its absence means, where it can stand in a file like the original
-    "mode": "observe", "start_grace": 0.0, "cooldown": 0.0, "devices_at_least": "1", "after": 0.0, "for": 30.0,
+    "mode": "observe", "start_grace": 0.0, "cooldown": 900.0, "devices_at_least": "1", "after": 0.0, "for": 30.0,
     "signal": "USR1", "even_if_innocent": "false", "memory_above": "1GiB", "share": "80%", "window": "fixed",
 }  # fmt: skip
 
