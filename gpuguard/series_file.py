@@ -1,6 +1,6 @@
 """Recorded samples from a CSV file: one row per time, job and device, for `gpuguard policy backtest`.
 
-    time_seconds,host,device,job,user,utilization_percent,memory_bytes,temperature_celsius,power_watts
+    time_seconds,host,device,job,user,groups,kind,utilization_percent,memory_bytes,temperature_celsius,power_watts
 
 Only time_seconds and job are needed, in any order; an empty cell is unknown.  Rows with a host share that machine; rows
 with a device but no host are all of one machine; without both, every job had a device and a machine of its own.
@@ -19,7 +19,7 @@ from statistics import median
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Gap, GpuProcess, Snapshot
 from gpuguard.policies.sight import Identity
-from gpuguard.policies.view import View
+from gpuguard.policies.view import HostUse, View
 
 # Name of a column -> what it says, and by how much its numbers are multiplied.  pod, t_s, util and mem_mib are the
 # names in the traces of alibaba/clusterdata.
@@ -27,13 +27,16 @@ COLUMNS: Mapping[str, tuple[str, float]] = {
     "time_seconds": ("time", 1), "t_s": ("time", 1),
     "job": ("job", 1), "pod": ("job", 1),
     "host": ("host", 1), "device": ("device", 1), "user": ("user", 1),
+    "groups": ("groups", 1), "kind": ("kind", 1),
     "utilization_percent": ("utilization", 1), "util": ("utilization", 1),
     "memory_bytes": ("memory", 1), "memory_mib": ("memory", 2**20), "mem_mib": ("memory", 2**20),
     "temperature_celsius": ("temperature", 1), "power_watts": ("power", 1),
 }  # fmt: skip
-_TEXTS = frozenset({"job", "host", "device", "user"})
+_TEXTS = frozenset({"job", "host", "device", "user", "groups", "kind"})
+_KINDS = ("batch", "interactive", "container")
 _UIDS_FROM = 100_000  # of users who are in a recording only
 _FIRST_PID = 1000
+_AT_A_TERMINAL, _WITHOUT_TERMINAL = HostUse(terminal="/dev/pts/0"), HostUse(terminal="")
 _CLOCK = 1e6  # of time 0: a machine that was up for 11 days; a clock of 0 would be one that boots
 _LATEST = 1e10  # the year 2286: larger ones are milliseconds
 _UNIX = 1e8  # times from here on are unix times, in 1973; smaller ones count from the start of the recording
@@ -48,6 +51,8 @@ class Row:
     host: str
     device: str
     user: str
+    groups: str = ""  # names with blanks between them
+    kind: str = "batch"  # or interactive, container
     utilization: float | None = None  # percent
     memory: float | None = None  # bytes
     temperature: float | None = None
@@ -142,6 +147,8 @@ def _row(place: str, cells: list[str], places: Mapping[str, tuple[int, float]]) 
         raise InvalidRequest(f"{place}: the time is missing.")
     if time > _LATEST:
         raise InvalidRequest(f"{place}: the time {time:g} is not in seconds.")
+    if texts["kind"] not in ("", *_KINDS):
+        raise InvalidRequest(f"{place}: kind: {texts['kind']!r} is none of {', '.join(_KINDS)}.")
     own = "" if "device" in places or "host" in places else texts["job"]
     return Row(
         time,
@@ -149,6 +156,8 @@ def _row(place: str, cells: list[str], places: Mapping[str, tuple[int, float]]) 
         texts["host"] or own or "recording",
         texts["device"] or texts["job"],
         texts["user"] or texts["job"],
+        texts["groups"],
+        texts["kind"] or "batch",
         **numbers,
     )
 
@@ -212,10 +221,12 @@ def looks(recording: Recording, uid_of: Numbering) -> Iterator[tuple[str, Iterat
 def _looks(host: str, rows: list[Row], recording: Recording, uid_of: Numbering) -> Iterator[Look]:
     pid_of, index_of = Numbering(_FIRST_PID), Numbering(0)
     begun: dict[str, float] = {}
+    grouped = "groups" in recording.columns
     for now in _together(rows, recording.interval / 2):
         at = now[0].time
         clock = at + _CLOCK - recording.start
         jobs: dict[Identity, str] = {}
+        host_uses: dict[Identity, HostUse] = {}
         devices = []
         for name, there in groupby(sorted(now, key=lambda row: row.device), key=lambda row: row.device):
             here = list(there)
@@ -224,12 +235,14 @@ def _looks(host: str, rows: list[Row], recording: Recording, uid_of: Numbering) 
                 if row.job:
                     identity = pid_of(row.job), begun.setdefault(row.job, clock)
                     jobs[identity] = row.job
+                    host_uses[identity] = _AT_A_TERMINAL if row.kind == "interactive" else _WITHOUT_TERMINAL
                     processes.append(_process(row, identity, uid_of))
             devices.append(_device(index_of(name), name, here, tuple(processes)))
         # Nobody knows the claims of then: a rule that asks for them must find nothing.
         gap = Gap(None, "claims", "the recording does not tell who had claimed what")
         snapshot = Snapshot(host, "recording", at, clock, tuple(devices), (gap,))
-        yield Look(host, at, View(snapshot), jobs)
+        groups = {uid_of(row.user): frozenset(row.groups.split()) for row in now} if grouped else {}
+        yield Look(host, at, View(snapshot, host=host_uses, groups=groups), jobs)
 
 
 def _together(rows: list[Row], slack: float) -> Iterator[list[Row]]:
@@ -250,7 +263,15 @@ def _together(rows: list[Row], slack: float) -> Iterator[list[Row]]:
 def _process(row: Row, identity: Identity, uid_of: Numbering) -> GpuProcess:
     pid, start_time = identity
     memory = None if row.memory is None else int(row.memory)
-    return GpuProcess(pid, memory, start_time=start_time, uid=uid_of(row.user), user=row.user, command=(row.job,))
+    return GpuProcess(
+        pid,
+        memory,
+        start_time=start_time,
+        uid=uid_of(row.user),
+        user=row.user,
+        command=(row.job,),
+        container="recorded" if row.kind == "container" else None,
+    )
 
 
 def _device(index: int, name: str, rows: list[Row], processes: tuple[GpuProcess, ...]) -> Device:

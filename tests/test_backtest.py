@@ -147,6 +147,29 @@ def test_a_user_is_found_by_the_name_in_the_recording(tmp_path):
     assert [(act.jobs, act.user) for act in result.acts] == [(("job1",), "bob")]
 
 
+@pytest.mark.parametrize(
+    ("column", "cells", "more"),
+    [
+        ("kind", ("interactive", "batch"), "except: {kinds: [interactive]}"),
+        ("kind", ("container", ""), "except: {kinds: [container]}"),
+        ("groups", ("staff admins", "students"), "only: {groups: [students]}"),
+    ],
+)
+def test_a_recording_may_tell_what_a_job_and_its_user_are(tmp_path, column, cells, more):
+    jobs = [(f"job{n},{n},{cell}", "0 x 40", 2**31) for n, cell in enumerate(cells)]
+    path = a_recording(tmp_path, *jobs, header=f"job,device,{column},time_seconds,utilization_percent,memory_bytes")
+
+    assert [one.job for one in replayed(path, an_idle_policy(more=more)).endings] == ["job1"]
+
+
+def test_without_groups_anybody_may_be_in_an_exempted_one(tmp_path):
+    path = a_recording(tmp_path, ("a", "0 x 40", 2000))
+
+    result = replayed(path, an_idle_policy(more="except: {groups: [staff]}"))
+
+    assert (result.endings, result.notes["exempt"]) == ((), 40)
+
+
 def test_a_job_on_two_devices_is_ended_on_both(tmp_path):
     jobs = [(f"one,{n},alice", "0 x 40", 2**31) for n in (0, 1)]
     path = a_recording(tmp_path, *jobs, header="job,device,user,time_seconds,utilization_percent,memory_bytes")
@@ -185,6 +208,7 @@ def test_rules_about_claims_find_nothing_where_the_claims_are_not_known(tmp_path
         ("pod,t_s,util\na,0,0\n", "two samples"),
         ("pod,t_s,util\na,1700000000000,0\n", ":2: the time .* not in seconds"),
         ("pod,t_s,util,utilization_percent\na,0,0,0\n", ":1: two columns"),
+        ("pod,t_s,util,kind\na,0,0,huge\n", ":2: kind: 'huge'"),
         ("", "time_seconds"),
     ],
 )

@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from gpuguard.policies.policy import NOTES
 from gpuguard.rehearsal import Act, Backtest, Ending
 from gpuguard.series_file import Recording
 from gpuguard.units import format_duration
 from gpuguard.views.text import neutralise, table
 
 HOUR = 3600
+SPARED = frozenset({"unknown", "exempt", "grace", "devices", "hours", "load", "cooldown", "breaker", "waiting"})
 
 
 def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[str], *, each: bool) -> Iterator[str]:
@@ -42,9 +44,11 @@ def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[st
         if ended:
             yield ""
             yield from _worth(policy, ended, result, len(jobs))
-    if result.notes.get("breaker"):
+    reasons = [(kind, f"{count:,}", NOTES[kind]) for kind, count in sorted(result.notes.items()) if kind in SPARED]
+    if reasons:
         yield ""
-        yield f"The breaker (at_most) stopped a policy at {_count(result.notes['breaker'], 'sample')}."
+        yield "Left alone although the rule was met, in samples:"
+        yield from table([(f"  {kind}", *rest) for kind, *rest in reasons], align="<><")
     if "memory" not in recording.columns or "utilization" not in recording.columns:
         yield ""
         yield "The recording lacks memory or utilization: rules that need them found nothing."
