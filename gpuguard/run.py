@@ -29,11 +29,14 @@ if TYPE_CHECKING:
 
     from gpuguard.backends import Backend
     from gpuguard.hold import Claim
+    from gpuguard.limits import Limits
+    from gpuguard.model import Snapshot
 
 TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
 SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
 SAMPLE_SECONDS_FAILING = 300.0  # a driver that does not answer is asked ever more rarely, at last so often
 FIRST_SAMPLE_SECONDS = 0.25  # a job shorter than this costs no driver call
+NEVER = float("inf")
 KILL_SECONDS = 5.0  # for how long killing a tree is repeated, because its members can fork meanwhile
 
 EXIT_TIMEOUT = 124
@@ -68,6 +71,8 @@ def run(
     visible: str = "index",
     time_limit: float | None = None,
     grace: float = 60.0,
+    checkpoint: int | None = None,
+    limits: Limits | None = None,
     tolerance: int = IDLE_TOLERANCE,
     say: Callable[[str], None] = lambda text: None,
 ) -> Ended:
@@ -78,8 +83,10 @@ def run(
         claim: goes over to this function.
         backend: for the numbers of the summary and to see when the devices are free again; it may fail at any time.
         visible: "index" or "uuid", what CUDA_VISIBLE_DEVICES gets.
-        time_limit: seconds until SIGTERM, None for no limit.
-        grace: seconds from SIGTERM to SIGKILL.
+        time_limit: seconds until the job is ended, None for no limit.
+        grace: seconds between the signals that end it: *checkpoint*, SIGTERM, SIGKILL.
+        checkpoint: the first of them, None for none.
+        limits: further ones, at which it is ended too.
         tolerance: bytes above the state before the job that count as free after it.
         say: gets each message for the user, in words.
 
@@ -88,7 +95,7 @@ def run(
     """
     environment = {**os.environ, **claim.environment(visible)}
     job = _Job(command, environment, claim, backend, say)
-    job.limit(time_limit, grace)
+    job.limit(time_limit, grace, checkpoint, limits)
     job.attend()
     return job.finish(tolerance)
 
@@ -124,29 +131,30 @@ class _Job:
         self.began = time.monotonic()
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
         self.sample_at, self.sample_every = self.tick_at, SAMPLE_SECONDS
-        self.limit_at: float | None = None
-        self.kill_at: float | None = None
-        self.grace = 0.0
+        self.limit(None, 0.0, None, None)
+        self.rungs: list[int] = []  # the signals that are still to be sent to end the job
+        self.rung_at = NEVER
+        self.ending: tuple[str, str, str | None] | None = None  # for the events: their kind, why, which limit
         self.limited = False
         self.pid, self.report = start(command, environment, claim.pass_fds, FETCHED)
         self.pidfd = os.pidfd_open(self.pid)
         self.program = command[0]
         _record("claim", "started", claim, command=command)
 
-    def limit(self, time_limit: float | None, grace: float) -> None:
-        """Arm the time limit."""
-        self.limit_at = None if time_limit is None else self.began + time_limit
-        self.grace = grace
+    def limit(self, time_limit: float | None, grace: float, checkpoint: int | None, limits: Limits | None) -> None:
+        """Arm the limits."""
+        self.limit_at = NEVER if time_limit is None else self.began + time_limit
+        self.grace, self.checkpoint, self.limits = grace, checkpoint, limits
 
     def attend(self) -> None:
         """Stay until the job has ended."""
         self.reap()
         while self.status is None:
-            due = min(moment for moment in (self.tick_at, self.limit_at, self.kill_at) if moment is not None)
+            due = min(self.tick_at, self.limit_at, self.rung_at)
             if got := signal.sigtimedwait(FETCHED, max(0.0, due - time.monotonic())):
                 self.receive(got)
             self.reap()
-            self.keep_limit()
+            self.keep_limits()
             if self.status is None and time.monotonic() >= self.tick_at:
                 self.tick()
 
@@ -205,40 +213,71 @@ class _Job:
                 self.say(f"CLAIM LOST: {lost}  The job goes on, but somebody else may use its device now.")
                 _record("claim lost", "job goes on", self.claim, message=str(lost))
         if time.monotonic() >= self.sample_at:
-            self.sample()
+            self.sample(self.meter.add)
 
-    def sample(self) -> None:
+    def sample(self, count: Callable[[Snapshot], None]) -> None:
         """Read the claimed devices; a driver that fails costs the numbers, not the job."""
-        fields = {MEMORY, UTILIZATION, POWER}
+        fields = {MEMORY, UTILIZATION, POWER} | (self.limits.fields if self.limits else frozenset())
         if any(device.parent_uuid for device in self.claim):
             fields.add(HEALTH)  # which brings the MIG instances along
         try:
-            self.meter.add(self.backend.sample(fields, [device.uuid for device in self.claim]))
-            self.sample_every = min(SAMPLE_SECONDS, time.monotonic() - self.began)
-        except BackendError:
-            self.sample_every = min(2 * self.sample_every, SAMPLE_SECONDS_FAILING)
+            snapshot = self.backend.sample(fields, [device.uuid for device in self.claim])
+            count(snapshot)
+            self.judge(snapshot)
+            # Limits are looked at with every tick.
+            self.sample_every = 0.0 if self.limits else min(SAMPLE_SECONDS, time.monotonic() - self.began)
+        except BackendError as fault:
+            self.sample_every = min(2 * (self.sample_every or TICK_SECONDS), SAMPLE_SECONDS_FAILING)
+            if self.limits and "driver" not in self.told:
+                self.told.add("driver")
+                self.say(f"the limits of the job cannot be kept as long as the driver does not answer: {fault}")
         self.sample_at = time.monotonic() + self.sample_every
 
-    def keep_limit(self) -> None:
-        """SIGTERM when the time is over; SIGKILL to all that is left of the job when the grace is over too."""
-        now = time.monotonic()
-        if self.limit_at is not None and now >= self.limit_at:
-            self.limit_at, self.kill_at = None, now + self.grace
+    def judge(self, snapshot: Snapshot) -> None:
+        """Begin to end the job when it has reached one of its limits; tell its owner who else is on his devices."""
+        if not self.limits:
+            return
+        judged = self.limits.judge(snapshot, descendants(), TICK_SECONDS)
+        for text in judged.strangers:
+            _record("stranger", "owner warned", self.claim, message=text)
+        for text in (*judged.strangers, *judged.blind):
+            self.say(text)
+        if judged.reached and (self.status is None or judged.reached.pids):
+            self.begin_to_end("limit", judged.reached.why, judged.reached.limit)
+
+    def keep_limits(self) -> None:
+        """Begin to end the job when its time is over, and take the next step when it is due."""
+        if time.monotonic() >= self.limit_at:
             self.limited = self.status is None
-            self.say("the time limit is over: SIGTERM to the job.")
-            _record("time limit", "SIGTERM", self.claim)
-            if self.status is None:
-                actions.forward(self.pidfd, signal.SIGTERM)
-                if self.is_stopped():  # a stopped process keeps SIGTERM pending
-                    actions.forward(self.pidfd, signal.SIGCONT)
-            else:
-                self.backend.close()  # its process is one of them; the next sample starts another
-                _signal_descendants(signal.SIGTERM)
-        elif self.kill_at is not None and now >= self.kill_at:
-            self.kill_at = None
+            self.begin_to_end("time limit", "the time limit is over")
+        if self.ending and time.monotonic() >= self.rung_at:
+            self.climb(*self.ending)
+
+    def begin_to_end(self, kind: str, why: str, limit: str | None = None) -> None:
+        """From now on one signal after the other, whatever other limit is reached meanwhile."""
+        if self.ending is None:
+            self.ending, self.limit_at, self.rung_at = (kind, why, limit), NEVER, time.monotonic()
+            self.rungs = [*([self.checkpoint] if self.checkpoint else []), signal.SIGTERM, signal.SIGKILL]
+
+    def climb(self, kind: str, why: str, limit: str | None) -> None:
+        """Send the next signal: SIGKILL goes to all that is left of the job."""
+        signum, self.rungs = self.rungs[0], self.rungs[1:]
+        name = signal.Signals(signum).name
+        _record(kind, name, self.claim, message=why, limit=limit)
+        if not self.rungs:
+            self.rung_at = NEVER
             self.say("the grace is over too: SIGKILL to the job and all its processes.")
-            _record("time limit", "SIGKILL", self.claim)
             self.end_tree()
+            return
+        self.rung_at = time.monotonic() + self.grace
+        self.say(f"{why if signum == (self.checkpoint or signal.SIGTERM) else 'the grace is over'}: {name} to the job.")
+        if self.status is None:
+            actions.forward(self.pidfd, signum)
+            if self.is_stopped():  # a stopped process keeps the signal pending
+                actions.forward(self.pidfd, signal.SIGCONT)
+        else:
+            self.backend.close()  # its process is one of them; the next sample starts another
+            _signal_descendants(signum)
 
     def end_tree(self) -> None:
         """SIGKILL every descendant until none is left."""
@@ -250,11 +289,13 @@ class _Job:
 
     def pause(self, seconds: float) -> int | None:
         """Wait for a child's end or a signal at most so long; a signal that asks this process to end, or None."""
-        for moment in (self.limit_at, self.kill_at):
-            seconds = seconds if moment is None else max(0.0, min(seconds, moment - time.monotonic()))
-        got = signal.sigtimedwait(FETCHED, seconds)
+        due = min(self.limit_at, self.rung_at, self.tick_at if self.limits else NEVER)
+        got = signal.sigtimedwait(FETCHED, max(0.0, min(seconds, due - time.monotonic())))
         self.reap()
-        self.keep_limit()
+        if self.limits and time.monotonic() >= self.tick_at:
+            self.sample(self.meter.add_last)
+            self.tick_at = max(self.sample_at, time.monotonic() + TICK_SECONDS)
+        self.keep_limits()
         if got and got.si_signo in SUSPENDING:
             actions.stop_self()
         return got.si_signo if got and got.si_signo in ENDING else None
@@ -287,7 +328,7 @@ class _Job:
         ended = Ended(
             status, die_of, wall_time, outcome, self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
         )
-        _record("release", outcome, self.claim, ended=ended)
+        _record("release", outcome, self.claim, message=self.ending and self.ending[1], ended=ended)
         return ended
 
     def exec_error(self) -> int | None:
@@ -330,8 +371,9 @@ def _record(
     message: str | None = None,
     command: Sequence[str] | None = None,
     ended: Ended | None = None,
+    limit: str | None = None,
 ) -> None:
-    facts: dict[str, float | int | str | None] = {"uid": os.getuid()}
+    facts: dict[str, float | int | str | None] = {"uid": os.getuid()} | ({"limit": limit} if limit else {})
     if ended:
         facts |= {
             "exit_status": ended.status,

@@ -9,12 +9,12 @@ from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
     "errors", "units", "text", "users", "nouns", "model", "backends", "clusters", "request", "eligibility", "topology",
-    "select", "attribution", "ancestry", "policies", "waiting", "lockfiles", "state", "records", "hold", "lock", "grab",
+    "select", "attribution", "ancestry", "policies", "waiting", "lockfiles", "marks", "state", "records", "hold", "lock", "grab",
     "wording", "messages", "notify",
     "actiontable", "identity", "terminals", "ledger", "case", "preflight", "actions",
     "history", "rootfile", "accounts", "yaml_nodes", "decoding", "policykeys", "policychecks", "policyfile",
     "series_file", "rehearsal", "scenario", "trial",
-    "hostuse", "watchdog", "meter", "settle", "launch", "run", "daemon", "views", "cli",
+    "hostuse", "watchdog", "limits", "meter", "settle", "launch", "run", "door", "keeping", "daemon", "views", "cli",
     "__init__", "__main__",
 )  # fmt: skip
 

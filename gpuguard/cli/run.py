@@ -24,7 +24,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.launch import become_subreaper
 from gpuguard.lock import acquire
 from gpuguard.run import Ended, replace_self, run
-from gpuguard.units import format_bytes, format_duration, parse_duration
+from gpuguard.units import format_bytes, format_duration, parse_celsius, parse_duration
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.errors import NotEnoughGpus
     from gpuguard.hold import Claim
+    from gpuguard.limits import Limits
     from gpuguard.lockfiles import LockDirectory
     from gpuguard.model import Device
+    from gpuguard.policies.engine import Policy
     from gpuguard.request import Request
 
 _FOR_EVER = "for ever"  # --wait without a duration
@@ -55,10 +57,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     waiting.add_argument("--no-wait", action="store_true", help="exit 75 when there are not enough GPUs now")
     group.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
-    group.add_argument("--time-limit", metavar="DURATION", help="SIGTERM to the job after so long, as in 4h; exit 124")
-    group.add_argument(
-        "--grace", metavar="DURATION", default="60s", help="from that SIGTERM to SIGKILL (default: %(default)s)"
-    )
     group.add_argument(
         "--visible",
         choices=("index", "uuid"),
@@ -67,13 +65,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--exec", action="store_true", help="become the command instead of watching over it: no summary")
     group.add_argument("--quiet", action="store_true", help="say only what goes wrong")
+    add_limit_options(parser)
     add_source_options(parser)
     parser.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER, help="what to run, with its arguments")
+
+
+def add_limit_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "limits of the job",
+        "A job that reaches one is ended: SIGTERM, and SIGKILL to all of it a --grace later.  Only its own\n"
+        "processes count, and no others are ever touched; who else computes on its GPUs is said.",
+    )
+    group.add_argument("--time-limit", metavar="DURATION", help="it has run for so long, as in 4h; exit 124")
+    group.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="its processes together use more of one GPU in three samples in a row (5 s), as in 30GiB or 80%%",
+    )
+    group.add_argument(
+        "--temperature-limit", metavar="CELSIUS", help="a GPU that it uses was hotter for 30 s, as in 85C"
+    )
+    group.add_argument(
+        "--idle-limit", metavar="DURATION", help="all its GPUs rested (utilization at most 5%%) for so long, as in 1h"
+    )
+    group.add_argument(
+        "--checkpoint-signal",
+        metavar="SIGNAL",
+        help="to the command first, as in USR1, so that it can save its state; SIGTERM follows a --grace later",
+    )
+    group.add_argument(
+        "--grace", metavar="DURATION", default="60s", help="between these signals (default: %(default)s)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     command = command_of(args)
     wait, time_limit, grace = durations_of(args)
+    policies, checkpoint = limits_of(args, time_limit)
     request = request_of(args)
     pass_on_sources(args)
     directory = directory_of(args)
@@ -91,9 +119,7 @@ def main(args: argparse.Namespace) -> int:
     if chatty:
         say(started_line(claim, backend.simulated))
     if args.exec:
-        status, message = replace_self(command, claim, backend, visible=args.visible)
-        say(message)
-        return status
+        return become(command, claim, backend, args.visible)
     ended = run(
         command,
         claim,
@@ -101,6 +127,8 @@ def main(args: argparse.Namespace) -> int:
         visible=args.visible,
         time_limit=time_limit,
         grace=grace,
+        checkpoint=checkpoint,
+        limits=limits_for(policies, claim),
         tolerance=request.tolerance,
         say=say,
     )
@@ -110,6 +138,13 @@ def main(args: argparse.Namespace) -> int:
     if ended.die_of is not None:
         actions.die_of(ended.die_of)
     return ended.status
+
+
+def become(command: Sequence[str], claim: Claim, backend: Backend, visible: str) -> int:
+    """The exit code, only when the command cannot be started."""
+    status, message = replace_self(command, claim, backend, visible=visible)
+    say(message)
+    return status
 
 
 def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, float]:
@@ -122,6 +157,43 @@ def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, 
     if args.exec and time_limit is not None:
         raise InvalidRequest("--time-limit needs somebody who watches: drop --exec, or use `timeout 4h CMD`.")
     return wait, time_limit, grace
+
+
+def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple[Policy, ...], int | None]:
+    """The limits besides that of the time, and the signal that comes first."""
+    policies: tuple[Policy, ...] = ()
+    checkpoint = None
+    if (args.memory_limit, args.temperature_limit, args.idle_limit) != (None, None, None):
+        # Here, because no other job should pay for it.
+        from gpuguard.limits import policies_of
+        from gpuguard.policies.amounts import parse_memory_amount
+
+        memory = quantity("--memory-limit", args.memory_limit, parse_memory_amount)
+        temperature = quantity("--temperature-limit", args.temperature_limit, parse_celsius)
+        policies = policies_of(memory, temperature, quantity("--idle-limit", args.idle_limit, parse_duration))
+    if args.checkpoint_signal is not None:
+        from gpuguard.actiontable import parse_checkpoint_signal
+
+        checkpoint = quantity("--checkpoint-signal", args.checkpoint_signal, parse_checkpoint_signal)
+        if not policies and time_limit is None:
+            raise InvalidRequest("--checkpoint-signal is sent when a limit is reached: add one, as in --time-limit 4h.")
+    if args.exec and policies:
+        raise InvalidRequest("the limits of a job need somebody who watches: drop --exec.")
+    return policies, checkpoint
+
+
+def limits_for(policies: tuple[Policy, ...], claim: Claim) -> Limits | None:
+    """What run() judges the job by; None without limits."""
+    if not policies:
+        return None
+    from gpuguard.limits import Limits
+    from gpuguard.model import ClaimRecord
+    from gpuguard.users import user_name
+
+    present = {process.pid for device in claim for process in device.processes or ()}
+    uuids = tuple(device.uuid for device in claim)
+    record = ClaimRecord(claim.id, os.getuid(), user_name(os.getuid()), uuids)
+    return Limits(policies, record, present, os.sysconf("SC_CLK_TCK"))
 
 
 def claim_for(

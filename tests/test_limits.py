@@ -1,0 +1,243 @@
+"""The limits of a job, judged on given samples: what counts, for how long, and who never counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders import GIB, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.limits import TEMPERATURE_SECONDS, Limits, policies_of
+from gpuguard.model import ClaimRecord, Device
+from gpuguard.policies.amounts import parse_memory_amount
+from gpuguard.policies.engine import evaluate
+
+ALICE, BOB = 1001, 1002
+FAMILY = {4711: 100_000, 4712: 100_000}  # start_time 1000.0 of a_process(), in ticks
+
+
+def limits(
+    memory: str | None = None, temperature: float | None = None, idle: float | None = None, **facts: Any
+) -> Limits:
+    amount = None if memory is None else parse_memory_amount(memory)
+    devices = facts.pop("devices", (a_uuid(0),))
+    return Limits(policies_of(amount, temperature, idle), ClaimRecord("c1", ALICE, "alice", devices), **facts)
+
+
+def judge(limits: Limits, *samples: Device | tuple[Device, ...], every: float = 2.5) -> list[bool]:
+    """Whether a limit was reached, sample by sample."""
+    found = []
+    for number, sample in enumerate(samples):
+        snapshot = a_snapshot(*(sample if isinstance(sample, tuple) else (sample,)), clock=10_000 + number * every)
+        found.append(limits.judge(snapshot, FAMILY, every).reached is not None)
+    return found
+
+
+def using(memory: int | None, **fields: Any) -> Device:
+    return a_device(0, processes=(a_process(4711, memory_used=memory),), memory_used=70 * GIB, **fields)
+
+
+MUCH, LITTLE = using(31 * GIB), using(30 * GIB)
+
+# Memory
+
+
+def test_three_samples_in_a_row_above_the_memory_limit_reach_it():
+    assert judge(limits("30GiB"), MUCH, MUCH, MUCH) == [False, False, True]
+
+
+def test_a_sample_below_the_memory_limit_starts_the_count_again():
+    assert judge(limits("30GiB"), MUCH, MUCH, LITTLE, MUCH, MUCH, MUCH) == [False] * 5 + [True]
+
+
+def test_two_samples_far_apart_are_not_three():
+    assert judge(limits("30GiB"), MUCH, MUCH, every=7.0) == [False, False]
+
+
+def test_the_memory_limit_may_be_a_share_of_the_device():
+    assert judge(limits("50%"), *[using(41 * GIB)] * 3)[-1]
+    assert not judge(limits("50%"), *[using(39 * GIB)] * 3)[-1]
+
+
+def test_the_processes_of_a_job_count_together_on_each_device():
+    two = a_device(0, processes=(a_process(4711, memory_used=20 * GIB), a_process(4712, memory_used=20 * GIB)))
+    apart = (using(20 * GIB), a_device(1, processes=(a_process(4712, memory_used=20 * GIB),)))
+
+    assert judge(limits("30GiB"), two, two, two)[-1]
+    assert not judge(limits("30GiB", devices=(a_uuid(0), a_uuid(1))), apart, apart, apart)[-1]
+
+
+@pytest.mark.parametrize("uid", [ALICE, BOB, 0])
+def test_the_memory_of_a_stranger_never_counts_whoever_he_is(uid):
+    stranger = a_process(99, memory_used=40 * GIB, uid=uid)
+    device = a_device(0, memory_used=70 * GIB, processes=(a_process(4711, memory_used=25 * GIB), stranger))
+
+    assert judge(limits("30GiB"), *[device] * 5) == [False] * 5
+
+
+def test_a_reused_pid_is_no_process_of_the_job():
+    device = a_device(0, processes=(a_process(4711, memory_used=40 * GIB, start_time=1000.5),))
+
+    assert judge(limits("30GiB"), *[device] * 5) == [False] * 5
+
+
+def test_the_reason_names_the_option_the_device_and_both_numbers():
+    judged = limits("30GiB")
+    judge(judged, MUCH, MUCH)
+    reached = judged.judge(a_snapshot(MUCH, clock=10_005), FAMILY, 2.5).reached
+
+    assert reached
+    assert reached.why == "the job uses 31.0GiB of device 0, 30GiB is allowed (--memory-limit)"
+    assert (reached.limit, reached.pids) == ("memory-limit", (4711,))
+
+
+def test_a_job_with_many_processes_has_a_limit_too():
+    family = dict.fromkeys(range(5000, 5020), 100000)
+    device = a_device(0, processes=tuple(a_process(pid, memory_used=2 * GIB) for pid in family))
+    judged = limits("30GiB", temperature=50.0)
+
+    reached = [judged.judge(a_snapshot(device, clock=10_000 + 2.5 * n), family, 2.5).reached for n in range(3)]
+    assert reached[-1] and len(reached[-1].pids) == 20
+
+
+# Temperature
+
+HOT = using(GIB, temperature=86.0)
+
+
+def test_a_device_that_stays_hot_reaches_the_temperature_limit_after_its_time():
+    reached = judge(limits(temperature=85.0), *[HOT] * 20)
+
+    assert reached.index(True) * 2.5 == TEMPERATURE_SECONDS
+
+
+def test_a_hot_device_without_a_process_of_the_job_is_not_its_fault():
+    hot = a_device(0, temperature=99.0, processes=(a_process(99),))
+
+    assert not any(judge(limits(temperature=85.0), *[hot] * 20))
+
+
+# Idle
+
+IDLE = using(GIB, utilization=5.0)
+
+
+def test_a_job_whose_devices_rest_for_the_given_time_reaches_the_idle_limit():
+    assert judge(limits(idle=10.0), *[IDLE] * 5) == [False] * 4 + [True]
+
+
+def test_one_busy_sample_starts_the_idle_time_again():
+    assert not any(judge(limits(idle=10.0), *[IDLE] * 4, using(GIB, utilization=6.0), *[IDLE] * 4))
+
+
+def test_a_job_that_uses_one_of_its_two_devices_is_not_idle():
+    both = {"devices": (a_uuid(0), a_uuid(1))}
+
+    assert not any(judge(limits(idle=10.0, **both), *[(IDLE, a_device(1, utilization=90.0))] * 9))
+    assert judge(limits(idle=10.0, **both), *[(IDLE, a_device(1))] * 5)[-1]
+
+
+def test_a_job_that_never_comes_to_its_device_is_idle():
+    assert judge(limits(idle=10.0), *[a_device(0)] * 5)[-1]
+
+
+# What is not known
+
+
+UNKNOWN = {
+    "a gap": a_device(0, processes=None, memory_used=None, temperature=None, utilization=None),
+    "a list that cannot be": using(31 * GIB, processes_plausible=False, temperature=86.0, utilization=0.0),
+    "no list": a_device(0, processes=None, memory_used=70 * GIB, temperature=86.0, utilization=0.0),
+    "no value": using(None, temperature=None, utilization=None),
+    "nobody known": a_device(0, temperature=86.0, utilization=90.0, processes=(a_process(4711, start_time=None),)),
+}
+
+
+@pytest.mark.parametrize("device", UNKNOWN.values(), ids=UNKNOWN)
+def test_what_is_not_known_never_reaches_a_limit(device):
+    assert not any(judge(limits("1GiB", 50.0, 5.0), *[device] * 30))
+
+
+@pytest.mark.parametrize("device", UNKNOWN.values(), ids=UNKNOWN)
+def test_what_is_not_known_for_one_sample_starts_the_time_again(device):
+    everything = using(31 * GIB, temperature=86.0, utilization=0.0)
+
+    assert not any(judge(limits("30GiB"), everything, everything, device, everything, everything))
+    assert not any(judge(limits(temperature=85.0), *[everything] * 11, device, *[everything] * 11))
+    assert not any(judge(limits(idle=25.0), *[everything] * 9, device, *[everything] * 9))
+
+
+def test_a_pause_starts_the_time_again():
+    judged = limits("30GiB")
+    clocks = (10_000, 10_002.5, 10_100, 10_102.5, 10_105)
+    reached = [judged.judge(a_snapshot(MUCH, clock=clock), FAMILY, 2.5).reached is not None for clock in clocks]
+
+    assert reached == [False] * 4 + [True]
+
+
+def test_a_limit_that_cannot_be_judged_is_said_once():
+    judged = limits(idle=10.0)
+    said = [
+        judged.judge(a_snapshot(a_device(0, utilization=None), clock=10_000 + n), FAMILY, 1.0).blind for n in range(4)
+    ]
+
+    text = "--idle-limit cannot be kept on GPU 0 now: the driver does not tell what it is judged by."
+    assert said == [(), (text,), (), ()]
+
+
+def test_an_instance_is_judged_by_its_own_processes_and_not_by_those_beside_it():
+    parent = a_device(0, mig_mode=True, utilization=None)
+    mine = a_mig_instance(parent, 0, processes=(a_process(4711, memory_used=20 * GIB),))
+    other = a_mig_instance(parent, 1, processes=(a_process(99, memory_used=39 * GIB),))
+
+    assert not any(judge(limits("30GiB", devices=(mine.uuid,)), *[(parent, mine, other)] * 4))
+    assert judge(limits("15GiB", devices=(mine.uuid,)), *[(parent, mine, other)] * 4)[2]
+
+
+# Strangers on the device
+
+
+def strangers(process: Any, **facts: Any) -> tuple[str, ...]:
+    return limits("30GiB", **facts).judge(a_snapshot(a_device(0, processes=(process,))), FAMILY, 2.5).strangers
+
+
+def test_the_owner_is_told_once_of_a_stranger_who_computes_on_his_device():
+    judged = limits("30GiB")
+    device = a_device(0, processes=(a_process(99, uid=BOB, user="bob"),))
+    told = [judged.judge(a_snapshot(device, clock=10_000 + n), FAMILY, 1.0).strangers for n in range(3)]
+
+    assert told == [("bob (pid 99) computes on GPU 0 too, which you have claimed.",), (), ()]
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        a_process(4711, uid=BOB),
+        a_process(99, uid=ALICE),
+        a_process(99, uid=None),
+        a_process(99, uid=BOB, kind="graphics"),
+        a_process(98, uid=BOB),
+    ],
+    ids=["of the job", "of the owner", "of nobody known", "a desktop", "there before"],
+)
+def test_the_owner_is_not_told_of_anybody_else(process):
+    assert strangers(process, present={98}) == ()
+
+
+# What can be asked for
+
+
+@pytest.mark.parametrize("facts", [("0GiB", None, None), ("0%", None, None), (None, 0.0, None), (None, None, 0.0)])
+def test_a_limit_of_nothing_is_refused(facts):
+    with pytest.raises(InvalidRequest, match="ends every job"):
+        limits(*facts)
+
+
+def test_the_rules_of_the_guard_without_this_file_would_blame_the_job_for_the_stranger():
+    # So that the tests about strangers can fail: the same policy on the whole sample finds him.
+    policies, memory = policies_of(parse_memory_amount("30GiB"), None, None), limits("30GiB")._memory
+    device = a_device(0, processes=(a_process(99, memory_used=40 * GIB, uid=BOB),))
+    found = [evaluate(a_snapshot(device, clock=10_000 + n), policies, memory, interval=1.0).verdicts for n in range(3)]
+
+    assert [one.action for one in found[2]] == ["terminate"]

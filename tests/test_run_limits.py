@@ -1,0 +1,256 @@
+"""`gpuguard run` with limits of the job, on a simulated node with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Gpuguard
+from nodes import GIB, start
+
+from gpuguard.backends import node_file, processes, simulated
+from gpuguard.backends.node import Course, Use
+from gpuguard.nouns import replace
+
+FAST = """
+import sys
+from gpuguard import limits, run
+run.TICK_SECONDS, limits.TEMPERATURE_SECONDS = 0.3, 0.6
+from gpuguard.cli import main
+main(sys.argv[1:])
+"""
+
+# Uses the node with memory that grows within 0.6 s; then says its pid.
+USER = """
+import os, signal, sys, time
+from gpuguard.backends import simulated
+{setup}
+simulated.use(None, {start}, {utilization}, ramp_to={end}, over=0.6, spec={place!r})
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+TELL = """
+def tell(signum, frame):
+    print(signal.Signals(signum).name, flush=True)
+    if signum == signal.SIGTERM: sys.exit(7)
+signal.signal(signal.SIGUSR1, tell); signal.signal(signal.SIGTERM, tell)
+"""
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+class Job:
+    """Command lines on one node, whose device 0 they use."""
+
+    def __init__(self, place: Path) -> None:
+        (place / "claims").mkdir()
+        self.node = str(place / "node")
+        start(self.node, "2xH100-80GB")
+        self.gpuguard = Gpuguard(place, None)
+
+    def uses(self, setup: str = "", at_first: int = GIB, at_last: int = 40 * GIB, utilization: float = 90.0) -> str:
+        return USER.format(setup=setup, start=at_first, end=at_last, utilization=utilization, place=self.node)
+
+    def start(self, *options: str, job: str) -> subprocess.Popen[str]:
+        """`gpuguard run` with *options* on a Python script."""
+        command = [sys.executable, "-c", job]
+        return subprocess.Popen(
+            [sys.executable, "-c", FAST, "run", "--gpus", "0", "--no-wait", *options, "--", *command],
+            env=self.gpuguard.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *options: str, job: str) -> tuple[int, str, str]:
+        """Exit status, stdout and stderr."""
+        with self.start(*options, job=job) as wrapper:
+            out, err = wrapper.communicate(timeout=40)
+        assert "Traceback" not in err, err
+        return wrapper.returncode, out, err
+
+    def events(self) -> list[dict[str, Any]]:
+        path = Path(self.gpuguard.environment["GPUGUARD_EVENTS"])
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of somebody else; of another user where we may make one."""
+    user = {"user": 65534} if os.getuid() == 0 else {}
+    with subprocess.Popen(["sleep", "60"], **user) as process:  # type: ignore[call-overload]
+        yield process
+        process.kill()
+
+
+def enters(node: str, pid: int, memory: int) -> None:
+    """Let any process use device 0, as its user's driver calls would."""
+    use = Use(
+        simulated.open(node).sample(()).devices[0].uuid,
+        pid,
+        processes.start_time(pid) or 0.0,
+        Course(memory, memory),
+        50,
+    )
+    node_file.update(node, lambda state: replace(state, uses=(*state.uses, use)))
+
+
+# Each limit
+
+
+def test_a_job_that_grows_over_its_memory_limit_is_asked_to_end_and_keeps_its_own_status(job):
+    status, _, err = job("--memory-limit", "30GiB", job=job.uses())
+
+    why = "the job uses 40.0GiB of device 0, 30GiB is allowed (--memory-limit)"
+    assert status == 128 + 15
+    assert f"gpuguard: {why}: SIGTERM to the job." in err
+    limit, release = job.events()[-2:]
+    assert (limit["kind"], limit["outcome"], limit["message"]) == ("limit", "SIGTERM", why)
+    assert limit["facts"]["limit"] == "memory-limit"
+    assert (release["kind"], release["message"], release["facts"]["exit_status"]) == ("release", why, 143)
+
+
+def test_a_job_below_its_limits_never_hears_of_them(job):
+    below = job.uses(at_last=29 * GIB).replace("sleep(60)", "sleep(2.5)")
+    status, _, err = job("--memory-limit", "30GiB", "--temperature-limit", "85C", "--idle-limit", "2s", job=below)
+
+    assert (status, err) == (0, "")
+
+
+def test_a_device_that_heats_up_and_stays_hot_ends_the_job(job):
+    job.gpuguard("sim", "set", "--device", "0", "--temperature", "60C..95C", "--over", "1s")
+    status, _, err = job("--temperature-limit", "85C", job=job.uses(at_last=GIB))
+
+    assert status == 128 + 15
+    assert "device 0 has 95C, 85C is allowed (--temperature-limit): SIGTERM to the job." in err
+
+
+def test_a_job_that_rests_for_too_long_is_ended(job):
+    began = time.monotonic()
+    status, _, err = job("--idle-limit", "1s", job=job.uses(at_last=GIB, utilization=0.0))
+
+    assert (status, time.monotonic() - began >= 1) == (143, True)
+    assert "is idle: utilization 0%" in err
+    assert "for 1s (--idle-limit): SIGTERM to the job." in err
+
+
+# How it ends
+
+
+def test_the_checkpoint_signal_comes_first_and_sigterm_a_grace_later(job):
+    began = time.monotonic()
+    options = ("--memory-limit", "30GiB", "--checkpoint-signal", "USR1", "--grace", "700ms")
+    status, out, err = job(*options, job=job.uses(TELL))
+
+    assert out.split()[1:] == ["SIGUSR1", "SIGTERM"]
+    assert (status, time.monotonic() - began > 0.7) == (7, True)
+    assert [event["outcome"] for event in job.events() if event["kind"] == "limit"] == ["SIGUSR1", "SIGTERM"]
+    assert "the grace is over: SIGTERM to the job." in err
+
+
+def test_the_checkpoint_signal_comes_before_the_end_of_the_time_too(job):
+    status, out, err = job("--time-limit", "1s", "--checkpoint-signal", "USR1", "--grace", "300ms", job=job.uses(TELL))
+
+    assert out.split()[1:] == ["SIGUSR1", "SIGTERM"]
+    assert (status, err.count("the time limit is over: SIGUSR1 to the job.")) == (124, 1)
+
+
+def test_a_limit_that_was_reached_before_the_time_is_over_leaves_the_job_its_status(job):
+    options = ("--memory-limit", "30GiB", "--time-limit", "3s", "--checkpoint-signal", "USR1", "--grace", "2s")
+    status, _, err = job(*options, job=job.uses(TELL))
+
+    assert (status, "time limit" in err) == (7, False)
+
+
+def test_a_deaf_tree_is_killed_after_the_grace_and_nobody_else(job, stranger):
+    child = f"import subprocess; child = subprocess.Popen([sys.executable, '-c', {job.uses(DEAF)!r}]); {DEAF}"
+    enters(job.node, stranger.pid, GIB)
+    status, out, err = job(
+        "--max-processes", "1", "--memory-limit", "30GiB", "--grace", "400ms", job=job.uses(child, at_last=GIB)
+    )
+
+    assert status == 128 + 9
+    assert "SIGKILL to the job and all its processes." in err
+    assert [Path(f"/proc/{pid}").exists() for pid in out.split()] == [False, False]
+    assert stranger.poll() is None
+
+
+def test_what_the_job_leaves_behind_has_the_limits_of_the_job(job, tmp_path):
+    # One leftover holds the claim with little memory until the other one, told by *go*, has too much.
+    go = tmp_path / "go"
+    holds = job.uses(at_last=GIB)
+    grows = job.uses(f"while not os.path.exists({str(go)!r}): time.sleep(0.01)")
+    leaves = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {grows!r}], stdout=subprocess.DEVNULL)
+subprocess.Popen([sys.executable, "-c", {holds!r}], stdout=subprocess.PIPE).stdout.readline()
+"""
+    with job.start("--memory-limit", "30GiB", job=leaves) as wrapper:
+        assert "the job ended, but pid" in wrapper.stderr.readline()
+        go.touch()
+        said = wrapper.stderr.read()
+
+    assert wrapper.returncode == 0
+    assert "uses 41.0GiB of device 0, 30GiB is allowed (--memory-limit): SIGTERM to the job." in said
+
+
+# Others
+
+
+def test_the_memory_of_a_stranger_on_the_device_is_not_held_against_the_job(job, stranger):
+    uses = job.uses(at_last=10 * GIB).replace("sleep(60)", "sleep(3)")
+    with job.start("--memory-limit", "30GiB", job=uses) as wrapper:
+        wrapper.stdout.readline()
+        enters(job.node, stranger.pid, 60 * GIB)
+        err = wrapper.communicate(timeout=30)[1]
+
+    assert (wrapper.returncode, stranger.poll(), "SIG" in err) == (0, None, False)
+    if os.getuid() == 0:  # else the stranger is our own user's, who needs no warning
+        assert err.count(f"(pid {stranger.pid}) computes on GPU 0 too, which you have claimed.") == 1
+        assert [event["outcome"] for event in job.events() if event["kind"] == "stranger"] == ["owner warned"]
+
+
+def test_a_driver_that_does_not_answer_is_said_and_ends_nobody(job):
+    asleep = job.uses(at_last=40 * GIB).replace("sleep(60)", "sleep(2)")
+    gone = f"import shutil; simulated.use(None, {GIB}, spec={job.node!r}); shutil.rmtree({job.node!r}); time.sleep(1.5)"
+    status, _, err = job(
+        "--memory-limit", "30GiB", job=asleep.replace("\nsimulated.use", f"\n{gone}; sys.exit(3)\nsimulated.use")
+    )
+
+    assert status == 3
+    assert err.count("the limits of the job cannot be kept as long as the driver does not answer") == 1
+
+
+# What it costs a job without limits
+
+
+LOADED = """
+import sys
+from gpuguard.cli.dispatch import run_command_line
+before = set(sys.modules)
+run_command_line(["run", *sys.argv[1:], "--", "true"])
+print(*sorted(name for name in sys.modules if name.startswith("gpuguard.")))
+"""
+
+
+def test_a_job_without_limits_loads_nothing_of_them(job):
+    def loaded(*options: str) -> set[str]:
+        words = [sys.executable, "-c", LOADED, *options]
+        return set(
+            subprocess.run(words, env=job.gpuguard.environment, stdout=subprocess.PIPE, text=True).stdout.split()
+        )
+
+    guard = {"gpuguard.limits", "gpuguard.policies", "gpuguard.policies.engine", "gpuguard.actiontable"}
+    assert loaded("--time-limit", "1h") & guard == set()
+    assert loaded("--memory-limit", "1GiB", "--checkpoint-signal", "USR1") >= guard
