@@ -5,9 +5,16 @@ from __future__ import annotations
 import os
 
 from gpuguard.attribution import Seen
-from gpuguard.backends.processes import alive
+from gpuguard.backends.processes import alive, read_proc
 from gpuguard.model import Snapshot
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Stat = list[bytes]  # the fields of /proc/PID/stat behind the name
+
+_TICKS = os.sysconf("SC_CLK_TCK")
 FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of include/linux/proc_ns.h: a constant of the kernel
 
 
@@ -19,12 +26,22 @@ def in_first_pid_namespace() -> bool | None:
         return None
 
 
-def look_up(snapshot: Snapshot) -> dict[int, Seen | None]:
+def stats_of(pids: Iterable[int]) -> dict[int, Stat | None]:
+    """/proc/PID/stat of each of *pids*; None where it cannot be read."""
+    return {pid: _stat(pid) for pid in pids}
+
+
+def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> dict[int, Seen | None]:
     """All processes of *snapshot* and of its claims, with their ancestors.
 
     None is "there is no such process".  A pid is left out where its absence proves nothing: /proc is mounted with
     hidepid, we are in a pid namespace of our own, or the pid is one that a container gave.
+
+    Args:
+        snapshot: with its claims.
+        stats: of processes that were read just now, so that nobody reads them twice.
     """
+    read = stats or {}
     pids = {process.pid for device in snapshot.devices for process in device.processes or ()}
     pids.update(pid for record in snapshot.claims for pid in (*record.holders, record.pid) if pid is not None)
     holders = {pid for record in snapshot.claims for pid in record.holders}
@@ -33,7 +50,8 @@ def look_up(snapshot: Snapshot) -> dict[int, Seen | None]:
     while todo:
         pid = todo.pop()
         if pid not in seen and pid > 0:
-            seen[pid] = process = _look(pid, inner=pid in holders)
+            stat = read[pid] if pid in read else _stat(pid)
+            seen[pid] = process = _look(pid, stat, inner=pid in holders)
             if process:
                 todo.append(process.parent)
     gone = {pid for pid, process in seen.items() if process is None}
@@ -44,13 +62,18 @@ def look_up(snapshot: Snapshot) -> dict[int, Seen | None]:
     return {pid: process for pid, process in seen.items() if pid not in uncertain}
 
 
-def _look(pid: int, inner: bool) -> Seen | None:
+def _stat(pid: int) -> Stat | None:
+    # The name in front may contain blanks and brackets: fields are counted from behind it.
+    line = read_proc(f"/proc/{pid}/stat")
+    return None if line is None else line.rpartition(b") ")[2].split()
+
+
+def _look(pid: int, stat: Stat | None, inner: bool) -> Seen | None:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            # The name in front may contain blanks and brackets; fields are counted from behind it.
-            fields = stat.read().rpartition(b") ")[2].split()
-        state, parent, start_time = fields[0].decode(), int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
+        if stat is None:
+            return None
+        state, parent, start_time = stat[0].decode(), int(stat[1]), int(stat[19]) / _TICKS
+    except (IndexError, ValueError):
         return None
     own = _status(pid) if inner else None
     return Seen(parent, state, start_time, own[1] if own else None)
@@ -64,10 +87,10 @@ def _inner_pids() -> set[tuple[int, int | None]]:
 
 def _status(pid: int) -> tuple[int, int | None] | None:
     """(uid, innermost pid), the latter None for a process of our own namespace."""
+    # In front of the pids stand all groups of the user.
+    status = read_proc(f"/proc/{pid}/status", 65536) or b""
     try:
-        with open(f"/proc/{pid}/status", "rb") as status:
-            lines = dict(line.split(b":", 1) for line in status if line.startswith((b"Uid:", b"NSpid:")))
-        pids = lines.get(b"NSpid", b"").split()
-        return int(lines[b"Uid"].split()[0]), int(pids[-1]) if len(pids) > 1 else None
-    except (OSError, KeyError, IndexError, ValueError):
+        uids, pids = (status.partition(name)[2].partition(b"\n")[0].split() for name in (b"\nUid:", b"\nNSpid:"))
+        return int(uids[0]), int(pids[-1]) if len(pids) > 1 else None
+    except (IndexError, ValueError):
         return None

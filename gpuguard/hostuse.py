@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from gpuguard.ancestry import Stat, stats_of
 from gpuguard.model import GpuProcess, Snapshot
 from gpuguard.policies.view import HostUse
 
@@ -31,22 +32,29 @@ class HostUses:
         self._groups: dict[int, tuple[float, frozenset[str]]] = {}  # (clock of asking, names)
         self._asking: set[int] = set()
 
-    def look(self, snapshot: Snapshot) -> dict[Identity, HostUse]:
-        """What each process of *snapshot* whose identity is known does on this host."""
+    def look(self, snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None) -> dict[Identity, HostUse]:
+        """What each process of *snapshot* whose identity is known does on this host.
+
+        Args:
+            snapshot: of now.
+            stats: of its processes, where they were read just now.
+        """
         known = {
             (process.pid, process.start_time): process
             for process in _processes(snapshot)
             if process.start_time is not None
         }
+        stats = stats_of({pid for pid, _ in known}) if stats is None else stats
         cpu, network, found = self._cpu, self._network, {}
         self._cpu, self._network = {}, {}
+        own_network = _network_namespace("self")
         for identity in known:
-            clock, seen = snapshot.clock, _stat(*identity)
+            clock, seen = snapshot.clock, _used(stats.get(identity[0]), identity[1])
             if seen is None:
                 continue
             seconds, resident, terminal = seen
             self._cpu[identity] = (clock, seconds)
-            received = _own_network_bytes(identity[0])
+            received = _own_network_bytes(identity[0], own_network)
             if received is not None:
                 self._network[identity] = (clock, received)
             rate = _rate(cpu.get(identity), clock, seconds)
@@ -85,15 +93,13 @@ def _processes(snapshot: Snapshot) -> Iterable[GpuProcess]:
     return (process for device in snapshot.devices for process in device.processes or ())
 
 
-def _stat(pid: int, start_time: float) -> tuple[float, int, str] | None:
-    """(CPU seconds, bytes resident, terminal) of exactly this process."""
+def _used(stat: Stat | None, start_time: float) -> tuple[float, int, str] | None:
+    """(CPU seconds, bytes resident, terminal) of exactly the process that started then."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b") ")[2].split()
-        if int(fields[19]) / _TICKS != start_time:
+        if stat is None or int(stat[19]) / _TICKS != start_time:
             return None
-        return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[21]) * _PAGE, _terminal(int(fields[4]))
-    except (OSError, IndexError, ValueError):
+        return (int(stat[11]) + int(stat[12])) / _TICKS, int(stat[21]) * _PAGE, _terminal(int(stat[4]))
+    except (IndexError, ValueError):
         return None
 
 
@@ -107,11 +113,18 @@ def _terminal(device: int) -> str:
     return f"/dev/char/{major}:{minor}"  # a console or a serial line
 
 
-def _own_network_bytes(pid: int) -> int | None:
-    """Bytes over the network namespace of a process; None for the host's, where they are everybody's."""
+def _network_namespace(pid: int | str) -> str | None:
     try:
-        if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
-            return None
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def _own_network_bytes(pid: int, host: str | None) -> int | None:
+    """Bytes over the network namespace of a process; None for the *host*'s, where they are everybody's."""
+    if host is None or _network_namespace(pid) in (None, host):
+        return None
+    try:
         with open(f"/proc/{pid}/net/dev", encoding="ascii", errors="replace") as lines:
             rows = [line.partition(":") for line in lines if ":" in line]
         counts = [(name.strip(), row.split()) for name, _, row in rows]

@@ -56,7 +56,7 @@ def kibibytes(number: int) -> float:
 
 def bits(words: Collection[int]) -> list[int]:
     """The numbers of the set bits in an array of 64-bit words, the lowest first."""
-    return [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]
+    return [64 * place + bit for place, word in enumerate(words) if word for bit in range(64) if word >> bit & 1]
 
 
 def number_ranges(numbers: list[int]) -> str | None:
