@@ -65,7 +65,7 @@ def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> 
 def _stat(pid: int) -> Stat | None:
     # The name in front may contain blanks and brackets: fields are counted from behind it.
     line = read_proc(f"/proc/{pid}/stat")
-    return None if line is None else line.rpartition(b") ")[2].split()
+    return None if line is None else line.rpartition(b") ")[2].split(None, 24)
 
 
 def _look(pid: int, stat: Stat | None, inner: bool) -> Seen | None:

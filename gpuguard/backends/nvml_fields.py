@@ -128,6 +128,10 @@ def read_rows(reading: Reading, group: str) -> None:
 
 def read_row(reading: Reading, row: Row) -> None:
     """Read one field."""
+    constants = reading.place.constants
+    if row.static and row.field in constants:
+        reading.values[row.field] = constants[row.field]
+        return
     for function in row.functions:
         if row.static:
             answer = reading.ask_once(f"{row.field} {function}", function, *row.arguments)
@@ -135,7 +139,8 @@ def read_row(reading: Reading, row: Row) -> None:
             answer = reading.ask(function, *row.arguments)
         if answer.code != FUNCTION_NOT_FOUND:
             break
-    reading.take(row.field, answer, row.convert)
+    if reading.take(row.field, answer, row.convert) and row.static:
+        constants[row.field] = reading.values[row.field]
 
 
 def read_utilization(reading: Reading) -> None:

@@ -34,6 +34,7 @@ class Place:
         self.handle = handle
         self.uuid = uuid
         self.static: dict[str, Answer] = {}
+        self.constants: dict[str, Any] = {}  # fields of the device that never change
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
         self.utilization_seen = 0  # time stamp of the newest process utilization sample
 

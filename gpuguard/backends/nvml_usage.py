@@ -148,4 +148,4 @@ def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProce
         if 0 <= sample.smUtil <= 100:
             samples.setdefault(sample.pid, []).append(sample.smUtil)
     means = {pid: sum(values) / len(values) for pid, values in samples.items()}
-    return [replace(row, utilization=means.get(row.pid)) for row in rows]
+    return [replace(row, utilization=means[row.pid]) if row.pid in means else row for row in rows]
