@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from commands import Gpuguard
 from nodes import GIB, start
+from wrapped import until
 
 from gpuguard.backends import node_file, processes, simulated
 from gpuguard.backends.node import Course, Use
@@ -182,11 +183,14 @@ def test_a_deaf_tree_is_killed_after_the_grace_and_nobody_else(job, stranger):
 
     assert status == 128 + 9
     assert "SIGKILL to the job and all its processes." in err
-    assert [Path(f"/proc/{pid}").exists() for pid in out.split()] == [False, False]
+    assert len(out.split()) == 2
+    # One that we adopted may still wait for init to collect it.
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in out.split()))
     assert stranger.poll() is None
 
 
 def test_what_the_job_leaves_behind_has_the_limits_of_the_job(job, tmp_path):
+    began = time.monotonic()
     # One leftover holds the claim with little memory until the other one, told by *go*, has too much.
     go = tmp_path / "go"
     holds = job.uses(at_last=GIB)
@@ -201,7 +205,7 @@ subprocess.Popen([sys.executable, "-c", {holds!r}], stdout=subprocess.PIPE).stdo
         go.touch()
         said = wrapper.stderr.read()
 
-    assert wrapper.returncode == 0
+    assert (wrapper.returncode, time.monotonic() - began < 30) == (0, True), "they sleep for 60 s"
     assert "uses 41.0GiB of device 0, 30GiB is allowed (--memory-limit): SIGTERM to the job." in said
 
 
@@ -223,7 +227,7 @@ def test_the_memory_of_a_stranger_on_the_device_is_not_held_against_the_job(job,
 
 def test_a_driver_that_does_not_answer_is_said_and_ends_nobody(job):
     asleep = job.uses(at_last=40 * GIB).replace("sleep(60)", "sleep(2)")
-    gone = f"import shutil; simulated.use(None, {GIB}, spec={job.node!r}); shutil.rmtree({job.node!r}); time.sleep(1.5)"
+    gone = f"import shutil; simulated.use(None, {GIB}, spec={job.node!r}); shutil.rmtree({job.node!r}); time.sleep(2.5)"
     status, _, err = job(
         "--memory-limit", "30GiB", job=asleep.replace("\nsimulated.use", f"\n{gone}; sys.exit(3)\nsimulated.use")
     )
