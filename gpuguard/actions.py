@@ -264,6 +264,60 @@ def _notify(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
     return _said(verdict, context, DONE) if answer == "queued" else _said(verdict, context, FAILED, answer)
 
 
+def _deny(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
+    """No new claims for the one user whom the verdict is about; people of the system are never meant."""
+    from gpuguard import identity, marks
+
+    subject, processes = verdict.finding.subject, verdict.finding.processes
+    uids = {each.uid for each in processes} if subject.uid is None else {subject.uid}
+    uid = uids.pop() if len(uids) == 1 else None
+    if uid is None:
+        return _said(verdict, context, REFUSED, "nobody in particular is meant")
+    if uid < identity.uid_min() or uid == identity.overflow_uid() or uid in context.protected:
+        return _said(verdict, context, REFUSED, f"uid {uid} is protected")
+    user = subject.user or next((each.user for each in processes if each.uid == uid), None)
+    return _mark(verdict, context, marks.DENIED, str(uid), user)
+
+
+def _quarantine(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
+    """Nobody gets the device.  A driver that talks nonsense must not take the whole machine out of service."""
+    import time
+
+    from gpuguard import marks
+
+    uuid = verdict.finding.subject.device
+    if uuid is None:
+        return _said(verdict, context, REFUSED, "no device is meant")
+    if context.directory is not None:
+        out = set(marks.read_marks(context.directory, marks.QUARANTINED, time.time())) - {uuid}
+        if 2 * sum(device.uuid in out for device in snapshot.devices) + 2 > max(2, len(snapshot.devices)):
+            return _said(verdict, context, REFUSED, "half of the devices are out of service: ask an administrator")
+    return _mark(verdict, context, marks.QUARANTINED, uuid)
+
+
+def _mark(verdict: Verdict, context: Context, kind: str, name: str, user: str | None = None) -> Outcome:
+    import time
+
+    from gpuguard import marks
+    from gpuguard.case import enforced
+    from gpuguard.errors import LockDirectoryError
+
+    if context.directory is None:
+        return _said(verdict, context, FAILED, "there is no directory of claims to write it into")
+    if not enforced(verdict, context):
+        return _said(verdict, context, DRY_RUN)
+    if not context.append(_event(verdict, ABOUT_TO)):
+        return Outcome(UNRECORDED, "nothing could be written down, so nothing was done")
+    now, seconds = time.time(), dict(verdict.options).get("for")
+    until = None if seconds is None else now + float(seconds)
+    mark = marks.Mark(name, now, until, verdict.finding.why, f"the policy {verdict.policy}", user)
+    try:
+        marks.change(context.directory, kind, lambda found: marks.prolong(found, mark))
+    except LockDirectoryError as error:
+        return _said(verdict, context, FAILED, str(error))
+    return Outcome(DONE)
+
+
 def _said(verdict: Verdict, context: Context, word: str, why: str = "") -> Outcome:
     context.append(_event(verdict, word, why=why))
     return Outcome(word, why)
@@ -273,6 +327,8 @@ _WORDS: Mapping[str, Callable[[Verdict, Snapshot, Context], Outcome]] = {
     "log": _log,
     "warn": _warn,
     "notify": _notify,
+    "deny": _deny,
+    "quarantine": _quarantine,
     "run_hook": _notify,
 }
 

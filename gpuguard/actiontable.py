@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.units import parse_duration
 
 # Signals that programs use to ask for a checkpoint.  Others end or stop a process, and have actions of their own.
 CHECKPOINT_SIGNALS = ("USR1", "USR2", "HUP", "ALRM", "WINCH", "URG", "CONT")
@@ -98,6 +99,30 @@ class Renice:
 
 
 @dataclass(frozen=True)
+class Deny:
+    """Give the user no new claims for a time; those that he has stay.  See `gpuguard deny`.
+
+    Args:
+        for: how long.
+    """
+
+    for_: Annotated[float, parse_duration] = 7200.0
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Take the device out of service: nobody gets a new claim of it.  Never more than half of the devices.
+
+    Who has claimed it keeps it.  See `gpuguard quarantine`.
+
+    Args:
+        for: how long; without it, until an administrator ends it.
+    """
+
+    for_: Annotated[float, parse_duration] | None = None
+
+
+@dataclass(frozen=True)
 class RunHook:
     """Run a program of the admin: no shell, facts as JSON on its standard input and in its environment.
 
@@ -118,5 +143,7 @@ ACTION_KEYS: Mapping[str, type] = {
     "pause": Pause,
     "resume": Resume,
     "renice": Renice,
+    "deny": Deny,
+    "quarantine": Quarantine,
     "run_hook": RunHook,
 }

@@ -16,6 +16,7 @@ from typing import Protocol
 from gpuguard.backends import Backend, processes
 from gpuguard.identity import Facts
 from gpuguard.ledger import Against, Deed, Ledger
+from gpuguard.lockfiles import LockDirectory
 from gpuguard.model import Event, Snapshot, Verdict
 
 
@@ -42,6 +43,7 @@ class Context:
         interactive_grace: seconds that notebooks, debuggers and terminals get on top.
         notifier: has notify(name of a target, verdict, snapshot), as notify.Sender.
         language: of what is written to terminals.
+        directory: of the claims, where it is written down who is denied and what is quarantined.
         ledger: what was done lately.
     """
 
@@ -56,6 +58,7 @@ class Context:
     interactive_grace: float = 600.0
     notifier: Notifier | None = None
     language: str = "en"
+    directory: LockDirectory | None = None
     ledger: Ledger = field(default_factory=Ledger)
 
 

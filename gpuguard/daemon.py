@@ -17,10 +17,12 @@ from dataclasses import dataclass
 
 from gpuguard import history
 from gpuguard.backends import Backend
+from gpuguard.door import Door
 from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.keeping import Keeping, Kept
 from gpuguard.lockfiles import LockDirectory
 from gpuguard.messages import TEMPLATES
-from gpuguard.model import Event, Snapshot
+from gpuguard.model import Device, Event, Snapshot
 from gpuguard.notify import Sender
 from gpuguard.policies.policy import Judgement
 from gpuguard.policyfile import PolicyFile, load_policies
@@ -105,6 +107,7 @@ class Daemon:
         self._fingerprint: str | None = None  # of the policies in force
         self._faulty = False
         self._published, self._published_at = True, 0.0
+        self._devices: tuple[Device, ...] = ()  # of the last sample
         self._watchdog = Watchdog(
             backend,
             (),
@@ -116,6 +119,7 @@ class Daemon:
             append=append,
             share_host_pids=settings.share_host_pids,
         )
+        self._keeping = Keeping(directory, self._leave_alone, lambda: self._devices, self._report)
 
     def once(self) -> tuple[int, Judgement | None]:
         """Look twice, since nobody acts on what was seen once: the exit code, and what was judged at the end."""
@@ -139,6 +143,7 @@ class Daemon:
                 self._reload()
             self._record("daemon", "started", self.status())
             self._watchdog.start()
+            door = self._open_door()
             tell_systemd("READY=1")
             arrived: set[int] = set()
             told, pinged = "", 0.0
@@ -154,6 +159,8 @@ class Daemon:
                     tell_systemd("WATCHDOG=1")
             tell_systemd("STOPPING=1")
             self._watchdog.stop(END_SECONDS)
+            if door:
+                door.close()
             if self._sender:
                 self._sender.stop(SEND_SECONDS)
             self._record("daemon", "stopped")
@@ -171,6 +178,19 @@ class Daemon:
             if self._faulty:
                 what += "; the changed policy file has faults, the last good one is in force"
         return what + (f"; driver unresponsive: {self._watchdog.trouble}" if self._watchdog.trouble else "")
+
+    def _open_door(self) -> Door | None:
+        if self._directory.owner is None:
+            self._say("`gpuguard keep` does not work without a directory of root's: run `sudo gpuguard setup` once.")
+            return None
+        try:
+            return Door(self._directory, self._keeping.answer)
+        except OSError as error:
+            self._say(f"`gpuguard keep` does not work: the socket cannot be made: {error}")
+            return None
+
+    def _leave_alone(self, kept: Kept) -> None:
+        self._watchdog.kept = kept
 
     def _reload_if_changed(self, *, asked: bool) -> None:
         if self._settings.policy and (asked or _look_of(self._settings.policy) != self._seen):
@@ -198,6 +218,7 @@ class Daemon:
             self._sender = Sender(file.notify, self._report, templates={**TEMPLATES, **file.messages})
         self._fingerprint = file.fingerprint
         self._watchdog.notifier = self._sender
+        self._keeping.longest = file.longest_keep
         self._watchdog.interval = _interval(self._settings, file.interval)
         self._watchdog.policies = file.policies  # last: from here on they are judged by
         self._record("policy", "in force", self.status(), file)
@@ -205,6 +226,7 @@ class Daemon:
             former.stop(0.0)  # what waits in it still goes out
 
     def _publish(self, snapshot: Snapshot, pause: float) -> None:
+        self._devices = snapshot.devices
         if snapshot.clock - self._published_at < PUBLISH_SECONDS / 2:
             return
         try:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
 
 POLL_SECONDS = 0.25  # between two looks at the locks while waiting: some 100 us each, no driver call
+_AGAINST = ("denied", "quarantined")  # kinds of marks: that module is read only where there are some
 ASK_SECONDS = 2.0  # between two questions to the driver while locks are free but devices look busy
 
 
@@ -67,7 +68,7 @@ def acquire(
     deadline = None if wait is None else time.monotonic() + wait
     while True:
         bounded, snapshot = _read(backend, request, outer, environ)
-        taken: dict[str, str] = {}
+        taken = _barred(snapshot, directory, outer)
         claim = _lock_best(backend, snapshot, bounded, directory, outer, taken)
         if claim:
             claim.explain(directory, note, command)
@@ -91,6 +92,7 @@ def look(
     outer = outer_claim(directory, environ)
     bounded, snapshot = _read(backend, request, outer, environ)
     claims, taken = _claims(directory, snapshot, outer)
+    taken |= _barred(snapshot, directory, outer)
     verified: set[str] = set()
     while True:
         choice = choose(snapshot, bounded, taken)
@@ -228,7 +230,7 @@ def _why_not(
     taken: Mapping[str, str],
 ) -> NotEnoughGpus:
     """The error with all reasons."""
-    taken = {**taken, **_claims(directory, snapshot, outer)[1]}
+    taken = {**taken, **_claims(directory, snapshot, outer)[1], **_barred(snapshot, directory, outer)}
     unclaimed = [device.uuid for device in snapshot.devices if device.uuid not in taken]
     if unclaimed:
         # Whether it can ever be met depends on their health, and the reason on who uses them.
@@ -249,6 +251,16 @@ def _claims(
     return claims, {
         uuid: f"used by another command inside the claim {outer.id}" for uuid in uuids if f"{uuid}.nested" in inner
     }
+
+
+def _barred(snapshot: Snapshot, directory: LockDirectory, outer: ClaimRecord | None) -> dict[str, str]:
+    """uuid -> what was decided against the device, or against any new claim of this user."""
+    if directory.owner is None or not any(os.path.lexists(f"{directory.path}/{kind}.json") for kind in _AGAINST):
+        return {}
+    from gpuguard.marks import against
+
+    uid = None if outer else os.geteuid()  # whoever has a claim already may divide it
+    return against(directory, [device.uuid for device in snapshot.devices], uid, time.time())
 
 
 def _await_change(

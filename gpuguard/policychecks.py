@@ -17,8 +17,8 @@ from gpuguard.policies.policy import KILL_AFTER
 from gpuguard.policykeys import ExceptKeys, IntervalKeys, PolicyKeys
 from gpuguard.units import format_duration
 
-HARMFUL = frozenset({"terminate", "kill", "pause"})  # take something away from somebody
-AT_PROCESSES = frozenset({"warn", "checkpoint", "terminate", "kill", "pause", "resume", "renice"})
+HARMFUL = frozenset({"terminate", "kill", "pause", "deny"})  # take something away from somebody
+AT_PROCESSES = frozenset({"warn", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny"})
 MESSAGES = frozenset({"warn", "notify"})
 # Rules about a state of the device, which the processes on it need not have caused.
 INNOCENT = frozenset({"temperature", "power", "forecast", "health"})

@@ -34,6 +34,7 @@ class PolicyFile:
         notify: target name -> where its messages go.
         messages: language -> texts of the admin's own.
         interval: (shortest, longest) seconds between samples.
+        longest_keep: seconds for which users may ask to be left alone.
         faults: what makes the file useless, in the order of the lines.
         warnings: what is allowed, but hardly meant.
         fingerprint: SHA-256 of the text.
@@ -44,6 +45,7 @@ class PolicyFile:
     notify: Mapping[str, Target] = field(default_factory=dict)
     messages: Mapping[str, Template] = field(default_factory=dict)
     interval: tuple[float, float] = (2.0, 10.0)
+    longest_keep: float = 86400.0
     faults: tuple[Fault, ...] = ()
     warnings: tuple[Fault, ...] = ()
     fingerprint: str = ""
@@ -92,6 +94,7 @@ def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | No
         notify={name: target for name, (_, target) in keys.notify.items()},
         messages=dict(keys.messages.items()),
         interval=(keys.interval.shortest, keys.interval.longest),
+        longest_keep=keys.keep.longest,
         warnings=warnings,
         fingerprint=fingerprint,
     )

@@ -154,8 +154,8 @@ class StepKeys:
 
     Args:
         after: since the step before; for the first step, since the condition has held for `for`.
-        even_if_innocent: must be true to terminate, kill or pause for a temperature, power or forecast rule: whoever
-            is on a hot or full device may not be the cause.
+        even_if_innocent: must be true to terminate, kill, pause or deny for a temperature, power or forecast rule:
+            whoever is on a hot or full device may not be the cause.
     """
 
     after: Annotated[float, parse_duration] = 0.0
@@ -217,6 +217,17 @@ class IntervalKeys:
 
 
 @dataclass(frozen=True)
+class KeepKeys:
+    """What users may ask for by `gpuguard keep`: that their own processes and claims are left alone.
+
+    Args:
+        longest: for how long at once; 0s: not at all.
+    """
+
+    longest: Annotated[float, parse_duration] = 86400.0
+
+
+@dataclass(frozen=True)
 class FileKeys:
     """A policy file.
 
@@ -228,6 +239,7 @@ class FileKeys:
         notify: names of one's own, each with one way to send messages.
         messages: texts of one's own, per language.
         interval: how often the machine is looked at.
+        keep: what users may ask for by `gpuguard keep`.
     """
 
     version: Literal["1"]
@@ -238,3 +250,4 @@ class FileKeys:
     )
     messages: Mapping[Literal["en", "zh"], Template] = field(default_factory=dict)
     interval: IntervalKeys = field(default_factory=IntervalKeys)
+    keep: KeepKeys = field(default_factory=KeepKeys)

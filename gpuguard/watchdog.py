@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as replace_fields
 from types import TracebackType
 
 from gpuguard import actions, history
-from gpuguard.ancestry import look_up
+from gpuguard.ancestry import look_up, stats_of
 from gpuguard.backends import Backend
 from gpuguard.case import Context, Notifier
 from gpuguard.errors import BackendError, ClaimError
@@ -78,6 +78,7 @@ class Watchdog:
         self.policies = tuple(policies)
         self.interval = interval
         self.notifier = notifier
+        self.kept: Mapping[tuple[str, int | str], float] = {}  # whom to leave alone: until which CLOCK_BOOTTIME
         self.pause = interval[0]  # seconds until the next sample
         self.beat = time.monotonic()  # when the loop came round the last time
         self.trouble: str | None = None  # why there is no sample, in words
@@ -91,7 +92,12 @@ class Watchdog:
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._untold: list[Event] = []
         self._context = Context(
-            backend, self._record, self._still_true, enforce=enforce, share_host_pids=share_host_pids
+            backend,
+            self._record,
+            self._still_true,
+            enforce=enforce,
+            share_host_pids=share_host_pids,
+            directory=directory,
         )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -107,6 +113,7 @@ class Watchdog:
         """
         policies, before = self.policies, self._view
         snapshot = self._sample(policies)
+        self._memory.kept = dict(self.kept)
         self._view = self._look_around(snapshot)
         judgement = engine.evaluate(
             self._view, policies, self._memory, interval=self.interval[1], zone=_zone(snapshot.taken_at)
@@ -138,8 +145,15 @@ class Watchdog:
     def keep(
         self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None
     ) -> None:
-        """Leave a user, a claim or a device alone until CLOCK_BOOTTIME passes *until_clock*."""
-        self._memory.keep(until_clock, uid=uid, claim=claim, device=device)
+        """Leave a user, a claim or a device alone until CLOCK_BOOTTIME passes *until_clock*; from any thread.
+
+        With *uid* and *device*: that user on that device, and nobody else there.
+        """
+        marks = {("uid", uid), ("claim", claim), ("device", device)}
+        if uid is not None and device is not None:
+            marks = {("claim", claim), ("uid on device", f"{uid} {device}")}
+        # A new dict each time: a step that is under way reads the one that it has.
+        self.kept = {**self.kept, **{(kind, name): until_clock for kind, name in marks if name is not None}}
 
     def start(self) -> None:
         """Run in a thread of its own, until stop() or the end of the process."""
@@ -190,11 +204,12 @@ class Watchdog:
     def _look_around(self, snapshot: Snapshot) -> View:
         if not self.policies:
             return View(snapshot)
+        stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
         return View(
             snapshot,
-            host=self._host.look(snapshot),
+            host=self._host.look(snapshot, stats),
             groups=self._host.groups(snapshot),
-            seen=look_up(snapshot),
+            seen=look_up(snapshot, stats),
         )
 
     def _act(self, verdicts: Sequence[Verdict], policies: Sequence[Policy]) -> None:
@@ -229,6 +244,7 @@ class Watchdog:
 
     def _is_found(self, verdict: Verdict, policy: Policy, view: View) -> bool:
         zone = _zone(view.snapshot.taken_at)
+        self._memory.kept = dict(self.kept)  # somebody may have asked since the sample
         return engine.still_holds(policy, verdict.finding.subject, view, self._memory, zone=zone)
 
     def _note(self, notes: Sequence[Note]) -> None:

@@ -66,8 +66,8 @@ How to stop it: $stop
         nothing_next="Nothing: this was the last step.",
         observing="(This policy only observes: nothing of it is carried out.)",
         stop={
-            "idle": "Use the device again, or end the process and so free the device.",
-            "utilization": "Use the device again, or end the process and so free the device.",
+            "idle": "Use the device again, or free it: end the process.  `gpuguard keep --for 4h` buys time.",
+            "utilization": "Use the device again, or free it: end the process.  `gpuguard keep --for 4h` buys time.",
             "memory": "Use less memory, or end the process.",
             "memory_growth": "Look for what keeps growing, or end the process.",
             "unclaimed": "End the process and start it again with `gpuguard run`, so that the device is claimed.",
@@ -116,8 +116,8 @@ gpuguard，主机 $host，$time
         nothing_next="无，这是最后一步。",
         observing="（该策略仅作观察，不会真正执行。）",
         stop={
-            "idle": "请重新使用该设备，或结束进程以释放设备。",
-            "utilization": "请重新使用该设备，或结束进程以释放设备。",
+            "idle": "请重新使用该设备，或结束进程以释放设备；如需保留，请运行 `gpuguard keep --for 4h`。",
+            "utilization": "请重新使用该设备，或结束进程以释放设备；如需保留，请运行 `gpuguard keep --for 4h`。",
             "memory": "请减少显存用量，或结束进程。",
             "memory_growth": "请检查显存持续增长的原因，或结束进程。",
             "unclaimed": "请结束进程，并用 `gpuguard run` 重新启动，以便占用该设备。",

@@ -25,6 +25,9 @@ COMMANDS = {
     "who": "who uses and who holds which GPU",
     "daemon": "guard the GPUs by a policy file: observe, warn, end",
     "events": "what happened: claims, releases, what the guard did or would have done",
+    "keep": "ask the daemon to leave your processes alone for a time",
+    "deny": "let a user make no new claims for a time (root)",
+    "quarantine": "take a device out of service (root)",
     "policy": "check and explain policy files for the daemon, and show their language",
     "doctor": "check driver, lock directory and permissions, and say what to do",
     "setup": "make the lock directory /run/gpuguard for all users of this machine",
@@ -157,7 +160,7 @@ def _dispatch(command: str, words: list[str]) -> int:
 
 def overview() -> str:
     """What `gpuguard --help` prints."""
-    rows = "\n".join(f"  {name:<9} {purpose}" for name, purpose in COMMANDS.items())
+    rows = "\n".join(f"  {name:<10} {purpose}" for name, purpose in COMMANDS.items())
     return (
         "usage: gpuguard COMMAND [options]\n\n"
         "Picks free GPUs on a shared server, claims them so that nobody else gets them, and runs the job.\n\n"

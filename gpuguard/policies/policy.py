@@ -15,6 +15,9 @@ from gpuguard.policies import Rule
 # Steps that take something away.  One per device at a time, and the breaker counts them.
 DESTRUCTIVE = frozenset({"terminate", "kill", "pause", "release"})
 
+# What the breaker counts: these hit nobody's process, but too many of them at once are a mistake as well.
+COUNTED = DESTRUCTIVE | {"deny", "quarantine"}
+
 # Seconds between SIGTERM and SIGKILL.  A job needs them to write its checkpoint and the driver to give memory back;
 # a SIGKILL in the middle of that has wedged devices (NVIDIA/dcgm-exporter#84).
 KILL_AFTER = 30.0

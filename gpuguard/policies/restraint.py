@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpuguard.model import Device, Finding
 from gpuguard.policies.ladder import Effect, Memory, Standing
-from gpuguard.policies.policy import DESTRUCTIVE, Note, Policy, Step
+from gpuguard.policies.policy import COUNTED, DESTRUCTIVE, Note, Policy, Step
 from gpuguard.policies.sight import Identity, Sight, SubjectIdentity
 
 EFFECT_SECONDS = 50.0
@@ -41,9 +41,11 @@ def restrained(due: Sequence[Due], sight: Sight, memory: Memory) -> tuple[list[D
     stopped, notes = _breaker(due)
     allowed = []
     for one in sorted(due, key=lambda one: one.order):
+        if one.step.action in COUNTED and one.policy.name in stopped:
+            continue
         if one.step.action not in DESTRUCTIVE:
             allowed.append(one)
-        elif one.policy.name not in stopped:
+        else:
             against = _obstacle(one, sight, memory)
             if against is None:
                 _await_effect(one, sight, memory)
@@ -57,7 +59,7 @@ def _breaker(due: Iterable[Due]) -> tuple[set[str], list[Note]]:
     """The policies that would hit too many, each with a note."""
     by_policy: dict[str, list[Due]] = {}
     for one in due:
-        if one.step.action in DESTRUCTIVE:
+        if one.step.action in COUNTED:
             by_policy.setdefault(one.policy.name, []).append(one)
     stopped, notes = set(), []
     for name, all_due in by_policy.items():

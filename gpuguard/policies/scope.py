@@ -108,6 +108,7 @@ def _marks(party: Party, sight: Sight) -> Iterator[tuple[str, int | str]]:
     yield from (("uid", uid) for uid in party.uids)
     yield from (("claim", claim) for claim in claims_of(party, sight))
     yield from (("device", uuid) for uuid in party.reach)
+    yield from (("uid on device", f"{uid} {uuid}") for uid in party.uids for uuid in party.reach)
 
 
 def _is_in(scope: Scope, party: Party, sight: Sight) -> bool:

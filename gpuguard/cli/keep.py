@@ -1,0 +1,66 @@
+"""Ask the daemon to leave your processes and claims alone for a time, although a policy finds something against them.
+
+gpuguard keep --for 4h --reason "a checkpoint is being written"
+gpuguard keep --for 4h --device 3    only what you have on that device
+gpuguard keep --list                 what everybody keeps
+gpuguard keep --end                  end what you keep
+sudo gpuguard keep --for 1d --user bob
+sudo gpuguard keep --for 1d --device 3    everybody on that device
+
+The policy file says for how long at most (`keep: {longest: 24h}`).  Each request is written into the log, with its
+reason.  Nothing else changes: limits of `gpuguard run` and claims of others stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from gpuguard.cli import mark_options
+from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.marks import KEPT
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--for", dest="for_", metavar="DURATION", help="how long, like 4h")
+    parser.add_argument("--reason", metavar="TEXT", help="for the administrator and the log")
+    parser.add_argument("--device", metavar="DEVICE", help="only on this one: index or uuid (default: everywhere)")
+    parser.add_argument("--user", metavar="USER", help="for somebody else, as root")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--list", action="store_true", help="show what is kept")
+    what.add_argument("--end", action="store_true", help="end it before its time")
+    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    directory = directory_of(args)
+    if args.list:
+        return mark_options.show(directory, KEPT, as_json=args.json)
+    seconds, reason = mark_options.seconds_of(args), mark_options.reason_of(args)
+    if args.end == (seconds is not None):
+        raise InvalidRequest("say for how long, by --for 4h; or --end, or --list.")
+    if directory.owner is None:
+        raise GpuguardError("without a directory of root's no daemon can be asked: run `sudo gpuguard setup` once.")
+    from gpuguard.accounts import Accounts
+    from gpuguard.door import ask
+    from gpuguard.units import format_duration
+    from gpuguard.views.text import json_text, put
+
+    uid = Accounts().user(args.user) if args.user is not None else None
+    request = {"do": "end" if args.end else "keep", "uid": uid, "device": args.device}
+    answer = ask(directory, request if args.end else {**request, "for_seconds": seconds, "reason": reason})
+    if args.json:
+        put([json_text({"schema": 1, **{name: value for name, value in answer.items() if name != "ok"}})], sys.stdout)
+    elif args.end:
+        put([f"ended: {answer['ended']}."] if answer["ended"] else ["nothing was kept."], sys.stdout)
+    else:
+        left = format_duration(round(answer["until_unix_seconds"] - time.time()))
+        whom = answer["user"] or "everybody"
+        own = answer["user"] is not None and uid in (None, os.getuid())
+        where = f" on {answer['device']}" if answer["device"] else ""
+        put([f"{'what you have' if own else whom}{where} is left alone for {left}."], sys.stdout)
+    return 0 if not args.end or answer["ended"] else 1

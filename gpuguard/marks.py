@@ -1,0 +1,204 @@
+"""Marks: what was decided about users and devices, in files that everybody can read and root alone can write.
+
+    denied.json         users who get no new claims, by uid
+    quarantined.json    devices that nobody gets, by uuid
+    kept.json           whom the daemon leaves alone: "UID", or "UID UUID" on one device
+
+They lie in the directory of the claims, hold without a daemon, and each ends by itself when its time is over.  A file
+that somebody else could have written counts for nothing.  Where anybody may make files (the sticky fallback) there are
+no marks.  Does not say who may ask for one: see door, and the commands deny and quarantine.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+
+from gpuguard.errors import LockDirectoryError
+from gpuguard.lockfiles import LockDirectory, try_flock
+from gpuguard.nouns import dataclass, replace
+from gpuguard.text import neutralise
+
+TYPE_CHECKING = False  # lock reads this while a job starts
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+DENIED, QUARANTINED, KEPT = "denied", "quarantined", "kept"
+ADMINISTRATOR = "the administrator"
+MAX_BYTES = 512 * 1024
+MAX_MARKS = 1000
+MAX_REASON = 200  # characters
+WRITE_SECONDS = 5.0  # for another writer to finish
+
+_NOT_HERE = (
+    "without a directory of root's anybody could write this, so it would mean nothing.  "
+    "Run `sudo gpuguard setup` once, or name a directory with --dir."
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One decision.
+
+    Args:
+        name: whom or what it is about: a uid or a uuid.
+        since: unix time.
+        until: unix time at which it ends by itself; None: when somebody ends it.
+        reason: for people.
+        by: who decided: "the administrator", "the policy hot-cards", or a user.
+        user: name of the user, if it is about one.
+    """
+
+    name: str
+    since: float
+    until: float | None = None
+    reason: str = ""
+    by: str = ADMINISTRATOR
+    user: str | None = None
+
+    def holds(self, now: float) -> bool:
+        """Whether it is not over yet."""
+        return self.until is None or now < self.until
+
+
+def read_marks(directory: LockDirectory, kind: str, now: float) -> dict[str, Mark]:
+    """The marks of a kind that hold at *now* (unix time); none when there is no file that can be trusted."""
+    try:
+        return {mark.name: mark for mark in _read(directory, kind) if mark.holds(now)}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def against(directory: LockDirectory, uuids: Sequence[str], uid: int | None, now: float) -> dict[str, str]:
+    """uuid -> why nobody, or not this user, gets it; uid None asks for nobody in particular."""
+    denied = None if uid is None else read_marks(directory, DENIED, now).get(str(uid))
+    found = dict.fromkeys(uuids, denial(denied)) if denied else {}
+    marks = read_marks(directory, QUARANTINED, now)
+    return found | {uuid: quarantine(marks[uuid]) for uuid in uuids if uuid in marks}
+
+
+def denial(mark: Mark) -> str:
+    """``"new claims of bob are denied by the administrator until 11-20 20:15: too many jobs"``."""
+    return f"new claims of {neutralise(mark.user or f'uid {mark.name}')} are denied {_tail(mark)}"
+
+
+def quarantine(mark: Mark) -> str:
+    """``"quarantined by the administrator: XID 79, being replaced"``."""
+    return f"quarantined {_tail(mark)}"
+
+
+def change(directory: LockDirectory, kind: str, update: Callable[[dict[str, Mark]], object]) -> dict[str, Mark]:
+    """Let *update* change the marks of a kind; readers see the old ones or the new ones, whole, whenever we die.
+
+    Returns:
+        The marks after that.
+
+    Raises:
+        LockDirectoryError: this user or this directory cannot have marks, or there are too many.
+    """
+    if directory.owner is None:
+        raise LockDirectoryError(_NOT_HERE)
+    path = _path(directory, kind)
+    try:
+        with _alone(directory):
+            marks = read_marks(directory, kind, time.time())
+            update(marks)
+            if marks:
+                _write(path, kind, marks)
+            elif os.path.lexists(path):  # without it nobody who starts a job has anything to read
+                os.unlink(path)
+    except OSError as error:
+        root = "" if os.geteuid() == 0 else "  Only the owner of the directory can: run it with sudo."
+        raise LockDirectoryError(f"{path} cannot be written: {error.strerror}.{root}") from error
+    return marks
+
+
+def prolong(marks: dict[str, Mark], mark: Mark) -> None:
+    """Add *mark*, unless there is one about the same that lasts longer."""
+    before = marks.get(mark.name)
+    if before is None or (before.until is not None and (mark.until is None or mark.until > before.until)):
+        marks[mark.name] = replace(mark, reason=mark.reason[:MAX_REASON])
+
+
+def _tail(mark: Mark) -> str:
+    until = "" if mark.until is None else time.strftime(" until %m-%d %H:%M", time.localtime(mark.until))
+    return f"by {neutralise(mark.by)}{until}" + (f": {neutralise(mark.reason)}" if mark.reason else "")
+
+
+def _path(directory: LockDirectory, kind: str) -> str:
+    return f"{directory.path}/{kind}.json"
+
+
+def _read(directory: LockDirectory, kind: str) -> Iterator[Mark]:
+    if directory.owner is None:
+        return
+    import json
+
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(_path(directory, kind), flags)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, directory.owner) or found.st_mode & 0o022:
+            raise ValueError("somebody else could have written it")
+        content = json.loads(file.read(MAX_BYTES))
+    for entry in content["marks"]:
+        yield Mark(
+            str(entry["name"]),
+            float(entry["since_unix_seconds"]),
+            None if entry["until_unix_seconds"] is None else float(entry["until_unix_seconds"]),
+            str(entry["reason"]),
+            str(entry["by"]),
+            None if entry["user"] is None else str(entry["user"]),
+        )
+
+
+def to_json(mark: Mark) -> dict[str, str | float | None]:
+    """What stands in the file, and what `--json` prints."""
+    return {
+        "name": mark.name,
+        "user": mark.user,
+        "since_unix_seconds": mark.since,
+        "until_unix_seconds": mark.until,
+        "reason": mark.reason,
+        "by": mark.by,
+    }
+
+
+def _write(path: str, kind: str, marks: dict[str, Mark]) -> None:
+    import json
+
+    content = json.dumps({"schema": 1, "marks": [to_json(mark) for mark in marks.values()]}, indent=1).encode("ascii")
+    if len(marks) > MAX_MARKS or len(content) >= MAX_BYTES:
+        raise LockDirectoryError(f"{path} would become too long: end some of what is {kind} first.")
+    unfinished = f"{path}.new"
+    if os.path.lexists(unfinished):  # of a writer that was killed
+        os.unlink(unfinished)
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o644)  # whatever the umask: everybody must be able to read it
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+    os.rename(unfinished, path)
+
+
+class _alone:  # noqa: N801  a context manager, written out because contextlib costs 4 ms of import
+    """The only writer of this directory for as long as the block lasts."""
+
+    def __init__(self, directory: LockDirectory) -> None:
+        # 0600: whoever could open it could keep the administrator away.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._path = f"{directory.path}/marks.lock"
+        self._descriptor = os.open(self._path, flags, 0o600)
+
+    def __enter__(self) -> None:
+        deadline = time.monotonic() + WRITE_SECONDS
+        while not try_flock(self._descriptor):
+            if time.monotonic() >= deadline:
+                os.close(self._descriptor)
+                raise LockDirectoryError(f"{self._path} is held by another command that does not end.  Try again.")
+            time.sleep(0.01)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,301 @@
+"""Denied users and quarantined devices: for everybody, from files that root alone can write, without a daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from builders import a_device
+from commands import Gpuguard
+from fake_nvml import FakeNvml
+from guarded import SOMEBODY, a_scene
+from machines import Machine as Devices
+from nodes import start
+from users import ALICE, BOB, DEVICES, Machine, install
+
+from gpuguard import actions
+from gpuguard.case import Context
+from gpuguard.errors import NotEnoughGpus
+from gpuguard.lock import acquire, look
+from gpuguard.lockfiles import LockDirectory, lock_directory
+from gpuguard.marks import DENIED, QUARANTINED, Mark, change, read_marks
+from gpuguard.model import Event, Finding, Subject, Verdict
+from gpuguard.request import Request
+
+root = pytest.mark.root
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path / "claims"))
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Path]:
+    place = Path(tempfile.mkdtemp(prefix="gpuguard-site-"))
+    place.chmod(0o755)
+    install(place)
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture(params=["admin", "sticky"])
+def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
+    place = Path(tempfile.mkdtemp(prefix="gpuguard-users-"))
+    place.chmod(0o755)
+    with FakeNvml(place, DEVICES) as fake:
+        yield Machine(place, site, fake, request.param)
+    shutil.rmtree(place)
+
+
+def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> None:
+    change(directory, kind, lambda found: found.update({name: replace_mark(name, **fields)}))
+
+
+def replace_mark(name: str, **fields: object) -> Mark:
+    return Mark(name, **{"since": time.time(), "reason": "a good reason", **fields})  # type: ignore[arg-type]
+
+
+# The devices of nobody's driver: what claims make of the marks.
+
+
+def test_a_quarantined_device_is_refused_with_its_reason(directory):
+    devices = Devices(a_device(0), a_device(1))
+    mark(directory, QUARANTINED, devices.devices[1].uuid)
+
+    _, choice = look(devices, Request(num_gpus=1), directory)
+
+    assert [device.index for device in choice.devices] == [0]
+    assert [reason.text for reason in choice.refused[0].reasons] == ["quarantined by the administrator: a good reason"]
+
+
+def test_what_is_quarantined_is_never_claimed(directory):
+    devices = Devices(a_device(0), a_device(1))
+    mark(directory, QUARANTINED, devices.devices[1].uuid)
+
+    with acquire(devices, Request(num_gpus=1), directory, environ={}) as claim:
+        assert [device.index for device in claim] == [0]
+    with pytest.raises(NotEnoughGpus, match=r"device 1: quarantined by the administrator: a good reason"):
+        acquire(devices, Request(num_gpus=2), directory, environ={})
+
+
+def test_a_quarantined_gpu_takes_its_instances_along(directory):
+    parent = a_device(0, mig_mode=True)
+    child = a_device(0, uuid="MIG-1", parent_uuid=parent.uuid, gpu_instance_id=1)
+    mark(directory, QUARANTINED, parent.uuid)
+
+    _, choice = look(Devices(parent, child), Request(num_gpus=1), directory)
+
+    assert choice.devices == ()
+
+
+def test_a_denied_user_gets_no_new_claim_and_is_told_until_when(directory):
+    mark(directory, DENIED, str(os.geteuid()), user="carol", until=time.time() + 3600)
+
+    with pytest.raises(NotEnoughGpus, match=r"new claims of carol are denied by the administrator until .*: a good"):
+        acquire(Devices(a_device(0)), Request(), directory, environ={})
+
+
+def test_somebody_else_s_denial_is_nothing_to_me(directory):
+    mark(directory, DENIED, str(os.geteuid() + 1))
+
+    acquire(Devices(a_device(0)), Request(), directory, environ={}).release()
+
+
+def test_a_denied_user_may_divide_the_claim_that_he_has(directory):
+    with acquire(Devices(a_device(0)), Request(), directory, environ={}) as claim:
+        mark(directory, DENIED, str(os.geteuid()))
+
+        acquire(Devices(a_device(0)), Request(), directory, environ={"GPUGUARD_CLAIM": claim.id}).release()
+
+
+def test_who_waits_gets_the_device_when_the_denial_is_over(directory):
+    mark(directory, DENIED, str(os.geteuid()), until=time.time() + 1.0)
+
+    begun = time.monotonic()
+    acquire(Devices(a_device(0)), Request(), directory, wait=20.0, environ={}).release()
+
+    assert time.monotonic() - begun > 0.5
+
+
+def test_a_claim_reads_nothing_where_nothing_is_marked(directory, monkeypatch):
+    monkeypatch.delitem(sys.modules, "gpuguard.marks")
+
+    acquire(Devices(a_device(0)), Request(), directory, environ={}).release()
+
+    assert "gpuguard.marks" not in sys.modules
+
+
+# The actions of policies.
+
+
+def a_verdict(action: str, subject: Subject, enforce: bool = True, **options: float) -> Verdict:
+    finding = Finding("quota", subject, "has 6 devices, 4 are allowed", ())
+    return Verdict("greedy", finding, action, 0, 0.0, enforce=enforce, options=tuple(options.items()))
+
+
+class Acting:
+    """A guard with a directory."""
+
+    def __init__(self, directory: LockDirectory, devices: int = 4, writes: bool = True) -> None:
+        self.machine, self.events = Devices(*map(a_device, range(devices))), []
+        self.directory, self.writes = directory, writes
+        self.context = Context(
+            self.machine, self.write, lambda verdict, snapshot: True, enforce=True, directory=directory
+        )
+
+    def write(self, event: Event) -> bool:
+        found = read_marks(self.directory, DENIED, time.time()) | read_marks(self.directory, QUARANTINED, time.time())
+        self.events.append((event.outcome, sorted(found)))
+        return self.writes
+
+    def act(self, verdict: Verdict) -> str:
+        [outcome] = actions.act(verdict, self.machine.sample((), None), self.context)
+        return outcome.word
+
+
+BOBS = Subject("user", None, uid=SOMEBODY, user="bob")
+
+
+def test_a_policy_denies_a_user_after_it_was_written_down(directory):
+    guard = Acting(directory)
+
+    assert guard.act(a_verdict("deny", BOBS, **{"for": 60.0})) == "done"
+
+    [found] = read_marks(directory, DENIED, time.time()).values()
+    assert (found.name, found.user, found.by) == (str(SOMEBODY), "bob", "the policy greedy")
+    assert found.until is not None and found.until - found.since == 60.0
+    assert guard.events == [("about to", [])]
+
+
+@pytest.mark.parametrize("action", ["deny", "quarantine"])
+@pytest.mark.parametrize(
+    ("enforce", "writes", "word"), [(False, True, "dry run"), (True, False, "not recorded"), (True, True, "done")]
+)
+def test_only_what_is_meant_in_earnest_and_written_down_is_done(directory, action, enforce, writes, word):
+    guard = Acting(directory, writes=writes)
+    subject = replace_subject(BOBS, guard.machine.devices[0].uuid)
+
+    assert guard.act(a_verdict(action, subject, enforce)) == word
+
+    kind = DENIED if action == "deny" else QUARANTINED
+    assert len(read_marks(directory, kind, time.time())) == (word == "done")
+
+
+def replace_subject(subject: Subject, device: str) -> Subject:
+    return Subject(**{**vars(subject), "device": device})
+
+
+@pytest.mark.parametrize("uid", [0, 1, 65534, None])
+def test_people_of_the_system_are_never_denied(directory, uid):
+    guard = Acting(directory)
+
+    assert guard.act(a_verdict("deny", Subject("device", "GPU-1", uid=uid))) == "refused"
+    assert read_marks(directory, DENIED, time.time()) == {}
+
+
+def test_a_policy_takes_at_most_half_of_the_devices_out_of_service(directory):
+    guard = Acting(directory, devices=4)
+    words = [guard.act(a_verdict("quarantine", Subject("device", one.uuid))) for one in guard.machine.devices]
+
+    assert words == ["done", "done", "refused", "refused"]
+
+
+def test_the_one_device_of_a_machine_can_be_quarantined(directory):
+    guard = Acting(directory, devices=1)
+
+    assert guard.act(a_verdict("quarantine", Subject("device", guard.machine.devices[0].uuid))) == "done"
+
+
+def test_an_action_that_cannot_be_done_says_so():
+    with a_scene() as scene:
+        assert scene.act("deny").word == "failed"
+
+
+# The commands.
+
+
+def test_a_device_is_quarantined_and_put_back_by_command(tmp_path):
+    gpuguard = Gpuguard(tmp_path, None)
+    start(str(tmp_path / "node"))
+
+    done = gpuguard("quarantine", "1", "--reason", "XID 79")
+    [found] = json.loads(gpuguard("quarantine", "--json").stdout)["quarantined"]
+    chosen = gpuguard("select", "--gpus", "1")
+    ended = [gpuguard("quarantine", found["name"][:12], "--end").returncode for _ in "12"]
+
+    assert (done.returncode, found["reason"]) == (0, "XID 79")
+    assert (chosen.returncode, chosen.stdout) == (1, "") and "quarantined" in chosen.stderr
+    assert ended == [0, 1]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["outcome"]) for event in events] == [
+        ("quarantine", "quarantined"),
+        ("quarantine", "ended"),
+    ]
+
+
+def test_a_whole_uuid_is_quarantined_without_asking_the_driver(tmp_path):
+    uuid = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_BACKEND="nvml", LD_LIBRARY_PATH="/nonexistent")
+
+    assert gpuguard("quarantine", uuid).returncode == 0
+    assert gpuguard("quarantine", uuid, "--end").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("deny", "bin"),
+        ("deny", "bin", "--for", "0s"),
+        ("deny", "bin", "--for", "2h", "--end"),
+        ("deny", "root", "--for", "2h"),
+        ("deny", "nobody-has-this-name", "--for", "2h"),
+        ("deny", "--for", "2h"),
+        ("deny", "bin", "--for", "2h", "--reason", "x" * 201),
+        ("quarantine", "--end"),
+        ("quarantine", "1", "--end", "--for", "2h"),
+        ("quarantine", "99"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path, words):
+    gpuguard = Gpuguard(tmp_path, None)
+    start(str(tmp_path / "node"))
+
+    assert gpuguard(*words).returncode == 2
+
+
+@root
+def test_root_denies_one_user_and_not_the_other(machine):
+    denied = machine(None, "deny", BOB.pw_name, "--for", "2h", "--reason", "ask me first")
+    if machine.kind == "sticky":
+        assert denied.returncode == 1 and "sudo gpuguard setup" in denied.stderr
+        return
+    refused = machine(BOB, "run", "--no-wait", "--", "true")
+    allowed = machine(ALICE, "run", "--no-wait", "--", "true")
+    ended = machine(None, "deny", BOB.pw_name, "--end")
+    again = machine(BOB, "run", "--no-wait", "--", "true")
+
+    assert (denied.returncode, refused.returncode, allowed.returncode) == (0, 75, 0), denied.stderr
+    assert "ask me first" in refused.stderr and " until " in refused.stderr
+    assert (ended.returncode, again.returncode) == (0, 0)
+
+
+@root
+def test_a_quarantine_holds_for_everybody_and_only_root_can_make_or_end_it(machine):
+    if machine.kind == "sticky":
+        pytest.skip("there are no marks")
+    assert machine(None, "quarantine", "3", "--reason", "XID 79").returncode == 0
+    theirs = [machine(BOB, "quarantine", *words) for words in (["3", "--end"], ["2"])]
+    refused = [machine(user, "run", "--no-wait", "--gpus", "3", "--", "true") for user in (ALICE, BOB, None)]
+
+    assert [done.returncode for done in theirs] == [1, 1] and "sudo" in theirs[0].stderr
+    assert [done.returncode for done in refused] == [75, 75, 75]
+    assert all("quarantined by the administrator: XID 79" in done.stderr for done in refused)

@@ -1,0 +1,237 @@
+"""The daemon's door: who asks is what the kernel says, and nobody can keep others from asking."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from guarded import SOMEBODY
+from nodes import eventually
+
+from gpuguard import door
+from gpuguard.door import LARGEST, MOST_OF_ONE, NAME, PATIENCE_SECONDS, Door, ask
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.lockfiles import LockDirectory, lock_directory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    # Longer than a socket's address may be.
+    return lock_directory(str(tmp_path / ("d" * 120)))
+
+
+def echo(uid, request):
+    if "refuse" in request:
+        raise InvalidRequest(request["refuse"])
+    return {"uid": uid, "asked": request}
+
+
+@pytest.fixture
+def opened(directory: LockDirectory) -> Iterator[LockDirectory]:
+    one = Door(directory, echo)
+    yield directory
+    one.close()
+
+
+def connect(directory: LockDirectory) -> socket.socket:
+    here = os.open(directory.path, os.O_PATH)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10.0)
+    try:
+        connection.connect(f"/proc/self/fd/{here}/{NAME}")
+    except BlockingIOError:
+        connection.close()
+        raise
+    finally:
+        os.close(here)
+    return connection
+
+
+def said(connection: socket.socket) -> bytes:
+    try:
+        return connection.makefile("rb").readline()
+    except ConnectionResetError:
+        return b""
+
+
+def test_the_answer_is_for_whoever_asks(opened):
+    assert ask(opened, {"do": "x"}) == {"ok": True, "uid": os.geteuid(), "asked": {"do": "x"}}
+
+
+def test_a_refusal_is_an_error_with_its_words(opened):
+    with pytest.raises(GpuguardError, match=r"^not you$"):
+        ask(opened, {"refuse": "not you"})
+
+
+def test_the_words_of_an_error_never_break_the_line(opened):
+    with pytest.raises(GpuguardError, match="\ud800" * 100):
+        ask(opened, {"refuse": "\ud800" * 650})
+
+
+@pytest.mark.root
+def test_who_asks_is_what_the_kernel_says(opened):
+    code = "import sys; from test_door import *; print(ask(lock_directory(sys.argv[1]), {'uid': 0})['uid'])"
+    for path in (opened.path, *map(str, Path(opened.path).parents)):
+        if "pytest" in path:
+            os.chmod(path, 0o755)
+    become = f"import os; os.setgroups([]); os.setresgid(*[{SOMEBODY}]*3); os.setresuid(*[{SOMEBODY}]*3)\n"
+    words = [sys.executable, "-c", code.replace("; print", f"\n{become}print"), opened.path]
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)}, capture_output=True, text=True, check=False
+    )
+
+    assert done.stdout == f"{SOMEBODY}\n", done.stderr
+
+
+def test_everybody_may_connect(opened):
+    found = os.stat(f"{opened.path}/{NAME}")
+
+    assert stat.S_ISSOCK(found.st_mode) and found.st_mode & 0o777 == 0o666
+
+
+def test_the_door_of_a_dead_daemon_is_replaced(opened):
+    second = Door(opened, lambda uid, request: {"second": True})
+
+    assert ask(opened, {})["second"]
+    second.close()
+
+
+def test_a_closed_door_says_what_to_do(directory):
+    Door(directory, echo).close()
+
+    assert not os.path.lexists(f"{directory.path}/{NAME}")
+    with pytest.raises(GpuguardError, match=r"no daemon answers .* `gpuguard daemon"):
+        ask(directory, {})
+
+
+@pytest.mark.root
+def test_a_socket_of_somebody_else_is_not_the_daemon(directory, monkeypatch):
+    with socket.socket(socket.AF_UNIX) as listener, door._short_path(directory) as path:
+        listener.bind(path)
+        listener.listen()
+        monkeypatch.setattr(door, "_uid_behind", lambda connection: SOMEBODY)
+
+        with pytest.raises(GpuguardError, match="not that of the daemon"):
+            ask(directory, {})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\n",
+        b"garbage\n",
+        b"[]\n",
+        b"1\n",
+        b"\xff\xfe\n",
+        b"[" * (LARGEST - 1) + b"\n",
+        b'{"a": ' * 600 + b"\n",
+        b"9" * (LARGEST - 1) + b"\n",
+        b"x" * (LARGEST + 1),
+        b"x" * (1 << 20),
+    ],
+    ids=lambda line: repr(line[:10]),
+)
+def test_garbage_gets_an_answer_and_the_next_one_is_served(opened, line):
+    with connect(opened) as connection:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(line)
+        answer = said(connection)
+
+    assert not answer or json.loads(answer)["ok"] is False
+    assert answer or len(line) > LARGEST
+    assert ask(opened, {})["ok"]
+
+
+def test_a_request_may_come_in_pieces(opened):
+    with connect(opened) as connection:
+        for piece in (b'{"do"', b': "x"', b"}\n"):
+            connection.sendall(piece)
+            time.sleep(0.02)
+        assert json.loads(said(connection))["asked"] == {"do": "x"}
+
+
+def test_who_says_nothing_is_sent_away_and_keeps_nobody_waiting(opened):
+    with connect(opened) as silent:
+        begun = time.monotonic()
+        assert ask(opened, {})["ok"]
+        assert time.monotonic() - begun < PATIENCE_SECONDS / 2
+
+        assert said(silent) == b""
+        assert time.monotonic() - begun < 3 * PATIENCE_SECONDS
+
+
+def test_who_never_reads_keeps_nobody_waiting(opened):
+    with ExitStack() as stack:
+        for _ in range(3):
+            connection = stack.enter_context(connect(opened))
+            connection.sendall(b'{"do": "' + b"x" * 4000 + b'"}\n')
+        begun = time.monotonic()
+        assert ask(opened, {})["ok"]
+        assert time.monotonic() - begun < PATIENCE_SECONDS / 2
+
+
+def test_one_user_has_only_so_many_connections(opened):
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(opened)) for _ in range(MOST_OF_ONE + 3)]
+
+        assert [said(each) for each in connections[MOST_OF_ONE:]] == [b""] * 3
+
+
+def test_who_hangs_up_leaves_nothing_behind(opened):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(30):
+        connect(opened).close()
+
+    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert ask(opened, {})["ok"]
+
+
+def test_many_at_once_of_other_users_are_all_served(opened, monkeypatch):
+    numbers = iter(range(1000))
+    real = door._uid_behind
+    monkeypatch.setattr(
+        door,
+        "_uid_behind",
+        lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-door" else real(connection),
+    )
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(ask(opened, {})["ok"])) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert answers == [True] * 20
+
+
+def test_somebody_who_never_stops_connecting_costs_little(opened):
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            with suppress(BlockingIOError), connect(opened):
+                pass
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        answered = 0
+        for _ in range(20):
+            try:
+                answered += ask(opened, {})["ok"]
+            except GpuguardError:
+                time.sleep(0.01)
+        assert answered >= 1
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,286 @@
+"""gpuguard keep: users who ask the daemon to leave them alone, and what it grants."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from builders import a_device
+from daemons import a_daemon, somebodys
+from fake_nvml import FakeNvml
+from guarded import SOMEBODY
+from nodes import GIB, eventually
+from users import ALICE, BOB, DEVICES, Machine, install
+
+from gpuguard.case import boot_clock
+from gpuguard.errors import GpuguardError
+from gpuguard.keeping import CHANGES, MOST_OF_ONE, Keeping
+from gpuguard.lockfiles import LockDirectory, lock_directory
+from gpuguard.marks import KEPT, Mark, change, read_marks
+from gpuguard.model import Event
+
+root = pytest.mark.root
+DEVICE = a_device(0).uuid
+POLICY = """
+version: 1
+mode: enforce
+keep: {{longest: {longest}}}
+policies:
+  - name: hogs
+    when: {{memory: {{above: 20GiB}}}}
+    for: 300ms
+    cooldown: 0s
+    steps: [terminate]
+"""
+
+
+class Granting:
+    """The part of a daemon that grants."""
+
+    def __init__(self, directory: LockDirectory) -> None:
+        self.kept: dict = {}
+        self.events: list[Event] = []
+        self.keeping = Keeping(directory, self.use, lambda: (a_device(0), a_device(1)), self.events.append)
+
+    def use(self, kept: dict) -> None:
+        self.kept = kept
+
+    def __call__(self, asker: int, /, do: str = "keep", **request: object) -> dict:
+        return dict(self.keeping.answer(asker, {"do": do, **({"for_seconds": 60} if do == "keep" else {}), **request}))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path / "claims"))
+
+
+@pytest.fixture
+def granting(directory: LockDirectory) -> Granting:
+    return Granting(directory)
+
+
+def test_a_user_keeps_what_is_his(granting):
+    granting(1001, reason="a deadline")
+
+    [(key, until)] = granting.kept.items()
+    assert key == ("uid", 1001) and 50 < until - boot_clock() <= 60
+    [event] = granting.events
+    assert (event.kind, event.outcome, event.message, dict(event.facts)["uid"]) == ("keep", "kept", "a deadline", 1001)
+
+
+@pytest.mark.parametrize(
+    ("uid", "request_", "key"),
+    [
+        (1001, {"device": "0"}, ("uid on device", f"1001 {DEVICE}")),
+        (1001, {"uid": 1001}, ("uid", 1001)),
+        (0, {"uid": 1001}, ("uid", 1001)),
+        (0, {"device": "0"}, ("device", DEVICE)),
+        (0, {"device": "0", "uid": 1001}, ("uid on device", f"1001 {DEVICE}")),
+    ],
+)
+def test_what_is_kept_is_what_was_asked_for(granting, uid, request_, key):
+    granting(uid, **request_)
+
+    assert list(granting.kept) == [key]
+
+
+@pytest.mark.parametrize(
+    ("uid", "request_"),
+    [
+        (1001, {"uid": 1002}),
+        (1001, {"uid": 0}),
+        (1001, {"uid": True}),
+        (1001, {"uid": "1001"}),
+        (1001, {"uid": -1}),
+        (1001, {"uid": 10**4000}),
+        (65534, {}),
+        (1001, {"device": "9"}),
+        (1001, {"device": ["0"]}),
+        (1001, {"device": "\ud800"}),
+        (1001, {"for_seconds": 86401}),
+        (1001, {"for_seconds": 0}),
+        (1001, {"for_seconds": -1}),
+        (1001, {"for_seconds": None}),
+        (1001, {"for_seconds": True}),
+        (1001, {"for_seconds": "60"}),
+        (1001, {"for_seconds": float("nan")}),
+        (1001, {"for_seconds": float("inf")}),
+        (1001, {"for_seconds": 10**4000}),
+        (0, {}),
+        (0, {"uid": 1001, "for_seconds": 1e9}),
+        (1001, {"do": "reload"}),
+        (1001, {"do": ["keep"]}),
+        (1001, {"do": None}),
+    ],
+)
+def test_what_nobody_may_ask_for_is_refused_and_changes_nothing(granting, uid, request_):
+    with pytest.raises(GpuguardError):
+        granting(uid, **request_)
+
+    assert (granting.kept, granting.events) == ({}, [])
+
+
+def test_the_policy_file_can_forbid_it(granting):
+    granting.keeping.longest = 0.0
+
+    with pytest.raises(GpuguardError, match="administrator"):
+        granting(1001)
+
+
+def test_who_ends_it_ends_only_his_own(granting):
+    granting(1001)
+    granting(1001, device="0")
+    granting(1002)
+
+    assert granting(1001, "end") == {"ended": 2}
+    assert list(granting.kept) == [("uid", 1002)]
+    assert [event.outcome for event in granting.events] == ["kept"] * 3 + ["ended"] * 2
+
+
+def test_a_restarted_daemon_still_knows_whom_to_keep(directory, granting):
+    granting(1001)
+    granting(1002, device="1")
+
+    again = Granting(directory)
+
+    assert again.kept.keys() == granting.kept.keys()
+    for key, until in again.kept.items():
+        assert until == pytest.approx(granting.kept[key], abs=0.5)
+
+
+def test_what_is_over_is_not_kept(directory):
+    change(directory, KEPT, lambda marks: marks.update({"1001": Mark("1001", 0.0, time.time() - 1)}))
+
+    assert Granting(directory).kept == {}
+
+
+def test_nobody_fills_the_log(granting):
+    for _ in range(CHANGES):
+        granting(1001)
+
+    with pytest.raises(GpuguardError, match="within a minute"):
+        granting(1001)
+    granting(1002)
+
+
+def test_nobody_fills_the_file(directory):
+    for number in range(MOST_OF_ONE):
+        mark = Mark(f"1001 GPU-{number}", 0.0, time.time() + 60, "", "1001", "1001")
+        change(directory, KEPT, lambda marks, mark=mark: marks.update({mark.name: mark}))
+
+    with pytest.raises(GpuguardError, match="too much"):
+        Granting(directory)(1001)
+
+
+# With a daemon.
+
+
+@root
+@pytest.mark.parametrize("device", [[], ["--device", "0"]])
+def test_who_is_kept_is_not_ended_until_the_time_is_over(tmp_path, device):
+    with (
+        a_daemon(tmp_path, POLICY.format(longest="1h"), "--enforce", named=True) as daemon,
+        somebodys(daemon.node, "0", 10 * GIB) as bystander,
+    ):
+        words = ("keep", "--user", str(SOMEBODY), *device)
+        assert eventually(lambda: daemon.gpuguard(*words, "--for", "1h").returncode == 0)
+        with somebodys(daemon.node, "0", 40 * GIB) as offender:
+            daemon.until("note")
+            assert offender.poll() is None
+            assert daemon.gpuguard(*words, "--end").returncode == 0
+            assert offender.wait(20) == -signal.SIGTERM
+        assert bystander.poll() is None
+        assert [event["outcome"] for event in daemon.events("keep")] == ["kept", "ended"]
+
+
+@root
+def test_a_mark_of_one_device_does_not_help_on_another(tmp_path):
+    with a_daemon(tmp_path, POLICY.format(longest="1h"), "--enforce", named=True) as daemon:
+        assert eventually(
+            lambda: daemon.gpuguard("keep", "--user", str(SOMEBODY), "--device", "1", "--for", "1h").returncode == 0
+        )
+        with somebodys(daemon.node, "0", 40 * GIB) as offender:
+            assert offender.wait(20) == -signal.SIGTERM
+
+
+def test_the_daemon_that_was_killed_comes_back_with_what_is_kept(tmp_path):
+    words = ("keep", "--for", "30m", *(["--user", "bin"] if os.geteuid() == 0 else []))
+    with a_daemon(tmp_path, POLICY.format(longest="1h")) as daemon:
+        assert eventually(lambda: daemon.gpuguard(*words).returncode == 0)
+        daemon.end(signal.SIGKILL)
+        without = daemon.gpuguard(*words)
+        daemon.start("--interval", "200ms")
+        assert eventually(lambda: daemon.gpuguard(*words, "--json").returncode == 0)
+        [kept] = json.loads(daemon.gpuguard("keep", "--list", "--json").stdout)["kept"]
+        daemon.end()
+
+    assert without.returncode == 1 and "no daemon answers" in without.stderr
+    assert kept["until_unix_seconds"] > time.time() + 1000
+
+
+def test_the_daemon_ends_at_once_while_somebody_holds_its_door(tmp_path):
+    with a_daemon(tmp_path) as daemon:
+        path = daemon.place / "claims" / "daemon.sock"
+        assert eventually(path.exists)
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.connect(str(path))
+            begun = time.monotonic()
+            assert daemon.end() == 0
+            assert time.monotonic() - begun < 3.0
+        assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--for", "0s"), ("--for", "4"), ("--for", "4h", "--end"), ("--list", "--end"), ("--for", "400d")]
+)
+def test_what_makes_no_sense_is_refused(tmp_path, words):
+    with a_daemon(tmp_path) as daemon:
+        assert daemon.gpuguard("keep", *words).returncode == 2
+
+
+@root
+def test_two_users_keep_each_their_own(tmp_path):
+    site, place = (Path(tempfile.mkdtemp(prefix=f"gpuguard-{name}-")) for name in ("site", "users"))
+    for path in (site, place):
+        path.chmod(0o755)
+    install(site)
+    try:
+        with FakeNvml(place, DEVICES) as fake, a_machines_daemon(Machine(place, site, fake, "admin")) as machine:
+            own = machine(BOB, "keep", "--for", "2h", "--reason", "mine")
+            theirs = machine(BOB, "keep", "--for", "2h", "--user", ALICE.pw_name)
+            too_long = machine(BOB, "keep", "--for", "25h")
+            ended = machine(ALICE, "keep", "--end")
+            seen = json.loads(machine(ALICE, "keep", "--list", "--json").stdout)["kept"]
+            marks = read_marks(machine.directory, KEPT, time.time())
+    finally:
+        shutil.rmtree(site)
+        shutil.rmtree(place)
+
+    assert [done.returncode for done in (own, theirs, too_long, ended)] == [0, 1, 1, 1]
+    assert "only root" in theirs.stderr and "1d is the longest" in too_long.stderr
+    assert [(each["name"], each["reason"]) for each in seen] == [(str(BOB.pw_uid), "mine")]
+    assert list(marks) == [str(BOB.pw_uid)]
+
+
+@contextmanager
+def a_machines_daemon(machine: Machine) -> Iterator[Machine]:
+    log = str(machine.place / "events.jsonl")
+    words = machine.words("daemon", "--interval", "200ms", "--events", log)
+    environment = {name: value for name, value in machine.environment.items() if name != "LD_LIBRARY_PATH"}
+    environment |= {"GPUGUARD_BACKEND": "simulated", "GPUGUARD_SIM_DIR": str(machine.place / "node")}
+    with subprocess.Popen(words, env=environment, cwd="/", stderr=subprocess.DEVNULL) as daemon:
+        try:
+            assert eventually((machine.claims / "daemon.sock").exists)
+            yield machine
+        finally:
+            daemon.terminate()

@@ -1,0 +1,181 @@
+"""The files of marks: whole whenever a writer dies, and nothing where somebody else could have written them."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from guarded import SOMEBODY
+
+from gpuguard import marks
+from gpuguard.errors import LockDirectoryError
+from gpuguard.lockfiles import LockDirectory, lock_directory
+from gpuguard.marks import DENIED, QUARANTINED, Mark, change, read_marks
+
+root = pytest.mark.root
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path / "claims"))
+
+
+def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> None:
+    change(directory, kind, lambda found: found.update({name: replace_mark(name, **fields)}))
+
+
+def replace_mark(name: str, **fields: object) -> Mark:
+    return Mark(name, **{"since": time.time(), "reason": "a good reason", **fields})  # type: ignore[arg-type]
+
+
+def file_of(directory: LockDirectory, kind: str) -> Path:
+    return Path(directory.path) / f"{kind}.json"
+
+
+def test_marks_come_back_as_they_were_written(directory):
+    written = Mark("1001", NOW, NOW + 60, 'x"\u4f60\n', "the policy p", "bob")
+    mark(directory, DENIED, "7", until=None)
+    change(directory, DENIED, lambda found: found.update({"1001": replace(written, until=time.time() + 60)}))
+
+    found = read_marks(directory, DENIED, time.time())
+
+    assert replace(found["1001"], until=written.until) == written
+    assert found["7"].until is None
+
+
+def test_a_mark_ends_by_itself(directory):
+    mark(directory, QUARANTINED, "GPU-1", until=NOW)
+
+    assert read_marks(directory, QUARANTINED, NOW - 1).keys() == {"GPU-1"}
+    assert read_marks(directory, QUARANTINED, NOW) == {}
+
+
+def test_without_marks_there_is_no_file(directory):
+    mark(directory, QUARANTINED, "GPU-1")
+    change(directory, QUARANTINED, dict.clear)
+
+    assert not file_of(directory, QUARANTINED).exists()
+
+
+def test_everybody_can_read_the_file_whatever_the_umask(directory):
+    before = os.umask(0o077)
+    try:
+        mark(directory, QUARANTINED, "GPU-1")
+    finally:
+        os.umask(before)
+
+    assert file_of(directory, QUARANTINED).stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b"null",
+        b'{"marks": 1}',
+        b'{"marks": [1]}',
+        b'{"marks": [{"name": "GPU-1"}]}',
+        b"\xff\xfe",
+        b'{"marks": [{"name": "GPU-1", "since_unix_seconds": "x"}]}',
+    ],
+)
+def test_a_damaged_file_stops_nobody(directory, content):
+    file_of(directory, QUARANTINED).write_bytes(content)
+
+    assert read_marks(directory, QUARANTINED, NOW) == {}
+
+
+def forged(directory: LockDirectory, how: str) -> None:
+    path = file_of(directory, QUARANTINED)
+    mark(directory, QUARANTINED, "GPU-1")
+    if how == "link":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to(path.with_name("elsewhere"))
+    elif how == "fifo":
+        path.unlink()
+        os.mkfifo(path, 0o644)
+    elif how == "directory":
+        path.unlink()
+        path.mkdir()
+    elif how == "writable":
+        path.chmod(0o646)
+    elif how == "foreign":
+        os.chown(path, SOMEBODY, SOMEBODY)
+
+
+@pytest.mark.parametrize("how", ["link", "fifo", "directory", "writable", pytest.param("foreign", marks=root)])
+def test_a_forged_file_counts_for_nothing(directory, how):
+    forged(directory, how)
+
+    assert read_marks(directory, QUARANTINED, time.time()) == {}
+
+
+def test_where_anybody_may_make_files_there_are_no_marks(tmp_path):
+    flat = LockDirectory(str(tmp_path), str(tmp_path), str(tmp_path), prefix="gpuguard.")
+    mark(lock_directory(str(tmp_path / "own")), QUARANTINED, "GPU-1")
+    shutil.copy(tmp_path / "own" / "quarantined.json", tmp_path)
+
+    assert read_marks(flat, QUARANTINED, time.time()) == {}
+    with pytest.raises(LockDirectoryError, match="sudo gpuguard setup"):
+        mark(flat, QUARANTINED, "GPU-1")
+
+
+WRITER = """
+import sys, time
+from gpuguard.lockfiles import lock_directory
+from gpuguard.marks import Mark, change
+directory = lock_directory(sys.argv[1])
+print("ready", flush=True)
+while True:
+    for number in range(1, 100):
+        mark = Mark(f"GPU-{number}", time.time(), None, "x" * 200)
+        change(directory, "quarantined", lambda marks: marks.update({mark.name: mark}))
+"""
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_whole_marks(directory):
+    dice = random.Random(1)
+    mark(directory, QUARANTINED, "GPU-0")
+    for _ in range(12):
+        with subprocess.Popen([sys.executable, "-c", WRITER, directory.path], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout and writer.stdout.readline()
+            deadline = time.monotonic() + dice.uniform(0.0, 0.08)
+            seen = []
+            while time.monotonic() < deadline:
+                seen.append("GPU-0" in read_marks(directory, QUARANTINED, time.time()))
+            writer.send_signal(signal.SIGKILL)
+
+        before = read_marks(directory, QUARANTINED, time.time())
+        mark(directory, QUARANTINED, "GPU-last")  # and the next writer is not held up
+
+        assert all(seen) and "GPU-0" in before
+        assert read_marks(directory, QUARANTINED, time.time()).keys() == before.keys() | {"GPU-last"}
+
+
+def test_two_writers_lose_nothing(directory):
+    code = WRITER.replace("while True:", "for _ in [1]:").replace('f"GPU-{number}"', 'f"{sys.argv[2]}-{number}"')
+    words = [sys.executable, "-c", code, directory.path]
+    writers = [subprocess.Popen([*words, name], stdout=subprocess.DEVNULL) for name in "ab"]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+
+    assert len(read_marks(directory, QUARANTINED, time.time())) == 198
+
+
+def test_a_longer_mark_is_not_shortened_by_a_policy():
+    longer = Mark("1", NOW, NOW + 100)
+    found = {"1": longer}
+    marks.prolong(found, Mark("1", NOW, NOW + 50))
+    marks.prolong(found, Mark("2", NOW, NOW + 50, "x" * 999))
+
+    assert (found["1"], len(found["2"].reason)) == (longer, marks.MAX_REASON)
