@@ -226,11 +226,9 @@ def test_the_memory_of_a_stranger_on_the_device_is_not_held_against_the_job(job,
 
 
 def test_a_driver_that_does_not_answer_is_said_and_ends_nobody(job):
-    asleep = job.uses(at_last=40 * GIB).replace("sleep(60)", "sleep(2)")
-    gone = f"import shutil; simulated.use(None, {GIB}, spec={job.node!r}); shutil.rmtree({job.node!r}); time.sleep(2.5)"
-    status, _, err = job(
-        "--memory-limit", "30GiB", job=asleep.replace("\nsimulated.use", f"\n{gone}; sys.exit(3)\nsimulated.use")
-    )
+    uses = f"simulated.use(None, {GIB}, spec={job.node!r}); time.sleep(1)"
+    gone = f"import shutil; {uses}; shutil.rmtree({job.node!r}); time.sleep(2.5); sys.exit(3)"
+    status, _, err = job("--memory-limit", "30GiB", job=job.uses(gone))
 
     assert status == 3
     assert err.count("the limits of the job cannot be kept as long as the driver does not answer") == 1
