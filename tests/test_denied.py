@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from builders import a_device
 from commands import Gpuguard
+from daemons import a_daemon, somebodys
 from fake_nvml import FakeNvml
 from guarded import SOMEBODY, a_scene
 from machines import Machine as Devices
-from nodes import start
+from nodes import GIB, start
 from users import ALICE, BOB, DEVICES, Machine, install
 
 from gpuguard import actions
@@ -220,6 +221,35 @@ def test_an_action_that_cannot_be_done_says_so():
         assert scene.act("deny").word == "failed"
 
 
+POLICY = """
+version: 1
+mode: enforce
+policies:
+  - name: hogs
+    when: {memory: {above: 20GiB}}
+    for: 300ms
+    steps: [deny, {do: quarantine, for: 2h}]
+"""
+
+
+@root
+@pytest.mark.parametrize(("options", "done"), [(["--enforce"], True), ([], False)])
+def test_a_daemon_denies_and_quarantines_by_policy(tmp_path, options, done):
+    with (
+        a_daemon(tmp_path, POLICY, *options, named=True) as daemon,
+        somebodys(daemon.node, "0", 40 * GIB) as offender,
+    ):
+        [event] = daemon.until("quarantine")
+        outcomes = {each["outcome"] for each in (event, *daemon.events("deny"))}
+        explained = daemon.gpuguard("explain", "--gpus", "0", "--mine-as-free").stdout
+        denied = json.loads(daemon.gpuguard("deny", "--json").stdout)["denied"]
+
+        assert offender.poll() is None
+    assert outcomes == ({"about to"} if done else {"dry run"})
+    assert ("quarantined by the policy hogs until " in explained) == done
+    assert [(each["name"], each["by"]) for each in denied] == [(str(SOMEBODY), "the policy hogs")] * done
+
+
 # The commands.
 
 
@@ -230,10 +260,13 @@ def test_a_device_is_quarantined_and_put_back_by_command(tmp_path):
     done = gpuguard("quarantine", "1", "--reason", "XID 79")
     [found] = json.loads(gpuguard("quarantine", "--json").stdout)["quarantined"]
     chosen = gpuguard("select", "--gpus", "1")
+    seen = json.loads(gpuguard("who", "--json").stdout)["devices"]
     ended = [gpuguard("quarantine", found["name"][:12], "--end").returncode for _ in "12"]
 
     assert (done.returncode, found["reason"]) == (0, "XID 79")
     assert (chosen.returncode, chosen.stdout) == (1, "") and "quarantined" in chosen.stderr
+    assert [device["state"] for device in seen[:2]] == ["free", "unhealthy"]
+    assert seen[1]["reason"] == "quarantined by the administrator: XID 79"
     assert ended == [0, 1]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["outcome"]) for event in events] == [

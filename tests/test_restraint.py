@@ -38,6 +38,12 @@ def test_the_breaker_counts_no_warnings():
     assert len(ladder_at_its_end(a_policy("warn"), *crowd(8)).verdicts) == 8
 
 
+@pytest.mark.parametrize("action", ["deny", "quarantine"])
+def test_the_breaker_counts_what_hits_no_process_and_yet_takes_something_away(action):
+    assert ladder_at_its_end(a_policy(action, at_most_users=3), *crowd(4)).verdicts == ()
+    assert len(ladder_at_its_end(a_policy(action, at_most_users=3), *crowd(3)).verdicts) == 3
+
+
 def test_the_breaker_of_one_policy_does_not_stop_another():
     calm = a_policy("terminate", name="calm", rules=(Processes(15 * GIB),))
     devices = [*crowd(4), a_device(4, processes=(a_process(memory_used=20 * GIB),))]

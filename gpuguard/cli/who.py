@@ -23,6 +23,7 @@ from gpuguard.backends import Backend
 from gpuguard.cli.choice_options import quantity, selectors
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
+from gpuguard.lockfiles import LockDirectory
 from gpuguard.model import WHO_FIELDS, Gap, Snapshot
 from gpuguard.state import read_state
 from gpuguard.units import parse_duration
@@ -115,10 +116,28 @@ def _with_claims(args: argparse.Namespace, snapshot: Snapshot) -> Snapshot:
     if any(not device.processes_plausible for device in snapshot.devices) and not in_first_pid_namespace():
         gaps += (Gap(None, "processes", _OTHER_NAMESPACE),)
     try:
-        claims = tuple(probe(directory_of(args), [device.uuid for device in snapshot.devices]))
+        directory = directory_of(args)
+        claims = tuple(probe(directory, [device.uuid for device in snapshot.devices]))
     except ClaimError as error:
         return replace(snapshot, gaps=(*gaps, Gap(None, "claims", " ".join(str(error).split()))))
-    return replace(snapshot, claims=claims, gaps=gaps)
+    return _with_quarantine(directory, replace(snapshot, claims=claims, gaps=gaps))
+
+
+def _with_quarantine(directory: LockDirectory, snapshot: Snapshot) -> Snapshot:
+    """*snapshot* in which being quarantined is a problem of the device, as it is for whoever wants it."""
+    from gpuguard.marks import against
+
+    why = against(directory, [device.uuid for device in snapshot.devices], None, time.time())
+    if not why:
+        return snapshot
+    texts = [why.get(device.uuid) or why.get(device.parent_uuid or "") for device in snapshot.devices]
+    return replace(
+        snapshot,
+        devices=tuple(
+            replace(device, problems=(*(device.problems or ()), text)) if text else device
+            for device, text in zip(snapshot.devices, texts, strict=True)
+        ),
+    )
 
 
 def chosen_devices(snapshot: Snapshot, words: list[str]) -> frozenset[str]:
