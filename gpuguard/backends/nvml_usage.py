@@ -59,11 +59,12 @@ def read_memory(reading: Reading) -> None:
 def read_processes(reading: Reading) -> None:
     """processes and processes_plausible; PROCESS_DETAILS adds graphics and MPS processes and who they all are."""
     details = PROCESS_DETAILS in reading.fields
-    lists, reason = _plausible_lists(reading, list(_LISTS) if details else ["compute"])
+    lists, failed, reason = _plausible_lists(reading, list(_LISTS) if details else ["compute"])
     if "compute" not in lists:
         return
     rows = list(_merged(lists, reading.values.get("memory_total")).values())
-    reading.values["processes_plausible"] = reason is None
+    # A desktop looks like a job when the list of graphics processes exists and could not be read.
+    reading.values["processes_plausible"] = reason is None and all(each.code in NEVER for each in failed.values())
     if reason is None:
         identify = processes.described if details else processes.identified
         rows = [identify(row) for row in rows]
@@ -82,7 +83,7 @@ def read_idle_processes(reading: Reading) -> None:
         read_processes(reading)
 
 
-def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list[Any]], str | None]:
+def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list[Any]], dict[str, Answer], str | None]:
     lists, failed = _lists(reading, kinds)
     reason = _implausibility(reading, lists, reading.values.get("memory_used"))
     if reason:
@@ -93,7 +94,7 @@ def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list
     for kind, answer in failed.items():
         reading.gap("processes" if kind == "compute" else f"processes ({kind})", answer.reason)
         reading.fault(f"{kind} processes", answer)
-    return lists, reason
+    return lists, failed, reason
 
 
 def _lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list[Any]], dict[str, Answer]]:

@@ -1,0 +1,391 @@
+"""Drivers that lie, fall silent or forget, under every rule: run by test_guard_faults, in a process of its own.
+
+Three devices.  On the first sits an offender whom every rule finds, on the third somebody innocent, and the second one
+has the fault.  Each rule has a watchdog of its own whose policy terminates at once; they share the samples, and nothing
+is sent: a signal is written down where it would leave.
+
+python faulty_driver.py CAMPAIGN [FAULT]      prints {"cases": .., "wrong": [..]} as JSON
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace as replace_fields
+from functools import partial
+from typing import Any
+
+from builders import a_claim_record, a_snapshot
+from fake_nvml import ABORT, GIB, HANG, LOST, NO_PERMISSION, NOT_SUPPORTED, RESET_REQUIRED, TIMEOUT, UNKNOWN, FakeNvml
+from guarded import SOMEBODY as GUILTY
+from guarded import a_child, started
+from pid_reuse import Everybody
+
+from gpuguard import actions, identity, ledger, users
+from gpuguard.backends import isolated, nvml, nvml_reading, processes
+from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
+from gpuguard.nouns import replace
+from gpuguard.policies import Rule
+from gpuguard.policies.age import Age
+from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
+from gpuguard.policies.command import Command
+from gpuguard.policies.expression import Expression
+from gpuguard.policies.expression_language import parse_expression
+from gpuguard.policies.forecast import Forecast
+from gpuguard.policies.health import Health
+from gpuguard.policies.idle import Idle
+from gpuguard.policies.memory import Memory
+from gpuguard.policies.memory_growth import MemoryGrowth
+from gpuguard.policies.outside_scheduler import OutsideScheduler
+from gpuguard.policies.past import Series
+from gpuguard.policies.policy import Policy, Scope, Step
+from gpuguard.policies.power import Power
+from gpuguard.policies.processes import Processes
+from gpuguard.policies.quota import Quota
+from gpuguard.policies.rules import RULES
+from gpuguard.policies.temperature import Temperature
+from gpuguard.policies.trespass import Trespass
+from gpuguard.policies.unclaimed import Unclaimed
+from gpuguard.policies.users import Users
+from gpuguard.policies.utilization import Utilization
+from gpuguard.policies.view import View, key_of, process_subject
+from gpuguard.watchdog import Watchdog
+
+OTHER = GUILTY + 1
+PAST = 600.0
+CODES = (NOT_SUPPORTED, NO_PERMISSION, TIMEOUT, LOST, RESET_REQUIRED, UNKNOWN)
+IDENTITY = ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID")
+LIST = "nvmlDeviceGetComputeRunningProcesses_v3"
+# Without this answer the rule knows nothing of a device; all rules need the list of processes.
+VITAL = {
+    "temperature": ("nvmlDeviceGetTemperature",),
+    "power": ("nvmlDeviceGetPowerUsage",),
+    "utilization": ("nvmlDeviceGetProcessUtilization",),
+    "health": ("nvmlDeviceGetRemappedRows",),
+}
+AGGRESSIVE: dict[str, Rule] = {
+    "memory": Memory(parse_memory_amount("20GiB")),
+    "memory_growth": MemoryGrowth(parse_rate("1MiB/10m"), PAST),
+    "temperature": Temperature(80.0, per="process"),
+    "power": Power(parse_power_amount("600W"), per="process"),
+    "utilization": Utilization(above=50.0, per="process"),
+    "idle": Idle(5.0),
+    "processes": Processes(0, per="user"),
+    "forecast": Forecast(1e7, PAST, per="process"),
+    "unclaimed": Unclaimed(),
+    "trespass": Trespass(),
+    "users": Users(deny=(GUILTY,)),
+    "quota": Quota(devices=0),
+    "age": Age(run_time_above=0.0),
+    "health": Health(problems=("row remap*",), with_processes=True),
+    "command": Command(executables=("/*",)),
+    "outside_scheduler": OutsideScheduler(),
+    "expression": Expression(parse_expression("memory_used > 20GiB and utilization < 5% and user == 'alice'")),
+}
+# These would find everybody, whatever he does.
+BY_PERSON = {"processes", "quota", "age", "command"}
+
+
+def policy_of(name: str) -> Policy:
+    only = Scope(users=frozenset({GUILTY})) if name in BY_PERSON else Scope()
+    limits = {"at_most_users": 100, "at_most_processes": 100}
+    return Policy(name, (AGGRESSIVE[name],), hold=0.0, only=only, enforce=True, steps=(Step("terminate"),), **limits)
+
+
+POLICIES = {name: policy_of(name) for name in RULES}
+
+
+class Driver:
+    """One sample for all watchdogs; when one of them looks again before a signal, the driver is asked."""
+
+    name, simulated = "nvml", True
+
+    def __init__(self, world: World, backend: Any = None) -> None:
+        self.world, self.backend, self.newest = world, backend or nvml.Nvml(), a_snapshot()
+        self.before_last_look: Callable[[], None] = lambda: None
+
+    def look(self) -> Snapshot:
+        self.newest = self.backend.sample(WHO_FIELDS | {CLOCKS, ECC})
+        return self.newest
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        if devices is None:
+            return self.newest
+        self.world.list_processes((0, 2))  # the driver has new samples of their utilization, too
+        self.before_last_look()
+        return self.backend.sample(fields, devices)
+
+    def close(self) -> None:
+        pass
+
+
+class World:
+    """The fake machine, and who sits where."""
+
+    def __init__(self, fake: FakeNvml, offender: int, bystander: int, *second: int) -> None:
+        self.fake, self.offender, self.bystander, self.second = fake, offender, bystander, second
+        self.sent: list[tuple[str, int]] = []
+        self.rule, self.tick = "", 0
+
+    def lay_out(self, second: str) -> None:
+        """Everything whole; on the second device sits an offender ("guilty", "desktop") or somebody ("innocent")."""
+        self.fake.heal()
+        for index, guilty in enumerate((True, second != "innocent", False)):
+            device = self.fake.devices[index]
+            device.temperature, device.power_mw = (95, 690_000) if guilty else (40, 100_000)
+            device.utilization, device.remap_pending = (0, 1) if guilty else (90, 0)
+            device.samples, device.process_stride, device.memory_reserved = [device.utilization] * 5, 24, 0
+        self.second_is = second
+        self.list_processes()
+
+    def list_processes(self, devices: Collection[int] = (0, 1, 2)) -> None:
+        self.tick += 1
+        kind = "compute+graphics" if self.second_is == "desktop" else "compute"
+        second = (self.second[1], GIB) if self.second_is == "innocent" else (self.second[0], 60 * GIB)
+        rows = (self.offender, 60 * GIB, "compute"), (*second, kind), (self.bystander, GIB, "compute")
+        for device in devices:
+            self.listed(device, rows[device])
+
+    def listed(self, device: int, *rows: tuple[int, int, str], **more: int) -> None:
+        self.fake.clear_processes(device)
+        for pid, memory, kind in rows:
+            sm = 90 if memory > GIB else 10
+            self.fake.add_process(device, pid, memory, kind, sm_utilization=sm, time_stamp=self.tick, **more)
+
+    def forward(self, pidfd: int, signum: int) -> str:
+        """In place of the last call."""
+        with open(f"/proc/self/fdinfo/{pidfd}") as file:
+            self.sent.append((self.rule, int(file.read().partition("Pid:")[2].split()[0])))
+        return actions.SENT
+
+
+def guards(world: World, driver: Driver) -> dict[str, Watchdog]:
+    """A watchdog per rule."""
+    found = {}
+    for name, policy in POLICIES.items():
+        guard = Watchdog(driver, (policy,), enforce=True, append=lambda event: True, share_host_pids=True)
+        guard._context = replace_fields(guard._context, jobs=Everybody(), interactive_grace=0.0)
+        setattr(guard, "_look_around", surrounded(guard._look_around, world, name))  # noqa: B010
+        seed(guard, driver.newest)
+        found[name] = guard
+    return found
+
+
+def surrounded(look_around: Callable[[Snapshot], View], world: World, rule: str) -> Callable[[Snapshot], View]:
+    """What does not come from the driver: claims, and a scheduler."""
+
+    def look(snapshot: Snapshot) -> View:
+        uuids = [world.fake.devices[index].uuid for index in range(3)]
+        taken = {"trespass": uuids, "unclaimed": uuids[1 if world.second_is == "innocent" else 2 :]}.get(rule, ())
+        claims = (a_claim_record(*taken, uid=OTHER, user="bob", pid=None),) if taken else ()
+        gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")
+        view = look_around(replace(snapshot, claims=claims, gaps=gaps))
+        return replace_fields(view, scheduled={uuid: frozenset({OTHER}) for uuid in uuids})
+
+    return look
+
+
+def seed(guard: Watchdog, snapshot: Snapshot) -> None:
+    """Ten minutes in which the memory of offenders has grown."""
+    for device in snapshot.devices:
+        for process in device.processes or ():
+            series = Series(PAST)
+            used = process.memory_used or 0
+            growth = GIB / 60 if used > GIB else 0
+            for ago in range(int(PAST), 0, -10):
+                series.add(snapshot.clock - ago, used - ago * growth)
+            guard._memory.past[key_of(process_subject(device, process)), "memory_used"] = series
+
+
+def rounds(world: World, driver: Driver, hurt: Callable[[], None], *, when: str) -> dict[str, set[int]]:
+    """Whom each rule would have hit: one whole sample, then *hurt*, then two more samples ("the last look": one)."""
+    world.sent, watchdogs = [], None
+    driver.before_last_look = lambda: None
+    for step in range(3 if when == "sample" else 2):
+        if step:
+            world.list_processes()
+        if step and when == "sample":
+            hurt()
+        driver.look()
+        watchdogs = watchdogs or guards(world, driver)
+        driver.before_last_look = hurt if when == "last look" else (lambda: None)
+        for world.rule, guard in watchdogs.items():
+            if when == "last look":
+                world.fake.heal()
+            guard.step()
+    return {rule: {pid for name, pid in world.sent if name == rule} for rule in POLICIES}
+
+
+def faults_of(world: World, hit: dict[str, set[int]], innocent: Collection[str]) -> list[str]:
+    """What is wrong: somebody was hit besides the offender, or he was missed; *innocent*: rules blind on the second."""
+    wrong = []
+    for rule, pids in hit.items():
+        if world.offender not in pids:
+            wrong.append(f"{rule} missed the offender on the whole device")
+        if world.bystander in pids:
+            wrong.append(f"{rule} hit a bystander")
+        if rule in innocent and pids - {world.offender, world.bystander}:
+            wrong.append(f"{rule} hit somebody on the broken device")
+    return wrong
+
+
+def blind(function: str, code: int) -> set[str]:
+    """The rules that know nothing of the second device when *function* fails."""
+    if code == LOST or function == LIST:
+        return set(POLICIES)
+    return {rule for rule, vital in VITAL.items() if function in vital}
+
+
+Case = tuple[str, list[str]]
+
+
+def every_code(world: World) -> Iterator[Case]:
+    """Each function that a sample calls x each code, with somebody innocent and with an offender on the device."""
+    world.lay_out("innocent")
+    world.fake.reset_calls()
+    nvml.Nvml().sample(ALL_FIELDS - {"topology", "nvlink", "pcie"})
+    names = [name for name in world.fake.calls() if "Device" in name and name != "nvmlDeviceGetCount_v2"]
+    assert len(names) > 20, names
+    for name in names:
+        for code in CODES:
+            for second in ("innocent", "guilty"):
+                world.lay_out(second)
+                driver = Driver(world)
+
+                def hurt(name: str = name, code: int = code, driver: Driver = driver) -> None:
+                    world.fake.fail(name, code, device=1)
+                    driver.backend = nvml.Nvml()  # the one before asks for nothing that it knows already
+
+                hit = rounds(world, driver, hurt, when="sample")
+                everybody = second == "innocent" or name in IDENTITY
+                yield f"{name} {code} {second}", faults_of(world, hit, POLICIES if everybody else blind(name, code))
+
+
+def the_last_look(world: World) -> Iterator[Case]:
+    """The driver fails only when it is asked again, just before the signal."""
+    for name in {LIST, *(name for names in VITAL.values() for name in names)}:
+        for code in CODES:
+            world.lay_out("guilty")
+            driver = Driver(world)
+            hit = rounds(world, driver, partial(world.fake.fail, name, code, device=1), when="last look")
+            yield f"{name} {code} at the last look", faults_of(world, hit, blind(name, code))
+
+
+def values(world: World) -> Iterator[Case]:
+    """Numbers that cannot be, and "not available"."""
+    for field, value in (
+        ("temperature", 255), ("temperature", -5), ("power_mw", 2**32 - 1), ("utilization", 101),
+        ("utilization", 2**32 - 1), ("memory_utilization", 2**32 - 1), ("memory_total", 0), ("memory_used", 2**60),
+        ("memory_reserved", 2**60), ("power_limit_mw", 2**32 - 1),
+    ):  # fmt: skip
+        world.lay_out("innocent")
+
+        def hurt(field: str = field, value: int = value) -> None:
+            setattr(world.fake.devices[1], field, value)
+            if field == "utilization":
+                world.fake.devices[1].samples = [value] * 5
+
+        hit = rounds(world, Driver(world), hurt, when="sample")
+        yield f"{field} {value}", faults_of(world, hit, POLICIES)
+        setattr(world.fake.devices[1], field, getattr(world.fake.devices[2], field))
+    world.lay_out("guilty")
+    hit = rounds(world, Driver(world), lambda: world.listed(1, (world.second[0], -1, "compute")), when="sample")
+    yield "memory of a process n/a", faults_of(world, hit, {"memory", "memory_growth", "forecast", "expression"})
+
+
+def lists(world: World) -> Iterator[Case]:
+    """Process lists that name people who are not there."""
+    one, two = world.second[:2]
+    big = 60 * GIB
+    garbage: dict[str, Callable[[], None]] = {
+        f"pid {pid}": partial(world.listed, 1, (one, big, "compute"), (pid, GIB, "compute"), stays=1)
+        for pid in (0, 1, -1, 4294967295, 2**31 - 1)
+    }
+    garbage["twice"] = lambda: world.listed(1, (one, big, "compute"), (one, big, "compute"))
+    garbage["more than the card has"] = lambda: world.listed(1, (one, 100 * GIB, "compute"), counted=0)
+    garbage["more than is used"] = lambda: world.listed(
+        1, (one, 40 * GIB, "compute"), (two, 35 * GIB, "compute"), counted=0
+    )
+    for stride in (16, 32):
+
+        def scrambled(stride: int = stride) -> None:
+            rows = [(pid, memory, "compute") for pid, memory in ((one, one), (two, big), (one, two), (two, one))]
+            world.listed(1, *rows, counted=0)
+            world.fake.devices[1].process_stride = stride
+
+        garbage[f"rows of {stride} bytes"] = scrambled
+    for name, hurt in garbage.items():
+        for when in ("sample", "last look"):
+            world.lay_out("guilty")
+            hit = rounds(world, Driver(world), hurt, when=when)
+            yield f"{name}, {when}", faults_of(world, hit, POLICIES)
+
+
+def desktops(world: World) -> Iterator[Case]:
+    """A desktop that computes, too, looks like a job when the list of graphics processes fails."""
+    for code in CODES[1:]:  # "not supported" means that there is no such list
+        hurt = partial(world.fake.fail, "nvmlDeviceGetGraphicsRunningProcesses_v3", code, device=1)
+        for when in ("sample", "last look"):
+            world.lay_out("desktop")
+            hit = rounds(world, Driver(world), hurt, when=when)
+            yield f"graphics list {code}, {when}", faults_of(world, hit, POLICIES)
+
+
+def silence(world: World) -> Iterator[Case]:
+    """Calls that do not come back, or that crash the library: behind the process border."""
+    isolated.DEVICE_SECONDS = 0.7
+    for name in (LIST, "nvmlDeviceGetTemperature"):
+        for what, code in {"hangs": HANG, "crashes": ABORT}.items():
+            for when in ("sample", "last look"):
+                world.lay_out("guilty")
+                backend = isolated.open_isolated("nvml", fork=True)
+                hurt = partial(world.fake.fail, name, code, device=1)
+                hit = rounds(world, Driver(world, backend), hurt, when=when)
+                backend.close()
+                world.fake.heal()
+                yield f"{name} {what}, {when}", faults_of(world, hit, POLICIES)
+
+
+CAMPAIGNS = {one.__name__: one for one in (every_code, the_last_look, values, lists, desktops, silence)}
+
+
+def believe_every_list() -> None:
+    processes.implausibility = lambda *_, **__: None
+
+
+def take_unknown_for_zero() -> None:
+    def gap(reading: nvml_reading.Reading, name: str, reason: str) -> None:
+        reading.gaps.append(Gap(reading.place.uuid, name, reason))
+        if name == "utilization":
+            reading.values[name] = 0
+
+    setattr(nvml_reading.Reading, "gap", gap)  # noqa: B010
+
+
+FAULTS: dict[str, Callable[[], None]] = {one.__name__: one for one in (believe_every_list, take_unknown_for_zero)}
+
+
+def main(campaign: str, fault: str | None = None) -> None:
+    users._names.update({GUILTY: "alice", OTHER: "bob"})
+    identity.DRIVER_FILE = "/no/driver"  # the processes here have none open, even where there is one
+    ledger.SIGNALS_PER_MINUTE = ledger.ENDED_PER_HOUR = 10**6
+    if fault:
+        FAULTS[fault]()
+    with contextlib.ExitStack() as stack:
+        pids = [stack.enter_context(a_child(uid=uid)).pid for uid in (GUILTY, OTHER, GUILTY, OTHER)]
+        for pid in pids:
+            started(pid)
+        world = World(FakeNvml.attach(), *pids)
+        actions.forward = world.forward
+        begun, cases = time.monotonic(), list(CAMPAIGNS[campaign](world))
+    wrong = [f"{name}: {what}" for name, found in cases for what in found]
+    print(json.dumps({"cases": len(cases), "seconds": time.monotonic() - begun, "wrong": wrong}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
