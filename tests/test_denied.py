@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,14 @@ def test_people_of_the_system_are_never_denied(directory, uid):
     guard = Acting(directory)
 
     assert guard.act(a_verdict("deny", Subject("device", "GPU-1", uid=uid))) == "refused"
+    assert read_marks(directory, DENIED, time.time()) == {}
+
+
+def test_a_protected_user_is_never_denied(directory):
+    guard = Acting(directory)
+    guard.context = replace(guard.context, protected=frozenset({SOMEBODY}))
+
+    assert guard.act(a_verdict("deny", BOBS)) == "refused"
     assert read_marks(directory, DENIED, time.time()) == {}
 
 
