@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -78,17 +80,27 @@ def test_the_words_of_an_error_never_break_the_line(opened):
         ask(opened, {"refuse": "\ud800" * 650})
 
 
+ASK_AS_SOMEBODY = """
+import os, sys
+from gpuguard.door import ask
+from gpuguard.lockfiles import lock_directory
+directory = lock_directory(sys.argv[1])
+os.setgroups([]); os.setresgid(*[int(sys.argv[2])] * 3); os.setresuid(*[int(sys.argv[2])] * 3)
+print(ask(directory, {"uid": 0})["uid"])
+"""
+
+
 @pytest.mark.root
-def test_who_asks_is_what_the_kernel_says(opened):
-    code = "import sys; from test_door import *; print(ask(lock_directory(sys.argv[1]), {'uid': 0})['uid'])"
-    for path in (opened.path, *map(str, Path(opened.path).parents)):
-        if "pytest" in path:
-            os.chmod(path, 0o755)
-    become = f"import os; os.setgroups([]); os.setresgid(*[{SOMEBODY}]*3); os.setresuid(*[{SOMEBODY}]*3)\n"
-    words = [sys.executable, "-c", code.replace("; print", f"\n{become}print"), opened.path]
-    done = subprocess.run(
-        words, env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)}, capture_output=True, text=True, check=False
-    )
+def test_who_asks_is_what_the_kernel_says():
+    place = Path(tempfile.mkdtemp(prefix="gpuguard-door-"))  # pytest's own tmp_path lets nobody else in
+    place.chmod(0o755)
+    one = Door(lock_directory(str(place / "claims")), echo)
+    try:
+        words = [sys.executable, "-c", ASK_AS_SOMEBODY, str(place / "claims"), str(SOMEBODY)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    finally:
+        one.close()
+        shutil.rmtree(place)
 
     assert done.stdout == f"{SOMEBODY}\n", done.stderr
 
