@@ -118,6 +118,8 @@ class Watchdog:
         judgement = engine.evaluate(
             self._view, policies, self._memory, interval=self.interval[1], zone=_zone(snapshot.taken_at)
         )
+        if any(note.kind == "resampling" for note in judgement.notes) and not _is_same(before, self._view):
+            self._due.clear()  # what waited through a pause in which nobody looked has no reason any more
         self._act(judgement.verdicts, policies)
         self._note(judgement.notes)
         self.pause = pace(before.snapshot if before else None, snapshot, self.pause, self.interval)
@@ -303,6 +305,10 @@ def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[f
     """Seconds until the next sample: at once when something rises, later and later while nothing does."""
     shortest, longest = interval
     return shortest if before is None or _rises(before, now) else min(longest, max(pause, shortest) * SLOWER)
+
+
+def _is_same(before: View | None, now: View) -> bool:
+    return before is not None and before.clock == now.clock
 
 
 def _rises(before: Snapshot, now: Snapshot) -> bool:
