@@ -331,7 +331,7 @@ def test_a_message_goes_out_and_the_loop_does_not_wait_for_it(tmp_path):
         assert web.requests == []
         daemon.start("--interval", "200ms", "--enforce")
         with a_user(daemon.node, "0", 40 * GIB) as child:
-            assert eventually(lambda: web.requests, 20), daemon.said()
+            assert eventually(lambda: bool(web.requests), 20), daemon.said()
             daemon.end()
 
     assert str(child.pid) in str(web.requests[0])

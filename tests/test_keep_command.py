@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -173,10 +174,14 @@ def test_nobody_fills_the_log(granting):
     granting(1002)
 
 
+def _add(mark, marks):
+    marks[mark.name] = mark
+
+
 def test_nobody_fills_the_file(directory):
     for number in range(MOST_OF_ONE):
         mark = Mark(f"1001 GPU-{number}", 0.0, time.time() + 60, "", "1001", "1001")
-        change(directory, KEPT, lambda marks, mark=mark: marks.update({mark.name: mark}))
+        change(directory, KEPT, partial(_add, mark))
 
     with pytest.raises(GpuguardError, match="too much"):
         Granting(directory)(1001)

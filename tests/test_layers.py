@@ -9,8 +9,8 @@ from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
     "errors", "units", "text", "users", "nouns", "model", "backends", "clusters", "request", "eligibility", "topology",
-    "select", "attribution", "ancestry", "policies", "waiting", "lockfiles", "marks", "state", "records", "hold", "lock",
-    "grab", "wording", "messages", "notify",
+    "select", "attribution", "ancestry", "policies", "waiting", "lockfiles", "marks", "state", "records", "hold",
+    "lock", "grab", "wording", "messages", "notify",
     "actiontable", "identity", "terminals", "ledger", "case", "preflight", "actions",
     "history", "rootfile", "accounts", "yaml_nodes", "decoding", "policykeys", "policychecks", "policyfile",
     "series_file", "rehearsal", "scenario", "trial",
