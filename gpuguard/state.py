@@ -130,7 +130,7 @@ def _processes_are_hidden() -> bool:
     """Whether /proc is mounted so that users do not see each other's command lines (hidepid)."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-            mount = [line.split() for line in lines if line.split()[4] == "/proc"]
+            mount = [line.split() for line in lines if " /proc " in line and line.split()[4] == "/proc"]
     except (OSError, IndexError):
         return True
     options = mount[-1][-1].split(",") if mount else []

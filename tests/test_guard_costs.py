@@ -1,0 +1,104 @@
+"""What one look of the guard may cost: files of /proc that are opened, calls of the driver.  Counted, not timed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from builders import a_device, a_process, a_snapshot
+from fake_nvml import GIB, FakeNvml
+from nvml_child import answer_of
+
+from gpuguard import ancestry
+from gpuguard.backends import processes
+from gpuguard.hostuse import HostUses
+from gpuguard.model import GpuProcess
+
+OPENED = """
+opened = []
+sys.addaudithook(lambda event, facts: opened.append(str(facts[0])) if event == "open" else None)
+backend = nvml.open(); backend.sample(WHO_FIELDS)
+fake.reset_calls(); opened.clear(); backend.sample(WHO_FIELDS)
+answer = [path for path in opened if path.startswith("/proc/")], fake.calls()
+"""
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[int]]:
+    with ExitStack() as stack:
+        children = [stack.enter_context(subprocess.Popen(["sleep", "600"])) for _ in range(6)]
+        yield [child.pid for child in children]
+        for child in children:
+            child.kill()
+
+
+def test_a_sample_opens_two_files_per_process_and_asks_the_driver_no_more_than_it_must(
+    fake: FakeNvml, jobs: list[int]
+) -> None:
+    for number, pid in enumerate(jobs):
+        fake.add_process(number % 2, pid, GIB)
+    opened, calls = answer_of(fake, OPENED)
+
+    # What makes sure that a pid is who it was a second ago: its start, and the program that it runs.
+    assert sorted(opened) == sorted(f"/proc/{pid}/{name}" for pid in jobs for name in ("stat", "cmdline"))
+    assert sum(calls.values()) <= 8 * 16
+
+
+def test_the_guard_reads_the_state_of_each_process_once_per_look(jobs: list[int], monkeypatch: Any) -> None:
+    read: Counter[str] = Counter()
+    real = processes.read_proc
+    monkeypatch.setattr(ancestry, "read_proc", lambda path, *limit: read.update([path]) or real(path, *limit))
+    rows = tuple(a_process(pid, start_time=processes.start_time(pid)) for pid in jobs)
+    snapshot = a_snapshot(a_device(0, processes=rows), a_device(1, processes=rows))
+
+    stats = ancestry.stats_of(jobs)
+    uses = HostUses().look(snapshot, stats)
+    seen = ancestry.look_up(snapshot, stats)
+
+    assert len(uses) == len(jobs)
+    assert seen.keys() >= set(jobs)
+    assert {read[f"/proc/{pid}/stat"] for pid in jobs} == {1}
+    assert set(read.values()) == {1}
+
+
+def test_a_user_id_is_kept_for_a_while_and_read_again_then(jobs: list[int], monkeypatch: Any) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(processes, "_uid", lambda pid: read.append(pid) or 1000 + len(read))
+
+    assert [processes.described(GpuProcess(jobs[0])).uid for _ in range(3)] == [1001, 1001, 1001]
+    monkeypatch.setattr(processes, "UID_SECONDS", -1.0)
+    assert processes.described(GpuProcess(jobs[0])).uid == 1002
+
+
+def test_another_program_under_the_same_pid_is_asked_anew_who_it_is(monkeypatch: Any) -> None:
+    script = "import os; print(flush=True); os.read(0, 3); os.execvp('cat', ['cat'])"
+    read: list[int] = []
+    monkeypatch.setattr(processes, "_uid", lambda pid: read.append(pid) or 1000 + len(read))
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as job:
+        assert job.stdin and job.stdout
+        job.stdout.readline()
+        before = processes.described(GpuProcess(job.pid))
+        job.stdin.write(b"go\nthere\n")
+        job.stdout.readline()  # by cat
+        after = processes.described(GpuProcess(job.pid))
+        job.kill()
+
+    assert (before.uid, after.uid, after.command) == (1001, 1002, ("cat",))
+    assert before.start_time == after.start_time
+
+
+def test_what_only_a_poll_of_the_details_keeps_is_never_kept_where_it_decides(jobs: list[int]) -> None:
+    read: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "_uid", lambda pid: read.append(pid) or os.getuid())
+        for _ in range(3):
+            processes.identified(GpuProcess(jobs[0]))
+
+    assert len(read) == 3
