@@ -194,9 +194,11 @@ def test_who_never_reads_keeps_nobody_waiting(opened):
 
 def test_one_user_has_only_so_many_connections(opened):
     with ExitStack() as stack:
+        begun = time.monotonic()
         connections = [stack.enter_context(connect(opened)) for _ in range(MOST_OF_ONE + 3)]
 
         assert [said(each) for each in connections[MOST_OF_ONE:]] == [b""] * 3
+        assert time.monotonic() - begun < PATIENCE_SECONDS / 2
 
 
 def test_who_hangs_up_leaves_nothing_behind(opened):
