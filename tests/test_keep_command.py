@@ -261,9 +261,9 @@ def test_two_users_keep_each_their_own(tmp_path):
     install(site)
     try:
         with FakeNvml(place, DEVICES) as fake, a_machines_daemon(Machine(place, site, fake, "admin")) as machine:
-            own = machine(BOB, "keep", "--for", "2h", "--reason", "mine")
-            theirs = machine(BOB, "keep", "--for", "2h", "--user", ALICE.pw_name)
-            too_long = machine(BOB, "keep", "--for", "25h")
+            own = machine(BOB, "keep", "--for", "30m", "--reason", "mine")
+            theirs = machine(BOB, "keep", "--for", "30m", "--user", ALICE.pw_name)
+            too_long = machine(BOB, "keep", "--for", "2h")
             ended = machine(ALICE, "keep", "--end")
             seen = json.loads(machine(ALICE, "keep", "--list", "--json").stdout)["kept"]
             marks = read_marks(machine.directory, KEPT, time.time())
@@ -272,7 +272,7 @@ def test_two_users_keep_each_their_own(tmp_path):
         shutil.rmtree(place)
 
     assert [done.returncode for done in (own, theirs, too_long, ended)] == [0, 1, 1, 1]
-    assert "only root" in theirs.stderr and "1d is the longest" in too_long.stderr
+    assert "only root" in theirs.stderr and "1h is the longest" in too_long.stderr
     assert [(each["name"], each["reason"]) for each in seen] == [(str(BOB.pw_uid), "mine")]
     assert list(marks) == [str(BOB.pw_uid)]
 
@@ -280,7 +280,10 @@ def test_two_users_keep_each_their_own(tmp_path):
 @contextmanager
 def a_machines_daemon(machine: Machine) -> Iterator[Machine]:
     log = str(machine.place / "events.jsonl")
-    words = machine.words("daemon", "--interval", "200ms", "--events", log)
+    policy = machine.place / "policy.yaml"
+    policy.write_text(POLICY.format(longest="1h"))
+    policy.chmod(0o600)
+    words = machine.words("daemon", "--interval", "200ms", "--events", log, "--policy", str(policy))
     environment = {name: value for name, value in machine.environment.items() if name != "LD_LIBRARY_PATH"}
     environment |= {"GPUGUARD_BACKEND": "simulated", "GPUGUARD_SIM_DIR": str(machine.place / "node")}
     with subprocess.Popen(words, env=environment, cwd="/", stderr=subprocess.DEVNULL) as daemon:
