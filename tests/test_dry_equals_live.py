@@ -1,0 +1,183 @@
+"""A dry run shows what would happen: its events are those of the real thing, but for one word in each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import replace as replace_fields
+from typing import Any
+
+import pytest
+from builders import GIB, a_device, a_process, a_snapshot
+from faulty_driver import GUILTY
+from guarded import a_child, started
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from gpuguard import actions, case, ledger, preflight
+from gpuguard.case import boot_clock
+from gpuguard.model import Event, Snapshot
+from gpuguard.nouns import replace
+from gpuguard.policies.amounts import parse_memory_amount
+from gpuguard.policies.health import Health
+from gpuguard.policies.idle import Idle
+from gpuguard.policies.memory import Memory
+from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.temperature import Temperature
+from gpuguard.policies.users import Users
+from gpuguard.watchdog import Watchdog
+
+pytestmark = pytest.mark.root  # the processes are those of another user
+
+SCENARIOS, PEOPLE = 1200, 3
+# The words that a real run and a rehearsal have for the same thing.
+SAME = {"about to": "it", "dry run": "it", "done": "it"}
+
+RULES = {
+    "memory": Memory(parse_memory_amount("20GiB")),
+    "per-user": Memory(parse_memory_amount("20GiB"), per="user"),
+    "hot": Temperature(80.0, per="process"),
+    "idle": Idle(5.0),
+    "who": Users(deny=(GUILTY, 0)),
+    "sick": Health(problems=("*",), with_processes=True),
+}
+NOTIFY = Step("notify", options=(("to", "ops"),))
+LADDERS = (
+    (Step("terminate"),),
+    (NOTIFY, Step("terminate", 20.0), Step("kill", 30.0)),
+    (Step("log"), Step("checkpoint", 10.0, (("signal", 10),)), Step("terminate", 10.0)),
+    (Step("pause"), Step("resume", 20.0)),
+)
+STATES: dict[str, dict[str, Any]] = {
+    "hog": {"memory_used": 60 * GIB, "temperature": 90.0},
+    "small": {"memory_used": GIB, "temperature": 50.0, "utilization": 90.0},
+    "garbled": {"memory_used": 60 * GIB, "processes_plausible": False},
+    "sick": {"memory_used": 60 * GIB, "problems": ("row remap pending",)},
+}
+state = st.sampled_from(["hog"] * 8 + ["small", "garbled", "sick", "absent"])
+moment = st.tuples(st.sampled_from([10.0] * 6 + [2.0, 31.0]), st.tuples(*[state] * PEOPLE), st.booleans())
+policy = st.builds(
+    lambda name, hold, steps, cooldown, users: Policy(
+        name, (RULES[name],), hold=hold, steps=steps, cooldown=cooldown, at_most_processes=users, enforce=True
+    ),
+    st.sampled_from(sorted(RULES)),
+    st.sampled_from([0.0, 0.0, 20.0]),
+    st.sampled_from(LADDERS),
+    st.sampled_from([0.0, 60.0]),
+    st.sampled_from([1, 5, 5]),
+)
+
+
+class Stage:
+    """A backend in which somebody dies of what is done to him, or would be done."""
+
+    name, simulated = "stage", True
+
+    def __init__(self, people: list[tuple[int, float]]) -> None:
+        self.people, self.dead = people, set[int]()
+        self.clock, self.events = boot_clock() + 1.0, list[Event]()
+        self.states: tuple[str, ...] = ()
+        self.mortal = True
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        shown = []
+        for index, ((pid, start), state) in enumerate(zip(self.people, self.states, strict=True)):
+            if state == "absent":
+                continue
+            facts: dict[str, Any] = dict(STATES[state])
+            row = a_process(pid, start_time=start, uid=GUILTY, memory_used=facts["memory_used"])
+            if pid in self.dead:
+                facts["memory_used"] = 0
+            device = a_device(index, processes=() if pid in self.dead else (row,), **facts)
+            if devices is None or device.uuid in devices:
+                shown.append(device)
+        self.clock += 0.001
+        return replace(a_snapshot(clock=self.clock, taken_at=1.7e9 + self.clock), devices=tuple(shown))
+
+    def close(self) -> None:
+        pass
+
+    def append(self, event: Event) -> bool:
+        self.events.append(event)
+        if event.kind in ("terminate", "kill") and event.outcome in SAME and event.pid and self.mortal:
+            self.dead.add(event.pid)
+        return True
+
+    def lives(self, process: tuple[int, float]) -> bool:
+        return process[0] not in self.dead
+
+
+class Ops:
+    def notify(self, *_: object) -> str:
+        return "queued"
+
+
+@pytest.fixture(scope="module")
+def people() -> Iterator[list[tuple[int, float]]]:
+    """Real processes, so that every check has something to look at."""
+    with contextlib.ExitStack() as stack:
+        pids = [stack.enter_context(a_child()).pid for _ in range(PEOPLE)]
+        yield [(pid, started(pid)) for pid in pids]
+
+
+def told(people: list[tuple[int, float]], policies: Any, schedule: Any, *, enforce: bool) -> list[Event]:
+    """The events of one run, without their times."""
+    stage = Stage(people)
+    guard = Watchdog(stage, policies, enforce=enforce, append=stage.append, notifier=Ops(), share_host_pids=True)
+    guard._context = replace_fields(guard._context, jobs=frozenset(people))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(actions, "forward", lambda *_: actions.SENT)
+        for module in (case, preflight):
+            patch.setattr(module, "boot_clock", lambda: stage.clock)
+            patch.setattr(module, "is_alive", stage.lives)
+        for pause, stage.states, stage.mortal in schedule:
+            stage.clock += pause
+            guard.step()
+    return [replace(event, time=0.0) for event in stage.events]
+
+
+def differences(people: list[tuple[int, float]], scenarios: int) -> Counter[str]:
+    """How often each action came; raises when a rehearsal shows another story."""
+    seen: Counter[str] = Counter()
+
+    @settings(
+        max_examples=scenarios,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        st.lists(policy, min_size=1, max_size=2, unique_by=lambda one: one.name),
+        st.lists(moment, min_size=5, max_size=12),
+    )
+    def run(policies: Any, schedule: Any) -> None:
+        live, dry = (told(people, policies, schedule, enforce=enforce) for enforce in (True, False))
+        assert [plain(event) for event in live] == [plain(event) for event in dry]
+        assert not [event for event in live if event.outcome == "dry run"]
+        assert not [event for event in dry if event.outcome == "about to"]
+        seen.update(f"{event.kind} {event.outcome}" for event in live)
+
+    run()
+    return seen
+
+
+def plain(event: Event) -> Event:
+    return replace(event, outcome=SAME.get(event.outcome, event.outcome))
+
+
+def test_a_rehearsal_tells_the_same_story_as_the_real_thing(people):
+    seen = differences(people, SCENARIOS)
+
+    for what in ("terminate about to", "kill about to", "pause about to", "notify done", "terminate refused"):
+        assert seen[what] > 10, seen
+
+
+def test_a_rehearsal_that_forgets_what_it_did_is_found(people, monkeypatch):
+    note = ledger.Ledger.note
+    monkeypatch.setattr(ledger.Ledger, "note", lambda self, deed: note(self, deed) if deed.live else None)
+
+    with pytest.raises(AssertionError, match="refused"):
+        differences(people, SCENARIOS)
