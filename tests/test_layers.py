@@ -55,9 +55,8 @@ def test_the_architecture_lists_the_modules_in_this_order():
     here = [
         name for name in ORDER[:-2] if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()
     ]
-    listed = [
-        name for line in re.findall(r"^ {6}([a-z][a-z_, ]*?) {2,}", text, re.MULTILINE) for name in line.split(", ")
-    ]
+    rows = re.findall(r"^ {6}([a-z][a-z_, ]*?) {2,}", text, re.MULTILINE)
+    listed = [name for row in rows for name in row.split(", ")]
 
     assert listed == here
 
