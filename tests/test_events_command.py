@@ -121,7 +121,7 @@ def test_a_wrong_option_is_a_usage_error(log, words):
 def test_following_shows_what_comes_through_a_rotation_too(log, tmp_path):
     gpuguard = Gpuguard(tmp_path, None)
     history.append(event("before"))
-    follower = gpuguard.start("events", "--follow", "--json")
+    follower = gpuguard.start("events", "--follow", "--json", "--file", str(log))
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(iter(follower.stdout.readline, "")), daemon=True)
     reader.start()

@@ -171,5 +171,6 @@ class Machine:
 
     def _as(self, user: pwd.struct_passwd | None, **options: Any) -> dict[str, Any]:
         identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []} if user else {}
-        environment = {**self.environment, **options.pop("environment", {})}
+        own = {} if user else {"GPUGUARD_EVENTS": str(self.place / "events.jsonl")}  # root's would be the machine's
+        environment = {**self.environment, **own, **options.pop("environment", {})}
         return {"env": environment, "cwd": "/", "stdin": subprocess.DEVNULL, **identity, **options}
