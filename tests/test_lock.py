@@ -17,7 +17,6 @@ from gpuguard.errors import ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTim
 from gpuguard.hold import Claim
 from gpuguard.lock import acquire, look
 from gpuguard.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.model import HEALTH
 from gpuguard.records import locked_devices, probe
 from gpuguard.request import Request
 
@@ -78,41 +77,6 @@ def test_a_device_with_a_strangers_process_is_not_free_although_its_lock_is(dire
     machine = Machine(a_device(0, processes=(a_process(),), memory_used=10 * GIB), a_device(1))
     with acquire(machine, Request(), directory) as claim:
         assert indices(claim) == [1]
-
-
-def test_a_stranger_who_arrives_between_the_look_and_the_lock_is_seen(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0), a_device(1))
-
-    def arrive() -> None:
-        if len(machine.asked) == 2:  # the second question is about the device that was just locked
-            locked = machine.asked[1][1]
-            place = next(i for i, device in enumerate(machine.devices) if locked == (device.uuid,))
-            machine.change(place, processes=(a_process(),), memory_used=10 * GIB, memory_free=70 * GIB)
-
-    machine.before_sample = arrive
-    with acquire(machine, Request(), directory) as claim:
-        busy = [device.index for device in machine.devices if device.processes]
-
-        assert indices(claim) != busy
-        assert len(locked_devices(directory, [device.uuid for device in machine.devices])) == 1
-
-
-def test_a_device_that_breaks_between_the_look_and_the_lock_is_passed_over(directory: LockDirectory) -> None:
-    machine = Machine(a_device(0, problems=None), a_device(1, problems=None))
-
-    def break_down() -> None:
-        fields, locked = machine.asked[-1]
-        if HEALTH in fields and locked is not None and len(machine.asked) == 2:
-            place = next(i for i, device in enumerate(machine.devices) if locked == (device.uuid,))
-            machine.change(place, problems=("lost",))
-        elif HEALTH in fields:
-            for place, device in enumerate(machine.devices):
-                if device.problems is None:
-                    machine.change(place, problems=())
-
-    machine.before_sample = break_down
-    with acquire(machine, Request(), directory) as claim:
-        assert claim[0].problems == ()
 
 
 def test_more_devices_than_the_machine_has_is_refused_at_once_even_when_waiting(directory: LockDirectory) -> None:
