@@ -22,11 +22,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuguard import hold, lock
-from gpuguard.hold import Lock
-from gpuguard.lockfiles import LockDirectory, lock_directory
+from gpuguard import attempt
+from gpuguard.claims import hold, taking
+from gpuguard.claims.hold import Lock
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.records import locked_devices
 from gpuguard.model import Device, Snapshot
-from gpuguard.records import locked_devices
 from gpuguard.select import Request
 
 GIB = 2**30
@@ -87,7 +88,7 @@ def break_stale(directory: LockDirectory) -> None:
             Path(directory.lock_path(name)).unlink(missing_ok=True)
         return taken
 
-    lock.take_lock = broken  # type: ignore[attr-defined]
+    taking.take_lock = broken  # type: ignore[attr-defined]
 
 
 def no_exclusion(directory: LockDirectory) -> None:
@@ -150,7 +151,7 @@ def _work(directory: LockDirectory, board: mmap.mmap, devices: int, place: int, 
     counters = 8 * (devices + 2 * place)
     while True:
         request = Request(num_gpus=dice.choice((1, 1, 1, 2, 4)))
-        claim = lock._lock_best(machine, everything, request, directory, None, {})
+        claim = attempt.lock_best(machine, everything, request, directory, None, {})
         if claim is None:
             time.sleep(dice.uniform(0.0, 0.1))
             continue

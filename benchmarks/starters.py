@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,7 @@ JOB = """
 import os, sys, time
 begun, device = time.monotonic(), os.environ["CUDA_VISIBLE_DEVICES"]
 place, gate, seconds = sys.argv[1:]
+open(os.path.join(place, f"begun-{os.getpid()}"), "w").close()
 while gate and not os.path.exists(gate):
     time.sleep(0.01)
 time.sleep(float(seconds))
@@ -42,6 +44,8 @@ class Round:
     doubles: int = 0
     tracebacks: int = 0
     seconds: float = 0.0
+    devices: int = 0  # on which anything ran
+    complaint: str = ""  # of one of them
     statuses: Counter[int] = field(default_factory=Counter)
 
     def __str__(self) -> str:
@@ -50,30 +54,40 @@ class Round:
 
 
 def start_together(
-    place: Path, environment: dict[str, str], starters: int, *, wait: bool, job_seconds: float = 0.05
+    place: Path,
+    environment: dict[str, str],
+    starters: int,
+    *,
+    wait: bool,
+    job_seconds: float = 0.05,
+    starter: Sequence[str] = (),
 ) -> Round:
-    """Start *starters* wrappers at once; without waiting, the jobs last until all wrappers have decided."""
+    """Start *starters* wrappers at once; without waiting, the jobs last until all wrappers have decided.
+
+    *starter* is a wrapper of somebody else; the words of the job follow it.
+    """
     place.mkdir()
     gate = place / "gate"
     option = ["--wait"] if wait else ["--no-wait"]
-    words = [sys.executable, "-m", "gpuguard", "run", *option, "-n", "1", "--", sys.executable, "-S", "-c", JOB]
-    words += [str(place), "" if wait else str(gate), str(job_seconds)]
+    words = [*(starter or [sys.executable, "-m", "gpuguard", "run", *option, "-n", "1", "--"])]
+    words += [sys.executable, "-S", "-c", JOB, str(place), "" if wait else str(gate), str(job_seconds)]
     begun = time.monotonic()
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(words, env=environment, **pipes) for _ in range(starters)]  # type: ignore[call-overload]
     outcome = Round()
     undecided = list(running)
-    while not wait and len(undecided) > 8 and time.monotonic() < begun + 120:
+    while not wait and len(undecided) > len(list(place.glob("begun-*"))) and time.monotonic() < begun + 120:
         undecided = [process for process in undecided if process.poll() is None]
         time.sleep(0.02)
     gate.touch()
     for process in running:
         _, complaint = process.communicate(timeout=300)
         outcome.tracebacks += "Traceback" in complaint
+        outcome.complaint = complaint or outcome.complaint
         outcome.statuses[process.returncode] += 1
     outcome.seconds = time.monotonic() - begun
     spans = [note.read_text().split() for note in place.iterdir() if note.name.isdigit()]
-    outcome.ran = len(spans)
+    outcome.ran, outcome.devices = len(spans), len({device for device, *_ in spans})
     outcome.doubles = overlaps([(device, float(begun), float(end)) for device, begun, end in spans])
     return outcome
 

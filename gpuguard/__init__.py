@@ -37,9 +37,11 @@ __all__ = [
     "WaitTimeout",
     "Watchdog",
     "claim",
+    "collector",
     "grab_gpus",
     "load_policies",
     "open_backend",
+    "ray",
     "select_devices",
     "snapshot",
     "who",
@@ -47,7 +49,9 @@ __all__ = [
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
+    from gpuguard import ray
     from gpuguard.backends import open_backend
+    from gpuguard.claims.hold import Claim
     from gpuguard.errors import (
         BackendError,
         ClaimError,
@@ -65,26 +69,33 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from gpuguard.grab import claim, grab_gpus, select_devices, snapshot, who
-    from gpuguard.hold import Claim
     from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject, Verdict
     from gpuguard.policyfile import load_policies
+    from gpuguard.readings.collecting import collector
     from gpuguard.watchdog import Watchdog
 
 _HOMES = {
     "backends": ("open_backend",),
+    "readings.collecting": ("collector",),
     "grab": ("claim", "grab_gpus", "select_devices", "snapshot", "who"),
-    "hold": ("Claim",),
+    "claims.hold": ("Claim",),
+    "cli.notebook": ("load_ipython_extension",),
     "model": ("ClaimRecord", "Device", "Event", "Finding", "Gap", "GpuProcess", "Snapshot", "Subject", "Verdict"),
     "policyfile": ("load_policies",),
     "watchdog": ("Watchdog",),
 }  # and all others: errors
 
 
+_FOR_IPYTHON = "load_ipython_extension"  # what `%load_ext gpuguard` looks for
+
+
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in __all__ and name != _FOR_IPYTHON:
         raise AttributeError(f"module 'gpuguard' has no attribute {name!r}")
     import importlib
 
+    if name == "ray":
+        return importlib.import_module("gpuguard.ray")
     home = next((home for home, names in _HOMES.items() if name in names), "errors")
     found: object = getattr(importlib.import_module(f"gpuguard.{home}"), name)
     globals()[name] = found

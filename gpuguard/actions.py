@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import NoReturn
 
-    from gpuguard.case import Case, Context, Target
-    from gpuguard.ledger import Against
+    from gpuguard.guards.case import Case, Context, Target
+    from gpuguard.guards.ledger import Against, Deed
     from gpuguard.model import Event, Snapshot, Verdict
+
+LETTER = signal.SIGURG  # "look at your claim": nobody who does not wait for it notices it
 
 SENT = "sent"
 GONE = "gone"
@@ -95,11 +97,14 @@ def act(verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[Outcome
     Returns:
         One Outcome per process, or one alone.  Every one leaves an Event, but a refusal that only repeats itself.
     """
-    from gpuguard.case import targets
+    from gpuguard.guards.case import targets
 
     if verdict.action in _SIGNALS:
         found = [_on_process(verdict, snapshot, context, target) for target in targets(verdict, snapshot)]
-        return tuple(found) or (_said(verdict, context, REFUSED, "no process is meant"),)
+        if found or verdict.action not in _WORDS:
+            return tuple(found) or (_said(verdict, context, REFUSED, "no process is meant"),)
+    if verdict.action in _WORDS and snapshot.recorded:
+        return (_said(verdict, context, REFUSED, "the sample is a recording, of another time or machine"),)
     if verdict.action in _WORDS:
         return (_WORDS[verdict.action](verdict, snapshot, context),)
     return (_said(verdict, context, FAILED, f"there is no action {verdict.action!r}"),)
@@ -107,38 +112,14 @@ def act(verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[Outcome
 
 def preflight(verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[Against, ...]:
     """Everything that speaks now against acting on the processes of *verdict*; nothing is done."""
-    from gpuguard.preflight import preflight
+    from gpuguard.guards.preflight import preflight
 
     return preflight(verdict, snapshot, context)
 
 
-def give_up(context: Context) -> tuple[Outcome, ...]:
-    """Look after the processes that were killed: those that are still there a minute later are left alone for good.
-
-    They sit in the driver, where no signal reaches them, and their devices are of no use until somebody resets them.
-    When they are gone after all, their devices are as others are.
-    To be called after each sample.  Returns an Outcome, "unkillable", for each that is found for the first time.
-    """
-    from gpuguard.case import boot_clock, is_alive
-    from gpuguard.ledger import UNKILLABLE_SECONDS
-
-    now, found = boot_clock(), []
-    stuck = context.ledger.unkillable
-    for process in [each for each in stuck if not is_alive(each)]:
-        del stuck[process]  # somebody has reset the device
-    for deed in context.ledger.deeds:
-        over = deed.live and deed.action == "kill" and now - deed.clock >= UNKILLABLE_SECONDS
-        if over and deed.process not in stuck and is_alive(deed.process):
-            stuck[deed.process] = deed.devices
-            why = f"it outlived SIGKILL by {now - deed.clock:.0f}s: its devices need a reset, and are left alone"
-            found.append(Outcome(UNKILLABLE, why, deed.process[0]))
-            context.append(_plain_event("kill", UNKILLABLE, why, deed.devices, deed.process[0]))
-    return tuple(found)
-
-
 def _on_process(verdict: Verdict, snapshot: Snapshot, context: Context, target: Target) -> Outcome:
-    from gpuguard import preflight
-    from gpuguard.case import enforced
+    from gpuguard.guards import preflight
+    from gpuguard.guards.case import enforced
 
     if context.ledger.is_settled(verdict, target.process):
         return Outcome(SENT if enforced(verdict, context) else DRY_RUN, "it was done before", target.pid)
@@ -148,9 +129,10 @@ def _on_process(verdict: Verdict, snapshot: Snapshot, context: Context, target: 
             return Outcome(GONE, "it had ended before", target.pid)
         if case.against:
             return _refused(case)
-        if not context.append(_event(verdict, ABOUT_TO if case.live else DRY_RUN, target)):
+        deed = case.deed()
+        if not context.append(_event(verdict, ABOUT_TO if case.live else DRY_RUN, target, deed=deed)):
             return Outcome(UNRECORDED, "nothing could be written down, so nothing was done", target.pid)
-        context.ledger.note(case.deed())
+        context.ledger.note(deed)
         context.ledger.settle(verdict, target.process)
         if not case.live:
             return Outcome(DRY_RUN, pid=target.pid)
@@ -161,14 +143,20 @@ def _on_process(verdict: Verdict, snapshot: Snapshot, context: Context, target: 
 
 
 def _refused(case: Case) -> Outcome:
-    target, texts = case.target, "; ".join(each.text for each in case.against)
-    waits = [each.wait for each in case.against]
+    target = case.target
+    key = (target.process, case.verdict.policy, case.verdict.action, case.live)
+    return _refusal(case.verdict, case.context, case.against, key, target)
+
+
+def _refusal(
+    verdict: Verdict, context: Context, against: tuple[Against, ...], key: object, target: Target | None = None
+) -> Outcome:
+    texts, waits = "; ".join(each.text for each in against), [each.wait for each in against]
     wait = None if None in waits else max(wait for wait in waits if wait is not None)
-    checks = tuple(each.check for each in case.against)
     # A refusal that waits comes back with every sample: one line is enough.
-    if case.context.ledger.refused_anew((target.process, case.verdict.policy, case.verdict.action, case.live), checks):
-        case.context.append(_event(case.verdict, REFUSED, target, texts))
-    return Outcome(REFUSED, texts, target.pid, case.against, wait)
+    if context.ledger.refused_anew(key, tuple(each.check for each in against)):
+        context.append(_event(verdict, REFUSED, target, texts))
+    return Outcome(REFUSED, texts, target.pid if target else None, against, wait)
 
 
 # Each of these is the last call of a preflight that found nothing: they are reached from _on_process alone.
@@ -182,7 +170,7 @@ def _terminate(case: Case) -> str:
 
 
 def _checkpoint(case: Case) -> str:
-    from gpuguard.case import checkpoint_signal
+    from gpuguard.guards.case import checkpoint_signal
 
     return forward(case.pidfd, checkpoint_signal(case.verdict))
 
@@ -193,7 +181,7 @@ def _renice(case: Case) -> str:
     Only pids reach a priority.  A process that is alive afterwards has kept its pid all the time; a thread that is not
     of this process any more gets back what it had.
     """
-    from gpuguard.case import has_ended
+    from gpuguard.guards.case import has_ended
 
     wanted, pid = dict(case.verdict.options).get("niceness", 10), case.target.pid
     try:
@@ -210,6 +198,15 @@ def _renice(case: Case) -> str:
     return SENT
 
 
+def _cancel(case: Case) -> str:
+    """End the Slurm job that the process belongs to; whose it is was asked by preflight."""
+    from gpuguard.clusters import slurm_jobs
+    from gpuguard.guards import identity
+
+    job = slurm_jobs.job_of((case.target.pid, *identity.ancestors(case.target.pid)))
+    return FAILED if job is None or slurm_jobs.cancel(job) else SENT
+
+
 _SIGNALS: Mapping[str, Callable[[Case], str]] = {
     "checkpoint": _checkpoint,
     "terminate": _terminate,
@@ -217,6 +214,7 @@ _SIGNALS: Mapping[str, Callable[[Case], str]] = {
     "pause": lambda case: forward(case.pidfd, signal.SIGSTOP),
     "resume": lambda case: forward(case.pidfd, signal.SIGCONT),
     "renice": _renice,
+    "cancel": _cancel,
 }
 
 
@@ -230,9 +228,9 @@ def _log(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
 
 def _warn(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
     """Tell the people in front of the processes, each terminal once."""
-    from gpuguard import identity, terminals
-    from gpuguard.case import enforced, targets
-    from gpuguard.ledger import DISRUPTIVE
+    from gpuguard.guards import identity, terminals
+    from gpuguard.guards.case import enforced, targets
+    from gpuguard.guards.ledger import DISRUPTIVE
     from gpuguard.messages import message_for
 
     found = set()
@@ -240,19 +238,32 @@ def _warn(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
         facts = identity.facts_of(target.pid) if target.pid > 1 else None
         if facts and facts.start_time == target.start_time and facts.uids[:1] == (target.uid,) and facts.terminal:
             found.add((facts.terminal, facts.uids[0]))
+    for pid in _holders(verdict, snapshot):
+        facts = identity.facts_of(pid)
+        if facts and facts.uids[:1] == (verdict.finding.subject.uid,) and facts.terminal:
+            found.add((facts.terminal, facts.uids[0]))
     if not enforced(verdict, context):
         return _said(verdict, context, DRY_RUN)
-    message = message_for(verdict, snapshot, context.language)
-    last = verdict.next_action in DISRUPTIVE
+    language = dict(verdict.options).get("language") or context.language
+    message = message_for(verdict, snapshot, str(language), context.templates)
+    last = verdict.next_action in DISRUPTIVE | {"release"}
     words = {terminals.write(terminal, uid, message.body, last=last) for terminal, uid in sorted(found)}
     if terminals.WRITTEN in words:
         return _said(verdict, context, DONE)
     return _said(verdict, context, FAILED, ", ".join(sorted(words)) or terminals.NO_TERMINAL)
 
 
+def _holders(verdict: Verdict, snapshot: Snapshot) -> tuple[int, ...]:
+    """The processes that hold a claim under which none computes: its shell sits there."""
+    finding, claim = verdict.finding, (verdict.finding.subject.uid, verdict.finding.subject.claim)
+    if finding.processes:
+        return ()
+    return next((each.holders for each in snapshot.claims if (each.uid, each.id) == claim), ())
+
+
 def _notify(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
     """Hand a message to the target that the step names: `to` of notify, `hook` of run_hook."""
-    from gpuguard.case import enforced
+    from gpuguard.guards.case import enforced
 
     options = dict(verdict.options)
     target = options.get("to") or options.get("hook")
@@ -266,7 +277,8 @@ def _notify(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
 
 def _deny(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
     """No new claims for the one user whom the verdict is about; people of the system are never meant."""
-    from gpuguard import identity, marks
+    from gpuguard import marks
+    from gpuguard.guards import identity
 
     subject, processes = verdict.finding.subject, verdict.finding.processes
     uids = {each.uid for each in processes} if subject.uid is None else {subject.uid}
@@ -299,8 +311,8 @@ def _mark(verdict: Verdict, context: Context, kind: str, name: str, user: str | 
     import time
 
     from gpuguard import marks
-    from gpuguard.case import enforced
     from gpuguard.errors import LockDirectoryError
+    from gpuguard.guards.case import enforced
 
     if context.directory is None:
         return _said(verdict, context, FAILED, "there is no directory of claims to write it into")
@@ -318,6 +330,37 @@ def _mark(verdict: Verdict, context: Context, kind: str, name: str, user: str | 
     return Outcome(DONE)
 
 
+def _release(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
+    """Give up the locks of a claim under which nobody computes; its job lives on, but for cancel, which ends it."""
+    from gpuguard.claims import releasing
+    from gpuguard.claims.wishes import RELEASED, Letter
+    from gpuguard.clusters import slurm_jobs
+    from gpuguard.errors import ClaimError
+    from gpuguard.guards import vacancy
+
+    with vacancy.examined(verdict, snapshot, context) as case:
+        if case.against or case.grip is None:
+            key = (verdict.finding.subject, verdict.policy, verdict.action, case.live)
+            return _refusal(verdict, context, case.against, key)
+        deed = case.deed()
+        if not context.append(_event(verdict, ABOUT_TO if case.live else DRY_RUN, deed=deed)):
+            return Outcome(UNRECORDED, "nothing could be written down, so nothing was done")
+        context.ledger.note(deed)
+        if not case.live:
+            return Outcome(DRY_RUN)
+        if verdict.action == "cancel":
+            job = slurm_jobs.job_of_claim(str(verdict.finding.subject.claim))
+            fault = "its job has ended" if job is None else slurm_jobs.cancel(job)
+            return _said(verdict, context, FAILED, fault) if fault else Outcome(DONE)
+        try:
+            releasing.let_go(case.grip, Letter(RELEASED, f"the policy {verdict.policy}", verdict.finding.why))
+        except (OSError, ClaimError) as error:
+            return _said(verdict, context, FAILED, str(error))
+        if releasing.listens(case.grip.holder):
+            forward(case.grip.pidfd, LETTER)  # so that `gpuguard run` tells its user now, not at its next tick
+        return Outcome(DONE)
+
+
 def _said(verdict: Verdict, context: Context, word: str, why: str = "") -> Outcome:
     context.append(_event(verdict, word, why=why))
     return Outcome(word, why)
@@ -329,6 +372,8 @@ _WORDS: Mapping[str, Callable[[Verdict, Snapshot, Context], Outcome]] = {
     "notify": _notify,
     "deny": _deny,
     "quarantine": _quarantine,
+    "release": _release,
+    "cancel": _release,
     "run_hook": _notify,
 }
 
@@ -336,39 +381,9 @@ _WORDS: Mapping[str, Callable[[Verdict, Snapshot, Context], Outcome]] = {
 ACTIONS = frozenset(_SIGNALS) | frozenset(_WORDS)
 
 
-def _event(verdict: Verdict, outcome: str, target: Target | None = None, why: str = "") -> Event:
-    subject = verdict.finding.subject
-    devices = target.devices if target else (subject.device,) if subject.device else ()
-    facts: dict[str, float | int | str | None] = {
-        "policy": verdict.policy,
-        "rule": verdict.finding.rule,
-        "step": verdict.step,
-        "uid": target.uid if target else subject.uid,
-        "start_time_seconds": target.start_time if target else subject.start_time,
-        "container": next(
-            (each.container for each in verdict.finding.processes if target and each.pid == target.pid), None
-        ),
-    }
-    text = verdict.finding.why + (f": {why}" if why else "")
-    pid = target.pid if target else subject.pid
-    user = (target.user if target else None) or subject.user
-    return _plain_event(verdict.action, outcome, text, devices, pid, user=user, claim=subject.claim, facts=facts)
-
-
-def _plain_event(
-    kind: str,
-    outcome: str,
-    text: str,
-    devices: tuple[str, ...],
-    pid: int | None,
-    *,
-    user: str | None = None,
-    claim: str | None = None,
-    facts: Mapping[str, float | int | str | None] | None = None,
+def _event(
+    verdict: Verdict, outcome: str, target: Target | None = None, why: str = "", deed: Deed | None = None
 ) -> Event:
-    import time
+    from gpuguard.guards.case import event_of
 
-    from gpuguard.model import Event
-
-    more = tuple((facts or {}).items())
-    return Event(time.time(), kind, outcome, user, devices, pid=pid, claim=claim, message=text, facts=more)
+    return event_of(verdict, outcome, target, why, deed)

@@ -41,6 +41,8 @@ def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> 
         snapshot: with its claims.
         stats: of processes that were read just now, so that nobody reads them twice.
     """
+    if snapshot.recorded:
+        return {}  # whoever has these pids here and now is somebody else
     read = stats or {}
     pids = {process.pid for device in snapshot.devices for process in device.processes or ()}
     pids.update(pid for record in snapshot.claims for pid in (*record.holders, record.pid) if pid is not None)

@@ -8,11 +8,13 @@ process.  Does not read anything: /proc comes in as `Seen`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
+from gpuguard.nouns import dataclass
 from gpuguard.request import IDLE_TOLERANCE
+
+TYPE_CHECKING = False  # collections takes 1.2 ms to import
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,11 @@ class Seen:
     inner_pid: int | None = None  # its pid in its own pid namespace
 
 
-# pids that were looked up: None is "there is no such process", an absent one could not be told.
-Processes = Mapping[int, Seen | None]
+if TYPE_CHECKING:
+    # pids that were looked up: None is "there is no such process", an absent one could not be told.
+    Processes = Mapping[int, Seen | None]
+else:
+    Processes = object
 
 
 def claims_readable(snapshot: Snapshot) -> bool:
@@ -56,13 +61,20 @@ def computes(process: GpuProcess) -> bool:
 
 def claim_of(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> str | None:
     """The id of the claim, of those *here*, that *process* belongs to; None: of none."""
-    for pid in _line_of(process.pid, seen):
-        for record in here:
-            if pid == record.pid or pid in record.holders:
-                return record.id
+    if record := started_by(process, here, seen):
+        return record.id
     if process.uid:
         return next((record.id for record in here if process.uid == record.uid), None)
     return here[0].id if len(here) == 1 else None
+
+
+def started_by(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> ClaimRecord | None:
+    """The claim, of those *here*, whose lock the process or an ancestor of it holds, or whose maker that is."""
+    for pid in _line_of(process.pid, seen):
+        for record in here:
+            if pid == record.pid or pid in record.holders:
+                return record
+    return None
 
 
 def _line_of(pid: int, seen: Processes) -> Iterator[int]:

@@ -8,34 +8,51 @@ watchdog.
 from __future__ import annotations
 
 import os
-import select
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
-from gpuguard import history
+from gpuguard import capabilities, history
 from gpuguard.backends import Backend
-from gpuguard.door import Door
-from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.keeping import Keeping, Kept
-from gpuguard.lockfiles import LockDirectory
+from gpuguard.backends.isolated import open_isolated
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.clusters import slurm_node
+from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
+from gpuguard.guards.case import boot_clock
+from gpuguard.guards.recall import recalled
+from gpuguard.line.tickets import wanted
 from gpuguard.messages import TEMPLATES
-from gpuguard.model import Device, Event, Snapshot
-from gpuguard.notify import Sender
+from gpuguard.model import Event, Snapshot
+from gpuguard.notify import Sender, problems
 from gpuguard.policies.policy import Judgement
+from gpuguard.policies.quota import windows_of
 from gpuguard.policyfile import PolicyFile, load_policies
+from gpuguard.services.broker import Broker
+from gpuguard.services.door import Door
+from gpuguard.services.keeping import Keeping, Kept
+from gpuguard.services.systemd import signals, tell_systemd
+from gpuguard.services.verbs import Desk, answer
 from gpuguard.state import lock_daemon, write_state
+from gpuguard.usage.consult import consult, store_path
+from gpuguard.usage.recorder import Recorder
+from gpuguard.users import user_name
 from gpuguard.watchdog import INTERVAL, Watchdog
+from gpuguard.wording import ENGLISH
 
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
+GAP_INTERVALS = 3  # between two samples, from which on nobody knows what GPUs were used for
 PUBLISH_SECONDS = 3.0  # nobody needs to know who uses what more exactly than that
 TICK_SECONDS = 1.0  # how often the policy file is looked at
 END_SECONDS = 0.6  # for a step that is under way when the daemon is told to end
+OPEN_SECONDS = 2.0  # for the usage store, whose trouble is told with the policies that need it
 SEND_SECONDS = 0.2  # and for what is still to be sent
 PING_SECONDS = 10.0  # between two signs of life for systemd
 BEAT_SECONDS = 180.0  # no step takes so long, even if every device hangs; then systemd starts us anew
+NEVER_FIRES = "a quota of gpu_hours does not fire while nobody knows what was used"
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 # What could put a stranger's code into a daemon of root: a fake driver library, a module, a start-up file.
@@ -71,8 +88,8 @@ def clean_environment(environ: MutableMapping[str, str], *, root: bool) -> None:
         return
     if found := [name for name in _DANGEROUS if environ.get(name)]:
         raise InvalidRequest(
-            f"{' and '.join(found)} must not be set for a daemon of root: it would run whatever library lies there.  "
-            f"Start it by systemd, or with `env -u {found[0]} gpuguard daemon`."
+            f"{' and '.join(found)} must not be set for a daemon that can signal others: it would run "
+            f"whatever library lies there.  Start it by systemd, or with `env -u {found[0]} gpuguard daemon`."
         )
     for name in [name for name in environ if name.startswith("PYTHON")]:
         del environ[name]
@@ -107,8 +124,10 @@ class Daemon:
         self._fingerprint: str | None = None  # of the policies in force
         self._faulty = False
         self._published, self._published_at = True, 0.0
-        self._devices: tuple[Device, ...] = ()  # of the last sample
-        self._watchdog = Watchdog(
+        self.last = Snapshot("", backend.name, 0.0, 0.0, ())  # sample
+        self._again = threading.Event()  # somebody asks that the policy file be read again
+        self._recorder = Recorder(store_path(directory), say)
+        self.watchdog = self._watchdog = Watchdog(
             backend,
             (),
             directory,
@@ -119,11 +138,20 @@ class Daemon:
             append=append,
             share_host_pids=settings.share_host_pids,
         )
-        self._keeping = Keeping(directory, self._leave_alone, lambda: self._devices, self._report)
+        self._slurm = slurm_node.SlurmNode(say=say)
+        self._watchdog.scheduled = self._slurm.given
+        self._broker: Broker | None = None  # where this process alone opens the lock files
+        if directory.keeper is not None:
+            self._broker = Broker(directory, lambda: open_isolated(backend.name))
+        self._keeping = Keeping(directory, self._leave_alone, lambda: self.last.devices, self._report)
 
     def once(self) -> tuple[int, Judgement | None]:
         """Look twice, since nobody acts on what was seen once: the exit code, and what was judged at the end."""
-        file = self._reload() if self._settings.policy else None
+        file = self._start() if self._settings.policy else None
+        self._remember()
+        self._look_back()
+        if file:
+            self._slurm.learn()
         try:
             self._watchdog.step()
             time.sleep(self._watchdog.interval[0])
@@ -138,9 +166,12 @@ class Daemon:
 
     def serve(self) -> int:
         """Watch until SIGTERM or SIGINT; the exit code."""
-        with _signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
+        with signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
+            self._watchdog.gpu_seconds = self._recorder.spent
+            self._recorder.start()
             if self._settings.policy:
-                self._reload()
+                self._start()
+            self._remember()
             self._record("daemon", "started", self.status())
             self._watchdog.start()
             door = self._open_door()
@@ -149,7 +180,8 @@ class Daemon:
             told, pinged = "", 0.0
             while not arrived & {signal.SIGTERM, signal.SIGINT}:
                 arrived = wait(TICK_SECONDS)
-                self._reload_if_changed(asked=signal.SIGHUP in arrived)
+                self._reload_if_changed(asked=self._again.is_set() or signal.SIGHUP in arrived)
+                self._tend()
                 now = time.monotonic()
                 if (status := self.status()) != told:
                     told = status
@@ -161,6 +193,9 @@ class Daemon:
             self._watchdog.stop(END_SECONDS)
             if door:
                 door.close()
+            if self._broker:
+                self._broker.close()
+            self._recorder.stop(SEND_SECONDS)
             if self._sender:
                 self._sender.stop(SEND_SECONDS)
             self._record("daemon", "stopped")
@@ -175,19 +210,49 @@ class Daemon:
             what = f"{number} polic{'y' if number == 1 else 'ies'}, "
             enforcing = self._settings.enforce and any(policy.enforce for policy in self._watchdog.policies)
             what += "enforcing" if enforcing else "dry run"
+            what += "" if not powers() else ", but not against other users"
             if self._faulty:
                 what += "; the changed policy file has faults, the last good one is in force"
         return what + (f"; driver unresponsive: {self._watchdog.trouble}" if self._watchdog.trouble else "")
+
+    def _remember(self) -> None:
+        """The limits on signals hold over restarts: a guard in a crash loop is no more dangerous than another."""
+        past = recalled(history.events_path(), boot_clock(), time.time())
+        self._watchdog.remember(past.deeds)
+        if past.trouble:
+            self._record("daemon", "past unknown", past.trouble)
+
+    def _look_back(self) -> None:
+        """Without a recorder: ask the store once, as others do."""
+        windows = self._recorder.windows
+        try:
+            spent = consult(self._recorder.path, lambda usage: usage.gpu_seconds(windows)) if windows else {}
+            self._watchdog.gpu_seconds = lambda: spent
+        except GpuguardError as error:
+            self._say(f"{NEVER_FIRES}: {error}")
 
     def _open_door(self) -> Door | None:
         if self._directory.owner is None:
             self._say("`gpuguard keep` does not work without a directory of root's: run `sudo gpuguard setup` once.")
             return None
+        if self._broker and (trouble := self._broker.trouble()):
+            self._say(trouble)
         try:
-            return Door(self._directory, self._keeping.answer)
+            return Door(self._directory, partial(answer, self._desk()))
         except OSError as error:
             self._say(f"`gpuguard keep` does not work: the socket cannot be made: {error}")
             return None
+
+    def _desk(self) -> Desk:
+        dog, settings = self._watchdog, self._settings
+        looks = lambda: self.last, lambda: max(dog.interval[1], dog.pause), lambda: dog.outlook
+        does, policy = (self._report, self._again.set), settings.policy
+        return Desk(self._directory, self._keeping, *looks, *does, policy, settings.enforce, self._broker)
+
+    def _tend(self) -> None:
+        if self._broker:
+            with suppress(GpuguardError, OSError):  # doctor says what is wrong with the directory
+                self._broker.tend()
 
     def _leave_alone(self, kept: Kept) -> None:
         self._watchdog.kept = kept
@@ -196,9 +261,15 @@ class Daemon:
         if self._settings.policy and (asked or _look_of(self._settings.policy) != self._seen):
             self._reload()
 
+    def _start(self) -> PolicyFile:
+        for lack in powers():
+            self._say(lack)
+        return self._reload()
+
     def _reload(self) -> PolicyFile:
         """Read the policy file; one with faults changes nothing."""
         assert self._settings.policy
+        self._again.clear()
         self._seen = _look_of(self._settings.policy)
         file = load_policies(self._settings.policy)
         self._faulty = bool(file.faults)
@@ -208,25 +279,36 @@ class Daemon:
         if file.faults:
             first = file.faults[0].lines(file.path)[0]
             self._record("policy", "refused", f"{len(file.faults)} faults, the first: {first}", file)
-        elif file.fingerprint != self._fingerprint:
+            return file
+        if file.fingerprint != self._fingerprint:
             self._use(file)
+        for problem in problems(file.notify):  # said now, not when the first alarm is lost
+            self._record("notify", "will fail", problem)
         return file
 
     def _use(self, file: PolicyFile) -> None:
         former, self._sender = self._sender, None
+        templates = {**TEMPLATES, **file.messages}
         if file.notify:
-            self._sender = Sender(file.notify, self._report, templates={**TEMPLATES, **file.messages})
+            self._sender = Sender(file.notify, self._report, templates=templates)
+        self._watchdog.templates = templates
+        self._watchdog.language = next(iter(file.messages)) if len(file.messages) == 1 else ENGLISH
         self._fingerprint = file.fingerprint
         self._watchdog.notifier = self._sender
         self._keeping.longest = file.longest_keep
         self._watchdog.interval = _interval(self._settings, file.interval)
+        self._watchdog.protected = file.protected
         self._watchdog.policies = file.policies  # last: from here on they are judged by
         self._record("policy", "in force", self.status(), file)
+        self._recorder.windows = windows_of(file.policies)
+        if self._recorder.windows and (why := self._recorder.why_unknown(OPEN_SECONDS)):
+            self._say(f"{NEVER_FIRES}: {why}")
         if former:
             former.stop(0.0)  # what waits in it still goes out
 
     def _publish(self, snapshot: Snapshot, pause: float) -> None:
-        self._devices = snapshot.devices
+        self.last = snapshot
+        self._recorder.record(snapshot, GAP_INTERVALS * self._watchdog.interval[1], wanted(self._directory))
         if snapshot.clock - self._published_at < PUBLISH_SECONDS / 2:
             return
         try:
@@ -241,10 +323,25 @@ class Daemon:
         facts = (("path", file.path), ("sha256", file.fingerprint)) if file else ()
         self._report(Event(time.time(), kind, outcome, message=message, facts=facts))
 
-    def _report(self, event: Event) -> None:
-        if not self._append(event):
+    def _report(self, event: Event) -> bool:
+        if not (written := self._append(event)):
             self._say("the audit log cannot be written, so no process will be signalled")
         self._on_event(event)
+        return written
+
+
+def powers() -> tuple[str, ...]:
+    """What this process lacks to act on others, in words; () when nothing."""
+    uid = os.geteuid()
+    name = user_name(uid)
+    advice = "Start it as root, or by systemd: see `gpuguard setup --print-unit`."
+    if not capabilities.has(capabilities.KILL):
+        text = f"this is {name} without CAP_KILL: it can signal {name}'s own processes, and nothing is done to others."
+        return (f"{text}  {advice}",)
+    if uid != 0 and not capabilities.has(capabilities.PTRACE):
+        text = f"this is {name} without CAP_SYS_PTRACE: it cannot see what others run, and nothing is done to them."
+        return (f"{text}  {advice}",)
+    return ()
 
 
 @contextmanager
@@ -265,20 +362,6 @@ def only_one(directory: LockDirectory) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def tell_systemd(state: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Send *state* to the service manager that started us, if one did: sd_notify(3)."""
-    import socket
-
-    address = environ.get("NOTIFY_SOCKET", "")
-    if address[:1] in ("/", "@"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as messenger:
-            messenger.settimeout(1.0)
-            try:
-                messenger.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
-            except OSError:
-                return  # systemd restarts: it will ask for signs of life again
-
-
 def _interval(settings: Settings, bounds: tuple[float, float]) -> tuple[float, float]:
     if settings.interval is None:
         return bounds
@@ -291,26 +374,3 @@ def _look_of(path: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-@contextmanager
-def _signals(*numbers: signal.Signals) -> Iterator[Callable[[float], set[int]]]:
-    """A function that waits so many seconds for these signals and returns those that came."""
-    # A pipe instead of blocked signals: hooks would inherit those.
-    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    former = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    poll = select.poll()
-    poll.register(reader, select.POLLIN)
-
-    def wait(seconds: float) -> set[int]:
-        return set(os.read(reader, 1024)) if poll.poll(seconds * 1000) else set()
-
-    try:
-        yield wait
-    finally:
-        signal.set_wakeup_fd(woken)
-        for number, handler in former.items():
-            signal.signal(number, handler)
-        os.close(reader)
-        os.close(writer)

@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 
 from gpuguard.model import Device, GpuProcess, Snapshot
 from gpuguard.nouns import dataclass
-from gpuguard.request import Request, idle_limit, resolve
+from gpuguard.request import SHARE_MAX_UTIL, Request, idle_limit, resolve
+from gpuguard.sharing import NOBODY, Sharing, capacity, memory_left, shared_by, slots_left
 from gpuguard.units import format_bytes, format_duration
 
 # Problems that may pass without anybody's doing, so that waiting makes sense; the others need an administrator.
@@ -54,9 +55,16 @@ class Terms:
     excluded: frozenset[str]
     preferred: Mapping[str, int]  # uuid -> place in the list, 0 is the best
     instances: Mapping[str, int]  # uuid of a divided GPU -> how many MIG instances
+    sharing: Mapping[str, Sharing]  # uuid -> who shares the device, where somebody does
+
+    def sharing_of(self, device: Device) -> Sharing:
+        """Who shares the device."""
+        return self.sharing.get(device.uuid, NOBODY)
 
 
-def terms_of(snapshot: Snapshot, request: Request, taken: Mapping[str, str]) -> Terms:
+def terms_of(
+    snapshot: Snapshot, request: Request, taken: Mapping[str, str], sharing: Mapping[str, Sharing] | None = None
+) -> Terms:
     """Resolve the selectors of *request* on this machine.
 
     Raises:
@@ -72,6 +80,7 @@ def terms_of(snapshot: Snapshot, request: Request, taken: Mapping[str, str]) -> 
         frozenset(resolve(request.exclude, devices, "--exclude")),
         {uuid: place for place, uuid in enumerate(preferred)},
         Counter(device.parent_uuid for device in devices if device.parent_uuid),
+        sharing or {},
     )
 
 
@@ -88,9 +97,44 @@ def named(device: Device) -> str:
     return f"device {device.index}.{instance} (MIG{' ' * bool(device.mig_profile)}{device.mig_profile or ''})"
 
 
-def foreign(device: Device, request: Request) -> tuple[GpuProcess, ...]:
-    """The processes that make it busy for this request."""
-    return tuple(p for p in device.processes or () if _computes(p, request) and p.uid not in request.mine_as_free)
+def foreign(device: Device, terms: Terms) -> tuple[GpuProcess, ...]:
+    """The processes that make it busy for this request: not those of the shares that this one would join."""
+    request, sharing = terms.request, terms.sharing_of(device)
+    return tuple(
+        p
+        for p in device.processes or ()
+        if _computes(p, request) and p.uid not in request.mine_as_free and not sharing.belongs(p.pid)
+    )
+
+
+def util_limit(device: Device, terms: Terms) -> float | None:
+    """Percent that the device may be busy: what was asked for, else what leaves two jobs their speed."""
+    limit = terms.request.max_util
+    if limit is None and terms.sharing_of(device).count:
+        return SHARE_MAX_UTIL
+    return None if terms.request.share and limit is not None and limit >= 100 else limit
+
+
+def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
+    """Why no further share of the device can be had."""
+    request, sharing = terms.request, terms.sharing_of(device)
+    if not request.share or request.memory is None:
+        return
+    if device.compute_mode == "exclusive_process":
+        yield Reason("in exclusive-process mode: only one process can use it (nvidia-smi -c DEFAULT)", True)
+    if sharing.unknown:
+        yield Reason("shared by somebody whose record cannot be read, so nobody can say how much is left")
+        return
+    if not slots_left(sharing, request.slots):
+        yield Reason(f"shared by {sharing.count} already, and no more may join: {shared_by(sharing)}", False, "--slots")
+    room, left = capacity(device), memory_left(device, sharing)
+    if room is not None and room < request.memory:
+        yield Reason(f"has {format_bytes(room)} of memory even when it is empty", True, "--memory")
+    elif left is None:
+        yield Reason(_unknown(device, "memory_used", "its memory in use", terms), False, "--memory")
+    elif left < request.memory:
+        among = f" beside {shared_by(sharing)}" if sharing.count else ""
+        yield Reason(f"only {format_bytes(max(0, left))} left{among}", False, "--memory")
 
 
 def used_by(processes: Sequence[GpuProcess], clock: float) -> str:
@@ -124,6 +168,19 @@ def _divided(device: Device, terms: Terms) -> Iterator[Reason]:
         yield Reason(f"divided into {count} MIG instance{'s' * (count != 1)}: they are chosen instead", True)
     else:
         yield Reason("MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)", True)
+
+
+def _wrong_profile(device: Device, terms: Terms) -> Iterator[Reason]:
+    wanted = terms.request.mig
+    if wanted is None:
+        return
+    if device.parent_uuid is None:
+        if not device.mig_mode:
+            yield Reason("not divided into MIG instances", True, "--mig")
+    elif device.mig_profile is None:
+        yield Reason(_unknown(device, "mig_profile", "its profile", terms), True, "--mig")
+    elif device.mig_profile.lower() != wanted.lower():
+        yield Reason(f"its profile is {shown(device.mig_profile)}", True, "--mig")
 
 
 def _wrong_kind(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -175,23 +232,27 @@ def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
 def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
     # Whoever claimed a GPU before it was divided still owns all of it.
     holder = terms.taken.get(device.uuid) or terms.taken.get(device.parent_uuid or "")
+    whole = terms.sharing.get(device.parent_uuid or "", NOBODY)
+    if not holder and whole.count:
+        holder = f"its whole GPU is shared by {shared_by(whole)}"
     if holder:
         yield Reason(holder)
 
 
 def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
-    request, others = terms.request, foreign(device, terms.request)
-    allowed = request.max_processes or 0
+    request, others = terms.request, foreign(device, terms)
+    allowed, shared = request.max_processes or 0, terms.sharing_of(device).count
     if device.processes and not device.processes_plausible:
         yield Reason("its process list is not plausible, so nobody can say who uses it")
         return
-    if device.processes is None and (request.max_processes or request.mine_as_free):
-        option = "--max-processes" if request.max_processes else "--mine-as-free"
+    if device.processes is None and (request.max_processes or request.mine_as_free or shared):
+        option = "--max-processes" if request.max_processes else "--mine-as-free" if request.mine_as_free else "--share"
         yield Reason(_unknown(device, "processes", "its list of processes", terms), False, option)
     elif len(others) > allowed:
         memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
         limit = f" ({len(others)} processes)" if allowed else ""
-        yield Reason(f"{memory}used by {used_by(others, terms.snapshot.clock)}{limit}")
+        whose = ", of whom no share is known" if shared else ""
+        yield Reason(f"{memory}used by {used_by(others, terms.snapshot.clock)}{limit}{whose}")
     elif not allowed:
         yield from _memory_in_use(device, terms)
 
@@ -224,21 +285,27 @@ _LIMITS = (
 def _above_limit(device: Device, terms: Terms) -> Iterator[Reason]:
     for option, limit_name, field, what, unit in _LIMITS:
         limit, value = getattr(terms.request, limit_name), getattr(device, field)
+        bound = ""
+        if option == "--max-util":
+            bound = ", too much to share it (--max-util)" * (limit is None)
+            limit = util_limit(device, terms)
         if limit is None:
             continue
         if value is None:
             yield Reason(_unknown(device, field, f"its {what}", terms), False, option)
         elif value > limit:
-            yield Reason(f"{what} is {value:.0f}{unit}", False, option)
+            yield Reason(f"{what} is {value:.0f}{unit}{bound}", False, option)
 
 
 RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
     _out_of_scope,
     _divided,
+    _wrong_profile,
     _wrong_kind,
     _too_full,
     _unhealthy,
     _claimed,
+    no_share_left,
     _busy,
     _above_limit,
 )

@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import warnings
 from _thread import allocate_lock
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from gpuguard.claims.hold import SHARE_VARIABLES, Claim
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.records import probe
 from gpuguard.errors import BackendError, CudaInitialized, InvalidRequest, NotEnoughGpus
-from gpuguard.hold import Claim
 from gpuguard.lock import acquire, look, look_closely
-from gpuguard.lockfiles import lock_directory
 from gpuguard.model import MODEL, WHO_FIELDS, Device, Snapshot
-from gpuguard.records import probe
 from gpuguard.select import Request
 
 TYPE_CHECKING = False
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from gpuguard.backends import Backend
-    from gpuguard.lockfiles import LockDirectory
+    from gpuguard.claims.lockfiles import LockDirectory
 
 _ALL = -1
 _PLENTY = 1024  # more devices than a machine has
+_MOST_WAYS = 4  # tickets.MOST_WAYS, which costs more to import than a job that need not wait
 _CUDA_DEVICE = "/dev/nvidia-uvm"  # cuInit opens it, reading the driver by NVML does not
 
 _mutex = allocate_lock()  # guards the two below and what is written to os.environ
@@ -47,6 +48,9 @@ def grab_gpus(
     *,
     strict: bool = True,
     wait: float | None = 0.0,
+    alternatives: Iterable[Mapping[str, Any]] = (),
+    priority: str = "normal",
+    on_wait: Callable[[NotEnoughGpus], object] | None = None,
     note: str | None = None,
     backend: str | None = None,
     directory: str | None = None,
@@ -66,11 +70,16 @@ def grab_gpus(
         env_set_ok: None stays inside a CUDA_VISIBLE_DEVICES that is already set; False raises ValueError then.
         gpu_min_memory: MiB of memory in all.
         strict: False warns and takes what there is, if need be nothing (CUDA sees no device), instead of raising.
-        wait: seconds to wait for the devices; None for ever.
+        wait: seconds to wait in line for the devices; None for ever.
+        alternatives: what will do as well, the best liked first, at most 3: the conditions of each, as in
+            ({"num_gpus": 1, "min_free": 40 * 2**30},); those of the first request do not hold for it.
+        priority: in line, "low", "normal" or "high"; a site bounds it.
+        on_wait: told once in a while, while it waits, what is missing; print() will do.
         note: for the colleagues who look at `gpuguard who`.
         backend: see open_backend; default $GPUGUARD_BACKEND, else nvml.
         directory: of the claims; default $GPUGUARD_DIR, else the machine's.
-        **conditions: further fields of Request: min_free (bytes), models, exclude, prefer, max_util (percent) ...
+        **conditions: further fields of Request: min_free (bytes), models, exclude, prefer, max_util (percent),
+            share=True with memory (bytes) for a part of each device, mig ("3g.40gb") ...
 
     Returns:
         A Claim: a sequence of its devices, so len(claim) is their number.
@@ -96,11 +105,11 @@ def grab_gpus(
             conditions["max_processes"] = max_procs
         if gpu_min_memory is not None:
             conditions["min_total"] = int(gpu_min_memory * 2**20)
-        if gpu_fraction is not None:
-            conditions["min_free_fraction"] = gpu_fraction
+        conditions.setdefault("min_free_fraction", gpu_fraction)
         least, most = (1, _PLENTY) if num_gpus == _ALL else (num_gpus, None)
-        request = Request(num_gpus=least, max_gpus=most, **conditions)
-        claim = _claimed(request, strict, wait, note, backend, directory)
+        ways = [_request(num_gpus=least, max_gpus=most, **conditions), *(_request(**each) for each in alternatives)]
+        in_line = {"wait": wait, "priority": _priority(priority), "on_wait": on_wait, "note": note}
+        claim = _claimed(ways, strict, in_line, backend, directory)
     _enter(claim)
     return claim
 
@@ -126,7 +135,7 @@ def select_devices(
     from gpuguard.select import not_enough
 
     name = _backend_name(backend)
-    request = Request(num_gpus=num_gpus, **conditions)
+    request = _request(num_gpus=num_gpus, **conditions)
     with _opened(name) as source:
         where = _place(directory, name), _outer_environment()
         _, choice = look(source, request, *where)
@@ -160,18 +169,39 @@ def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot
     return replace(machine, claims=probe(_place(directory, name), [device.uuid for device in machine.devices]))
 
 
+def _request(**conditions: Any) -> Request:
+    """A request of lists too, as people write them: in line it is a key, so it must not be one that changes."""
+    conditions.update({name: tuple(value) for name, value in conditions.items() if isinstance(value, list)})
+    return Request(**conditions)
+
+
+def _priority(name: str) -> int:
+    if name == "normal":
+        return 0
+    from gpuguard.line.order import PRIORITIES
+
+    if name not in PRIORITIES:
+        raise InvalidRequest(f"there is no priority {name!r}: choose one of {', '.join(PRIORITIES)}.")
+    return PRIORITIES[name]
+
+
 def _claimed(
-    request: Request, strict: bool, wait: float | None, note: str | None, backend: str | None, directory: str | None
+    ways: Sequence[Request],
+    strict: bool,
+    in_line: dict[str, Any],
+    backend: str | None,
+    directory: str | None,
 ) -> Claim:
     import sys
 
+    if len(ways) > _MOST_WAYS:
+        raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {_MOST_WAYS - 1}.")
+
     name = _backend_name(backend)
-    take = partial(
-        acquire, directory=_place(directory, name), note=note, command=sys.argv, environ=_outer_environment()
-    )
+    take = partial(acquire, directory=_place(directory, name), command=sys.argv, environ=_outer_environment())
     with _opened(name) as source:
         try:
-            return take(source, request, wait=wait)
+            return take(source, ways[0], alternatives=ways[1:], **in_line)
         except (NotEnoughGpus, BackendError) as error:
             if strict:
                 raise
@@ -181,17 +211,18 @@ def _claimed(
             from gpuguard.nouns import replace
 
             with suppress(NotEnoughGpus):  # somebody was quicker
-                return take(source, replace(request, num_gpus=1, max_gpus=available))
+                return take(source, replace(ways[0], num_gpus=1, max_gpus=available), note=in_line["note"])
     return Claim("none", (), ())
 
 
 def _enter(claim: Claim) -> None:
     """Let os.environ name the devices of *claim*."""
     with _mutex:
-        if _written() is None:
-            _outside.update({name: os.environ.get(name) for name in claim.environment()})
+        before = _written()
+        if before is None:
+            _outside.update({name: os.environ.get(name) for name in (*claim.environment(), *SHARE_VARIABLES)})
         _made.append((os.getpid(), claim))
-        os.environ.update(claim.environment())
+        _write(claim.environment(), before or {})
 
 
 def _leave(claim: Claim) -> None:
@@ -199,11 +230,16 @@ def _leave(claim: Claim) -> None:
     with _mutex:
         _made[:] = [(pid, each) for pid, each in _made if each is not claim]
         left = [each for pid, each in _made if pid == os.getpid() and (each.pass_fds or not each.devices)]
-        for name, value in (left[-1].environment() if left else _outside).items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _write(left[-1].environment() if left else {}, claim.environment())
+
+
+def _write(environment: Mapping[str, str], before: Mapping[str, str]) -> None:
+    """Put *environment* into os.environ in the place of *before*; what that alone had is as before all claims."""
+    for name, value in {**{name: _outside.get(name) for name in before}, **environment}.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _written() -> dict[str, str] | None:
@@ -244,11 +280,16 @@ def _opened(name: str) -> Iterator[Backend]:
         source.close()
 
 
-def _refuse_when_too_late() -> None:
+def cuda_runs() -> bool:
+    """Whether CUDA is initialised in this process, so that it will see no other devices than it does now."""
     import sys
 
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # None too while torch is being imported
-    if (cuda is not None and cuda.is_initialized()) or _has_open(_CUDA_DEVICE):
+    return bool(cuda is not None and cuda.is_initialized()) or _has_open(_CUDA_DEVICE)
+
+
+def _refuse_when_too_late() -> None:
+    if cuda_runs():
         raise CudaInitialized(
             "CUDA runs in this process already and will not see another CUDA_VISIBLE_DEVICES.  "
             "Call grab_gpus() before the first use of CUDA, or start the program with `gpuguard run -- ...`."

@@ -49,12 +49,31 @@ def events_path() -> str:
 
 def _open(path: str) -> int:
     # O_NONBLOCK: a FIFO in that place must not hang the job that is being started.
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+    # The directory is that of the daemon's user, who may not steer what root writes.
+    roots = os.geteuid() == 0 and path == MACHINE_EVENTS
+    flags |= os.O_NOFOLLOW if roots else 0
     try:
-        return os.open(path, flags, 0o600)
+        descriptor = os.open(path, flags)
     except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        return os.open(path, flags, 0o600)
+        os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
+        return _made(path, flags, roots)
+    if roots and os.fstat(descriptor).st_nlink != 1:
+        os.close(descriptor)
+        raise OSError(f"{path} is also another file")
+    return descriptor
+
+
+def _made(path: str, flags: int, roots: bool) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:  # somebody else was quicker
+        return os.open(path, flags)
+    if roots:
+        # It is the daemon's: a log that root made would keep it from writing, and so from doing anything.
+        owner = os.stat(os.path.dirname(path))
+        os.fchown(descriptor, owner.st_uid, owner.st_gid)
+    return descriptor
 
 
 def _line(event: Event) -> bytes:

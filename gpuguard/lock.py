@@ -4,33 +4,42 @@ The two-key rule: a device is taken when its lock is free *and* it looks free, b
 is held while waiting.  Does not rank devices (see select) and never breaks a lock (see hold).
 
 A MIG instance is locked together with a shared lock on its GPU: so instances exclude their whole GPU and the other way
-round, by the kernel.
+round, by the kernel.  A share of a device holds its lock shared too, beside a slot of it: see shares.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from functools import partial
 
-from gpuguard.clusters import outer_devices
-from gpuguard.errors import ImpossibleRequest, LockDirectoryError, NotEnoughGpus, WaitTimeout
-from gpuguard.hold import Claim, Lock, take_lock, unlock
-from gpuguard.lockfiles import Gate, LockDirectory
-from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, VERIFY_FIELDS, ClaimRecord, Device, Snapshot
+from gpuguard.attempt import (
+    barred,
+    claims_against,
+    first_look,
+    lock_best,
+    look_again,
+    outer_claim,
+    sharing_of_claims,
+    why_not,
+)
+from gpuguard.claims.hold import Claim
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.records import locked_devices
+from gpuguard.errors import ImpossibleRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.nouns import replace
-from gpuguard.records import locked_devices, probe, read_record
-from gpuguard.select import Choice, Request, choose, fields_needed, fields_to_verify, not_enough, taken_by
+from gpuguard.select import Choice, Request, choose
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from typing import Any
 
     from gpuguard.backends import Backend
+    from gpuguard.line.turn import InLine
 
 POLL_SECONDS = 0.25  # between two looks at the locks while waiting: some 100 us each, no driver call
-_AGAINST = ("denied", "quarantined")  # kinds of marks: that module is read only where there are some
 ASK_SECONDS = 2.0  # between two questions to the driver while locks are free but devices look busy
 
 
@@ -39,9 +48,13 @@ def acquire(
     request: Request,
     directory: LockDirectory,
     *,
+    alternatives: Sequence[Request] = (),
     wait: float | None = 0.0,
     note: str | None = None,
     command: Sequence[str] = (),
+    time_limit: float | None = None,
+    expected: Callable[[], float | None] | None = None,
+    priority: int = 0,
     on_wait: Callable[[NotEnoughGpus], None] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Claim:
@@ -51,10 +64,15 @@ def acquire(
         backend: of the machine; it is asked as little as possible, and not at all while too many locks are held.
         request: what is wanted; CUDA_VISIBLE_DEVICES, Slurm and an outer claim limit it further.
         directory: of the locks.
-        wait: seconds; 0 not at all, None for ever.
+        alternatives: what will do as well, the best liked first.
+        wait: seconds in line; 0 not at all, None for ever.
         note: for people.
         command: of the job, for people.
-        on_wait: told once in a while what is missing.
+        time_limit: seconds from the claim on after which it ends, for people and for those who wait; None: unknown.
+        expected: says how many seconds it takes otherwise, as far as anybody can tell; asked only by whoever waits.
+        priority: in line, see line.PRIORITIES.
+        on_wait: told once in a while what is missing, or every so many seconds as its attribute tell_every says; what
+            it raises ends the waiting.
         environ: what limits the request.
 
     Raises:
@@ -66,20 +84,72 @@ def acquire(
     """
     outer = outer_claim(directory, environ)
     deadline = None if wait is None else time.monotonic() + wait
-    while True:
-        bounded, snapshot = _read(backend, request, outer, environ)
-        taken = _barred(snapshot, directory, outer)
-        claim = _lock_best(backend, snapshot, bounded, directory, outer, taken)
-        if claim:
-            claim.explain(directory, note, command)
-            return claim
-        error = _why_not(backend, snapshot, bounded, directory, outer, taken)
-        if isinstance(error, ImpossibleRequest) or wait == 0:
-            raise error
-        tell = partial(on_wait, error) if on_wait else None
-        _await_change(snapshot, bounded, directory, outer, deadline, tell)
-        if deadline is not None and time.monotonic() >= deadline:
-            raise WaitTimeout(f"the time to wait is over: {error}", error.wanted, error.available, error.refused)
+    line = None
+    stand = partial(_in_line, backend, directory, priority, time_limit, expected, note, command)
+    try:
+        while True:
+            bounded, snapshot = first_look(backend, (request, *alternatives), outer, environ)
+            if line is None and outer is None and someone_waits(directory):
+                line = stand()
+            claim, error = _attempt(backend, snapshot, bounded, directory, outer, line)
+            if claim:
+                claim.explain(directory, note, command, ends=_ends(time_limit))
+                return claim
+            if isinstance(error, ImpossibleRequest) or wait == 0:
+                raise error
+            if outer:
+                _await_sibling(snapshot, request, directory, deadline, on_wait and partial(on_wait, error))
+            else:
+                line = line or stand()
+                line.sleep(snapshot, bounded, deadline, error, on_wait)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeout(f"the time to wait is over: {error}", error.wanted, error.available, error.refused)
+    finally:
+        if line:
+            line.leave()
+
+
+def _ends(time_limit: float | None) -> float | None:
+    return None if time_limit is None else round(time.time() + time_limit, 3)
+
+
+def someone_waits(directory: LockDirectory, kinds: tuple[str, ...] = ("ticket.", "reserve.")) -> bool:
+    """Whether there may be a line, or a reservation.  All that a command pays for both when there is neither."""
+    starts = tuple(directory.prefix + kind for kind in kinds)
+    return any(name.startswith(starts) for name in os.listdir(directory.records))
+
+
+def _in_line(backend: Backend, directory: LockDirectory, *details: Any) -> InLine:
+    from gpuguard.line.turn import InLine
+
+    return InLine(backend, directory, *details)
+
+
+def _attempt(
+    backend: Backend,
+    snapshot: Snapshot,
+    ways: Sequence[Request],
+    directory: LockDirectory,
+    outer: ClaimRecord | None,
+    line: InLine | None,
+) -> tuple[Claim | None, NotEnoughGpus]:
+    """A claim if it is our turn and devices can be had; else why not."""
+    taken = barred(snapshot, directory, outer)
+    turn = line.turn(snapshot, ways) if line else None
+    if turn:
+        taken |= turn.kept
+    ticket = turn.place.ticket if turn and turn.place else None
+    for way in turn.ways if turn else ways:
+        if claim := lock_best(backend, snapshot, way, directory, outer, taken, ticket):
+            if line:
+                line.served(claim)
+            return claim, NotEnoughGpus("")
+    if line and line.waits and turn and turn.is_later:
+        return None, turn.explained(NotEnoughGpus(f"wanted {ways[0].num_gpus} GPUs.", ways[0].num_gpus))
+    surely = turn is not None and turn.is_impossible
+    errors = [why_not(backend, snapshot, way, directory, outer, taken, surely=surely) for way in ways]
+    error = next((each for each in errors if not isinstance(each, ImpossibleRequest)), errors[0])
+    return None, turn.explained(error) if turn else error
 
 
 def look(
@@ -90,17 +160,25 @@ def look(
     The winners alone are read a second time, with their health: one of eight idle devices costs 39 driver calls.
     """
     outer = outer_claim(directory, environ)
-    bounded, snapshot = _read(backend, request, outer, environ)
-    claims, taken = _claims(directory, snapshot, outer)
-    taken |= _barred(snapshot, directory, outer)
+    (bounded,), snapshot = first_look(backend, (request,), outer, environ)
+    claims, taken = claims_against(directory, snapshot, outer, request)
+    taken |= barred(snapshot, directory, outer)
+    if outer is None and someone_waits(directory, ("reserve.",)):
+        taken |= _reserved(backend, directory, snapshot, bounded)
     verified: set[str] = set()
     while True:
-        choice = choose(snapshot, bounded, taken)
+        choice = choose(snapshot, bounded, taken, sharing_of_claims(snapshot, bounded, claims, outer))
         unread = [device.uuid for device in choice.devices if device.uuid not in verified]
         if not unread:
             return replace(snapshot, claims=claims), choice
-        snapshot = _read_again(backend, snapshot, bounded, unread, taken)
+        snapshot = look_again(backend, snapshot, bounded, unread, taken)
         verified.update(unread)
+
+
+def _reserved(backend: Backend, directory: LockDirectory, snapshot: Snapshot, request: Request) -> dict[str, str]:
+    from gpuguard.line.turn import reserved_from
+
+    return reserved_from(backend, directory, snapshot, request)
 
 
 def look_closely(
@@ -127,162 +205,15 @@ class _Closely:
         self._backend.close()
 
 
-def outer_claim(directory: LockDirectory, environ: Mapping[str, str] = os.environ) -> ClaimRecord | None:
-    """The living claim of this user inside which this process runs, or None."""
-    claim_id = environ.get("GPUGUARD_CLAIM", "")
-    if not claim_id or "/" in claim_id:
-        return None
-    return read_record(directory, os.geteuid(), claim_id)
-
-
-def _read(
-    backend: Backend, request: Request, outer: ClaimRecord | None, environ: Mapping[str, str]
-) -> tuple[Request, Snapshot]:
-    """A first look at all devices, and *request* within the limits that others have set for this process."""
-    snapshot = backend.sample(fields_needed(request))
-    limits = outer_devices(environ, snapshot.devices)
-    within, reason = limits.uuids, limits.reason
-    if outer:
-        within = tuple(uuid for uuid in outer.devices if within is None or uuid in within)
-        reason = f"outside the claim {outer.id} that this runs in"
-        # The outer claim's own processes do not make its devices busy, nor does the memory that they use.
-        request = replace(request, mine_as_free=request.mine_as_free | {os.geteuid()}, tolerance=2**63)
-    if within is None:
-        return request, snapshot
-    bounded = replace(request, within=within, within_reason=reason)
-    if fields_needed(bounded) != fields_needed(request):
-        snapshot = backend.sample(fields_needed(bounded))
-    return bounded, snapshot
-
-
-def _lock_best(
-    backend: Backend,
+def _await_sibling(
     snapshot: Snapshot,
     request: Request,
     directory: LockDirectory,
-    outer: ClaimRecord | None,
-    taken: dict[str, str],
-) -> Claim | None:
-    """Lock the best devices and read them again; None, and nothing locked, when that cannot be had.
-
-    Fills *taken* with the devices that others were found to hold.
-    """
-    held: dict[str, tuple[Lock, ...]] = {}
-    verified: set[str] = set()
-    try:
-        with Gate(directory):
-            while devices := choose(snapshot, request, taken).devices:
-                wanted = {device.uuid for device in devices}
-                for uuid in held.keys() - wanted:
-                    unlock(held.pop(uuid))
-                if not all(_take(directory, device, held, taken, outer) for device in devices):
-                    continue
-                unread = wanted - verified
-                if not unread:
-                    locks = tuple(lock for device in devices for lock in held.pop(device.uuid))
-                    return Claim(_new_id(outer), devices, locks)
-                # Whatever happened between the first look and the lock shows now: a stranger's process, a lost device.
-                snapshot = _read_again(backend, snapshot, request, sorted(unread), taken)
-                verified |= unread
-        return None
-    finally:
-        for locks in held.values():
-            unlock(locks)
-
-
-def _read_again(
-    backend: Backend, snapshot: Snapshot, request: Request, uuids: Sequence[str], taken: dict[str, str]
-) -> Snapshot:
-    """*snapshot* with a fresh look at the winners; one that the driver does not show any more counts as taken."""
-    fresh = backend.sample(fields_to_verify(request), uuids)
-    for uuid in set(uuids) - {device.uuid for device in fresh.devices}:
-        taken[uuid] = "the driver does not show it any more"
-    return snapshot.updated(fresh)
-
-
-def _take(
-    directory: LockDirectory,
-    device: Device,
-    held: dict[str, tuple[Lock, ...]],
-    taken: dict[str, str],
-    outer: ClaimRecord | None,
-) -> bool:
-    if device.uuid in held:
-        return True
-    wanted = [(device.uuid, fcntl.LOCK_EX)]
-    if device.parent_uuid:
-        wanted.append((device.parent_uuid, fcntl.LOCK_SH))
-    if outer:
-        # The outer claim holds the device; this one excludes only its siblings in there.  Deeper ones share.
-        wanted = [] if "." in outer.id else [(f"{device.uuid}.nested", fcntl.LOCK_EX)]
-    locks: list[Lock] = []
-    for name, operation in wanted:
-        try:
-            lock = take_lock(directory, name, operation)
-        except LockDirectoryError as error:
-            taken[device.uuid] = str(error)
-            lock = None
-        if lock is None:
-            unlock(locks)
-            taken.setdefault(device.uuid, "claimed by somebody just now")
-            return False
-        locks.append(lock)
-    held[device.uuid] = tuple(locks)
-    return True
-
-
-def _why_not(
-    backend: Backend,
-    snapshot: Snapshot,
-    request: Request,
-    directory: LockDirectory,
-    outer: ClaimRecord | None,
-    taken: Mapping[str, str],
-) -> NotEnoughGpus:
-    """The error with all reasons."""
-    taken = {**taken, **_claims(directory, snapshot, outer)[1], **_barred(snapshot, directory, outer)}
-    unclaimed = [device.uuid for device in snapshot.devices if device.uuid not in taken]
-    if unclaimed:
-        # Whether it can ever be met depends on their health, and the reason on who uses them.
-        details = VERIFY_FIELDS | fields_needed(request) | {PROCESSES, PROCESS_DETAILS, HEALTH}
-        snapshot = snapshot.updated(backend.sample(details, unclaimed))
-    return not_enough(snapshot, request, choose(snapshot, request, taken))
-
-
-def _claims(
-    directory: LockDirectory, snapshot: Snapshot, outer: ClaimRecord | None
-) -> tuple[tuple[ClaimRecord, ...], dict[str, str]]:
-    """The living claims, and uuid -> who stands in the way."""
-    uuids = [device.uuid for device in snapshot.devices]
-    claims = probe(directory, uuids)
-    if outer is None:
-        return claims, taken_by(claims, time.time())
-    inner = locked_devices(directory, _lock_names(uuids, outer))
-    return claims, {
-        uuid: f"used by another command inside the claim {outer.id}" for uuid in uuids if f"{uuid}.nested" in inner
-    }
-
-
-def _barred(snapshot: Snapshot, directory: LockDirectory, outer: ClaimRecord | None) -> dict[str, str]:
-    """uuid -> what was decided against the device, or against any new claim of this user."""
-    if directory.owner is None or not any(os.path.lexists(f"{directory.path}/{kind}.json") for kind in _AGAINST):
-        return {}
-    from gpuguard.marks import against
-
-    uid = None if outer else os.geteuid()  # whoever has a claim already may divide it
-    return against(directory, [device.uuid for device in snapshot.devices], uid, time.time())
-
-
-def _await_change(
-    snapshot: Snapshot,
-    request: Request,
-    directory: LockDirectory,
-    outer: ClaimRecord | None,
     deadline: float | None,
     tell: Callable[[], object] | None,
 ) -> None:
-    """Sleep until the driver is worth asking again: enough locks are free, and one more than before or ASK_SECONDS."""
-    names = _lock_names([device.uuid for device in snapshot.devices], outer)
+    """Sleep until another command inside the same claim is worth being asked for: there is no line in there."""
+    names = [f"{device.uuid}.nested" for device in snapshot.devices]
     locked_before = locked_devices(directory, names)
     ask_at = time.monotonic() + ASK_SECONDS
     while deadline is None or time.monotonic() < deadline:
@@ -293,12 +224,3 @@ def _await_change(
         enough = len(names) - len(locked) >= request.num_gpus
         if enough and (locked_before - locked or time.monotonic() >= ask_at):
             return
-
-
-def _lock_names(uuids: Sequence[str], outer: ClaimRecord | None) -> list[str]:
-    return [f"{uuid}.nested" for uuid in uuids] if outer else list(uuids)
-
-
-def _new_id(outer: ClaimRecord | None) -> str:
-    own = os.urandom(4).hex()
-    return f"{outer.id}.{own}" if outer else own

@@ -1,12 +1,13 @@
-"""Marks: what was decided about users and devices, in files that everybody can read and root alone can write.
+"""Marks: what was decided about users and devices, in files that everybody can read and only root or the daemon write.
 
     denied.json         users who get no new claims, by uid
     quarantined.json    devices that nobody gets, by uuid
     kept.json           whom the daemon leaves alone: "UID", or "UID UUID" on one device
 
-They lie in the directory of the claims, hold without a daemon, and each ends by itself when its time is over.  A file
-that somebody else could have written counts for nothing.  Where anybody may make files (the sticky fallback) there are
-no marks.  Does not say who may ask for one: see door, and the commands deny and quarantine.
+What root decides lies in the directory of the claims, what the daemon decides among the daemon's files; both count,
+hold without a daemon, and end by themselves when their time is over.  A file that somebody else could have written
+counts for nothing.  Where anybody may make files (the sticky fallback) there are no marks.  Does not say who may ask
+for one: see door, and the commands deny and quarantine.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import os
 import stat
 import time
 
+from gpuguard.claims.daemonfiles import DaemonFiles, daemon_files, open_lock_file
+from gpuguard.claims.lockfiles import LockDirectory, try_flock
 from gpuguard.errors import LockDirectoryError
-from gpuguard.lockfiles import LockDirectory, try_flock
 from gpuguard.nouns import dataclass, replace
 from gpuguard.text import neutralise
 
@@ -64,10 +66,7 @@ class Mark:
 
 def read_marks(directory: LockDirectory, kind: str, now: float) -> dict[str, Mark]:
     """The marks of a kind that hold at *now* (unix time); none when there is no file that can be trusted."""
-    try:
-        return {mark.name: mark for mark in _read(directory, kind) if mark.holds(now)}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
+    return _marks_in(_places(directory, kind), kind, now)
 
 
 def against(directory: LockDirectory, uuids: Sequence[str], uid: int | None, now: float) -> dict[str, str]:
@@ -99,15 +98,19 @@ def change(directory: LockDirectory, kind: str, update: Callable[[dict[str, Mark
     """
     if directory.owner is None:
         raise LockDirectoryError(_NOT_HERE)
-    path = _path(directory, kind)
+    places = _places(directory, kind)
+    mine = [each for each in places if os.geteuid() in (0, each.owner)] or list(places[:1])
+    path = _path(mine[0], kind)
     try:
-        with _alone(directory):
-            marks = read_marks(directory, kind, time.time())
+        with _alone(mine):
+            marks = _marks_in(mine, kind, time.time())
             update(marks)
             if marks:
                 _write(path, kind, marks)
-            elif os.path.lexists(path):  # without it nobody who starts a job has anything to read
-                os.unlink(path)
+            # Without a file nobody who starts a job has anything to read.  Root takes over what the daemon decided.
+            for each in mine[bool(marks) :]:
+                if os.path.lexists(_path(each, kind)):
+                    os.unlink(_path(each, kind))
     except OSError as error:
         root = "" if os.geteuid() == 0 else "  Only the owner of the directory can: run it with sudo."
         raise LockDirectoryError(f"{path} cannot be written: {error.strerror}.{root}") from error
@@ -126,22 +129,46 @@ def _tail(mark: Mark) -> str:
     return f"by {neutralise(mark.by)}{until}" + (f": {neutralise(mark.reason)}" if mark.reason else "")
 
 
-def _path(directory: LockDirectory, kind: str) -> str:
-    return f"{directory.path}/{kind}.json"
+def mark_files(directory: LockDirectory) -> tuple[str, ...]:
+    """Where marks may lie that decide who may claim."""
+    return tuple(_path(place, kind) for kind in (DENIED, QUARANTINED) for place in _places(directory, kind))
 
 
-def _read(directory: LockDirectory, kind: str) -> Iterator[Mark]:
+def _places(directory: LockDirectory, kind: str) -> tuple[DaemonFiles, ...]:
+    """Where marks of a kind may lie, root's first."""
     if directory.owner is None:
-        return
-    import json
+        return ()
+    daemons = daemon_files(directory)
+    if kind == KEPT or daemons.path == directory.path:
+        return (daemons,)
+    return (DaemonFiles(directory.path, directory.owner), daemons)
+
+
+def _path(place: DaemonFiles, kind: str) -> str:
+    return place.file(f"{kind}.json")
+
+
+def _marks_in(places: Sequence[DaemonFiles], kind: str, now: float) -> dict[str, Mark]:
+    found: dict[str, Mark] = {}
+    for place in places:
+        try:
+            for mark in [mark for mark in _read(place, kind) if mark.holds(now)]:
+                prolong(found, mark)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue
+    return found
+
+
+def _read(place: DaemonFiles, kind: str) -> Iterator[Mark]:
+    from gpuguard.claims.plainjson import loads
 
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(_path(directory, kind), flags)
+    descriptor = os.open(_path(place, kind), flags)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, directory.owner) or found.st_mode & 0o022:
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in place.owners() or found.st_mode & 0o022:
             raise ValueError("somebody else could have written it")
-        content = json.loads(file.read(MAX_BYTES))
+        content = loads(file.read(MAX_BYTES))
     for entry in content["marks"]:
         yield Mark(
             str(entry["name"]),
@@ -184,21 +211,23 @@ def _write(path: str, kind: str, marks: dict[str, Mark]) -> None:
 
 
 class _alone:  # noqa: N801  a context manager, written out because contextlib costs 4 ms of import
-    """The only writer of this directory for as long as the block lasts."""
+    """The only writer of these places for as long as the block lasts."""
 
-    def __init__(self, directory: LockDirectory) -> None:
-        # 0600: whoever could open it could keep the administrator away.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._path = f"{directory.path}/marks.lock"
-        self._descriptor = os.open(self._path, flags, 0o600)
+    def __init__(self, places: Sequence[DaemonFiles]) -> None:
+        self._places, self._held = places, list[int]()
 
     def __enter__(self) -> None:
         deadline = time.monotonic() + WRITE_SECONDS
-        while not try_flock(self._descriptor):
-            if time.monotonic() >= deadline:
-                os.close(self._descriptor)
-                raise LockDirectoryError(f"{self._path} is held by another command that does not end.  Try again.")
-            time.sleep(0.01)
+        for place in self._places:
+            descriptor = open_lock_file(place, "marks.lock")
+            self._held.append(descriptor)
+            while not try_flock(descriptor):
+                if time.monotonic() >= deadline:
+                    self.__exit__()
+                    path = place.file("marks.lock")
+                    raise LockDirectoryError(f"{path} is held by another command that does not end.  Try again.")
+                time.sleep(0.01)
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        for descriptor in self._held:
+            os.close(descriptor)

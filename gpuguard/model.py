@@ -22,6 +22,7 @@ CLOCKS = "clocks"  # clocks and their maxima, pstate, throttle_reasons, persiste
 ECC = "ecc"  # ecc_*, retired_pages, remapped_rows
 PCIE = "pcie"  # link and throughput: about 20 ms per device in a real driver
 NVLINK = "nvlink"  # links and peers: up to 18 calls per device
+NVLINK_FLOW = "nvlink_flow"  # 1    what goes over all links; the first look has nothing to go by
 TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
 
 BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much
@@ -29,7 +30,7 @@ BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no mor
 SELECT_FIELDS = frozenset({MEMORY, IDLE_PROCESSES})
 VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
 WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH, MODEL, THERMAL, POWER})
-ALL_FIELDS = WHO_FIELDS | {CLOCKS, ECC, PCIE, NVLINK, TOPOLOGY}
+ALL_FIELDS = WHO_FIELDS | {CLOCKS, ECC, PCIE, NVLINK, NVLINK_FLOW, TOPOLOGY}
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class Device:
     pcie_tx: float | None = None  # bytes per second
     pcie_rx: float | None = None
     nvlink_links: tuple[tuple[int, str], ...] | None = None  # (link number, pci bus id of the other end), active only
+    nvlink_tx: float | None = None  # bytes per second over all links, mean since the look before
+    nvlink_rx: float | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,17 @@ class ClaimRecord:
     note: str | None = None
     command: tuple[str, ...] | None = None
     holders: tuple[int, ...] = ()  # pids that really hold the lock, as far as this user may see them
+    ends: float | None = None  # unix time of its time limit
+    expected: float | None = None  # unix time at which it should end, by what its user's jobs have taken before
+    memory: int | None = None  # bytes of each device, of a claim that shares them; None: they are its alone
+    slots: tuple[str, ...] = ()  # of a claim that shares its devices, the slot locks that it says it holds
+    most: int | None = None  # so many claims at most share a device with this one
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from gpuguard.markup import of_claim
+
+        return of_claim(self)
 
 
 @dataclass(frozen=True)
@@ -151,10 +165,17 @@ class Snapshot:
     cuda_version: str | None = None
     topology: tuple[tuple[str, str, str], ...] | None = None  # (uuid, uuid, NVLINK|PIX|PXB|PHB|NODE|SYS)
     claims: tuple[ClaimRecord, ...] = ()
+    recorded: bool = False  # of another time, from a file: to look at, never to act on
 
     def device(self, uuid: str) -> Device | None:
         """The device with that uuid, or None."""
         return next((device for device in self.devices if device.uuid == uuid), None)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from gpuguard.markup import of_snapshot
+
+        return of_snapshot(self)
 
     def updated(self, newer: Snapshot) -> Snapshot:
         """This snapshot with the devices that *newer* has read again, and with its gaps about them.

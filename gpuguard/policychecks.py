@@ -11,18 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpuguard.decoding import Decoder, Path, below, unknown
+from gpuguard.documents.decoding import Decoder, Path, below, unknown
 from gpuguard.policies.amounts import Amount
-from gpuguard.policies.policy import KILL_AFTER
+from gpuguard.policies.policy import KILL_AFTER, ON_PROCESSES
 from gpuguard.policykeys import ExceptKeys, IntervalKeys, PolicyKeys
+from gpuguard.policypairs import DAY, HARMFUL, compare, rules_of
 from gpuguard.units import format_duration
 
-HARMFUL = frozenset({"terminate", "kill", "pause", "deny"})  # take something away from somebody
 AT_PROCESSES = frozenset({"warn", "checkpoint", "terminate", "kill", "pause", "resume", "renice", "deny"})
 MESSAGES = frozenset({"warn", "notify"})
 # Rules about a state of the device, which the processes on it need not have caused.
 INNOCENT = frozenset({"temperature", "power", "forecast", "health"})
-DAY = 86400
 HOTTEST = 130.0  # degrees Celsius: no sensor tells more, and readings above it are not believed
 
 
@@ -47,7 +46,7 @@ def check(decoder: Decoder) -> None:
     for path, policy in policies.items():
         for checker in (_steps, _targets, _rules, _time, _scope):
             checker(decoder, setting, policy, path)
-    _contradictions(decoder, policies)
+    compare(decoder, policies)
 
 
 def _names(decoder: Decoder, policies: Mapping[Path, PolicyKeys]) -> None:
@@ -105,16 +104,6 @@ def _targets(decoder: Decoder, setting: Setting, policy: PolicyKeys, path: Path)
                 decoder.source.fault(node, f"{target!r} is no hook.", "Name one that is written {hook: ...}.")
 
 
-def rules_of(policy: PolicyKeys, path: Path) -> Iterator[tuple[str, Any, Path]]:
-    """(name, rule, its path) of each condition."""
-    name, value = policy.when
-    if name not in ("all", "any"):
-        yield name, value, below(path, "when", name)
-        return
-    for place, (each, rule) in enumerate(value):
-        yield each, rule, below(path, "when", name, place, each)
-
-
 def _rules(decoder: Decoder, setting: Setting, policy: PolicyKeys, path: Path) -> None:
     rules = list(rules_of(policy, path))
     for name, rule, place in rules:
@@ -125,9 +114,21 @@ def _rules(decoder: Decoder, setting: Setting, policy: PolicyKeys, path: Path) -
             decoder.source.warn(decoder.nodes[place], f"the same {name} rule twice.")
     blameless = [name for name, _, _ in rules if name in INNOCENT]
     subjectless = all(_about_devices(name, rule) for name, rule, _ in rules)
+    unpeopled = all(name == "age" and rule.run_time_above is None for name, rule, _ in rules)
+    claimless = not any(_about_claims(name, rule) for name, rule, _ in rules)
     for number, step in enumerate(policy.steps):
         node = decoder.nodes[below(path, "steps", number)]
-        if subjectless and step.name in AT_PROCESSES:
+        if unpeopled and step.name in ON_PROCESSES:
+            decoder.source.warn(
+                node, f"{step.name} reaches nobody: such a claim has no process.", "Write `release` to take it back."
+            )
+        elif claimless and step.name == "release":
+            decoder.source.warn(
+                node,
+                f"release reaches nobody: {_and(name for name, _, _ in rules)} finds no claim without a process.",
+                "Only age (claim_without_process_above), idle and quota do.",
+            )
+        elif subjectless and step.name in AT_PROCESSES:
             decoder.source.warn(
                 node,
                 f"{step.name} reaches nobody: {_and(name for name, _, _ in rules)} finds devices, not processes.",
@@ -151,11 +152,20 @@ def _about_devices(name: str, rule: Any) -> bool:
     return getattr(rule, "per", "") == "device" or (name == "health" and not rule.with_processes)
 
 
+def _about_claims(name: str, rule: Any) -> bool:
+    """Whether it finds claims under which nobody computes."""
+    if name == "age":
+        return rule.claim_without_process_above is not None
+    return name in ("idle", "quota")
+
+
 def _never(name: str, rule: Any) -> Iterator[tuple[str, str]]:
     """(key, why) for limits that nothing can pass."""
     for key, value in vars(rule).items():
         if key.endswith("above") and isinstance(value, Amount) and value.relative and value.value >= 100:
             yield key, "more than 100% is not possible"
+        if isinstance(value, Amount) and value.promised and rule.per != "claim":
+            yield key, "only a claim has a share (per: claim)"
         if name == "utilization" and key == "above" and value is not None and value >= 100:
             yield key, "no utilization is above 100%"
         if key.endswith("below") and name != "idle" and isinstance(value, float) and value <= 0:
@@ -226,19 +236,3 @@ def _scope(decoder: Decoder, setting: Setting, policy: PolicyKeys, path: Path) -
 
 def _alone(each: ExceptKeys, key: str) -> bool:
     return all((value is not None) == (name == key) for name, value in vars(each).items())
-
-
-def _contradictions(decoder: Decoder, policies: Mapping[Path, PolicyKeys]) -> None:
-    """Two policies that end the same processes for the same rule."""
-    seen: dict[Any, str] = {}
-    for path, policy in policies.items():
-        if not any(step.name in HARMFUL for step in policy.steps):
-            continue
-        for name, _, where in rules_of(policy, path):
-            mark = (name, policy.only, policy.hours, policy.days, policy.claimed_above)
-            if seen.setdefault(mark, policy.name) != policy.name:
-                decoder.source.warn(
-                    decoder.nodes[where],
-                    f"{seen[mark]!r} ends processes of the same users for {name}, too: whichever is faster wins.",
-                    "Give them different `only`, or make one policy of both.",
-                )

@@ -7,21 +7,22 @@ once, here.  Does not keep the last good file: see daemon.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 
-from gpuguard.accounts import Accounts
-from gpuguard.decoding import GROUP, USER, Broken, Decoder, Tag, below
+from gpuguard import capabilities
+from gpuguard.documents.accounts import Accounts
+from gpuguard.documents.decoding import GROUP, USER, Broken, Decoder, Tag, below
+from gpuguard.documents.rootfile import read_file
+from gpuguard.documents.yaml_nodes import LARGEST, Fault, Source
 from gpuguard.errors import InvalidRequest
+from gpuguard.guards.identity import Protected
 from gpuguard.messages import Template
 from gpuguard.notify import Target
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policychecks import check
-from gpuguard.policykeys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ScopeKeys
-from gpuguard.rootfile import read_file
-from gpuguard.yaml_nodes import LARGEST, Fault, Source
+from gpuguard.policykeys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ProtectKeys, ScopeKeys
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class PolicyFile:
         messages: language -> texts of the admin's own.
         interval: (shortest, longest) seconds between samples.
         longest_keep: seconds for which users may ask to be left alone.
+        protected: who is never touched.
         faults: what makes the file useless, in the order of the lines.
         warnings: what is allowed, but hardly meant.
         fingerprint: SHA-256 of the text.
@@ -46,6 +48,7 @@ class PolicyFile:
     messages: Mapping[str, Template] = field(default_factory=dict)
     interval: tuple[float, float] = (2.0, 10.0)
     longest_keep: float = 86400.0
+    protected: Protected = field(default_factory=Protected)
     faults: tuple[Fault, ...] = ()
     warnings: tuple[Fault, ...] = ()
     fingerprint: str = ""
@@ -56,10 +59,10 @@ def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Acc
 
     Args:
         path: of the file.
-        trusted_owner: nobody but root may be able to change it; None: if we are root ourselves.
+        trusted_owner: nobody but root may be able to change it; None: if we can do something to others by it.
         accounts: who is who; this machine's by default.
     """
-    only_root = os.geteuid() == 0 if trusted_owner is None else trusted_owner
+    only_root = capabilities.is_powerful() if trusted_owner is None else trusted_owner
     try:
         content = read_file(path, LARGEST, only_root=only_root)
     except OSError as error:
@@ -95,6 +98,7 @@ def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | No
         messages=dict(keys.messages.items()),
         interval=(keys.interval.shortest, keys.interval.longest),
         longest_keep=keys.keep.longest,
+        protected=_protected(keys.protect),
         warnings=warnings,
         fingerprint=fingerprint,
     )
@@ -158,6 +162,10 @@ def _scope(keys: ScopeKeys | ExceptKeys) -> Scope:
         kinds=None if keys.kinds is None else frozenset(keys.kinds),
         until=keys.until if isinstance(keys, ExceptKeys) else None,
     )
+
+
+def _protected(keys: ProtectKeys | None) -> Protected:
+    return Protected(frozenset(keys.users), frozenset(keys.groups), keys.executables) if keys else Protected()
 
 
 def _step(tag: Tag) -> Step:

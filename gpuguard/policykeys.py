@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
 
-from gpuguard.actiontable import ACTION_KEYS
-from gpuguard.decoding import GROUP, USER, Choice, Tag, Tagged
+from gpuguard.documents.decoding import GROUP, USER, Choice, Tag, Tagged
 from gpuguard.errors import InvalidRequest
+from gpuguard.guards.actiontable import ACTION_KEYS
 from gpuguard.messages import Template
 from gpuguard.notify import TARGETS
 from gpuguard.policies import Rule
@@ -53,6 +53,13 @@ def parse_device(text: str) -> str:
     """An index, a uuid or the beginning of one."""
     if not _DEVICE.fullmatch(text):
         raise InvalidRequest(f"{text!r} is no device: write an index like 0, or a uuid like 'GPU-8f31c2'.")
+    return text
+
+
+def parse_path(text: str) -> str:
+    """A whole path, or a glob of one."""
+    if not text.startswith("/"):
+        raise InvalidRequest(f"{text!r} is no path: write it in full from / on, like '/usr/bin/{text}'.")
     return text
 
 
@@ -228,6 +235,27 @@ class KeepKeys:
 
 
 @dataclass(frozen=True)
+class ProtectKeys:
+    """Whose processes no policy touches, beside those of root and of the system; who is meant is still warned.
+
+    One entry that matches is enough.
+
+    Args:
+        users: names or uids.
+        groups: names; all members, and whoever's groups cannot be learned.
+        executables: globs of whole paths of programs, of files that belong to root or to the owner of that path.
+    """
+
+    users: tuple[Annotated[int, USER], ...] = ()
+    groups: tuple[Annotated[str, GROUP], ...] = ()
+    executables: tuple[Annotated[str, parse_path], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not any(vars(self).values()):
+            raise InvalidRequest("nobody is named: write users, groups or executables.")
+
+
+@dataclass(frozen=True)
 class FileKeys:
     """A policy file.
 
@@ -240,6 +268,7 @@ class FileKeys:
         messages: texts of one's own, per language.
         interval: how often the machine is looked at.
         keep: what users may ask for by `gpuguard keep`.
+        protect: whose processes are never touched, whatever the policies say.
     """
 
     version: Literal["1"]
@@ -251,3 +280,4 @@ class FileKeys:
     messages: Mapping[Literal["en", "zh"], Template] = field(default_factory=dict)
     interval: IntervalKeys = field(default_factory=IntervalKeys)
     keep: KeepKeys = field(default_factory=KeepKeys)
+    protect: ProtectKeys | None = None

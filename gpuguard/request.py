@@ -5,8 +5,6 @@ Does not look at any device: see eligibility for why one will not do, and select
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import (
     BUSY_MEMORY,
@@ -26,17 +24,30 @@ from gpuguard.model import (
 from gpuguard.nouns import dataclass
 from gpuguard.units import format_bytes
 
+TYPE_CHECKING = False  # collections takes 1.2 ms to import
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
 # What an idle device may still hold.  NVIDIA's resiliency extension takes memory for given back below the same 512 MB.
 IDLE_TOLERANCE = 512 * 2**20
+ANY_MEMORY = 2**63  # the tolerance inside a claim, whose own processes use its devices
 # What driver and firmware may keep for themselves on an idle device, where the driver counts it as used (before 510
 # there is no other figure): nvidia-smi -q shows 205 MiB on an 8 GB board, 614 on an H200, 869 on an A100 80GB.
 UNKNOWN_RESERVE = 2**30
+
+# Real pairs of jobs whose utilization adds up to at most 50 % run at 0.998 of their speed alone; above 90 % at 0.82,
+# the worst of them at 0.51 (Lucid).
+SHARE_MAX_UTIL = 50.0
+SLOTS = 8  # claims that can share one device: each holds one lock of as many, so the kernel bounds their number
 
 STRATEGIES = {
     "spread": "the emptiest devices first",
     "pack": "the fullest devices that still fit, and broken NUMA nodes, so that big gaps stay whole",
     "first": "the lowest index first, whatever its load",
 }
+
+
+_PROFILE = r"(?i:(\d+c\.)?\d+g\.\d+gb(\+\w+)*(\.\w+)*)"
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,10 @@ class Request:
     within: tuple[str, ...] | None = None  # uuids that an outer scheduler or CUDA_VISIBLE_DEVICES allows
     within_reason: str = ""  # "CUDA_VISIBLE_DEVICES=3 allows only device 3"
     tolerance: int = IDLE_TOLERANCE  # bytes that an idle device may hold
+    share: bool = False  # others may claim the rest of each device
+    memory: int | None = None  # bytes of each device that a share is good for
+    slots: int = SLOTS  # so many claims at most share a device with this one, itself included
+    mig: str | None = None  # profile of the MIG instances, "3g.40gb"
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1:
@@ -82,11 +97,34 @@ class Request:
             raise InvalidRequest("the list of devices is empty: name some, as in 0,3, or leave it out.")
         if self.strategy not in STRATEGIES:
             raise InvalidRequest(f"there is no strategy {self.strategy!r}: choose one of {', '.join(STRATEGIES)}.")
+        self._check_share()
+        if self.mig is not None:
+            import re  # 4 ms that nobody else need pay
+
+            if not re.fullmatch(_PROFILE, self.mig):
+                raise InvalidRequest(f"{self.mig[:40]!r} is no MIG profile: write it like 3g.40gb.")
+
+    def _check_share(self) -> None:
+        if self.share and self.memory is None:
+            raise InvalidRequest("how much memory of a device is to be shared? Say so, as in --share --memory 10GiB.")
+        if not self.share and self.memory is not None:
+            raise InvalidRequest("--memory is the part of a shared device: add --share, or use --min-free.")
+        if self.memory is not None and self.memory < 1:
+            raise InvalidRequest("a share of no memory is none: ask for some, as in --memory 10GiB.")
+        if not 1 <= self.slots <= SLOTS:
+            raise InvalidRequest(f"{self.slots} claims cannot share a device: write --slots 1 to --slots {SLOTS}.")
+        if self.slots != SLOTS and not self.share:
+            raise InvalidRequest("--slots is about shared devices: add --share --memory SIZE.")
 
     @property
     def most(self) -> int:
         """How many devices are taken when there are plenty."""
         return self.max_gpus or self.num_gpus
+
+    @property
+    def most_sharers(self) -> int | None:
+        """How many claims at most share a device with this one, where it asks for fewer than there can be."""
+        return self.slots if self.share and self.slots < SLOTS else None
 
 
 def fields_needed(request: Request) -> frozenset[str]:
@@ -95,16 +133,17 @@ def fields_needed(request: Request) -> frozenset[str]:
     What is not here (HEALTH above all) is read for the winners only: fields_to_verify().
     """
     selectors = (*(request.devices or ()), *request.exclude, *request.prefer, *(request.within or ()))
-    shares = bool(request.max_processes or request.mine_as_free)
+    shares = bool(request.max_processes or request.mine_as_free or request.share)
     wanted = {
         UTILIZATION: request.max_util is not None or request.max_memory_util is not None or shares,
-        PROCESS_DETAILS: bool(request.mine_as_free),
+        PROCESS_DETAILS: bool(request.mine_as_free or request.share),
         THERMAL: request.max_temperature is not None,
         MODEL: bool(request.models) or request.strategy == "pack" or request.most > 1,
         TOPOLOGY: request.most > 1 and request.strategy != "first",
         NVLINK: request.most > 1 and request.strategy != "first",
         # It brings the MIG instances along.
-        HEALTH: any(selector.upper().startswith("MIG-") or "." in selector for selector in selectors),
+        HEALTH: request.mig is not None
+        or any(selector.upper().startswith("MIG-") or "." in selector for selector in selectors),
     }
     listed = shares or idle_limit(None, request.tolerance) > BUSY_MEMORY
     base = frozenset({MEMORY, PROCESSES}) if listed else SELECT_FIELDS
@@ -160,10 +199,15 @@ def options_of(request: Request) -> tuple[str, ...]:
         ("--exclude", ",".join(request.exclude)),
         ("--prefer", ",".join(request.prefer)),
         ("--strategy", "" if request.strategy == "spread" else request.strategy),
-        ("--tolerance", "" if request.tolerance == IDLE_TOLERANCE else _size(request.tolerance)),
+        ("--mig", request.mig or ""),
+        ("--memory", _size(request.memory)),
+        ("--slots", "" if request.slots == SLOTS else str(request.slots)),
+        ("--tolerance", "" if request.tolerance in (IDLE_TOLERANCE, ANY_MEMORY) else _size(request.tolerance)),
     )
-    mine = ("--mine-as-free",) if request.mine_as_free else ()
-    return tuple(f"{option} {value}" for option, value in values if value) + mine
+    inside = request.tolerance == ANY_MEMORY  # then nobody has typed that either
+    flags = (("--share", request.share), ("--mine-as-free", bool(request.mine_as_free) and not inside))
+    given = tuple(f"{option} {value}" for option, value in values if value)
+    return given + tuple(flag for flag, is_set in flags if is_set)
 
 
 def _size(count: int | None) -> str:

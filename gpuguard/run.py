@@ -14,30 +14,32 @@ import os
 import signal
 import time
 
-from gpuguard import actions, history, settle
+from gpuguard import actions, history
 from gpuguard.errors import BackendError, ClaimLost
-from gpuguard.launch import execute, failure, start
-from gpuguard.meter import Meter
+from gpuguard.jobs import settle
+from gpuguard.jobs.ending import NEVER, TIME_LIMIT, Ending, is_stopped, kill_tree, signal_job, signal_tree
+from gpuguard.jobs.launch import execute, failure, start
+from gpuguard.jobs.meter import Meter
+from gpuguard.jobs.settle import descendants
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
 from gpuguard.nouns import dataclass
 from gpuguard.request import IDLE_TOLERANCE
-from gpuguard.settle import descendants, status_of
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gpuguard.backends import Backend
-    from gpuguard.hold import Claim
-    from gpuguard.limits import Limits
+    from gpuguard.claims.hold import Claim
+    from gpuguard.isolation.isolate import Isolation
+    from gpuguard.jobs.limits import Limits
     from gpuguard.model import Snapshot
 
 TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
 SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
 SAMPLE_SECONDS_FAILING = 300.0  # a driver that does not answer is asked ever more rarely, at last so often
+LIMITS_SECONDS_FAILING = 10.0  # and so often where the limits of the job depend on its answer
 FIRST_SAMPLE_SECONDS = 0.25  # a job shorter than this costs no driver call
-NEVER = float("inf")
-KILL_SECONDS = 5.0  # for how long killing a tree is repeated, because its members can fork meanwhile
 
 EXIT_TIMEOUT = 124
 
@@ -45,7 +47,7 @@ PASSED_ON = frozenset({
     signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
     signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
 })  # fmt: skip
-FETCHED = PASSED_ON | {signal.SIGCHLD}
+FETCHED = PASSED_ON | {signal.SIGCHLD, actions.LETTER}
 ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 
@@ -74,6 +76,8 @@ def run(
     checkpoint: int | None = None,
     limits: Limits | None = None,
     tolerance: int = IDLE_TOLERANCE,
+    isolation: Isolation | None = None,
+    later: Callable[[], None] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Ended:
     """Run *command* on the devices of *claim*, and release the claim when it is done with them.
@@ -85,31 +89,53 @@ def run(
         visible: "index" or "uuid", what CUDA_VISIBLE_DEVICES gets.
         time_limit: seconds until the job is ended, None for no limit.
         grace: seconds between the signals that end it: *checkpoint*, SIGTERM, SIGKILL.
-        checkpoint: the first of them, None for none.
+        checkpoint: the first of them, None for none.  It comes a *grace* before the time limit, SIGTERM at it.
         limits: further ones, at which it is ended too.
         tolerance: bytes above the state before the job that count as free after it.
+        isolation: the place in which the job runs, None: here.  Is closed at the end.
+        later: called once when the job has run for a moment, for what is not worth keeping it waiting.
         say: gets each message for the user, in words.
 
     Returns:
         How it ended.  The caller obeys die_of.
     """
-    environment = {**os.environ, **claim.environment(visible)}
-    job = _Job(command, environment, claim, backend, say)
-    job.limit(time_limit, grace, checkpoint, limits)
+    environment = _environment(claim, visible, isolation)
+    ending = Ending(time.monotonic(), time_limit, grace, checkpoint)
+    enter = isolation.enter if isolation else None
+    job = _Job(command, environment, claim, backend, say, ending, limits, enter)
+    job.later = later
     job.attend()
-    return job.finish(tolerance)
+    ended = job.finish(tolerance)
+    if isolation:
+        isolation.close()
+    return ended
 
 
-def replace_self(command: Sequence[str], claim: Claim, backend: Backend, *, visible: str = "index") -> tuple[int, str]:
+def _environment(claim: Claim, visible: str, isolation: Isolation | None) -> dict[str, str]:
+    return {**os.environ, **claim.environment(visible), **(isolation.environment if isolation else {})}
+
+
+def replace_self(
+    command: Sequence[str],
+    claim: Claim,
+    backend: Backend,
+    *,
+    visible: str = "index",
+    isolation: Isolation | None = None,
+) -> tuple[int, str]:
     """Become *command*, without a supervisor: the claim lives as long as the processes that hold its descriptors.
 
     Returns:
         Only when it cannot be started: exit code and message.
     """
-    environment = {**os.environ, **claim.environment(visible)}
+    environment = _environment(claim, visible, isolation)
     backend.close()
     _record("claim", "handed over", claim, command=command)
-    return failure(command[0], execute(command, environment, claim.pass_fds))
+    enter = isolation.enter if isolation else None
+    code = execute(command, environment, claim.pass_fds, enter=enter)
+    if isolation:
+        isolation.close()
+    return failure(command[0], code)
 
 
 class _Job:
@@ -122,39 +148,37 @@ class _Job:
         claim: Claim,
         backend: Backend,
         say: Callable[[str], None],
+        ending: Ending,
+        limits: Limits | None,
+        enter: Callable[[], None] | None,
     ) -> None:
         self.claim, self.backend, self.say = claim, backend, say
-        self.meter = Meter(claim)
+        self.ending, self.limits = ending, limits
+        # What a shared device does is its neighbours' doing too.
+        self.meter = Meter(claim if claim.memory is None else ())
         self.status: int | None = None
         self.interrupted = self.killed_by_interrupt = False
         self.told: set[str] = set()
+        self.later: Callable[[], None] | None = None
         self.began = time.monotonic()
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
-        self.sample_at, self.sample_every = self.tick_at, SAMPLE_SECONDS
-        self.limit(None, 0.0, None, None)
-        self.rungs: list[int] = []  # the signals that are still to be sent to end the job
-        self.rung_at = NEVER
-        self.ending: tuple[str, str, str | None] | None = None  # for the events: their kind, why, which limit
-        self.limited = False
-        self.pid, self.report = start(command, environment, claim.pass_fds, FETCHED)
+        self.sample_at, self.sample_every = self.tick_at, 0.0 if limits else SAMPLE_SECONDS
+        self.limited = False  # whether the time limit ended it
+        self.pid, self.report = start(command, environment, claim.pass_fds, FETCHED, enter)
         self.pidfd = os.pidfd_open(self.pid)
+        signal.signal(actions.LETTER, lambda *_: None)  # fetched like the others; a handler is what others can see
         self.program = command[0]
         _record("claim", "started", claim, command=command)
-
-    def limit(self, time_limit: float | None, grace: float, checkpoint: int | None, limits: Limits | None) -> None:
-        """Arm the limits."""
-        self.limit_at = NEVER if time_limit is None else self.began + time_limit
-        self.grace, self.checkpoint, self.limits = grace, checkpoint, limits
 
     def attend(self) -> None:
         """Stay until the job has ended."""
         self.reap()
         while self.status is None:
-            due = min(self.tick_at, self.limit_at, self.rung_at)
+            due = min(self.tick_at, self.ending.due)
             if got := signal.sigtimedwait(FETCHED, max(0.0, due - time.monotonic())):
                 self.receive(got)
             self.reap()
-            self.keep_limits()
+            self.end_if_due()
             if self.status is None and time.monotonic() >= self.tick_at:
                 self.tick()
 
@@ -162,6 +186,8 @@ class _Job:
         """Pass a signal on, unless it came from the kernel (si_code > 0), which sends to the whole group."""
         if got.si_signo == signal.SIGINT:
             self.interrupted = True
+        if got.si_signo == actions.LETTER:
+            self.tick_at = time.monotonic()
         if got.si_signo not in PASSED_ON or got.si_code > 0:
             return
         if actions.forward(self.pidfd, got.si_signo) == actions.NOT_PERMITTED:
@@ -192,19 +218,21 @@ class _Job:
         # Not for SIGSTOP: that comes from somebody who will continue the job alone, and nobody would continue us.
         actions.stop_self()
         while got := signal.sigtimedwait(FETCHED - {signal.SIGCHLD}, 0):
-            if got.si_signo != signal.SIGCONT or self.is_stopped():
+            if got.si_signo != signal.SIGCONT or is_stopped(self.pid):
                 self.receive(got)
-
-    def is_stopped(self) -> bool:
-        """Whether the job is stopped now."""
-        facts = status_of(self.pid)
-        return facts is not None and facts[0] == "T"
 
     def tick(self) -> None:
         """Hold the claim, and take a sample when it is time."""
         # Denser at first, so that a short job has its numbers too: after 0.25, 0.5, 1, 2, 4 s.
         now = time.monotonic()
         self.tick_at = now + min(TICK_SECONDS, now - self.began)
+        if self.later:
+            later, self.later = self.later, None
+            later()
+        if wish := self.claim.wish():
+            from gpuguard.jobs.heeding import heed
+
+            heed(wish, self.claim, self.backend, self.ending, self.say)
         try:
             self.claim.reassert()
         except ClaimLost as lost:
@@ -223,11 +251,14 @@ class _Job:
         try:
             snapshot = self.backend.sample(fields, [device.uuid for device in self.claim])
             count(snapshot)
+            if "driver" in self.told:
+                self.told.discard("driver")
+                self.say("the driver answers again: the limits of the job are kept.")
             self.judge(snapshot)
             # Limits are looked at with every tick.
             self.sample_every = 0.0 if self.limits else min(SAMPLE_SECONDS, time.monotonic() - self.began)
         except BackendError as fault:
-            self.sample_every = min(2 * (self.sample_every or TICK_SECONDS), SAMPLE_SECONDS_FAILING)
+            self.sample_every = slower(self.sample_every, limited=bool(self.limits))
             if self.limits and "driver" not in self.told:
                 self.told.add("driver")
                 self.say(f"the limits of the job cannot be kept as long as the driver does not answer: {fault}")
@@ -237,65 +268,45 @@ class _Job:
         """Begin to end the job when it has reached one of its limits; tell its owner who else is on his devices."""
         if not self.limits:
             return
-        judged = self.limits.judge(snapshot, descendants(), TICK_SECONDS)
+        living = self.pid if self.status is None else None
+        judged = self.limits.judge(snapshot, descendants(), TICK_SECONDS, pid=living)
         for text in judged.strangers:
             _record("stranger", "owner warned", self.claim, message=text)
-        for text in (*judged.strangers, *judged.blind):
+        if self.claim.memory is not None and judged.used is not None:
+            self.meter.peak_memory = max(self.meter.peak_memory or 0, judged.used)
+        for text in judged.over:
+            _record("share", "owner warned", self.claim, message=text)
+        for text in (*judged.strangers, *judged.blind, *judged.over):
             self.say(text)
         if judged.reached and (self.status is None or judged.reached.pids):
-            self.begin_to_end("limit", judged.reached.why, judged.reached.limit)
+            self.ending.begin(time.monotonic(), "limit", judged.reached.why, judged.reached.limit)
 
-    def keep_limits(self) -> None:
-        """Begin to end the job when its time is over, and take the next step when it is due."""
-        if time.monotonic() >= self.limit_at:
-            self.limited = self.status is None
-            self.begin_to_end("time limit", "the time limit is over")
-        if self.ending and time.monotonic() >= self.rung_at:
-            self.climb(*self.ending)
-
-    def begin_to_end(self, kind: str, why: str, limit: str | None = None) -> None:
-        """From now on one signal after the other, whatever other limit is reached meanwhile."""
-        if self.ending is None:
-            self.ending, self.limit_at, self.rung_at = (kind, why, limit), NEVER, time.monotonic()
-            self.rungs = [*([self.checkpoint] if self.checkpoint else []), signal.SIGTERM, signal.SIGKILL]
-
-    def climb(self, kind: str, why: str, limit: str | None) -> None:
-        """Send the next signal: SIGKILL goes to all that is left of the job."""
-        signum, self.rungs = self.rungs[0], self.rungs[1:]
-        name = signal.Signals(signum).name
-        _record(kind, name, self.claim, message=why, limit=limit)
-        if not self.rungs:
-            self.rung_at = NEVER
-            self.say("the grace is over too: SIGKILL to the job and all its processes.")
-            self.end_tree()
+    def end_if_due(self) -> None:
+        """Send the next signal of the ladder when it is due: SIGKILL goes to all that is left of the job."""
+        rung = self.ending.take(time.monotonic())
+        if rung is None:
             return
-        self.rung_at = time.monotonic() + self.grace
-        self.say(f"{why if signum == (self.checkpoint or signal.SIGTERM) else 'the grace is over'}: {name} to the job.")
-        if self.status is None:
-            actions.forward(self.pidfd, signum)
-            if self.is_stopped():  # a stopped process keeps the signal pending
-                actions.forward(self.pidfd, signal.SIGCONT)
-        else:
-            self.backend.close()  # its process is one of them; the next sample starts another
-            _signal_descendants(signum)
-
-    def end_tree(self) -> None:
-        """SIGKILL every descendant until none is left."""
+        self.limited |= rung.kind == TIME_LIMIT and rung.signum == signal.SIGTERM and self.status is None
+        _record(rung.kind, rung.name, self.claim, message=rung.why, limit=rung.limit)
+        self.say(rung.words)
+        if self.status is None and rung.signum != signal.SIGKILL:
+            signal_job(self.pid, self.pidfd, rung.signum)
+            return
         self.backend.close()  # its process is one of them; the next sample starts another
-        until = time.monotonic() + KILL_SECONDS
-        while _signal_descendants(signal.SIGKILL) and time.monotonic() < until:
-            signal.sigtimedwait({signal.SIGCHLD}, 0.02)
-            self.reap()
+        if rung.signum == signal.SIGKILL:
+            kill_tree(self.reap)
+        else:
+            signal_tree(rung.signum)
 
     def pause(self, seconds: float) -> int | None:
         """Wait for a child's end or a signal at most so long; a signal that asks this process to end, or None."""
-        due = min(self.limit_at, self.rung_at, self.tick_at if self.limits else NEVER)
+        due = min(self.ending.due, self.tick_at if self.limits else NEVER)
         got = signal.sigtimedwait(FETCHED, max(0.0, min(seconds, due - time.monotonic())))
         self.reap()
         if self.limits and time.monotonic() >= self.tick_at:
             self.sample(self.meter.add_last)
             self.tick_at = max(self.sample_at, time.monotonic() + TICK_SECONDS)
-        self.keep_limits()
+        self.end_if_due()
         if got and got.si_signo in SUSPENDING:
             actions.stop_self()
         return got.si_signo if got and got.si_signo in ENDING else None
@@ -319,6 +330,7 @@ class _Job:
                 say=self.say,
                 seen=self.meter.add_last,
                 tolerance=tolerance,
+                longest=settle.SETTLE_SECONDS if self.claim.memory is None else settle.SHARED_SETTLE_SECONDS,
             )
             self.claim.release()
         except settle.Left as left:
@@ -328,7 +340,7 @@ class _Job:
         ended = Ended(
             status, die_of, wall_time, outcome, self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
         )
-        _record("release", outcome, self.claim, message=self.ending and self.ending[1], ended=ended)
+        _record("release", outcome, self.claim, message=self.ending.why, ended=ended)
         return ended
 
     def exec_error(self) -> int | None:
@@ -348,19 +360,9 @@ class _Job:
         return self.status, signal.SIGINT if self.killed_by_interrupt and interrupted else None
 
 
-def _signal_descendants(signum: int) -> int:
-    """Signal every living process below this one, but not this one; returns how many there were."""
-    family = descendants()
-    for pid, started in family.items():
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        facts = status_of(pid)  # read behind the pidfd: it is still the one that was found below us
-        if facts and facts[2] == started:
-            actions.forward(pidfd, signum)
-        os.close(pidfd)
-    return len(family)
+def slower(every: float, *, limited: bool) -> float:
+    """Seconds until a driver that has just failed is asked again; *limited*: the job has limits to keep."""
+    return min(2 * every or TICK_SECONDS, LIMITS_SECONDS_FAILING if limited else SAMPLE_SECONDS_FAILING)
 
 
 def _record(

@@ -1,8 +1,9 @@
 """Choosing devices: which are free, which of those are best, and why the others are refused.
 
 Among the eligible the order is: known before unknown memory, --prefer, no running work, most free memory, least
-utilization, fewest processes; then, for several devices, the best connected set; then health marks, temperature and
-the highest index, because most people take GPU 0.  Memory and utilization are compared coarsely: 3 MiB are no reason.
+utilization, fewest processes (for a share: least utilization, shared already, most memory left); then, for several
+devices, the best connected set; then health marks, temperature and the highest index, because most people take GPU 0.
+Memory and utilization are compared coarsely: 3 MiB are no reason.
 Does not claim anything, so what it says may be over a moment later: see lock.
 """
 
@@ -15,8 +16,9 @@ from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.nouns import dataclass
 from gpuguard.request import Request, fields_needed, fields_to_verify, options_of, resolve, spelled
+from gpuguard.sharing import Sharing, is_share_of, memory_left
 from gpuguard.topology import best_connected
-from gpuguard.units import format_duration
+from gpuguard.units import format_bytes, format_duration
 
 __all__ = [
     "Choice",
@@ -47,14 +49,18 @@ class Choice:
         devices: the chosen ones in index order, none when fewer than wanted are eligible.
         eligible: all that would do, the best first.
         refused: all others in index order, each with all its reasons.
+        sharing: uuid -> who shares the device, where the request may join them.
     """
 
     devices: tuple[Device, ...]
     eligible: tuple[Device, ...]
     refused: tuple[Refusal, ...]
+    sharing: Mapping[str, Sharing] | None = None
 
 
-def choose(snapshot: Snapshot, request: Request, taken: Mapping[str, str]) -> Choice:
+def choose(
+    snapshot: Snapshot, request: Request, taken: Mapping[str, str], sharing: Mapping[str, Sharing] | None = None
+) -> Choice:
     """The best devices of *snapshot* for *request*.
 
     A device whose problems were not read yet (None) counts as healthy: read the winners again with
@@ -62,11 +68,12 @@ def choose(snapshot: Snapshot, request: Request, taken: Mapping[str, str]) -> Ch
 
     Args:
         taken: uuid -> who has claimed it, as text for people.
+        sharing: uuid -> who shares it, of the devices of which a request for a share may have a part.
 
     Raises:
         InvalidRequest: a selector names no device of this machine.
     """
-    terms = terms_of(snapshot, request, taken)
+    terms = terms_of(snapshot, request, taken, sharing)
     against = {device.uuid: reasons_against(device, terms) for device in snapshot.devices}
     candidates = [device for device in snapshot.devices if not against[device.uuid]]
     crowds = _crowds(candidates)
@@ -81,6 +88,7 @@ def choose(snapshot: Snapshot, request: Request, taken: Mapping[str, str]) -> Ch
         tuple(sorted(chosen, key=_place)),
         tuple(eligible),
         tuple(sorted(refused, key=lambda refusal: _place(refusal.device))),
+        terms.sharing,
     )
 
 
@@ -123,14 +131,20 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
 def taken_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
     """uuid -> "claimed by bob, 2h ago: python train.py", for each device of a living claim."""
     taken: dict[str, str] = {}
+    shares: dict[str, list[str]] = {}
     for claim in claims:
         if not claim.alive:
             continue
         ago = f", {format_duration(int(now - claim.since))} ago" if claim.since is not None else ""
         what = claim.note or " ".join(claim.command or ())
         text = f"claimed by {shown(claim.user)}{ago}" + (f": {shown(what)}" if what else "")
-        taken.update(dict.fromkeys(claim.devices, text))
-    return taken
+        for uuid in claim.devices:
+            if is_share_of(claim, uuid):
+                part = f" ({format_bytes(claim.memory)})" if claim.memory is not None else ""
+                shares.setdefault(uuid, []).append(f"{shown(claim.user)}{part}")
+            else:
+                taken[uuid] = text
+    return {uuid: f"shared by {', '.join(users)}" for uuid, users in shares.items()} | taken
 
 
 def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
@@ -152,15 +166,26 @@ def _tier(device: Device, terms: Terms, crowds: Mapping[int, int]) -> tuple[floa
     if request.strategy == "first":
         return (nothing_known, preferred, device.index)
     load = (device.utilization is None, (device.utilization or 0) // _UTILIZATION_GRAIN)
+    if request.share:
+        return (nothing_known, preferred, *_share_tier(device, terms, load))
     room = _room(device, request) // _GRAIN
     if request.strategy == "pack":
         crowd = (
             crowds.get(device.numa_node, len(crowds)) if device.numa_node is not None else len(terms.snapshot.devices)
         )
         return (nothing_known, preferred, room, *load, crowd)
-    others = foreign(device, request)
+    others = foreign(device, terms)
     working = bool(others) or device.memory_used is None or device.memory_used > request.tolerance
     return (nothing_known, preferred, load[0], working, -room, load[1], device.processes is None, len(others))
+
+
+def _share_tier(device: Device, terms: Terms, load: tuple[float, float]) -> tuple[float, ...]:
+    sharing = terms.sharing_of(device)
+    left = (memory_left(device, sharing) or 0) // _GRAIN
+    # Between equally idle devices the one that is shared already, so that whole devices stay whole.
+    if terms.request.strategy == "pack":
+        return (not sharing.count, left, *load)
+    return (*load, not sharing.count, -left)
 
 
 def _room(device: Device, request: Request) -> int:
@@ -224,6 +249,7 @@ def _never(request: Request, could: Choice) -> str:
         f"wanted {_gpus(request.num_gpus)}, but {_there('exist', could.devices)}{condition}.",
         *(f"  {limit}" for limit in outer),
         *_explained(faults),
+        *_profiles(request, could),
         *_mixed(could.devices),
         *[f"{', or '.join(advice).capitalize()}."] * bool(advice),
         f"`gpuguard explain {spelled(request)}` shows each device.",
@@ -234,6 +260,18 @@ def _never(request: Request, could: Choice) -> str:
 def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
     lines = [f"  {named(r.device)}: {'; '.join(reason.text for reason in r.reasons)}" for r in refusals[:most]]
     return lines + [f"  and {len(refusals) - most} more"] * (len(refusals) > most)
+
+
+def _profiles(request: Request, could: Choice) -> list[str]:
+    """Which MIG profiles there are, for who has asked for another one."""
+    if request.mig is None:
+        return []
+    every = [*could.devices, *(refusal.device for refusal in could.refused)]
+    names = [device.mig_profile or "unknown" for device in every if device.parent_uuid]
+    if not names:
+        return ["  no GPU here is divided into MIG instances (an administrator does it: nvidia-smi mig)"]
+    counts = ", ".join(f"{shown(name)} ({names.count(name)})" for name in sorted(set(names)))
+    return [f"  the MIG profiles here: {counts}"]
 
 
 def _mixed(devices: Sequence[Device]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The daemon's latest snapshot, for everybody: state.json beside the claims, so that nobody need wake the driver.
+"""The daemon's latest snapshot, for everybody: state.json among its files, so that nobody need wake the driver.
 
 It counts only while its daemon lives, which the lock on daemon.lock tells, and while it is fresh.  What only root may
 see of a process does not go in.  Does not decide when it is written: see daemon.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 
+from gpuguard.backends.processes import start_time
+from gpuguard.claims.daemonfiles import DaemonFiles, daemon_files, open_lock_file
+from gpuguard.claims.lockfiles import LockDirectory, try_flock
 from gpuguard.errors import LockDirectoryError
-from gpuguard.lockfiles import LockDirectory, is_same_file, try_flock
 from gpuguard.nouns import replace
 
 TYPE_CHECKING = False  # typing costs 6 ms of import, and `who` reads this
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 8 * 2**20  # 16 devices with 128 processes each, all with long command lines, are 2 MiB
 FRESH_INTERVALS = 2.0
+LATELY_SECONDS = 120.0
 
 
 def lock_daemon(directory: LockDirectory) -> int | None:
@@ -29,35 +33,37 @@ def lock_daemon(directory: LockDirectory) -> int | None:
     Raises:
         LockDirectoryError: the lock file cannot be used.
     """
-    path = _path(directory, "daemon.lock")
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    files = daemon_files(directory)
+    if files.path != directory.path and _is_locked(f"{directory.path}/daemon.lock"):
+        return None  # one that was started before it had a directory of its own
+    path = files.file("daemon.lock")
     try:
-        descriptor = os.open(path, flags, 0o600)  # not for others: whoever can lock it could keep the daemon away
+        descriptor = open_lock_file(files, "daemon.lock")
     except OSError as error:
         raise LockDirectoryError(
-            f"{path} cannot be opened: {error.strerror}.  Run the daemon as the user to whom the directory belongs."
+            f"{path} cannot be opened: {error.strerror}.  Run the daemon as root or as {_owner_of(files)}; "
+            f"`sudo gpuguard setup` gives it a directory for a user of its own."
         ) from error
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != os.geteuid():
-            raise LockDirectoryError(f"{path} is not a file of ours alone.  Look at it with `ls -l`, and remove it.")
-        if not is_same_file(descriptor, path):
-            raise LockDirectoryError(f"{path} was replaced while it was opened.  Look at it with `ls -l`.")
         if try_flock(descriptor):
             return descriptor
-        os.close(descriptor)
-        return None
     except LockDirectoryError:
         os.close(descriptor)
         raise
+    os.close(descriptor)
+    return None
 
 
 def daemon_lives(directory: LockDirectory) -> bool:
     """Whether a process that we can see holds the daemon's lock; asked of the kernel, so nobody is disturbed."""
+    return _is_locked(_path(directory, "daemon.lock"))
+
+
+def _is_locked(path: str) -> bool:
     try:
-        inode = os.lstat(_path(directory, "daemon.lock")).st_ino
-        with open("/proc/locks", encoding="ascii") as locks:
-            return any(" FLOCK " in line and f":{inode} " in line for line in locks)
+        inode = os.lstat(path).st_ino
+        with open("/proc/locks", "rb") as locks:
+            return any(b" FLOCK " in line and b":%d " % inode in line for line in locks)
     except OSError:
         return False
 
@@ -86,7 +92,8 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
         ),
     )
     claims = [vars(record) for record in snapshot.claims]
-    content = {"schema": 1, "interval_seconds": interval, "snapshot": pack(public) | {"claims": claims}}
+    us = [os.getpid(), start_time(os.getpid())]
+    content = {"schema": 1, "daemon": us, "interval_seconds": interval, "snapshot": pack(public) | {"claims": claims}}
     path = _path(directory, "state.json")
     unfinished = f"{path}.new"
     if os.path.lexists(unfinished):  # of a daemon that was killed
@@ -106,19 +113,41 @@ def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Sn
         clock: CLOCK_BOOTTIME now, seconds.
         simulated: whether one of a simulated node is wanted.
     """
-    if not daemon_lives(directory):
-        return None
     try:
-        content = _read(_path(directory, "state.json"), {0, os.geteuid()})
+        files = daemon_files(directory)
+        content = _read(files.file("state.json"), files.owners())
         snapshot, interval = _unpack(content["snapshot"]), float(content["interval_seconds"])
         fresh = 0 <= clock - snapshot.clock <= FRESH_INTERVALS * interval
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None  # of another version, or torn by something else than us
-    return snapshot if fresh and snapshot.simulated == simulated else None
+    if not fresh or snapshot.simulated != simulated:
+        return None
+    return snapshot if _runs(content.get("daemon")) or daemon_lives(directory) else None
+
+
+def was_written_lately(directory: LockDirectory) -> bool:
+    """Whether there is a state that may be fresh: a guess, at the price of one look at a file."""
+    try:
+        return abs(time.time() - os.stat(_path(directory, "state.json")).st_mtime) < LATELY_SECONDS
+    except OSError:
+        return False
+
+
+def _runs(process: Any) -> bool:
+    """Whether that [pid, start time] visibly runs; /proc/locks would tell too, and makes the reader wait for 10 ms."""
+    if type(process) is not list or len(process) != 2 or type(process[0]) is not int:
+        return False
+    return process[1] is not None and start_time(process[0]) == process[1]
 
 
 def _path(directory: LockDirectory, name: str) -> str:
-    return f"{directory.path}/{directory.prefix}{name}"
+    return daemon_files(directory).file(name)
+
+
+def _owner_of(files: DaemonFiles) -> str:
+    from gpuguard.users import user_name
+
+    return "the owner of the directory" if files.owner is None else user_name(files.owner)
 
 
 def _public(process: GpuProcess, hidden: bool) -> GpuProcess:
@@ -137,15 +166,15 @@ def _processes_are_hidden() -> bool:
     return any(option.startswith("hidepid=") and option not in ("hidepid=0", "hidepid=off") for option in options)
 
 
-def _read(path: str, owners: set[int]) -> dict[str, Any]:
-    import json
+def _read(path: str, owners: tuple[int, ...]) -> dict[str, Any]:
+    from gpuguard.claims.plainjson import loads
 
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid not in owners or found.st_size > MAX_BYTES:
             raise ValueError("not a state that can be trusted")
-        content: dict[str, Any] = json.loads(file.read(MAX_BYTES))
+        content: dict[str, Any] = loads(file.read(MAX_BYTES))
     return content
 
 

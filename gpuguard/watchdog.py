@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace as replace_fields
 from types import TracebackType
 
 from gpuguard import actions, history
 from gpuguard.ancestry import look_up, stats_of
 from gpuguard.backends import Backend
-from gpuguard.case import Context, Notifier
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.records import locked_devices, probe, read_records
 from gpuguard.errors import BackendError, ClaimError
-from gpuguard.hostuse import HostUses
-from gpuguard.lockfiles import LockDirectory
+from gpuguard.guards.case import Context, Notifier
+from gpuguard.guards.identity import Protected
+from gpuguard.guards.ledger import Deed
+from gpuguard.messages import TEMPLATES
 from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Gap, Snapshot, Verdict
 from gpuguard.nouns import replace
 from gpuguard.policies import engine
+from gpuguard.policies.outlook import Outlook, outlook
 from gpuguard.policies.policy import Judgement, Note, Policy
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.sight import SubjectIdentity, identity_of
 from gpuguard.policies.view import View
-from gpuguard.records import locked_devices, probe, read_records
+from gpuguard.readings.hostuse import HostUses
+from gpuguard.unkillable import give_up
+from gpuguard.wording import ENGLISH
 
 # What these rules may ask for in addition takes half as many driver calls again.
 FURTHER_FIELDS = {"health": {CLOCKS, ECC}, "expression": {CLOCKS, ECC}}
@@ -37,7 +43,9 @@ SLOWER = 1.5  # times longer after each sample in which nothing rose
 HOLDERS_SECONDS = 10.0
 RETRY_SECONDS = 60.0  # at most, between two tries to reach a driver that does not answer
 # The other notes say at every sample that nothing is to be done: they are for --once and for explanations.
-WORTH_A_LINE = frozenset({"gap", "resampling", "cleared", "cancelled", "breaker", "waiting", "kept", "exempt"})
+WORTH_A_LINE = frozenset(
+    {"gap", "resampling", "cleared", "cancelled", "breaker", "waiting", "kept", "exempt", "nobody"}
+)
 
 Key = tuple[str, SubjectIdentity]  # name of a policy and whom a verdict is about
 
@@ -61,6 +69,9 @@ class Watchdog:
         share_host_pids: act although this is not the first pid namespace, because its pids are the driver's.
     """
 
+    outlook: tuple[Outlook, ...] = ()  # what stands against whom since the last sample
+    further: Callable[[], frozenset[str]] = frozenset  # groups of fields that others want in the next sample, too
+
     def __init__(
         self,
         backend: Backend,
@@ -75,17 +86,17 @@ class Watchdog:
         append: Callable[[Event], bool] = history.append,
         share_host_pids: bool = False,
     ) -> None:
-        self.policies = tuple(policies)
-        self.interval = interval
-        self.notifier = notifier
+        self.policies, self.interval = tuple(policies), interval
+        self.notifier, self.protected = notifier, Protected()  # who sends messages, and who is never touched
+        self.language, self.templates = ENGLISH, TEMPLATES  # of what is written to terminals
         self.kept: Mapping[tuple[str, int | str], float] = {}  # whom to leave alone: until which CLOCK_BOOTTIME
-        self.pause = interval[0]  # seconds until the next sample
-        self.beat = time.monotonic()  # when the loop came round the last time
+        self.gpu_seconds: Callable[[], Mapping[int, Mapping[float, float]]] = dict  # as View has it; asked per sample
+        self.scheduled: Callable[[Snapshot], Mapping[str, frozenset[int]] | None] = lambda snapshot: None  # so too
+        self.pause, self.beat = interval[0], time.monotonic()  # seconds to the next sample; when the loop came round
         self.trouble: str | None = None  # why there is no sample, in words
         self._backend, self._directory = backend, directory
         self._on_event, self._on_sample, self._append = on_event, on_sample, append
-        self._memory = engine.Memory()
-        self._host = HostUses()
+        self._memory, self._host = engine.Memory(), HostUses()
         self._view: View | None = None
         self._probed: tuple[float, object, tuple[ClaimRecord, ...]] = (0.0, None, ())
         self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
@@ -111,6 +122,9 @@ class Watchdog:
         Raises:
             BackendError: nothing could be read, so nothing was judged.
         """
+        # In this order: a daemon that reads its file again sets them in that order, and nobody may lose his protection
+        # while the policies that are judged by are still those which he was protected from.
+        protected = self.protected
         policies, before = self.policies, self._view
         snapshot = self._sample(policies)
         self._memory.kept = dict(self.kept)
@@ -120,8 +134,9 @@ class Watchdog:
         )
         if any(note.kind == "resampling" for note in judgement.notes) and not _is_same(before, self._view):
             self._due.clear()  # what waited through a pause in which nobody looked has no reason any more
-        self._act(judgement.verdicts, policies)
+        self._act(judgement.verdicts, policies, protected)
         self._note(judgement.notes)
+        self.outlook = outlook(policies, self._memory)
         self.pause = pace(before.snapshot if before else None, snapshot, self.pause, self.interval)
         self._tell()
         if self._on_sample:
@@ -143,6 +158,11 @@ class Watchdog:
                 self._in_trouble(error)
             self.beat = time.monotonic()
             stop.wait(max(0.01, self.pause - (self.beat - begun)))
+
+    def remember(self, deeds: Iterable[Deed]) -> None:
+        """Let *deeds*, the oldest first, count for the limits as if this watchdog had done them."""
+        for deed in deeds:
+            self._context.ledger.note(deed)
 
     def keep(
         self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None
@@ -180,7 +200,7 @@ class Watchdog:
         self.stop()
 
     def _sample(self, policies: Sequence[Policy]) -> Snapshot:
-        snapshot = self._backend.sample(fields_for(policies))
+        snapshot = self._backend.sample(fields_for(policies) | self.further())
         try:
             if self._directory is None:
                 raise ClaimError("no directory of claims was named")
@@ -206,15 +226,18 @@ class Watchdog:
     def _look_around(self, snapshot: Snapshot) -> View:
         if not self.policies:
             return View(snapshot)
+        by_scheduler = any(isinstance(rule, RULES["outside_scheduler"]) for one in self.policies for rule in one.rules)
         stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
         return View(
             snapshot,
             host=self._host.look(snapshot, stats),
             groups=self._host.groups(snapshot),
+            scheduled=self.scheduled(snapshot) if by_scheduler else None,
             seen=look_up(snapshot, stats),
+            gpu_seconds=self.gpu_seconds(),
         )
 
-    def _act(self, verdicts: Sequence[Verdict], policies: Sequence[Policy]) -> None:
+    def _act(self, verdicts: Sequence[Verdict], policies: Sequence[Policy], protected: Protected) -> None:
         """Do what is due now, and what has had to wait and still holds; each subject's steps in their order."""
         assert self._view is not None
         named = {policy.name: policy for policy in policies}
@@ -222,8 +245,17 @@ class Watchdog:
         for verdict in verdicts:
             key = verdict.policy, identity_of(verdict.finding.subject)
             self._due.setdefault(key, []).append((named[verdict.policy], verdict))
-        context = replace_fields(self._context, notifier=self.notifier, interval=max(self.interval[1], self.pause))
-        actions.give_up(context)
+        context = replace_fields(
+            self._context,
+            notifier=self.notifier,
+            language=self.language,
+            templates=self.templates,
+            interval=max(self.interval[1], self.pause),
+            protected=protected.uids_of(_people(self._view.snapshot), self._view.groups),
+            protected_executables=protected.executables,
+            alarm=_told(policies),
+        )
+        give_up(context, self._view.snapshot)
         for key, due in tuple(self._due.items()):
             while due:
                 outcomes = actions.act(due[0][1], self._view.snapshot, context)
@@ -305,6 +337,17 @@ def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[f
     """Seconds until the next sample: at once when something rises, later and later while nothing does."""
     shortest, longest = interval
     return shortest if before is None or _rises(before, now) else min(longest, max(pause, shortest) * SLOWER)
+
+
+def _told(policies: Sequence[Policy]) -> tuple[str, ...]:
+    """The targets that any policy tells of anything."""
+    options = [dict(step.options) for policy in policies for step in policy.steps]
+    return tuple(sorted({str(name) for each in options if (name := each.get("to") or each.get("hook"))}))
+
+
+def _people(snapshot: Snapshot) -> frozenset[int]:
+    uids = {process.uid for device in snapshot.devices for process in device.processes or () if process.uid is not None}
+    return frozenset(uids | {claim.uid for claim in snapshot.claims})
 
 
 def _is_same(before: View | None, now: View) -> bool:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_nvml import FakeNvml, library
 from surroundings import clean_environment, pytest_runtest_setup, pytest_terminal_summary  # noqa: F401  (hooks)
+
+# A shell starts what runs in the background with these ignored, and our children would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
@@ -16,8 +24,25 @@ def fake_nvml_library() -> str:
     return library()
 
 
+@pytest.fixture(scope="session")
+def site() -> Iterator[Path]:
+    """gpuguard where every user can read it, copied once per session."""
+    from users import a_site
+
+    with a_site() as place:
+        yield place
+
+
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[FakeNvml]:
     """A machine with 8 idle devices behind the fake driver library."""
     with FakeNvml(tmp_path) as machine:
         yield machine
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    """The pid of a child that does nothing: a second process beside our own, whose parent may be pid 1."""
+    with subprocess.Popen(["sleep", "600"]) as child:
+        yield child.pid
+        child.kill()

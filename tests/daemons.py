@@ -70,7 +70,8 @@ class DaemonUnderTest:
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The events so far."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        text = self.log.read_text() if self.log.exists() else ""
+        lines = text.rpartition("\n")[0].splitlines()  # the last one may just be being written
         return [event for event in map(json.loads, lines) if kind in (None, event["kind"])]
 
     def until(self, kind: str, number: int = 1, seconds: float = 20.0) -> list[dict[str, Any]]:
@@ -90,8 +91,9 @@ class DaemonUnderTest:
 
     def state(self) -> dict[str, Any]:
         """state.json, as soon as it is there."""
-        path = self.place / "claims" / "state.json"
-        assert eventually(path.exists), self.said()
+        own, shared = self.place / "claims" / "daemon" / "state.json", self.place / "claims" / "state.json"
+        assert eventually(lambda: own.exists() or shared.exists()), self.said()
+        path = own if own.exists() else shared
         content: dict[str, Any] = json.loads(path.read_text())
         return content
 

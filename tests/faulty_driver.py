@@ -3,8 +3,7 @@
 Three devices.  On the first sits an offender whom every rule finds, on the third somebody innocent, and the second one
 has the fault.  Each rule has a watchdog of its own whose policy terminates at once; they share the samples, and nothing
 is sent: a signal is written down where it would leave.
-
-python faulty_driver.py CAMPAIGN [FAULT]      prints {"cases": .., "wrong": [..]} as JSON
+    python faulty_driver.py CAMPAIGN [FAULT]      prints {"cases": .., "wrong": [..]} as JSON
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from guarded import SOMEBODY as GUILTY
 from guarded import a_child, started
 from pid_reuse import Everybody
 
-from gpuguard import actions, identity, ledger, users
+from gpuguard import actions, users
 from gpuguard.backends import isolated, nvml, nvml_reading, processes
+from gpuguard.guards import identity, ledger
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.nouns import replace
 from gpuguard.policies import Rule
@@ -247,7 +247,7 @@ def every_code(world: World) -> Iterator[Case]:
     """Each function that a sample calls x each code, with somebody innocent and with an offender on the device."""
     world.lay_out("innocent")
     world.fake.reset_calls()
-    nvml.Nvml().sample(ALL_FIELDS - {"topology", "nvlink", "pcie"})
+    nvml.Nvml().sample(ALL_FIELDS - {"topology", "nvlink", "nvlink_flow", "pcie"})  # of which no rule knows
     names = [name for name in world.fake.calls() if "Device" in name and name != "nvmlDeviceGetCount_v2"]
     assert len(names) > 20, names
     for name in names:
@@ -292,6 +292,15 @@ def values(world: World) -> Iterator[Case]:
         hit = rounds(world, Driver(world), hurt, when="sample")
         yield f"{field} {value}", faults_of(world, hit, POLICIES)
         setattr(world.fake.devices[1], field, getattr(world.fake.devices[2], field))
+    for field, value in (
+        ("memory_total", 0), ("memory_total", 1), ("memory_total", 50 * GIB), ("memory_total", 2**60),
+        ("memory_used", 2**60), ("memory_used", 2**63), ("memory_reserved", 2**60),
+    ):  # fmt: skip
+        for when in ("sample", "last look"):
+            world.lay_out("guilty")
+            hit = rounds(world, Driver(world), partial(setattr, world.fake.devices[1], field, value), when=when)
+            yield f"{field} {value} under an offender, {when}", faults_of(world, hit, POLICIES)
+            setattr(world.fake.devices[1], field, getattr(world.fake.devices[2], field))
     world.lay_out("guilty")
     hit = rounds(world, Driver(world), lambda: world.listed(1, (world.second[0], -1, "compute")), when="sample")
     yield "memory of a process n/a", faults_of(world, hit, {"memory", "memory_growth", "forecast", "expression"})

@@ -16,9 +16,9 @@ from nodes import start
 
 import gpuguard
 from gpuguard import grab
-from gpuguard.lockfiles import lock_directory
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.records import locked_devices
 from gpuguard.model import MEMORY
-from gpuguard.records import locked_devices
 
 SPEC = "4xH100-80GB"
 NAMES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "GPUGUARD_CLAIM", "GPUGUARD_GPUS")

@@ -20,7 +20,7 @@ from machines import Machine
 
 from gpuguard import actions
 from gpuguard.backends import processes
-from gpuguard.case import Context, boot_clock
+from gpuguard.guards.case import Context, boot_clock
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
 from gpuguard.nouns import replace
 

@@ -7,11 +7,13 @@ with a_user(place, "0", 10 * GIB) as child: ...
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from gpuguard.backends import node, node_file, simulated
@@ -63,3 +65,13 @@ def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def remove(place: Path | str) -> None:
+    """Remove a directory in which processes that are just ending may still write."""
+
+    def gone() -> bool:
+        shutil.rmtree(place, ignore_errors=True)
+        return not Path(place).exists()
+
+    assert eventually(gone), f"{place} is still written to"

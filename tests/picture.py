@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pages import a_place, environment
@@ -34,8 +35,11 @@ def written() -> str:
     return found[2]
 
 
-def taken(where: Path, age: float = 0.0) -> str:
-    """The picture as it is now, with jobs running in the directory *where*, the last one for *age* seconds."""
+def taken(where: Path, age: float = 0.0, show: Callable[[Path], str] | None = None) -> str:
+    """The picture as it is now, with jobs running in the directory *where*, the last one for *age* seconds.
+
+    *show* takes it, and makes it anonymous; `gpuguard who` without it.
+    """
     started: list[subprocess.Popen[bytes]] = []
     with a_place(where):
         try:
@@ -48,13 +52,13 @@ def taken(where: Path, age: float = 0.0) -> str:
                 )
                 _await(where, count)
             time.sleep(age)
-            screen = _who(where)
+            screen = show(where) if show else _who(where)
         finally:
             for child in started:
                 child.terminate()
             for child in started:
                 child.wait()
-    return anonymous(screen)
+    return screen if show else anonymous(screen)
 
 
 def _await(where: Path, jobs: int) -> None:

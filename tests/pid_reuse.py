@@ -17,9 +17,10 @@ from collections.abc import Callable
 from builders import GIB, a_device, a_process
 from guarded import SOMEBODY, Listing, until
 
-from gpuguard import actions, preflight
+from gpuguard import actions
 from gpuguard.backends import processes
-from gpuguard.case import Context, boot_clock
+from gpuguard.guards import preflight
+from gpuguard.guards.case import Context, boot_clock
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
 from gpuguard.nouns import replace  # the standard one takes 3 ms for a noun
 
@@ -105,7 +106,7 @@ def between_decision_and_signal() -> bool:
     offender = a_sleeper()
     row = a_row(offender)
     machine, snapshot = a_sample(row)
-    reached = []
+    reached: list[int] = []
 
     def replaced(event: Event) -> bool:
         if not reached:

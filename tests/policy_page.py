@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from sources import ROOT
 
-from gpuguard.actiontable import ACTION_KEYS
-from gpuguard.decoding import implied, keys_of
+from gpuguard.documents.decoding import implied, keys_of
+from gpuguard.guards.actiontable import ACTION_KEYS
 from gpuguard.notify import TARGETS
 from gpuguard.policies.rules import RULES
 from gpuguard.views.policy import first_sentence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 
@@ -15,3 +16,12 @@ def children_of(pid: int | str) -> dict[int, str]:
             if parent == str(pid):
                 found[int(place.parent.name)] = state
     return found
+
+
+def kinds_of_files(pid: int) -> list[str]:
+    """What a process has open, sorted: "pipe", "anon_inode", or the name of the file."""
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.path.basename(os.readlink(f"/proc/{pid}/fd/{name}")).partition(":")[0])
+    return sorted(found)

@@ -10,9 +10,9 @@ from commands import Gpuguard
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.policyfile import parse
-from gpuguard.rehearsal import Backtest, backtest
-from gpuguard.scenario import accounts
-from gpuguard.series_file import people, read_recording
+from gpuguard.rehearsals.rehearsal import Backtest, backtest
+from gpuguard.rehearsals.scenario import accounts
+from gpuguard.rehearsals.series_file import people, read_recording
 
 IDLE = """
 version: 1

@@ -11,8 +11,8 @@ from commands import Gpuguard
 from fake_nvml import FakeNvml
 from nodes import eventually, start
 
-from gpuguard.lockfiles import lock_directory
-from gpuguard.records import locked_devices
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.records import locked_devices
 
 LINES = 4  # of a message, without a list of devices
 
@@ -77,7 +77,7 @@ RUN_125 = [
     ("--dir PLACE/file true", "/file is not a directory (a symbolic link is not followed).  Run `sudo gpuguard setup`"),
     ("--dir PLACE/file/x true", "cannot be made ready for claims: Not a directory.  Name another directory"),
     ("--dir PLACE/open true", "/open is writable for others (mode 0777)"),
-    ("--backend nonesuch true", "there is no backend 'nonesuch': choose one of nvml, simulated"),
+    ("--backend nonesuch true", "there is no backend 'nonesuch': choose one of nvml, smi, replay, simulated"),
     ("--backend '' true", "there is no backend ''"),
     ("--backend nvml:x true", "nvml takes no 'x': write `--backend nvml`"),
     ("--backend simulated:PLACE/file true", "/file is not a directory"),

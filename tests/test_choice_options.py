@@ -9,7 +9,7 @@ import pytest
 from builders import GIB
 
 from gpuguard.cli.choice_options import add_choice_options, request_of
-from gpuguard.cli.dispatch import Parser
+from gpuguard.cli.parser import Parser
 from gpuguard.errors import InvalidRequest
 from gpuguard.request import Request, spelled
 

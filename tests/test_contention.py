@@ -19,8 +19,8 @@ def test_no_overlap_and_no_stale_lock_under_random_sigkill(tmp_path: Path) -> No
 
 
 def test_the_checker_sees_locks_that_are_broken_as_stale(tmp_path: Path) -> None:
-    assert fight(tmp_path, seconds=2, variant="break-stale").overlaps > 0
+    assert fight(tmp_path, seconds=2, processes=60, variant="break-stale").overlaps > 0
 
 
 def test_the_checker_sees_locks_that_exclude_nobody(tmp_path: Path) -> None:
-    assert fight(tmp_path, seconds=2, variant="no-exclusion").overlaps > 0
+    assert fight(tmp_path, seconds=2, processes=60, variant="no-exclusion").overlaps > 0

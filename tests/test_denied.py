@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,17 +14,16 @@ import pytest
 from builders import a_device
 from commands import Gpuguard
 from daemons import a_daemon, somebodys
-from fake_nvml import FakeNvml
 from guarded import SOMEBODY, a_scene
 from machines import Machine as Devices
 from nodes import GIB, start
-from users import ALICE, BOB, DEVICES, Machine, install
+from users import ALICE, BOB, Machine, a_shared_machine
 
 from gpuguard import actions
-from gpuguard.case import Context
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
 from gpuguard.errors import NotEnoughGpus
+from gpuguard.guards.case import Context
 from gpuguard.lock import acquire, look
-from gpuguard.lockfiles import LockDirectory, lock_directory
 from gpuguard.marks import DENIED, QUARANTINED, Mark, change, read_marks
 from gpuguard.model import Event, Finding, Subject, Verdict
 from gpuguard.request import Request
@@ -40,22 +37,10 @@ def directory(tmp_path: Path) -> LockDirectory:
     return lock_directory(str(tmp_path / "claims"))
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Path]:
-    place = Path(tempfile.mkdtemp(prefix="gpuguard-site-"))
-    place.chmod(0o755)
-    install(place)
-    yield place
-    shutil.rmtree(place)
-
-
 @pytest.fixture(params=["admin", "sticky"])
 def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
-    place = Path(tempfile.mkdtemp(prefix="gpuguard-users-"))
-    place.chmod(0o755)
-    with FakeNvml(place, DEVICES) as fake:
-        yield Machine(place, site, fake, request.param)
-    shutil.rmtree(place)
+    with a_shared_machine(site, request.param) as made:
+        yield made
 
 
 def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> None:

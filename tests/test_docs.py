@@ -67,14 +67,14 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_command_that_a_page_names_exists(name):
-    named = set(re.findall(r"(?m)(?:^|[$(;&|] ?)gpuguard ([a-z]+)", code_of(PAGES[name])))
+    named = set(re.findall(r"(?m)(?:^|[$(;&|] ?)gpuguard ([a-z][a-z-]*)", code_of(PAGES[name])))
 
     assert named - set(COMMANDS) == set()
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_option_that_a_page_shows_for_a_command_exists(name):
-    for command, rest in re.findall(r"gpuguard ([a-z]+)((?: [^\n`|;&]*)?)", code_of(PAGES[name])):
+    for command, rest in re.findall(r"gpuguard ([a-z][a-z-]*)((?: [^\n`|;&]*)?)", code_of(PAGES[name])):
         if command in COMMANDS:
             shown = set(re.findall(r"(?<!\S)--[a-z][\w-]*", re.split(r" -- | -- ?$", rest)[0]))
             assert shown <= options_of(command), f"gpuguard {command}"

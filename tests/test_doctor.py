@@ -10,6 +10,7 @@ import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
 from test_who import DOCUMENT, documented, printed
 
+from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.cli.dispatch import run_command_line
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, Facts, checks, to_json, to_text, worst
@@ -45,6 +46,19 @@ def without_driver(error: BackendError, **facts: Any) -> dict[str, Any]:
 def test_a_healthy_machine_has_nothing_to_do():
     assert worst(checks(HEALTHY)) == OK
     assert to_text(HEALTHY, checks(HEALTHY))[-1] == "Everything is fine."
+
+
+@pytest.mark.parametrize("backend", ["smi:node7.xml", "replay:node7.rec"])
+def test_a_file_of_another_time_needs_neither_a_driver_nor_a_lock_directory(backend):
+    facts = replace(HEALTHY, backend=backend, library_error="none", lock_error="of another time", container="docker")
+
+    assert worst(checks(facts)) == OK
+    assert not {"library", "lock directory", "container"} & {check.name for check in checks(facts)}
+
+
+def test_without_the_library_the_program_is_named():
+    assert "--backend smi" in (found("library", library_error="cannot open", device_nodes=("nvidia0",)).advice or "")
+    assert "library" not in {check.name for check in checks(replace(HEALTHY, backend="smi", library_error="none"))}
 
 
 NO_GPU = without_driver(DriverNotFound("none"), device_nodes=(), kernel_version=None)
@@ -92,6 +106,15 @@ DIAGNOSES = [
         WARNING,
         "of uid 1001 alone",
         "sudo gpuguard setup",
+    ),
+    ("daemon", {"daemon_fault": "/run/gpuguard/daemon is no directory"}, FAULT, "no directory", "sudo gpuguard setup"),
+    ("waiting line", {"line_path": "/etc/gpuguard/line.yaml"}, OK, "as /etc/gpuguard/line.yaml says", None),
+    (
+        "waiting line",
+        {"line_path": "l", "line_faults": ("l:2:1: x", "y")},
+        FAULT,
+        "2 faults, the first: l:2",
+        "defaults",
     ),
     ("pid namespace", {"first_pid_namespace": False}, WARNING, "container", "--pid=host"),
     ("hidepid", {"hidepid": "2"}, WARNING, "hidepid=2", "sudo gpuguard who"),
@@ -185,6 +208,28 @@ def test_the_command_gives_one_object_with_json(here, capsys):
     run_command_line(["doctor", "--backend", "simulated", "--json"])
 
     assert json.loads(capsys.readouterr().out)["status"] in (OK, WARNING)
+
+
+def test_the_command_reads_the_file_of_the_waiting_line(here, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("GPUGUARD_LINE", str(tmp_path / "line.yaml"))
+    (tmp_path / "line.yaml").write_text("half_life: 7d\nbond: 24h\n")
+
+    assert run_command_line(["doctor", "--backend", "simulated"]) == 1
+    assert "line.yaml:2:1: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["writable", "file"])
+def test_the_command_looks_at_the_daemons_directory(here, capsys, tmp_path, kind):
+    directory = lock_directory(str(tmp_path / "claims"))
+    daemons = tmp_path / "claims" / "daemon"
+    if kind == "file":
+        daemons.touch()
+    else:
+        daemons.mkdir()
+        daemons.chmod(0o775)
+
+    assert run_command_line(["doctor", "--backend", "simulated", "--dir", directory.path]) == 1
+    assert ("is no directory" if kind == "file" else "mode 0775") in capsys.readouterr().out
 
 
 def test_a_directory_that_others_may_write_is_a_fault_with_exit_code_1(here, capsys, tmp_path):

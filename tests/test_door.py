@@ -20,10 +20,12 @@ import pytest
 from guarded import SOMEBODY
 from nodes import eventually
 
-from gpuguard import door
-from gpuguard.door import LARGEST, MOST_OF_ONE, NAME, PATIENCE_SECONDS, Door, ask
+from gpuguard.claims import calling
+from gpuguard.claims.calling import LARGEST, NAME, ask
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.lockfiles import LockDirectory, lock_directory
+from gpuguard.services import door
+from gpuguard.services.door import MOST, MOST_OF_ONE, PATIENCE_SECONDS, Door
 
 
 @pytest.fixture
@@ -82,8 +84,8 @@ def test_the_words_of_an_error_never_break_the_line(opened):
 
 ASK_AS_SOMEBODY = """
 import os, sys
-from gpuguard.door import ask
-from gpuguard.lockfiles import lock_directory
+from gpuguard.claims.calling import ask
+from gpuguard.claims.lockfiles import lock_directory
 directory = lock_directory(sys.argv[1])
 os.setgroups([]); os.setresgid(*[int(sys.argv[2])] * 3); os.setresuid(*[int(sys.argv[2])] * 3)
 print(ask(directory, {"uid": 0})["uid"])
@@ -128,10 +130,10 @@ def test_a_closed_door_says_what_to_do(directory):
 
 @pytest.mark.root
 def test_a_socket_of_somebody_else_is_not_the_daemon(directory, monkeypatch):
-    with socket.socket(socket.AF_UNIX) as listener, door._short_path(directory) as path:
+    with socket.socket(socket.AF_UNIX) as listener, calling.short_path(directory) as path:
         listener.bind(path)
         listener.listen()
-        monkeypatch.setattr(door, "_uid_behind", lambda connection: SOMEBODY)
+        monkeypatch.setattr(calling, "uid_behind", lambda connection: SOMEBODY)
 
         with pytest.raises(GpuguardError, match="not that of the daemon"):
             ask(directory, {})
@@ -212,10 +214,10 @@ def test_who_hangs_up_leaves_nothing_behind(opened):
 
 def test_many_at_once_of_other_users_are_all_served(opened, monkeypatch):
     numbers = iter(range(1000))
-    real = door._uid_behind
+    real = door.uid_behind
     monkeypatch.setattr(
         door,
-        "_uid_behind",
+        "uid_behind",
         lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-door" else real(connection),
     )
     answers = []
@@ -226,6 +228,22 @@ def test_many_at_once_of_other_users_are_all_served(opened, monkeypatch):
         thread.join()
 
     assert answers == [True] * 20
+
+
+def test_one_user_with_many_uids_keeps_nobody_out(opened, monkeypatch):
+    numbers = iter(range(100_000, 200_000))
+    real = door.uid_behind
+    monkeypatch.setattr(
+        door,
+        "uid_behind",
+        lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-door" else real(connection),
+    )
+    with ExitStack() as stack:
+        silent = [stack.enter_context(connect(opened)) for _ in range(MOST)]
+        begun = time.monotonic()
+
+        assert ask(opened, {})["ok"]
+        assert (said(silent[0]), time.monotonic() - begun < PATIENCE_SECONDS / 2) == (b"", True)
 
 
 def is_answered(directory: LockDirectory) -> bool:
@@ -250,3 +268,18 @@ def test_somebody_who_never_stops_connecting_keeps_nobody_out(opened):
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("verb", ["claim", "release"])
+def test_a_fault_of_ours_ends_one_request_and_not_the_service(directory, monkeypatch, verb):
+    told = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    one = Door(directory, lambda uid, request: {"sum": 1 + request["number"]})
+    try:
+        with pytest.raises(GpuguardError, match="a fault inside the daemon"):
+            ask(directory, {"do": verb, "number": "1"})
+
+        assert ask(directory, {"do": verb, "number": 1})["sum"] == 2
+        assert [each.exc_type for each in told] == [TypeError]
+    finally:
+        one.close()

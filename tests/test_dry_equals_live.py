@@ -15,8 +15,9 @@ from guarded import a_child, started
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gpuguard import actions, case, ledger, preflight
-from gpuguard.case import boot_clock
+from gpuguard import actions
+from gpuguard.guards import case, ledger, preflight
+from gpuguard.guards.case import boot_clock
 from gpuguard.model import Event, Snapshot
 from gpuguard.nouns import replace
 from gpuguard.policies.amounts import parse_memory_amount
@@ -134,7 +135,11 @@ def told(people: list[tuple[int, float]], policies: Any, schedule: Any, *, enfor
         for pause, stage.states, stage.mortal in schedule:
             stage.clock += pause
             guard.step()
-    return [replace(event, time=0.0) for event in stage.events]
+    return [replace(event, time=0.0, facts=tuple(timeless(event))) for event in stage.events]
+
+
+def timeless(event: Event) -> list[tuple[str, float | int | str | None]]:
+    return [fact for fact in event.facts if fact[0] != "clock_seconds"]
 
 
 def differences(people: list[tuple[int, float]], scenarios: int) -> Counter[str]:

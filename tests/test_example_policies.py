@@ -6,9 +6,9 @@ import pytest
 from sources import ROOT
 
 from gpuguard.policyfile import load_policies
-from gpuguard.scenario import accounts
-from gpuguard.series_file import people
-from gpuguard.trial import run_tests
+from gpuguard.rehearsals.scenario import accounts
+from gpuguard.rehearsals.series_file import people
+from gpuguard.rehearsals.trial import run_tests
 
 FOLDER = ROOT / "examples" / "policies"
 POLICIES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("_test"))

@@ -8,9 +8,9 @@ import pytest
 from builders import GIB, a_device, a_process
 from machines import Machine
 
+from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.cli.dispatch import run_command_line
 from gpuguard.lock import acquire, look
-from gpuguard.lockfiles import lock_directory
 from gpuguard.request import Request
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3600)

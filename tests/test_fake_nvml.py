@@ -55,6 +55,14 @@ def test_calls_are_counted_over_all_processes(fake: FakeNvml) -> None:
     assert fake.calls() == {}
 
 
+def test_one_function_can_be_slower_than_the_others(fake: FakeNvml) -> None:
+    fake.slow("nvmlDeviceGetFanSpeed", 300_000)
+    script = "import time\nbegun = time.monotonic()\nn.{}(h)\nprint(time.monotonic() - begun >= 0.3)"
+
+    assert printed(fake, script.format("nvmlDeviceGetFanSpeed")) == "True"
+    assert printed(fake, script.format("nvmlDeviceGetPowerUsage")) == "False"
+
+
 def test_both_memory_versions_tell_of_the_same_bytes(fake: FakeNvml) -> None:
     fake.devices[3].memory_used = 7 * GIB
     fake.devices[3].memory_reserved = 500 * MIB

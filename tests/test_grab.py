@@ -14,10 +14,11 @@ from nodes import GIB, a_user, change
 
 import gpuguard
 from gpuguard import grab
+from gpuguard.claims import hold
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.records import probe
 from gpuguard.errors import CudaInitialized, ImpossibleRequest, InvalidRequest, NotEnoughGpus, WaitTimeout
-from gpuguard.lockfiles import lock_directory
 from gpuguard.model import MEMORY
-from gpuguard.records import probe
 
 # The manner of py3nvml
 
@@ -204,6 +205,61 @@ def test_waiting_ends_when_a_device_is_given_back(node):
     assert len(claim) == 2
 
 
+def test_an_alternative_is_as_good_and_has_conditions_of_its_own():
+    gpuguard.grab_gpus(3)
+    claim = gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 1, "min_free": 40 * GIB, "exclude": ["1"]}])
+
+    assert indices(claim) == [0]
+    with pytest.raises(NotEnoughGpus):
+        gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 1}])
+
+
+def test_the_first_request_is_liked_best():
+    assert len(gpuguard.grab_gpus(2, alternatives=[{"num_gpus": 3}])) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"priority": "urgent"}, "there is no priority 'urgent': choose one of low, normal, high"),
+        ({"alternatives": [{}] * 4}, "4 alternatives are too many: name at most 3"),
+        ({"alternatives": [{"num_gpus": 0}]}, "ask for at least 1"),
+    ],
+)
+def test_a_wish_for_the_line_without_sense_is_a_value_error(arguments, message):
+    with pytest.raises(InvalidRequest, match=message):
+        gpuguard.grab_gpus(**arguments)
+
+    assert (visible(), claimed()) == (None, [])
+
+
+def test_as_many_alternatives_as_a_ticket_takes():
+    from gpuguard.line.tickets import MOST_WAYS
+
+    assert grab._MOST_WAYS == MOST_WAYS
+    assert len(gpuguard.grab_gpus(1, alternatives=[{"num_gpus": 2}] * (MOST_WAYS - 1))) == 1
+
+
+def test_who_waits_in_python_is_seen_and_hears_why(node):
+    from gpuguard.line.tickets import read_tickets
+
+    holder = gpuguard.grab_gpus(4)
+    seen, told = [], []
+
+    def on_wait(error):
+        seen.extend(read_tickets(lock_directory(backend="simulated"))[0])
+        told.append(str(error))
+        holder.release()
+
+    ways = [{"num_gpus": 1, "models": ["A100*", "H100*"]}]
+    claim = gpuguard.grab_gpus(2, wait=30, models=["H100*"], alternatives=ways, priority="low", on_wait=on_wait)
+
+    assert len(claim) == 2
+    assert [(way.num_gpus, way.models) for way in seen[0].requests] == [(2, ("H100*",)), (1, ("A100*", "H100*"))]
+    assert (seen[0].priority, seen[0].pid) == (-1, os.getpid())
+    assert told[0].startswith("wanted 2 GPUs: number 1 of 1 in line, ")
+
+
 def test_waiting_ends_with_the_time():
     gpuguard.grab_gpus(4)
     before = dict(os.environ)
@@ -276,6 +332,21 @@ def test_who_shows_the_claims_with_their_notes():
     assert (record.id, record.note, record.pid) == (claim.id, "night run", os.getpid())
     assert record.devices == tuple(device.uuid for device in claim)
     assert record.command == tuple(sys.argv)
+
+
+def test_a_share_leaves_the_rest_to_others_and_tells_the_frameworks(monkeypatch):
+    for name in hold.SHARE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "false")
+    with gpuguard.claim(share=True, memory=10 * GIB, devices=("0",)) as share:
+        assert os.environ["GPUGUARD_MEMORY"] == str(10 * GIB)
+        with gpuguard.claim(devices=("1",)):
+            assert "GPUGUARD_MEMORY" not in os.environ
+            assert os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "false"
+        assert os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
+        assert share.memory == 10 * GIB
+    assert "GPUGUARD_MEMORY" not in os.environ
+    assert os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "false"
 
 
 def test_an_empty_name_of_a_directory_is_none(monkeypatch):

@@ -15,12 +15,13 @@ from builders import a_process
 from guarded import SLEEP, Scene, a_child, a_scene, somebody, started, until
 from users import interpreter
 
-from gpuguard import actions, case, identity, ledger
-from gpuguard.actiontable import ACTION_KEYS
-from gpuguard.ledger import Deed, Ledger
-from gpuguard.model import Snapshot, Verdict
+from gpuguard import actions
+from gpuguard.guards import case, ledger
+from gpuguard.guards.actiontable import ACTION_KEYS
+from gpuguard.guards.ledger import Deed, Ledger
+from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.policies.policy import DESTRUCTIVE
-from gpuguard.terminals import write
+from gpuguard.unkillable import give_up
 
 SIGNALS = ["terminate", "pause", "resume", "renice"]
 
@@ -119,12 +120,13 @@ def test_a_lower_priority_for_every_thread_and_never_a_higher_one():
     with a_program("import threading; threading.Thread(target=time.sleep, args=(600,)).start()") as scene:
         threads = [int(name) for name in os.listdir(f"/proc/{scene.pid}/task")]
         assert len(threads) == 2
+        low = min(19, os.nice(0) + 7)  # the tests may run with a low priority themselves
 
-        assert scene.act("renice", options=(("niceness", 7),)).word == "sent"
-        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {7}
+        assert scene.act("renice", options=(("niceness", low),)).word == "sent"
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {low}
         scene.context(ledger=Ledger())
-        assert scene.act("renice", options=(("niceness", 3),)).word == "sent"
-        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {7}
+        assert scene.act("renice", options=(("niceness", low - 4),)).word == "sent"
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {low}
 
 
 # The ladder.
@@ -153,15 +155,15 @@ def test_who_outlives_sigkill_is_given_up_and_its_device_left_alone(scene):
     killed = Deed(case.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), ("GPU-x",), live=True)
     scene.context().ledger.note(killed)
 
-    (outcome,) = actions.give_up(scene.context())
+    (outcome,) = give_up(scene.context(), scene.snapshot)
     assert (outcome.word, outcome.pid) == ("unkillable", scene.pid)
-    assert actions.give_up(scene.context()) == ()
-    assert [event.outcome for event in scene.events] == ["unkillable"]
+    assert give_up(scene.context(), scene.snapshot) == ()
+    assert [(event.kind, event.outcome) for event in scene.events] == [("kill", "unkillable"), ("quarantine", "failed")]
     assert scene.act().word == "refused"
 
     os.kill(scene.pid, signal.SIGKILL)
     assert scene.dies()
-    assert actions.give_up(scene.context()) == ()
+    assert give_up(scene.context(), scene.snapshot) == ()
     assert scene.context().ledger.unkillable == {}
 
 
@@ -170,7 +172,7 @@ def test_only_who_was_really_killed_and_is_still_there_is_given_up(scene, deed):
     facts = {"action": "kill", "process": (scene.pid, scene.process.start_time), "devices": (), "live": True, **deed}
     scene.context().ledger.note(Deed(case.boot_clock() - 61, **facts))
 
-    assert actions.give_up(scene.context()) == ()
+    assert give_up(scene.context(), scene.snapshot) == ()
 
 
 def test_the_second_victim_on_a_device_waits_for_the_effect_on_the_first():
@@ -256,10 +258,14 @@ def test_a_dry_run_leaves_the_same_events_as_a_real_one_but_for_the_outcome(acti
         with a_scene() as scene:
             scene.context(enforce=enforce)
             scene.act(action)
-            told = [replace(event, time=0, pid=0, facts=event.facts[:-2]) for event in scene.events]
+            told = [replace(event, time=0, pid=0, facts=lasting(event)) for event in scene.events]
             return [event if event.outcome == "refused" else replace(event, outcome="") for event in told]
 
     assert events(enforce=True) == events(enforce=False)
+
+
+def lasting(event: Event) -> list[object]:
+    return [fact for fact in event.facts if fact[0] not in ("start_time_seconds", "clock_seconds")]
 
 
 def test_a_refusal_that_repeats_itself_is_written_once(scene):
@@ -332,56 +338,3 @@ def test_a_step_without_a_target_tells_nobody(scene):
 def test_log_writes_a_line_and_nothing_else(scene):
     assert scene.act("log").word == "done"
     assert [(event.kind, event.outcome) for event in scene.events] == [("log", "done")]
-
-
-@contextlib.contextmanager
-def at_a_terminal() -> Iterator[tuple[Scene, int, int]]:
-    """A process on a pseudo-terminal that is its user's, and both ends of that."""
-    ours, theirs = os.openpty()
-    os.fchown(theirs, somebody() or os.getuid(), -1)
-    os.fchmod(theirs, 0o620)
-    code = "import fcntl, termios, time; fcntl.ioctl(0, termios.TIOCSCTTY, 0); time.sleep(600)"
-    try:
-        with a_scene(python(), "-c", code, stdin=theirs) as scene:
-            until(lambda: (facts := identity.facts_of(scene.pid)) and facts.terminal)
-            yield scene, ours, theirs
-    finally:
-        os.close(ours)
-        os.close(theirs)
-
-
-def terminal_of(scene: Scene) -> int:
-    facts = identity.facts_of(scene.pid)
-    assert facts
-    return facts.terminal
-
-
-@pytest.mark.terminal
-def test_a_warning_appears_on_the_terminal_of_the_process():
-    with at_a_terminal() as (scene, ours, _):
-        os.set_blocking(ours, False)
-        assert scene.act("warn", enforce=False).word == "dry run"
-        with pytest.raises(BlockingIOError):
-            os.read(ours, 4096)
-
-        assert scene.act("warn").word == "done"
-        assert b"uses 41.0GiB, 40.0GiB are allowed" in os.read(ours, 65536)
-
-
-@pytest.mark.terminal
-def test_mesg_n_is_honoured_until_the_last_notice():
-    with at_a_terminal() as (scene, _, theirs):
-        os.fchmod(theirs, 0o600)
-
-        assert scene.act("warn", next_action="notify").word == "failed"
-        assert scene.act("warn", next_action="terminate", next_after=60.0).word == "done"
-
-
-@pytest.mark.terminal
-@pytest.mark.root
-def test_a_terminal_of_somebody_else_is_not_written_to():
-    with at_a_terminal() as (scene, _, theirs):
-        os.fchown(theirs, 20002, -1)
-
-        assert write(terminal_of(scene), scene.process.uid or 0, "hello") == "the terminal belongs to somebody else"
-        assert scene.act("warn").word == "failed"

@@ -17,8 +17,8 @@ from nvml_child import answer_of
 
 from gpuguard import ancestry
 from gpuguard.backends import processes
-from gpuguard.hostuse import HostUses
 from gpuguard.model import GpuProcess
+from gpuguard.readings.hostuse import HostUses
 
 OPENED = """
 opened = []

@@ -10,8 +10,8 @@ import pytest
 from builders import a_uuid
 from guarded import Scene, a_scene
 
-from gpuguard import case, identity, ledger, preflight
-from gpuguard.ledger import Deed
+from gpuguard.guards import case, identity, ledger, preflight
+from gpuguard.guards.ledger import Deed
 
 
 @pytest.fixture

@@ -10,17 +10,18 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schedules import DEVICES, FAULTS, INTERVAL, LOOKS_BACK, NO_CLAIMS, NO_SAMPLE, PAUSES, RULES, WINDOW, Troubled
 
-from gpuguard import actions, preflight, watchdog
+from gpuguard import actions, watchdog
 from gpuguard.actions import Outcome
-from gpuguard.case import Case, Context, targets
 from gpuguard.errors import BackendError
+from gpuguard.guards import preflight
+from gpuguard.guards.case import Case, Context, targets
 from gpuguard.model import Snapshot, Verdict
 from gpuguard.policies import engine, sight
 from gpuguard.policies.engine import DESTRUCTIVE
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.watchdog import Watchdog
 
-EXAMPLES = 2500
+EXAMPLES = 2000
 LADDERS = ((Step("terminate"),), (Step("warn"), Step("terminate", 20.0)), (Step("pause"), Step("resume", 10.0)))
 
 # Most of the time nothing is wrong: otherwise nobody would ever be hit.

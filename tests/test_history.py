@@ -133,3 +133,31 @@ def test_many_writers_lose_no_line_when_the_log_is_set_aside(log, monkeypatch):
         thread.join()
 
     assert len(lines(log)) + len(lines(Path(f"{log}.1"))) == 500
+
+
+@pytest.mark.root
+def test_a_log_that_root_begins_is_the_daemons(tmp_path, monkeypatch):
+    own = tmp_path / "gpuguard"
+    own.mkdir()
+    os.chown(own, 20003, 20003)
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(own / "events.jsonl"))
+    monkeypatch.setattr(history, "MACHINE_EVENTS", str(own / "events.jsonl"))
+
+    assert history.append(AN_EVENT) and history.append(AN_EVENT)
+    seen = (own / "events.jsonl").stat()
+    assert (seen.st_uid, seen.st_mode & 0o777, len(lines(own / "events.jsonl"))) == (20003, 0o600, 2)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("plant", [os.symlink, os.link])
+def test_the_daemons_user_cannot_make_root_write_elsewhere(tmp_path, monkeypatch, plant):
+    own, victim = tmp_path / "gpuguard", tmp_path / "victim"
+    own.mkdir()
+    os.chown(own, 20003, 20003)
+    victim.write_text("root's")
+    plant(victim, own / "events.jsonl")
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(own / "events.jsonl"))
+    monkeypatch.setattr(history, "MACHINE_EVENTS", str(own / "events.jsonl"))
+
+    assert not history.append(AN_EVENT)
+    assert (victim.read_text(), victim.stat().st_uid) == ("root's", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import pwd
 import signal
 import socket
 import subprocess
@@ -20,15 +20,16 @@ from builders import a_device
 from daemons import a_daemon, somebodys
 from fake_nvml import FakeNvml
 from guarded import SOMEBODY
-from nodes import GIB, eventually
+from nodes import GIB, eventually, remove
 from users import ALICE, BOB, DEVICES, Machine, install
 
-from gpuguard.case import boot_clock
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
 from gpuguard.errors import GpuguardError
-from gpuguard.keeping import CHANGES, MOST_OF_ONE, Keeping
-from gpuguard.lockfiles import LockDirectory, lock_directory
+from gpuguard.guards.case import boot_clock
 from gpuguard.marks import KEPT, Mark, change, read_marks
 from gpuguard.model import Event
+from gpuguard.services import keeping
+from gpuguard.services.keeping import CHANGES, MOST_OF_ONE, Keeping
 
 root = pytest.mark.root
 DEVICE = a_device(0).uuid
@@ -187,6 +188,16 @@ def test_nobody_fills_the_file(directory):
         Granting(directory)(1001)
 
 
+def test_uids_that_nobody_knows_leave_room_for_those_who_have_a_name(directory, monkeypatch):
+    monkeypatch.setattr(keeping, "MAX_MARKS", 8)
+    for uid in range(200_000, 200_004):
+        Granting(directory)(uid)
+
+    with pytest.raises(GpuguardError, match="nobody knows who uid 200004 is"):
+        Granting(directory)(200_004)
+    Granting(directory)(pwd.getpwnam("daemon").pw_uid)
+
+
 # With a daemon.
 
 
@@ -268,8 +279,8 @@ def test_two_users_keep_each_their_own(tmp_path):
             seen = json.loads(machine(ALICE, "keep", "--list", "--json").stdout)["kept"]
             marks = read_marks(machine.directory, KEPT, time.time())
     finally:
-        shutil.rmtree(site)
-        shutil.rmtree(place)
+        remove(site)
+        remove(place)
 
     assert [done.returncode for done in (own, theirs, too_long, ended)] == [0, 1, 1, 1]
     assert "only root" in theirs.stderr and "1h is the longest" in too_long.stderr

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
+from collections.abc import Collection, Mapping
 
 import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "errors", "units", "text", "users", "nouns", "model", "backends", "clusters", "request", "eligibility", "topology",
-    "select", "attribution", "ancestry", "policies", "waiting", "lockfiles", "marks", "state", "records", "hold",
-    "lock", "grab", "wording", "messages", "notify",
-    "actiontable", "identity", "terminals", "ledger", "case", "preflight", "actions",
-    "history", "rootfile", "accounts", "yaml_nodes", "decoding", "policykeys", "policychecks", "policyfile",
-    "series_file", "rehearsal", "scenario", "trial",
-    "hostuse", "watchdog", "limits", "meter", "settle", "launch", "run", "door", "keeping", "daemon", "views", "cli",
-    "__init__", "__main__",
+    "errors", "units", "text", "users", "capabilities", "markup", "nouns", "model", "backends", "clusters", "request",
+    "sharing", "eligibility", "topology", "select", "attribution", "ancestry", "policies", "claims", "documents",
+    "usage", "marks", "state", "history", "line", "petition", "attempt", "lock", "grab", "ray", "wording", "messages",
+    "notify", "guards", "actions", "unkillable", "byhand", "policykeys", "policypairs", "policychecks", "policyfile",
+    "rehearsals", "readings", "watchdog", "jobs", "isolation", "run", "services", "daemon", "serving", "pushing",
+    "fleet", "views", "web", "cli", "__init__", "__main__",
 )  # fmt: skip
 
 
@@ -41,6 +41,25 @@ def violations(module: ast.AST, name: str) -> list[str]:
 @pytest.mark.parametrize("path", modules(), ids=module_name)
 def test_a_module_imports_only_what_stands_above_it(path):
     assert violations(tree(path), module_name(path)) == []
+
+
+def circle(graph: Mapping[str, Collection[str]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    names = {module_name(path) for path in modules()}
+    graph = {}
+    for path in modules():
+        found = (imported for _, imported in imports(tree(path), module_name(path)) if imported[-1:] != ".")
+        graph[module_name(path)] = {one if one in names else one.rpartition(".")[0] for one in found} & names
+
+    assert circle(graph) == []
+    assert circle({"a": ["b"], "b": ["a"]})
 
 
 def test_every_module_has_a_place_in_the_order():

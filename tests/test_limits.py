@@ -8,7 +8,7 @@ import pytest
 from builders import GIB, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.limits import TEMPERATURE_SECONDS, Limits, policies_of
+from gpuguard.jobs.limits import TEMPERATURE_SECONDS, Limits, policies_of, share_policy
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.engine import evaluate
@@ -225,6 +225,39 @@ def test_the_owner_is_not_told_of_anybody_else(process):
     assert strangers(process, present={98}) == ()
 
 
+# Shares
+
+
+def sharer(**facts: Any) -> Limits:
+    claim = ClaimRecord("c1", ALICE, "alice", (a_uuid(0),), memory=10 * GIB)
+    return Limits((share_policy(10 * GIB),), claim, **facts)
+
+
+def test_neighbours_on_a_shared_device_are_no_strangers():
+    device = a_device(0, processes=(a_process(99, uid=BOB, user="bob"),))
+
+    assert sharer().judge(a_snapshot(device), FAMILY, 2.5).strangers == ()
+
+
+def test_who_uses_more_than_his_share_is_told_once_until_he_uses_less():
+    judged, gib = sharer(), (12, 12, 12, 12, 9, 12, 12, 12)
+    samples = [a_snapshot(using(n * GIB), clock=10_000 + 2.5 * at) for at, n in enumerate(gib)]
+    told = [judged.judge(sample, FAMILY, 2.5) for sample in samples]
+
+    assert [len(one.over) for one in told] == [0, 1, 0, 0, 0, 0, 1, 0]
+    assert "uses 12.0GiB of device 0, 10.0GiB is allowed (--memory)" in told[1].over[0]
+    assert {one.reached for one in told} == {None}
+    assert [one.used for one in told[3:5]] == [12 * GIB, 9 * GIB]
+
+
+def test_the_use_of_neighbours_is_not_held_against_the_share():
+    device = a_device(0, processes=(a_process(99, uid=BOB, memory_used=60 * GIB), a_process(4711, memory_used=GIB)))
+    judged = sharer()
+    told = [judged.judge(a_snapshot(device, clock=10_000 + 2.5 * at), FAMILY, 2.5) for at in range(4)]
+
+    assert [one.over for one in told] == [()] * 4
+
+
 # What can be asked for
 
 
@@ -240,4 +273,4 @@ def test_the_rules_of_the_guard_without_this_file_would_blame_the_job_for_the_st
     device = a_device(0, processes=(a_process(99, memory_used=40 * GIB, uid=BOB),))
     found = [evaluate(a_snapshot(device, clock=10_000 + n), policies, memory, interval=1.0).verdicts for n in range(3)]
 
-    assert [one.action for one in found[2]] == ["terminate"]
+    assert [one.step for one in found[2]] == [1]

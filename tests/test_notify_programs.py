@@ -115,3 +115,19 @@ def test_without_apprise_one_is_told_how_to_install_it(tmp_path, monkeypatch):
 
     assert attempt(target, a_message()) == (False, "apprise is missing: pip install 'gpuguard[notify]'")
     assert list(problems({"team": target})) == ["team: apprise is missing: pip install 'gpuguard[notify]'"]
+
+
+@pytest.mark.parametrize(
+    ("euid", "user", "problem"),
+    [
+        (0, "nobody", None),
+        (0, "nobody-of-that-name", "there is no user"),
+        (1000, "nobody", None),
+        (1000, "daemon", "only root can run a program as 'daemon'"),
+    ],
+)
+def test_a_hook_whose_user_cannot_be_had_is_said_before_it_is_needed(monkeypatch, euid, user, problem):
+    monkeypatch.setattr(os, "geteuid", lambda: euid)
+    found = list(problems({"x": Hook(("/bin/true",), user=user)}))
+
+    assert [problem in each for each in found] == ([True] if problem else [])

@@ -48,9 +48,9 @@ def test_a_device_is_read_in_full(fake: FakeNvml) -> None:
     assert (device.pcie_generation, device.pcie_width, device.pcie_tx, device.pcie_rx) == (5, 16, 102400, 204800)
 
 
-def test_a_process_is_read_in_full(fake: FakeNvml) -> None:
+def test_a_process_is_read_in_full(fake: FakeNvml, sleeper: int) -> None:
     fake.add_process(3, os.getpid(), 5 * GIB, sm_utilization=40, time_stamp=100)
-    fake.add_process(3, os.getppid(), GIB, "compute+graphics")
+    fake.add_process(3, sleeper, GIB, "compute+graphics")
     first, second = sampled(fake, "WHO_FIELDS").devices[3].processes or ()
 
     assert (first.pid, first.memory_used, first.kind, first.utilization) == (os.getpid(), 5 * GIB, "compute", 40)
@@ -142,16 +142,38 @@ def test_utilization_is_one_reading_where_there_is_no_sample_buffer(fake: FakeNv
     assert sampled(fake, "{UTILIZATION}").devices[0].utilization == 73
 
 
-def test_sm_utilization_is_asked_since_the_last_time(fake: FakeNvml) -> None:
+def test_sm_utilization_is_asked_since_the_last_time_and_kept_for_the_next_look(fake: FakeNvml) -> None:
     fake.add_process(0, os.getpid(), GIB, sm_utilization=30, time_stamp=1234)
-    means = answer_of(
-        fake,
-        "backend = nvml.open()\n"
-        "answer = [backend.sample(WHO_FIELDS).devices[0].processes[0].utilization for _ in range(2)]",
-    )
+    means = answer_of(fake, f"{UTILIZATION}\nanswer = [utilization(), utilization()]")
 
-    assert means == [30, None]
+    assert means == [30, 30]
     assert fake.devices[0].last_seen_time_stamp == 1234
+
+
+UTILIZATION = """
+from gpuguard.backends import nvml_usage, processes
+backend = nvml.open()
+utilization = lambda: backend.sample(WHO_FIELDS).devices[0].processes[0].utilization
+row = fake._state.devices[0].processes[0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "known"),
+    [
+        ("pass", 30),
+        ("nvml_usage.KEPT_SECONDS = -1.0", None),  # too long ago
+        ("processes.start_time = lambda pid: 1.0", None),  # another process has its pid
+        ("fake.fail('nvmlDeviceGetProcessUtilization', UNKNOWN)", None),
+        ("row.sm_utilization, row.time_stamp = 2**32 - 1, 1235", None),
+        ("row.sm_utilization, row.time_stamp = 40, 1235", 40),
+        ("fake.clear_processes(0); backend.sample(WHO_FIELDS); fake._state.devices[0].process_count = 1", None),
+    ],
+)
+def test_sm_utilization_is_kept_for_the_same_process_and_not_for_long(fake: FakeNvml, event: str, known: int) -> None:
+    fake.add_process(0, os.getpid(), GIB, sm_utilization=30, time_stamp=1234)
+
+    assert answer_of(fake, f"{UTILIZATION}\nutilization()\n{event}\nanswer = utilization()") == known
 
 
 def test_instances_follow_the_device_that_is_divided(fake: FakeNvml) -> None:
@@ -213,3 +235,37 @@ def test_a_connection_never_changes_and_is_asked_once(fake: FakeNvml) -> None:
     )
 
     assert calls == {}
+
+
+def test_the_bindings_load_nothing_that_they_never_need(fake: FakeNvml) -> None:
+    script = """
+names = {"subprocess", "shutil", "tempfile", "ctypes.util"}
+for name in (*names, "pynvml"):  # which the fake machine has loaded
+    sys.modules.pop(name, None)
+from gpuguard.backends import nvml_calls
+nvml_calls.load_bindings()
+heavy = names & set(sys.modules)
+import ctypes.util, pynvml
+answer = heavy, pynvml.find_library("c") == ctypes.util.find_library("c")
+"""
+    heavy, same = answer_of(fake, script)
+
+    assert (heavy, same) == (set(), True)
+
+
+def test_what_goes_over_nvlink_is_a_mean_between_two_looks(fake: FakeNvml) -> None:
+    for link in range(4):
+        fake.connect(0, link, "00000000:1b:00.0")
+    script = """
+backend, looks, device = nvml.open(), [], fake.devices[0]
+for sent, received, at in ((1000, 9000, 10**6), (3000, 9000, 3 * 10**6), (3000, 9000, 3 * 10**6), (0, 0, 4 * 10**6)):
+    device.nvlink_tx_kib, device.nvlink_rx_kib, device.nvlink_time_us = sent, received, at
+    looks.append(backend.sample({NVLINK_FLOW}))
+answer = [[(one.nvlink_tx, one.nvlink_rx) for one in look.devices[:2]] for look in looks], looks[0].gaps, fake.calls()
+"""
+    looks, gaps, calls = answer_of(fake, script)
+
+    unknown = (None, None)
+    assert looks == [[unknown] * 2, [(4 * 1000 * 1024, 0), unknown], [unknown] * 2, [unknown] * 2]
+    assert {gap.reason for gap in gaps} == {"a rate needs two looks", "no link tells"}
+    assert calls["nvmlDeviceGetFieldValues"] == 4 * 8

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from builders import GIB, a_device, a_process
+from builders import GIB, a_device, a_process, a_snapshot
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ladders import Watch, a_policy, busy
 
 from gpuguard.policies.past import MOST, Rhythm, Series
+from gpuguard.policies.trend import slopes
 from gpuguard.policies.view import View, device_subject, key_of, process_subject
 
 
@@ -144,3 +147,27 @@ def test_the_usual_distance_is_the_median_of_the_last_ones():
         rhythm.beat(clock)
 
     assert (rhythm.largest(None), rhythm.largest(1)) == (30, 3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from([0.001, 1.0, 2.0, 7.0]), st.integers(1, 2)), min_size=1, max_size=60),
+    window=st.sampled_from([5.0, 40.0]),
+    pause=st.sampled_from([0.0, 3.0, 50.0]),
+)
+def test_what_a_series_knows_of_itself_never_changes_a_trend(
+    steps: list[tuple[float, int]], window: float, pause: float
+) -> None:
+    series, clock = Series(40.0), 0.0
+    for distance, value in steps:
+        clock += distance
+        series.add(clock, value)
+    device = a_device(0)
+    key = key_of(device_subject(device)), "memory_used"
+    snapshot = a_snapshot(device, clock=clock + pause)
+
+    known, plain = (
+        slopes(View(snapshot, past={key: one}), device_subject(device), "memory_used", window)
+        for one in (series, list(series))
+    )
+    assert known == plain

@@ -15,8 +15,8 @@ from policy_page import PAGE, with_tables
 from test_policyfile import EVERY_KEY
 
 from gpuguard.actions import ACTIONS
-from gpuguard.actiontable import ACTION_KEYS
-from gpuguard.decoding import keys_of
+from gpuguard.documents.decoding import keys_of
+from gpuguard.guards.actiontable import ACTION_KEYS
 from gpuguard.notify import TARGETS
 from gpuguard.policies.rules import RULES
 from gpuguard.policyfile import parse
@@ -178,7 +178,7 @@ def test_rules_speaks_json(gpuguard):
 
     assert {rule["name"] for rule in content["rules"]} == set(RULES)
     first = content["rules"][0]["keys"][0]
-    assert (first["key"], first["written"], first["required"]) == ("above", "like 40GiB or 90%", True)
+    assert (first["key"], first["written"], first["required"]) == ("above", "like 40GiB, 90% or share", True)
 
 
 @pytest.mark.parametrize("name", NOUNS)

@@ -8,8 +8,8 @@ import pytest
 from commands import Gpuguard
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.scenario import read_tests, series_of
-from gpuguard.trial import run_tests
+from gpuguard.rehearsals.scenario import read_tests, series_of
+from gpuguard.rehearsals.trial import run_tests
 from gpuguard.units import parse_celsius, parse_percent
 
 POLICY = """

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from policies import accounts, document, good, marked, read
 
-from gpuguard.accounts import Accounts
+from gpuguard.documents.accounts import Accounts
 from gpuguard.policies.idle import Idle
 from gpuguard.policies.memory import Memory
 from gpuguard.policies.policy import Scope, Step
@@ -151,6 +151,7 @@ def test_another_text_has_another_fingerprint():
 
 WARNINGS = [
     (document(when="{memory: {above: «100%}}"), "can never fire"),
+    (document(when="{memory: {above: «share, per: user}}"), "only a claim has a share"),
     (document(when="{temperature: {above: «130C}}", steps="[log]"), "not believed"),
     (document(when="{utilization: {above: «100%}}", steps="[log]"), "can never fire"),
     (document(when="{utilization: {below: «0%}}", steps="[log]"), "nothing is below"),

@@ -14,9 +14,10 @@ import pytest
 from builders import a_device, a_process
 from guarded import SOMEBODY, Scene, a_child, a_scene
 
-from gpuguard import actions, identity, preflight
+from gpuguard import actions, capabilities
 from gpuguard.backends import processes
 from gpuguard.errors import DriverUnresponsive
+from gpuguard.guards import identity, preflight
 
 Patch = pytest.MonkeyPatch
 
@@ -64,6 +65,15 @@ def successor_of_the_pid(scene: Scene, patch: Patch) -> None:
     scene.row(start_time=scene.start_time - 1)
     scene.subject = replace(scene.subject, start_time=scene.process.start_time)
     scene.context(jobs=frozenset({(scene.pid, scene.process.start_time)}))
+
+
+def of_a_recording(scene: Scene, patch: Patch) -> None:
+    scene.snapshot = replace(scene.snapshot, recorded=True)
+
+
+def answer_from_a_recording(scene: Scene, patch: Patch) -> None:
+    sample = scene.machine.sample
+    patch.setattr(scene.machine, "sample", lambda *of: replace(sample(*of), recorded=True))
 
 
 def started_at_the_time_of_the_sample(scene: Scene, patch: Patch) -> None:
@@ -128,6 +138,10 @@ def of_a_protected_user(scene: Scene, patch: Patch) -> None:
     scene.context(protected=frozenset({scene.process.uid}))
 
 
+def beyond_our_power(scene: Scene, patch: Patch) -> None:
+    patch.setattr(capabilities, "may_signal", lambda uids: False)
+
+
 def with_the_rights_of_root(scene: Scene, patch: Patch) -> None:
     change_facts(patch, uids=(scene.process.uid, 0, 0, 0))
 
@@ -142,6 +156,10 @@ def of_nobody(scene: Scene, patch: Patch) -> None:
 
 def program_unreadable(scene: Scene, patch: Patch) -> None:
     patch.setattr(identity, "_executable", lambda pid: (None, None))
+
+
+def of_a_protected_program(scene: Scene, patch: Patch) -> None:
+    scene.context(protected_executables=("/*/sleep",))
 
 
 def child_of_the_guard(scene: Scene, patch: Patch) -> None:
@@ -171,6 +189,8 @@ def change_facts(patch: Patch, **change: Any) -> None:
 
 INNOCENTS: list[tuple[Callable[[Scene, Patch], None], str, tuple[str, ...]]] = [
     # who, the check that protects him, and those that would as well
+    (of_a_recording, "live", ()),
+    (answer_from_a_recording, "listed", ()),
     (pid_beyond_all, "pid", ()),
     (owner_unknown_to_the_rule, "known", ("owner",)),
     (stale_sample, "fresh", ()),
@@ -196,6 +216,8 @@ INNOCENTS: list[tuple[Callable[[Scene, Patch], None], str, tuple[str, ...]]] = [
     (of_a_system_account, "protected", ()),
     (of_nobody, "protected", ()),
     (program_unreadable, "program", ()),
+    (of_a_protected_program, "program", ()),
+    (beyond_our_power, "power", ()),
     (child_of_the_guard, "family", ()),
     (notebook, "interactive", ()),
     (on_a_terminal, "interactive", ()),
@@ -232,6 +254,7 @@ def test_without_its_check_that_innocent_is_hit(scene, monkeypatch, innocent, ch
 
 def test_every_check_has_an_innocent():
     tested = {check for _, check, _ in INNOCENTS} | {"catches", "limits"}  # these two: below
+    tested.add("slurm")  # in test_slurm_jobs
 
     assert tested == preflight.EARLY.keys() | preflight.LATE.keys()
 
@@ -258,17 +281,20 @@ def test_a_pid_that_cannot_be_one_reaches_no_system_call(scene, monkeypatch, pid
     assert scene.lives()
 
 
-@pytest.mark.parametrize("who", [os.getpid, os.getppid])
+@pytest.mark.parametrize("who", ["itself", "its parent"])
 def test_gpuguard_and_what_it_stands_on_are_never_hit(scene, monkeypatch, who):
     sent: list[int] = []
+    pid, child = os.getpid(), scene.pid
+    if who == "its parent":  # our own may be pid 1, which many checks protect
+        monkeypatch.setattr(os, "getpid", lambda: child)
 
     def record(pidfd: int, signum: int) -> str:
         sent.append(signum)
         return "sent"
 
     monkeypatch.setattr(actions, "forward", record)
-    scene.row(pid=who(), start_time=processes.start_time(who()), uid=os.getuid())
-    scene.subject = replace(scene.subject, pid=who(), start_time=scene.process.start_time, uid=os.getuid())
+    scene.row(pid=pid, start_time=processes.start_time(pid), uid=os.getuid())
+    scene.subject = replace(scene.subject, pid=pid, start_time=scene.process.start_time, uid=os.getuid())
     switch_off(monkeypatch, "protected", "program", "interactive", "owner")
 
     assert scene.act().word == "refused"

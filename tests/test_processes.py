@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from builders import GIB, TOTAL
 from hypothesis import given
@@ -59,13 +61,21 @@ def test_one_bad_element_makes_the_list_implausible(rows: Rows, reason: str) -> 
     assert reason in (judged([(42, GIB), *rows]) or "")
 
 
+def test_processes_that_need_more_than_the_device_has_are_not_believed_whatever_is_used() -> None:
+    rows = [(100, TOTAL - GIB), (200, GIB)]
+
+    assert judged(rows, memory_used=None) is None
+    assert "more memory than the device" in (judged([*rows, (300, 1)], memory_used=None) or "")
+
+
 def test_a_process_that_grew_between_two_calls_is_within_the_slack() -> None:
     assert judged([(100, GIB + processes.SLACK)], memory_used=GIB) is None
     assert judged([(100, GIB + processes.SLACK + 1)], memory_used=GIB)
 
 
 def test_what_is_not_known_of_the_device_is_not_checked() -> None:
-    assert judged([(100, 2**60)], memory_total=None, memory_used=None) is None
+    assert judged([(100, 2**43)], memory_total=None, memory_used=None) is None
+    assert judged([(100, 2**60)], memory_total=None, memory_used=None)  # no device has as much
 
 
 # What drivers have been seen to write in the place of a pid or of a size, and anything else.
@@ -162,6 +172,43 @@ def test_a_process_of_ours_is_described_in_full(job: subprocess.Popen[bytes], tm
     assert seen.working_directory == str(tmp_path)
     assert seen.conda_environment == "torch2"
     assert seen.memory_used == GIB
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (b"", ()),
+        (b"\0", ()),
+        (b"python\0train.py\0--lr=0.1\0", ("python", "train.py", "--lr=0.1")),
+        (b"sh\0-c\0a  b\0\0", ("sh", "-c", "a  b", "")),
+        (b"sleep\0", ("sleep",)),
+        (b"nginx: master process", ("nginx:", "master", "process")),  # it wrote a title over its words
+        (b"ray::train step\0", ("ray::train", "step")),
+        (b"a\xff\0", ("a\udcff",)),
+    ],
+)
+def test_a_command_line_is_its_words(written: bytes, words: tuple[str, ...]) -> None:
+    assert processes._words(written) == words
+
+
+def test_every_process_of_this_machine_reads_as_psutil_reads_it(job: subprocess.Popen[bytes]) -> None:
+    seen, known = processes._described(job.pid), psutil.Process(job.pid)
+
+    assert seen["command"] == tuple(known.cmdline())
+    assert (seen["executable"], seen["working_directory"]) == (known.exe(), known.cwd())
+    assert seen["conda_environment"] == processes.environment_of(known.environ())
+
+
+def test_a_program_that_was_replaced_on_disk_keeps_its_name(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    shutil.copy("/bin/sleep", program)
+    with subprocess.Popen([program, "60"]) as child:
+        before = processes._linked(f"/proc/{child.pid}/exe")
+        program.unlink()
+        after = processes._linked(f"/proc/{child.pid}/exe")
+        child.kill()
+
+    assert before == after == str(program)
 
 
 def test_the_start_time_tells_a_process_from_an_older_one(job: subprocess.Popen[bytes]) -> None:

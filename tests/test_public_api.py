@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -10,13 +11,16 @@ import pytest
 
 import gpuguard
 from gpuguard import errors, model
+from gpuguard.cli import dispatch, unsaid
 
 MODEL = {
     "Device", "GpuProcess", "ClaimRecord", "Gap", "Snapshot", "Subject", "Finding", "Verdict", "Event",
 }  # fmt: skip
 FUNCTIONS = {
     "grab_gpus", "claim", "Claim", "select_devices", "snapshot", "who", "open_backend", "Watchdog", "load_policies",
+    "collector",
 }  # fmt: skip
+MODULES = {"ray"}
 ERRORS = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
 
 # Each of these costs milliseconds that every job would pay (json, subprocess: 3; typing: 6; pathlib: 8; filelock: 40).
@@ -41,7 +45,7 @@ def modules_loaded_by(statement: str) -> set[str]:
 
 
 def test_all_is_exact():
-    assert set(gpuguard.__all__) == MODEL | FUNCTIONS | ERRORS
+    assert set(gpuguard.__all__) == MODEL | FUNCTIONS | ERRORS | MODULES
     assert len(gpuguard.__all__) == len(set(gpuguard.__all__))
 
 
@@ -59,6 +63,11 @@ def test_every_name_can_be_imported_and_explains_itself(name):
 
     assert thing.__doc__
     assert thing.__name__ == name
+
+
+def test_gpuguard_ray_is_a_module_that_loads_no_ray():
+    assert "gpuguard.ray" in modules_loaded_by("import gpuguard; gpuguard.ray")
+    assert "ray" not in modules_loaded_by("import gpuguard; gpuguard.ray.guarded")
 
 
 def test_every_noun_of_the_model_is_public():
@@ -93,6 +102,20 @@ def test_the_commands_that_stand_before_a_job_load_nothing_heavy_but_their_parse
     loaded = modules_loaded_by(f"import gpuguard.cli.dispatch, gpuguard.cli.{command}")
 
     assert {name.partition(".")[0] for name in loaded} & HEAVY <= {"argparse"}
+
+
+def test_who_without_a_word_behind_it_loads_no_parser_and_no_regular_expressions():
+    loaded = modules_loaded_by("import gpuguard.cli.dispatch, gpuguard.cli.who, gpuguard.cli.unsaid")
+
+    assert loaded & (HEAVY | {"argparse", "re", "json", "collections", "enum", "inspect", "contextlib"}) == set()
+
+
+@pytest.mark.parametrize("command", dispatch._OFTEN_ALONE)
+def test_what_is_not_said_is_what_the_parser_would_make_of_it(command, monkeypatch):
+    monkeypatch.setenv("GPUGUARD_DIR", "/some/where")
+    module = importlib.import_module(f"gpuguard.cli.{command}")
+
+    assert vars(unsaid.Unsaid(module)) == vars(dispatch.build_parser(command).parse_args([]))
 
 
 def test_a_planted_heavy_import_is_seen():

@@ -13,7 +13,8 @@ IMPURE = {
 }  # fmt: skip
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval"}
 
-CHOOSING = [PACKAGE / f"{name}.py" for name in ("request", "eligibility", "topology", "select")]
+NAMES = ("request", "sharing", "eligibility", "topology", "select", "line/order", "line/plan")
+CHOOSING = [PACKAGE / f"{name}.py" for name in NAMES]
 PURE = [*CHOOSING, *sorted((PACKAGE / "policies").glob("*.py"))]
 
 

@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.records import MAX_BYTES, _decoded, probe, read_record, read_records, write_record
+from gpuguard.claims import records
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.claims.lookout import Lookout, lock_names
+from gpuguard.claims.records import MAX_BYTES, _decoded, probe, read_record, read_records, write_record
+from gpuguard.nouns import replace
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 OTHER = "GPU-00000001-0000-4000-8000-000000000001"
@@ -145,6 +148,64 @@ def test_the_true_holder_is_found_after_the_process_that_took_the_lock_has_died(
 
     assert claim.holders == (job.pid,)
     assert probe(directory, [UUID]) == ()
+
+
+def test_who_was_known_to_hold_a_lock_is_believed_without_asking_every_process_until_he_ends(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, descriptor = write_record(directory, content())
+    lock = open_lock(directory, UUID)
+    assert try_flock(lock)
+    (found,) = probe(directory, [UUID])
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    known = [replace(found, holders=(*found.holders, gone.pid))]
+    monkeypatch.setattr(records, "holders_of", lambda *_: pytest.fail("every process was asked"))
+    (claim,) = probe(directory, [UUID], known=known)
+    os.close(lock)
+    os.close(descriptor)
+
+    assert claim == found
+    assert probe(directory, [UUID], known=known) == ()
+
+
+@pytest.mark.parametrize("change", [{"id": "another"}, {"uid": 54321}, {"devices": (OTHER,)}, {"holders": ()}])
+def test_what_is_known_of_another_claim_counts_for_nothing(directory: LockDirectory, change: dict[str, object]) -> None:
+    _, descriptor = write_record(directory, content())
+    lock = open_lock(directory, UUID)
+    assert try_flock(lock)
+    (found,) = probe(directory, [UUID])
+    known = replace(found, **{"holders": (1,), **change})  # type: ignore[arg-type]
+    (claim,) = probe(directory, [UUID], known=[known])
+    os.close(lock)
+    os.close(descriptor)
+
+    assert claim == found
+
+
+def test_a_lookout_asks_every_process_now_and_then(directory: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, descriptor = write_record(directory, content())
+    lock = open_lock(directory, UUID)
+    assert try_flock(lock)
+    asked: list[float] = []
+    clock = [1000.0]
+    monkeypatch.setattr("gpuguard.claims.lookout.time.monotonic", lambda: clock[0])
+    really = records.holders_of
+    monkeypatch.setattr(records, "holders_of", lambda *some: asked.append(clock[0]) or really(*some))
+    seen = Lookout()
+    for clock[0] in (1000.0, 1001.0, 1009.9, 1010.0, 1011.0):
+        assert [claim.holders for claim in seen.look(directory, [UUID])] == [(os.getpid(),)]
+    os.close(lock)
+    os.close(descriptor)
+
+    assert asked == [1000.0, 1010.0]
+
+
+def test_a_lookout_prepares_what_has_a_lock_file(directory: LockDirectory) -> None:
+    for name in ("gate", "queue", UUID, f"{UUID}.slot0", "MIG-1"):
+        os.close(open_lock(directory, name))
+
+    assert sorted(lock_names(directory)) == [UUID, "MIG-1"]
 
 
 def test_asking_does_not_make_lock_files(directory: LockDirectory) -> None:

@@ -6,7 +6,9 @@ import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 from judging import A_DEVICE, A_PROCESS, HELD, a_past, a_series, found, pids
 
+from gpuguard.attribution import Seen
 from gpuguard.errors import InvalidRequest
+from gpuguard.model import ClaimRecord, Device
 from gpuguard.nouns import replace
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.policies.idle import Idle
@@ -102,6 +104,38 @@ def test_nobody_is_blamed_for_a_claim_where_a_user_has_two():
     rule = Memory(parse_memory_amount("20GiB"), per="claim")
 
     assert list(rule.check(View(a_snapshot(device, claims=claims)))) == []
+
+
+def a_share(device: Device, claim_id: str, gib: int, **fields: object) -> ClaimRecord:
+    return a_claim_record(device, id=claim_id, memory=gib * GIB, slots=(f"{device.uuid}.slot{claim_id[-1]}",), **fields)
+
+
+OVER_SHARE = Memory(parse_memory_amount("share"), per="claim")
+
+
+def test_a_claim_is_held_to_the_share_that_it_asked_for():
+    device = a_device(processes=(a_process(1, memory_used=12 * GIB), a_process(2, memory_used=12 * GIB, **BOB)))
+    claims = (a_share(device, "c1", 10), a_share(device, "c2", 20, uid=1002, user="bob"))
+
+    (finding,) = OVER_SHARE.check(View(a_snapshot(device, claims=claims)))
+    assert (finding.subject.claim, pids([finding])) == ("c1", [1])
+    assert finding.why == "uses 12.0GiB of device 0, its share of 10.0GiB is allowed"
+
+
+def test_a_claim_that_shares_nothing_has_no_share_to_exceed():
+    device = a_device(processes=(a_process(memory_used=79 * GIB),))
+
+    assert list(OVER_SHARE.check(View(a_snapshot(device, claims=(a_claim_record(device),))))) == []
+    assert list(OVER_SHARE.check(View(a_snapshot(device, claims=(a_share(device, "c1", -1),))))) == []
+
+
+def test_of_two_shares_of_one_user_each_answers_for_what_was_started_below_it():
+    device = a_device(processes=(a_process(21, memory_used=12 * GIB), a_process(22, memory_used=12 * GIB)))
+    claims = (a_share(device, "c1", 10, pid=11), a_share(device, "c2", 10, pid=12))
+    seen = {21: Seen(parent=11, state="S"), 22: Seen(parent=999, state="S"), 11: Seen(parent=0, state="S")}
+
+    (finding,) = OVER_SHARE.check(View(a_snapshot(device, claims=claims), seen=seen))
+    assert (finding.subject.claim, pids([finding])) == ("c1", [21])
 
 
 def test_the_memory_of_a_device_is_nobodys_fault_in_particular():

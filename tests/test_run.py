@@ -14,7 +14,7 @@ from builders import GIB, a_device, a_snapshot
 from proc import children_of
 from wrapped import UUIDS, Wrapped, end, first_line, python, until
 
-from gpuguard.meter import Meter
+from gpuguard.jobs.meter import Meter
 
 FAST = {"TICK_SECONDS": 0.05, "SAMPLE_SECONDS": 0.05, "FIRST_SAMPLE_SECONDS": 0.02}
 

@@ -32,7 +32,8 @@ def gpuguard(tmp_path: Path) -> Gpuguard:
 
 
 def events(gpuguard: Gpuguard) -> list[dict[str, object]]:
-    return [json.loads(line) for line in Path(gpuguard.environment["GPUGUARD_EVENTS"]).read_text().splitlines()]
+    text = Path(gpuguard.environment["GPUGUARD_EVENTS"]).read_text()
+    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
 def claims(gpuguard: Gpuguard) -> list[dict[str, object]]:

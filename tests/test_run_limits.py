@@ -16,13 +16,15 @@ from commands import Gpuguard
 from nodes import GIB, start
 from wrapped import until
 
+from gpuguard import run
 from gpuguard.backends import node_file, processes, simulated
 from gpuguard.backends.node import Course, Use
 from gpuguard.nouns import replace
 
 FAST = """
 import sys
-from gpuguard import limits, run
+from gpuguard import run
+from gpuguard.jobs import limits
 run.TICK_SECONDS, limits.TEMPERATURE_SECONDS = 0.3, 0.6
 from gpuguard.cli import main
 main(sys.argv[1:])
@@ -78,7 +80,7 @@ class Job:
 
     def events(self) -> list[dict[str, Any]]:
         path = Path(self.gpuguard.environment["GPUGUARD_EVENTS"])
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
 
 
 @pytest.fixture
@@ -160,11 +162,23 @@ def test_the_checkpoint_signal_comes_first_and_sigterm_a_grace_later(job):
     assert "the grace is over: SIGTERM to the job." in err
 
 
-def test_the_checkpoint_signal_comes_before_the_end_of_the_time_too(job):
+def test_the_checkpoint_signal_comes_a_grace_before_the_end_of_the_time(job):
     status, out, err = job("--time-limit", "1s", "--checkpoint-signal", "USR1", "--grace", "300ms", job=job.uses(TELL))
 
     assert out.split()[1:] == ["SIGUSR1", "SIGTERM"]
-    assert (status, err.count("the time limit is over: SIGUSR1 to the job.")) == (124, 1)
+    assert (status, err.count("the time limit is over in 300ms: SIGUSR1 to the job.")) == (124, 1)
+    sent = {event["outcome"]: event["time_unix_seconds"] for event in job.events() if event["kind"] == "time limit"}
+    started = next(event["time_unix_seconds"] for event in job.events() if event["outcome"] == "started")
+    assert sent["SIGUSR1"] - started > 0.65
+    assert sent["SIGTERM"] - max(sent["SIGUSR1"], started + 0.7) > 0.25
+
+
+def test_a_job_that_ends_by_itself_on_the_checkpoint_signal_keeps_its_own_status(job):
+    saves = TELL.replace("SIGTERM: sys.exit(7)", "SIGUSR1: sys.exit(5)")
+    status, out, _ = job("--time-limit", "1s", "--checkpoint-signal", "USR1", "--grace", "400ms", job=job.uses(saves))
+
+    assert (status, out.split()[1:]) == (5, ["SIGUSR1"])
+    assert job.events()[-1]["message"] == "the time limit is over in 400ms"
 
 
 def test_a_limit_that_was_reached_before_the_time_is_over_leaves_the_job_its_status(job):
@@ -225,13 +239,49 @@ def test_the_memory_of_a_stranger_on_the_device_is_not_held_against_the_job(job,
         assert [event["outcome"] for event in job.events() if event["kind"] == "stranger"] == ["owner warned"]
 
 
+SILENT = "the limits of the job cannot be kept as long as the driver does not answer"
+AWAITED = "any(os.path.exists({!r}) or time.sleep(0.05) for _ in range(1000))"
+
+
+def watched(job: Job, setup: str) -> tuple[int, list[str]]:
+    """Exit status and the lines of a job; it may go on once it has been said that the driver is silent."""
+    with job.start("--memory-limit", "30GiB", job=job.uses(setup)) as wrapper:
+        assert wrapper.stderr
+        said = [wrapper.stderr.readline()]
+        Path(f"{job.node}.go").touch()
+        said += wrapper.stderr.readlines()
+    return wrapper.returncode, said
+
+
 def test_a_driver_that_does_not_answer_is_said_and_ends_nobody(job):
-    uses = f"simulated.use(None, {GIB}, spec={job.node!r}); time.sleep(1)"
-    gone = f"import shutil; {uses}; shutil.rmtree({job.node!r}); time.sleep(2.5); sys.exit(3)"
-    status, _, err = job("--memory-limit", "30GiB", job=job.uses(gone))
+    uses = f"simulated.use(None, {GIB}, spec={job.node!r})"
+    gone = f"import shutil; {uses}; shutil.rmtree({job.node!r}); {AWAITED.format(job.node + '.go')}; sys.exit(3)"
+    status, said = watched(job, gone)
 
     assert status == 3
-    assert err.count("the limits of the job cannot be kept as long as the driver does not answer") == 1
+    assert "".join(said).count(SILENT) == 1
+
+
+def test_a_driver_that_answers_again_is_said_and_the_limits_are_kept(job):
+    away = f"{job.node}.away"
+    gone = f"simulated.use(None, {GIB}, spec={job.node!r}); os.rename({job.node!r}, {away!r})"
+    back = f"{AWAITED.format(job.node + '.go')}; os.rename({away!r}, {job.node!r})"
+    status, said = watched(job, f"{gone}; {back}")
+
+    assert status == 143
+    assert [line.split(":")[1].strip() for line in said[:2]] == [SILENT, "the driver answers again"]
+    assert "SIGTERM to the job." in "".join(said)
+
+
+def test_a_driver_that_fails_is_asked_at_the_pace_of_the_limits_where_there_are_some():
+    def pauses(first: float, limited: bool) -> list[float]:
+        found = [first]
+        while len(found) < 9:
+            found.append(run.slower(found[-1], limited=limited))
+        return found[1:]
+
+    assert pauses(0.0, limited=True) == [2.5, 5.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0]
+    assert pauses(5.0, limited=False) == [10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, 300.0]
 
 
 # What it costs a job without limits
@@ -253,6 +303,6 @@ def test_a_job_without_limits_loads_nothing_of_them(job):
             subprocess.run(words, env=job.gpuguard.environment, stdout=subprocess.PIPE, text=True).stdout.split()
         )
 
-    guard = {"gpuguard.limits", "gpuguard.policies", "gpuguard.policies.engine", "gpuguard.actiontable"}
+    guard = {"gpuguard.jobs.limits", "gpuguard.policies", "gpuguard.policies.engine", "gpuguard.guards.actiontable"}
     assert loaded("--time-limit", "1h") & guard == set()
     assert loaded("--memory-limit", "1GiB", "--checkpoint-signal", "USR1") >= guard

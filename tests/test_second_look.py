@@ -8,11 +8,11 @@ import pytest
 from builders import GIB, a_device, a_process
 from machines import Machine
 
-from gpuguard.hold import Claim
+from gpuguard.claims.hold import Claim
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.records import locked_devices
 from gpuguard.lock import acquire
-from gpuguard.lockfiles import LockDirectory, lock_directory
 from gpuguard.model import HEALTH
-from gpuguard.records import locked_devices
 from gpuguard.request import Request
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 from builders import a_device, a_snapshot
@@ -103,3 +104,34 @@ def test_problems_names_what_is_wrong_before_the_first_alarm(tmp_path):
     }
 
     assert [problem.partition(":")[0] for problem in problems(targets)] == ["gone", "mail", "open"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "readable"),
+    [
+        (0, 20003, 0o440, True),  # given to the group of the daemon's user, on purpose
+        (0, 20004, 0o440, False),
+        (20003, 20003, 0o400, True),
+        (20003, 20003, 0o440, False),  # his own: the group may be everybody's
+        (0, 20003, 0o460, False),
+        (0, 20003, 0o444, False),
+    ],
+)
+def test_root_can_give_a_secret_to_the_daemons_group(owner, group, mode, readable):
+    with tempfile.TemporaryDirectory(prefix="gpuguard-test-") as place:
+        os.chmod(place, 0o755)
+        path = f"{place}/secret"
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(PASSWORD)
+        os.chown(path, owner, group)
+        os.chmod(path, mode)
+        os.setresgid(-1, 20003, 0)
+        os.setresuid(-1, 20003, 0)
+        try:
+            found = list(problems({"x": Webhook("http://localhost:1/", token=Secret(file=path))}))
+        finally:
+            os.setresuid(-1, 0, 0)
+            os.setresgid(-1, 0, 0)
+
+    assert (not found) == readable, found

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nodes import GIB, change, one, start
+from nodes import GIB, a_user, change, one, start
 
 from gpuguard.backends import node_file, simulated
 from gpuguard.backends.isolated import open_isolated
@@ -60,6 +60,17 @@ def test_an_implausible_process_list_is_marked_as_such(place):
 
     assert not device.processes_plausible
     assert 4294967295 in {process.pid for process in device.processes or ()}
+
+
+def test_processes_that_grow_together_stop_at_what_the_device_has(place):
+    backend = start(place, "T4")
+    with a_user(place, "0", 9 * GIB):
+        simulated.use("0", GIB, ramp_to=9 * GIB, spec=place)
+        device = one(backend)
+
+    assert len(device.processes) == 2
+    assert sum(process.memory_used for process in device.processes) <= device.memory_total
+    assert device.memory_free == 0
 
 
 def test_a_slow_driver_takes_its_time_for_each_device(place):

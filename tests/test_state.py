@@ -10,8 +10,8 @@ import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard import state
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
 from gpuguard.errors import LockDirectoryError
-from gpuguard.lockfiles import LockDirectory, lock_directory
 from gpuguard.model import Gap
 from gpuguard.nouns import replace
 
@@ -51,9 +51,32 @@ def test_what_is_stale_or_of_another_boot_is_not_believed(directory, alive, cloc
     assert state.read_state(directory, clock, simulated=True) is None
 
 
-def test_the_state_of_a_dead_daemon_is_not_believed(directory):
+def written_by(directory: LockDirectory, who: object) -> None:
+    """Let the state say that another process has written it."""
+    path = Path(directory.path) / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"daemon": who}))
+
+
+@pytest.mark.parametrize("who", [[2**22, 1.0], None])
+def test_who_cannot_see_the_daemon_asks_the_kernel_for_its_lock(directory, alive, who):
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+    written_by(directory, who)
+
+    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
+
+
+def test_who_sees_the_daemon_does_not_ask_for_its_lock(directory, alive, monkeypatch):
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+    monkeypatch.setattr(state, "daemon_lives", lambda _: pytest.fail("asked"))
+
+    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
+
+
+@pytest.mark.parametrize("who", [[2**22, 1.0], [os.getpid(), 1.0], [os.getpid(), None], [None, 1.0], [], "x", None])
+def test_the_state_of_a_dead_daemon_is_not_believed(directory, who):
     descriptor = state.lock_daemon(directory)
     state.write_state(directory, A_SNAPSHOT, 10.0)
+    written_by(directory, who)
     os.close(descriptor)
 
     assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None

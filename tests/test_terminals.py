@@ -7,7 +7,7 @@ import os
 import pytest
 from guarded import until
 
-from gpuguard.terminals import write
+from gpuguard.guards.terminals import write
 
 
 @pytest.mark.terminal

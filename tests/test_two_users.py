@@ -16,23 +16,13 @@ from typing import NamedTuple
 import pytest
 from commands import SECONDS
 from fake_nvml import FakeNvml
-from users import ALICE, BOB, DEVICES, Machine, install
+from users import ALICE, BOB, DEVICES, Machine
 
 pytestmark = pytest.mark.root
 
 KINDS = ("admin", "sticky")
 LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
 Done = CompletedProcess[str]
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[Path]:
-    """pytest's own tmp_path lets nobody else in."""
-    place = Path(tempfile.mkdtemp(prefix="gpuguard-site-"))
-    place.chmod(0o755)
-    install(place)
-    yield place
-    shutil.rmtree(place)
 
 
 @pytest.fixture
@@ -220,14 +210,16 @@ GATED = [
 
 def test_holding_the_gate_for_ever_delays_the_others_by_two_seconds_and_blocks_nobody(machine):
     assert machine(ALICE, "run", "--no-wait", "--", "true").returncode == 0  # in the sticky directory it makes the gate
-    with machine.program(BOB, HOG, machine.directory.lock_path("gate")):
-        began = time.monotonic()
-        started = [(status, machine.start(ALICE, *line.split())) for status, line in GATED]
-        ended = [(process.wait(timeout=SECONDS), status) for status, process in started]
-        took = time.monotonic() - began
 
-    assert [status for status, _ in ended] == [status for _, status in ended]
-    assert 2 < took < 4
+    def took() -> float:
+        began = time.monotonic()
+        started = [machine.start(ALICE, *line.split()) for _, line in GATED]
+        assert [each.wait(timeout=SECONDS) for each in started] == [status for status, _ in GATED]
+        return time.monotonic() - began
+
+    alone = took()
+    with machine.program(BOB, HOG, machine.directory.lock_path("gate")):
+        assert 2 < took() < 3 + 3 * alone
 
 
 # What he may plant, or replace

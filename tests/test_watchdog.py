@@ -16,9 +16,9 @@ from nodes import a_user, change, clock, eventually, one, start
 
 from gpuguard import actions, watchdog
 from gpuguard.actions import Outcome
+from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.lock import acquire
-from gpuguard.lockfiles import lock_directory
 from gpuguard.model import ALL_FIELDS
 from gpuguard.policies import expression_names
 from gpuguard.policies.amounts import parse_memory_amount

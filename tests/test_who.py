@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from booked import a_reservation, a_reserved
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
+from gpuguard.line.reservations import Judged
+from gpuguard.line.tickets import Torn
 from gpuguard.model import Gap
 from gpuguard.views import usage
 from gpuguard.views.text import display_width, json_text
@@ -198,7 +201,12 @@ def a_hostile_snapshot():
 def test_hostile_text_is_shown_and_does_no_harm(width):
     waiting = (Waiting("\x1bbob", 1, 2, None, "\n", ("\u202e",)),)
     snapshot = a_hostile_snapshot()
-    lines = to_text(snapshot, uses(snapshot), waiting, width=width)
+    reserved = a_reserved(
+        Judged(a_reservation(user=1, note="\x1b[31m"), "\n" * 3),
+        Judged(a_reservation(id="\x1b", maker=0)),
+        torn=(Torn(1, "\x1b", "\u202e"), Torn(-1, "", "")),
+    )
+    lines = to_text(snapshot, uses(snapshot), waiting, reserved=reserved, width=width)
 
     assert all(line.isprintable() for line in lines)
     assert width is None or all(display_width(line) <= width for line in lines)
@@ -325,7 +333,8 @@ def printed(path: str, value: object, found: dict[str, set[str]] | None = None) 
 
 def a_full_output():
     snapshot = a_hostile_snapshot()
-    return json.loads(json_text(to_json(snapshot, uses(snapshot), (Waiting("bob", 1, 2),))))
+    waiting, reserved = (Waiting("bob", 1, 2),), a_reserved()
+    return json.loads(json_text(to_json(snapshot, uses(snapshot), waiting, reserved=reserved)))
 
 
 def test_the_document_describes_exactly_the_fields_that_are_printed():

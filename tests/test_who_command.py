@@ -16,9 +16,9 @@ import pytest
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.backends import node, node_file, open_backend, simulated
+from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.cli.dispatch import run_command_line
 from gpuguard.lock import acquire
-from gpuguard.lockfiles import lock_directory
 from gpuguard.select import Request
 
 GPUGUARD = [sys.executable, "-m", "gpuguard"]
@@ -34,7 +34,7 @@ ABANDON = """
 import os, signal, subprocess, sys
 from gpuguard.backends import open_backend
 from gpuguard.lock import acquire
-from gpuguard.lockfiles import lock_directory
+from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.select import Request
 claim = acquire(open_backend("simulated"), Request(), lock_directory(None, backend="simulated"))
 sleep = [sys.executable, "-c", "import time; time.sleep(60)"]

@@ -40,12 +40,16 @@ class UnlocksAtExit:
         self.lock.acquire()
         # A copy, because the library closes its own descriptor in a forked child.
         self.id, self.pass_fds, self.devices = "broken", (os.dup(self.lock._context.lock_file_fd),), ()
+        self.memory = None
     def __iter__(self):
         return iter(())
     def environment(self, visible):
         return {{}}
     def reassert(self):
         pass
+    def wish(self):
+        return None
+
     def release(self):
         self.lock.release()
 

@@ -1,6 +1,7 @@
 """Two unprivileged users on one machine with the fake driver, for tests that run as root.
 
-machine = Machine(place, fake, kind)        kind: "admin", a directory made by `gpuguard setup`, or "sticky", flat files
+with a_shared_machine(site, kind) as machine: ...   kind: "admin", a directory made by `gpuguard setup`, or "sticky",
+                                                    flat files; site: a fixture, or a_site()
 done = machine(ALICE, "select", "-n", "2")  gpuguard as that user;  with machine.job(ALICE, "-n", "2") as devices: ...
 machine.python(BOB, code, *words)           a program of his
 """
@@ -15,6 +16,7 @@ import pwd
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,10 @@ from typing import Any
 import pytest
 from commands import SECONDS
 from fake_nvml import FakeNvml
+from nodes import remove
 
-from gpuguard.lockfiles import LockDirectory, lock_directory
-from gpuguard.records import locked_devices
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.records import locked_devices
 
 # Users with a name that every Linux has and nobody uses.
 ALICE, BOB = (pwd.getpwnam(name) for name in ("daemon", "bin"))
@@ -33,7 +36,7 @@ DEVICES = 8
 # The command line with other places for the claims: all that differs from a machine where nobody ran `gpuguard setup`.
 STICKY = """
 import sys
-from gpuguard import lockfiles
+from gpuguard.claims import lockfiles
 lockfiles.ADMIN_DIRECTORY, lockfiles.FALLBACK_DIRECTORIES = sys.argv[1], (sys.argv[2],)
 from gpuguard.cli import main
 sys.exit(main(sys.argv[3:]))
@@ -66,6 +69,31 @@ def interpreter() -> str:
             if subprocess.run([path, "-c", recent], **who, check=False).returncode == 0:
                 return path
     pytest.fail(f"{BOB.pw_name} can run no Python >= 3.10 here: install one outside of root's home directory.")
+
+
+@contextlib.contextmanager
+def a_site() -> Iterator[Path]:
+    """gpuguard where every user can read it: pytest's own tmp_path lets nobody else in."""
+    with _everybodys("gpuguard-site-") as place:
+        install(place)
+        yield place
+
+
+@contextlib.contextmanager
+def a_shared_machine(site: Path, kind: str, devices: int = DEVICES) -> Iterator[Machine]:
+    """A machine with so many devices; nothing of it is left."""
+    with _everybodys("gpuguard-users-") as place, FakeNvml(place, devices) as fake:
+        yield Machine(place, site, fake, kind)
+
+
+@contextlib.contextmanager
+def _everybodys(prefix: str) -> Iterator[Path]:
+    place = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        place.chmod(0o755)
+        yield place
+    finally:
+        remove(place)
 
 
 class Machine:

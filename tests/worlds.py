@@ -12,12 +12,12 @@ from textwrap import dedent
 
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
-from gpuguard.decoding import Decoder
+from gpuguard.documents.decoding import Decoder
+from gpuguard.documents.yaml_nodes import Source
 from gpuguard.model import Device
 from gpuguard.nouns import replace
 from gpuguard.policies import Rule
 from gpuguard.policies.view import HostUse, View, device_subject, judged, key_of, process_subject
-from gpuguard.yaml_nodes import Source
 
 CLOCK = 1_000_000.0  # seconds since boot: old enough for every rule about age
 PAST, INTERVAL = 6 * 3600, 30

@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot
 
-from gpuguard import actions, run, settle
+from gpuguard import actions, run
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.records import probe
 from gpuguard.errors import BackendError
-from gpuguard.launch import become_subreaper
+from gpuguard.jobs import settle
+from gpuguard.jobs.launch import become_subreaper
 from gpuguard.lock import acquire
-from gpuguard.lockfiles import LockDirectory, lock_directory
 from gpuguard.model import Snapshot
-from gpuguard.records import probe
 from gpuguard.select import Request
 
 IDLE: dict[str, Any] = {"memory_used": 4 * MIB, "processes": [], "utilization": 0.0, "energy": 1000.0, "fail": False}

@@ -24,14 +24,10 @@ class Backend(Protocol):
     simulated: bool
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        """Read the machine now.
+        """Read the machine now: *fields* are groups of model (MEMORY, PROCESSES, ...), and no call is made for others.
 
-        Args:
-            fields: groups of model (MEMORY, PROCESSES, ...); no call is made for others.
-            devices: uuids to read; all when None.  A MIG instance is read with its parent.
-
-        Raises:
-            BackendError: nothing at all can be read.  A device that fails alone becomes a Gap and a problem instead.
+        Of *devices*, uuids, only these are read, a MIG instance with its parent; None: all.
+        Raises BackendError when nothing at all can be read.  A device that fails alone is a Gap and a problem instead.
         """
 
     def close(self) -> None:
@@ -40,21 +36,25 @@ class Backend(Protocol):
 
 BACKENDS = {
     "nvml": "NVIDIA's driver library, through nvidia-ml-py",
+    "smi": "the program nvidia-smi, or with smi:FILE.xml what `nvidia-smi -q -x` wrote to a file",
+    "replay": "a file of `gpuguard record`, as in replay:FILE or replay:FILE?speed=60",
     "simulated": "a node that exists only in a file: see `gpuguard sim`",
 }
 
 
-def open_backend(name: str) -> Backend:
-    """Open ``"nvml"``, ``"simulated"`` or ``"simulated:DIRECTORY"``, in this process.
+def is_recorded(name: str) -> bool:
+    """Whether the backend *name* shows a file of another time, on which nothing may be claimed or signalled."""
+    return name.startswith(("smi:", "replay"))
 
-    Raises:
-        InvalidRequest: no such backend.
-        BackendError: the source cannot be reached.
+
+def open_backend(name: str) -> Backend:
+    """Open ``"nvml"``, ``"simulated:DIRECTORY"``, ``"smi:FILE.xml"`` ..., as in BACKENDS, in this process.
+
+    Raises InvalidRequest when there is no such backend, BackendError when the source cannot be reached.
     """
     kind, _, spec = name.partition(":")
     if kind not in BACKENDS:
         raise InvalidRequest(f"there is no backend {kind!r}: choose one of {', '.join(BACKENDS)}.")
     import importlib
 
-    backend: Backend = importlib.import_module(f"gpuguard.backends.{kind}").open(spec)
-    return backend
+    return importlib.import_module(f"gpuguard.backends.{kind}").open(spec)  # type: ignore[no-any-return]

@@ -37,6 +37,11 @@ def prepare(name: str) -> None:
     _prepared[name] = sampler.start_by_fork(name)
 
 
+def prepared(name: str) -> sampler.Channel | None:
+    """The sampler that was prepared and not used yet, if there is one."""
+    return _prepared.pop(name, None)
+
+
 def open_isolated(name: str, *, fork: bool = False, on_slow: Callable[[str], None] | None = None) -> Isolated:
     """The backend *name* behind a process border; the sampler starts at once and initialises meanwhile.
 
@@ -46,7 +51,7 @@ def open_isolated(name: str, *, fork: bool = False, on_slow: Callable[[str], Non
         on_slow: told, in words, when the driver takes longer than SLOW_SECONDS to initialise.
     """
     start = sampler.start_by_fork if fork else sampler.start_by_spawn
-    return Isolated(name, start, _prepared.pop(name, None) if fork else None, on_slow)
+    return Isolated(name, start, prepared(name) if fork else None, on_slow)
 
 
 class Isolated:

@@ -17,6 +17,7 @@ from gpuguard.model import Device, Gap, GpuProcess
 _BUSES = (0x1B, 0x43, 0x52, 0x61, 0x9D, 0xC3, 0xD1, 0xDF)
 _LANES_BYTES = {3: 985e6, 4: 1969e6, 5: 3938e6}  # bytes per second of one lane, by PCIe generation
 _BUSY_PCIE_SHARE = 0.12  # of the link, at 100 % utilization
+_BUSY_LINK = 6e9  # bytes per second over one NVLink, at 100 % utilization
 
 Values = dict[str, object]
 
@@ -87,8 +88,12 @@ def _connection(whole: Node, one: NodeDevice, other: NodeDevice) -> str:
     return "PIX" if one.index // 2 == other.index // 2 else "NODE"
 
 
+def _total(place: Place) -> int:
+    return place.instance.memory_total if place.instance else place.device.model.memory_total
+
+
 def _memory(place: Place) -> Values:
-    total = place.instance.memory_total if place.instance else place.device.model.memory_total
+    total = _total(place)
     reserved = node.memory_reserved(total)
     used = node.memory_used(place.node, place.uuids, place.clock)
     return {
@@ -101,12 +106,18 @@ def _memory(place: Place) -> Values:
 
 def _processes(place: Place) -> Values:
     here = [use for use in place.node.uses if use.device in place.uuids and node.running(use, place.clock)]
-    listed = tuple(_process(use, place) for use in here)
+    total, listed = _total(place), []
+    left = total - node.memory_reserved(total)
+    for use in here:
+        # Several that grow at once would reach beyond the device: there the last one gets no more.
+        memory = min(int(use.memory.at(place.clock)), left)
+        left -= memory
+        listed.append(_process(use, place, memory))
     if "implausible" not in place.device.faults:
-        return {"processes": listed}
+        return {"processes": tuple(listed)}
     # What a driver of another version gave, in kind: memory sizes read as pids, pids of all ones.
     torn = (GpuProcess(1073741824, 0), GpuProcess(4294967295, 2**40), GpuProcess(0))
-    return {"processes": listed + torn, "processes_plausible": False}
+    return {"processes": (*listed, *torn), "processes_plausible": False}
 
 
 def _idle_processes(place: Place) -> Values:
@@ -114,8 +125,8 @@ def _idle_processes(place: Place) -> Values:
     return {} if isinstance(used, int) and used >= model.BUSY_MEMORY else _processes(place)
 
 
-def _process(use: Use, place: Place) -> GpuProcess:
-    registered = GpuProcess(use.pid, int(use.memory.at(place.clock)), use.kind, use.start_time)
+def _process(use: Use, place: Place, memory: int) -> GpuProcess:
+    registered = GpuProcess(use.pid, memory, use.kind, use.start_time)
     found = processes.described(registered) if place.detailed else processes.identified(registered)
     if found.start_time != use.start_time:
         return registered  # it has just ended, and the pid may be somebody else's already
@@ -207,9 +218,19 @@ def _pcie(place: Place) -> Values:
 
 
 def _nvlink(place: Place) -> Values:
+    return {"nvlink_links": _links(place)}
+
+
+def _links(place: Place) -> tuple[tuple[int, str], ...]:
     peers = [each for each in place.node.devices if each != place.device and each.model == place.device.model]
     links = place.device.model.nvlinks if peers else 0
-    return {"nvlink_links": tuple((link, pci_bus_id(peers[link % len(peers)])) for link in range(links))}
+    return tuple((link, pci_bus_id(peers[link % len(peers)])) for link in range(links))
+
+
+def _nvlink_flow(place: Place) -> Values:
+    busy = node.utilization(place.node, place.device, place.clock) / 100
+    flow = busy * len(_links(place)) * _BUSY_LINK
+    return {"nvlink_tx": flow, "nvlink_rx": flow}
 
 
 _READERS: dict[str, Callable[[Place], Values]] = {
@@ -225,8 +246,9 @@ _READERS: dict[str, Callable[[Place], Values]] = {
     model.ECC: _ecc,
     model.PCIE: _pcie,
     model.NVLINK: _nvlink,
+    model.NVLINK_FLOW: _nvlink_flow,
 }
 # An instance has nothing of its own to say here, and real drivers say nothing.
-_OF_THE_WHOLE = (model.POWER, model.CLOCKS, model.ECC, model.PCIE, model.NVLINK)
+_OF_THE_WHOLE = (model.POWER, model.CLOCKS, model.ECC, model.PCIE, model.NVLINK, model.NVLINK_FLOW)
 # Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for the whole device and for its instances.
 _NOT_WITH_MIG = ("utilization", "memory_utilization")

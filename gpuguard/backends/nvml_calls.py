@@ -6,6 +6,7 @@ Does not know what the calls mean: see nvml_fields.
 from __future__ import annotations
 
 import os
+import sys
 
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
 
@@ -132,3 +133,29 @@ def kernel_version() -> str | None:
                 words = file.read().partition("\n")[0].split()
             return next((word for word in words if word[0].isdigit() and "." in word), None)
     return None
+
+
+def load_bindings() -> None:
+    """Import pynvml without what it never needs; only for a process of ours, without threads that import.
+
+    It imports find_library(), which it calls on Windows alone, and the module that has it loads shutil, subprocess and
+    tempfile: 10 ms and 3 MiB in every sampler, before every job.  So it gets one that loads that module when called.
+    """
+    if "ctypes.util" in sys.modules or "pynvml" in sys.modules:
+        return
+    stand_in = type(sys)("ctypes.util")
+    stand_in.find_library = _find_library  # type: ignore[attr-defined]
+    sys.modules["ctypes.util"] = stand_in
+    try:
+        import pynvml  # noqa: F401
+    except ImportError:
+        return  # start() says so
+    finally:
+        sys.modules.pop("ctypes.util", None)
+
+
+def _find_library(name: str) -> str | None:
+    sys.modules.pop("ctypes.util", None)
+    from ctypes.util import find_library
+
+    return find_library(name)

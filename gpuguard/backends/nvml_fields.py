@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 UTILIZATION_SAMPLES = 1  # nvmlSamplingType_t
 _SAMPLE_VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
+_NVLINK_COUNTERS = {138: "nvlink_tx", 139: "nvlink_rx"}  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_*, KiB, of each link
 _COMPUTE_MODES = {0: "default", 1: "exclusive_process", 2: "prohibited", 3: "exclusive_process"}
 _THROTTLE_REASONS = {  # nvmlClocksEventReason*, by bit
     0: "gpu_idle", 1: "applications_clocks_setting", 2: "sw_power_cap", 3: "hw_slowdown", 4: "sync_boost",
@@ -224,6 +225,26 @@ def read_nvlink(reading: Reading) -> None:
     reading.values["nvlink_links"] = tuple(links)
 
 
+def read_nvlink_flow(reading: Reading) -> None:
+    """nvlink_tx, nvlink_rx: from counters, so the mean since this backend looked last."""
+    links = range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18))
+    wanted = [(number, link) for number in _NVLINK_COUNTERS for link in links]
+    answer = reading.ask_unless_never("nvmlDeviceGetFieldValues", wanted)
+    told = [] if answer.code else [each for each in answer.value if each.nvmlReturn == 0]
+    sums = dict.fromkeys(_NVLINK_COUNTERS.values(), 0)
+    for each in told:
+        sums[_NVLINK_COUNTERS[each.fieldId]] += getattr(each.value, _SAMPLE_VALUES[each.valueType])
+    before, at = reading.place.flow, max((each.timestamp for each in told), default=0) / 1e6
+    reading.place.flow = (at, sums) if told else None
+    for name, count in sums.items():
+        if not told:
+            reading.gap(name, answer.reason or "no link tells")
+        elif before is None or at <= before[0] or count < before[1][name]:
+            reading.gap(name, "a rate needs two looks")
+        else:
+            reading.take(name, Answer((count - before[1][name]) * 1024.0 / (at - before[0])))
+
+
 # In this order: the process list is compared with the memory.
 READERS: Mapping[str, Callable[[Reading], None]] = {
     model.MEMORY: read_memory,
@@ -233,6 +254,7 @@ READERS: Mapping[str, Callable[[Reading], None]] = {
     model.HEALTH: read_health,
     model.ECC: read_ecc,
     model.NVLINK: read_nvlink,
+    model.NVLINK_FLOW: read_nvlink_flow,
 }
 
 

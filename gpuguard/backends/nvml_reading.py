@@ -19,6 +19,7 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "power_draw": (0, 10_000), "power_limit": (0, 10_000), "total_energy": (0, 2**53), "pstate": (0, 15),
     "clock_sm": (0, 10_000), "clock_sm_max": (1, 10_000), "clock_memory": (0, 50_000), "clock_memory_max": (1, 50_000),
     "pcie_generation": (1, 10), "pcie_width": (1, 32), "pcie_tx": (0, 10**12), "pcie_rx": (0, 10**12),
+    "nvlink_tx": (0, 10**13), "nvlink_rx": (0, 10**13),
     "utilization": (0, 100), "memory_utilization": (0, 100), "minor_number": (0, 2**20),
     "retired_pages": (0, 10**6), "remapped_rows": (0, 10**6),
     "ecc_corrected_volatile": (0, 2**53), "ecc_uncorrected_volatile": (0, 2**53),
@@ -37,6 +38,8 @@ class Place:
         self.constants: dict[str, Any] = {}  # fields of the device that never change
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
         self.utilization_seen = 0  # time stamp of the newest process utilization sample
+        self.flow: tuple[float, dict[str, int]] | None = None  # (when, KiB since ever) of what goes over NVLink
+        self.utilizations: dict[tuple[int, float | None], tuple[float, float]] = {}  # (read at, percent), of processes
 
 
 class DeviceLost(Exception):
@@ -53,6 +56,7 @@ class Reading:
         self.values: dict[str, Any] = {}
         self.gaps: list[Gap] = []
         self.problems: list[str] = []
+        self.memory_doubt: str | None = None  # why the memory of its processes cannot be checked
 
     def ask(self, function: str, *arguments: Any) -> Answer:
         """Call *function* for this device.  Raises DeviceLost."""
@@ -70,9 +74,9 @@ class Reading:
             self.place.static[key] = answer
         return answer
 
-    def ask_unless_never(self, function: str) -> Answer:
+    def ask_unless_never(self, function: str, *arguments: Any) -> Answer:
         """As ask(), but a driver that does not have it is asked only once."""
-        answer = self.place.static.get(function) or self.ask(function)
+        answer = self.place.static.get(function) or self.ask(function, *arguments)
         if answer.code in NEVER:
             self.place.static[function] = answer
         return answer

@@ -6,8 +6,10 @@ not plausible: see processes for the rules.
 
 from __future__ import annotations
 
+import time
+
 from gpuguard.backends import processes
-from gpuguard.backends.nvml_calls import FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, Answer
+from gpuguard.backends.nvml_calls import ABSENT, FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, Answer
 from gpuguard.backends.nvml_reading import Reading
 from gpuguard.model import BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, GpuProcess
 from gpuguard.nouns import replace
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MEMORY_V2 = 0x02000028  # version 2 of nvmlMemory_t and its size, 40 bytes
+KEPT_SECONDS = 4.0  # twice the shortest time between two samples of the guard: no older sample may lead to an act
 _LISTS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
 # A client of the MPS server is listed as a compute process, too.
 _KINDS = {
@@ -44,7 +47,7 @@ def read_memory(reading: Reading) -> None:
         memory = answer.value
         reserved = getattr(memory, "reserved", None)
         parts = {"total": memory.total, "used": memory.used, "free": memory.free}
-        if memory.total > 0 and max(memory.used, memory.free, reserved or 0) <= memory.total:
+        if _fits(reserved=reserved or 0, **parts):
             reading.values.update({f"memory_{name}": value for name, value in parts.items()})
             if reserved is None:
                 reading.gap("memory_reserved", "this driver counts it as used memory")
@@ -52,8 +55,16 @@ def read_memory(reading: Reading) -> None:
                 reading.values["memory_reserved"] = reserved
             return
         answer = Answer(reason=f"implausible values {parts}")
+    if answer.code not in ABSENT:
+        reading.memory_doubt = f"the memory of the device cannot be checked against it: {answer.reason}"
     for name in ("memory_total", "memory_used", "memory_free", "memory_reserved"):
         reading.gap(name, answer.reason)
+
+
+def _fits(total: int, used: int, free: int, reserved: int) -> bool:
+    """Whether these bytes can be those of one device."""
+    within = 0 < total <= processes.LARGEST_MEMORY and min(used, free, reserved) >= 0
+    return within and max(used, free, reserved) <= total and used + free <= total + processes.SLACK
 
 
 def read_processes(reading: Reading) -> None:
@@ -68,7 +79,7 @@ def read_processes(reading: Reading) -> None:
     if reason is None:
         identify = processes.described if details else processes.identified
         rows = [identify(row) for row in rows]
-        if details and rows:
+        if details:
             rows = _with_utilization(reading, rows)
     else:
         # Whoever has these pids here is not who the driver means: they stay numbers.
@@ -111,16 +122,24 @@ def _list(reading: Reading, kind: str) -> Answer:
 
 
 def _implausibility(reading: Reading, lists: dict[str, list[Any]], used: int | None) -> str | None:
+    if any(lists.values()) and reading.memory_doubt:
+        return reading.memory_doubt
+    total = reading.values.get("memory_total")
     for rows in lists.values():
         reason = processes.implausibility(
             [(row.pid, row.usedGpuMemory) for row in rows],
             alive=processes.alive,
             pid_max=processes.pid_max(),
-            memory_total=reading.values.get("memory_total"),
+            memory_total=total,
             memory_used=used,
         )
         if reason:
             return reason
+    most: dict[int, int] = {}
+    for row in (row for rows in lists.values() for row in rows):
+        most[row.pid] = max(row.usedGpuMemory or 0, most.get(row.pid, 0))
+    if total is not None and sum(most.values()) > total:
+        return "the processes of all kinds have more memory than the device"
     return None
 
 
@@ -138,15 +157,35 @@ def _merged(lists: dict[str, list[Any]], memory_total: int | None) -> dict[int, 
 
 
 def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProcess]:
-    """SM utilization of each process: mean of the driver's samples since the last time."""
-    place = reading.place
+    """SM utilization of each process: mean of the driver's samples since the last time, else what was read just before.
+
+    The driver tells each sample once, to whom names the newest that he has.  Whoever looks again before a signal would
+    know nothing, so a mean is kept for KEPT_SECONDS, for that very process.
+    """
+    place, now = reading.place, time.monotonic()
+    if not rows:
+        place.utilizations = {}
+        return rows
     answer = reading.ask("nvmlDeviceGetProcessUtilization", place.utilization_seen)
     if answer.code and answer.code != NOT_FOUND:  # NOT_FOUND: no sample since the last time
         reading.gap("processes (utilization)", answer.reason)
+        return rows
     samples: dict[int, list[int]] = {}
     for sample in answer.value or ():
         place.utilization_seen = max(place.utilization_seen, sample.timeStamp)
+        sound = samples.setdefault(sample.pid, [])
         if 0 <= sample.smUtil <= 100:
-            samples.setdefault(sample.pid, []).append(sample.smUtil)
-    means = {pid: sum(values) / len(values) for pid, values in samples.items()}
-    return [replace(row, utilization=means[row.pid]) if row.pid in means else row for row in rows]
+            sound.append(sample.smUtil)
+    before, place.utilizations = place.utilizations, {}
+    found = []
+    for row in rows:
+        read_at, percent = before.get((row.pid, row.start_time), (float("-inf"), 0.0))
+        if row.pid in samples:  # a new sample that cannot be true makes it unknown
+            read_at, percent = now, sum(samples[row.pid]) / max(1, len(samples[row.pid]))
+        if samples.get(row.pid) == [] or now - read_at > KEPT_SECONDS:
+            found.append(row)
+            continue
+        if row.start_time is not None:
+            place.utilizations[row.pid, row.start_time] = read_at, percent
+        found.append(replace(row, utilization=percent))
+    return found

@@ -45,6 +45,9 @@ def start_by_spawn(name: str) -> Channel:
     code = (
         "import sys; sys.path[:] = sys.argv[2:]; from gpuguard.backends.sampler import serve; serve(sys.argv[1], 0, 1)"
     )
+    from gpuguard import capabilities
+
+    lent = capabilities.lend_for_looking()
     try:
         pid = os.posix_spawn(
             sys.executable,
@@ -59,6 +62,8 @@ def start_by_spawn(name: str) -> Channel:
             setsigmask=(),
         )
     finally:
+        if lent:
+            capabilities.keep_to_ourselves()
         os.close(request_read)
         os.close(reply_write)
     return pid, request_write, reply_read
@@ -90,7 +95,12 @@ def _answer(name: str, requests: int, replies: int) -> None:
 
     gc.disable()  # while the bindings load
 
+    if name == "nvml":
+        from gpuguard.backends.nvml_calls import load_bindings
+
+        load_bindings()
     backend: Any = open_backend(name)
+    gc.freeze()  # what is loaded stays: no collection need look at it again
     gc.enable()
     backend.progress = lambda index: send(replies, ("at", index))
     send(replies, ("ready",))
@@ -166,12 +176,12 @@ def pack(snapshot: Snapshot) -> dict[str, Any]:
         for device in snapshot.devices
     ]
     gaps = [(gap.device, gap.field, gap.reason) for gap in snapshot.gaps]
-    return _known(snapshot) | {"devices": devices, "gaps": gaps, "claims": ()}
+    return _known(snapshot) | {"devices": devices, "gaps": gaps, "claims": [_known(each) for each in snapshot.claims]}
 
 
 def unpack(packed: dict[str, Any]) -> Snapshot:
     """The snapshot that *pack* made plain."""
-    from gpuguard.model import Device, Gap, GpuProcess, Snapshot
+    from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 
     devices = []
     for values in packed["devices"]:
@@ -179,7 +189,8 @@ def unpack(packed: dict[str, Any]) -> Snapshot:
             values["processes"] = tuple(GpuProcess(**process) for process in values["processes"])
         devices.append(Device(**values))
     gaps = tuple(Gap(*gap) for gap in packed["gaps"])
-    return Snapshot(**{**packed, "devices": tuple(devices), "gaps": gaps})
+    claims = tuple(ClaimRecord(**claim) for claim in packed.get("claims", ()))  # of a recording: drivers know of none
+    return Snapshot(**{**packed, "devices": tuple(devices), "gaps": gaps, "claims": claims})
 
 
 def _known(noun: object) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import gc
 import os
 import sys
 
+from gpuguard.cli import head_start
+
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
-
-_READS_AT_ONCE = ("run", "select")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -23,8 +23,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if None in (sys.stdin, sys.stdout, sys.stderr):
         _fill_standard_streams()
     gc.disable()  # until all is loaded: it would look for garbage where there is none (6 % of the start)
-    if words and words[0] in _READS_AT_ONCE and _reads_nvml(words):
-        # The driver's library loads on the other core while this process still imports argparse.
+    if head_start.is_due(words):
         from gpuguard.backends.isolated import prepare
 
         prepare("nvml")
@@ -51,9 +50,3 @@ def _flush_standard_streams() -> None:
             stream.flush()
         except (OSError, ValueError):  # the reader is gone, or the stream closed
             continue
-
-
-def _reads_nvml(words: list[str]) -> bool:
-    return os.environ.get("GPUGUARD_BACKEND", "nvml") == "nvml" and not any(
-        word.startswith("--backend") for word in words
-    )

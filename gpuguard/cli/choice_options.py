@@ -7,7 +7,7 @@ import os
 import re
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.request import IDLE_TOLERANCE, STRATEGIES, Request
+from gpuguard.request import IDLE_TOLERANCE, SLOTS, STRATEGIES, Request
 from gpuguard.units import parse_bytes, parse_celsius, parse_percent
 
 TYPE_CHECKING = False
@@ -54,11 +54,18 @@ def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Seque
     )
     strategies = "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items())
     group.add_argument("--strategy", choices=STRATEGIES, default="spread", help=f"{strategies} (default: spread)")
+    group.add_argument("--mig", metavar="PROFILE", help="MIG instances of this profile, as in 3g.40gb")
     group.add_argument("--mine-as-free", action="store_true", help="my own processes do not make a device busy")
     group.add_argument(
         "--tolerance",
         metavar="SIZE",
         help=f"memory that an idle device may hold (default: {IDLE_TOLERANCE // 2**20}MiB)",
+    )
+    sharing = parser.add_argument_group("sharing a GPU with others who share it too")
+    sharing.add_argument("--share", action="store_true", help="others may claim the rest of each GPU; needs --memory")
+    sharing.add_argument("--memory", metavar="SIZE", help="my part of each GPU's memory, as in 10GiB")
+    sharing.add_argument(
+        "--slots", metavar="K", help=f"at most K jobs on each GPU, mine included (default and most: {SLOTS})"
     )
 
 
@@ -76,6 +83,7 @@ def request_of(args: argparse.Namespace) -> Request:
     both = set(devices or ()) & set(exclude)
     if both:
         raise InvalidRequest(f"{', '.join(sorted(both))} stands in --gpus and in --exclude: decide for one.")
+    slots = whole_number("--slots", args.slots)
     tolerance = quantity("--tolerance", args.tolerance, parse_bytes)
     return Request(
         num_gpus=number if number is not None else len(devices or "1"),
@@ -92,6 +100,10 @@ def request_of(args: argparse.Namespace) -> Request:
         strategy=args.strategy,
         mine_as_free=frozenset((os.getuid(),)) if args.mine_as_free else frozenset(),
         tolerance=IDLE_TOLERANCE if tolerance is None else tolerance,
+        share=args.share,
+        memory=quantity("--memory", args.memory, parse_bytes),
+        slots=SLOTS if slots is None else slots,
+        mig=args.mig,
     )
 
 

@@ -8,23 +8,32 @@ gpuguard daemon --policy policy.yaml             a dry run
 gpuguard daemon --policy policy.yaml --once      look twice, say what is due and what is not, and why
 gpuguard daemon --policy policy.yaml --enforce   in earnest
 
-The file is read again when it changes, and on SIGHUP; one with faults changes nothing.
+The file is read again when it changes, on SIGHUP, and by `gpuguard daemon --reload`, which says whether it has faults;
+one with faults changes nothing.
 Exit codes: 0, 1 the file has faults (--once), 2 usage, 3 a daemon runs already, 4 no driver (--once).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 
+from gpuguard import capabilities, history
 from gpuguard.ancestry import in_first_pid_namespace
 from gpuguard.cli.choice_options import quantity
 from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.cli.serving_options import ADDRESS, add_expose_option
 from gpuguard.errors import InvalidRequest
 from gpuguard.history import MACHINE_EVENTS
 from gpuguard.model import Event
 from gpuguard.units import parse_duration
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.cli.daemon_metrics import Telling
 
 SHORTEST_SECONDS = 0.1
 LONGEST_SECONDS = 600.0
@@ -36,17 +45,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     switch.add_argument("--enforce", action="store_true", help="do what policies with `mode: enforce` say")
     switch.add_argument("--dry-run", action="store_true", help="only write down what would be done (default)")
     parser.add_argument("--once", action="store_true", help="look twice, say what is due, and end")
+    parser.add_argument("--reload", action="store_true", help="have the daemon that runs read its policy file again")
     parser.add_argument("--interval", metavar="DURATION", help="between two looks at most (default: the file's)")
     parser.add_argument(
         "--events",
         metavar="PATH",
-        help=f"the log (default: $GPUGUARD_EVENTS, else {MACHINE_EVENTS} as root, else your own)",
+        help=f"the log (default: $GPUGUARD_EVENTS, else {MACHINE_EVENTS} as root or with CAP_KILL, else your own)",
     )
     parser.add_argument(
         "--i-share-host-pids",
         action="store_true",
         help="act although this is a pid namespace of its own: only if its pids are the host's",
     )
+    parser.add_argument(
+        "--metrics",
+        metavar="ADDRESS",
+        nargs="?",
+        const=ADDRESS,
+        help=f"serve numbers for Prometheus over HTTP (default: {ADDRESS}): see `gpuguard metrics`",
+    )
+    add_expose_option(parser, "--metrics-expose")
     add_source_options(parser)
 
 
@@ -54,12 +72,15 @@ def main(args: argparse.Namespace) -> int:
     from gpuguard import daemon
     from gpuguard.backends.isolated import open_isolated
 
+    if args.reload:
+        return _reload(args)
     interval = quantity("--interval", args.interval, parse_duration)
     if interval is not None and not SHORTEST_SECONDS <= interval <= LONGEST_SECONDS:
         raise InvalidRequest("--interval: between two looks there must be 100ms to 10m.")
     if args.enforce and not args.policy:
         raise InvalidRequest("--enforce needs a policy file: name it with --policy.")
-    daemon.clean_environment(os.environ, root=os.geteuid() == 0)
+    daemon.clean_environment(os.environ, root=capabilities.is_powerful())
+    capabilities.keep_to_ourselves()
     _choose_log(args)
     settings = daemon.Settings(args.policy, args.enforce, interval, args.i_share_host_pids)
     if args.enforce and not in_first_pid_namespace() and not args.i_share_host_pids:
@@ -69,24 +90,56 @@ def main(args: argparse.Namespace) -> int:
         if not alone:
             _say(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
             return daemon.EXIT_RUNNING
+        telling = _telling(args, directory)
         backend = open_isolated(args.backend)
         try:
-            guard = daemon.Daemon(backend, directory, settings, _say, _show)
+            append = telling.counting.append if telling else history.append
+            guard = daemon.Daemon(backend, directory, settings, _say, _show, append)
             if not args.once:
+                if telling:
+                    _say(telling.start(guard))
+                gc.freeze()  # what is loaded stays: each full collection looked at all of it, for 7.5 ms of CPU
                 return guard.serve()
             status, judgement = guard.once()
             for note in judgement.notes if judgement else ():
                 _say(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
             return status
         finally:
+            if telling:
+                telling.close()
             backend.close()
+
+
+def _telling(args: argparse.Namespace, directory: LockDirectory) -> Telling | None:
+    """What --metrics serves; loaded only where it is wanted."""
+    if args.metrics_expose is not None and not args.metrics:
+        raise InvalidRequest("--metrics-expose is about --metrics.")
+    if not args.metrics:
+        return None
+    if args.once:
+        raise InvalidRequest("--metrics does not go with --once, which ends at once.")
+    from gpuguard.cli.daemon_metrics import Telling
+
+    return Telling(args.metrics, args.metrics_expose, directory)
+
+
+def _reload(args: argparse.Namespace) -> int:
+    from gpuguard.claims.calling import ask
+    from gpuguard.daemon import EXIT_FAULTY
+
+    answer = ask(directory_of(args), {"do": "reload"})
+    if answer["faults"]:
+        _say(f"{answer['path']} has {answer['faults']} faults, so the last good one stays in force: {answer['first']}")
+        return EXIT_FAULTY
+    _say(f"{answer['path']} is read again: {answer['policies']} policies.")
+    return 0
 
 
 def _choose_log(args: argparse.Namespace) -> None:
     simulated = args.backend.startswith("simulated")
     if args.events:
         os.environ["GPUGUARD_EVENTS"] = os.path.abspath(args.events)
-    elif "GPUGUARD_EVENTS" not in os.environ and os.geteuid() == 0 and not simulated:
+    elif "GPUGUARD_EVENTS" not in os.environ and capabilities.is_powerful() and not simulated:
         os.environ["GPUGUARD_EVENTS"] = MACHINE_EVENTS
 
 

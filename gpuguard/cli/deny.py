@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
         if args.for_ or args.reason or args.end:
             raise InvalidRequest("whom?  Name a user: `gpuguard deny USER --for 2h`.")
         return mark_options.show(directory_of(args), DENIED, as_json=args.json)
-    from gpuguard.accounts import Accounts
+    from gpuguard.documents.accounts import Accounts
     from gpuguard.users import user_name
 
     seconds, reason = mark_options.seconds_of(args), mark_options.reason_of(args)

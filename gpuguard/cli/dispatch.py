@@ -1,14 +1,13 @@
 """From the words of a command line to its exit code.
 
 Only the module of the command that was asked for is imported, because `gpuguard run` stands before every job.
-Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the others 0, 1 no, 2 usage, 4 no driver.
+Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the others 0, 1 no, 2 usage, 4 no driver, and
+124 when the time of `wait` ran out.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import importlib
 import os
 import sys
 
@@ -16,29 +15,44 @@ from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnou
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from types import ModuleType
+    from typing import Any
+
+    from gpuguard.cli.parser import Parser
 
 COMMANDS = {
     "run": "claim GPUs, run a command on them, give them back when it ends",
     "select": "print the GPUs that `run` would choose; claims nothing",
     "explain": "say for each GPU why it is or is not eligible",
     "who": "who uses and who holds which GPU",
+    "top": "watch GPUs and processes on the screen: bars, history, claims, signals",
+    "queue": "who waits for GPUs, and when they start",
+    "reserve": "have GPUs kept for a time, and show what is reserved",
+    "wait": "wait until GPUs are free, and print them",
+    "web": "a page in the browser: devices, claims, the line, charts",
     "daemon": "guard the GPUs by a policy file: observe, warn, end",
+    "submit": "hand a command to a cluster's engine: Slurm or Ray",
+    "slurm": "on a node of a Slurm cluster: prolog, epilog, lines for its files",
+    "adopt": "claim the GPUs that a running job of yours uses",
+    "metrics": "numbers for Prometheus, node_exporter, InfluxDB",
     "events": "what happened: claims, releases, what the guard did or would have done",
+    "report": "who claimed, used and left idle how many GPU-hours",
+    "history": "draw what GPUs did: utilization, memory, temperature, power, claims",
+    "release": "give a claim back that nobody computes under",
     "keep": "ask the daemon to leave your processes alone for a time",
     "deny": "let a user make no new claims for a time (root)",
     "quarantine": "take a device out of service (root)",
+    "query": "one table of chosen fields, in the form of nvidia-smi --query-gpu",
+    "record": "write down what happens on the GPUs, to look at it or try policies on it later",
     "policy": "check and explain policy files for the daemon, and show their language",
     "doctor": "check driver, lock directory and permissions, and say what to do",
+    "serve-ssh": "answer read-only questions over ssh alone: for the account of a fleet view",
     "setup": "make the lock directory /run/gpuguard for all users of this machine",
+    "completion": "print the script that lets bash, zsh or fish complete gpuguard's words",
     "sim": "steer the simulated node: start, use, set, fault, show, stop",
 }
 
-# argparse's words, and what people understand
-_CLEARER = {
-    "expected one argument": "a value is missing (it cannot begin with a dash)",
-    "ignored explicit argument": "it takes no value, but got",
-}
+_OFTEN_ALONE = ("who",)  # typed without an option, most of the time
 
 EXIT_NO = 1
 EXIT_USAGE = 2
@@ -46,6 +60,7 @@ EXIT_NO_DRIVER = 4
 EXIT_NOT_NOW = 75  # EX_TEMPFAIL of sysexits.h
 EXIT_TIMEOUT = 124  # as timeout(1)
 EXIT_RUN_FAILED = 125  # as env(1), timeout(1), docker run
+STARTING = ("run", "submit")  # commands whose other exit codes are the job's
 
 
 def run_command_line(words: list[str]) -> int:
@@ -70,72 +85,25 @@ def run_command_line(words: list[str]) -> int:
         if "GPUGUARD_DEBUG" in os.environ:
             raise
         print(f"gpuguard: an error inside gpuguard: {error!r}.  GPUGUARD_DEBUG=1 shows where.", file=sys.stderr)
-        return EXIT_RUN_FAILED if command == "run" else EXIT_NO
+        return EXIT_RUN_FAILED if command in STARTING else EXIT_NO
 
 
 def exit_code(command: str, error: GpuguardError) -> int:
     """The exit code that tells a script what kind of *error* it was."""
-    if command == "run":
-        if isinstance(error, WaitTimeout):
-            return EXIT_TIMEOUT
+    if isinstance(error, WaitTimeout) and command in ("run", "wait"):
+        return EXIT_TIMEOUT
+    if command in STARTING:
         return EXIT_NOT_NOW if type(error) is NotEnoughGpus else EXIT_RUN_FAILED
     if isinstance(error, InvalidRequest):
         return EXIT_USAGE
     return EXIT_NO_DRIVER if isinstance(error, BackendError) else EXIT_NO
 
 
-class Parser(argparse.ArgumentParser):
-    """An argparse parser whose faults are InvalidRequest, so that each command can choose its exit code."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's own, but each parser complains itself: for `gpuguard sim show x` that is `sim show`."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._similar(unknown[0])}")
-        return namespace, unknown
-
-    def error(self, message: str) -> NoReturn:
-        """What argparse calls for every fault."""
-        for before, after in _CLEARER.items():
-            message = message.replace(before, after)
-        raise InvalidRequest(f"{message.removeprefix('argument ').rstrip('.')}.\nSee `{self.prog} --help`.")
-
-    def _similar(self, word: str) -> str:
-        import difflib
-
-        flags = (flag for action in self._actions for flag in action.option_strings)
-        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-        return f" (did you mean {near[0]}?)" if near else ""
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """As argparse's own, which imports shutil (with lzma, bz2) to learn the width even when nobody asks for help."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=_columns() - 2)
-
-
-def _columns() -> int:
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns):
-        return int(columns)
-    try:
-        return os.get_terminal_size(1).columns or 80
-    except OSError:
-        return 80
-
-
 def build_parser(command: str) -> Parser:
     """The parser of one sub-command."""
-    module = importlib.import_module(f"gpuguard.cli.{command}")
-    parser = Parser(
-        prog=f"gpuguard {command}",
-        description=module.__doc__,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-    module.add_options(parser)
-    return parser
+    from gpuguard.cli.parser import parser_of
+
+    return parser_of(_module(command), command)
 
 
 def _dispatch(command: str, words: list[str]) -> int:
@@ -149,13 +117,31 @@ def _dispatch(command: str, words: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         raise InvalidRequest(_unknown(command))
+    module = _module(command)
     try:
-        args = build_parser(command).parse_args(words[1:])
+        args = _parsed(module, command, words[1:])
     except SystemExit as end:  # --help
         return end.code if isinstance(end.code, int) else EXIT_USAGE
+    gc.freeze()  # what is loaded stays: no collection need look at it again
     gc.enable()
-    status: int = importlib.import_module(f"gpuguard.cli.{command}").main(args)
+    status: int = module.main(args)
     return status
+
+
+def _module(command: str) -> ModuleType:
+    module = command.replace("-", "_")
+    __import__(f"gpuguard.cli.{module}")  # importlib would take 0.4 ms to load
+    return sys.modules[f"gpuguard.cli.{module}"]
+
+
+def _parsed(module: ModuleType, command: str, words: list[str]) -> Any:
+    if not words and command in _OFTEN_ALONE:
+        from gpuguard.cli.unsaid import Unsaid
+
+        return Unsaid(module)
+    from gpuguard.cli.parser import parse
+
+    return parse(module, command, words)
 
 
 def overview() -> str:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuguard.ancestry import in_first_pid_namespace
+from gpuguard.claims.daemonfiles import fault_of
+from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.cli.dispatch import EXIT_NO, EXIT_NO_DRIVER
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import BackendError, ClaimError
@@ -52,6 +54,7 @@ def look(args: argparse.Namespace, environ: Mapping[str, str]) -> Facts:
         uid=os.geteuid(),
         **driver,
         **_lock(args),
+        **_line(),
         outer=_outer(environ, driver["snapshot"]),
         library_error=_library_error(),
         kernel_version=_read("/sys/module/nvidia/version"),
@@ -80,18 +83,44 @@ def _driver(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _lock(args: argparse.Namespace) -> dict[str, Any]:
-    from gpuguard.lockfiles import file_system, open_lock
+    from gpuguard.claims.lockfiles import file_system, open_lock
 
     try:
         directory = directory_of(args)
-        os.close(open_lock(directory, "gate"))
+        if not directory.closed:
+            os.close(open_lock(directory, "gate"))
     except (ClaimError, BackendError) as error:
         return {"lock_error": str(error)}
     return {
         "lock_path": directory.path,
         "lock_owner": directory.owner,
         "file_system": file_system(directory.locks),
+        "keeper": directory.keeper,
+        "broker_error": _broker_error(directory),
+        "daemon_fault": fault_of(directory),
     }
+
+
+def _line() -> dict[str, Any]:
+    from gpuguard.line.file import read_line_file
+
+    file = read_line_file()
+    faults = [" ".join(" ".join(fault.lines(file.path)).split()) for fault in file.faults]
+    return {"line_path": file.path if os.path.lexists(file.path) else None, "line_faults": tuple(faults)}
+
+
+def _broker_error(directory: LockDirectory) -> str | None:
+    """Why the daemon gives no locks, where it alone does."""
+    from gpuguard.claims.calling import ask
+    from gpuguard.errors import GpuguardError
+
+    if directory.keeper is None:
+        return None
+    try:
+        ask(directory, {"do": "claims"})
+    except GpuguardError as error:
+        return str(error)
+    return None
 
 
 def _outer(environ: Mapping[str, str], snapshot: Snapshot | None) -> tuple[int, str] | None:

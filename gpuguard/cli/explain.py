@@ -3,7 +3,7 @@
 gpuguard explain -n 4 --min-free 20GiB
 gpuguard explain --json --model H100
 
-Exits with 0 when the request fits now, with 1 when it does not.  Claims nothing.
+Exits with 0 when the request could start now, with 1 when it could not.  Claims nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import argparse
 import os
 import sys
 
+from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.cli.choice_options import add_choice_options, request_of
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.model import Snapshot
+from gpuguard.request import Request
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,16 +31,35 @@ def main(args: argparse.Namespace) -> int:
     from gpuguard.views import choice as view
     from gpuguard.views.text import json_text, put, style
 
-    request = request_of(args)
+    request, directory = request_of(args), directory_of(args)
     backend = backend_of(args)
     try:
-        snapshot, choice = look_closely(backend, request, directory_of(args))
+        snapshot, choice = look_closely(backend, request, directory)
     finally:
         backend.close()
+    turn = turn_of(directory, snapshot, request)
     outer = outer_devices(os.environ, snapshot.devices)
     limits = ". Note: ".join(filter(None, (outer.reason, outer.warning)))
     if args.json:
-        put([json_text(view.to_json(snapshot, request, choice, limits))], sys.stdout)
+        put([json_text(view.to_json(snapshot, request, choice, limits, turn))], sys.stdout)
     else:
-        put(view.to_text(snapshot, request, choice, limits, paint=style(sys.stdout, os.environ)), sys.stdout)
-    return 0 if choice.devices else 1
+        put(view.to_text(snapshot, request, choice, limits, turn, paint=style(sys.stdout, os.environ)), sys.stdout)
+    return 0 if choice.devices and (turn is None or turn[0]) else 1
+
+
+def turn_of(directory: LockDirectory, snapshot: Snapshot, request: Request) -> tuple[bool, str] | None:
+    """(whether it could start now, where it would stand in line and why); None where nobody waits."""
+    from gpuguard.attempt import outer_claim
+    from gpuguard.lock import someone_waits
+
+    if not someone_waits(directory) or outer_claim(directory):
+        return None
+    from gpuguard.line.file import read_line_file
+    from gpuguard.line.turn import in_words, new_ticket, stand
+
+    mine = new_ticket([request])
+    line = stand(directory, snapshot, read_line_file().rules, mine)
+    place = line.of(mine.id)
+    if place is None:
+        return None
+    return place.now, f"number {place.number} of {len(line.places)} in line, {in_words(place, line)}"

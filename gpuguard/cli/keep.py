@@ -2,6 +2,7 @@
 
 gpuguard keep --for 4h --reason "a checkpoint is being written"
 gpuguard keep --for 4h --device 3    only what you have on that device
+gpuguard keep --status               what policies have against you now, and what comes next when
 gpuguard keep --list                 what everybody keeps
 gpuguard keep --end                  end what you keep
 sudo gpuguard keep --for 1d --user bob
@@ -31,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--user", metavar="USER", help="for somebody else, as root")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="show what is kept")
+    what.add_argument("--status", action="store_true", help="show what policies have against what is yours (root: all)")
     what.add_argument("--end", action="store_true", help="end it before its time")
     parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
     add_source_options(parser)
@@ -40,13 +42,15 @@ def main(args: argparse.Namespace) -> int:
     directory = directory_of(args)
     if args.list:
         return mark_options.show(directory, KEPT, as_json=args.json)
+    if args.status:
+        return _status(args)
     seconds, reason = mark_options.seconds_of(args), mark_options.reason_of(args)
     if args.end == (seconds is not None):
         raise InvalidRequest("say for how long, by --for 4h; or --end, or --list.")
     if directory.owner is None:
         raise GpuguardError("without a directory of root's no daemon can be asked: run `sudo gpuguard setup` once.")
-    from gpuguard.accounts import Accounts
-    from gpuguard.door import ask
+    from gpuguard.claims.calling import ask
+    from gpuguard.documents.accounts import Accounts
     from gpuguard.units import format_duration
     from gpuguard.views.text import json_text, put
 
@@ -64,3 +68,18 @@ def main(args: argparse.Namespace) -> int:
         where = f" on {answer['device']}" if answer["device"] else ""
         put([f"{'what you have' if own else whom}{where} is left alone for {left}."], sys.stdout)
     return 0 if not args.end or answer["ended"] else 1
+
+
+def _status(args: argparse.Namespace) -> int:
+    from gpuguard.claims.calling import ask
+    from gpuguard.documents.accounts import Accounts
+    from gpuguard.views.standing import lines
+    from gpuguard.views.text import json_text, put
+
+    uid = Accounts().user(args.user) if args.user is not None else None
+    answer = ask(directory_of(args), {"do": "status", "uid": uid})
+    if args.json:
+        put([json_text({"schema": 1, **{name: value for name, value in answer.items() if name != "ok"}})], sys.stdout)
+    else:
+        put(lines(answer, time.time()), sys.stdout)
+    return 0

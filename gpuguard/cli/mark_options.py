@@ -8,9 +8,9 @@ import sys
 import time
 
 from gpuguard import history
+from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.cli.choice_options import quantity
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.lockfiles import LockDirectory
 from gpuguard.marks import MAX_REASON, Mark, read_marks, to_json
 from gpuguard.model import Event
 from gpuguard.text import neutralise
@@ -42,15 +42,20 @@ def administrator() -> str:
 
 def write_down(args: argparse.Namespace, kind: str, outcome: str, mark: Mark) -> None:
     """Leave an Event where the daemon of this machine would."""
-    simulated = args.backend.startswith("simulated")
-    if "GPUGUARD_EVENTS" not in os.environ and os.geteuid() == 0 and not simulated:
-        os.environ["GPUGUARD_EVENTS"] = history.MACHINE_EVENTS
+    choose_log(args)
     facts = (("until_unix_seconds", mark.until), ("by_uid", os.getuid()))
     devices = () if kind == "deny" else (mark.name,)
     if not history.append(
         Event(time.time(), kind, outcome, mark.user, devices, message=mark.reason or None, facts=facts)
     ):
         print(f"gpuguard: done, but {history.events_path()} cannot be written.", file=sys.stderr)
+
+
+def choose_log(args: argparse.Namespace) -> None:
+    """Write events of root where the daemon of this machine writes its own."""
+    simulated = args.backend.startswith("simulated")
+    if "GPUGUARD_EVENTS" not in os.environ and os.geteuid() == 0 and not simulated:
+        os.environ["GPUGUARD_EVENTS"] = history.MACHINE_EVENTS
 
 
 def show(directory: LockDirectory, kind: str, *, as_json: bool) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
+    import argparse
+
     from gpuguard.backends import Backend
-    from gpuguard.lockfiles import LockDirectory
+    from gpuguard.claims.lockfiles import LockDirectory
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +20,8 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         "--backend",
         metavar="B",
         default=os.environ.get("GPUGUARD_BACKEND", "nvml"),
-        help="nvml, simulated or simulated:DIRECTORY (default: $GPUGUARD_BACKEND, else nvml)",
+        help="nvml, smi, simulated; to look at files: smi:FILE.xml, replay:FILE; see docs/sources.md "
+        "(default: $GPUGUARD_BACKEND, else nvml)",
     )
     group.add_argument(
         "--dir",
@@ -32,6 +34,8 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 def _path(text: str) -> str:
     if not text:  # --dir "$UNSET"
+        import argparse
+
         raise argparse.ArgumentTypeError("the name of the directory is empty.")
     return text
 
@@ -45,6 +49,6 @@ def backend_of(args: argparse.Namespace) -> Backend:
 
 def directory_of(args: argparse.Namespace) -> LockDirectory:
     """The claim directory that goes with --backend and --dir."""
-    from gpuguard.lockfiles import lock_directory
+    from gpuguard.claims.lockfiles import lock_directory
 
     return lock_directory(args.dir, backend=args.backend)

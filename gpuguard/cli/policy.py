@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from gpuguard.cli import policy_backtest, policy_test
+from gpuguard.cli.actions_of import Row, add_actions
 from gpuguard.errors import InvalidRequest
 from gpuguard.views.text import json_text, neutralise, put
 
@@ -23,23 +22,8 @@ SCHEMA = 1
 MOST = 50  # faults that are shown at a time: nobody reads more
 
 
-@dataclass(frozen=True)
-class Row:
-    """One sub-command."""
-
-    purpose: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    main: Callable[[argparse.Namespace], int]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, row in ACTIONS.items():
-        description = f"{row.purpose[:1].upper()}{row.purpose[1:]}."
-        command = commands.add_parser(
-            name, help=row.purpose, description=description, allow_abbrev=False, formatter_class=parser.formatter_class
-        )
-        row.add_options(command)
+    add_actions(parser, ACTIONS)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -117,7 +101,7 @@ def _rules_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _rules(args: argparse.Namespace) -> int:
-    from gpuguard.decoding import unknown
+    from gpuguard.documents.decoding import unknown
     from gpuguard.views.policy_language import SECTIONS, describe, language_json
 
     if args.json:

@@ -16,7 +16,12 @@ from gpuguard.views.text import json_text, neutralise, put
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="the policy file")
-    parser.add_argument("--on", metavar="CSV", required=True, help="the recording: a row per time, job and device")
+    parser.add_argument(
+        "--on",
+        metavar="RECORDING",
+        required=True,
+        help="a file of `gpuguard record`, or CSV with a row per time, job and device",
+    )
     parser.add_argument(
         "--longest-gap",
         metavar="DURATION",
@@ -28,18 +33,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from gpuguard.policyfile import load_policies
-    from gpuguard.rehearsal import backtest
-    from gpuguard.scenario import accounts
-    from gpuguard.series_file import people, read_recording
+    from gpuguard.rehearsals.rehearsal import backtest
+    from gpuguard.rehearsals.scenario import accounts
+    from gpuguard.rehearsals.series_file import people
+    from gpuguard.rehearsals.tape_series import read_any
     from gpuguard.views.rehearsal import backtest_json, backtest_lines
 
     longest_gap = quantity("--longest-gap", args.longest_gap, parse_duration)
-    uid_of = people()
+    recording = read_any(args.on)
+    uid_of = people(recording.people)
     file = load_policies(args.file, trusted_owner=False, accounts=accounts(uid_of))
     if file.faults:
         put((line for fault in file.faults for line in fault.lines(neutralise(args.file))), sys.stderr)
         return 1
-    recording = read_recording(args.on)
     zone = float(time.localtime(recording.start).tm_gmtoff) if recording.dated else 0.0
     result = backtest(recording, file.policies, uid_of, longest_gap=longest_gap, zone=zone)
     names = [policy.name for policy in file.policies]

@@ -14,7 +14,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from gpuguard.trial import run_tests
+    from gpuguard.rehearsals.trial import run_tests
     from gpuguard.views.trial import trial_json, trial_lines
 
     trials = [run_tests(path) for path in args.file]

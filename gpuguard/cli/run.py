@@ -3,6 +3,7 @@
 gpuguard run -n 2 -- python train.py             two free GPUs; waits until there are two
 gpuguard run --min-free 20GiB --no-wait -- ...   one with 20 GiB free, or exit 75 at once
 gpuguard run --time-limit 4h -- ...              SIGTERM after four hours, SIGKILL a --grace later, exit 124
+gpuguard run --time-limit 4h --checkpoint-signal USR1 --grace 5m -- ...   and SIGUSR1 five minutes before
 
 The command sees only its GPUs (CUDA_VISIBLE_DEVICES).  The claim lasts as long as the command or what it left on the
 GPUs, however gpuguard itself ends.  Exit codes: the command's own; 128+N when signal N ended it; 124 the wait or the
@@ -14,14 +15,15 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
-import time
+from functools import partial
 
 from gpuguard import actions
 from gpuguard.cli.choice_options import add_choice_options, quantity, request_of
+from gpuguard.cli.line_options import add_line_options, alternatives_of, expectation_of, follow, priority_of, wait_of
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
-from gpuguard.errors import InvalidRequest
-from gpuguard.launch import become_subreaper
+from gpuguard.cli.telling import Telling, is_terminal, say
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.jobs.launch import become_subreaper
 from gpuguard.lock import acquire
 from gpuguard.run import Ended, replace_self, run
 from gpuguard.units import format_bytes, format_duration, parse_celsius, parse_duration
@@ -31,37 +33,33 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gpuguard.backends import Backend
+    from gpuguard.claims.hold import Claim
+    from gpuguard.claims.lockfiles import LockDirectory
     from gpuguard.errors import NotEnoughGpus
-    from gpuguard.hold import Claim
-    from gpuguard.limits import Limits
-    from gpuguard.lockfiles import LockDirectory
+    from gpuguard.isolation.isolate import Isolation
+    from gpuguard.jobs.limits import Limits
     from gpuguard.model import Device
     from gpuguard.policies.engine import Policy
     from gpuguard.request import Request
-
-_FOR_EVER = "for ever"  # --wait without a duration
-WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpuguard run [options] [--] CMD [ARG ...]"
     add_choice_options(parser)
+    add_line_options(parser)
     group = parser.add_argument_group("the job")
-    waiting = group.add_mutually_exclusive_group()
-    waiting.add_argument(
-        "--wait",
-        metavar="DURATION",
-        nargs="?",
-        const=_FOR_EVER,
-        help="wait at most so long, as in 30m (default: without end)",
-    )
-    waiting.add_argument("--no-wait", action="store_true", help="exit 75 when there are not enough GPUs now")
     group.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
     group.add_argument(
         "--visible",
         choices=("index", "uuid"),
         default="index",
         help="what CUDA_VISIBLE_DEVICES names the GPUs by (default: index, because uuids break vLLM and others)",
+    )
+    group.add_argument(
+        "--isolate",
+        action="store_true",
+        help="other GPUs do not exist for the command: no device node of theirs can be opened.  For ordinary users "
+        "with bubblewrap, for root with a device filter; refused where that cannot be had.  See docs/isolation.md",
     )
     group.add_argument("--exec", action="store_true", help="become the command instead of watching over it: no summary")
     group.add_argument("--quiet", action="store_true", help="say only what goes wrong")
@@ -80,7 +78,7 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--memory-limit",
         metavar="SIZE",
-        help="its processes together use more of one GPU in three samples in a row (5 s), as in 30GiB or 80%%",
+        help="its processes together use more of one GPU in three samples in a row (5 s), as in 30GiB, 80%% or share",
     )
     group.add_argument(
         "--temperature-limit", metavar="CELSIUS", help="a GPU that it uses was hotter for 30 s, as in 85C"
@@ -91,35 +89,33 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--checkpoint-signal",
         metavar="SIGNAL",
-        help="to the command first, as in USR1, so that it can save its state; SIGTERM follows a --grace later",
+        help="to the command first, as in USR1, so that it can save its state: a --grace before the time limit, and at "
+        "any other limit at once; SIGTERM follows a --grace later",
     )
     group.add_argument(
         "--grace", metavar="DURATION", default="60s", help="between these signals (default: %(default)s)"
     )
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None) -> int:
+    """The exit code; *claiming* stands in for claim_for() where a scheduler has a say in the devices."""
     command = command_of(args)
     wait, time_limit, grace = durations_of(args)
     policies, checkpoint = limits_of(args, time_limit)
-    request = request_of(args)
+    request, *ways = request_of(args), *alternatives_of(args)
     pass_on_sources(args)
     directory = directory_of(args)
     backend = backend_of(args)
-    # Here, because imports are for free while the driver initialises in the other process.
-    import json  # noqa: F401  (for the record of the claim)
-
     if not args.exec:
         become_subreaper()
     chatty = not args.quiet and is_terminal()
-    claim = claim_for(args, command, request, directory, backend, wait)
+    claim = (claiming or claim_for)(args, command, (request, *ways), directory, backend, wait, time_limit)
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
-    if claim.warning:
-        say(claim.warning)
+    place = isolated(claim, backend, directory, args.visible) if args.isolate else None
     if chatty:
         say(started_line(claim, backend.simulated))
     if args.exec:
-        return become(command, claim, backend, args.visible)
+        return become(command, claim, backend, args.visible, place)
     ended = run(
         command,
         claim,
@@ -128,8 +124,10 @@ def main(args: argparse.Namespace) -> int:
         time_limit=time_limit,
         grace=grace,
         checkpoint=checkpoint,
-        limits=limits_for(policies, claim),
+        limits=limits_for(policies, claim, request, backend),
         tolerance=request.tolerance,
+        isolation=place,
+        later=partial(say_how_long, claim, directory, args.note, command) if time_limit is None else None,
         say=say,
     )
     if chatty:
@@ -140,16 +138,27 @@ def main(args: argparse.Namespace) -> int:
     return ended.status
 
 
-def become(command: Sequence[str], claim: Claim, backend: Backend, visible: str) -> int:
+def isolated(claim: Claim, backend: Backend, directory: LockDirectory, visible: str) -> Isolation:
+    """A place for the job; the claim is given back when there is none."""
+    from gpuguard.isolation.isolate import isolate
+
+    try:
+        return isolate(claim, backend, directory, visible=visible)
+    except GpuguardError:
+        claim.release()
+        raise
+
+
+def become(command: Sequence[str], claim: Claim, backend: Backend, visible: str, place: Isolation | None) -> int:
     """The exit code, only when the command cannot be started."""
-    status, message = replace_self(command, claim, backend, visible=visible)
+    status, message = replace_self(command, claim, backend, visible=visible, isolation=place)
     say(message)
     return status
 
 
 def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, float]:
     """Seconds to wait for devices (None: for ever), that the job may take (None: no limit), and of grace after that."""
-    wait = 0.0 if args.no_wait else wait_of(args.wait)
+    wait = wait_of(args)
     time_limit = quantity("--time-limit", args.time_limit, parse_duration)
     grace = quantity("--grace", args.grace, parse_duration) or 0.0
     if time_limit == 0:
@@ -165,14 +174,17 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
     checkpoint = None
     if (args.memory_limit, args.temperature_limit, args.idle_limit) != (None, None, None):
         # Here, because no other job should pay for it.
-        from gpuguard.limits import policies_of
+        from gpuguard.jobs.limits import policies_of
         from gpuguard.policies.amounts import parse_memory_amount
 
-        memory = quantity("--memory-limit", args.memory_limit, parse_memory_amount)
+        if args.memory_limit == "share" and not args.share:
+            raise InvalidRequest("--memory-limit share is for a job that shares its GPUs: add --share --memory SIZE.")
+        text = args.memory if args.memory_limit == "share" else args.memory_limit
+        memory = quantity("--memory-limit", text, parse_memory_amount)
         temperature = quantity("--temperature-limit", args.temperature_limit, parse_celsius)
         policies = policies_of(memory, temperature, quantity("--idle-limit", args.idle_limit, parse_duration))
     if args.checkpoint_signal is not None:
-        from gpuguard.actiontable import parse_checkpoint_signal
+        from gpuguard.guards.actiontable import parse_checkpoint_signal
 
         checkpoint = quantity("--checkpoint-signal", args.checkpoint_signal, parse_checkpoint_signal)
         if not policies and time_limit is None:
@@ -182,45 +194,80 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
     return policies, checkpoint
 
 
-def limits_for(policies: tuple[Policy, ...], claim: Claim) -> Limits | None:
-    """What run() judges the job by; None without limits."""
+def limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, backend: Backend) -> Limits | None:
+    """What run() judges the job by, after a word about what it cannot judge here; None without limits."""
+    if claim.memory is not None:
+        from gpuguard.jobs.limits import share_policy
+
+        policies = (*policies, share_policy(claim.memory))
     if not policies:
         return None
-    from gpuguard.limits import Limits
+    from gpuguard.ancestry import in_first_pid_namespace
+    from gpuguard.jobs.limits import Limits
+    from gpuguard.jobs.standin import StandIn, used_before
     from gpuguard.model import ClaimRecord
     from gpuguard.users import user_name
 
     present = {process.pid for device in claim for process in device.processes or ()}
     uuids = tuple(device.uuid for device in claim)
-    record = ClaimRecord(claim.id, os.getuid(), user_name(os.getuid()), uuids)
-    return Limits(policies, record, present, os.sysconf("SC_CLK_TCK"))
+    record = ClaimRecord(claim.id, os.getuid(), user_name(os.getuid()), uuids, memory=claim.memory)
+    is_nested = "." in claim.id  # then the outer job uses the devices too
+    alone = not (is_nested or request.share or request.max_processes or request.mine_as_free)
+    pids_known = backend.simulated or in_first_pid_namespace() is not False
+    stand_in = StandIn(used_before(claim) if alone else {}, pids_known)
+    for text in stand_in.caveats([policy.name for policy in policies], claim):
+        say(text)
+    return Limits(policies, record, present, stand_in, os.sysconf("SC_CLK_TCK"))
 
 
 def claim_for(
     args: argparse.Namespace,
     command: Sequence[str],
-    request: Request,
+    ways: Sequence[Request],
     directory: LockDirectory,
     backend: Backend,
     wait: float | None,
+    time_limit: float | None,
+    on_wait: Callable[[NotEnoughGpus], None] | None = None,
 ) -> Claim:
-    """Wait for the devices, and say so."""
-    on_wait, done_waiting = waiting_lines(args.quiet)
+    """Wait for the devices, and say so or let *on_wait* say it."""
+    import json  # noqa: F401  (for the record; imports are for free while the driver initialises in the other process)
+
+    if args.isolate:
+        from gpuguard.isolation import isolate as isolation
+
+        isolation.check(backend)
+    telling, priority = Telling(args.quiet), priority_of(args)
     try:
-        return acquire(backend, request, directory, wait=wait, note=args.note, command=command, on_wait=on_wait)
+        follow(args, directory, ways, time_limit, priority, command)
+        claim = acquire(
+            backend,
+            ways[0],
+            directory,
+            alternatives=ways[1:],
+            wait=wait,
+            note=args.note,
+            command=command,
+            time_limit=time_limit,
+            expected=expectation_of(command),
+            priority=priority,
+            on_wait=on_wait or telling.missing,
+        )
     except KeyboardInterrupt:
-        done_waiting()
+        telling.done()
         actions.die_of(signal.SIGINT)  # or else the loop of a shell script would go on
     finally:
-        done_waiting()
+        telling.done()
+    if claim.warning:
+        say(claim.warning)
+    return claim
 
 
-def wait_of(text: str | None) -> float | None:
-    """Seconds to wait at most; None is for ever."""
-    try:
-        return None if text == _FOR_EVER else quantity("--wait", text, parse_duration)
-    except InvalidRequest as fault:
-        raise InvalidRequest(f"{fault}\nWithout a duration, write `--` behind it: `--wait -- CMD`.") from None
+def say_how_long(claim: Claim, directory: LockDirectory, note: str | None, command: Sequence[str]) -> None:
+    """Write into the record of the claim when the job should end, for those who wait behind it."""
+    lasts = expectation_of(command)()
+    if lasts is not None and claim.since is not None and not claim.wish():
+        claim.explain(directory, note, command, expected=round(claim.since + lasts, 3))
 
 
 def command_of(args: argparse.Namespace) -> list[str]:
@@ -272,48 +319,3 @@ def format_energy(joules: float) -> str:
     if watt_hours >= 100:
         return f"{watt_hours / 1000:.2f}kWh"
     return f"{watt_hours:.1f}Wh" if watt_hours >= 1 else f"{watt_hours:.2g}Wh"
-
-
-def waiting_lines(quiet: bool) -> tuple[Callable[[NotEnoughGpus], None], Callable[[], None]]:
-    """What to call while waiting, and after it.  A terminal gets one line that is written anew, a file one a minute."""
-    began = time.monotonic()
-    last: list[float] = []
-
-    def waiting(missing: NotEnoughGpus) -> None:
-        now = time.monotonic()
-        every = 1.0 if is_terminal() else WAITING_LINE_SECONDS
-        if quiet or (last and now - last[-1] < every):
-            return
-        reasons = str(missing).splitlines()[:1] if last else [str(missing)]  # all of them once, in a log
-        last[:] = [now]
-        say(f"waiting for {format_duration(now - began)}: {reasons[0]}", again=is_terminal())
-
-    def done() -> None:
-        if last and is_terminal():
-            write("\r\x1b[K")
-
-    return waiting, done
-
-
-def say(text: str, *, again: bool = False) -> None:
-    """Tell the user on stderr; with *again* in one line of the terminal, which the next one overwrites."""
-    from gpuguard.views.text import neutralise, shorten
-
-    lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]
-    if again:
-        write("\r\x1b[K" + shorten(lines[0], (os.get_terminal_size(2).columns or 80) - 1))
-    else:
-        write("\n".join(lines) + "\n")
-
-
-def write(text: str) -> None:
-    """To stderr, whatever has become of it: a job must not end because its log or its terminal is gone."""
-    try:
-        print(text, end="", file=sys.stderr, flush=True)
-    except OSError:
-        return
-
-
-def is_terminal() -> bool:
-    """Whether stderr is read by a person right now."""
-    return os.isatty(2)

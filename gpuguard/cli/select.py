@@ -3,6 +3,7 @@
 gpuguard select -n 2 --min-free 20GiB
 export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES="$(gpuguard select -n 2)" || exit
 gpuguard select -n 2 --json
+gpuguard select -n 2 --hosts a,b,c        which of these hosts has room, as in `b 3,5`: see docs/fleet.md
 
 When there are not enough it prints nothing on standard output, says why on standard error, and exits with 1.
 Between looking and starting somebody else may take them: `gpuguard run` claims them.  nvisel's options work too.
@@ -14,6 +15,7 @@ import argparse
 import sys
 
 from gpuguard.cli.choice_options import add_choice_options, request_of, selectors, whole_number
+from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import MODEL
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpuguard.backends import Backend
-    from gpuguard.lockfiles import LockDirectory
+    from gpuguard.claims.lockfiles import LockDirectory
     from gpuguard.model import Device
 
 _NVISEL = {
@@ -63,11 +65,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-0", "--null", dest="sep", action="store_const", const="\0", help="a NUL behind each, for xargs -0"
     )
     output.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_fleet_options(parser)
     add_source_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     request = _request(args)
+    if has_hosts(args):
+        from gpuguard.cli import fleet
+
+        return fleet.select(args)
     backend = backend_of(args)
     try:
         devices = _chosen(backend, request, directory_of(args))

@@ -2,11 +2,15 @@
 
 It is /run/gpuguard: root's, with one lock file per GPU that everybody can lock and nobody can remove.  A tmpfiles.d
 file makes it again after each boot.  Without it claims work too, by files in /run/lock or /tmp, but containers and
-services with a private /tmp would not share them.
+services with a private /tmp would not share them.  The daemon gets a user of its own, gpuguard, with a directory in it.
 
-  sudo gpuguard setup              install /etc/tmpfiles.d/gpuguard.conf and make the directory now
+  sudo gpuguard setup              install /etc/tmpfiles.d/gpuguard.conf and make user and directories now
+  sudo gpuguard setup --systemd    and the service that guards them: it only observes, by /etc/gpuguard/policy.yaml
+  sudo gpuguard setup --remove     take away what setup has installed, and nothing else
   gpuguard setup --print           only show the tmpfiles.d lines
+  gpuguard setup --print-unit      show the unit of the daemon for systemd: see docs/daemon.md
   gpuguard setup --dir PATH        make such a directory somewhere else, without tmpfiles.d
+  sudo gpuguard setup --broker     for hostile users: the daemon alone can open the lock files and gives the locks
 """
 
 from __future__ import annotations
@@ -15,18 +19,51 @@ import argparse
 import os
 import sys
 
+from gpuguard.claims.daemonfiles import USER
+from gpuguard.claims.lockfiles import ADMIN_DIRECTORY, lock_directory, open_lock
+from gpuguard.claims.slots import slot_names
+from gpuguard.cli import setup_broker, setup_installed, setup_remove, setup_service, setup_systemd
 from gpuguard.cli.options import add_source_options, backend_of
-from gpuguard.errors import BackendError, LockDirectoryError
-from gpuguard.lockfiles import ADMIN_DIRECTORY, lock_directory, open_lock
+from gpuguard.cli.setup_broker import is_brokered, keeper_of
+from gpuguard.cli.setup_service import make_user
+from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
 
 TMPFILES = "/etc/tmpfiles.d/gpuguard.conf"
+
+_HOW_TO_GUARD = """\
+To guard them by policies, as the user {user}:
+  1. sudo gpuguard setup --systemd
+  2. gpuguard policy explain /etc/gpuguard/policy.yaml: what it would do.  Change the file as you like
+  3. gpuguard events --follow: whom it would have hit.  Nobody is, until you switch it on twice: see docs/daemon.md"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--print", action="store_true", help="show the tmpfiles.d lines, change nothing")
     group.add_argument(
-        "--remove", action="store_true", help=f"remove {TMPFILES}; the lock files stay until the next boot"
+        "--systemd", action="store_true", help="install and start the service, too; until you say so it only observes"
+    )
+    group.add_argument(
+        "--remove",
+        action="store_true",
+        help="remove what setup installed and nobody changed; log and history stay, and lock files that are held",
+    )
+    group.add_argument(
+        "--lock-files",
+        action="store_true",
+        help="only make the lock files of GPUs that are new; the service does it whenever it starts",
+    )
+    group.add_argument("--print-unit", action="store_true", help="show the daemon's unit for systemd, change nothing")
+    parser.add_argument(
+        "--daemon-user",
+        metavar="USER",
+        help="as whom the daemon runs; root: without a user of its own (default: gpuguard, with --dir root)",
+    )
+    parser.add_argument(
+        "--broker",
+        action=argparse.BooleanOptionalAction,
+        help="make the lock files the daemon's alone, which then gives the locks, or everybody's again; for hostile "
+        "users: see docs/daemon.md (default: as they are, at first everybody's)",
     )
     add_source_options(parser)
 
@@ -34,22 +71,48 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     path = args.dir or ADMIN_DIRECTORY
     if args.remove:
-        return _remove()
+        return setup_remove.remove(ADMIN_DIRECTORY, TMPFILES)
+    if args.print_unit:
+        return _print_unit(args)
+    if args.systemd:
+        _refuse_systemd(args)
     uuids = _uuids(args)
-    lines = tmpfiles_lines(path, uuids)
+    user = args.daemon_user or (keeper_of(path) or "root" if args.dir else USER)
+    if args.lock_files:
+        return _make_lock_files(args.dir, uuids)
+    broker = is_brokered(path) if args.broker is None else args.broker
+    lines = tmpfiles_lines(path, uuids, user, broker=broker)
     if args.print:
         print("\n".join(lines))
         return 0
     if args.dir is None:
-        if os.geteuid() != 0:
-            raise LockDirectoryError(
-                f"only root can make {ADMIN_DIRECTORY}.  Run `sudo gpuguard setup`; or `gpuguard setup --dir PATH` "
-                "for a directory of your own, which nobody but you will use."
-            )
-        _install(lines)
+        _install(lines, user)
+    if args.broker and os.geteuid() != 0:
+        raise LockDirectoryError("only root can give the lock files to the daemon alone.  Run it with sudo.")
     make_directory(path, uuids)
+    if user != "root":
+        setup_service.make_directory(path, user)
+    if broker or is_brokered(path):
+        setup_broker.change(path, user, brokered=broker)
     print(f"{path} is ready: {len(uuids)} GPU{'s' * (len(uuids) != 1)}." + _next_step(args, uuids))
+    if args.systemd:
+        setup_systemd.install(user)
+    if broker:
+        print(setup_broker.WHAT_NOW.format(path=path))
+    elif args.dir is None and not args.systemd:
+        print(_HOW_TO_GUARD.format(user=user))
     return 0
+
+
+def _install(lines: list[str], user: str) -> None:
+    if os.geteuid() != 0:
+        raise LockDirectoryError(
+            f"only root can make {ADMIN_DIRECTORY}.  Run `sudo gpuguard setup`; or `gpuguard setup --dir PATH` "
+            "for a directory of your own, which nobody but you will use."
+        )
+    if user != "root":
+        make_user(user)
+    setup_installed.write(TMPFILES, "\n".join(lines) + "\n")
 
 
 def make_directory(path: str, uuids: list[str]) -> None:
@@ -70,19 +133,37 @@ def make_directory(path: str, uuids: list[str]) -> None:
             f"{path} cannot be made: {error.strerror}.  Name another directory with --dir."
         ) from error
     directory = lock_directory(path)
-    for name in ("gate", *uuids, *(f"{uuid}.nested" for uuid in uuids)):
+    for name in lock_names(uuids):
         os.close(open_lock(directory, name))
 
 
-def tmpfiles_lines(path: str, uuids: list[str]) -> list[str]:
+def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: bool = False) -> list[str]:
     """What systemd-tmpfiles must do at boot: see tmpfiles.d(5)."""
-    names = ["gate", *uuids, *(f"{uuid}.nested" for uuid in uuids)]
+    names = lock_names(uuids)
+    keeper = user if broker else "root"
     return [
         "# Claims of GPUs: made by `gpuguard setup`.  Run it again when GPUs or MIG instances have changed.",
         f"d {path} 0755 root root -",
-        f"d {path}/lock 0755 root root -",
+        f"d {path}/lock 0755 {keeper} {keeper} -",
         f"d {path}/claims 1777 root root -",
-        *(f"f {path}/lock/{name} 0444 root root -" for name in names),
+        *([] if user == "root" else [setup_service.tmpfiles_line(path, user)]),
+        *(
+            f"f {path}/lock/{name} 0600 {keeper} {keeper} -"
+            if broker and name != "queue"
+            else f"f {path}/lock/{name} 0444 root root -"
+            for name in names
+        ),
+    ]
+
+
+def lock_names(uuids: list[str]) -> list[str]:
+    """All lock files of a machine: nobody but root can make one later."""
+    return [
+        "gate",
+        "queue",
+        *uuids,
+        *(f"{uuid}.nested" for uuid in uuids),
+        *(slot for one in uuids for slot in slot_names(one)),
     ]
 
 
@@ -99,25 +180,25 @@ def _uuids(args: argparse.Namespace) -> list[str]:
         backend.close()
 
 
-def _install(lines: list[str]) -> None:
-    try:
-        os.makedirs(os.path.dirname(TMPFILES), exist_ok=True)
-        with open(TMPFILES, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-    except OSError as error:
-        raise LockDirectoryError(f"{TMPFILES} cannot be written: {error.strerror}.") from error
+def _print_unit(args: argparse.Namespace) -> int:
+    text = setup_service.unit_text()
+    user = args.daemon_user or USER
+    print(text.replace(f"={USER}\n", f"={user}\n") if user != USER else text, end="")
+    if doubt := setup_service.doubts_about(sys.executable):
+        print(f"gpuguard: {doubt}", file=sys.stderr)
+    return 0
 
 
-def _remove() -> int:
-    try:
-        os.unlink(TMPFILES)
-    except FileNotFoundError:
-        print(f"{TMPFILES} is not there.")
-        return 1
-    except OSError as error:
-        raise LockDirectoryError(f"{TMPFILES} cannot be removed: {error.strerror}.  Run it as root.") from error
-    # The lock files stay: a file that is removed under its holder lets a second one in.
-    print(f"{TMPFILES} is removed.  {ADMIN_DIRECTORY} stays until the next boot, because claims may live in it.")
+def _refuse_systemd(args: argparse.Namespace) -> None:
+    if args.dir:
+        raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away.")
+    setup_systemd.refuse_where_it_cannot_work(args.daemon_user or USER)
+
+
+def _make_lock_files(path: str | None, uuids: list[str]) -> int:
+    directory = lock_directory(path)
+    for name in lock_names(uuids):
+        os.close(open_lock(directory, name))
     return 0
 
 

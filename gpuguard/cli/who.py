@@ -3,6 +3,7 @@
 gpuguard who                   all GPUs, their claims and processes, totals per user
 gpuguard who --user alice      only what is alice's
 gpuguard who --watch 5s        again every 5 s, until Ctrl-C
+gpuguard who --hosts a,b,c     those of other hosts, over ssh: see docs/fleet.md
 gpuguard who --json            one object for programs: see docs/json.md
 
 While `gpuguard daemon` runs, its last look is shown, a few seconds old; --fresh asks the driver all the same.
@@ -10,28 +11,30 @@ While `gpuguard daemon` runs, its last look is shown, a few seconds old; --fresh
 
 from __future__ import annotations
 
-import argparse
 import os
-import signal
 import sys
 import time
-from dataclasses import replace
-from typing import NoReturn
 
 from gpuguard.ancestry import in_first_pid_namespace, look_up
-from gpuguard.backends import Backend
-from gpuguard.cli.choice_options import quantity, selectors
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli import screen
+from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
+from gpuguard.cli.looking import Source
+from gpuguard.cli.options import add_source_options, directory_of
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
-from gpuguard.lockfiles import LockDirectory
-from gpuguard.model import WHO_FIELDS, Gap, Snapshot
-from gpuguard.state import read_state
-from gpuguard.units import parse_duration
+from gpuguard.model import Gap, Snapshot
+from gpuguard.nouns import replace
 from gpuguard.views import usage, who
-from gpuguard.views.text import json_text, neutralise, put, shorten, style
+from gpuguard.views.text import json_text, neutralise, put, style
 
-_ENTER, _LEAVE = "\x1b[?1049h", "\x1b[?1049l"  # the alternate screen, so that the shell's lines come back afterwards
-_HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    import argparse
+
+    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.claims.lookout import Lookout
+    from gpuguard.line.reservations import Reserved
+
+_FEWER = "use --device or --user"
 _OTHER_NAMESPACE = (
     "the pids are those of another pid namespace (a container's host): users and commands cannot be told from in here"
 )
@@ -51,14 +54,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one object for programs; with --watch one line per look")
     parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
+    add_fleet_options(parser)
     add_source_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    every = quantity("--watch", args.watch, parse_duration)
-    if every is not None and every < 0.1:
-        raise InvalidRequest("--watch needs at least 100ms between two looks.")
-    source = _Source(args)
+    if has_hosts(args):
+        from gpuguard.cli import fleet
+
+        return fleet.who(args)
+    every = None if args.watch is None else _every(args.watch)
+    source = Source(args)
     try:
         if every is None:
             put(_look(args, source), sys.stdout)
@@ -69,55 +75,91 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Source:
-    """What the daemon saw, while that is fresh, else the driver, which is opened when it is first needed."""
+def _every(text: str) -> float:
+    from gpuguard.cli.choice_options import quantity
+    from gpuguard.units import parse_duration
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self._backend: Backend | None = None
-
-    def sample(self) -> tuple[Snapshot, float | None]:
-        """The machine, and how many seconds ago the daemon looked; None: read now."""
-        clock = time.clock_gettime(time.CLOCK_BOOTTIME)
-        seen = None if self._args.fresh else self._daemons(clock)
-        if seen:
-            return seen, clock - seen.clock
-        self._backend = self._backend or backend_of(self._args)
-        return self._backend.sample(WHO_FIELDS), None
-
-    def close(self) -> None:
-        """Let go of the driver."""
-        if self._backend:
-            self._backend.close()
-
-    def _daemons(self, clock: float) -> Snapshot | None:
-        try:
-            directory = directory_of(self._args)
-        except ClaimError:
-            return None  # the claims will be missing, and that will be said
-        return read_state(directory, clock, simulated=self._args.backend.startswith("simulated"))
+    every = quantity("--watch", text, parse_duration)
+    if every is None or every < 0.1:
+        raise InvalidRequest("--watch needs at least 100ms between two looks.")
+    return every
 
 
-def _look(args: argparse.Namespace, source: _Source) -> list[str]:
+def _look(args: argparse.Namespace, source: Source) -> list[str]:
     snapshot, age = source.sample()
-    snapshot = _with_claims(args, snapshot)
+    snapshot = with_claims(args, snapshot, source.lookout)
     found = usage.uses(snapshot, look_up(snapshot))
     shown = usage.chosen(found, frozenset(args.user), chosen_devices(snapshot, args.device))
+    waiting, reserved = _waiting(args), _reserved(args, snapshot)
     if args.json:
-        return [json_text(who.to_json(snapshot, shown, age=age), indent=2 if args.watch is None else None)]
-    return who.to_text(snapshot, shown, width=_size()[0], paint=style(sys.stdout, os.environ), age=age)
+        return [
+            json_text(
+                who.to_json(snapshot, shown, waiting, reserved=reserved, age=age),
+                indent=2 if args.watch is None else None,
+            )
+        ]
+    return who.to_text(
+        snapshot,
+        shown,
+        waiting,
+        reserved=reserved,
+        width=screen.size()[0],
+        paint=style(sys.stdout, os.environ),
+        age=age,
+    )
 
 
-def _with_claims(args: argparse.Namespace, snapshot: Snapshot) -> Snapshot:
+def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> Reserved | None:
+    """For whom devices are kept, or will be."""
+    if not _there_is(args, "reserve."):
+        return None
+    from gpuguard.line.reservations import reserved
+
+    try:
+        uuids = [device.uuid for device in snapshot.devices]
+        found = reserved(directory_of(args), uuids, snapshot.claims, time.time())
+    except (ClaimError, OSError):
+        return None
+    judged = tuple(one for one in found.judged if not args.user or one.reservation.user in args.user)
+    return replace(found, judged=judged)
+
+
+def _there_is(args: argparse.Namespace, kind: str) -> bool:
+    """Whether the directory of the claims has a file of that kind: else its module is not worth loading."""
+    try:
+        directory = directory_of(args)
+        return any(name.startswith(directory.prefix + kind) for name in os.listdir(directory.records))
+    except (ClaimError, OSError):
+        return False
+
+
+def _waiting(args: argparse.Namespace) -> list[usage.Waiting]:
+    """Who waits, in order of arrival: `gpuguard queue` knows when they start."""
+    if not _there_is(args, "ticket."):
+        return []
+    from gpuguard.line.tickets import read_tickets
+
+    try:
+        tickets, _ = read_tickets(directory_of(args))
+    except (ClaimError, OSError):
+        return []  # the claims are missing too, and that is said
+    return [
+        usage.Waiting(one.user, one.pid, one.num_gpus, one.since, one.note, one.command)
+        for one in sorted(tickets, key=lambda ticket: ticket.since)
+        if not args.user or one.user in args.user
+    ]
+
+
+def with_claims(args: argparse.Namespace, snapshot: Snapshot, lookout: Lookout) -> Snapshot:
     """*snapshot* with the claims; when they cannot be read it says so, and the devices are shown all the same."""
-    from gpuguard.records import probe
-
+    if snapshot.recorded:
+        return snapshot  # with the claims of then
     gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")  # what the daemon could not read, we may
     if any(not device.processes_plausible for device in snapshot.devices) and not in_first_pid_namespace():
         gaps += (Gap(None, "processes", _OTHER_NAMESPACE),)
     try:
         directory = directory_of(args)
-        claims = tuple(probe(directory, [device.uuid for device in snapshot.devices]))
+        claims = lookout.look(directory, [device.uuid for device in snapshot.devices], snapshot.claims)
     except ClaimError as error:
         return replace(snapshot, gaps=(*gaps, Gap(None, "claims", " ".join(str(error).split()))))
     return _with_quarantine(directory, replace(snapshot, claims=claims, gaps=gaps))
@@ -146,6 +188,9 @@ def chosen_devices(snapshot: Snapshot, words: list[str]) -> frozenset[str]:
     Raises:
         InvalidRequest: a word names no device, or several.
     """
+    if not words:
+        return frozenset()
+    from gpuguard.cli.choice_options import selectors
     from gpuguard.request import resolve
 
     labels = {who.device_label(device): device.uuid for device in snapshot.devices if device.parent_uuid}
@@ -154,16 +199,18 @@ def chosen_devices(snapshot: Snapshot, words: list[str]) -> frozenset[str]:
     return frozenset(device.uuid for device in snapshot.devices if found & {device.uuid, device.parent_uuid})
 
 
-def _watch(args: argparse.Namespace, source: _Source, every: float) -> None:
+def _watch(args: argparse.Namespace, source: Source, every: float) -> None:
     """Look every *every* seconds until Ctrl-C, on a terminal always at the same place."""
-    screen = sys.stdout.isatty() and not args.json
-    former = signal.signal(signal.SIGTERM, _leave)
+    import signal
+
+    on_screen = sys.stdout.isatty() and not args.json
+    former = signal.signal(signal.SIGTERM, screen.leave)
     lines = _look(args, source)  # a fault of the first look ends the command; later ones are shown and may pass
     try:
-        if screen:
-            sys.stdout.write(_ENTER)
+        if on_screen:
+            sys.stdout.write(screen.ENTER)
         while True:
-            put(_frame(lines) if screen else lines, sys.stdout)
+            put([screen.drawn(screen.fitting(lines, _FEWER))] if on_screen else lines, sys.stdout)
             sys.stdout.flush()
             time.sleep(every)
             try:
@@ -176,29 +223,6 @@ def _watch(args: argparse.Namespace, source: _Source, every: float) -> None:
         pass
     finally:
         signal.signal(signal.SIGTERM, former)
-        if screen:
-            sys.stdout.write(_LEAVE)
+        if on_screen:
+            sys.stdout.write(screen.LEAVE)
             sys.stdout.flush()
-
-
-def _frame(lines: list[str]) -> list[str]:
-    """*lines* as one screen: each overwrites what stood there, and what does not fit is counted."""
-    columns, rows = _size()
-    room = max(2, (rows or 24) - 1)
-    if len(lines) > room:
-        more = f"... {len(lines) - room + 1} more lines: enlarge the window, or use --device or --user"
-        lines = [*lines[: room - 1], shorten(more, columns or 80)]
-    return [_HOME + "\n".join(line + _CLEAR_LINE for line in lines) + _CLEAR_REST]
-
-
-def _size() -> tuple[int | None, int | None]:
-    """Columns and rows of the terminal; None and None for a pipe or a file."""
-    try:
-        size = os.get_terminal_size(sys.stdout.fileno())
-    except (OSError, ValueError):
-        return None, None
-    return size.columns or 80, size.lines or 24
-
-
-def _leave(*_: object) -> NoReturn:
-    raise SystemExit(128 + signal.SIGTERM)

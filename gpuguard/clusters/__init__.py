@@ -36,6 +36,7 @@ def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Oute
     The uuid of a MIG instance is believed even when *devices* do not contain it (its GPU was not divided yet when it
     was sampled), and a GPU that is allowed allows its instances.
     """
+    environ = slurm.whole_machine(environ, devices)
     opinions = [opinion for source in SOURCES if (opinion := source(environ, devices)) is not None]
     if not opinions:
         return Outer()

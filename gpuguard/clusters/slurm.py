@@ -33,6 +33,28 @@ def allowed(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[tupl
     )
 
 
+def whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> Mapping[str, str]:
+    """*environ* with CUDA_VISIBLE_DEVICES in the numbers of *devices*.
+
+    Under ConstrainDevices Slurm counts a job's devices from 0, as its processes see them.  Where the list of devices
+    shows the others all the same, number 0 is not the first of them, but the first of SLURM_STEP_GPUS.
+    """
+    visible, claim = environ.get("CUDA_VISIBLE_DEVICES", ""), environ.get("GPUGUARD_CLAIM", "")
+    variable = next((name for name in GPU_VARIABLES[1:3] if name in environ), None)
+    if variable is None or "SLURM_JOB_ID" not in environ or not all(map(str.isdecimal, visible.split(","))):
+        return environ
+    given, shown = _numbers(environ[variable]), sum(device.parent_uuid is None for device in devices)
+    # What Slurm itself wrote stands in GPU_DEVICE_ORDINAL, too; `gpuguard run` writes the numbers that it sees.
+    by_slurm = _numbers(environ.get("GPU_DEVICE_ORDINAL", visible))
+    by_us = claim and not claim.removeprefix("slurm").isdecimal()
+    if by_us or shown <= len(given) or by_slurm == given or by_slurm != list(range(len(given))):
+        return environ
+    wanted = [int(number) for number in visible.split(",")]
+    if any(number >= len(given) for number in wanted):
+        return environ
+    return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(str(given[number]) for number in wanted)}
+
+
 def _numbers(text: str) -> list[int]:
     """[0, 1, 2, 5] of "0-2,5"."""
     numbers: list[int] = []

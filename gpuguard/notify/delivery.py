@@ -58,6 +58,8 @@ def problems(targets: Mapping[str, Target]) -> Iterator[str]:
         program = _program(target)
         if program and not os.access(program, os.X_OK):
             yield f"{name}: {program} cannot be run"
+        if isinstance(target, Hook) and (problem := hook.problem(target)):
+            yield f"{name}: {problem}"
         if isinstance(target, Apprise) and not chat.installed():
             yield f"{name}: {chat.INSTALL}"
 

@@ -25,7 +25,7 @@ class Hook:
 
     Args:
         command: its path, starting with /, and its words.
-        user: to run it as, when gpuguard itself is root.
+        user: to run it as, when gpuguard itself is root; else it runs as gpuguard does, but with no right of its own.
         timeout: when it is ended if it still runs.
         language: of the message.
     """
@@ -50,6 +50,9 @@ def deliver(target: Hook, message: Message) -> None:
     """
     import subprocess
 
+    # Only root can become somebody else, and a service that could (CAP_SETUID) could become root as well.  So without
+    # root the program runs as the service's user, from whom the daemon has taken all capabilities for its children:
+    # it can signal nobody but that user's processes, and cannot look into the daemon, which has more rights than it.
     uid, gid = _identity(target.user)
     try:
         ended = subprocess.run(
@@ -63,6 +66,17 @@ def deliver(target: Hook, message: Message) -> None:
         raise Undelivered(f"{target.command[0]} cannot be run: {error.strerror}") from None
     if ended.returncode:
         raise Undelivered(f"{target.command[0]} ends with status {ended.returncode}")
+
+
+def problem(target: Hook) -> str | None:
+    """What is wrong with the user as whom it would run."""
+    if os.geteuid() != 0 and target.user != "nobody":
+        return f"only root can run a program as {target.user!r}: it will run as gpuguard's own user"
+    try:
+        _identity(target.user)
+    except Undelivered as error:
+        return str(error)
+    return None
 
 
 def _identity(user: str) -> tuple[int | None, int | None]:

@@ -1,6 +1,7 @@
 """Secrets: where a password or a token lies.  It is read when a message goes out, and is kept and shown nowhere.
 
-password: {file: /etc/gpuguard/smtp-password}     root's or our own, mode 0400 or 0600, one line
+password: {file: /etc/gpuguard/smtp-password}     root's or our own, mode 0400 or 0600, one line; 0440 if it is root's
+                                                  and of our group, as root:gpuguard for the service
 password: {env: GPUGUARD_SMTP_PASSWORD}           of the daemon's environment
 """
 
@@ -63,7 +64,9 @@ def _of_file(path: str) -> str:
         seen = os.fstat(descriptor)
         if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1:
             raise Undelivered(f"the secret {path} is not an ordinary file with one name")
-        if seen.st_uid not in (0, os.geteuid()) or seen.st_mode & 0o077:
+        # Root gave it to our group on purpose; one's own file may be open to a group of everybody ("users").
+        shared = 0o040 if os.geteuid() and seen.st_uid == 0 and seen.st_gid == os.getegid() else 0
+        if seen.st_uid not in (0, os.geteuid()) or seen.st_mode & 0o077 & ~shared:
             raise Undelivered(f"the secret {path} is open to others: chown root {path}; chmod 0400 {path}")
         return os.read(descriptor, _LONGEST).decode("utf-8", "replace")
     except OSError as error:

@@ -68,7 +68,7 @@ def deliver(target: Webhook, message: Message) -> None:
         headers["Authorization"] = f"Bearer {_header(target.token.read())}"
     proxy = urllib.request.ProxyHandler({} if urlsplit(url).hostname in _LOOPBACK else None)
     trusted = ssl.create_default_context(cafile=target.ca_file or None)
-    opener = urllib.request.build_opener(proxy, urllib.request.HTTPSHandler(context=trusted), _no_redirects())
+    opener = urllib.request.build_opener(proxy, urllib.request.HTTPSHandler(context=trusted), no_redirects())
     request = urllib.request.Request(url, data=content(message), headers=headers, method="POST")
     try:
         with opener.open(request, timeout=target.timeout):
@@ -78,7 +78,7 @@ def deliver(target: Webhook, message: Message) -> None:
         raise Undelivered(f"the web server answers {int(error.code)}") from None
 
 
-def _no_redirects() -> HTTPRedirectHandler:
+def no_redirects() -> HTTPRedirectHandler:
     """A redirect would carry the token to wherever the answer says: it counts as an error."""
     import urllib.request
 

@@ -13,14 +13,17 @@ from gpuguard.units import parse_bytes, parse_duration, parse_percent, parse_wat
 
 @dataclass(frozen=True)
 class Amount:
-    """A limit in base units, or in percent of a total that is known only when it is judged."""
+    """A limit in base units, in percent of a total that is known only when it is judged, or what a claim asked for."""
 
     value: float
     text: str = field(compare=False)
     relative: bool = False
+    promised: bool = False  # each claim has its own: its share of the device
 
-    def of(self, total: float | None) -> float | None:
-        """The limit in base units; None when it is a share of an unknown *total*."""
+    def of(self, total: float | None, promised: float | None = None) -> float | None:
+        """The limit in base units; None when it is a part of an unknown *total*, or nothing was *promised*."""
+        if self.promised:
+            return promised
         if not self.relative:
             return self.value
         return None if total is None else self.value / 100 * total
@@ -41,7 +44,9 @@ class Rate:
 
 
 def parse_memory_amount(text: str) -> Amount:
-    """An amount of ``"40GiB"`` or of ``"90%"`` of the device's memory."""
+    """An amount of ``"40GiB"``, of ``"90%"`` of the device's memory, or ``"share"``: what a claim on it asked for."""
+    if text.strip() == "share":
+        return Amount(0, "share", promised=True)
     if text.strip().endswith("%"):
         return Amount(parse_percent(text), text.strip(), relative=True)
     return Amount(parse_bytes(text), text.strip())

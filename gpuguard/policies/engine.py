@@ -15,7 +15,7 @@ from gpuguard.model import Finding, Snapshot, Subject, Verdict
 from gpuguard.nouns import replace
 from gpuguard.policies.join import findings_of
 from gpuguard.policies.ladder import Memory as Memory
-from gpuguard.policies.ladder import Standing, climb, next_step
+from gpuguard.policies.ladder import Standing, climb, next_step, pass_over
 from gpuguard.policies.occasion import on_enough_devices, out_of_season
 from gpuguard.policies.past import windows_of
 from gpuguard.policies.policy import DESTRUCTIVE as DESTRUCTIVE
@@ -25,6 +25,7 @@ from gpuguard.policies.policy import Note as Note
 from gpuguard.policies.policy import Policy as Policy
 from gpuguard.policies.policy import Scope as Scope
 from gpuguard.policies.policy import Step as Step
+from gpuguard.policies.policy import meaningless
 from gpuguard.policies.restraint import Due, restrained
 from gpuguard.policies.scope import narrowed
 from gpuguard.policies.sight import Sight, SubjectIdentity, identity_of, look, reach_of
@@ -157,7 +158,13 @@ def _standing_long_enough(
         standing.samples += 1
         standing.reach = reach_of(finding.subject, finding.processes, sight)
         step = next_step(standing, policy, clock)
-        if step is not None:
+        if step is None:
+            continue
+        nobody = meaningless(step[0], finding)
+        if nobody and not any(map(sight.blindness, standing.reach)):
+            notes.append(Note("nobody", nobody, policy.name, finding.subject))
+            pass_over(standing, policy, memory, identity, clock)
+        else:
             due.append(Due(policy, identity, finding, standing, *step))
     return due
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpuguard.attribution import claim_of, claims_on, places
+from gpuguard.attribution import claim_of, claims_on, places, started_by
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Subject
 from gpuguard.policies.people import computing
 from gpuguard.policies.view import View, device_subject, process_subject
@@ -45,11 +45,19 @@ def per_user(view: View, device: Device) -> Iterator[Use]:
 
 
 def per_claim(view: View, device: Device) -> Iterator[Use]:
-    """Each claim with its processes there; not where a user has two claims, as nobody knows which is whose."""
+    """Each claim with its processes there.
+
+    Where a user has two claims nobody knows which is whose, unless they share the device and were started below them.
+    """
     claims = claims_on(view.snapshot, device)
     for claim in claims:
-        if claim.uid >= 0 and sum(other.uid == claim.uid for other in claims) == 1:
+        if claim.uid < 0:
+            continue
+        if sum(other.uid == claim.uid for other in claims) == 1:
             found = tuple(one for one in computing(device) if claim_of(one, claims, view.seen) == claim.id)
+            yield claim_here(device, claim), known_sum(found), found
+        elif claim.slots:
+            found = tuple(one for one in computing(device) if started_by(one, claims, view.seen) == claim)
             yield claim_here(device, claim), known_sum(found), found
 
 

@@ -95,6 +95,19 @@ def climb(standing: Standing, policy: Policy, memory: Memory, identity: SubjectI
     if policy.steps[standing.done].action == "terminate":
         standing.terminated_at = clock
     standing.done += 1
+    _stand(standing, policy, memory, identity, clock)
+
+
+def pass_over(standing: Standing, policy: Policy, memory: Memory, identity: SubjectIdentity, clock: float) -> None:
+    """The step that was due means nobody here; nor does a kill that would come after a terminate of nobody."""
+    standing.done += 1
+    if standing.terminated_at is None:
+        while standing.done < len(policy.steps) and policy.steps[standing.done].action == "kill":
+            standing.done += 1
+    _stand(standing, policy, memory, identity, clock)
+
+
+def _stand(standing: Standing, policy: Policy, memory: Memory, identity: SubjectIdentity, clock: float) -> None:
     standing.stepped_at = clock
     if standing.done == len(policy.steps):
         del memory.standings[policy.name][identity]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gpuguard.attribution import places
+from gpuguard.attribution import claims_on, places
 from gpuguard.model import Finding
 from gpuguard.policies.amounts import Amount, parse_memory_amount
 from gpuguard.policies.holders import USES
@@ -18,7 +18,8 @@ from gpuguard.units import format_bytes
 class Memory:
     """More memory of one device is in use than allowed, by one process, user or claim, or altogether.
 
-    above: bytes, or percent of the device's memory.
+    above: bytes, or percent of the device's memory; or share, with per: claim: what the claim asked for when it began
+        to share its devices (gpuguard run --share --memory).  A claim that shares nothing cannot exceed it.
     per: process, user (all processes of a user on the device), claim (all its processes on one of its devices), or
         device (then it is nobody's fault in particular: no action on a process follows).
 
@@ -33,9 +34,12 @@ class Memory:
     def check(self, view: View) -> Iterator[Finding]:
         """Whose use is above the limit."""
         for device in places(view.snapshot):
-            limit = self.above.of(device.memory_total)
+            claims = claims_on(view.snapshot, device) if self.above.promised else ()
             for subject, used, processes in USES[self.per](view, device):
-                if used is not None and limit is not None and used > limit:
+                share = next((one.memory for one in claims if (one.uid, one.id) == (subject.uid, subject.claim)), None)
+                limit = self.above.of(device.memory_total, share)
+                if used is not None and limit is not None and used > limit >= 0:
                     whole = f" of {format_bytes(device.memory_total)}" if self.above.relative else ""
-                    why = f"uses {format_bytes(used)} of device {device.index}, {self.above.text}{whole} is allowed"
+                    allowed = f"its share of {format_bytes(share)}" if self.above.promised else self.above.text
+                    why = f"uses {format_bytes(used)} of device {device.index}, {allowed}{whole} is allowed"
                     yield Finding("memory", subject, why, processes)

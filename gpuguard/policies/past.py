@@ -50,10 +50,13 @@ class Series(list[Sample]):
     def __init__(self, window: float) -> None:
         super().__init__()
         self.window = window
+        self.unchanged_since = float("inf")  # clock of the first of those samples that all have the newest value
         self._opened, self._members = 0.0, 0  # the newest slice: its first clock, and of how many samples it is made
 
     def add(self, clock: float, value: float) -> None:
         """Take a sample in, and forget what is older than the window now."""
+        if not self or value != self[-1][1]:
+            self.unchanged_since = clock
         if self._members and clock - self._opened < self.window / MOST:
             self._members += 1
             mean = self[-1][1]

@@ -16,7 +16,11 @@ COMPUTING = ("compute", "mps")  # a desktop is graphics, or both at once, and is
 
 def computing(device: Device) -> tuple[GpuProcess, ...]:
     """The processes of *device* that may be judged and that compute there; no desktops."""
-    return tuple(process for process in judged(device) if process.kind in COMPUTING)
+    here = judged(device)
+    for process in here:  # mostly all of them: no generator is needed then
+        if process.kind not in COMPUTING:
+            return tuple(each for each in here if each.kind in COMPUTING)
+    return here
 
 
 def everywhere(view: View) -> Iterator[tuple[Device, GpuProcess]]:

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Subject, Verdict
+from gpuguard.model import Finding, Subject, Verdict
 from gpuguard.policies import Rule
 
 # Steps that take something away.  One per device at a time, and the breaker counts them.
-DESTRUCTIVE = frozenset({"terminate", "kill", "pause", "release"})
+DESTRUCTIVE = frozenset({"terminate", "kill", "pause", "release", "cancel"})
+
+# Steps that are taken on processes.  Where none is meant they would only delay a step that is.
+ON_PROCESSES = frozenset({"checkpoint", "terminate", "kill", "pause", "resume", "renice"})
 
 # What the breaker counts: these hit nobody's process, but too many of them at once are a mistake as well.
 COUNTED = DESTRUCTIVE | {"deny", "quarantine"}
@@ -129,6 +132,18 @@ def _refuse_sudden_kills(name: str, steps: tuple[Step, ...]) -> None:
             since_terminate = 0.0
 
 
+def meaningless(step: Step, finding: Finding) -> str | None:
+    """Why a step is passed over for whom a rule has found: it has nothing there that it could act on."""
+    peopled = bool(finding.processes) or finding.subject.kind == "process"
+    if step.action in ON_PROCESSES and not peopled:
+        return f"{step.action} is passed over: no process is meant" + (
+            " (a claim is taken back by `release`)" if finding.subject.kind == "claim" else ""
+        )
+    if step.action == "release" and (peopled or finding.subject.claim is None):
+        return "release is passed over: " + ("processes are meant" if peopled else "no claim is meant")
+    return None
+
+
 @dataclass(frozen=True)
 class Note:
     """What was not acted on, and why.
@@ -160,6 +175,7 @@ NOTES: Mapping[str, str] = {
     "cancelled": "the policy is gone or was changed, the ladder is cancelled",
     "cooldown": "the last step is not long ago",
     "breaker": "too many would be acted on at once, so nobody is",
+    "nobody": "a step has nothing there that it could act on, so the next one is waited for",
     "waiting": "another step on the same device has not shown its effect yet",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,6 +10,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding
 from gpuguard.policies.holdings import Holding, claims, devices, excess, holdings, memory
 from gpuguard.policies.people import called
+from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import View
 from gpuguard.units import format_bytes, parse_duration, parse_percent
 
@@ -86,6 +87,12 @@ class Quota:
             if used > self.gpu_hours:
                 window = f"{self.within / 86400:.3g} days"
                 yield 1, f"had {used / 3600:.1f} GPU-hours in {window}, {self.gpu_hours / 3600:g} are allowed"
+
+
+def windows_of(policies: Iterable[Policy]) -> frozenset[float]:
+    """The windows, in seconds, in which the quotas of *policies* count GPU time."""
+    rules = [rule for policy in policies for rule in policy.rules if isinstance(rule, Quota)]
+    return frozenset(rule.within for rule in rules if rule.gpu_hours is not None and rule.within is not None)
 
 
 def _memory_total(view: View) -> int | None:

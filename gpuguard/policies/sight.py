@@ -5,7 +5,7 @@ Only what may be judged is in it: plausible lists, processes whose identity is k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Subject
@@ -85,8 +85,12 @@ def identity_of(subject: Subject) -> SubjectIdentity:
     return (subject.kind, subject.device, subject.pid, subject.start_time, subject.uid, subject.claim)
 
 
-def reach_of(subject: Subject, processes: Iterable[GpuProcess], sight: Sight) -> tuple[str, ...]:
+def reach_of(subject: Subject, processes: Sequence[GpuProcess], sight: Sight) -> tuple[str, ...]:
     """The devices that are touched when something is done about *subject* and *processes*."""
+    if subject.kind == "process" and len(processes) == 1 and processes[0].start_time is not None:
+        there = sight.processes.get((processes[0].pid, processes[0].start_time), {})
+        if len(there) == 1 and subject.device in there:
+            return tuple(there)  # as for nearly all findings: it spares them two sets and a sorting
     reach = {subject.device} if subject.device else set()
     for process in processes:
         if process.start_time is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpuguard.backends import is_recorded
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.model import Device, Snapshot
 from gpuguard.views.text import Paint, neutralise, table
@@ -35,6 +36,11 @@ class Facts:
     lock_path: str | None = None
     lock_owner: int | None = None  # None: anybody's files in a sticky directory
     lock_error: str | None = None
+    keeper: int | None = None  # whose the lock files are, where the daemon alone gives the locks
+    broker_error: str | None = None  # why it gives none
+    daemon_fault: str | None = None  # what is wrong with the daemon's directory in lock_path
+    line_path: str | None = None  # of the site's file for the waiting line, where there is one
+    line_faults: tuple[str, ...] = ()  # in it
     file_system: str | None = None  # of lock_path
     first_pid_namespace: bool | None = None
     hidepid: str | None = None  # "" or "0": nothing is hidden
@@ -49,6 +55,11 @@ class Facts:
     def simulated(self) -> bool:
         """Whether the node exists only in a file, so that nothing of the driver applies."""
         return self.backend.startswith("simulated")
+
+    @property
+    def recorded(self) -> bool:
+        """Whether it is of another time, so that nothing can be claimed."""
+        return is_recorded(self.backend)
 
 
 @dataclass(frozen=True)
@@ -76,8 +87,8 @@ def worst(found: Sequence[Check]) -> str:
 
 
 def _library(facts: Facts) -> Finding | None:
-    if facts.simulated:
-        return None
+    if facts.simulated or facts.backend.startswith(("smi", "replay")):
+        return None  # it is not needed
     if facts.library_error is None:
         return OK, "libnvidia-ml.so.1 loads", None
     if facts.device_nodes or facts.kernel_version:
@@ -85,7 +96,8 @@ def _library(facts: Facts) -> Finding | None:
         return (
             FAULT,
             facts.library_error,
-            f"Install the driver's user space of the same version, or start{inside} again.",
+            f"Install the driver's user space of the same version, or start{inside} again.  "
+            "Until then `--backend smi` may work: it asks the program nvidia-smi.",
         )
     return FAULT, "libnvidia-ml.so.1 is not installed", None
 
@@ -95,6 +107,8 @@ def _driver(facts: Facts) -> Finding:
         seconds = "" if facts.answer_seconds is None else f", answers in {facts.answer_seconds:.2f} s"
         if facts.simulated:
             return OK, "simulated node: no driver is needed", None
+        if facts.recorded:
+            return OK, "a file of another time: no driver is needed", None
         return OK, f"driver {facts.snapshot.driver_version or 'of unknown version'}{seconds}", None
     if isinstance(facts.error, DriverNotFound) and not facts.device_nodes and not facts.kernel_version:
         if facts.container:
@@ -106,7 +120,7 @@ def _driver(facts: Facts) -> Finding:
 
 
 def _versions(facts: Facts) -> Finding | None:
-    if facts.simulated:
+    if facts.simulated or facts.recorded:
         return None
     if isinstance(facts.error, DriverMismatch):
         found = f"library {facts.error.library_version or '?'}, kernel module {facts.error.kernel_version or '?'}"
@@ -166,9 +180,16 @@ def _persistence(facts: Facts) -> Finding | None:
     return OK, "on", None
 
 
-def _lock_directory(facts: Facts) -> Finding:
+def _lock_directory(facts: Facts) -> Finding | None:
+    if facts.recorded:
+        return None
     if facts.lock_error:
         return FAULT, facts.lock_error, None
+    if facts.broker_error:
+        found = f"the daemon alone gives the locks in {facts.lock_path}, and gives none: {facts.broker_error}"
+        return FAULT, found, "`sudo systemctl restart gpuguard`; or `sudo gpuguard setup --no-broker`."
+    if facts.keeper is not None:
+        return OK, f"{facts.lock_path}, root's; the daemon alone gives the locks, to all users", None
     if facts.simulated:
         return OK, f"{facts.lock_path}, beside the simulated node", None
     if facts.lock_owner == 0:
@@ -182,6 +203,23 @@ def _lock_directory(facts: Facts) -> Finding:
         "Claims work.  `sudo gpuguard setup` makes /run/gpuguard, where only root could tamper with the lock files."
     )
     return WARNING, f"{facts.lock_path}, files of all users in a sticky directory", advice
+
+
+def _daemon(facts: Facts) -> Finding | None:
+    if facts.daemon_fault is None:
+        return None
+    found = f"{facts.daemon_fault}: what the daemon writes there counts for nothing"
+    return FAULT, found, "Remove it, and run `sudo gpuguard setup` again."
+
+
+def _waiting_line(facts: Facts) -> Finding | None:
+    if facts.line_path is None:
+        return None
+    if not facts.line_faults:
+        return OK, f"as {facts.line_path} says", None
+    number = len(facts.line_faults)
+    found = f"{number} fault{'s' * (number > 1)}, the first: {facts.line_faults[0]}"
+    return FAULT, found, f"None of {facts.line_path} counts until they are mended: the defaults hold."
 
 
 def _file_system(facts: Facts) -> Finding | None:
@@ -226,7 +264,7 @@ def _environment(facts: Facts) -> Finding:
 
 
 def _container(facts: Facts) -> Finding | None:
-    if facts.container is None or facts.simulated:
+    if facts.container is None or facts.simulated or facts.recorded:
         return None
     if (facts.lock_path or "").startswith("/run/gpuguard"):
         return OK, f"{facts.container}, with the claims of the host", None
@@ -261,6 +299,8 @@ CHECKS: Mapping[str, Callable[[Facts], Finding | None]] = {
     "processes": _processes,
     "persistence mode": _persistence,
     "lock directory": _lock_directory,
+    "daemon": _daemon,
+    "waiting line": _waiting_line,
     "file system": _file_system,
     "pid namespace": _pid_namespace,
     "hidepid": _hidepid,

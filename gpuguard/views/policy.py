@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from gpuguard.actiontable import ACTION_KEYS
-from gpuguard.decoding import keys_of, name_of
+from gpuguard.documents.decoding import keys_of, name_of
+from gpuguard.guards.actiontable import ACTION_KEYS
+from gpuguard.guards.identity import Protected
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policyfile import PolicyFile
 from gpuguard.policykeys import DAYS
@@ -35,10 +36,22 @@ def sentences(file: PolicyFile) -> Iterator[str]:
     """The lines for a person; one paragraph per policy."""
     yield f"{file.path}: {_count(len(file.policies), 'policy', 'policies')}."
     yield "Nothing is ever done to root, to system accounts, or to a process that cannot be identified for certain."
+    yield from _protected(file.protected)
     for policy in file.policies:
         yield ""
         yield policy.name
         yield from (f"  {line}" for line in _policy(policy, file))
+
+
+def _protected(protected: Protected) -> Iterator[str]:
+    parts = [
+        ("users", map(user_name, sorted(protected.uids))),
+        ("members of", sorted(protected.groups)),
+        ("programs", protected.executables),
+    ]
+    named = [f"{what} {', '.join(names)}" for what, each in parts if (names := list(each))]
+    if named:
+        yield f"Nor to {'; '.join(named)}."
 
 
 def _policy(policy: Policy, file: PolicyFile) -> Iterator[str]:

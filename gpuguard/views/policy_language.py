@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from gpuguard.actiontable import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
-from gpuguard.decoding import GROUP, USER, Choice, Tagged, implied, keys_of, text_key
+from gpuguard.documents.decoding import GROUP, USER, Choice, Tagged, implied, keys_of, text_key
+from gpuguard.guards.actiontable import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
 from gpuguard.notify import TARGETS
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.policies.rules import RULES
@@ -46,7 +46,7 @@ KINDS: Mapping[Any, tuple[str, str]] = {
     parse_duration: ("10m", _TIME),
     parse_interval: ("10s", _TIME),
     parse_celsius: ("85C", "[0-9.]+ ?°?C"),
-    parse_memory_amount: ("40GiB or 90%", rf"([0-9.]+ ?%|{_BYTES})"),
+    parse_memory_amount: ("40GiB, 90% or share", rf"([0-9.]+ ?%|share|{_BYTES})"),
     parse_power_amount: ("300W or 95%", "[0-9.]+ ?(%|m?W|kW)"),
     parse_rate: ("1GiB/10m", rf"{_BYTES} ?/ ?[0-9.]*(ms|[smhdw]).*"),
     parse_hours: ("22:00-07:30", r"\d\d:\d\d ?- ?\d\d:\d\d"),

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gpuguard.policies.policy import NOTES
-from gpuguard.rehearsal import Act, Backtest, Ending
-from gpuguard.series_file import Recording
+from gpuguard.rehearsals.rehearsal import Act, Backtest, Ending
+from gpuguard.rehearsals.series_file import Recording
 from gpuguard.units import format_duration
 from gpuguard.views.text import neutralise, table
 

@@ -5,16 +5,21 @@ What strangers wrote passes the neutraliser of gpuguard.text first.  Does not re
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TextIO
-
 from gpuguard.text import neutral_command as neutral_command
 from gpuguard.text import neutralise as neutralise
 
-_COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
+TYPE_CHECKING = False  # typing costs 6 ms of import, before each `gpuguard who`
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import Any, TextIO
 
-Paint = Callable[[str, str], str]
+    Paint = Callable[[str, str], str]
+else:
+    Paint = object
+
+_COLOURS = {
+    "red": "31", "green": "32", "yellow": "33", "cyan": "36", "bold": "1", "dim": "2", "faint": "2", "reverse": "7",
+}  # fmt: skip
 
 
 def display_width(text: str) -> int:
@@ -99,10 +104,11 @@ def style(stream: TextIO, environ: Mapping[str, str]) -> Paint:
 
 
 def put(lines: Iterable[str], stream: TextIO) -> None:
-    """Print *lines*; what the encoding of *stream* lacks is written out instead of failing."""
+    """Print *lines* at once, also into a pipe; what the encoding of *stream* lacks is written out, and never fails."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     text = "".join(f"{line}\n" for line in lines)
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
 
 
 def json_text(content: Mapping[str, Any], indent: int | None = 2) -> str:
@@ -113,6 +119,8 @@ def json_text(content: Mapping[str, Any], indent: int | None = 2) -> str:
 
 
 def _valid(content: Any) -> Any:
+    from collections.abc import Mapping
+
     if isinstance(content, str):
         return "".join("\N{REPLACEMENT CHARACTER}" if "\ud800" <= c <= "\udfff" else c for c in content)
     if isinstance(content, Mapping):
@@ -128,6 +136,8 @@ def _padded(cell: str, width: int, right: bool) -> str:
 
 
 def _columns(character: str) -> int:
+    import unicodedata
+
     # Vowels and final consonants of Hangul join the syllable before them.
     if unicodedata.category(character) in ("Mn", "Me", "Cf") or "\u1160" <= character <= "\u11ff":
         return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gpuguard.scenario import Expected
-from gpuguard.trial import Got, Outcome, Trial
+from gpuguard.rehearsals.scenario import Expected
+from gpuguard.rehearsals.trial import Got, Outcome, Trial
 from gpuguard.units import format_duration
 from gpuguard.views.text import neutralise
 

@@ -6,11 +6,10 @@ comes in as `Seen`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from gpuguard.attribution import Processes, claim_of, claims_readable, computes
 from gpuguard.attribution import Seen as Seen
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
+from gpuguard.nouns import dataclass, replace
 from gpuguard.request import idle_limit
 
 FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
@@ -26,7 +25,7 @@ class Waiting:
     """Somebody who waits for devices."""
 
     user: str
-    pid: int
+    pid: int | None
     num_gpus: int
     since: float | None = None  # unix time
     note: str | None = None

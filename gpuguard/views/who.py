@@ -6,15 +6,21 @@ docs/json.md describes every field of the JSON, and a test compares the two.  Wh
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
-from typing import Any
 
 from gpuguard.model import Device, Gap, Snapshot
+from gpuguard.request import SLOTS
+from gpuguard.sharing import Sharing, memory_left, sharing_on, slots_left
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.views import usage
 from gpuguard.views.text import Paint, neutral_command, neutralise, shorten, table
 from gpuguard.views.usage import ClaimUse, DeviceUse, ProcessUse, UserTotal, Waiting
+
+TYPE_CHECKING = False  # typing costs 6 ms of import, before each `gpuguard who`
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import Any
+
+    from gpuguard.line.reservations import Reserved
 
 LABELS = {  # state: (words, colour)
     usage.FREE: ("free", "green"),
@@ -27,7 +33,7 @@ LABELS = {  # state: (words, colour)
 }
 _INDENT = "     "
 # Why another field is unknown is no news here: no SXM module has a fan.  The JSON names them all.
-_NOT_SHOWN = {each.name for each in fields(Device)} - {
+_NOT_SHOWN = set(Device.__match_args__) - {
     "name", "memory_total", "memory_used", "processes", "utilization", "problems", "temperature", "power_draw",
 }  # fmt: skip
 
@@ -37,6 +43,7 @@ def to_text(
     found: Sequence[DeviceUse],
     waiting: Sequence[Waiting] = (),
     *,
+    reserved: Reserved | None = None,
     width: int | None = None,
     paint: Paint = lambda text, _: text,
     age: float | None = None,
@@ -47,6 +54,7 @@ def to_text(
         snapshot: of the whole machine, for the title and the gaps.
         found: the devices to show.
         waiting: who waits for devices.
+        reserved: for whom devices are kept, or will be.
         width: columns of the terminal; None (a pipe): nothing is shortened.
         paint: from text.style.
         age: seconds since the daemon looked; None: the driver was asked just now.
@@ -58,6 +66,11 @@ def to_text(
     if waiting:
         rows = [_waiting_row(one, snapshot.taken_at) for one in waiting]
         lines += ["", *table(rows, ["WAITING", "GPUS", "SINCE", "PID", "COMMAND"], align="<>>>", width=width)]
+    if reserved:
+        from gpuguard.views import reservations
+
+        kept = reservations.to_text(reserved, width=width)
+        lines += ["", *kept] if kept else []
     if gaps := gap_lines(snapshot):
         lines += ["", "Not known:", *(f"  {gap if width is None else shorten(gap, width - 2)}" for gap in gaps)]
     return lines
@@ -71,7 +84,8 @@ def _title(snapshot: Snapshot, age: float | None) -> str:
     parts.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.taken_at)))
     if age is not None:
         parts.append(f"seen by the daemon {format_duration(age)} ago")
-    host = f"{'SIMULATED node ' * snapshot.simulated}{snapshot.host}"
+    kind = f"{'RECORDED ' * snapshot.recorded}{'SIMULATED node ' * snapshot.simulated}"
+    host = f"{kind}{snapshot.host}"
     return neutralise(f"{host}: {', '.join(parts)}")
 
 
@@ -107,8 +121,29 @@ def _device_row(use: DeviceUse) -> list[str]:
         _number(device.utilization, "%"),
         _number(device.temperature, "C"),
         _number(device.power_draw, "W"),
-        LABELS[use.state][0],
+        LABELS[use.state][0] + _left(use),
     ]
+
+
+def _left(use: DeviceUse) -> str:
+    """``", shared: 40.0GiB and 6 slots left"``, of a device that is shared."""
+    sharing = _sharing(use)
+    if not sharing.count:
+        return ""
+    slots = slots_left(sharing, SLOTS)
+    left = "an unknown part" if sharing.unknown else format_bytes(_memory_left(use, sharing))
+    return f", shared: {left} and {slots} slot{'s' * (slots != 1)} left"
+
+
+def _sharing(use: DeviceUse) -> Sharing:
+    uids = {held.record.id: held.record.uid for held in use.claims}
+    owners = {one.process.pid: uids[one.claim] for one in use.processes or () if one.claim in uids}
+    return sharing_on(use.device, [held.record for held in use.claims], owners)
+
+
+def _memory_left(use: DeviceUse, sharing: Sharing) -> int | None:
+    left = None if sharing.unknown else memory_left(use.device, sharing)
+    return None if left is None else max(0, left)
 
 
 def device_label(device: Device) -> str:
@@ -129,13 +164,14 @@ def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
     record = held.record
     note = f'"{neutralise(record.note)}"  ' if record.note else ""
     remarks = [word for word, true in (("orphaned", held.orphaned), ("stopped", held.stopped)) if true]
+    remarks += ["its share"] if record.slots else []
     since = None if record.since is None else snapshot.taken_at - record.since
     return [
         "claim",
         neutralise(record.id),
         neutralise(held.user or "unknown"),
         format_duration(since),
-        "",
+        format_bytes(record.memory) if record.slots else "",
         ", ".join(remarks),
         note + neutral_command(record.command, brief=brief),
     ]
@@ -198,7 +234,12 @@ def _where(uuids: list[str | None], snapshot: Snapshot) -> str:
 
 
 def to_json(
-    snapshot: Snapshot, found: Sequence[DeviceUse], waiting: Sequence[Waiting] = (), *, age: float | None = None
+    snapshot: Snapshot,
+    found: Sequence[DeviceUse],
+    waiting: Sequence[Waiting] = (),
+    *,
+    reserved: Reserved | None = None,
+    age: float | None = None,
 ) -> dict[str, Any]:
     """The object that docs/json.md describes; unknown is None."""
     return {
@@ -206,21 +247,12 @@ def to_json(
         "host": snapshot.host,
         "backend": snapshot.backend,
         "simulated": snapshot.simulated,
+        "recorded": snapshot.recorded,
         "taken_at": snapshot.taken_at,
         "age_seconds": None if age is None else round(age, 3),
         "driver_version": snapshot.driver_version,
         "devices": [_device_json(use, snapshot) for use in found],
-        "users": [
-            {
-                "user": row.user,
-                "devices": row.devices,
-                "processes": row.processes,
-                "memory_used_bytes": row.memory_used,
-                "claimed": row.claimed,
-                "idle": row.idle,
-            }
-            for row in usage.user_totals(tuple(found))
-        ],
+        "users": [_total_json(row) for row in usage.user_totals(tuple(found))],
         "waiting": [
             {
                 "user": one.user,
@@ -232,12 +264,30 @@ def to_json(
             }
             for one in waiting
         ],
+        "reservations": _reservations_json(reserved) if reserved else [],
         "gaps": [_gap_json(gap, snapshot) for gap in snapshot.gaps],
     }
 
 
+def _total_json(row: UserTotal) -> dict[str, Any]:
+    return {
+        "user": row.user,
+        "devices": row.devices,
+        "processes": row.processes,
+        "memory_used_bytes": row.memory_used,
+        "claimed": row.claimed,
+        "idle": row.idle,
+    }
+
+
+def _reservations_json(reserved: Reserved) -> Any:
+    from gpuguard.views import reservations
+
+    return reservations.to_json(reserved)
+
+
 def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
-    device = use.device
+    device, sharing = use.device, _sharing(use)
     return {
         "index": device.index,
         "uuid": device.uuid,
@@ -257,6 +307,8 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
         "power_draw_watts": device.power_draw,
         "power_limit_watts": device.power_limit,
         "claims": [_claim_json(held) for held in use.claims],
+        "share_left_bytes": _memory_left(use, sharing) if sharing.count else None,
+        "slots_left": slots_left(sharing, SLOTS) if sharing.count else None,
         "processes": None if use.processes is None else [_process_json(one, snapshot) for one in use.processes],
         "processes_plausible": device.processes_plausible,
     }
@@ -272,6 +324,7 @@ def _claim_json(held: ClaimUse) -> dict[str, Any]:
         "since": record.since,
         "note": record.note,
         "command": record.command,
+        "memory_bytes": record.memory,
         "alive": record.alive,
         "holders": record.holders,
         "idle": held.idle,

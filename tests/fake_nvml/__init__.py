@@ -37,7 +37,7 @@ HANG, ABORT = -1, -2
 
 KINDS = {"compute": 1, "graphics": 2, "compute+graphics": 3, "mps": 4}
 DRIVERS = {580: "580.65.06", 470: "470.256.02", 418: "418.226.00"}
-MAX_DEVICES, MAX_PROCESSES, MAX_MIG, MAX_LINKS, MAX_SAMPLES = 16, 128, 8, 18, 120
+MAX_DEVICES, MAX_PROCESSES, MAX_MIG, MAX_LINKS, MAX_SAMPLES = 64, 128, 8, 18, 120
 
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 # What the C file defines, in its order: the number of a function is its place here.
@@ -85,6 +85,7 @@ _DEVICE_NUMBERS = {
     "ecc_corrected_aggregate": 0, "ecc_uncorrected_aggregate": 0, "retired_pages": 0, "retired_pages_pending": 0,
     "remapped_corrected": 0, "remapped_uncorrected": 0, "remap_pending": 0, "remap_failed": 0,
     "pcie_generation": 5, "pcie_width": 16, "pcie_tx_kbs": 100, "pcie_rx_kbs": 200, "mig_mode": 0, "process_stride": 24,
+    "nvlink_tx_kib": 0, "nvlink_rx_kib": 0, "nvlink_time_us": 1,  # of each link that is active
     "process_count": 0, "sample_count": 0, "mig_count": 0, "last_seen_time_stamp": -1,
 }  # fmt: skip
 
@@ -122,6 +123,7 @@ class State(ctypes.Structure):
         ("driver_version", ctypes.c_char * 80),
         ("nvml_version", ctypes.c_char * 80),
         ("calls", Number * len(FUNCTIONS)),
+        ("latencies_us", Number * len(FUNCTIONS)),  # of one function; 0: latency_us
         ("faults", Fault * (MAX_DEVICES + 1) * len(FUNCTIONS)),  # the last column: calls without a device
         ("devices", DeviceState * MAX_DEVICES),
     ]
@@ -141,7 +143,7 @@ class FakeNvml:
         self._state.cuda_version = 13000 if driver >= 580 else 11040
         self._state.driver_version = DRIVERS[driver].encode()
         self._state.nvml_version = f"{'13' if driver >= 580 else '11'}.{DRIVERS[driver]}".encode()
-        for index in range(MAX_DEVICES):
+        for index in range(max(devices, 16)):  # tests let more appear later
             self._default(index, name)
 
     @classmethod
@@ -165,7 +167,8 @@ class FakeNvml:
             setattr(device, field, value)
         device.uuid = f"GPU-{index:08x}-fa4e-4000-8000-{index:012x}"
         device.name = name
-        device.bus_id = f"00000000:{0x1B + 0x10 * index if index < 14 else index:02X}:00.0"
+        domain, place = divmod(index, 16)
+        device.bus_id = f"{domain:08X}:{0x1B + 0x10 * place if place < 14 else place:02X}:00.0"
         device.minor = index
         device.numa_node = index // 4
         device.cpu_affinity = 0xFFFF << (16 * (index // 4 % 4))
@@ -234,6 +237,11 @@ class FakeNvml:
     def hang(self, function: str, device: int | None = None) -> None:
         """Let *function* not return until it is healed with fail(function, SUCCESS)."""
         self.fail(function, HANG, device)
+
+    def slow(self, function: str, microseconds: int) -> None:
+        """Let each call of *function* take so long, in place of latency_us; 0: as the others."""
+        for row in _rows(function):
+            self._state.latencies_us[row] = microseconds
 
     def lose(self, device: int, code: int = LOST) -> None:
         """Let every call on that device fail, from now on."""

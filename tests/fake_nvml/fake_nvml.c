@@ -48,7 +48,8 @@ static void map_state(void) {
 static int enter(int function, int device) {
   if (!state) map_state();
   __atomic_fetch_add(&state->calls[function], 1, __ATOMIC_RELAXED);
-  if (state->latency_us > 0) pause_us(state->latency_us);
+  int64_t latency_us = state->latencies_us[function] ? state->latencies_us[function] : state->latency_us;
+  if (latency_us > 0) pause_us(latency_us);
   Fault *fault = &state->faults[function][device];
   if (fault->code && fault->after > 0) {
     fault->after--;
@@ -141,6 +142,13 @@ API(nvmlDeviceGetUUID)(Handle handle, char *uuid, unsigned size) {
   return text(uuid, size, mig ? mig->uuid : device->uuid);
 }
 
+API(nvmlDeviceGetIndex)(Handle handle, unsigned *place) {
+  DEVICE(nvmlDeviceGetIndex);
+  if (mig) return NOT_SUPPORTED;
+  *place = (unsigned)((intptr_t)handle - FIRST_HANDLE);
+  return OK;
+}
+
 // Functions that give one unsigned number of the device.
 #define NUMBER(function, type, field) API(function)(Handle handle, type *value) \
   { DEVICE(function); if (mig) return NOT_SUPPORTED; *value = device->field; return OK; }
@@ -149,6 +157,7 @@ NUMBER(nvmlDeviceGetMinorNumber, unsigned, minor)
 NUMBER(nvmlDeviceGetFanSpeed, unsigned, fan)
 NUMBER(nvmlDeviceGetPowerUsage, unsigned, power_mw)
 NUMBER(nvmlDeviceGetEnforcedPowerLimit, unsigned, power_limit_mw)
+NUMBER(nvmlDeviceGetPowerManagementLimit, unsigned, power_limit_mw)
 NUMBER(nvmlDeviceGetTotalEnergyConsumption, unsigned long long, energy_mj)
 NUMBER(nvmlDeviceGetPerformanceState, unsigned, pstate)
 NUMBER(nvmlDeviceGetPersistenceMode, unsigned, persistence)
@@ -256,6 +265,39 @@ API(nvmlDeviceGetUtilizationRates)(Handle handle, unsigned *rates) {
   return OK;
 }
 
+// Nobody encodes or decodes video here; other monitors ask.
+static int idle(unsigned *percent, unsigned *period) { *percent = 0; *period = 1000000; return OK; }
+
+API(nvmlDeviceGetEncoderUtilization)(Handle handle, unsigned *percent, unsigned *period) {
+  DEVICE(nvmlDeviceGetEncoderUtilization);
+  return mig ? NOT_SUPPORTED : idle(percent, period);
+}
+
+API(nvmlDeviceGetDecoderUtilization)(Handle handle, unsigned *percent, unsigned *period) {
+  DEVICE(nvmlDeviceGetDecoderUtilization);
+  return mig ? NOT_SUPPORTED : idle(percent, period);
+}
+
+// No screen is there, nor a Windows driver; other monitors ask, and log a traceback where the function is missing.
+API(nvmlDeviceGetDisplayActive)(Handle handle, unsigned *on) { DEVICE(nvmlDeviceGetDisplayActive); *on = 0; return OK; }
+API(nvmlDeviceGetDisplayMode)(Handle handle, unsigned *on) { DEVICE(nvmlDeviceGetDisplayMode); *on = 0; return OK; }
+
+API(nvmlDeviceGetDriverModel)(Handle handle, int *current, int *pending) {
+  DEVICE(nvmlDeviceGetDriverModel);
+  return NOT_SUPPORTED;
+}
+
+API(nvmlDeviceGetDriverModel_v2)(Handle handle, int *current, int *pending) {
+  DEVICE(nvmlDeviceGetDriverModel_v2);
+  return NOT_SUPPORTED;
+}
+
+API(nvmlDeviceGetCudaComputeCapability)(Handle handle, int *major, int *minor) {
+  DEVICE(nvmlDeviceGetCudaComputeCapability);
+  *major = 9, *minor = 0;
+  return OK;
+}
+
 typedef struct { unsigned long long time_stamp; union { unsigned number; double real; } value; } Sample;
 
 // Without samples of its own a device answers with 16 equal ones.
@@ -332,6 +374,26 @@ API(nvmlDeviceGetPcieThroughput)(Handle handle, int counter, unsigned *kilobytes
   return OK;
 }
 
+typedef struct {
+  unsigned id, scope;
+  long long time_stamp, latency_us;
+  int type, code;
+  unsigned long long value;
+} FieldValue;
+
+// The counters of NVLink alone: 138 sent, 139 received, in KiB, of link *scope*.
+API(nvmlDeviceGetFieldValues)(Handle handle, int count, FieldValue *values) {
+  DEVICE(nvmlDeviceGetFieldValues);
+  for (int i = 0; i < count; i++) {
+    int known = !mig && (values[i].id == 138 || values[i].id == 139) && values[i].scope < MAX_LINKS;
+    values[i].code = known && device->links[values[i].scope].active ? OK : NOT_SUPPORTED;
+    values[i].time_stamp = device->nvlink_time_us;
+    values[i].type = 3;  // unsigned long long
+    values[i].value = values[i].id == 138 ? device->nvlink_tx_kib : device->nvlink_rx_kib;
+  }
+  return OK;
+}
+
 API(nvmlDeviceGetNvLinkState)(Handle handle, unsigned link, unsigned *active) {
   DEVICE(nvmlDeviceGetNvLinkState);
   if (mig || link >= MAX_LINKS) return INVALID_ARGUMENT;
@@ -392,6 +454,15 @@ PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, 4, 0)
 
 typedef struct { unsigned pid; unsigned long long time_stamp; unsigned sm, memory, encoder, decoder; } ProcessSample;
 
+// A driver that samples goes on by itself: a negative time stamp is its period, in microseconds.
+static unsigned long long stamp_of(const Process *process) {
+  if (process->time_stamp >= 0) return process->time_stamp;
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  unsigned long long period = -process->time_stamp;
+  return (now.tv_sec * 1000000ull + now.tv_nsec / 1000) / period * period;
+}
+
 API(nvmlDeviceGetProcessUtilization)(Handle handle, ProcessSample *samples, unsigned *count, unsigned long long since) {
   DEVICE(nvmlDeviceGetProcessUtilization);
   if (mig || device->mig_mode == 1) return NOT_SUPPORTED;
@@ -399,8 +470,8 @@ API(nvmlDeviceGetProcessUtilization)(Handle handle, ProcessSample *samples, unsi
   unsigned have = 0, room = samples ? *count : 0;
   for (int i = 0; i < device->process_count; i++) {
     Process *process = &device->processes[i];
-    if (!listed(process, NULL, ~0) || (unsigned long long)process->time_stamp <= since) continue;
-    if (have < room) samples[have] = (ProcessSample){process->pid, process->time_stamp, process->sm_utilization, 1, 0, 0};
+    if (!listed(process, NULL, ~0) || stamp_of(process) <= since) continue;
+    if (have < room) samples[have] = (ProcessSample){process->pid, stamp_of(process), process->sm_utilization, 1, 0, 0};
     have++;
   }
   *count = have;

@@ -1,0 +1,51 @@
+"""The generated part of benchmarks/README.md: one block per row group, between two markers; the rest is left alone."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+BEGIN, END = "<!-- benchmarks/run writes from here -->", "<!-- to here -->"
+HEADING = """## Side by side
+
+Written by `benchmarks/run`; a block is replaced when its row is measured again.  In brackets: what gpuguard takes,
+divided by what this program takes; below 1 gpuguard is first.  Medians of runs in turns (A B A B), on a fake driver
+library with 5 processes on each device that is in use.  *realistic*: latencies that people measured for single
+functions of real drivers (`REALISTIC` in measuring.py), 12 us for all others.
+"""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def machine() -> str:
+    """On what, and when, it was measured."""
+    model = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return (
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores ({model[1] if model else platform.machine()}), "
+        f"{memory:.0f} GiB, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
+    )
+
+
+def write(page: Path, blocks: Mapping[str, str], order: Sequence[str]) -> None:
+    """Put *blocks* (row -> text) into the page; those of other rows stay as they are."""
+    text = page.read_text() if page.exists() else ""
+    before, begin, rest = text.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    merged = _blocks(old) | {title: block.strip() for title, block in blocks.items()}
+    body = "\n\n".join(f"### {title}\n\n{merged[title]}" for title in order if title in merged)
+    joined = before.rstrip() + "\n\n" if begin or before.strip() else ""
+    page.write_text(f"{joined}{BEGIN}\n{HEADING}\n{body}\n\n{END}\n{after.lstrip() and chr(10) + after.lstrip()}")
+
+
+def _blocks(text: str) -> dict[str, str]:
+    pieces = re.split(r"^### (.+)\n", text, flags=re.MULTILINE)[1:]
+    return {title: block.strip() for title, block in zip(pieces[::2], pieces[1::2], strict=True)}

@@ -1,0 +1,66 @@
+"""What the kernel lets this process do beyond its user: capabilities(7), asked of it instead of guessed from a uid.
+
+A guard with a user of its own can signal others by CAP_KILL and see their programs by CAP_SYS_PTRACE, and root in a
+container may be able to do neither.  What it may do it does not hand on: programs that it runs start without.
+Decides nothing: see preflight, daemon.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False  # the sampler imports this while a job starts
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DAC_READ_SEARCH, KILL, PTRACE = 2, 5, 19  # linux/capability.h
+FOR_LOOKING = (DAC_READ_SEARCH, PTRACE)
+
+_PR_CAP_AMBIENT = 47  # linux/prctl.h
+_RAISE, _CLEAR_ALL = 2, 4
+
+
+def has(capability: int) -> bool:
+    """Whether the calling thread may use *capability*; False where the kernel does not say."""
+    try:
+        with open("/proc/thread-self/status", encoding="ascii", errors="replace") as lines:
+            words = next((line.split() for line in lines if line.startswith("CapEff:")), [])
+        return bool(int(words[1], 16) >> capability & 1)
+    except (OSError, IndexError, ValueError):
+        return False
+
+
+def is_powerful() -> bool:
+    """Whether others suffer if somebody else's code or file steers this process."""
+    return os.geteuid() == 0 or has(KILL)
+
+
+def may_signal(uids: Iterable[int]) -> bool:
+    """Whether a process with these (real, effective, saved, ...) uids may be signalled: kill(2)."""
+    real, _, saved, *_ = (*uids, -1, -1, -1)
+    return bool({real, saved} & {os.getuid(), os.geteuid()}) or has(KILL)
+
+
+def keep_to_ourselves() -> None:
+    """Let no program that this thread and those it starts later run have the capabilities that the service gave us."""
+    _prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
+
+
+def lend_for_looking() -> bool:
+    """Let the next programs see what we can see, but signal nobody; whether keep_to_ourselves() is needed after that.
+
+    Root needs no lending, and whoever has nothing has nothing to lend.
+    """
+    if os.geteuid() == 0 or not has(PTRACE):
+        return False
+    for capability in FOR_LOOKING:
+        _prctl(_PR_CAP_AMBIENT, _RAISE, capability)
+    return True
+
+
+def _prctl(option: int, *words: int) -> None:
+    # A refusal changes nothing: what cannot be lowered is not there, what cannot be raised is not lent.
+    import ctypes
+
+    arguments = [ctypes.c_ulong(word) for word in (*words, 0, 0, 0, 0)[:4]]
+    ctypes.CDLL(None, use_errno=True).prctl(ctypes.c_int(option), *arguments)

@@ -1,0 +1,161 @@
+"""Lock files of which the daemon alone says who gets them: to whom each was given, and making them anew.
+
+Whoever was given a locked descriptor can keep it when he has unlocked it, and lock it again whenever he likes, past any
+line and any denial.  So each file is given away once: a grant is a *new* file, locked before it takes the place of the
+one whose lock was free, and a file that was given away and is found free is replaced before anybody is told that it
+is.  An old descriptor is then one of a file without a name, and locks nothing that anybody looks at.
+
+What stands in the file says to whom it was given, so that this is known after any crash; it counts only while the file
+is locked.  Does not decide who gets what: see broker.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from gpuguard.claims.calling import call
+from gpuguard.claims.lockfiles import BROKERED, LockDirectory, is_same_file, open_lock, try_flock
+from gpuguard.errors import GpuguardError, LockDirectoryError
+from gpuguard.model import ClaimRecord
+from gpuguard.nouns import replace as replace_noun
+
+_MAX_BYTES = 256
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+EARLIER = b"{}\n"  # in a file that anybody could open before
+
+
+@dataclass(frozen=True)
+class Grant:
+    """To whom a lock was given: a uid, and the id of his claim.
+
+    Of a share also what was promised to it, and of a part of a GPU which GPU that is: its driver may not show it any
+    more while somebody still has it.
+    """
+
+    uid: int
+    claim: str
+    memory: int | None = None  # bytes of the device
+    most: int | None = None  # so many at most share it with him
+    parent: str | None = None  # uuid
+
+    def confirmed(self, record: ClaimRecord) -> ClaimRecord:
+        """*record* with what was promised to the claim, whatever it says itself."""
+        return record if self.memory is None else replace_noun(record, memory=self.memory, most=self.most)
+
+
+def give(directory: LockDirectory, name: str, to: Grant) -> int | None:
+    """A locked descriptor for *to*, which is all that holds the lock; None: somebody has it.  The caller has the gate.
+
+    Raises:
+        LockDirectoryError: the lock file cannot be used.
+    """
+    before = open_lock(directory, name)
+    try:
+        if not try_flock(before) or not is_same_file(before, directory.lock_path(name)):
+            return None
+        content = {key: value for key, value in vars(to).items() if value is not None}
+        return _renewed(directory, name, json.dumps(content).encode() + b"\n")
+    except OSError as error:
+        raise LockDirectoryError(
+            f"{directory.lock_path(name)} cannot be made anew: {error.strerror}; the log of the daemon says why."
+        ) from error
+    finally:
+        os.close(before)
+
+
+def look(directory: LockDirectory, names: Iterable[str]) -> dict[str, Grant | None]:
+    """Those of *names* whose lock is held, and to whom it was given; None: taken by root, or nobody can tell.
+
+    The caller has the gate.  After that nobody can take what is not named here with a descriptor that he has kept.
+    """
+    found: dict[str, Grant | None] = {}
+    for name in names:
+        if not os.path.lexists(directory.lock_path(name)):
+            continue
+        try:
+            descriptor = open_lock(directory, name)
+        except LockDirectoryError:
+            found[name] = None  # it is not what it should be: nobody gets it
+            continue
+        try:
+            if not renew(directory, name, descriptor):
+                found[name] = _grant_in(descriptor)
+        finally:
+            os.close(descriptor)
+    return found
+
+
+def renew(directory: LockDirectory, name: str, descriptor: int) -> bool:
+    """Whether the lock is free for sure: a file that somebody else may have open is replaced by a new one."""
+    if not try_flock(descriptor) or not is_same_file(descriptor, directory.lock_path(name)):
+        return False
+    if os.fstat(descriptor).st_size:
+        try:
+            os.close(_renewed(directory, name, b""))
+        except OSError:  # a full disk: it must not be called free
+            return False
+    return True
+
+
+def replace_file(directory: LockDirectory, name: str) -> None:
+    """Put a new file in the place of one, whoever has it locked; for those that no claim rests on.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if os.path.lexists(directory.lock_path(name)):
+        os.close(_renewed(directory, name, b""))
+
+
+def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
+    """The same for all names, as the daemon says; None: it does not answer."""
+    try:
+        answer, _ = call(directory, {"do": "claims"})
+        rows = answer["held"].items()
+        return {str(name): None if row is None else Grant(int(row[0]), str(row[1]), *row[2:4]) for name, row in rows}
+    except (GpuguardError, AttributeError, KeyError, TypeError, ValueError, IndexError):
+        return None
+
+
+def names_of(directory: LockDirectory) -> list[str]:
+    """The names of all locks of devices."""
+    return [name for name in os.listdir(directory.locks) if name not in ("gate", "queue") and not name.endswith(".new")]
+
+
+def _renewed(directory: LockDirectory, name: str, content: bytes) -> int:
+    """A new file in the place of one whose lock the caller has; its descriptor, read-only and locked."""
+    path = directory.lock_path(name)
+    unfinished = f"{path}.new"
+    with suppress(FileNotFoundError):  # of a daemon that was killed: whoever has the lock is alone here
+        os.unlink(unfinished)
+    writer = os.open(unfinished, os.O_WRONLY | _NEW, BROKERED)
+    try:
+        os.fchmod(writer, BROKERED)
+        if directory.keeper is not None and os.geteuid() == 0:
+            os.fchown(writer, directory.keeper, -1)
+        os.write(writer, content)
+    finally:
+        os.close(writer)
+    # What is given away is open for reading alone, and nobody but us can open the file again.
+    descriptor = os.open(unfinished, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(unfinished, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _grant_in(descriptor: int) -> Grant | None:
+    try:
+        content = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
+        grant = Grant(int(content["uid"]), str(content["claim"]))
+        return replace(grant, **{key: content[key] for key in ("memory", "most", "parent") if key in content})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

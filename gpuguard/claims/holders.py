@@ -1,0 +1,94 @@
+"""Who really holds the locks: the processes that have them open, from /proc; and who is known to have done so just now.
+
+Does not say whose a claim is: see records.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.model import ClaimRecord
+
+
+def holders_of(
+    directory: LockDirectory, uuids: set[str], is_suspect: Callable[[int], bool]
+) -> dict[str, dict[int, int]]:
+    """Per device the processes (of suspect uids) that hold its lock, pid -> uid, as far as this user may see them.
+
+    From /proc/PID/fdinfo: /proc/locks names whoever took the lock, even when only the job that inherited it lives.
+    """
+    paths = {os.path.realpath(directory.lock_path(uuid)): uuid for uuid in uuids}
+    paths |= {inode: uuid for uuid in uuids if (inode := _inode_of(directory.lock_path(uuid)))}
+    found: dict[str, dict[int, int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            uid = os.stat(f"/proc/{entry}").st_uid
+            descriptors = _descriptors(entry) if is_suspect(uid) else []
+        except OSError:
+            continue  # gone, or not ours to see
+        for number in descriptors:
+            uuid = paths.get(_target(entry, number))
+            if uuid and _holds_lock(entry, number):
+                found.setdefault(uuid, {})[int(entry)] = uid
+    return found
+
+
+def _descriptors(pid: str) -> list[str]:
+    # CAP_SYS_PTRACE opens fdinfo; only CAP_DAC_READ_SEARCH opens fd, and every file of the machine with it.
+    try:
+        return os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return os.listdir(f"/proc/{pid}/fdinfo")
+
+
+def _target(pid: str, descriptor: str) -> str:
+    """What it is open on: a path, or where that cannot be seen the inode that is locked through it."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}")
+    except PermissionError:
+        return _locked_inode(pid, descriptor)
+    except OSError:
+        return ""
+
+
+def _locked_inode(pid: str, descriptor: str) -> str:
+    """The "major:minor:inode" of the file that is locked through it, as the kernel writes it; "" without a lock."""
+    try:
+        with open(f"/proc/{pid}/fdinfo/{descriptor}", encoding="ascii", errors="replace") as lines:
+            return next((line.split()[6] for line in lines if line.startswith("lock:")), "")
+    except (OSError, IndexError):
+        return ""
+
+
+def _inode_of(path: str) -> str:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ""
+    return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+
+
+def _holds_lock(pid: str, descriptor: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/fdinfo/{descriptor}", encoding="ascii", errors="replace") as lines:
+            return any(line.startswith("lock:") for line in lines)
+    except OSError:
+        return False
+
+
+def remembered(known: Sequence[ClaimRecord], records: Sequence[ClaimRecord]) -> dict[str, dict[int, int]]:
+    """Per lock the processes that are known to hold it, pid -> uid, of claims that still live."""
+    alive = {(record.uid, record.id) for record in records}
+    found: dict[str, dict[int, int]] = {}
+    for record in known:
+        holders = {pid: record.uid for pid in record.holders if os.path.exists(f"/proc/{pid}")}
+        if holders and (record.uid, record.id) in alive:
+            found.update(dict.fromkeys(record.slots or record.devices, holders))
+    return found

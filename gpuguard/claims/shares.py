@@ -1,0 +1,117 @@
+"""Joining a device that others share: the locks, what is promised already, and the check that nobody is quicker.
+
+The memory of a device is promised by records, which no lock can count.  So a share takes its locks, writes its record
+and only then adds up what all that are there promise: of two that come at the same moment, the one whose record is
+written last sees the other.  The gate only keeps both of them from going back for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from gpuguard.claims.hold import Claim, Lock
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.records import probe_in_gate
+from gpuguard.eligibility import no_share_left, terms_of
+from gpuguard.model import ClaimRecord, Device, Snapshot
+from gpuguard.nouns import replace
+from gpuguard.request import Request
+from gpuguard.sharing import Sharing, is_share_of, sharing_on
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+# Seconds, each time a random part of it: only who is without the gate needs them.
+_PAUSES = (0.01, 0.02, 0.04)
+
+
+def sharing_of(snapshot: Snapshot, claims: Sequence[ClaimRecord]) -> dict[str, Sharing]:
+    """uuid -> who shares the device, for each device of *snapshot* that is shared by one of *claims*."""
+    shares = [record for record in claims if record.slots]
+    if not shares:
+        return {}
+    found = {}
+    for device in snapshot.devices:
+        here = tuple(record for record in shares if is_share_of(record, device.uuid))
+        if here:
+            found[device.uuid] = sharing_on(device, here, _owners(replace(snapshot, devices=(device,), claims=here)))
+    return found
+
+
+def _owners(snapshot: Snapshot) -> dict[int, int]:
+    """pid -> uid of the share that it surely belongs to, on the one device of *snapshot*.
+
+    A process belongs to its user's share.  Root's may be a container of anybody: it needs an ancestor with a share.
+    """
+    uids = {record.uid for record in snapshot.claims}
+    processes = snapshot.devices[0].processes or ()
+    owners = {process.pid: process.uid for process in processes if process.uid and process.uid in uids}
+    if len(owners) < len(processes):
+        from gpuguard.ancestry import look_up
+        from gpuguard.attribution import started_by
+
+        seen = look_up(snapshot)
+        for process in processes:
+            if process.pid not in owners and (record := started_by(process, snapshot.claims, seen)):
+                owners[process.pid] = record.uid
+    return owners
+
+
+def sharing_now(directory: LockDirectory, held: Mapping[str, Sequence[Lock]], snapshot: Snapshot) -> dict[str, Sharing]:
+    """Who shares which device at this moment, without the locks *held* here; the caller has the gate."""
+    uuids = [device.uuid for device in snapshot.devices]
+    own = {lock.path[len(directory.lock_path("")) :] for locks in held.values() for lock in locks}
+    sharing = sharing_of(snapshot, _without(probe_in_gate(directory, uuids), own))
+    if any(_is_puzzling(device, sharing) for device in snapshot.devices):
+        sharing = sharing_of(snapshot, _without(probe_in_gate(directory, uuids, holders=True), own))
+    return sharing
+
+
+def _is_puzzling(device: Device, sharing: Mapping[str, Sharing]) -> bool:
+    """Whether a process may belong to a share as one of those that hold its locks: they are asked only then."""
+    here = sharing.get(device.uuid)
+    return here is not None and not all(here.belongs(process.pid) for process in device.processes or ())
+
+
+def join(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: Claim, taken: dict[str, str]) -> bool:
+    """Say that *claim* shares its devices, then look whether there is room for it; else it is given back.
+
+    Fills *taken* with the devices on which there is none.  Of several that meet and are too many together all go back;
+    so they try again, each after another pause.
+    """
+    pauses = iter(_PAUSES)
+    try:
+        while True:
+            claim.explain(directory, None, ())
+            late = _overbooked(directory, snapshot, request, claim)
+            pause = next(pauses, None)
+            if not late or pause is None:
+                break
+            claim.withdraw()
+            time.sleep(pause * os.urandom(1)[0] / 255)
+    except BaseException:
+        claim.release()
+        raise
+    if late:
+        claim.release()
+        taken.update(late)
+    return not late
+
+
+def _overbooked(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: Claim) -> dict[str, str]:
+    """uuid -> why, for each device of *claim* on which the shares, with its own, are more than there is.
+
+    Its own record must have been written before.  Nothing that others write about our own slots counts.
+    """
+    own = set(claim.slots(directory))
+    found = probe_in_gate(directory, [device.uuid for device in claim])
+    others = _without((record for record in found if (record.uid, record.id) != (os.geteuid(), claim.id)), own)
+    terms = terms_of(snapshot, request, {}, sharing_of(snapshot, others))
+    reasons = {device.uuid: [reason.text for reason in no_share_left(device, terms)] for device in claim}
+    return {uuid: "; ".join(texts) for uuid, texts in reasons.items() if texts}
+
+
+def _without(claims: Iterable[ClaimRecord], slots: Collection[str]) -> tuple[ClaimRecord, ...]:
+    return tuple(replace(one, slots=tuple(slot for slot in one.slots if slot not in slots)) for one in claims)

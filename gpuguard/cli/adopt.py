@@ -1,0 +1,164 @@
+"""Claim the GPUs that a job of yours uses already, for as long as it lives, so that everybody sees them as taken.
+
+gpuguard adopt 4711                  the GPUs that process 4711 uses, until it has ended
+gpuguard adopt 4711 --tree           and what it started and will start, until the last has ended
+gpuguard adopt 4711 4712             one claim for both
+sudo gpuguard adopt 4711             anybody's: the claim belongs to the owner of the job
+
+A small process in the background holds the claim (13 MB; it sleeps until a process of the job ends).  If that
+is killed the claim is gone, and the job runs on; the job itself does not notice anything.  All or nothing: refused when
+a GPU of the job is claimed already, or somebody else computes on it too.  A process that the job starts after this and
+that leaves its session is found only while its parent lives.
+Exit codes: 0 claimed, 1 it cannot be and why, 2 usage, 4 no driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+from gpuguard import history
+from gpuguard.claims.hold import Claim
+from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.errors import ClaimLost, InvalidRequest
+from gpuguard.jobs import background
+from gpuguard.jobs.adopt import adopt, owner_of
+from gpuguard.jobs.family import Family
+from gpuguard.model import Event
+from gpuguard.views.text import json_text, put
+
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pids", metavar="PID", nargs="+", type=_pid, help="of a process that uses a GPU now")
+    parser.add_argument("--tree", action="store_true", help="and everything that it started and will start")
+    parser.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
+    parser.add_argument("--foreground", action="store_true", help="hold the claim here, until Ctrl-C or the job's end")
+    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    _become_owner(args.pids)
+    if args.foreground:
+        claim, family = _claimed(args)
+        woken, _ = background.listen(_ENDING)
+        _show(args, claim, family)
+        return _hold(claim, family, woken, detached=False)
+    ready, says_ready = os.pipe()
+    holder = os.fork()
+    if holder:
+        os.close(says_ready)
+        if os.read(ready, 1):
+            return 0
+        code = os.waitstatus_to_exitcode(os.waitpid(holder, 0)[1])
+        return code if code >= 0 else 128 - code
+    os.close(ready)
+    claim, family = _claimed(args)
+    woken, wake = background.listen(_ENDING)  # before anybody knows whom he could end
+    _show(args, claim, family)
+    sys.stdout.flush()
+    background.detach({*claim.pass_fds, *family.descriptors, says_ready, woken, wake})
+    os.write(says_ready, b"!")
+    os.close(says_ready)
+    os._exit(_hold(claim, family, woken, detached=True))
+
+
+def _pid(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**22 + 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no process id: `gpuguard who` shows those that use a GPU.")
+    return int(text)
+
+
+def _become_owner(pids: list[int]) -> None:
+    """As root: go on as the user of the jobs, so that the claim is his, with no more rights than he has."""
+    owners = {uid for pid in pids if (uid := owner_of(pid)) is not None}
+    if os.geteuid() != 0 or owners <= {0}:
+        return
+    if len(owners) > 1:
+        raise InvalidRequest("these processes belong to several users: adopt those of each by themselves.")
+    import pwd
+
+    [uid] = owners
+    try:
+        entry = pwd.getpwuid(uid)
+        name, group, home = entry.pw_name, entry.pw_gid, entry.pw_dir
+    except KeyError:
+        name, group, home = str(uid), uid, "/"
+    os.setgroups([])
+    os.setresgid(group, group, group)
+    os.setresuid(uid, uid, uid)
+    os.environ.pop("XDG_STATE_HOME", None)
+    os.environ.update(HOME=home, USER=name, LOGNAME=name)
+
+
+def _claimed(args: argparse.Namespace) -> tuple[Claim, Family]:
+    backend = backend_of(args)
+    try:
+        claim, family = adopt(backend, directory_of(args), args.pids, tree=args.tree, note=args.note)
+    finally:
+        backend.close()
+    _write_down("claim", "adopted", claim, list(family.members))
+    return claim, family
+
+
+def _show(args: argparse.Namespace, claim: Claim, family: Family) -> None:
+    indices = [device.index for device in claim]
+    if args.json:
+        answer = {
+            "schema": 1,
+            "claim": claim.id,
+            "devices": [device.uuid for device in claim],
+            "indices": indices,
+            "processes": sorted(family.members),
+            "tree": args.tree,
+            "holder_pid": os.getpid(),
+        }
+        put([json_text(answer)], sys.stdout)
+        return
+    many = f"{len(family.members)} processes" if len(family.members) > 1 else f"process {next(iter(family.members))}"
+    where = "here" if args.foreground else f"by process {os.getpid()}"
+    lines = [f"GPU {','.join(map(str, indices))} · claim {claim.id} · for {many} · held {where}"]
+    put([*lines, *([claim.warning] if claim.warning else [])], sys.stdout)
+
+
+def _hold(claim: Claim, family: Family, woken: int, *, detached: bool) -> int:
+    """Keep the claim until the last of the family has ended, or somebody ends this process."""
+    while family.wait(woken):
+        try:
+            number = os.read(woken, 1)[0]
+        except BlockingIOError:
+            continue
+        _give_back(claim, "given back")
+        return 0 if detached else 128 + number
+    _give_back(claim, "job ended")
+    return 0
+
+
+def _give_back(claim: Claim, outcome: str) -> None:
+    try:
+        claim.reassert()
+    except ClaimLost:
+        outcome = "was not held any more"  # somebody had released it
+    claim.release()
+    _write_down("release", outcome, claim, [])
+
+
+def _write_down(kind: str, outcome: str, claim: Claim, pids: list[int]) -> None:
+    history.append(
+        Event(
+            time=time.time(),
+            kind=kind,
+            outcome=outcome,
+            user=os.environ.get("LOGNAME") or os.environ.get("USER"),
+            devices=tuple(device.uuid for device in claim),
+            pid=os.getpid(),
+            claim=claim.id,
+            message=f"adopted: pid {', '.join(map(str, pids))}"[:1000] if pids else None,
+            facts=(("uid", os.getuid()),),
+        )
+    )

@@ -1,0 +1,188 @@
+"""What `who`, `queue`, `select` and `top` do with --hosts: ask, show each answer when it is there, say who was silent.
+
+On a terminal hosts stand in the order of their answers, in a pipe in the order in which they were named.  Exit codes:
+`select`: 0 where a host has room, 1 where none has; the others: 0 when all answered, 1 when some did not; all of them:
+4 when none did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from gpuguard.cli import screen
+from gpuguard.cli.choice_options import quantity
+from gpuguard.cli.dispatch import EXIT_NO, EXIT_NO_DRIVER
+from gpuguard.cli.fleet_options import asked_of, refuse
+from gpuguard.cli.telling import is_terminal, say, write
+from gpuguard.errors import InvalidRequest
+from gpuguard.fleet.answers import Answer, answer_of
+from gpuguard.fleet.asking import Asking, Pool
+from gpuguard.fleet.questions import words_of
+from gpuguard.units import parse_duration
+from gpuguard.views import fleet as view
+from gpuguard.views import fleet_top
+from gpuguard.views.text import json_text, put, shorten, style
+
+_STEP = 0.5  # seconds between two looks at who is silent
+_EVERY = 10.0  # seconds between two questions of top to a host: each is a login there
+Show = Callable[[Answer], list[str]]
+
+
+def who(args: argparse.Namespace) -> int:
+    """`gpuguard who --hosts`."""
+    refuse(args, {"watch": None}, "`gpuguard top --hosts` shows them again and again")
+    return _shown(args, "who", view.host_lines)
+
+
+def queue(args: argparse.Namespace) -> int:
+    """`gpuguard queue --hosts`."""
+    return _shown(args, "queue", view.queue_lines)
+
+
+def _shown(args: argparse.Namespace, name: str, lines_of: Callable[..., list[str]]) -> int:
+    hosts, how = asked_of(args, words_of(name, vars(args)))
+    width, paint = _columns(), style(sys.stdout, os.environ)
+    answers = gathered(hosts, how, None if args.json else lambda answer: lines_of(answer, width, paint))
+    if args.json:
+        put([json_text(view.to_json(answers, how.timeout))], sys.stdout)
+    else:
+        totals = view.total_lines(answers, width) if name == "who" else view.nobody_lines(answers)
+        apart = [""] if any(lines_of(answer, width, paint) for answer in answers) else []
+        put([*apart, *totals, *([""] if totals else []), *view.end_lines(answers, width, paint)], sys.stdout)
+    return _status(answers)
+
+
+def select(args: argparse.Namespace) -> int:
+    """`gpuguard select --hosts`: a line per host with room, ``HOST DEVICES``; on a terminal the others, too."""
+    if args.sep in ("\n", "\0"):
+        raise InvalidRequest("--newline and --null do not go with --hosts: there a line is one host.")
+    hosts, how = asked_of(args, words_of("select", vars(args)))
+    width, paint, people = _columns(), style(sys.stdout, os.environ), sys.stdout.isatty()
+
+    def show(answer: Answer) -> list[str]:
+        devices = view.room(answer, args.format, args.sep)
+        if people:
+            return [view.room_line(answer, devices, hosts, width, paint)]
+        return [] if devices is None else [f"{answer.host} {devices}"]
+
+    answers = gathered(hosts, how, None if args.json else show, view.chosen)
+    with_room = [answer for answer in answers if view.room(answer, args.format, ",") is not None]
+    if args.json:
+        put([json_text(view.to_json(answers, how.timeout))], sys.stdout)
+    elif not people:
+        for answer in answers:
+            if answer.error is not None or not with_room:
+                say(f"{answer.host}: {answer.error or answer.refusal}")
+    if with_room:
+        return 0
+    return EXIT_NO if any(answer.error is None for answer in answers) else EXIT_NO_DRIVER
+
+
+def top(args: argparse.Namespace) -> int:
+    """`gpuguard top --hosts`."""
+    refuse(
+        args,
+        {"only_visible": False, "compute_only": False, "filter": "", "sort": "gpu", "tree": False, "mode": "auto"},
+        "a host is one line there; `ssh -t HOST gpuguard top` has its processes",
+    )
+    every = quantity("--every", args.every, parse_duration) if args.every is not None else _EVERY
+    if every is None or every < 1.0:
+        raise InvalidRequest("--every needs at least 1s between two questions to a host.")
+    hosts, how = asked_of(args, words_of("who", vars(args)))
+    ascii_only = args.ascii or not (sys.stdout.encoding or "ascii").lower().startswith("utf")
+    if args.once or not sys.stdout.isatty():
+        answers = gathered(hosts, how, None)
+        now = time.monotonic()
+        known = {answer.host: fleet_top.after(fleet_top.Known(), answer, now) for answer in answers}
+        paint = style(sys.stdout, os.environ)
+        put(fleet_top.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only), sys.stdout)
+        return _status(answers)
+    _again_and_again(hosts, how, every, ascii_only)
+    return 0
+
+
+def _again_and_again(hosts: Sequence[str], how: Asking, every: float, ascii_only: bool) -> None:
+    """Ask each host every *every* seconds until Ctrl-C, and draw what is known at least each second."""
+    known: dict[str, fleet_top.Known] = {}
+    due = dict.fromkeys(hosts, 0.0)  # monotonic; a host that is being asked is not in it
+    former, paint = signal.signal(signal.SIGTERM, screen.leave), style(sys.stdout, os.environ)
+    drawn = 0.0
+    try:
+        sys.stdout.write(screen.ENTER + screen.HIDE_CURSOR)
+        with Pool(how) as pool:
+            while True:
+                now = time.monotonic()
+                ready = [host for host in hosts if due.get(host, now + 1) <= now]
+                pool.ask(ready)
+                due = {host: at for host, at in due.items() if host not in ready}
+                replies = pool.step(0.2)
+                now = time.monotonic()
+                for reply in replies:
+                    known[reply.host] = fleet_top.after(known.get(reply.host, fleet_top.Known()), answer_of(reply), now)
+                    due[reply.host] = max(now, now - reply.seconds + every)
+                if now - drawn >= (0.2 if replies else 1.0):
+                    drawn = now
+                    lines = fleet_top.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only)
+                    put([screen.drawn(screen.fitting(lines, "name fewer hosts"))], sys.stdout)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        sys.stdout.write(screen.SHOW_CURSOR + screen.LEAVE)
+        sys.stdout.flush()
+
+
+def gathered(
+    hosts: Sequence[str], how: Asking, show: Show | None, judged: Callable[[Answer], Answer] = lambda answer: answer
+) -> list[Answer]:
+    """The answers of *hosts*, in that order.  *show* makes lines of each, printed as soon as it may be."""
+    answers: dict[str, Answer] = {}
+    at_once, shown, told = sys.stdout.isatty(), 0, ""
+    signal.signal(signal.SIGTERM, screen.leave)  # so that no ssh is left behind
+    with Pool(how) as pool:
+        pool.ask(hosts)
+        while pool.waiting_for:
+            fresh = [judged(answer_of(reply)) for reply in pool.step(_STEP)]
+            answers.update((answer.host, answer) for answer in fresh)
+            if show and not at_once:  # as many as there are without a hole
+                fresh = []
+                while shown < len(hosts) and hosts[shown] in answers:
+                    fresh.append(answers[hosts[shown]])
+                    shown += 1
+            if show and fresh:
+                told = _told("", told)
+                put((line for answer in fresh for line in show(answer)), sys.stdout)
+            told = _told(_status_line(pool.waiting_for, len(hosts)), told)
+        _told("", told)
+    return [answers[host] for host in hosts]
+
+
+def _status_line(silent: Sequence[str], count: int) -> str:
+    return f"waiting for {len(silent)} of {count} hosts: {', '.join(silent[:20])}" if silent else ""
+
+
+def _told(line: str, before: str) -> str:
+    """Write *line* where *before* stands on the terminal; comes back as what stands there now."""
+    if line != before and is_terminal():
+        write("\r\x1b[K" + shorten(line, (_columns(2) or 80) - 1))
+    return line
+
+
+def _status(answers: Sequence[Answer]) -> int:
+    silent = sum(answer.error is not None for answer in answers)
+    if silent == len(answers):
+        return EXIT_NO_DRIVER
+    return EXIT_NO if silent else 0
+
+
+def _columns(descriptor: int = 1) -> int | None:
+    """Columns of the terminal; None for a pipe or a file."""
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(descriptor).columns or 80
+    return None

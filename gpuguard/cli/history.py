@@ -1,0 +1,127 @@
+"""Draw what GPUs did: utilization, memory, temperature, power, and when they were claimed.
+
+gpuguard history                                   the utilization of all GPUs in the last 12 hours
+gpuguard history -d 3 --metric memory --from -2d   the memory of GPU 3 in the last two days
+gpuguard history --from 2026-11-13 --to 2026-11-14 --csv
+
+Reads what `gpuguard daemon` has written down: every 10 s for 2 hours, every minute for 2 days, every 15 minutes for 400
+days.  Where it did not run there is a gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from gpuguard.cli.choice_options import selectors
+from gpuguard.cli.moments import add_moment_options, period
+from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.errors import InvalidRequest
+from gpuguard.usage.consult import consult, store_path
+from gpuguard.usage.questions import Known, Usage, Watch
+from gpuguard.views import history
+from gpuguard.views.text import json_text, put, style
+
+_ROWS = 9  # of each of several charts; a single one has the height of the terminal.  Odd: one is in the middle
+_LEAST_ROWS, _MOST_ROWS = 3, 21
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-d",
+        "--device",
+        metavar="D",
+        action="append",
+        default=[],
+        help="only these: an index, a uuid or its beginning, 0,GPU-ab (default: all)",
+    )
+    parser.add_argument(
+        "--metric",
+        choices=list(history.METRICS),
+        default="utilization",
+        metavar="M",
+        help=f"{', '.join(history.METRICS)} (default: utilization)",
+    )
+    add_moment_options(parser, ("--from",), ("--to",), "12h")
+    parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters alone")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    form.add_argument("--csv", action="store_true", help="a line for each slot of each device")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    now = time.time()
+    begin, end = period(("--from", vars(args)["from"]), ("--to", args.to), now)
+    metric = history.METRICS[args.metric]
+
+    def ask(usage: Usage) -> tuple[list[history.Course], Watch]:
+        chosen = _chosen(usage.known(), args.device)
+        courses = [history.Course(each, usage.series(each.uuid, metric.stored, begin, end)) for each in chosen]
+        return courses, usage.watched(begin, end)
+
+    courses, watch = consult(store_path(directory_of(args)), ask, now)
+    if not args.device:
+        courses = [course for course in courses if course.points]
+    if args.json:
+        put([json_text(history.to_json(metric, courses, watch), indent=None)], sys.stdout)
+    elif args.csv:
+        put(history.to_csv(metric, courses), sys.stdout)
+    else:
+        put(_drawn(args, metric, courses, watch), sys.stdout)
+    return 0
+
+
+def _drawn(
+    args: argparse.Namespace, metric: history.Metric, courses: Sequence[history.Course], watch: Watch
+) -> list[str]:
+    width, height = terminal_size()
+    rows = _ROWS
+    if len(courses) == 1 and height:
+        rows = min(_MOST_ROWS, max(_LEAST_ROWS, height - 8)) | 1
+    return history.to_text(
+        metric,
+        courses,
+        watch,
+        width=width,
+        rows=rows,
+        paint=style(sys.stdout, os.environ),
+        ascii_only=args.ascii or not writes_braille(),
+    )
+
+
+def writes_braille() -> bool:
+    """Whether stdout can be given more than ASCII."""
+    try:
+        "⠿│°".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeError, LookupError):
+        return False
+    return True
+
+
+def terminal_size() -> tuple[int | None, int | None]:
+    """Columns and rows of the terminal; None and None for a pipe or a file."""
+    try:
+        size = os.get_terminal_size(sys.stdout.fileno())
+    except (OSError, ValueError):
+        return None, None
+    return size.columns or 80, size.lines or 24
+
+
+def _chosen(known: Sequence[Known], words: Sequence[str]) -> list[Known]:
+    """The devices that ``["0,3", "GPU-ab"]`` means, all without words."""
+    named = [part for text in words for part in selectors("--device", text) or ()]
+    return [_named(known, word) for word in named] if named else list(known)
+
+
+def _named(known: Sequence[Known], word: str) -> Known:
+    found = [each for each in known if word == str(each.index) or each.uuid == word]
+    found = found or [each for each in known if len(word) > 4 and each.uuid.startswith(word)]
+    if len(found) == 1:
+        return found[0]
+    there = ", ".join(str(each.uuid if each.index is None else each.index) for each in known) or "none"
+    what = "names several devices: write more of the uuid" if found else "is no device that the daemon has seen"
+    raise InvalidRequest(f"--device {word} {what}.  There are {there}.")

@@ -1,0 +1,225 @@
+"""`%load_ext gpuguard` in a notebook: GPUs for its kernel, claimed before the first cell that uses CUDA.
+
+%gpus 2                     two free GPUs for this kernel, or the reason why there are none; run again, it shows them
+%gpus 1 --min-free 20GiB    with the options of `gpuguard run` that say which GPUs
+%gpus 2 --wait 10m          in the waiting line for ten minutes at most; --wait alone: without end
+%gpus                       what this kernel has, and who has the others
+%gpus release               give them back, if CUDA does not run yet
+
+The claim ends with the kernel: a restart gives the GPUs back, closing the browser does not.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from gpuguard import grab
+from gpuguard.ancestry import look_up
+from gpuguard.claims.hold import Claim
+from gpuguard.cli.choice_options import add_choice_options, quantity, request_of
+from gpuguard.cli.line_options import PRIORITY_NAMES
+from gpuguard.cli.options import add_source_options
+from gpuguard.cli.parser import HelpFormatter, Parser
+from gpuguard.errors import ClaimLost, CudaInitialized, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
+from gpuguard.markup import of_held
+from gpuguard.model import Snapshot
+from gpuguard.request import Request
+from gpuguard.text import neutralise
+from gpuguard.units import parse_duration
+from gpuguard.views import usage, who
+
+_FOR_EVER = "for ever"  # --wait without a duration
+_RESTART = "Restart the kernel"
+# Where Jupyter tells the kernel which notebook it belongs to (jupyter-server >= 2).
+_NAME_OF_NOTEBOOK = "JPY_SESSION_NAME"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this kernel has claimed, by which words."""
+
+    claim: Claim
+    words: tuple[str, ...]
+    source: Mapping[str, str | None]  # backend and directory
+    context: AbstractContextManager[Claim]  # whose exit gives it back and restores os.environ
+
+
+_held: list[Held] = []  # at most one
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """What IPython calls for `%load_ext gpuguard`."""
+    from IPython.core.error import UsageError  # shown without a traceback; the cell and `run all` fail all the same
+
+    def gpus(line: str) -> None:
+        try:
+            run_line(shell, line)
+        except GpuguardError as error:
+            raise UsageError("\n".join(map(neutralise, str(error).splitlines()))) from None
+
+    gpus.__doc__ = __doc__
+    shell.register_magic_function(gpus, "line", "gpus")
+
+
+def run_line(shell: Any, line: str) -> None:
+    """Do what stands behind %gpus.
+
+    Raises:
+        GpuguardError: it cannot be done, with what to do about it.
+    """
+    words = _split(line)
+    if not words:
+        _show_all(shell)
+        return
+    parser = Parser(prog="%gpus", description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    _add_options(parser)
+    try:
+        args = parser.parse_args(words)
+    except SystemExit:  # --help
+        return
+    if args.what == "release":
+        _release()
+        return
+    if args.what is not None:
+        if not args.what.isdecimal() or args.num_gpus is not None:
+            raise InvalidRequest(f"{args.what!r}?  Write `%gpus 2`, `%gpus` or `%gpus release`.")
+        args.num_gpus = args.what
+    held = _current()
+    if held is None:
+        held = _claimed(args, tuple(words))
+        _held.append(held)
+        if held.claim.warning:
+            print(neutralise(held.claim.warning))
+    elif held.words != tuple(words):
+        how = _RESTART if grab.cuda_runs() else "Run `%gpus release`"
+        raise InvalidRequest(f"this kernel has {_names(held.claim)} already.  {how} first, to have others.")
+    _publish(shell, *_card(held))
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as fault:
+        raise InvalidRequest(f"%gpus {line}: {fault}.") from None
+
+
+def _add_options(parser: Parser) -> None:
+    parser.add_argument("what", metavar="N|release", nargs="?", help="how many GPUs (default: 1), or give them back")
+    add_choice_options(parser)
+    group = parser.add_argument_group("the claim")
+    group.add_argument(
+        "--wait",
+        metavar="DURATION",
+        nargs="?",
+        const=_FOR_EVER,
+        help="wait in line at most so long, as in 30m; without a duration: without end (default: do not wait)",
+    )
+    group.add_argument("--priority", choices=PRIORITY_NAMES, default="normal", help="class in line (default: normal)")
+    group.add_argument("--note", metavar="TEXT", help="what it is for (default: the name of the notebook)")
+    add_source_options(parser)
+
+
+def _claimed(args: Any, words: tuple[str, ...]) -> Held:
+    request, plain = request_of(args), vars(Request())
+    conditions = {name: value for name, value in vars(request).items() if value != plain[name] and name != "num_gpus"}
+    wait = (
+        0.0 if args.wait is None else None if args.wait == _FOR_EVER else quantity("--wait", args.wait, parse_duration)
+    )
+    source = {"backend": args.backend, "directory": args.dir}
+    context = grab.claim(
+        request.num_gpus,
+        wait=wait,
+        priority=args.priority,
+        on_wait=_say,
+        note=args.note or _note(),
+        **source,
+        **conditions,
+    )
+    try:
+        return Held(context.__enter__(), words, source, context)
+    except CudaInitialized:
+        raise CudaInitialized(
+            f"CUDA runs in this kernel already, on the GPUs that it saw then.  {_RESTART}, and run "
+            f"`%gpus {shlex.join(words)}` before the first cell that uses CUDA."
+        ) from None
+    except NotEnoughGpus as error:
+        if args.wait is None and not isinstance(error, ImpossibleRequest):
+            error.args = (f"{error}\n`%gpus {shlex.join(words)} --wait 10m` waits for them in line.", *error.args[1:])
+        raise
+
+
+def _say(error: NotEnoughGpus) -> None:
+    print("waiting:", neutralise(str(error).splitlines()[0]), flush=True)
+
+
+def _note() -> str:
+    name = os.path.basename(os.environ.get(_NAME_OF_NOTEBOOK, ""))
+    return f"notebook {name}".strip()
+
+
+def _current() -> Held | None:
+    """What this kernel has.
+
+    Raises:
+        ClaimLost: somebody who may has given it away meanwhile.
+    """
+    if not _held:
+        return None
+    try:
+        _held[0].claim.reassert()
+    except ClaimLost as lost:
+        _let_go()
+        raise ClaimLost(f"{lost}\nThis kernel has no GPUs now.  {_RESTART} and claim again.") from None
+    return _held[0]
+
+
+def _release() -> None:
+    held = _current()
+    if held is None:
+        raise InvalidRequest("this kernel has no GPUs to give back.  `%gpus` shows who has which.")
+    if grab.cuda_runs():
+        raise CudaInitialized(
+            f"CUDA runs in this kernel and keeps memory on {_names(held.claim)} until it ends.  {_RESTART}: that gives "
+            "the GPUs back."
+        )
+    _let_go()
+    print(f"{_names(held.claim)}: given back.")
+
+
+def _let_go() -> None:
+    _held.pop().context.__exit__(None, None, None)
+
+
+def _show_all(shell: Any) -> None:
+    held = _current()
+    source: Mapping[str, str | None] = held.source if held else {}
+    machine = grab.who(**source)
+    text, html = "this kernel has no GPUs: `%gpus 1` claims one.", "<p>This kernel has no GPUs: %gpus 1 claims one.</p>"
+    if held:
+        text, html = _card(held)
+    _publish(shell, "\n".join([text, *_lines(machine)]), html + machine._repr_html_())
+
+
+def _lines(machine: Snapshot) -> list[str]:
+    return who.to_text(machine, usage.uses(machine, look_up(machine)))
+
+
+def _publish(shell: Any, text: str, html: str) -> None:
+    shell.display_pub.publish({"text/plain": text, "text/html": html})
+
+
+def _card(held: Held) -> tuple[str, str]:
+    """What it has, as text and as HTML."""
+    simulated = (held.source["backend"] or "").startswith("simulated")
+    models = dict.fromkeys(device.name or "n/a" for device in held.claim)
+    parts = [_names(held.claim), neutralise(", ".join(models)), f"claim {held.claim.id}", "until the kernel ends"]
+    return "SIMULATED " * simulated + " · ".join(parts), "<p><b>SIMULATED</b></p>" * simulated + of_held(held.claim)
+
+
+def _names(claim: Claim) -> str:
+    return f"GPU {', '.join(str(device.index) for device in claim)}"

@@ -1,0 +1,100 @@
+"""From the words behind a command to its arguments: argparse, whose faults are ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from gpuguard.errors import InvalidRequest
+
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any, NoReturn
+
+# argparse's words, and what people understand
+_CLEARER = {
+    "expected one argument": "a value is missing (it cannot begin with a dash)",
+    "ignored explicit argument": "it takes no value, but got",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose faults are InvalidRequest, so that each command can choose its exit code."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's own, but each parser complains itself: for `gpuguard sim show x` that is `sim show`."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._similar(unknown[0])}")
+        return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse calls for every fault."""
+        for before, after in _CLEARER.items():
+            message = message.replace(before, after)
+        raise InvalidRequest(f"{message.removeprefix('argument ').rstrip('.')}.\nSee `{self.prog} --help`.")
+
+    def _similar(self, word: str) -> str:
+        import difflib
+
+        flags = (flag for action in self._actions for flag in action.option_strings)
+        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+        return f" (did you mean {near[0]}?)" if near else ""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """As argparse's own, which imports shutil (with lzma, bz2) to learn the width even when nobody asks for help."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=_columns() - 2)
+
+
+def _columns() -> int:
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    try:
+        return os.get_terminal_size(1).columns or 80
+    except OSError:
+        return 80
+
+
+def parse(module: ModuleType, command: str, words: list[str]) -> argparse.Namespace:
+    """What the *words* behind a command say.  Raises SystemExit after --help, InvalidRequest for a fault."""
+    parser = parser_of(module, command)
+    return parser.parse_args(_joined(parser, words))
+
+
+def parser_of(module: ModuleType, command: str) -> Parser:
+    """The parser of one sub-command."""
+    parser = Parser(
+        prog=f"gpuguard {command}",
+        description=module.__doc__,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_options(parser)
+    return parser
+
+
+def _joined(parser: Parser, words: list[str]) -> list[str]:
+    """*words* with the value of --or behind "=": it is made of options, and argparse would take it for one.
+
+    The words of the job are its own, with or without ``--`` before them.
+    """
+    if "--or" not in words:
+        return words
+    joined, place = [], 0
+    while place < len(words) and words[place].startswith("-") and words[place] != "--":
+        word, behind = words[place], words[place + 1 : place + 2]
+        if word == "--or" and behind not in ([], ["--"]):
+            joined.append(f"--or={behind[0]}")
+            place += 2
+            continue
+        action = parser._option_string_actions.get(word)
+        nargs = 0 if action is None else action.nargs
+        takes = nargs is None or (nargs == "?" and not "".join(behind).startswith("-"))
+        joined += words[place : place + 1 + takes]
+        place += 1 + takes
+    return joined + words[place:]

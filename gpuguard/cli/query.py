@@ -1,0 +1,97 @@
+"""Answer what `nvidia-smi --query-gpu=...` and `--query-compute-apps=...` answer, in the same form.
+
+gpuguard query --query-gpu=index,memory.used,utilization.gpu --format=csv,noheader,nounits
+gpuguard query --query-compute-apps=gpu_uuid,pid,used_memory --format=csv -l 1
+gpuguard query --fields index,name,memory.free --format json
+gpuguard query --help-query                    all fields
+
+Only what the named fields need is read.  A script moves over by writing `gpuguard query` for `nvidia-smi`; a driver
+that hangs ends the command with status 4 instead of hanging it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from gpuguard.backends import Backend
+from gpuguard.cli.choice_options import selectors
+from gpuguard.cli.options import add_source_options, backend_of
+from gpuguard.errors import InvalidRequest
+from gpuguard.units import parse_duration
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpuguard.views.query import Query
+
+_FORMATS = ("csv", "json", "noheader", "nounits")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--fields", "--query-gpu", metavar="FIELDS", help="of GPUs, as in index,name,memory.used")
+    what.add_argument("--apps", "--query-compute-apps", metavar="FIELDS", help="of processes, as in pid,used_memory")
+    what.add_argument("--help-query", "--help-query-gpu", action="store_true", help="list all fields")
+    parser.add_argument("--format", default="csv", help="csv, csv,noheader,nounits or json (default: csv)")
+    parser.add_argument("-i", "--id", "--ids", dest="devices", metavar="LIST", help="only these GPUs, as in 0,GPU-ab")
+    parser.add_argument("-l", "--loop", metavar="EVERY", help="again and again, as in 5s; a bare number is seconds")
+    parser.add_argument("-lms", "--loop-ms", metavar="N", help="again and again, every so many milliseconds")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    from gpuguard.views.query import help_lines, query_of
+    from gpuguard.views.text import put
+
+    if args.help_query:
+        put(help_lines(), sys.stdout)
+        return 0
+    if not args.fields and not args.apps:
+        raise InvalidRequest(
+            "say which fields: --query-gpu=index,memory.used; `gpuguard query --help-query` lists all."
+        )
+    forms = frozenset(word.strip() for word in args.format.split(","))
+    if not forms <= set(_FORMATS) or not forms & {"csv", "json"} or forms > {"json"}:
+        raise InvalidRequest(f"--format={args.format}: write csv, csv,noheader, csv,noheader,nounits or json.")
+    every = _every(args)
+    query = query_of(args.apps or args.fields, apps=bool(args.apps))
+    backend = backend_of(args)
+    try:
+        header = "noheader" not in forms
+        while True:
+            began = time.monotonic()
+            _answer(args, backend, query, forms, header)
+            if every is None:
+                return 0
+            header = False  # once, as nvidia-smi does
+            time.sleep(max(0.0, every - (time.monotonic() - began)))
+    finally:
+        backend.close()
+
+
+def _answer(args: argparse.Namespace, backend: Backend, query: Query, forms: frozenset[str], header: bool) -> None:
+    from gpuguard.request import resolve
+    from gpuguard.views.query import csv_lines, to_json
+    from gpuguard.views.text import json_text, put
+
+    snapshot = backend.sample(query.groups)
+    named = selectors("--id", args.devices) if args.devices else None
+    uuids = frozenset(resolve(list(named), snapshot.devices, "--id")) if named else frozenset()
+    if "json" in forms:
+        put([json_text(to_json(snapshot, query, uuids), indent=None if args.loop or args.loop_ms else 2)], sys.stdout)
+    else:
+        put(csv_lines(snapshot, query, uuids, header=header, units="nounits" not in forms), sys.stdout)
+    sys.stdout.flush()
+
+
+def _every(args: argparse.Namespace) -> float | None:
+    """Seconds between two answers; None: one is enough."""
+    text = f"{args.loop_ms}ms" if args.loop_ms else args.loop
+    if text is None:
+        return None
+    # nvidia-smi's scripts have `-l 1`, so here alone a number without a unit is understood.
+    every = parse_duration(f"{text}s" if text.isdecimal() else text)
+    if every < 0.01:
+        raise InvalidRequest("--loop needs at least 10ms between two answers.")
+    return every

@@ -1,0 +1,62 @@
+"""Show who waits for GPUs, in order, when each request is expected to start, and why not earlier.
+
+gpuguard queue
+gpuguard queue --hosts a,b     those of other hosts, over ssh: see docs/fleet.md
+gpuguard queue --json          one object for programs: see docs/json.md
+
+A request is planned by the time limits of the jobs before it (`run --time-limit`), else by what their users' jobs took
+before.  Shorter jobs may go first as long as nobody starts later than he was promised; see docs/waiting.md.  Where
+there is Slurm, its jobs with GPUs are shown too, in its own order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
+from gpuguard.cli.looking import Source
+from gpuguard.cli.options import add_source_options, directory_of
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
+    add_fleet_options(parser)
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    if has_hosts(args):
+        from gpuguard.cli import fleet
+
+        return fleet.queue(args)
+    from gpuguard.clusters import slurm_queue
+    from gpuguard.line.file import read_line_file
+    from gpuguard.line.turn import stand
+    from gpuguard.views import queue, slurm
+    from gpuguard.views.text import json_text, put, style
+
+    directory, site, source = directory_of(args), read_line_file(), Source(args)
+    try:
+        snapshot, _ = source.sample()
+    finally:
+        source.close()
+    line = stand(directory, snapshot, site.rules)
+    jobs = slurm_queue.jobs() if slurm_queue.is_here() else ()
+    if args.json:
+        put([json_text(queue.to_json(line, site, jobs))], sys.stdout)
+        return 0
+    width, paint = _width(), style(sys.stdout, os.environ)
+    put(queue.to_text(line, site, width=width, paint=paint), sys.stdout)
+    if jobs:
+        put(["", *slurm.to_text(jobs, line.now, width=width, paint=paint)], sys.stdout)
+    return 0
+
+
+def _width() -> int | None:
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except (OSError, ValueError):
+        return None

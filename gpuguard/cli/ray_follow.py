@@ -1,0 +1,144 @@
+"""Stays with a job of Ray: its output here, Ctrl-C to it, its exit code."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+from gpuguard.cli.telling import say
+from gpuguard.clusters.ray_jobs import PENDING, STOPPED, Jobs, State
+from gpuguard.errors import BackendError
+
+POLL_SECONDS = 0.3
+SILENT_SECONDS = 60.0  # for which the head of the cluster may be gone: it can be started again
+TELL_SECONDS = 10.0  # after which somebody wonders why nothing happens
+AT_ONCE_SECONDS = 15.0  # what --no-wait leaves to Ray, which needs some 2 s to start a job
+ENDS_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+NOT_NOW, TIMED_OUT, FAILED = 75, 124, 125
+
+
+def follow(jobs: Jobs, name: str, entrypoint: object, wait: float | None, no_wait: bool) -> int:
+    """Stay until the job *name* has ended; the exit code of its command, as of `gpuguard run`.
+
+    Args:
+        entrypoint: as submitted: what comes before it in the log is Ray's.
+        wait: seconds to be PENDING at most; None: for ever.
+        no_wait: only as long as Ray needs to start anything.
+    """
+    say(f"Ray job {name}")
+    output = Output(jobs, name, f"Running entrypoint for job {name}: {entrypoint}\n")
+    deadline = None if wait is None else time.monotonic() + (AT_ONCE_SECONDS if no_wait else wait)
+    signals: list[int] = []
+    with ExitStack() as stack:
+        for signum in ENDS_IT:
+            before = signal.signal(signum, lambda number, frame: signals.append(number))
+            stack.callback(signal.signal, signum, before)
+        try:
+            state = _watch(jobs, name, output, deadline, signals)
+            output.finish()
+        except BrokenPipeError:  # nobody reads it any more
+            jobs.stop(name)
+            raise
+    if signals:
+        return 128 + signals[0]
+    if state.status == PENDING:
+        say(f"the job could not start in time.  {state.message}")
+        return NOT_NOW if no_wait else TIMED_OUT
+    return exit_code(state)
+
+
+def exit_code(state: State) -> int:
+    """The exit code for a job that is over."""
+    if state.exit_code is None:
+        if state.status == STOPPED:
+            say("somebody else had Ray end the job.")
+            return 128 + signal.SIGTERM
+        say(f"Ray could not run the job: {state.message.strip() or state.status}")
+        return FAILED
+    return state.exit_code if state.exit_code >= 0 else 128 - state.exit_code
+
+
+def _watch(jobs: Jobs, name: str, output: Output, deadline: float | None, signals: list[int]) -> State:
+    """Show its output until it is over, or until it was to be started, or until a second signal."""
+    began = answered = time.monotonic()
+    told = stopping = False
+    while True:
+        output.show(POLL_SECONDS)
+        now = time.monotonic()
+        try:
+            state, answered = jobs.state(name), now
+            if signals and not stopping:
+                say(f"asking Ray to end the job {name}.  Once more, and this ends without waiting for that.")
+                jobs.stop(name)
+                stopping = True
+        except BackendError:
+            if now - answered > SILENT_SECONDS or len(signals) > 1:
+                raise
+            continue
+        if state.is_over or len(signals) > 1:
+            return state
+        if state.status == PENDING and deadline is not None and now > deadline:
+            jobs.stop(name)
+            return state
+        if state.status == PENDING and not told and now - began > TELL_SECONDS:
+            told = True
+            say(f"waiting for Ray.  {state.message}")
+
+
+class Output:
+    """What the job says, each word of it once, though the connection may break.
+
+    Args:
+        marker: the last line of Ray's own before it.
+    """
+
+    def __init__(self, jobs: Jobs, name: str, marker: str) -> None:
+        self._jobs, self._name, self._marker = jobs, name, marker
+        self._chunks: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._head: str | None = ""  # until the marker was there
+        self._seen = 0  # characters of the log
+        self._thread = self._listen()
+
+    def _listen(self) -> threading.Thread:
+        def listen(skip: int) -> None:
+            for chunk in self._jobs.tail(self._name):
+                if rest := chunk[skip:]:
+                    self._chunks.put(rest)
+                skip = max(0, skip - len(chunk))
+
+        thread = threading.Thread(target=listen, args=(self._seen,), daemon=True, name="gpuguard-ray-log")
+        thread.start()
+        return thread
+
+    def show(self, seconds: float) -> None:
+        """What came, waiting at most so long for it."""
+        try:
+            while True:
+                self._put(self._chunks.get(timeout=seconds))
+                seconds = 0.0
+        except queue.Empty:
+            pass
+        if not self._thread.is_alive() and self._chunks.empty():
+            self._thread = self._listen()
+
+    def finish(self) -> None:
+        """The rest, now that all is said."""
+        self._put(self._jobs.log(self._name)[self._seen :])
+        if self._head:
+            sys.stderr.write(self._head)  # it did not begin, and Ray says why
+
+    def _put(self, text: str) -> None:
+        self._seen += len(text)
+        if self._head is not None:
+            self._head += text
+            _, found, text = self._head.partition(self._marker)
+            if not found:
+                return
+            self._head = None
+        sys.stdout.write(text)
+        sys.stdout.flush()

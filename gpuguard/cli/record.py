@@ -1,0 +1,123 @@
+"""Record what happens on the GPUs of this machine, to look at it later and to try policies on it.
+
+gpuguard record node7.rec                        every second, until Ctrl-C
+gpuguard record node7.rec --every 10s --for 8h   a night
+gpuguard record node7.rec --mask                 without names of people, programs and devices: to hand to others
+gpuguard who --backend replay:node7.rec          and then
+gpuguard policy backtest policy.yaml --on node7.rec
+
+The file holds command lines and user names, so only you can read it.  It grows by about 1 MB per hour and busy GPU at
+one sample per second (docs/sources.md has figures); --max-size bounds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+import time
+
+from gpuguard.backends import is_recorded
+from gpuguard.cli.choice_options import quantity
+from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli.telling import say
+from gpuguard.errors import BackendError, ClaimError, GpuguardError, InvalidRequest
+from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpuguard.backends import Backend
+    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.policies.view import View
+
+SHORTEST_SECONDS = 0.1
+SMALLEST_BYTES = 64 * 1024
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="where to; a new file")
+    parser.add_argument("--every", metavar="DURATION", default="1s", help="between two samples (default: 1s)")
+    parser.add_argument("--for", dest="lasting", metavar="DURATION", help="how long (default: until Ctrl-C)")
+    parser.add_argument("--mask", action="store_true", help="replace every name: host, users, programs, uuids, notes")
+    parser.add_argument(
+        "--max-size",
+        metavar="SIZE",
+        help="keep at most so much, as in 100MiB: the older half is then in FILE.1",
+    )
+    parser.add_argument("--append", action="store_true", help="go on behind what is in FILE already")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    every, lasting = quantity("--every", args.every, parse_duration), quantity("--for", args.lasting, parse_duration)
+    most = quantity("--max-size", args.max_size, parse_bytes)
+    if every is None or every < SHORTEST_SECONDS:
+        raise InvalidRequest("--every needs at least 100ms between two samples.")
+    if most is not None and most < SMALLEST_BYTES:
+        raise InvalidRequest("--max-size needs at least 64KiB.")
+    if is_recorded(args.backend):
+        raise InvalidRequest(f"{args.backend} is a recording already.")
+    if args.append and args.mask:
+        raise InvalidRequest("--append and --mask exclude each other: the former masks are not known any more.")
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+    backend = backend_of(args)
+    try:
+        return _record(args, backend, every, lasting, most, stop)
+    finally:
+        backend.close()
+
+
+def _record(args: argparse.Namespace, backend: Backend, every: float, lasting: float | None, most: int | None,
+            stop: threading.Event) -> int:  # fmt: skip
+    from gpuguard.backends.tape_file import TapeWriter
+    from gpuguard.readings.capture import Camera
+    from gpuguard.rehearsals.masking import Mask
+    from gpuguard.rehearsals.tape import pack
+
+    camera = Camera(backend, _directory(args))
+    mask = Mask() if args.mask else None
+    view: View | None = camera.look()  # a fault of the first look ends the command before there is a file
+    head = {"interval_seconds": every, "masked": args.mask}
+    tape = TapeWriter(args.file, head, most=None if most is None else most // 2, append=args.append)
+    began, count, trouble = time.monotonic(), 0, ""
+    try:
+        while True:
+            if view is not None:
+                sample = pack(view)
+                tape.write(mask(sample) if mask else sample)
+                count += 1
+            # The next whole interval from the beginning on, so that samples do not drift.
+            after = ((time.monotonic() - began) // every + 1) * every
+            if (lasting is not None and after > lasting) or stop.wait(began + after - time.monotonic()):
+                break
+            try:
+                view, trouble = camera.look(), ""
+            except BackendError as error:
+                view, trouble = None, _told_once(str(error), trouble)
+    except OSError as error:
+        raise GpuguardError(
+            f"{args.file} cannot be written any more: {error.strerror}.  It is whole up to here."
+        ) from None
+    finally:
+        tape.close()
+    size = format_bytes(os.stat(args.file).st_size)
+    over = format_duration(round(time.monotonic() - began, 1))
+    say(f"{count} sample{'s' * (count != 1)} over {over} in {args.file}, {size}.")
+    return 0
+
+
+def _told_once(trouble: str, before: str) -> str:
+    if trouble != before:
+        say(f"no sample for now: {trouble}")
+    return trouble
+
+
+def _directory(args: argparse.Namespace) -> LockDirectory | None:
+    try:
+        return directory_of(args)
+    except ClaimError as error:
+        say(f"claims will be missing: {error}")
+        return None

@@ -1,0 +1,107 @@
+"""Give a claim back that nobody computes under, although its shell, notebook or job lives on.
+
+gpuguard release              your claims, and which of them can be released
+gpuguard release 1f2e         the claim whose id begins like that (`gpuguard who` shows ids, too)
+gpuguard release 1f2e --stop  although its job computes: the job is asked to end first
+sudo gpuguard release 1f2e    anybody's
+
+Nobody is signalled without --stop, and a claim under which a process computes is left alone.  With --stop the
+`gpuguard run` of the job ends it as a time limit would: its checkpoint signal, SIGTERM, and after its --grace SIGKILL.
+Whoever loses a claim this way is told by his `gpuguard run`; a program that called grab_gpus() learns it by reassert().
+Exit codes: 0 the devices are free, 1 they are not and why, 2 usage, 4 no driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from gpuguard.cli import mark_options
+from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.errors import InvalidRequest
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.model import ClaimRecord
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("claim", metavar="ID", nargs="?", help="of the claim, or how it begins; without it, show yours")
+    parser.add_argument("--stop", action="store_true", help="end the job first, if it has a `gpuguard run`")
+    parser.add_argument("--reason", metavar="TEXT", help="told to whoever loses the claim")
+    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    directory = directory_of(args)
+    if args.claim is None:
+        if args.stop or args.reason:
+            raise InvalidRequest("which one?  Name a claim: `gpuguard release ID`.")
+        return _show(args, directory)
+    from gpuguard.claims.wishes import Letter
+    from gpuguard.services import asking
+    from gpuguard.users import user_name
+    from gpuguard.views.text import json_text, neutralise, put
+
+    claim = asking.find(directory, args.claim, os.geteuid())
+    letter = Letter("yield", user_name(os.geteuid()), mark_options.reason_of(args), time.time())
+    if args.stop:
+        how = asking.stop(directory, claim, letter, say=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
+    else:
+        backend = backend_of(args)
+        try:
+            how = asking.release(directory, claim, letter, backend)
+        finally:
+            backend.close()
+    _write_down(args, claim, how)
+    if args.json:
+        content = {"schema": 1, "claim": claim.id, "uid": claim.uid, "devices": list(claim.devices), "how": how}
+        put([json_text(content)], sys.stdout)
+    else:
+        number = len(claim.devices)
+        what = f"{number} device{'' if number == 1 else 's'} of {neutralise(claim.user)}"
+        put([f"released: the claim {claim.id}, {what}, {how}."], sys.stdout)
+    return 0
+
+
+def _show(args: argparse.Namespace, directory: LockDirectory) -> int:
+    from gpuguard.services import asking
+    from gpuguard.views.text import json_text, neutralise, put, table
+
+    claims = asking.own_claims(directory, os.geteuid())
+    backend = backend_of(args)
+    try:
+        rows = [(claim, asking.why_not(directory, claim, backend)) for claim in claims]
+    finally:
+        backend.close()
+    if args.json:
+        content = [
+            {"claim": claim.id, "user": claim.user, "uid": claim.uid, "devices": list(claim.devices), "in_use": why}
+            for claim, why in rows
+        ]
+        put([json_text({"schema": 1, "claims": content})], sys.stdout)
+    elif not rows:
+        put(["no claim is yours." if os.geteuid() else "nobody has a claim."], sys.stdout)
+    else:
+        free = "nobody computes: can be released"
+        cells = [
+            (claim.id, neutralise(claim.user), str(len(claim.devices)), neutralise(why or free)) for claim, why in rows
+        ]
+        put(table(cells, ("claim", "user", "devices", "state")), sys.stdout)
+    return 0
+
+
+def _write_down(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
+    from gpuguard import history
+    from gpuguard.model import Event
+
+    mark_options.choose_log(args)
+    facts = (("uid", claim.uid), ("by_uid", os.getuid()))
+    message = f"{how}: {args.reason}" if args.reason else how
+    event = Event(time.time(), "release", "released", claim.user, claim.devices, None, claim.id, message, facts)
+    if not history.append(event):
+        print(f"gpuguard: done, but {history.events_path()} cannot be written.", file=sys.stderr)

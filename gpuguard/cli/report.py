@@ -1,0 +1,110 @@
+"""Say who claimed, used and left idle how many GPU-hours, and what the GPUs did.
+
+gpuguard report                          the last 7 days, by user
+gpuguard report --since 30d --by group   the members of each group together
+gpuguard report --by claim               what each job took, out of the audit log
+gpuguard report --html week.html         a page with charts, for a browser or a mail
+
+Reads what `gpuguard daemon` has written down.  What it did not see is in no sum, and the report says how much that is:
+see docs/report.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Collection
+
+from gpuguard.cli.events import logged
+from gpuguard.cli.history import terminal_size, writes_braille
+from gpuguard.cli.moments import add_moment_options, period
+from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.errors import GpuguardError
+from gpuguard.usage.consult import consult, store_path
+from gpuguard.usage.questions import Watch
+from gpuguard.usage.report import BY, Report, gathered
+from gpuguard.users import user_name
+from gpuguard.views import report as view
+from gpuguard.views.claims import ended_claims
+from gpuguard.views.text import json_text, put, style
+
+_DRAWN = ("utilization_percent", "claimed_percent")  # over the time, in the page
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_moment_options(parser, ("--since",), ("--until",), "7d")
+    parser.add_argument(
+        "--by", choices=BY, default="user", metavar="WHAT", help="user, group, device or claim (default: user)"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    form.add_argument("--csv", action="store_true", help="a line for each user, group, device or claim")
+    form.add_argument(
+        "--html", metavar="FILE", help="write a page with charts, without scripts, to FILE (- for stdout)"
+    )
+    parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters alone")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    now = time.time()
+    begin, end = period(("--since", args.since), ("--until", args.until), now)
+    metrics = _DRAWN if args.html else ()
+    claims = ended_claims(logged(), begin, end, user_name) if args.by == "claim" else None
+    try:
+        report = consult(
+            store_path(directory_of(args)),
+            lambda usage: gathered(usage, args.by, begin, end, user_name, _groups_of, metrics),
+            now,
+        )
+    except GpuguardError:
+        if claims is None:
+            raise
+        report = Report("claim", Watch(begin, end, 0.0, None, 0), (), (), (), None, 0.0)  # claims are in the log
+    if args.html:
+        from gpuguard.views.report_page import to_html
+
+        _write(args.html, to_html(report, claims, socket.gethostname(), now))
+    elif args.json:
+        put([json_text(view.to_json(report, claims, socket.gethostname()))], sys.stdout)
+    elif args.csv:
+        put(view.to_csv(report, claims), sys.stdout)
+    else:
+        plain = args.ascii or not writes_braille()
+        paint = style(sys.stdout, os.environ)
+        put(view.to_text(report, claims, width=terminal_size()[0], paint=paint, ascii_only=plain), sys.stdout)
+    return 0
+
+
+def _write(path: str, page: str) -> None:
+    encoded = page.encode("utf-8", "replace")
+    if path == "-":
+        sys.stdout.buffer.write(encoded)
+        return
+    try:
+        with open(path, "wb") as file:
+            file.write(encoded)
+    except OSError as error:
+        raise GpuguardError(f"--html {path}: it cannot be written: {error.strerror}.") from error
+
+
+def _groups_of(uid: int) -> Collection[str]:
+    """The groups of a user, without one of his own name that he alone is in."""
+    import grp
+    import pwd
+
+    try:
+        user = pwd.getpwuid(uid)
+        numbers = os.getgrouplist(user.pw_name, user.pw_gid)
+    except (KeyError, OverflowError, OSError):
+        return ()
+    names = []
+    for number in numbers:
+        try:
+            names.append(grp.getgrgid(number).gr_name)
+        except KeyError:
+            names.append(str(number))
+    return [name for name in names if name != user.pw_name]

@@ -1,0 +1,185 @@
+"""On a node of a Slurm cluster: what Slurm gives to a job is claimed for its owner, as if by `gpuguard run`.
+
+gpuguard slurm setup --print     the lines of gres.conf, cgroup.conf and slurm.conf for this machine, and the scripts
+gpuguard slurm prolog            Prolog= of slurm.conf: claim the job's GPUs, or have the job put back into the queue
+gpuguard slurm epilog            Epilog=: give them back
+gpuguard slurm task-prolog       TaskProlog=: tell the job of its claim, for `gpuguard run` and grab_gpus() in it
+
+So people who use a node by hand and Slurm's jobs exclude each other: a GPU that somebody has claimed by hand is never
+given to a job silently.  Exit codes: 0 done, or the job was put back; 1 neither: Slurm drains the node then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from gpuguard.cli import mark_options, slurm_setup
+from gpuguard.cli.actions_of import Row, add_actions
+from gpuguard.cli.choice_options import quantity
+from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.clusters import slurm_jobs
+from gpuguard.clusters.slurm_jobs import Allocation
+from gpuguard.errors import GpuguardError
+from gpuguard.units import parse_duration
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpuguard.claims.hold import Claim
+
+KILLED_SECONDS = 0.5  # until slurmd knows that a job that was put back must not start
+# Slurm starts it again as soon as slurmd may forget the order to end it, counted from just before the epilog; but it
+# looks for what to forget only every 2 s.  Started in between it would be a job for which the prolog has run already.
+FORGOTTEN_SECONDS = 2.5
+WAIT = "5s"  # what a job that has just ended needs until its memory is free, and the shortest jobs of others
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_actions(parser, ACTIONS)
+
+
+def main(args: argparse.Namespace) -> int:
+    return ACTIONS[args.action].main(args)
+
+
+def _prolog_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wait",
+        metavar="DURATION",
+        default=WAIT,
+        help="for whoever has one of the GPUs to be gone; meanwhile Slurm gives others to other jobs "
+        "(default: %(default)s)",
+    )
+    add_source_options(parser)
+
+
+def _prolog(args: argparse.Namespace) -> int:
+    given = slurm_jobs.allocation(os.environ)
+    wait = quantity("--wait", args.wait, parse_duration) or 0.0
+    if not given.gpus:
+        return 0
+    _only_root("prolog")
+    mark_options.choose_log(args)
+    told, tells = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        os.close(told)
+        _hold(args, given, wait, tells)
+    os.close(tells)
+    with os.fdopen(told, encoding="utf-8") as said:
+        reason = said.read()
+    if reason == "!":
+        return 0
+    os.waitpid(holder, 0)
+    return _refuse(given, reason or "the process that should hold its claim ended")
+
+
+def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) -> None:
+    """In a process of its own: claim, tell the prolog, and stay."""
+    from gpuguard.jobs import background, slurm_claim
+
+    try:
+        claim = _claimed(args, given, wait)
+        woken, wake = background.listen((*slurm_claim.ENDING, slurm_claim.WAKING))
+        _write_down("claim", "slurm job", given, claim, f"job {given.job} has GPUs {','.join(given.gpus)} of this node")
+        os.write(tells, b"!")
+    except GpuguardError as error:
+        os.write(tells, str(error).encode())
+        os._exit(1)
+    background.detach({*claim.pass_fds, woken, wake})
+    outcome = slurm_claim.hold(claim, given, woken)
+    claim.release()
+    os.seteuid(0)
+    _write_down("release", "slurm job", given, claim, outcome)
+    os._exit(0)
+
+
+def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
+    from gpuguard.jobs import slurm_claim
+
+    directory, backend = directory_of(args), backend_of(args)
+    if slurm_claim.find(directory, given):  # an epilog that did not run, of a job that was put back
+        slurm_claim.drop(directory, given)
+    try:
+        claim = slurm_claim.take(backend, directory, given, wait=wait)
+    finally:
+        backend.close()
+    slurm_claim.become(given.uid)
+    name = os.environ.get("SLURM_JOB_NAME", "")
+    claim.explain(directory, f"Slurm job {given.job}" + (f": {name}" if name else ""), ())
+    return claim
+
+
+def _refuse(given: Allocation, reason: str) -> int:
+    """Have the job put back, with the reason where its owner and the admin look for it."""
+    reason = " ".join(reason.split())
+    done = slurm_jobs.put_back(given, reason)
+    outcome = done or "not put back"
+    _write_down("slurm", outcome, given, None, reason)
+    print(f"gpuguard: job {given.job} does not start here: {reason} ({outcome}).", file=sys.stderr)
+    time.sleep(KILLED_SECONDS)
+    return 0 if done else 1
+
+
+def _epilog(args: argparse.Namespace) -> int:
+    from gpuguard.jobs import slurm_claim
+
+    given = slurm_jobs.allocation(os.environ)
+    _only_root("epilog")
+    mark_options.choose_log(args)
+    if slurm_claim.drop(directory_of(args), given) is None and given.gpus:
+        time.sleep(FORGOTTEN_SECONDS)
+    return 0
+
+
+def _task_prolog(args: argparse.Namespace) -> int:
+    """What is printed here, slurmstepd reads: `export NAME=VALUE` for the environment, `print TEXT` for the user."""
+    from gpuguard.claims.records import read_record
+
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if not job.isdecimal() or not any(name in os.environ for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS")):
+        return 0
+    claim = read_record(directory_of(args), os.geteuid(), slurm_jobs.claim_id(job))
+    if claim is None:
+        # Somebody else may have them: no prolog ran, or its claim was taken away.
+        reason = f"the GPUs of job {job} are not claimed for it, so nothing starts on them"
+        given = Allocation(job, os.geteuid(), ())
+        done = slurm_jobs.put_back(given, reason)
+        _write_down("slurm", done or "not put back", given, None, reason)
+        print(f"print gpuguard: {reason} ({done or 'not put back'}).")
+        return 1
+    for name, value in (("GPUGUARD_CLAIM", claim.id), ("GPUGUARD_GPUS", ",".join(claim.devices))):
+        print(f"export {name}={value}")
+    return 0
+
+
+def _only_root(what: str) -> None:
+    if os.geteuid() != 0:
+        raise GpuguardError(f"slurmd calls `gpuguard slurm {what}` as root.")
+
+
+def _write_down(kind: str, outcome: str, given: Allocation, claim: Claim | None, message: str) -> None:
+    from gpuguard import history
+    from gpuguard.model import Event
+    from gpuguard.users import user_name
+
+    facts = (("uid", given.uid), ("slurm_job", given.job))
+    devices = tuple(device.uuid for device in claim or ())
+    event = Event(time.time(), kind, outcome, user_name(given.uid), devices, None, given.claim, message[:1000], facts)
+    euid = os.geteuid()
+    if os.getuid() == 0:
+        os.seteuid(0)  # the log is root's
+    written = history.append(event)
+    os.seteuid(euid)
+    if not written:
+        print(f"gpuguard: {history.events_path()} cannot be written.", file=sys.stderr)
+
+
+ACTIONS = {
+    "prolog": Row("claim the GPUs of the job for its owner, or have it put back", _prolog_options, _prolog),
+    "epilog": Row("give the GPUs of the job back", add_source_options, _epilog),
+    "task-prolog": Row("tell the job of its claim", add_source_options, _task_prolog),
+    "setup": Row("show the lines for Slurm's files on this machine", slurm_setup.add_options, slurm_setup.main),
+}

@@ -1,0 +1,73 @@
+"""What a command tells on stderr while it works: lines in a log, or one line of a terminal that is written anew."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from gpuguard.units import format_duration
+
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    from gpuguard.errors import NotEnoughGpus
+
+WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
+
+
+class Telling:
+    """Tells somebody who waits what for: a line of the terminal that is written anew, or one a minute in a log."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
+
+    def missing(self, missing: NotEnoughGpus) -> None:
+        """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
+        text, asked = str(missing), f"wanted {missing.wanted} GPU{'s' * (missing.wanted != 1)}: "
+        self.tell(text.removeprefix(asked) if is_terminal() else text)
+
+    def tell(self, text: str) -> None:
+        """Say it, if it is time; the first time all of its lines in a log."""
+        now, terminal = time.monotonic(), is_terminal()
+        if self._quiet or (self._last and now - self._last < (1.0 if terminal else WAITING_LINE_SECONDS)):
+            return
+        shown = text.splitlines()[0] if self._last else text
+        self._last = now
+        say(f"waiting for {format_duration(round(now - self._began))}: {shown}", again=terminal)
+
+    def done(self) -> None:
+        """Leave a clean line."""
+        if self._last and is_terminal():
+            write("\r\x1b[K")
+        self._last = 0.0
+
+
+def say(text: str, *, again: bool = False) -> None:
+    """Tell the user on stderr; with *again* in one line of the terminal, which the next one overwrites."""
+    from gpuguard.views.text import neutralise, shorten
+
+    lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]
+    if again:
+        write("\r\x1b[K" + shorten(lines[0], _columns() - 1))
+    else:
+        write("\n".join(lines) + "\n")
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(2).columns or 80
+    except OSError:  # it was closed just now
+        return 80
+
+
+def write(text: str) -> None:
+    """To stderr, whatever has become of it: a job must not end because its log or its terminal is gone."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        return
+
+
+def is_terminal() -> bool:
+    """Whether stderr is read by a person right now."""
+    return os.isatty(2)

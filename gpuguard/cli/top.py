@@ -1,0 +1,197 @@
+"""Watch the GPUs: what each does, who has claimed it, who waits, and every process on it.
+
+gpuguard top                     the screen; ? shows its keys, q leaves it
+gpuguard top --user alice -o     only alice's processes, only the GPUs of $CUDA_VISIBLE_DEVICES
+gpuguard top --hosts a,b,c       a line for each of these hosts, over ssh: see docs/fleet.md
+gpuguard top --once              print it and exit
+gpuguard top --backend simulated:DIR
+
+The screen needs textual: pip install 'gpuguard[tui]'.  Without it a plain view is drawn again and again, as by --plain.
+While `gpuguard daemon` runs, its last look is shown; --fresh, or the key f, asks the driver all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+
+from gpuguard.backends import Backend
+from gpuguard.cli import screen
+from gpuguard.cli.choice_options import quantity
+from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
+from gpuguard.cli.options import add_source_options
+from gpuguard.cli.top_feed import Feed
+from gpuguard.cli.who import chosen_devices
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.model import Snapshot
+from gpuguard.units import parse_duration
+from gpuguard.views.text import put, style
+from gpuguard.views.top_history import History
+from gpuguard.views.top_page import page, painted, title
+from gpuguard.views.top_scene import MODES, SORTS, Line, Scene, View
+
+HINT = "pip install 'gpuguard[tui]'"
+_APART = 0.25  # seconds between the two looks of --once: CPU is a rate
+_UNBOUNDED = 10_000  # columns of a pipe: nothing is shortened there
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--user", metavar="NAME", action="append", default=[], help="only this user's (repeatable)")
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        action="append",
+        default=[],
+        help="only these: an index, a uuid or its beginning, 0,GPU-ab",
+    )
+    parser.add_argument("-o", "--only-visible", action="store_true", help="only the GPUs of $CUDA_VISIBLE_DEVICES")
+    parser.add_argument("--compute-only", action="store_true", help="no desktop processes")
+    parser.add_argument(
+        "--filter", metavar="TEXT", default="", help="only processes with these words; user:NAME, gpu:0"
+    )
+    parser.add_argument("--sort", choices=SORTS, default="gpu", help="order of the processes (default: gpu)")
+    parser.add_argument("--tree", action="store_true", help="processes below their parents")
+    parser.add_argument("--mode", choices=MODES, default="auto", help="lines per GPU: 3, 1, or as they fit")
+    parser.add_argument("--every", metavar="D", help="between two looks (default: 1s, with --hosts 10s)")
+    parser.add_argument("--once", action="store_true", help="print it and exit")
+    parser.add_argument("--plain", action="store_true", help="without textual: drawn again and again, no keys")
+    parser.add_argument("--ascii", action="store_true", help="no characters beyond ASCII in bars and trees")
+    parser.add_argument("--light", action="store_true", help="for a light terminal")
+    parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
+    add_fleet_options(parser)
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    if has_hosts(args):
+        from gpuguard.cli import fleet
+
+        return fleet.top(args)
+    every = quantity("--every", args.every or "1s", parse_duration)
+    if every is None or every < 0.1:
+        raise InvalidRequest("--every needs at least 100ms between two looks.")
+    feed = Feed(args, lambda: _opened(args.backend))
+    try:
+        scene = feed.look()  # a fault of the first look ends the command; later ones are shown and may pass
+        view = _view(args, scene.snapshot)
+        if args.once or not sys.stdout.isatty():
+            _once(feed, view)
+        elif args.plain or not _can_draw():
+            _plain(feed, view, scene, every)
+        else:
+            from gpuguard.views.top_app import Top
+
+            Top(feed, view, scene, every, light=args.light).run()
+    finally:
+        # One that hangs in the driver is not waited for: its sampler ends with us.
+        if threading.active_count() == 1:
+            feed.close()
+    return 0
+
+
+def _opened(name: str) -> Backend:
+    """The backend behind a process border: copied off while there are no threads, a new interpreter later on."""
+    from gpuguard.backends import sampler
+    from gpuguard.backends.isolated import Isolated, prepared
+
+    if threading.active_count() > 1:
+        return Isolated(name, sampler.start_by_spawn, None, None)
+    return Isolated(name, sampler.start_by_spawn, prepared(name) or sampler.start_by_fork(name), _slow)
+
+
+def _slow(text: str) -> None:
+    print(f"gpuguard: {text}", file=sys.stderr)
+
+
+def _view(args: argparse.Namespace, snapshot: Snapshot) -> View:
+    devices = chosen_devices(snapshot, args.device) if args.device else frozenset()
+    if args.only_visible:
+        visible = visible_devices(snapshot, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        devices = devices & visible if devices else visible
+        if not devices:
+            raise InvalidRequest("no GPU is visible: see $CUDA_VISIBLE_DEVICES and --device.")
+    encoding = (sys.stdout.encoding or "ascii").lower()
+    return View(
+        mode=args.mode,
+        sort=args.sort,
+        users=frozenset(args.user),
+        devices=devices,
+        text=args.filter,
+        compute_only=args.compute_only,
+        tree=args.tree,
+        ascii_only=args.ascii or not encoding.startswith("utf"),
+    )
+
+
+def visible_devices(snapshot: Snapshot, value: str | None) -> frozenset[str]:
+    """The uuids that CUDA_VISIBLE_DEVICES names: all when it is not set; as CUDA does, up to the first wrong word."""
+    if value is None:
+        return frozenset(device.uuid for device in snapshot.devices)
+    found: set[str] = set()
+    for word in filter(None, (part.strip() for part in value.split(","))):
+        here = {
+            device.uuid
+            for device in snapshot.devices
+            if (word == str(device.index) and not device.parent_uuid) or device.uuid.startswith(word)
+        }
+        if not here or (not word.isdigit() and len(here) > 1):
+            break
+        found |= here
+    return frozenset(device.uuid for device in snapshot.devices if found & {device.uuid, device.parent_uuid})
+
+
+def _can_draw() -> bool:
+    """Whether textual is there and the terminal is one; says how to get it when it is not."""
+    if os.environ.get("TERM", "dumb") in ("dumb", "unknown") or not sys.stdin.isatty():
+        return False
+    return importlib.util.find_spec("textual") is not None
+
+
+def _once(feed: Feed, view: View) -> None:
+    time.sleep(_APART)
+    scene, history = feed.look(), History()
+    history.add(scene)
+    put(_lines(scene, history, replace(view, past=False), *screen.size()), sys.stdout)
+
+
+def _plain(feed: Feed, view: View, scene: Scene, every: float) -> None:
+    """Draw it again every *every* seconds until Ctrl-C, always at the same place."""
+    former, history = signal.signal(signal.SIGTERM, screen.leave), History()
+    trouble: str | None = None
+    try:
+        sys.stdout.write(screen.ENTER + screen.HIDE_CURSOR)
+        while True:
+            if trouble is None:
+                history.add(scene)
+            columns, rows = screen.size()
+            room = max(3, (rows or 24) - 2)
+            body = _lines(scene, history, view, columns, room)
+            hint = trouble or f"Ctrl-C leaves.  For keys, mouse and signals: {HINT}"
+            lines = [*body[:room], *[""] * (room - len(body)), hint[:columns]]
+            put([screen.drawn(lines)], sys.stdout)
+            sys.stdout.flush()
+            time.sleep(every)
+            try:
+                scene, trouble = feed.look(), None
+            except GpuguardError as error:
+                trouble = " ".join(str(error).split())
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        sys.stdout.write(screen.SHOW_CURSOR + screen.LEAVE)
+        sys.stdout.flush()
+
+
+def _lines(scene: Scene, history: History, view: View, columns: int | None, rows: int | None) -> list[str]:
+    width = columns or _UNBOUNDED
+    if columns is None and view.mode == "auto":
+        view = replace(view, mode="compact")
+    lines: list[Line] = [title(scene, view, min(width, 200)), *page(scene, history, view, width, rows or 60)]
+    return painted(lines, style(sys.stdout, os.environ))

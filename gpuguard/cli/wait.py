@@ -1,0 +1,137 @@
+"""Wait until a request fits, print the devices that it would get, and claim nothing.
+
+gpuguard wait -n 1                            stands in line like `gpuguard run`, and returns when it is its turn
+gpuguard wait -n 2 --wait 1h || echo no       exit 124 when it takes longer; with --no-wait 1 when not now
+gpuguard wait -n 1 --notify me@example.org    and sends a mail; or to a webhook, a program, a chat (env:NAME)
+
+The devices are not held for you afterwards: `gpuguard run` claims them.  Exit codes: 0 it fits, 1 not now or never,
+2 wrong usage, 4 the driver cannot be reached, 124 the time to wait ran out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+
+from gpuguard import actions
+from gpuguard.cli.choice_options import add_choice_options, request_of
+from gpuguard.cli.line_options import add_line_options, alternatives_of, follow, priority_of, wait_of
+from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli.telling import Telling, say
+from gpuguard.errors import InvalidRequest
+from gpuguard.lock import acquire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpuguard.notify import Target
+
+_TERMINAL = "terminal"
+_WORDS = ("gpuguard", "wait")  # what others see of it
+_SMTP = re.compile(r"smtp://([A-Za-z0-9.-]+)(?::([0-9]{1,5}))?/([^/]+@[^/]+)")
+_LOOPBACK = ("localhost", "127.0.0.1")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_choice_options(parser)
+    add_line_options(parser)
+    group = parser.add_argument_group("the answer")
+    group.add_argument(
+        "--notify",
+        metavar="WHERE",
+        nargs="?",
+        const=_TERMINAL,
+        help="ring the bell of the terminal, or tell a mail address (by sendmail, or smtp://SERVER/ADDRESS), an "
+        "https:// address, a program (its path), or a chat whose address stands in a variable (env:NAME, by the extra "
+        "notify)",
+    )
+    group.add_argument("--quiet", action="store_true", help="say nothing while waiting")
+    group.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    request, ways, wait = request_of(args), alternatives_of(args), wait_of(args)
+    target = _target(args.notify)
+    directory, backend = directory_of(args), backend_of(args)
+    telling, priority = Telling(args.quiet), priority_of(args)
+    try:
+        follow(args, directory, [request, *ways], None, priority, _WORDS)
+        # For a moment it is claimed: so the answer is what `run` would have got, and not a guess.
+        claim = acquire(
+            backend,
+            request,
+            directory,
+            alternatives=ways,
+            wait=wait,
+            command=_WORDS,
+            priority=priority,
+            on_wait=telling.missing,
+        )
+        devices = claim.devices
+        claim.release()
+    except KeyboardInterrupt:
+        telling.done()
+        actions.die_of(signal.SIGINT)
+    finally:
+        telling.done()
+        backend.close()
+    names = ",".join(device.uuid if device.parent_uuid else str(device.index) for device in devices)
+    if args.json:
+        from gpuguard.views.text import json_text
+
+        found = [{"index": device.index, "uuid": device.uuid} for device in devices]
+        sys.stdout.write(json_text({"schema": 1, "devices": found}) + "\n")
+    else:
+        sys.stdout.write(f"{names}\n")
+    sys.stdout.flush()
+    if target is not None:
+        _tell(target, names)
+    return 0
+
+
+def _target(where: str | None) -> str | Target | None:
+    """The target of notify that *where* means; a wrong one is said before anybody waits for hours."""
+    if where is None or where == _TERMINAL:
+        return where
+    from gpuguard.notify import problems
+
+    try:
+        target = _meant(where)
+        for problem in problems({"--notify": target}):
+            raise InvalidRequest(problem.removeprefix("--notify: "))
+    except InvalidRequest as fault:
+        raise InvalidRequest(f"--notify {where}: {fault}") from None
+    return target
+
+
+def _meant(where: str) -> Target:
+    from gpuguard.notify import Apprise, Email, Hook, Secret, Webhook
+
+    if where.startswith("env:"):
+        return Apprise(Secret(env=where[4:]))
+    if found := _SMTP.fullmatch(where):
+        server, port, address = found.groups()
+        return Email(
+            (address,), server=server, port=int(port or 0), security="none" if server in _LOOPBACK else "starttls"
+        )
+    if "://" in where:
+        return Webhook(where)
+    return Hook((where,)) if where.startswith("/") else Email((where,))
+
+
+def _tell(target: str | Target, names: str) -> None:
+    if isinstance(target, str):
+        if os.isatty(2):
+            sys.stderr.write("\a")
+        return
+    from gpuguard.messages import Message
+    from gpuguard.notify.delivery import attempt
+
+    host = os.uname().nodename
+    text = f"gpuguard wait: GPU {names} of {host} would fit now.\nNobody keeps it for you: `gpuguard run` claims it.\n"
+    sent, why = attempt(target, Message(f"GPU {names} of {host} {'are' if ',' in names else 'is'} free", text))
+    if not sent:
+        say(f"the message could not be sent: {why}.")

@@ -1,0 +1,168 @@
+"""Show the machine in a browser: devices, processes, claims, the waiting line, events, charts.  It changes nothing.
+
+gpuguard web                                          http://127.0.0.1:8466
+gpuguard web --listen unix:/run/user/1000/gpus.sock   for a proxy
+gpuguard web --listen 0.0.0.0:8466 --host gpu1.example.org --token-file /etc/gpuguard/web-token
+
+On another address than loopback a token is needed, since whoever sees the page sees who runs what; put a proxy with TLS
+before it.  Needs the extra web: pip install 'gpuguard[web]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from typing import Any
+
+from gpuguard.backends import Backend
+from gpuguard.cli.looking import Source
+from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.model import NVLINK_FLOW, PCIE, Snapshot
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_EVENTS = 30  # newest lines of the audit log
+_TAIL_BYTES = 64 * 1024
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        default="127.0.0.1:8466",
+        help="HOST:PORT, [HOST]:PORT or unix:PATH (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a further name by which browsers ask for the page, as behind a proxy (repeatable)",
+    )
+    parser.add_argument("--token-file", metavar="PATH", help="holds what browsers must know; readable by you alone")
+    parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
+    add_source_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    host, _, path = address_of(args.listen)
+    token = read_token(args.token_file) if args.token_file else None
+    if path is None and host not in _LOOPBACK and token is None:
+        raise InvalidRequest(
+            f"--listen {args.listen} lets everybody on the network see who runs what: add --token-file PATH, made by\n"
+            "`(umask 077; head -c 24 /dev/urandom | base64 > web-token)`, and put a proxy with TLS before it."
+        )
+    signal.signal(signal.SIGTERM, _end)
+    source = _Source(args)
+    try:
+        source.sample()  # a driver that cannot be reached is said here, and not in a browser
+        _serve(args, source, token)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        source.close()
+    return 0
+
+
+def _end(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None:
+    try:
+        import uvicorn
+
+        from gpuguard.web.feed import Feed
+        from gpuguard.web.listening import Connection, listening
+        from gpuguard.web.server import application
+    except ImportError as error:
+        raise GpuguardError(f"{error.name} is missing: pip install 'gpuguard[web]'.") from None
+    host, port, path = address_of(args.listen)
+    own = (host, f"[{host}]") if path is None else ()
+    hosts = frozenset(name.lower() for name in ("localhost", "127.0.0.1", "[::1]", *own, *args.host))
+    settings = uvicorn.Config(
+        application(Feed(source, directory_of(args), newest_events), hosts, token),
+        http=Connection,
+        ws="none",
+        loop="asyncio",
+        log_level="error",  # else every bad request of a stranger is a line
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=10,
+        timeout_graceful_shutdown=1,
+    )
+    with listening(host, port, path) as ours:
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}/" if path is None else f"unix:{path}"
+        print(f"gpuguard: {where}{'?token=...' if token else ''}  (Ctrl-C ends it)", file=sys.stderr)
+        uvicorn.Server(settings).run(sockets=[ours])
+
+
+class _Source(Source):
+    """Also what goes over PCIe and NVLink, by a backend of its own: the other one may belong to the daemon."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        self._asked, self._further = args, None
+
+    _further: Backend | None
+
+    def throughput(self) -> Snapshot | None:
+        """The machine with what goes over PCIe and NVLink."""
+        self._further = self._further or backend_of(self._asked)
+        return self._further.sample({PCIE, NVLINK_FLOW})
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        super().close()
+        if self._further:
+            self._further.close()
+
+
+def address_of(text: str) -> tuple[str, int, str | None]:
+    """(host, port, None), or ("", 0, path of a socket)."""
+    if text.startswith("unix:"):
+        return "", 0, os.path.abspath(text.removeprefix("unix:"))
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InvalidRequest(f"--listen {text}: write HOST:PORT, as in 127.0.0.1:8466, or unix:PATH.")
+    return host.strip("[]"), int(port), None
+
+
+def read_token(path: str) -> str:
+    """The token in a file that nobody else can read."""
+    try:
+        with open(path, encoding="ascii") as file:
+            status = os.fstat(file.fileno())
+            token = file.read(1024).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"--token-file {path}: it cannot be read: {error}.") from None
+    if status.st_mode & 0o077:
+        raise InvalidRequest(f"--token-file {path}: others can read it.  Run `chmod 600 {path}`.")
+    if len(token) < 16 or not token.isprintable() or set(token) & set(' ;,"\\'):
+        raise InvalidRequest(f"--token-file {path}: a token has at least 16 letters, digits and signs like - _ + / =.")
+    return token
+
+
+def newest_events() -> list[dict[str, Any]]:
+    """The newest lines of the audit logs that this user may read, oldest first."""
+    from gpuguard.history import MACHINE_EVENTS, events_path
+    from gpuguard.views import events
+
+    lines: list[bytes] = []
+    for path in dict.fromkeys((events_path(), MACHINE_EVENTS)):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        with os.fdopen(descriptor, "rb") as file:
+            try:
+                size = os.fstat(descriptor).st_size
+                file.seek(max(0, size - _TAIL_BYTES))
+                lines += file.read().split(b"\n")[1 if size > _TAIL_BYTES else 0 :]
+            except OSError:
+                continue
+    found, _ = events.decoded(lines)
+    newest = sorted(found, key=lambda line: line["time_unix_seconds"])[-_EVENTS:]
+    return [{"time": line["time_unix_seconds"], "text": events.to_text(line)} for line in newest]

@@ -1,0 +1,221 @@
+"""Jobs of Slurm as programs on a node meet them: what a prolog is told, who belongs to a job, what becomes of it.
+
+Who belongs to a job is told by its slurmstepd: a process of root's, which Slurm starts for each step on each node and
+which ends after the last process of the step.  A process's environment is its owner's, and says nothing.
+Does not claim anything: see jobs/slurm_claim.  For the whole node see slurm_node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuguard.errors import ClaimError, InvalidRequest
+from gpuguard.model import Device
+
+SECONDS = 20.0  # for an answer of the controller
+_OVER = frozenset({
+    "PENDING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
+    "OUT_OF_MEMORY", "REVOKED", "SPECIAL_EXIT", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED",
+})  # fmt: skip
+_TITLE = re.compile(rb"slurmstepd: \[(\d+)(?:\+\d+)?\.([\w+]+)\]")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm has given to a job on this node, as it tells a prolog.
+
+    Args:
+        job: its number.
+        uid: of its owner.
+        gpus: numbers of device files, or uuids of MIG instances.
+        restarts: how often it was put back into the queue.
+    """
+
+    job: str
+    uid: int
+    gpus: tuple[str, ...]
+    restarts: int = 0
+
+    @property
+    def claim(self) -> str:
+        """The id of its claim."""
+        return claim_id(self.job)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command of Slurm's said."""
+
+    status: int
+    output: str
+    fault: str
+
+
+def claim_id(job: str) -> str:
+    """``"slurm12"``: of the claim for the devices of job 12."""
+    return f"slurm{job}"
+
+
+def job_of_claim(claim: str) -> str | None:
+    """The number of the job whose claim has that id, or in which it was made; None for claims of no job.
+
+    ``slurm12`` is the prolog's, ``slurm12.5f0e`` lies inside of it, and a program made ``slurm12-5f0e`` without one.
+    """
+    found = re.fullmatch(r"slurm(\d+)(?:[.-][\w.]+)?", claim)
+    return found[1] if found else None
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation:
+    """What the environment of a prolog or an epilog says.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    job, uid = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_JOB_UID", environ.get("SLURM_UID", ""))
+    if not job.isdecimal() or not uid.isdecimal():
+        raise InvalidRequest(
+            "SLURM_JOB_ID and SLURM_JOB_UID are not set: slurmd calls this, as Prolog= and Epilog= in slurm.conf.  "
+            "`gpuguard slurm setup --print` shows the lines."
+        )
+    gpus = tuple(part for part in environ.get("SLURM_JOB_GPUS", "").split(",") if part)
+    restarts = environ.get("SLURM_JOB_RESTART_COUNT", "0")
+    return Allocation(job, int(uid), gpus, int(restarts) if restarts.isdecimal() else 0)
+
+
+def devices_of(gpus: Sequence[str], devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices that Slurm means: its numbers are those of the files /dev/nvidiaN.
+
+    Raises:
+        ClaimError: one cannot be found.
+    """
+    whole = [device for device in devices if device.parent_uuid is None]
+    by_file = all(device.minor_number is not None for device in whole)
+    named = {str(device.minor_number if by_file else device.index): device for device in whole}
+    named |= {device.uuid: device for device in devices}
+    found = []
+    for gpu in gpus:
+        if gpu not in named:
+            shown = ", ".join(sorted(name for name in named if name.isdecimal())) or "none"
+            raise ClaimError(f"Slurm's GPU {gpu} is none of the driver's ({shown}): do gres.conf and machine agree?")
+        found.append(named[gpu])
+    divided = {device.parent_uuid for device in devices}
+    if whole_one := next((device for device in found if device.uuid in divided), None):
+        raise ClaimError(f"GPU {whole_one.index} is divided into MIG instances, and Slurm does not say which it means.")
+    return tuple(found)
+
+
+def steps(job: str | None = None) -> dict[int, tuple[str, str]]:
+    """pid -> (job, step) of the living slurmstepd, of one job or of all; the step is "0", "batch", "extern" ..."""
+    found = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        step = step_of(int(name))
+        if step and job in (None, step[0]):
+            found[int(name)] = step
+    return found
+
+
+def step_of(pid: int) -> tuple[str, str] | None:
+    """The job and the step for which a process is slurmstepd; None when it is none."""
+    try:
+        # Its title is written over its command line.  Only root's counts: anybody can call himself so.
+        with open(f"/proc/{pid}/cmdline", "rb") as words:
+            title = _TITLE.match(words.read(200))
+        if title is None or os.stat(f"/proc/{pid}").st_uid not in (0, os.getuid()):
+            return None
+    except OSError:
+        return None
+    return title[1].decode(), title[2].decode()
+
+
+def ask(*words: str, seconds: float = SECONDS) -> Answer | None:
+    """What a command of Slurm's answers; None when it cannot be started, or hangs."""
+    program = shutil.which(words[0]) or shutil.which(words[0], path="/usr/bin:/usr/local/bin:/opt/slurm/bin")
+    if program is None:
+        return None
+    environment = {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
+    try:
+        done = subprocess.run(
+            [program, *words[1:]],
+            env={"PATH": os.defpath, **environment, "LC_ALL": "C.UTF-8"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return Answer(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip())
+
+
+def is_over(given: Allocation) -> bool | None:
+    """Whether the controller knows that the job does not have its devices any more; None: it does not say."""
+    answer = ask("scontrol", "show", "job", "-o", given.job)
+    if answer is None:
+        return None
+    if answer.status:
+        return True if "Invalid job id" in answer.fault else None
+    facts = dict(re.findall(r"(?:^|\s)(JobState|Restarts)=(\w+)", answer.output))
+    if "JobState" not in facts:
+        return None
+    return facts["JobState"] in _OVER or facts.get("Restarts", "0") != str(given.restarts)
+
+
+def job_of(pids: Sequence[int]) -> str | None:
+    """The job of a process, by the first slurmstepd among it and its ancestors, or by its cgroup; None: of no job."""
+    for pid in pids:
+        if step := step_of(pid):
+            return step[0]
+    try:
+        with open(f"/proc/{pids[0]}/cgroup", encoding="utf-8", errors="replace") as lines:
+            found = re.search(r"/slurm[^\n]*/job_(\d+)(?:/|$)", lines.read(), re.MULTILINE)
+    except (OSError, IndexError):
+        return None
+    return found[1] if found else None
+
+
+def against_cancelling(job: str | None, uid: int | None) -> str | None:
+    """Why the job must not be cancelled for what a user does; None when it is his and runs."""
+    if job is None:
+        return "it belongs to no Slurm job"
+    answer = ask("scontrol", "show", "job", "-o", job)
+    if answer is None or answer.status:
+        return f"Slurm says nothing about job {job}: {answer.fault if answer else 'it does not answer'}"
+    # What users write into their jobs can only add to these, and then nobody is meant.
+    if set(re.findall(r"(?:^|\s)UserId=\S*\((\d+)\)", answer.output)) != {str(uid)}:
+        return f"job {job} is not the one of uid {uid}"
+    states = set(re.findall(r"(?:^|\s)JobState=(\w+)", answer.output))
+    return None if states == {"RUNNING"} else f"job {job} does not run"
+
+
+def cancel(job: str) -> str | None:
+    """End a job; None when Slurm does it, else why not."""
+    answer = ask("scancel", job)
+    return None if answer and answer.status == 0 else (answer.fault if answer else "scancel cannot be called")
+
+
+def contains() -> bool:
+    """Whether each job has a slurmstepd from its first to its last moment on a node: PrologFlags=Contain."""
+    answer = ask("scontrol", "show", "config")
+    return bool(answer and re.search(r"^PrologFlags\s*=.*\bContain\b", answer.output, re.MULTILINE))
+
+
+def put_back(given: Allocation, reason: str) -> str | None:
+    """Have a job that must not start here put back into the queue, or ended where Slurm cannot do that (srun, salloc).
+
+    The reason stands in its AdminComment then.
+
+    Returns:
+        "requeued" or "cancelled"; None when Slurm did neither.
+    """
+    ask("scontrol", "update", f"JobId={given.job}", f"AdminComment=gpuguard: {reason}"[:1000])
+    answer = ask("scontrol", "requeue", given.job)
+    if answer and answer.status == 0:
+        return "requeued"
+    ask("scontrol", "notify", given.job, f"gpuguard: {reason}"[:1000])
+    answer = ask("scancel", given.job)
+    return "cancelled" if answer and answer.status == 0 else None

@@ -1,0 +1,277 @@
+"""On a node of a Slurm cluster: to whom Slurm has given which device, for the guard.
+
+`scontrol` is asked, because only the controller knows it all: an allocation without a step (salloc) leaves no trace on
+the node, and what stands in a process's environment can be written there by its owner.  Everything that is not certain
+counts in favour of people: a job whose devices are not told may have any of them, whoever started a process after the
+list was made may have got a device since, and where Slurm's numbers may not be the driver's, nothing is said at all.
+What users can write into the list (names of jobs) can only name more people, never fewer.
+Asks in a thread of its own and waits for nothing.  Does not judge: see the rule outside_scheduler.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuguard.model import Device, Snapshot
+
+# A node has one of these; the last is that of a cluster whose nodes fetch their configuration.
+TRACES = (
+    "/run/slurmd.pid", "/run/slurm/slurmd.pid", "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf",
+    "/run/slurm/conf/slurm.conf", "/var/spool/slurmd/conf-cache/slurm.conf",
+)  # fmt: skip
+ASK_SECONDS = 30.0  # between two questions; the controller answers with all jobs of the cluster
+REST = 50.0  # and at least so many times as long as the last answer took: a large cluster is asked more rarely
+TIMEOUT_SECONDS = 15.0
+STALE_SECONDS = 180.0  # after which an answer says nothing any more
+TICKS_SECONDS = 2.0  # a process that started so shortly before the question may be of a job that was not in it
+
+_OVER = frozenset({
+    "PENDING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
+    "OUT_OF_MEMORY", "REVOKED", "SPECIAL_EXIT", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED",
+})  # fmt: skip
+_OUT_OF_SERVICE = ("DOWN", "DRAIN", "FAIL", "MAINT", "RESERVED", "UNKNOWN", "FUTURE", "POWER")
+_DETAIL = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
+_GRES = re.compile(r"(?:^|,)(gpu|mps|shard)\b([^,()]*)(\([^)]*\))?")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has something of this node."""
+
+    uids: frozenset[int]  # of its owner; more than one when its name was made to look like more
+    gpus: frozenset[int] | None  # Slurm's numbers of the GPUs that it has on this node; None: not told
+
+
+@dataclass(frozen=True)
+class Node:
+    """What Slurm says of this node.
+
+    Args:
+        name: Slurm's.
+        gpus: how many it gives away, if they are of one type: it numbers those of several in an order of its own.
+        in_service: whether what no job has is nobody's; on a node that is drained an admin may use it by hand.
+    """
+
+    name: str
+    gpus: int
+    in_service: bool
+
+
+Answer = tuple[float, Node, tuple[Job, ...]]  # when it was asked for, on the boot clock
+
+
+def node_of(text: str, host: str) -> Node | None:
+    """The node out of `scontrol show node -o NAME`; None when it is not *host*, the first part of our name."""
+    facts: dict[str, str] = dict(re.findall(r"(?:^|\s)(NodeName|NodeHostName|Gres|State)=(\S+)", text))
+    if "NodeName" not in facts or facts.get("NodeHostName", facts["NodeName"]).partition(".")[0] != host:
+        return None
+    gpus = [re.fullmatch(r"gpu(?::[^:()]+)*?:(\d+)(?:\(.*\))?", one) for one in _listed(facts.get("Gres", ""))]
+    state = facts.get("State", "UNKNOWN")
+    counts = [int(one[1]) for one in gpus if one]
+    return Node(
+        facts["NodeName"],
+        counts[0] if len(counts) == 1 else 0,
+        not any(word in state for word in _OUT_OF_SERVICE) and not state.endswith("*"),
+    )
+
+
+def jobs_on(text: str, node: str) -> tuple[Job, ...]:
+    """The living jobs on *node* out of `scontrol show job -d -o`, one job per line."""
+    jobs = []
+    for line in text.splitlines():
+        states = re.findall(r"(?:^|\s)JobState=(\w+)", line)
+        nodes = [name for found in re.findall(r"(?:^|\s)NodeList=(\S+)", line) for name in names(found)]
+        details = [gres for found, gres in _DETAIL.findall(line) if node in names(found)]
+        if (not details and node not in nodes) or (states and _OVER.issuperset(states)):
+            continue
+        told = [numbers for gres in details for numbers in _gpus_in(gres)]
+        known = bool(details) and None not in told
+        gpus = frozenset(number for numbers in told for number in numbers or ()) if known else None
+        jobs.append(Job(frozenset(map(int, re.findall(r"(?:^|\s)UserId=\S*\((\d+)\)", line))), gpus))
+    return tuple(jobs)
+
+
+def given(
+    jobs: Sequence[Job], node: Node, devices: Sequence[Device], newcomers: frozenset[int] = frozenset()
+) -> Mapping[str, frozenset[int]]:
+    """uuid -> users to whom Slurm has given the device, for devices of which that is certain.
+
+    Args:
+        jobs: all living ones of this node.
+        node: of which they are.
+        devices: of the driver.
+        newcomers: uids that may have got any device since the jobs were listed.
+    """
+    if misnumbered(node, devices):
+        return {}
+    gpus = sorted(devices, key=lambda device: device.index)
+    anywhere = newcomers.union(*(job.uids for job in jobs if job.gpus is None))
+    mapping = {}
+    for number, device in enumerate(gpus):
+        users: frozenset[int] = frozenset().union(*(job.uids for job in jobs if number in (job.gpus or ())))
+        if users or node.in_service:
+            mapping[device.uuid] = users | anywhere
+    return mapping
+
+
+def misnumbered(node: Node, devices: Sequence[Device]) -> str | None:
+    """Why Slurm's numbers may mean other devices than the driver's; None when they mean the same."""
+    minors = [one.minor_number for one in sorted(devices, key=lambda one: one.index) if one.minor_number is not None]
+    if any(device.parent_uuid for device in devices):
+        return "GPUs are divided into MIG instances, and which one Slurm means by a number is not known"
+    if len(devices) != node.gpus:
+        return f"Slurm gives away {node.gpus or 'no'} GPUs of one type here, and the driver shows {len(devices)}"
+    return "the driver numbers the GPUs in another order than /dev/nvidia*" if minors != sorted(minors) else None
+
+
+def names(hostlist: str) -> list[str]:
+    """["n1", "n08", "n09"] of "n1,n[08-09]"; a name with two brackets stays as it is."""
+    found: list[str] = []
+    for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?[^,\[\]]*", hostlist):
+        start, bracket, rest = part.partition("[")
+        inner, _, end = rest.partition("]")
+        if not bracket:
+            found.append(part)
+        for numbers in inner.split(",") if bracket else ():
+            first, _, last = numbers.partition("-")
+            if first.isdecimal() and (last or first).isdecimal() and int(last or first) - int(first) < 10_000:
+                found += [f"{start}{n:0{len(first)}}{end}" for n in range(int(first), int(last or first) + 1)]
+    return found
+
+
+def _listed(gres: str) -> list[str]:
+    return re.findall(r"[^,(]+(?:\([^)]*\))?", gres)
+
+
+def _gpus_in(gres: str) -> Iterator[frozenset[int] | None]:
+    """The numbers that each GPU resource of "gpu:tesla:2(IDX:0-1),shard:1(1/8,0/8)" names, None where it names none."""
+    for _, count, place in _GRES.findall(gres):
+        index = re.fullmatch(r"\(IDX:([\d,-]*)\)", place)
+        if index:
+            spans = [one.partition("-") for one in index[1].split(",") if one]
+            yield frozenset(n for first, _, last in spans for n in range(int(first), int(last or first) + 1))
+        elif not count.endswith(":0"):
+            yield None
+
+
+def is_here(root: str = "/") -> bool:
+    """Whether this machine is, or may be, a node of a Slurm cluster."""
+    return any(os.path.exists(os.path.join(root, trace.lstrip("/"))) for trace in TRACES)
+
+
+def scontrol(*words: str) -> str | None:
+    """What `scontrol` answers; None when it does not."""
+    program = shutil.which("scontrol") or shutil.which("scontrol", path="/usr/local/bin:/opt/slurm/bin")
+    if program is None:
+        return None
+    environment = {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
+    try:
+        done = subprocess.run(
+            [program, *words],
+            env={**environment, "LC_ALL": "C.UTF-8"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+
+class SlurmNode:
+    """Slurm's side of this node, as of some seconds ago.
+
+    Args:
+        ask: sends words to `scontrol`.
+        host: the first part of this machine's name.
+        is_root: whether Slurm shows us everybody's jobs in any case; others see them without PrivateData=jobs.
+        every: seconds between two questions.
+        say: told, in words, when and why nothing is known of this node, each reason once in a row.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[..., str | None] = scontrol,
+        host: str | None = None,
+        *,
+        is_root: bool | None = None,
+        every: float = ASK_SECONDS,
+        say: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self._ask, self._every, self._say = ask, every, say
+        self._host = host or socket.gethostname().partition(".")[0]
+        self._is_root = os.geteuid() == 0 if is_root is None else is_root
+        self._hidden = False  # whether the jobs of others are
+        self._answer: Answer | None = None
+        self._failed = False  # whether the last question was not answered
+        self._next = 0.0
+        self._told: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def given(self, snapshot: Snapshot) -> Mapping[str, frozenset[int]] | None:
+        """As given(), by the last answer, and None where there is no Slurm; asks again where it is time."""
+        here, now = is_here(), time.monotonic()
+        if here and now >= self._next and not (self._thread and self._thread.is_alive()):
+            self._next = now + self._every
+            self._thread = threading.Thread(target=self.learn, name="gpuguard-slurm", daemon=True)
+            self._thread.start()
+        answer = self._answer
+        if answer and not 0 <= snapshot.clock - answer[0] <= STALE_SECONDS:
+            answer = None
+        self._tell(here, answer, snapshot)
+        if answer is None or not here:
+            return {} if here else None
+        asked, node, jobs = answer
+        newcomers = {
+            process.uid
+            for device in snapshot.devices
+            for process in device.processes or ()
+            if process.uid is not None and (process.start_time or asked) >= asked - TICKS_SECONDS
+        }
+        return given(jobs, node, snapshot.devices, frozenset(newcomers))
+
+    def _tell(self, here: bool, answer: Answer | None, snapshot: Snapshot) -> None:
+        """Say why the rule holds nowhere; somebody wrote it, or nobody would ask here."""
+        why = misnumbered(answer[1], snapshot.devices) if answer else None
+        if not here:
+            why = "this is no node of a Slurm cluster: it has neither a slurmd nor a slurm.conf"
+        elif self._hidden:
+            why = "slurm.conf has PrivateData=jobs, which shows the jobs of others to a daemon of root alone"
+        elif answer is None and self._failed:
+            why = f"`scontrol show node -o {self._host}` or `scontrol show job -a -d -o` fails"
+        if why and why != self._told:
+            self._say(f"outside_scheduler does not fire: {why}")
+        self._told = why
+
+    def learn(self) -> None:
+        """Ask now, and wait for the answer."""
+        if not is_here():
+            return
+        asked, began = time.clock_gettime(time.CLOCK_BOOTTIME), time.monotonic()
+        found = self._ask("show", "node", "-o", self._host)
+        node = node_of(found, self._host) if found else None
+        shown = self._shows_all() if node else None
+        listed = self._ask("show", "job", "-a", "-d", "-o") if shown else None
+        self._hidden = shown is False
+        took = time.monotonic() - began
+        self._next = began + max(self._every, REST * took)
+        # No answer changes nothing: the last one is good until it is stale.
+        self._failed = node is None or listed is None
+        if node is not None and listed is not None:
+            self._answer = asked, node, jobs_on(listed, node.name)
+
+    def _shows_all(self) -> bool | None:
+        """Whether we are shown everybody's jobs; None when that is not told."""
+        if self._is_root:
+            return True
+        found = re.search(r"^PrivateData\s*=\s*(.*)$", self._ask("show", "config") or "", re.MULTILINE)
+        return "jobs" not in found[1].split(",") if found else None

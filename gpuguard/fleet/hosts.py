@@ -1,0 +1,82 @@
+"""Names of hosts, as ssh takes them: ``gpu1``, ``alice@gpu1``, ``ssh://alice@gpu1:2222``, an alias of ~/.ssh/config.
+
+A name becomes a word of ssh's command line, and ssh puts it into ProxyCommand and Match exec of its user's
+configuration, which a shell runs: so a name is letters, digits and ``. _ - :``, and never begins like an option.
+Does not look anything up.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from gpuguard.errors import InvalidRequest
+
+MOST = 10_000
+_FILE_BYTES = 2**20
+_WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*)"
+_V6 = r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*"
+_USER = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(?:@[A-Za-z0-9_.-]+)?"  # user@corp.example@host: ssh splits at the last one
+_HOST = re.compile(rf"(?:{_USER}@)?(?:{_WORD}|{_V6})|ssh://(?:{_USER}@)?(?:{_WORD}|\[{_V6}\])(?::\d{{1,5}})?")
+_RANGE = re.compile(r"([^\[\]]*)\[(\d{1,5})-(\d{1,5})\]([^\[\]]*)")
+
+
+def host_names(text: str | None, path: str | None) -> tuple[str, ...]:
+    """The hosts of ``--hosts`` and of ``--hosts-file``, each once, in the order in which they stand there.
+
+    Raises:
+        InvalidRequest: a name that ssh must not see, too many, none, or a file that cannot be read.
+    """
+    named: list[str] = []
+    if text is not None:
+        for word in text.split(","):
+            named += _checked(word.strip(), "--hosts")
+    if path is not None:
+        for number, line in enumerate(_lines(path), 1):
+            for word in line.partition("#")[0].replace(",", " ").split():
+                named += _checked(word, f"{path}:{number}")
+    found = tuple(dict.fromkeys(named))
+    if not found:
+        raise InvalidRequest(f"{path or '--hosts'} names no host: write them like --hosts gpu1,gpu2, or one per line.")
+    if len(found) > MOST:
+        raise InvalidRequest(
+            f"{len(found)} hosts are more than the {MOST} that can be asked at once.  "
+            "Prometheus is made for that many: see docs/scale.md."
+        )
+    return found
+
+
+def _checked(word: str, where: str) -> list[str]:
+    names = _spread(word)
+    for name in names:
+        if len(name) > 255 or not _HOST.fullmatch(name):
+            raise InvalidRequest(
+                f"{where}: {name[:60]!r} is no name of a host.  Write gpu1, alice@gpu1, ssh://alice@gpu1:2222 or "
+                "gpu[01-16]; whatever else it needs belongs into ~/.ssh/config, under an alias."
+            )
+    return names
+
+
+def _spread(word: str) -> list[str]:
+    """``["gpu08", "gpu09", "gpu10"]`` of ``gpu[08-10]``."""
+    found = _RANGE.fullmatch(word)
+    if not found:
+        return [word]
+    before, first, last, behind = found.groups()
+    if int(last) < int(first) or int(last) - int(first) >= MOST:
+        raise InvalidRequest(f"{word[:60]!r}: the range goes from {first} to {last}; at most {MOST} hosts, upwards.")
+    return [f"{before}{number:0{len(first)}}{behind}" for number in range(int(first), int(last) + 1)]
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        if path == "-":
+            content = sys.stdin.buffer.read(_FILE_BYTES + 1)
+        else:
+            with open(path, "rb") as file:
+                content = file.read(_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequest(f"--hosts-file: {path} cannot be read: {error.strerror}.") from None
+    if len(content) > _FILE_BYTES:
+        raise InvalidRequest(f"--hosts-file: {path} is larger than 1MiB: it should hold one host per line.")
+    return content.decode("utf-8", "replace").splitlines()

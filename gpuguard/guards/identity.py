@@ -1,0 +1,204 @@
+"""Who a process is, as far as it matters before a signal: read from /proc in one go, by pid.
+
+Nothing here is by name alone: a name is chosen by whoever starts the process, to evade or to frame.
+Does not judge: see preflight.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+# Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
+# them: see belongs_to_the_system.
+SYSTEM_PROGRAMS = (
+    "nvidia-persistenced", "nv-hostengine", "nvidia-cuda-mps-*", "nv-fabricmanager", "nvidia-imex", "nvidia-powerd",
+    "nvidia-smi", "dcgm*", "nvitop", "nvtop", "gpustat", "gpuguard",
+    "Xorg*", "X", "Xwayland", "Xvnc", "xrdp*", "vglserver*", "gnome-shell", "gnome-session*", "gnome-remote-desktop*",
+    "gdm*", "sddm*", "lightdm*", "kwin_*", "plasmashell", "plasma-keyboard", "xwaylandvideobridge", "mutter", "weston",
+    "sway", "Hyprland", "hyprland", "cosmic-comp", "pulseaudio", "pipewire*", "dbus-daemon", "dbus-broker*",
+    "systemd*", "sshd*", "tmux*", "screen", "login", "init", "vmware-vmx",
+    "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
+)  # fmt: skip
+DRIVER_FILE = "/dev/nvidiactl"  # every process that computes on an NVIDIA device has it open
+SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
+
+_STAT_PARENT, _STAT_GROUP, _STAT_TERMINAL, _STAT_START = 1, 2, 4, 19  # fields of /proc/PID/stat behind the name
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What /proc says of a process.  None = could not be read."""
+
+    start_time: float  # seconds since boot
+    uids: tuple[int, ...]  # real, effective, saved, file system
+    parent: int
+    group: int
+    terminal: int  # device number of its controlling terminal, 0: none
+    tracer: int  # pid of its debugger, 0: none
+    caught: int  # signals it has handlers for: bit 0 is signal 1
+    executable: str | None
+    executable_owner: int | None  # uid
+    command: str | None
+    uses_driver: bool | None  # has DRIVER_FILE open
+    cgroup: str | None  # without the ids of containers, which change with each start
+
+    @property
+    def interactive(self) -> str | None:
+        """In what way somebody sits in front of it, or None."""
+        if self.tracer:
+            return "being debugged"
+        if "ipykernel" in (self.command or ""):
+            return "a notebook"
+        return "on a terminal" if self.terminal else None
+
+
+def facts_of(pid: int) -> Facts | None:
+    """The facts about a process; None when it is gone or hidden."""
+    fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    status = dict(line.partition(":")[::2] for line in (_read(f"/proc/{pid}/status") or "").splitlines())
+    command, cgroup = _read(f"/proc/{pid}/cmdline"), _read(f"/proc/{pid}/cgroup")
+    executable, owner = _executable(pid)
+    try:
+        return Facts(
+            start_time=int(fields[_STAT_START]) / os.sysconf("SC_CLK_TCK"),
+            uids=tuple(int(word) for word in status["Uid"].split()),
+            parent=int(fields[_STAT_PARENT]),
+            group=int(fields[_STAT_GROUP]),
+            terminal=int(fields[_STAT_TERMINAL]),
+            tracer=int(status["TracerPid"]),
+            caught=int(status["SigCgt"], 16),
+            executable=executable,
+            executable_owner=owner,
+            command=None if command is None else command.replace("\0", " "),
+            uses_driver=_has_open(pid, DRIVER_FILE),
+            cgroup=None if cgroup is None else re.sub(r"[0-9a-f]{12,}", "*", cgroup),
+        )
+    except (IndexError, KeyError, ValueError):
+        return None
+
+
+def belongs_to_the_system(facts: Facts) -> bool:
+    """Whether it runs a program of SYSTEM_PROGRAMS, as root or from where only root can put it.
+
+    A file of that name in somebody's home directory protects nobody; a hard link to a program of root there neither.
+    """
+    if facts.executable is None:
+        return False
+    name = os.path.basename(facts.executable.removesuffix(" (deleted)"))
+    if not any(fnmatchcase(name, pattern) for pattern in SYSTEM_PROGRAMS):
+        return False
+    return 0 in facts.uids or (facts.executable.startswith(SYSTEM_PLACES) and facts.executable_owner == 0)
+
+
+@dataclass(frozen=True)
+class Protected:
+    """Whom the admin has put out of the guard's reach.
+
+    Args:
+        uids: of users.
+        groups: names; all their members.
+        executables: globs of the whole paths of programs.
+    """
+
+    uids: frozenset[int] = frozenset()
+    groups: frozenset[str] = frozenset()
+    executables: tuple[str, ...] = ()
+
+    def uids_of(self, seen: Iterable[int], groups: Mapping[int, frozenset[str]]) -> frozenset[int]:
+        """The uids that are meant, of those *seen*; *groups*: the names of each one's, where they are known."""
+        members = {uid for uid in seen if self.groups and (uid not in groups or self.groups & groups[uid])}
+        return self.uids | members
+
+
+def runs_one_of(facts: Facts, globs: Collection[str]) -> bool:
+    """Whether its program is one of *globs*: a file of root's, or of whoever owns what lies there for us.
+
+    In a mount namespace of one's own a file of one's own can have any path.
+    """
+    if facts.executable is None:
+        return bool(globs)
+    path = facts.executable.removesuffix(" (deleted)")
+    if not any(fnmatchcase(path, glob) for glob in globs):
+        return False
+    try:
+        return facts.executable_owner in (0, os.stat(path).st_uid)
+    except OSError:
+        return facts.executable_owner == 0
+
+
+def ancestors(pid: int) -> frozenset[int]:
+    """The parents of *pid* up to the first process."""
+    found: set[int] = set()
+    while pid > 1:
+        fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+        if len(fields) <= _STAT_PARENT or (pid := int(fields[_STAT_PARENT])) in found:
+            break
+        found.add(pid)
+    return frozenset(found)
+
+
+@functools.cache
+def uid_min() -> int:
+    """The first uid of people, from /etc/login.defs; 1000 where that does not say."""
+    found = re.search(r"^\s*UID_MIN\s+(\d{1,9})\s*$", _read("/etc/login.defs") or "", re.MULTILINE)
+    return int(found[1]) if found and int(found[1]) > 0 else 1000
+
+
+@functools.cache
+def overflow_uid() -> int:
+    """The uid that stands for every user that cannot be told: nobody."""
+    text = (_read("/proc/sys/kernel/overflowuid") or "").strip()
+    return int(text) if text.isdigit() else 65534
+
+
+def _executable(pid: int) -> tuple[str | None, int | None]:
+    # A process whose first thread has ended shows its program only in the others.
+    for place in (f"/proc/{pid}", *_threads(pid)):
+        try:
+            path, seen = os.readlink(f"{place}/exe"), os.stat(f"{place}/exe")
+        except OSError:
+            continue
+        return (path, seen.st_uid) if stat.S_ISREG(seen.st_mode) else (None, None)
+    return None, None
+
+
+def _has_open(pid: int, path: str) -> bool | None:
+    try:
+        wanted = os.stat(path).st_rdev
+        names = os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        # Only CAP_DAC_READ_SEARCH opens that directory, and every file of the machine with it.  CAP_SYS_PTRACE is
+        # enough for the mappings: the driver's library maps its devices.  Without any nothing is known.
+        return True if re.search(r" /dev/nvidia\S*$", _read(f"/proc/{pid}/maps") or "", re.MULTILINE) else None
+    except OSError:
+        return None
+    return any(_device_of(f"/proc/{pid}/fd/{name}") == wanted for name in names)
+
+
+def _device_of(path: str) -> int | None:
+    try:
+        seen = os.stat(path)
+    except OSError:
+        return None
+    return seen.st_rdev if stat.S_ISCHR(seen.st_mode) else None
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return None

@@ -1,0 +1,309 @@
+"""Whether somebody else's process may be signalled now: every check, in one place, on facts read afresh.
+
+The order is the protection.  First a pidfd, which keeps meaning the same process; then the driver is asked again and
+/proc is read; last of all the process behind the pidfd is alive, so that its pid cannot have changed hands meanwhile.
+What cannot be read counts against acting.  Sends nothing: see actions.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from gpuguard import capabilities
+from gpuguard.backends import processes
+from gpuguard.clusters import slurm_jobs
+from gpuguard.errors import BackendError
+from gpuguard.guards import identity
+from gpuguard.guards.actiontable import CHECKPOINT_SIGNALS
+from gpuguard.guards.case import Case, Target, boot_clock, checkpoint_signal, has_ended, is_alive, signature, targets
+from gpuguard.guards.case import Context as Context
+from gpuguard.guards.ledger import DISRUPTIVE, Against, Deed
+from gpuguard.model import WHO_FIELDS, GpuProcess, Snapshot, Verdict
+from gpuguard.units import format_duration
+
+INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # its inode number is fixed in the kernel: PROC_PID_INIT_INO
+TICKS = 2  # start times are cut to ticks of 10 ms: one for the process's, one for the sample's
+INTERVALS = 2  # how old a sample may be
+
+
+@contextmanager
+def examined(verdict: Verdict, snapshot: Snapshot, context: Context, target: Target) -> Iterator[Case]:
+    """*target* with a pidfd and everything that speaks against acting on it; the pidfd is closed afterwards."""
+    case = Case(verdict, snapshot, context, target, boot_clock())
+    case = replace(case, against=_said(EARLY, case))
+    if case.against:
+        yield case  # no system call has seen this pid yet
+        return
+    try:
+        pidfd = os.pidfd_open(target.pid)
+    except ProcessLookupError:
+        yield replace(case, ended=True)
+        return
+    except OSError as error:
+        yield replace(case, against=(Against("pidfd", f"it cannot be held: {error}"),))
+        return
+    try:
+        again = _asked_again(case)
+        if isinstance(again, Against):
+            yield replace(case, against=(again,))
+            return
+        case = replace(case, pidfd=pidfd, again=again, facts=identity.facts_of(target.pid), clock=boot_clock())
+        case = replace(case, against=_said(LATE, case), ended=has_ended(pidfd))
+        yield case
+    finally:
+        os.close(pidfd)
+
+
+def preflight(verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[Against, ...]:
+    """Everything that speaks now against acting on the processes of *verdict*; () when they may be signalled."""
+    found: list[Against] = []
+    for target in targets(verdict, snapshot):
+        with examined(verdict, snapshot, context, target) as case:
+            found += case.against or ([Against("alive", "it has ended")] if case.ended else [])
+    return tuple(found)
+
+
+def _asked_again(case: Case) -> Snapshot | Against:
+    try:
+        return case.context.backend.sample(WHO_FIELDS, list(case.target.devices))
+    except BackendError as error:
+        return Against("listed", f"the driver cannot be asked again: {error}")
+
+
+def _said(checks: dict[str, Check], case: Case) -> tuple[Against, ...]:
+    found: list[Against] = []
+    for name, check in checks.items():
+        said = check(case)
+        if isinstance(said, str):
+            found.append(Against(name, said))
+        elif said:
+            found.extend(said)
+    return tuple(found)
+
+
+# The checks.  Each says what speaks against acting, or None.
+
+
+def _pid(case: Case) -> str | None:
+    if not isinstance(case.target.pid, int) or not 2 <= case.target.pid <= processes.pid_max():
+        return f"{case.target.pid} is no pid"
+    return None
+
+
+def _live(case: Case) -> str | None:
+    return "the sample is a recording, of another time or machine" if case.snapshot.recorded else None
+
+
+def _known(case: Case) -> str | None:
+    return "who it is is not known" if case.target.start_time is None or case.target.uid is None else None
+
+
+def _fresh(case: Case) -> str | None:
+    age = case.clock - case.snapshot.clock
+    if 0 <= age <= INTERVALS * case.context.interval:
+        return None
+    return f"the sample is {format_duration(age)} old" if age > 0 else "the sample is from the future"
+
+
+def _sampled(case: Case) -> str | None:
+    return _unlisted(case, case.snapshot) if case.target.devices else "it is on no device"
+
+
+def _namespace(case: Case) -> str | None:
+    if case.context.share_host_pids or os.stat("/proc/self/ns/pid").st_ino == INITIAL_PID_NAMESPACE:
+        return None
+    return "the driver's pids are those of another pid namespace"
+
+
+def _start_time(case: Case) -> str | None:
+    if case.facts is None:
+        return "/proc does not show it"
+    return None if case.facts.start_time == case.target.start_time else "its pid belongs to another process now"
+
+
+def _sample_time(case: Case) -> str | None:
+    latest = case.snapshot.clock - TICKS / os.sysconf("SC_CLK_TCK")
+    if case.facts is None or case.facts.start_time > latest:
+        return "it may have started after the sample"
+    return None
+
+
+def _listed(case: Case) -> str | None:
+    if case.again is None or case.again.recorded or case.again.clock < case.snapshot.clock:
+        return "the driver gave no newer list"
+    return _unlisted(case, case.again)
+
+
+def _driver(case: Case) -> str | None:
+    if case.context.backend.simulated or not os.path.exists(identity.DRIVER_FILE):
+        return None  # nothing to hold on to: under WSL, for example
+    if case.facts is None or case.facts.uses_driver is None:
+        return "whether it has the driver open cannot be seen"
+    if case.facts.uses_driver:
+        return None
+    return "it does not have the driver open: the driver's list cannot be right"
+
+
+def _kind(case: Case) -> str | None:
+    rows = [row for uuid in case.target.devices for row in _rows(case.again, uuid)]
+    elsewhere = [row for device in case.snapshot.devices for row in device.processes or ()]
+    other = {row.kind for row in (*rows, *elsewhere) if row.pid == case.target.pid} - {"compute"}
+    if other:
+        return f"it is a {other.pop()} process: only compute processes are signalled"
+    if any(row.kind == "mps" for row in rows):
+        return "an MPS server shares this device: its other clients would suffer"
+    return None
+
+
+def _owner(case: Case) -> str | None:
+    rows = [row for uuid in case.target.devices for row in _rows(case.again, uuid) if row.pid == case.target.pid]
+    if case.facts is None or case.facts.uids[:1] != (case.target.uid,):
+        return "its owner is not the one that was judged"
+    if any(row.uid is not None and row.uid != case.target.uid for row in rows):
+        return "its owner is not the one that was judged"
+    if not rows or any(row.user is None or row.user == str(row.uid) for row in rows):
+        return f"nobody knows who uid {case.target.uid} is"
+    return None
+
+
+def _protected(case: Case) -> str | None:
+    for uid in case.facts.uids if case.facts else (0,):
+        if uid < identity.uid_min() or uid == identity.overflow_uid():
+            return f"uid {uid} is the system's"
+        if uid in case.context.protected:
+            return f"uid {uid} is protected"
+    return None
+
+
+def _program(case: Case) -> str | None:
+    if case.facts is None or case.facts.executable is None:
+        return "its program cannot be read"
+    if identity.belongs_to_the_system(case.facts):
+        return f"{case.facts.executable} belongs to the system"
+    if identity.runs_one_of(case.facts, case.context.protected_executables):
+        return f"{case.facts.executable} is protected"
+    return None
+
+
+def _power(case: Case) -> str | None:
+    if case.facts is None or capabilities.may_signal(case.facts.uids):
+        return None
+    return "gpuguard may not signal processes of others: it is not root, and runs without CAP_KILL"
+
+
+def _family(case: Case) -> str | None:
+    if case.target.process in case.context.jobs:
+        return None
+    own, pid = os.getpid(), case.target.pid
+    if pid == own or pid in identity.ancestors(own):
+        return "gpuguard itself stands on it"
+    if own in identity.ancestors(pid):
+        return "it is a part of gpuguard"
+    if case.facts is None or case.facts.group == os.getpgrp():
+        return "it is in gpuguard's process group"
+    return None
+
+
+def _interactive(case: Case) -> tuple[Against, ...]:
+    kind = case.facts.interactive if case.facts else "perhaps interactive"
+    if kind is None or case.verdict.action not in DISRUPTIVE:
+        return ()
+    verdict = case.verdict
+    key = (case.target.process, verdict.policy, verdict.action, verdict.since, case.live)
+    over = case.context.ledger.wanted_since(key, case.clock) + case.context.interactive_grace
+    if case.clock >= over:
+        return ()
+    left = over - case.clock
+    return (Against("interactive", f"it is {kind}, and has {format_duration(left)} more", left),)
+
+
+def _catches(case: Case) -> str | None:
+    if case.verdict.action != "checkpoint":
+        return None
+    number = checkpoint_signal(case.verdict)
+    if number not in {signal.Signals[f"SIG{name}"] for name in CHECKPOINT_SIGNALS}:
+        return f"signal {number} is none for a checkpoint"
+    if case.facts and case.facts.caught >> (number - 1) & 1:
+        return None
+    return f"it has no way to answer {signal.Signals(number).name}: most programs end of it"
+
+
+def _slurm(case: Case) -> str | None:
+    if case.verdict.action != "cancel":
+        return None
+    pid = case.target.pid
+    return slurm_jobs.against_cancelling(slurm_jobs.job_of((pid, *identity.ancestors(pid))), case.target.uid)
+
+
+def _rule(case: Case) -> str | None:
+    if case.again is not None and case.context.still_true(case.verdict, case.snapshot.updated(case.again)):
+        return None
+    return "the condition does not hold any more"
+
+
+def _limits(case: Case) -> tuple[Against, ...]:
+    return tuple(
+        case.context.ledger.against(
+            case.verdict.action,
+            case.target.process,
+            case.target.devices,
+            clock=case.clock,
+            live=case.live,
+            signature=signature(case.facts),
+            effect_seen=lambda deed: _effect_seen(deed, case.again or case.snapshot),
+        )
+    )
+
+
+def _effect_seen(deed: Deed, now: Snapshot) -> bool:
+    """Whether the process of *deed* is gone and its memory is back, on those of its devices that *now* has."""
+    if is_alive(deed.process):
+        return False
+    for uuid, before in deed.memory_used:
+        device = now.device(uuid)
+        if device and (device.memory_used is None or device.memory_used > before - (deed.memory or 0) // 2):
+            return False
+    return True
+
+
+def _unlisted(case: Case, snapshot: Snapshot) -> str | None:
+    for uuid in case.target.devices:
+        device = snapshot.device(uuid)
+        if device is None or device.processes is None or not device.processes_plausible:
+            return "the driver's list of processes cannot be believed"
+        same = [row for row in device.processes if row.pid == case.target.pid]
+        if [row.start_time for row in same] != [case.target.start_time]:
+            return "the driver does not list it on that device"
+    return None
+
+
+def _rows(snapshot: Snapshot | None, uuid: str) -> tuple[GpuProcess, ...]:
+    device = snapshot.device(uuid) if snapshot else None
+    return (device.processes or ()) if device else ()
+
+
+Check = Callable[[Case], "str | tuple[Against, ...] | None"]
+
+EARLY: dict[str, Check] = {"live": _live, "pid": _pid, "known": _known, "fresh": _fresh, "sampled": _sampled}
+LATE: dict[str, Check] = {
+    "namespace": _namespace,
+    "start time": _start_time,
+    "sample time": _sample_time,
+    "listed": _listed,
+    "driver": _driver,
+    "kind": _kind,
+    "owner": _owner,
+    "protected": _protected,
+    "program": _program,
+    "power": _power,
+    "family": _family,
+    "interactive": _interactive,
+    "catches": _catches,
+    "slurm": _slurm,
+    "rule": _rule,
+    "limits": _limits,
+}

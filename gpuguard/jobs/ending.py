@@ -1,0 +1,136 @@
+"""How a job is ended: one signal after the other, each when it is due, until nothing of the job is left.
+
+The ladder of a time limit stands from the start of the job on, and its checkpoint signal comes before the time is over;
+any other limit that is reached puts up one that begins at once.  Whichever begins first is climbed to its end.
+Does not judge limits (see limits), and says and records nothing: see run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from gpuguard import actions
+from gpuguard.jobs.settle import descendants, status_of
+from gpuguard.nouns import dataclass
+from gpuguard.units import format_duration
+
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NEVER = float("inf")
+KILL_SECONDS = 5.0  # for how long killing a tree is repeated, because its members can fork meanwhile
+
+TIME_LIMIT = "time limit"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One signal on the way to the end of a job."""
+
+    signum: int
+    pause: float  # seconds until the next one is due
+    kind: str  # of its event
+    why: str
+    said: str  # the same for its owner, who has heard it before
+    limit: str | None = None  # "memory-limit"
+
+    @property
+    def name(self) -> str:
+        """``"SIGTERM"``."""
+        return signal.Signals(self.signum).name
+
+    @property
+    def words(self) -> str:
+        """For the owner of the job."""
+        whom = "the job and all its processes" if self.signum == signal.SIGKILL else "the job"
+        return f"{self.said}: {self.name} to {whom}."
+
+
+class Ending:
+    """Which signal comes next, and when; time is an argument, in seconds of time.monotonic().
+
+    Args:
+        began: when the job began.
+        time_limit: seconds until SIGTERM, None for no such limit.
+        grace: seconds between two signals.
+        checkpoint: the first signal, None for none.
+    """
+
+    def __init__(self, began: float, time_limit: float | None, grace: float, checkpoint: int | None) -> None:
+        self.due = NEVER  # when the next signal is to be sent
+        self.why: str | None = None  # the last one was sent
+        self._grace, self._checkpoint = grace, checkpoint
+        self._ahead: tuple[Rung, ...] = ()
+        if time_limit is None:
+            return
+        over = "the time limit is over"
+        self.due, self._ahead = began + time_limit, _last(TIME_LIMIT, over, over, grace)
+        if checkpoint:
+            # Never at once: a job in its first moments has no handler yet, and would end of the signal.
+            early = min(grace, time_limit / 2)
+            soon = f"{over} in {format_duration(early)}"
+            self.due -= early
+            self._ahead = (Rung(checkpoint, early, TIME_LIMIT, soon, soon), *self._ahead)
+
+    def begin(self, now: float, kind: str, why: str, limit: str | None = None) -> None:
+        """Put up a ladder that begins at once, unless another one is climbed already."""
+        if self.why is not None:
+            return
+        said = "the grace is over" if self._checkpoint else why
+        self.due, self._ahead = now, _last(kind, why, said, self._grace, limit)
+        if self._checkpoint:
+            self._ahead = (Rung(self._checkpoint, self._grace, kind, why, why, limit), *self._ahead)
+
+    def take(self, now: float) -> Rung | None:
+        """The next signal if it is due."""
+        if now < self.due:
+            return None
+        rung, *ahead = self._ahead
+        self._ahead, self.due, self.why = tuple(ahead), now + rung.pause, rung.why
+        return rung
+
+
+def _last(kind: str, why: str, said: str, grace: float, limit: str | None = None) -> tuple[Rung, Rung]:
+    return (
+        Rung(signal.SIGTERM, grace, kind, why, said, limit),
+        Rung(signal.SIGKILL, NEVER, kind, why, "the grace is over too", limit),
+    )
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped now."""
+    facts = status_of(pid)
+    return facts is not None and facts[0] == "T"
+
+
+def signal_job(pid: int, pidfd: int, signum: int) -> None:
+    """Signal the command itself, which decides what becomes of its children."""
+    actions.forward(pidfd, signum)
+    if is_stopped(pid):  # a stopped process keeps the signal pending
+        actions.forward(pidfd, signal.SIGCONT)
+
+
+def signal_tree(signum: int) -> int:
+    """Signal every living process below this one, but not this one; returns how many there were."""
+    family = descendants()
+    for pid, started in family.items():
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        facts = status_of(pid)  # read behind the pidfd: it is still the one that was found below us
+        if facts and facts[2] == started:
+            actions.forward(pidfd, signum)
+        os.close(pidfd)
+    return len(family)
+
+
+def kill_tree(reap: Callable[[], None]) -> None:
+    """SIGKILL every descendant until none is left; *reap* collects those that have ended."""
+    until = time.monotonic() + KILL_SECONDS
+    while signal_tree(signal.SIGKILL) and time.monotonic() < until:
+        signal.sigtimedwait({signal.SIGCHLD}, 0.02)
+        reap()

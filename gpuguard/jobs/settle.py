@@ -1,0 +1,210 @@
+"""After the job: which of its processes still use the devices, and when the memory is really free again.
+
+A claim that ends before that gives the next job a device that is still full.  Reads only; signals nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from gpuguard.errors import BackendError
+from gpuguard.model import HEALTH, MEMORY, POWER, PROCESSES
+
+TYPE_CHECKING = False  # typing costs 6 ms of import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpuguard.backends import Backend
+    from gpuguard.model import Device, Snapshot
+
+SETTLED = "settled"
+NOT_SETTLED = "memory did not settle"
+DRIVER_UNREACHABLE = "driver unreachable"
+INTERRUPTED = "interrupted"
+
+SETTLE_SECONDS = 60.0  # the driver frees within a second or so; longer means a fault that waiting does not cure
+# On a shared device what a neighbour leaves looks the same: nobody waits longer than the driver usually takes.
+SHARED_SETTLE_SECONDS = 2.0
+QUIET_SECONDS = 2.0  # before that nobody wonders why the prompt does not come back
+POLL_SECONDS = (0.1, 1.0)  # first and longest pause while the memory settles
+USER_POLL_SECONDS = 5.0  # between two looks at what outlives the job; the end of an adopted one wakes us
+
+
+class Left(Exception):
+    """Waiting was cut short by a signal while processes of the job still use a device: the claim is theirs now.
+
+    Args:
+        signum: the signal.
+        users: the processes, in words.
+    """
+
+    def __init__(self, signum: int, users: str) -> None:
+        super().__init__(users)
+        self.signum = signum
+        self.users = users
+
+
+def wait_until_free(
+    devices: Sequence[Device],
+    backend: Backend,
+    *,
+    pause: Callable[[float], int | None],
+    say: Callable[[str], None],
+    seen: Callable[[Snapshot], None],
+    tolerance: int,
+    longest: float = SETTLE_SECONDS,
+) -> str:
+    """Wait until no process of the job uses *devices* and their memory is back where it was.
+
+    Args:
+        devices: the claimed devices as they were before the job.
+        backend: read at least once.
+        pause: waits up to so many seconds, less when a child ends; returns a signal that asks us to stop waiting.
+        say: told, in words, when somebody would wonder why it takes so long.
+        seen: gets each snapshot.
+        tolerance: bytes above the state before the job that count as free.
+        longest: seconds to wait for memory that no process holds any more.
+
+    Returns:
+        "settled", "memory did not settle", "driver unreachable", or "interrupted".
+
+    Raises:
+        Left: a signal came while processes of the job still use a device.
+    """
+    try:
+        snapshot = _sample(devices, backend, seen)
+        snapshot = _wait_for_users(snapshot, devices, backend, pause, say, seen)
+        return _wait_for_memory(snapshot, devices, backend, pause, say, seen, tolerance, longest)
+    except BackendError:
+        return DRIVER_UNREACHABLE
+
+
+def _wait_for_users(
+    snapshot: Snapshot,
+    devices: Sequence[Device],
+    backend: Backend,
+    pause: Callable[[float], int | None],
+    say: Callable[[str], None],
+    seen: Callable[[Snapshot], None],
+) -> Snapshot:
+    told: set[int] = set()
+    while users := users_of(snapshot, devices):
+        if not users.keys() <= told:
+            say(f"the job ended, but {_in_words(users)}: the claim stays until that ends.")
+            told |= users.keys()
+        if signum := pause(USER_POLL_SECONDS):
+            raise Left(signum, _in_words(users))
+        try:
+            snapshot = _sample(devices, backend, seen)
+        except BackendError:
+            continue  # those that were seen to use a device are believed to use it as long as they live
+    return snapshot
+
+
+def _wait_for_memory(
+    snapshot: Snapshot,
+    devices: Sequence[Device],
+    backend: Backend,
+    pause: Callable[[float], int | None],
+    say: Callable[[str], None],
+    seen: Callable[[Snapshot], None],
+    tolerance: int,
+    longest: float,
+) -> str:
+    began, delay, told = time.monotonic(), POLL_SECONDS[0], False
+    while full := [device.index for device in devices if _residue(snapshot, device) > tolerance]:
+        waited = time.monotonic() - began
+        if waited > longest:
+            return NOT_SETTLED
+        if waited > QUIET_SECONDS and not told:
+            say(f"the job ended; waiting for the driver to free the memory of GPU {', '.join(map(str, full))} ...")
+            told = True
+        if pause(delay):
+            return INTERRUPTED
+        delay = min(delay * 1.5, POLL_SECONDS[1])
+        snapshot = _sample(devices, backend, seen)
+    return SETTLED
+
+
+def users_of(snapshot: Snapshot, devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
+    """Descendants of this process that use *devices*: pid -> the indices of those.  An unknown list names nobody."""
+    users: dict[int, tuple[int, ...]] = {}
+    for device in devices:
+        now = snapshot.device(device.uuid)
+        for process in (now.processes if now else None) or ():
+            users[process.pid] = (*users.get(process.pid, ()), device.index)
+    if not users:
+        return {}
+    family = descendants()
+    return {pid: indices for pid, indices in users.items() if pid in family}
+
+
+def descendants() -> dict[int, int]:
+    """Living processes below this one, with those it adopted: pid -> start time in clock ticks since boot."""
+    parents: dict[int, int] = {}
+    started: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (facts := status_of(int(entry))):
+            state, parents[int(entry)], started[int(entry)] = facts
+            if state in "ZX":
+                del started[int(entry)]
+    below = {os.getpid()}
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    ahead = [os.getpid()]
+    while ahead:
+        found = children.get(ahead.pop(), ())
+        below.update(found)
+        ahead.extend(found)
+    return {pid: started[pid] for pid in below - {os.getpid()} if pid in started}
+
+
+def status_of(pid: int) -> tuple[str, int, int] | None:
+    """State letter, parent and start time (clock ticks since boot) of *pid*; None when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b") ")[2].split()
+        return fields[0].decode("ascii"), int(fields[1]), int(fields[19])
+    except (OSError, IndexError, ValueError):  # it ended while we read
+        return None
+
+
+def _sample(devices: Sequence[Device], backend: Backend, seen: Callable[[Snapshot], None]) -> Snapshot:
+    fields = {MEMORY, PROCESSES, POWER} | ({HEALTH} if any(device.parent_uuid for device in devices) else set())
+    snapshot = backend.sample(fields, [device.uuid for device in devices])
+    seen(snapshot)
+    return snapshot
+
+
+def _residue(snapshot: Snapshot, before: Device) -> int:
+    """Bytes that the device holds for nobody, above the state before the job; 0 when that cannot be known."""
+    now = snapshot.device(before.uuid)
+    used_now, used_before = _unaccounted(now) if now else None, _unaccounted(before)
+    return 0 if used_now is None or used_before is None else used_now - used_before
+
+
+def _unaccounted(device: Device) -> int | None:
+    """Used bytes without those of living processes: what a dead one leaves is what has to settle."""
+    if device.memory_used is None:
+        return None
+    living = [process for process in device.processes or () if os.path.exists(f"/proc/{process.pid}")]
+    if any(process.memory_used is None for process in living):
+        return None
+    return device.memory_used - sum(process.memory_used or 0 for process in living)
+
+
+def _in_words(users: dict[int, tuple[int, ...]]) -> str:
+    """``"pid 4321 (tensorboard) still uses GPU 3"``, with a name that the process chose itself."""
+    return " and ".join(
+        f"pid {pid} ({_name_of(pid)}) still uses GPU {','.join(map(str, indices))}" for pid, indices in users.items()
+    )
+
+
+def _name_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
+            return comm.read().rstrip("\n")
+    except OSError:
+        return "?"

@@ -1,0 +1,209 @@
+"""The claim of a Slurm job: what Slurm has given to it on this node, its owner's by gpuguard's locks too.
+
+A process of its own holds the locks.  It starts before the first process of the job (the prolog waits for it) and
+lives until the epilog asks for them.  If no epilog comes the slurmstepd of the job tell it: it has a pidfd of each, and
+when none is left it goes.  With the machine everything ends at once.  It acts as the job's owner, so that the claim is
+his, but stays root's by its real user: `pkill python` does not take a claim away.  No file names its pid.
+
+    prolog   take() what Slurm names, all or nothing, by both keys: unlocked, and nobody on it
+    holder   hold() until drop(), or until no slurmstepd of the job lives
+    epilog   drop()
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from gpuguard import actions, marks
+from gpuguard.attempt import lock_best, why_not
+from gpuguard.backends import Backend
+from gpuguard.claims.hold import Claim
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.records import read_record
+from gpuguard.claims.releasing import gripped, let_go, listens
+from gpuguard.claims.wishes import RELEASED, Letter
+from gpuguard.clusters import slurm_jobs
+from gpuguard.clusters.slurm_jobs import Allocation
+from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
+from gpuguard.line.turn import reserved_from
+from gpuguard.lock import someone_waits
+from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
+from gpuguard.request import Request, fields_needed
+
+LOOK_SECONDS = 0.25  # between two looks for the first slurmstepd
+ALONE_SECONDS = 2.0  # without any: one step may end before the next one is started
+UNSEEN_SECONDS = 60.0  # for the first one; then the controller is asked.  With PrologFlags=Contain it comes at once
+ASK_SECONDS = 60.0
+DROP_SECONDS = 10.0
+WAKING = actions.LETTER  # "look at your claim"
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PR_SET_DUMPABLE = 4
+
+
+def take(backend: Backend, directory: LockDirectory, given: Allocation, *, wait: float = 0.0) -> Claim:
+    """Claim the devices of *given*, all of them or none, for whoever calls; its record is not written yet.
+
+    Args:
+        backend: of the node.
+        directory: of the claims.
+        given: names at least one device.
+        wait: seconds for whoever has one of them to be gone.
+
+    Raises:
+        ClaimError: one of them is claimed, reserved, in use or out of service, and why.
+        BackendError: the devices cannot be read.
+    """
+    deadline = time.monotonic() + wait
+    while True:
+        snapshot = backend.sample({PROCESSES, PROCESS_DETAILS, HEALTH, MODEL} | fields_needed(Request()))
+        wanted = slurm_jobs.devices_of(given.gpus, snapshot.devices)
+        uuids = tuple(device.uuid for device in wanted)
+        request = Request(num_gpus=len(uuids), devices=uuids)
+        taken = dict(reserved_from(backend, directory, snapshot, request)) if _reserved(directory) else {}
+        if directory.owner is not None:
+            taken |= marks.against(directory, uuids, given.uid, time.time())
+        if claim := lock_best(backend, snapshot, request, directory, None, taken):
+            claim.id = given.claim
+            return claim
+        if time.monotonic() >= deadline:
+            raise ClaimError(in_words(why_not(backend, snapshot, request, directory, None, taken)))
+        time.sleep(LOOK_SECONDS)
+
+
+def _reserved(directory: LockDirectory) -> bool:
+    return someone_waits(directory, ("reserve.",))
+
+
+def in_words(error: NotEnoughGpus) -> str:
+    """Why Slurm's devices cannot be had, in one line: ``"GPU 2: claimed by bob, 5m ago: python train.py"``."""
+    texts = [
+        f"GPU {refusal.device.index}: {'; '.join(reason.text for reason in refusal.reasons)}"
+        for refusal in error.refused
+        if not any(reason.option == "--gpus" for reason in refusal.reasons)
+    ]
+    return ", ".join(texts) or " ".join(str(error).split())
+
+
+def become(uid: int) -> None:
+    """Act as *uid* from now on; root stays the real user, so that he cannot signal this process or look into it."""
+    import pwd
+
+    with suppress(KeyError):
+        os.setegid(pwd.getpwuid(uid).pw_gid)
+    os.setgroups([])
+    os.seteuid(uid)
+    # /proc/PID belongs to root after that, and whoever asks who holds the lock would be told that it is root.
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+
+
+@dataclass
+class _Steps:
+    """The slurmstepd of a job, by pidfds."""
+
+    job: str
+    pidfds: dict[int, int] = field(default_factory=dict)  # pidfd -> pid
+    contained: bool = False  # whether there was one that lives as long as the job: PrologFlags=Contain
+
+    def look(self) -> None:
+        for pid, (_, step) in slurm_jobs.steps(self.job).items():
+            if pid in self.pidfds.values():
+                continue
+            with suppress(OSError):
+                pidfd = os.pidfd_open(pid)
+                if slurm_jobs.step_of(pid) != (
+                    self.job,
+                    step,
+                ):  # read behind the pidfd: it is the one that the pidfd means
+                    os.close(pidfd)
+                    continue
+                self.pidfds[pidfd] = pid
+                self.contained |= step == "extern"
+
+    def forget(self, pidfd: int) -> None:
+        del self.pidfds[pidfd]
+        os.close(pidfd)
+
+
+def hold(claim: Claim, given: Allocation, woken: int) -> str:
+    """Keep *claim* until it is taken back or the job is over.
+
+    Args:
+        claim: with its record.
+        given: whose.
+        woken: a pipe of background.listen().
+
+    Returns:
+        What ended it, in words.
+    """
+    steps, began = _Steps(given.job), time.monotonic()
+    alone_since, ask_at = began, began + UNSEEN_SECONDS
+    while True:
+        steps.look()
+        alone = not steps.pidfds
+        poll = select.poll()
+        for descriptor in (woken, *steps.pidfds):
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(None if steps.pidfds and steps.contained else LOOK_SECONDS * 1000):
+            if descriptor != woken:
+                steps.forget(descriptor)
+            elif ended := _woken(claim, woken):
+                return ended
+        steps.look()
+        now = time.monotonic()
+        if steps.pidfds or not alone:
+            alone_since, ask_at = now, now + ASK_SECONDS
+        elif steps.contained and now >= alone_since + ALONE_SECONDS:
+            return "the job has no slurmstepd any more, and no epilog came"
+        elif now >= ask_at:
+            ask_at = now + ASK_SECONDS
+            if slurm_jobs.is_over(given):
+                return "the job is over, says Slurm, and no epilog came"
+            if slurm_jobs.contains():
+                return "the job has got no slurmstepd, and no epilog came"
+
+
+def _woken(claim: Claim, woken: int) -> str | None:
+    signals = os.read(woken, 64)
+    try:
+        claim.reassert()
+    except ClaimLost as lost:
+        return str(lost)
+    ending = [number for number in signals if number in ENDING]
+    return f"the holder was ended by {signal.Signals(ending[0]).name}" if ending else None
+
+
+def find(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
+    """The living claim of the job, if it has one."""
+    return read_record(directory, given.uid, given.claim)
+
+
+def drop(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
+    """Take the claim of the job back, and see it gone.
+
+    Returns:
+        What was taken back; None when there was none.
+
+    Raises:
+        ClaimError: it cannot be.
+    """
+    claim = find(directory, given)
+    if claim is None:
+        return None
+    try:
+        with gripped(directory, claim) as grip:
+            let_go(grip, Letter(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
+            if listens(grip.holder):
+                actions.forward(grip.pidfd, actions.LETTER)
+    except (ClaimError, OSError) as error:
+        if find(directory, given):
+            raise ClaimError(f"the claim {claim.id} cannot be taken back: {error}") from error
+    deadline = time.monotonic() + DROP_SECONDS
+    while find(directory, given) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return claim

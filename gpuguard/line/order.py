@@ -1,0 +1,162 @@
+"""The waiting line: who stands where.
+
+The order is: priority class; then the oldest request of each user who has waited longer than he was promised and got
+nothing for as long as the site permits; then fair share, in which the user with the least recent GPU time has the next
+place, and each of his places counts as if it were used already, so that 500 tickets get him no further than one; then
+who was served longest ago; then arrival.  Does not say who starts when: see plan.  Reads nothing: see tickets.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from gpuguard.request import Request
+from gpuguard.units import parse_duration
+
+PRIORITIES = {"low": -1, "normal": 0, "high": 1}
+TYPICAL_SECONDS = 3600.0  # how long a job counts of which nobody knows anything, in fair share only
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One request that waits.  None = unknown."""
+
+    id: str  # unique among all: it begins with the uid of its owner
+    uid: int
+    user: str
+    since: float  # unix time of its arrival, from the file system: nobody can arrive in the past
+    requests: tuple[Request, ...]  # any of them will do, the first is liked best
+    priority: int = 0
+    time_limit: float | None = None  # seconds, kept by gpuguard
+    expected: float | None = None  # seconds, from what the user's jobs have taken before
+    promise: float | None = None  # unix time, see plan.promise
+    served: float | None = None  # unix time at which a request of its user last left the line for a claim
+    after: str | None = None  # it waits for that first, and has no place yet
+    pid: int | None = None
+    note: str | None = None
+    command: tuple[str, ...] | None = None
+
+    @property
+    def lasts(self) -> float | None:
+        """Seconds that the job will take, as far as anybody can tell."""
+        return self.expected if self.time_limit is None else self.time_limit
+
+    @property
+    def num_gpus(self) -> int:
+        """Of the way that is liked best."""
+        return self.requests[0].num_gpus
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a site wants its line.
+
+    Args:
+        fair_share: False: whoever comes first is served first, within his class.
+        half_life: seconds after which used GPU time counts half.
+        patience: share of the planned wait by which a start may be put off for shorter jobs.
+        bound: seconds after which nobody passes a request any more for which no start can be planned.
+        highest: the highest priority for everybody, and for some uids.
+    """
+
+    fair_share: bool = True
+    half_life: float = 7 * 86400.0
+    patience: float = 0.25
+    bound: float = 24 * 3600.0
+    highest: int = 0
+    highest_of: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReservationKeys:
+    """What users may reserve for themselves; the fields are keys of line.yaml.
+
+    Args:
+        devices: so many at a time, all their reservations together; 0: none.
+        longest: of one reservation.
+        ahead: so early at most.
+        no_show: after so long without a claim it is over.
+    """
+
+    devices: int = 2
+    longest: Annotated[float, parse_duration] = 86400.0
+    ahead: Annotated[float, parse_duration] = 14 * 86400.0
+    no_show: Annotated[float, parse_duration] = 1800.0
+
+
+def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: Rules, now: float) -> list[Ticket]:
+    """All tickets, the first in line first.
+
+    Args:
+        tickets: in any order.
+        usage: uid -> recent GPU-seconds; 0 for whoever is missing.
+        rules: of the site.
+        now: unix time.
+    """
+    tickets = [
+        ticket if ticket.priority == (real := permitted(ticket, rules)) else replace(ticket, priority=real)
+        for ticket in tickets
+    ]
+    # Of 500 tickets of one user some are always old: he is lifted only if none of them was served for as long.
+    hungry = [one for one in tickets if one.served is None or one.served + rules.bound <= now]
+    late = overdue(hungry, rules, now) if rules.fair_share else frozenset()
+    line: list[Ticket] = []
+    for priority in sorted({ticket.priority for ticket in tickets}, reverse=True):
+        members = sorted((one for one in tickets if one.priority == priority), key=_arrival)
+        line += [one for one in members if one.id in late]
+        others = [one for one in members if one.id not in late]
+        line += _fairly(others, usage) if rules.fair_share else others
+    return line
+
+
+def permitted(ticket: Ticket, rules: Rules) -> int:
+    """The priority that it really has."""
+    return min(ticket.priority, rules.highest_of.get(ticket.uid, rules.highest))
+
+
+def overdue(tickets: Collection[Ticket], rules: Rules, now: float) -> frozenset[str]:
+    """The ids of those who have waited longer than they should; of each user the oldest one only that could start."""
+    oldest: dict[int, Ticket] = {}
+    for ticket in tickets:
+        if ticket.after is not None or due_at(ticket, rules) >= now:
+            continue
+        if ticket.uid not in oldest or _arrival(ticket) < _arrival(oldest[ticket.uid]):
+            oldest[ticket.uid] = ticket
+    return frozenset(ticket.id for ticket in oldest.values())
+
+
+def due_at(ticket: Ticket, rules: Rules) -> float:
+    """When its patience is over: as promised, else after the bound.  A forged promise cannot be in the past."""
+    return ticket.since + rules.bound if ticket.promise is None else max(ticket.since, ticket.promise)
+
+
+def _fairly(tickets: Sequence[Ticket], usage: Mapping[int, float]) -> list[Ticket]:
+    """By turns: the next place is that of the user to whom the least is charged, then of who was served longest ago.
+
+    Where nobody counts what users had, and the claim that just ended was the only one, all have had nothing: a flood of
+    one user, who came first, would be served to its end.
+    """
+    of_user: dict[int, list[Ticket]] = {}
+    for ticket in reversed(tickets):  # so that pop() gives the oldest
+        of_user.setdefault(ticket.uid, []).append(ticket)
+    served = {uid: max(one.served or 0.0 for one in own) for uid, own in of_user.items()}
+    turns = [(usage.get(uid, 0.0), served[uid], _arrival(own[-1]), uid) for uid, own in of_user.items()]
+    heapq.heapify(turns)
+    line = []
+    while turns:
+        charged, _, _, uid = heapq.heappop(turns)
+        ticket = of_user[uid].pop()
+        line.append(ticket)
+        if of_user[uid]:
+            # Whoever has no place yet, or is stopped, keeps back nobody of his own.
+            if ticket.after is None:
+                charged += ticket.num_gpus * (TYPICAL_SECONDS if ticket.lasts is None else ticket.lasts)
+            heapq.heappush(turns, (charged, served[uid], _arrival(of_user[uid][-1]), uid))
+    return line
+
+
+def _arrival(ticket: Ticket) -> tuple[float, str]:
+    return ticket.since, ticket.id

@@ -1,0 +1,381 @@
+"""One's turn in the waiting line: what everybody who has a request asks it, and what it answers in words.
+
+Reads the claims, the marks against users and devices, what users have had lately, and the site's rules; the line and
+its plan follow from that (see standing).  Does not wait (see waiting) and claims nothing (see lock).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from gpuguard.backends import Backend
+from gpuguard.claims.hold import Claim
+from gpuguard.claims.lockfiles import Gate, LockDirectory
+from gpuguard.claims.records import probe_in_gate
+from gpuguard.errors import BackendError, GpuguardError, ImpossibleRequest, LockDirectoryError, NotEnoughGpus
+from gpuguard.line.booking import Booking, clock_text
+from gpuguard.line.file import read_line_file
+from gpuguard.line.order import Rules, Ticket
+from gpuguard.line.plan import Place, promise
+from gpuguard.line.reservations import reserved, with_reserved_instances
+from gpuguard.line.reservefiles import arrive
+from gpuguard.line.standing import Facts, Standing, kept_for_others, standing
+from gpuguard.line.tickets import mark_served
+from gpuguard.line.waiting import Waiter
+from gpuguard.marks import DENIED, QUARANTINED, mark_files, quarantine, read_marks
+from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
+from gpuguard.nouns import replace as replace_noun
+from gpuguard.request import Request, fields_needed
+from gpuguard.units import format_duration
+from gpuguard.usage.consult import consult, store_path
+from gpuguard.users import user_name
+
+REFRESH_SECONDS = 60.0  # so old may be what a waiting user reads of his place
+USAGE_SECONDS = 60.0  # so old may be what is known of the users' GPU time
+_known_usage: dict[str, tuple[float, dict[int, float] | None]] = {}  # path -> monotonic time, answer
+
+
+def stand(directory: LockDirectory, snapshot: Snapshot, rules: Rules, mine: Ticket | None = None) -> Standing:
+    """The line as it is now; with *mine* at its end, if that has no file yet.
+
+    Args:
+        directory: of the claims.
+        snapshot: with the fields that the requests of the line need.
+        rules: of the site.
+        mine: one's own ticket.
+    """
+    return standing(directory, snapshot, _facts(directory, snapshot, rules), rules, mine)
+
+
+def reserved_from(backend: Backend, directory: LockDirectory, snapshot: Snapshot, request: Request) -> dict[str, str]:
+    """uuid -> for whom it is reserved, of the devices that this user could not have now if nobody waited."""
+    snapshot = with_reserved_instances(backend, directory, snapshot)
+    facts = _facts(directory, snapshot, Rules(fair_share=False))
+    return kept_for_others(snapshot, facts, new_ticket([request]))
+
+
+class InLine:
+    """One who may have to wait, from his first look on until leave().
+
+    Args:
+        backend: of the machine.
+        directory: of the claims.
+        priority, time_limit, expected, note, command: of his request, see lock.acquire.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        directory: LockDirectory,
+        priority: int,
+        time_limit: float | None,
+        expected: Callable[[], float | None] | None,
+        note: str | None,
+        command: Sequence[str],
+    ) -> None:
+        self._backend, self._directory = backend, directory
+        lasts = expected() if expected and time_limit is None else None
+        self._ticket = partial(
+            new_ticket, priority=priority, time_limit=time_limit, expected=lasts, note=note, command=command
+        )
+        self._rules = read_line_file().rules
+        self._waiter: Waiter | None = None
+        self._was_turn = self._was_called = False  # since he last asked
+        self._fields = frozenset({MEMORY, PROCESSES})  # that the requests of the line need, as far as he leads it
+        self._bookings: tuple[Booking, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether he has a ticket."""
+        return self._waiter is not None
+
+    def turn(self, snapshot: Snapshot, ways: Sequence[Request]) -> Turn:
+        """Whether it is his turn now, by his own look."""
+        mine = self._waiter.ticket if self._waiter else self._ticket(ways)
+        turn = self._turn(snapshot, ways, mine)
+        if self._was_turn or (self._was_called and not turn.ways):
+            turn = self._turn(self._closer(snapshot), ways, mine)
+        self._was_turn, self._was_called = bool(turn.ways), False
+        # Whoever has to wait for what is reserved for him has come, too.
+        self._bookings = turn.line.bookings
+        arrive(self._directory, self._bookings)
+        return turn
+
+    def _turn(self, snapshot: Snapshot, ways: Sequence[Request], mine: Ticket) -> Turn:
+        snapshot = with_reserved_instances(self._backend, self._directory, snapshot)
+        line = stand(self._directory, snapshot, self._rules, mine)
+        return Turn(line, line.of(mine.id), tuple(ways))
+
+    def _closer(self, snapshot: Snapshot) -> Snapshot:
+        """With the health of all devices: whoever was called for nothing may have planned with a broken one."""
+        try:
+            return snapshot.updated(self._backend.sample({PROCESSES, *VERIFY_FIELDS}))
+        except BackendError:
+            return snapshot
+
+    def sleep(
+        self,
+        snapshot: Snapshot,
+        ways: Sequence[Request],
+        deadline: float | None,
+        error: NotEnoughGpus,
+        on_wait: Callable[[NotEnoughGpus], None] | None,
+    ) -> None:
+        """Wait in line until it is worth to try again, or until the *deadline* (monotonic)."""
+        if self._waiter is None:
+            self._waiter = self._join(snapshot, ways)
+            error = self.turn(snapshot, ways).explained(error)
+        told = time.monotonic()
+
+        def tell() -> None:
+            nonlocal error, told
+            if on_wait is None:
+                return
+            if time.monotonic() - told >= REFRESH_SECONDS:
+                told, error = time.monotonic(), self.turn(snapshot, ways).explained(error)
+            on_wait(error)
+
+        seconds = None if deadline is None else deadline - time.monotonic()
+        self._waiter.sleep(seconds, tell, getattr(on_wait, "tell_every", None))
+        self._was_called = True
+
+    def served(self, claim: Claim) -> None:
+        """He has got what he waited for, and comes to his reservation if he has one."""
+        mark_served(self._directory)
+        # The end of a job elsewhere is no sign that he is there: it would bring back a reservation that is over.
+        devices = {device.uuid for device in claim}
+        claim.arrivals = arrive(self._directory, [one for one in self._bookings if not devices.isdisjoint(one.devices)])
+
+    def leave(self) -> None:
+        """Wait no longer."""
+        if self._waiter:
+            self._waiter.leave()
+
+    def _join(self, snapshot: Snapshot, ways: Sequence[Request]) -> Waiter:
+        mine = self._ticket(ways)
+        line = stand(self._directory, snapshot, self._rules, mine)
+        mine = replace(mine, promise=promised(line, self._rules, mine))
+        try:
+            return Waiter(
+                self._directory, [device.uuid for device in snapshot.devices], mine, partial(self._survey, line)
+            )
+        except OSError as error:
+            raise LockDirectoryError(
+                f"no place in line can be had in {self._directory.records}: {error.strerror}.  Try --no-wait."
+            ) from error
+
+    def _survey(self, before: Standing, closely: bool) -> Standing:
+        """A look for all who wait.  A driver that fails starts nobody, and is asked again later."""
+        try:
+            snapshot = self._backend.sample(self._fields)
+            if closely:
+                snapshot = self._closer(snapshot)
+            snapshot = with_reserved_instances(self._backend, self._directory, snapshot)
+            line = stand(self._directory, snapshot, self._rules)
+            needed = frozenset().union(*(fields_needed(way) for one in line.places for way in one.ticket.requests))
+            if needed <= self._fields:
+                return line
+            self._fields |= needed
+        except BackendError:
+            return replace(before, places=())
+        return self._survey(before, closely)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where one stands in line at one moment."""
+
+    line: Standing
+    place: Place | None
+    asked: tuple[Request, ...]
+
+    @property
+    def ways(self) -> tuple[Request, ...]:
+        """What may be taken now."""
+        if self.place is None or not self.place.now or self.place.request is None:
+            return ()
+        chosen = self.asked[self.place.ticket.requests.index(self.place.request)]
+        alone = len(self.line.places) == 1
+        return (chosen if alone else replace_noun(chosen, max_gpus=None),)
+
+    @property
+    def is_later(self) -> bool:
+        """Whether there is nothing to find out by asking the driver: it is somebody else's turn."""
+        return self.place is not None and not self.place.now and self.place.request is not None
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether it can never be his turn, as the line has it."""
+        return self.place is not None and self.place.request is None and self.place.ticket.after is None
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """uuid -> for whom it is, of devices that others may take now."""
+        return self.line.kept_from(self.place.ticket.id) if self.place else {}
+
+    def explained(self, error: NotEnoughGpus) -> NotEnoughGpus:
+        """*error* with the place in line and the prospects; one that waiting cannot help stays what it is."""
+        if self.place is None or isinstance(error, ImpossibleRequest):
+            return error
+        count, number = self.place.ticket.num_gpus, self.place.number
+        where = f"number {number} of {len(self.line.places)} in line"
+        _, *others = str(error).split("\n")
+        first = f"wanted {count} GPU{'s' * (count > 1)}: {where}, {in_words(self.place, self.line)}."
+        return NotEnoughGpus("\n".join([first, *others]), error.wanted, error.available, error.refused)
+
+
+def new_ticket(
+    ways: Sequence[Request],
+    *,
+    priority: int = 0,
+    time_limit: float | None = None,
+    expected: float | None = None,
+    note: str | None = None,
+    command: Sequence[str] = (),
+    after: str | None = None,
+) -> Ticket:
+    """A ticket of this process that has no file yet, so no place and no promise."""
+    uid = os.geteuid()
+    return Ticket(
+        id="",
+        uid=uid,
+        user=user_name(uid),
+        since=time.time(),
+        requests=tuple(ways),
+        priority=priority,
+        time_limit=time_limit,
+        expected=expected,
+        after=after,
+        pid=os.getpid(),
+        note=note,
+        command=tuple(command),
+    )
+
+
+def promised(line: Standing, rules: Rules, ticket: Ticket) -> float | None:
+    """By when whoever joins *line* with *ticket* starts at the latest, unix time; None where nobody can tell."""
+    place = line.of(ticket.id)
+    return promise(place, rules, line.now) if place else None
+
+
+def _facts(directory: LockDirectory, snapshot: Snapshot, rules: Rules) -> Facts:
+    now = time.time()
+    uuids = [device.uuid for device in snapshot.devices]
+    marks, denials = read_marks(directory, QUARANTINED, now), read_marks(directory, DENIED, now)
+    ends = [mark.until for mark in (*marks.values(), *denials.values()) if mark.until is not None]
+    with Gate(directory):
+        claims = probe_in_gate(directory, uuids)  # all of /proc tells nothing more that matters here: 21 ms of 28
+    booked = reserved(directory, uuids, claims, now)
+    return Facts(
+        claims=claims,
+        barred={uuid: quarantine(marks[uuid]) for uuid in uuids if uuid in marks},
+        denied=frozenset(int(uid) for uid in denials if uid.isdecimal()),
+        usage=_usage(directory, rules) if rules.fair_share else {},
+        bookings=booked.bookings,
+        reserved=booked,
+        changes_at=min([*ends, booked.changes_at]),
+        mark_files=mark_files(directory) if marks or denials else (),
+    )
+
+
+def _usage(directory: LockDirectory, rules: Rules) -> dict[int, float] | None:
+    """uid -> recent GPU-seconds from the daemon's store; None without one."""
+    path, now = store_path(directory), time.monotonic()
+    asked, known = _known_usage.get(path, (-USAGE_SECONDS, None))
+    if now - asked >= USAGE_SECONDS:
+        try:
+            known = consult(path, lambda usage: usage.decayed(rules.half_life))
+        except GpuguardError:
+            known = None
+        _known_usage[path] = now, known
+    return known
+
+
+def in_words(place: Place, line: Standing) -> str:
+    """When it will start and why not earlier: ``"starts in about 2h, when device 3 is free: earlier jobs of al"``."""
+    if place.ticket.after:
+        return f"not in line yet: {place.ticket.after}"
+    if place.now:
+        return "starts now"
+    if place.passes:
+        return f"held back: it would delay {_who(place.passes, line)}{_and_then(place, line)}"
+    if place.request is None:
+        return "no devices for it as things are"
+    if not place.devices:
+        return "too far behind for a plan"
+    if place.start is None:
+        return f"nobody knows when it starts: {_unknown_ends(place, line)}"
+    why = _freed_by(place, line)
+    return f"starts in about {_until(place.start, line)}{', ' + why if why else ''}"
+
+
+def _who(name: str, line: Standing) -> str:
+    other = line.of(name)
+    if other is None:
+        booking = next((one for one in line.bookings if one.id == name), None)
+        return _reservation(booking, line.now) if booking else f"reservation {name}"
+    return f"{other.ticket.user}'s request for {other.ticket.num_gpus}, which came before"
+
+
+def _reservation(booking: Booking, now: float) -> str:
+    begun = booking.begins <= now
+    when = f"until {clock_text(booking.ends, now)}" if begun else f"from {clock_text(booking.begins, now)}"
+    return f"the reservation of {booking.user} {when}"
+
+
+def _and_then(place: Place, line: Standing) -> str:
+    """When it starts if it waits for the end of a reservation, and how it could start before it."""
+    booking = next((one for one in line.bookings if one.id == place.passes), None)
+    if booking is None:
+        return ""
+    later = f"; starts in about {_until(place.start, line)}" if place.start is not None else ""
+    return later + "; with a --time-limit that ends before, it could start now" * (
+        booking.begins > line.now and place.ticket.time_limit is None
+    )
+
+
+def _until(start: float, line: Standing) -> str:
+    return format_duration(round(max(0.0, start - line.now)))
+
+
+def _freed_by(place: Place, line: Standing) -> str:
+    """Which device is the last one to be free, and what says so."""
+    for booking in line.bookings:
+        if place.start is not None and abs(booking.ends - place.start) < 1.0:
+            return f"after {_reservation(booking, line.now)}"
+    for uuid in place.devices:
+        claim = _last_claim(uuid, line)
+        if claim is None:
+            continue
+        end = claim.ends if claim.ends is not None else claim.expected
+        if end is not None and place.start is not None and abs(end - place.start) < 1.0:
+            how = "time limit" if claim.ends is not None else "earlier jobs"
+            return f"when device {_index(uuid, line)} is free: {how} of {claim.user}'s job"
+    before = [other for other in line.places[: place.number - 1] if set(other.devices) & set(place.devices)]
+    return f"after {before[-1].ticket.user}'s request" if before else ""
+
+
+def _unknown_ends(place: Place, line: Standing) -> str:
+    before = [other for other in line.places[: place.number - 1] if set(other.devices) & set(place.devices)]
+    if before:
+        return f"{before[-1].ticket.user}'s request before it has no time limit"
+    claims = {claim.id: claim for uuid in place.devices if (claim := _last_claim(uuid, line))}
+    blind = [claim for claim in claims.values() if claim.ends is None and claim.expected is None]
+    if not blind:
+        return "a device is in use without a claim" if not claims else "a job is over its time"
+    names = sorted({claim.user for claim in blind})
+    jobs = "jobs of {} have" if len(blind) > 1 else "job of {} has"
+    return f"the {jobs.format(' and '.join(names))} no time limit"
+
+
+def _last_claim(uuid: str, line: Standing) -> ClaimRecord | None:
+    return next((claim for claim in line.claims if uuid in claim.devices), None)
+
+
+def _index(uuid: str, line: Standing) -> str:
+    device = line.snapshot.device(uuid)
+    return str(device.index) if device else uuid

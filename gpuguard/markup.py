@@ -1,0 +1,90 @@
+"""Tables for notebooks: what `_repr_html_` of a snapshot gives.  Everything is escaped: strangers wrote the names."""
+
+from __future__ import annotations
+
+from time import localtime, strftime
+
+from gpuguard.text import neutral_command, neutralise
+from gpuguard.units import format_bytes, format_duration
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gpuguard.claims.hold import Claim
+    from gpuguard.model import ClaimRecord, Device, Snapshot
+
+_DEVICE_HEADS = ("GPU", "name", "memory", "util", "temp", "power", "processes", "claimed by")
+_HELD_HEADS = ("in this process", "GPU", "name", "memory", "uuid")
+_CLAIM_HEADS = ("claim", "user", "for", "memory", "note", "command")
+
+
+def of_snapshot(snapshot: Snapshot) -> str:
+    """Its devices, and its claims if it knows of any."""
+    kind = "RECORDED " * snapshot.recorded + "SIMULATED " * snapshot.simulated
+    title = f"<p><b>{escaped(kind + snapshot.host)}</b></p>"
+    parts = [title, _table(_DEVICE_HEADS, (_device_row(device, snapshot.claims) for device in snapshot.devices))]
+    if snapshot.claims:
+        rows = (_claim_row(claim, snapshot.taken_at) for claim in snapshot.claims)
+        parts.append(_table(_CLAIM_HEADS, rows))
+    return "".join(parts)
+
+
+def of_claim(claim: ClaimRecord) -> str:
+    """One claim."""
+    return _table(_CLAIM_HEADS, [_claim_row(claim, None)])
+
+
+def of_held(claim: Claim) -> str:
+    """A claim of this process: its devices, and how programs in it count them."""
+    if not claim.locks and claim.devices:
+        return f"<p><b>{escaped(f'claim {claim.id}')}</b> {escaped('was given back')}</p>"
+    since = "" if claim.since is None else f"since {strftime('%H:%M', localtime(claim.since))}"
+    title = f"<p><b>{escaped(f'claim {claim.id}')}</b> {escaped(since)}</p>"
+    rows = (
+        [str(place), *_device_row(device, ())[:2], _share(claim, device), device.uuid]
+        for place, device in enumerate(claim)
+    )
+    return title + _table(_HELD_HEADS, rows)
+
+
+def _share(claim: Claim, device: Device) -> str:
+    return format_bytes(device.memory_total if claim.memory is None else claim.memory)
+
+
+def escaped(text: str) -> str:
+    """*text* as HTML that shows it."""
+    from html import escape
+
+    return escape(neutralise(text))
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escaped(one)}</th>" for one in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _device_row(device: Device, claims: Sequence[ClaimRecord]) -> list[str]:
+    users = dict.fromkeys(claim.user for claim in claims if device.uuid in claim.devices)
+    return [
+        f"{device.index} {device.mig_profile or ''}".strip(),
+        device.name or "n/a",
+        f"{format_bytes(device.memory_used)} / {format_bytes(device.memory_total)}",
+        _number(device.utilization, "%"),
+        _number(device.temperature, "°C"),
+        _number(device.power_draw, "W"),
+        "n/a" if device.processes is None else str(len(device.processes)),
+        ", ".join(users),
+    ]
+
+
+def _claim_row(claim: ClaimRecord, now: float | None) -> list[str]:
+    known = None if now is None or claim.since is None else max(0.0, now - claim.since)
+    memory = "all" if claim.memory is None else format_bytes(claim.memory)
+    since = format_duration(known)
+    return [claim.id, claim.user, since, memory, claim.note or "", neutral_command(claim.command)]
+
+
+def _number(value: float | None, unit: str) -> str:
+    return "n/a" if value is None else f"{value:.0f}{unit}"

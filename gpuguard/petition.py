@@ -1,0 +1,175 @@
+"""Devices from the daemon, where it alone gives the locks: what it is asked, and what came back is looked at.
+
+Takes the place of locking in an attempt to claim; the daemon takes the locks, looks at the devices again behind them,
+and hands the locked descriptors over.  Which of the devices are wanted is decided here, as everywhere.  Claims nothing
+when nobody answers.  The other side is broker.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuguard.claims.calling import Busy, NoDaemon, call
+from gpuguard.claims.hold import Claim, Lock
+from gpuguard.claims.lockfiles import LockDirectory, is_same_file
+from gpuguard.claims.shares import sharing_now
+from gpuguard.claims.slots import slot_names
+from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
+from gpuguard.line.order import Ticket
+from gpuguard.line.tickets import as_json
+from gpuguard.model import ClaimRecord, Device, Snapshot
+from gpuguard.nouns import replace
+from gpuguard.request import Request
+from gpuguard.select import choose
+
+ANSWER_SECONDS = 60.0  # the daemon's driver may have to start first
+BUSY_SECONDS = 10.0  # many may ask at once: those who wait are woken together
+
+
+def ask_for(
+    snapshot: Snapshot,
+    request: Request,
+    directory: LockDirectory,
+    outer: ClaimRecord | None,
+    taken: dict[str, str],
+    ticket: Ticket | None,
+) -> Claim | None:
+    """The best devices from the daemon; None when they cannot be had.  Fills *taken* with those that it refused.
+
+    Args:
+        ticket: of whoever waits or would wait; without one he comes last.
+
+    Raises:
+        ClaimError: there is no daemon, and nobody has waited for it before.
+    """
+    if request.share and outer and not _is_free_inside(outer):
+        raise InvalidRequest(f"inside a claim the daemon gives whole devices alone ({outer.id}): leave out --share.")
+    while devices := _best(snapshot, request, directory, outer, taken):
+        if outer and _is_free_inside(outer):
+            return Claim(f"{outer.id}.{os.urandom(4).hex()}", devices, ())
+        try:
+            answer, descriptors = _call(directory, _petition(devices, request, outer, ticket))
+        except GpuguardError as error:
+            if ticket is None or not ticket.id:
+                raise _refusal(directory, error) from error
+            # Whoever waits already goes on: a daemon that is started again is no reason to lose his place.
+            taken.update((device.uuid, str(error)) for device in devices)
+            return None
+        if "refused" in answer:
+            taken.update(_reasons(answer["refused"], devices))
+            continue
+        locks = _locks(directory, devices, answer.get("locks"), descriptors, shared=request.share)
+        return Claim(str(answer["claim"]), devices, locks, memory=request.memory, most=request.most_sharers)
+    return None
+
+
+def _is_free_inside(outer: ClaimRecord) -> bool:
+    """Whether commands in it exclude nobody: see taking."""
+    return "." in outer.id or outer.memory is not None
+
+
+def _best(
+    snapshot: Snapshot,
+    request: Request,
+    directory: LockDirectory,
+    outer: ClaimRecord | None,
+    taken: Mapping[str, str],
+) -> tuple[Device, ...]:
+    # Anew each time: whoever was quicker has a share now.
+    sharing = sharing_now(directory, {}, snapshot) if request.share and not outer else {}
+    return choose(snapshot, request, taken, sharing).devices
+
+
+def _petition(
+    devices: Sequence[Device], request: Request, outer: ClaimRecord | None, ticket: Ticket | None
+) -> dict[str, Any]:
+    # What chose among the devices is left out: they are named.
+    bare = replace(
+        request,
+        num_gpus=len(devices),
+        max_gpus=None,
+        devices=None,
+        within=None,
+        within_reason="",
+        exclude=(),
+        prefer=(),
+    )
+    asked: dict[str, Any] = {
+        "do": "claim",
+        "devices": [device.uuid for device in devices],
+        "conditions": as_json(bare),
+        "inside": outer.id if outer else None,
+        "ticket": ticket.id if ticket else None,
+    }
+    if ticket and not ticket.id:
+        times = {"time_limit_seconds": ticket.time_limit, "expected_seconds": ticket.expected}
+        asked |= {"priority": ticket.priority, **times}
+    return asked
+
+
+def _call(directory: LockDirectory, asked: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+    deadline, pause = time.monotonic() + BUSY_SECONDS, 0.02
+    while True:
+        try:
+            return call(directory, asked, ANSWER_SECONDS)
+        except Busy:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(pause * (1 + os.urandom(1)[0] / 255))
+        pause = min(2 * pause, 0.5)
+
+
+def _refusal(directory: LockDirectory, error: GpuguardError) -> ClaimError:
+    if isinstance(error, NoDaemon):
+        return ClaimError(
+            f"{str(error).rstrip('.')}.  It alone gives the GPUs of this machine, so nothing can be claimed until it "
+            "runs; what is claimed already stays claimed."
+        )
+    return ClaimError(str(error))
+
+
+def _reasons(refused: object, devices: Sequence[Device]) -> dict[str, str]:
+    """uuid -> why; of all, if nothing can be understood."""
+    uuids = [device.uuid for device in devices]
+    rows = refused if isinstance(refused, dict) else {}
+    return {uuid: str(rows[uuid]) for uuid in uuids if uuid in rows} or dict.fromkeys(uuids, "refused by the daemon")
+
+
+def _locks(
+    directory: LockDirectory, devices: Sequence[Device], names: object, descriptors: tuple[int, ...], *, shared: bool
+) -> tuple[Lock, ...]:
+    """What came, if each is the locked lock file of its device, or of a slot of it."""
+    named = names if isinstance(names, list) else []
+    paths = [directory.lock_path(str(name)) for name in named]
+    fault = "there are fewer locks than devices" if not len(paths) == len(descriptors) == len(devices) else None
+    for device, name in zip(devices, named, strict=False):
+        allowed = slot_names(device.uuid) if shared else (device.uuid, f"{device.uuid}.nested")
+        fault = fault or (None if name in allowed else f"{str(name)[:80]} is no lock of device {device.index}")
+    for descriptor, path in zip(descriptors, paths, strict=False):
+        fault = fault or _fault(directory, descriptor, path)
+    if fault:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ClaimError(f"what the daemon gave is no claim: {fault}.  Nothing is claimed; ask an administrator.")
+    return tuple(
+        Lock(descriptor, path, fcntl.LOCK_EX, (status.st_dev, status.st_ino))
+        for descriptor, path in zip(descriptors, paths, strict=True)
+        if (status := os.fstat(descriptor))
+    )
+
+
+def _fault(directory: LockDirectory, descriptor: int, path: str) -> str | None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or not is_same_file(descriptor, path):
+        return f"it is not {path}"
+    if status.st_uid not in (0, directory.owner, directory.keeper):
+        return f"{path} belongs to uid {status.st_uid}"
+    with open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii", errors="replace") as lines:
+        if not any(line.startswith("lock:") and " FLOCK " in line and " WRITE " in line for line in lines):
+            return f"{path} is not locked"
+    return None

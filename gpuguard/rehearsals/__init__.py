@@ -1,0 +1,1 @@
+"""Policies tried without anybody being hit: on recorded samples, and by unit tests of their own."""

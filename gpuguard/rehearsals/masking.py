@@ -1,0 +1,118 @@
+"""A sample in which nobody and nothing can be recognised: host, people, programs, uuids, bus ids, containers, notes.
+
+The same name gets the same mask throughout one recording, and no mask tells anything of the name: they are numbered
+as they come.  A field that is not named here does not pass.  Times, sizes, models and pids stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_FIRST_UID = 100_000
+_HARMLESS = re.compile(r"[a-z ]{1,40}")  # "lost", "reset required": what backends call a problem
+_FIELDS_OF = {
+    "snapshot": (
+        "backend taken_at clock simulated driver_version nvml_version cuda_version recorded",
+        "host devices gaps topology claims",
+    ),
+    "device": (
+        "index name minor_number numa_node cpu_affinity memory_total memory_used memory_free memory_reserved "
+        "processes_plausible utilization memory_utilization compute_mode mig_mode mig_profile gpu_instance_id "
+        "compute_instance_id temperature temperature_slowdown temperature_shutdown fan_speed power_draw power_limit "
+        "total_energy clock_sm clock_sm_max clock_memory clock_memory_max pstate throttle_reasons persistence_mode "
+        "ecc_mode ecc_corrected_volatile ecc_uncorrected_volatile ecc_corrected_aggregate ecc_uncorrected_aggregate "
+        "retired_pages remapped_rows pcie_generation pcie_width pcie_tx pcie_rx nvlink_tx nvlink_rx",
+        "uuid parent_uuid pci_bus_id processes problems nvlink_links",
+    ),
+    "process": (
+        "pid memory_used kind start_time utilization",
+        "uid user command executable container working_directory conda_environment",
+    ),
+    "claim": (
+        "alive pid since holders ends expected memory most",
+        "id uid user devices note command slots",
+    ),
+    "host": ("cpu memory network", "terminal"),
+}
+# noun -> (fields that stay, fields that are masked): together all that there are
+KEPT: Mapping[str, frozenset[str]] = {noun: frozenset(kept.split()) for noun, (kept, _) in _FIELDS_OF.items()}
+MASKED: Mapping[str, frozenset[str]] = {noun: frozenset(masked.split()) for noun, (_, masked) in _FIELDS_OF.items()}
+
+
+class Mask:
+    """The masks of one recording."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, dict[Any, int]] = {}
+        self._masks: dict[str, Callable[[Any], Any]] = {
+            "host": lambda value: self._name("host", value),
+            "devices": lambda value: [self._noun("device", one) for one in value],
+            "gaps": lambda value: [self._gap(one) for one in value],
+            "topology": lambda value: [[self._uuid(one), self._uuid(other), how] for one, other, how in value],
+            "claims": lambda value: [self._noun("claim", one) for one in value],
+            "uuid": self._uuid,
+            "parent_uuid": self._uuid,
+            "pci_bus_id": self._bus_id,
+            "processes": lambda value: value and [self._noun("process", one) for one in value],
+            "problems": lambda value: [one if _HARMLESS.fullmatch(one) else "masked problem" for one in value],
+            "nvlink_links": lambda value: [[link, self._bus_id(end)] for link, end in value],
+            "uid": self._uid,
+            "user": lambda value: value if value == "root" else self._name("user", value),
+            "command": lambda value: [self._name("command", tuple(value))],
+            "executable": lambda value: f"/masked/{self._name('program', value)}",
+            "container": lambda value: self._name("container", value),
+            "working_directory": lambda value: f"/masked/{self._name('directory', value)}",
+            "conda_environment": lambda value: self._name("environment", value),
+            "id": lambda value: f"{self._number('claim', value):08x}",
+            "note": lambda value: self._name("note", value),
+            "slots": lambda value: [self._name("slot", one) for one in value],
+            "terminal": lambda value: value and self._name("/dev/pts/masked", value),
+        }
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """A packed sample (see tape.pack) with masks."""
+        return {
+            "snapshot": self._noun("snapshot", sample["snapshot"]),
+            "host": {identity: self._noun("host", use) for identity, use in sample["host"].items()},
+            "groups": {
+                str(self._uid(int(uid))): sorted(self._name("group", name) for name in names)
+                for uid, names in sample["groups"].items()
+            },
+            "seen": sample["seen"],  # numbers and letters
+        }
+
+    def _noun(self, kind: str, packed: dict[str, Any]) -> dict[str, Any]:
+        masked = {}
+        for name, value in packed.items():
+            if name in KEPT[kind] or value is None:
+                masked[name] = value
+            elif kind == "claim" and name == "devices":
+                masked[name] = [self._uuid(one) for one in value]
+            elif name in MASKED[kind]:
+                masked[name] = self._masks[name](value)
+        return masked
+
+    def _gap(self, packed: dict[str, Any]) -> dict[str, Any]:
+        # The reason may quote a path or a name, and a field a uuid.
+        field = packed["field"] if re.fullmatch(r"[a-z_ ()]{1,60}", packed["field"]) else "masked"
+        device = packed.get("device")
+        return {"device": None if device is None else self._uuid(device), "field": field, "reason": "masked"}
+
+    def _uuid(self, uuid: str) -> str:
+        number = self._number("uuid", uuid)
+        return f"{'MIG' if uuid.startswith('MIG-') else 'GPU'}-ffffffff-0000-4000-8000-{number:012x}"
+
+    def _bus_id(self, bus_id: str) -> str:
+        return f"00000000:{self._number('bus', bus_id) % 256:02X}:00.0"
+
+    def _uid(self, uid: int) -> int:
+        return uid if uid <= 0 else _FIRST_UID + self._number("uid", uid)
+
+    def _name(self, kind: str, name: Any) -> str:
+        return f"{kind}{self._number(kind, name)}"
+
+    def _number(self, kind: str, name: Any) -> int:
+        numbers = self._numbers.setdefault(kind, {})
+        return numbers.setdefault(name, len(numbers) + 1)

@@ -1,0 +1,213 @@
+"""The daemon's door: a Unix socket at which everybody on this machine may ask it for something.
+
+One request and one answer per connection, each one line of JSON of at most 4 KiB.  Who asks is what the kernel says
+(SO_PEERCRED), never what he writes.  A thread of its own listens, and never waits for anybody: whoever sends nothing,
+too much, or keeps many connections open loses his own ones and nobody else's.  Knows nothing of what is asked for: see
+verbs; the other side is calling.
+
+    {"do": "keep", "for_seconds": 14400, "reason": "paper deadline"}
+    {"ok": true, "until_unix_seconds": 1795212345.0}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from gpuguard.claims.calling import LARGEST, encoded, short_path, uid_behind
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.errors import GpuguardError
+
+LONGEST_ERROR = 600  # characters: written out as \uXXXX they fit as well
+MOST, MOST_OF_ONE = 32, 4  # connections in all and of one user
+PATIENCE_SECONDS = 2.0  # for a request to be complete
+PAUSE_SECONDS = 0.005  # after each connection: somebody who never stops connecting costs little
+
+SLOW = frozenset({"claim"})  # what may ask the driver: answered one after the other by a thread of their own
+
+
+@dataclass(frozen=True)
+class Handover:
+    """An answer with descriptors that go over to whoever asked; the door closes its own."""
+
+    content: Mapping[str, Any]
+    descriptors: tuple[int, ...]
+
+
+Answer = Callable[[int, Mapping[str, Any]], Mapping[str, Any] | Handover]
+
+
+@dataclass
+class _Visitor:
+    connection: socket.socket
+    uid: int
+    deadline: float  # monotonic
+    received: bytes = field(default=b"")
+
+
+class Door:
+    """Listens in *directory*, which must be one that only its owner can write to, until close().
+
+    Args:
+        directory: of the claims.
+        answer: called in the thread of the door with the uid of whoever asks and his request; a GpuguardError that it
+            raises becomes the answer.
+
+    Raises:
+        OSError: the socket cannot be made.
+    """
+
+    def __init__(self, directory: LockDirectory, answer: Answer) -> None:
+        self._directory, self._answer = directory, answer
+        self._visitors: dict[int, _Visitor] = {}
+        self._inside: SimpleQueue[tuple[_Visitor, bytes] | None] = SimpleQueue()
+        self._served: list[_Visitor] = []  # whose requests lie in there, or are being answered
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        with short_path(directory) as path:
+            # Only one daemon holds the directory's lock, so this socket is that of one that is dead.
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            # Not chmod(): it follows links, and root may listen where another user could put one.
+            before = os.umask(0o111)
+            try:
+                self._listener.bind(path)
+            finally:
+                os.umask(before)
+        self._listener.listen(64)
+        self._wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="gpuguard-door", daemon=True)
+        self._thread.start()
+        self._server = threading.Thread(target=self._serve, name="gpuguard-server", daemon=True)
+        self._server.start()
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        os.write(self._wake, b".")
+        self._inside.put(None)
+        self._thread.join(PATIENCE_SECONDS)
+        with short_path(self._directory) as path, suppress(FileNotFoundError):
+            os.unlink(path)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+            os.close(self._wake_read)
+
+    def _run(self) -> None:
+        while True:
+            poll = select.poll()
+            for descriptor in (self._wake_read, self._listener.fileno(), *self._visitors):
+                poll.register(descriptor, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll(500 if self._visitors else None)}
+            if self._wake_read in ready:
+                break
+            for descriptor in ready & self._visitors.keys():
+                self._listen_to(self._visitors[descriptor])
+            now = time.monotonic()
+            for visitor in [each for each in self._visitors.values() if now >= each.deadline]:
+                self._send_away(visitor)
+            if self._listener.fileno() in ready:
+                self._let_in()
+        for visitor in list(self._visitors.values()):
+            self._send_away(visitor)
+        self._listener.close()
+
+    def _let_in(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # he has gone already, or there are no descriptors left
+            time.sleep(PAUSE_SECONDS)
+            return
+        connection.setblocking(False)
+        uid = uid_behind(connection)
+        here = [*self._visitors.values(), *self._served]
+        full = len(here) >= MOST
+        if sum(visitor.uid == uid for visitor in here) >= MOST_OF_ONE or (full and not self._visitors):
+            connection.close()
+        else:
+            if full:  # whoever may use user namespaces has 65536 uids: the one that says nothing for longest makes room
+                self._send_away(next(iter(self._visitors.values())))
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            self._visitors[connection.fileno()] = _Visitor(connection, uid, deadline)
+        time.sleep(PAUSE_SECONDS)
+
+    def _listen_to(self, visitor: _Visitor) -> None:
+        try:
+            more = visitor.connection.recv(LARGEST + 1 - len(visitor.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            self._send_away(visitor)
+            return
+        visitor.received += more
+        line, end, _ = visitor.received.partition(b"\n")
+        if end or not more or len(line) > LARGEST:
+            request = _request(line)
+            if isinstance(request, dict) and request.get("do") in SLOW:
+                del self._visitors[visitor.connection.fileno()]
+                self._served.append(visitor)
+                self._inside.put((visitor, line))
+                return
+            self._reply(visitor, request)
+            self._send_away(visitor)
+
+    def _serve(self) -> None:
+        while inside := self._inside.get():
+            visitor, line = inside
+            try:
+                self._reply(visitor, _request(line))
+            finally:
+                self._served.remove(visitor)
+                visitor.connection.close()
+
+    def _reply(self, visitor: _Visitor, request: dict[str, Any] | str) -> None:
+        answer = self._answered(visitor.uid, request)
+        descriptors = answer.descriptors if isinstance(answer, Handover) else ()
+        content = answer.content if isinstance(answer, Handover) else answer
+        try:
+            # It fits into the socket's buffer: whoever does not read it waits for himself.
+            socket.send_fds(visitor.connection, [encoded(content)], descriptors, socket.MSG_NOSIGNAL)
+        except OSError:
+            return  # he has gone, so nobody has the descriptors but us
+        finally:
+            # What is handed over is a copy: with ours open, what was given would never end.
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _answered(self, uid: int, request: dict[str, Any] | str) -> Mapping[str, Any] | Handover:
+        if isinstance(request, str):
+            return {"ok": False, "error": request}
+        try:
+            answer = self._answer(uid, request)
+        except GpuguardError as error:
+            return {"ok": False, "error": str(error)[:LONGEST_ERROR]}
+        except Exception:  # noqa: BLE001  whoever finds a fault of ours must not be the last one who is served
+            kind, value, traceback = sys.exc_info()
+            threading.excepthook(threading.ExceptHookArgs((kind, value, traceback, threading.current_thread())))
+            return {"ok": False, "error": "a fault inside the daemon, which its log shows."}
+        if isinstance(answer, Handover):
+            return Handover({"ok": True, **answer.content}, answer.descriptors)
+        return {"ok": True, **answer}
+
+    def _send_away(self, visitor: _Visitor) -> None:
+        del self._visitors[visitor.connection.fileno()]
+        visitor.connection.close()
+
+
+def _request(line: bytes) -> dict[str, Any] | str:
+    """What is asked for; in words why it is nothing."""
+    if len(line) > LARGEST:
+        return f"a request has at most {LARGEST} bytes."
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError):
+        request = None
+    return request if isinstance(request, dict) else "a request is one line with one JSON object."

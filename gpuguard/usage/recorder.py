@@ -1,0 +1,210 @@
+"""Writes the usage store, in a thread of its own: a full, locked or slow disk holds up nobody.
+
+Whoever samples only puts the snapshot into a queue.  Slots are written when they are complete, so that a crash loses
+the one that is under way; what cannot be written waits in memory, and an admin is told once.  Does not add up: see
+tally.  Does not know the file: see storefile.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from gpuguard.errors import GpuguardError
+from gpuguard.model import Snapshot
+from gpuguard.usage import storefile
+from gpuguard.usage.consult import Usage
+from gpuguard.usage.tally import WIDTH, Tally
+
+if TYPE_CHECKING:
+    from gpuguard.usage.consult import SpentSeconds
+    from gpuguard.usage.tally import Wanted
+
+QUEUE = 64  # snapshots; of those that do not fit nothing is known
+PENDING = 720  # slots that wait to be written, 2 hours: some 10 MiB with 8 devices
+RETRY_SECONDS = 10.0
+SUMS_SHARE = 100  # the windows of quotas are summed again so seldom that it takes 1 % of the time at most
+
+Say = Callable[[str], object]
+
+
+class Recorder:
+    """The one writer of a usage store.
+
+    Args:
+        path: of the store; its directory is made if it does not exist.
+        say: told in words what an admin should read, once.
+    """
+
+    def __init__(self, path: str, say: Say) -> None:
+        self.path = path
+        self.windows: frozenset[float] = frozenset()  # in seconds, of which spent() tells
+        self.trouble: str | None = "it is not open yet"
+        self._tried = threading.Event()  # set once trouble tells whether it could be opened
+        self._say, self._said = say, False
+        self._spent: SpentSeconds = {}
+        self._summed: tuple[frozenset[float], dict[int, dict[float, float]]] = (frozenset(), {})
+        self._newer = False  # something was written since
+        self._sum_at = 0.0  # time.monotonic() from which on the windows may be summed again
+        self._queue: queue.Queue[tuple[Snapshot, float, Wanted | None] | None] = queue.Queue(QUEUE)
+        self._thread = threading.Thread(target=self._run, name="gpuguard-usage", daemon=True)
+        self._stopping = False
+        self._tally = Tally()
+        self._connection: sqlite3.Connection | None = None
+        self._lock: int | None = None
+        self._checked = False  # the file was looked through
+        self._damaged = 0  # times
+        self._retry_at = 0.0
+
+    def start(self) -> None:
+        """Open the store, in the thread."""
+        self._thread.start()
+
+    def record(self, snapshot: Snapshot, longest: float, wanted: Wanted | None = None) -> None:
+        """Take note of *snapshot*, without waiting.
+
+        Args:
+            snapshot: what there is now.
+            longest: of more than so many seconds before it nothing is known.
+            wanted: uid -> GPUs that the user waits for now; None: nobody can tell.
+        """
+        with suppress(queue.Full):
+            self._queue.put_nowait((snapshot, longest, wanted))
+
+    def spent(self) -> SpentSeconds:
+        """GPU-seconds that each user has claimed in each of the windows; {} when that cannot be told."""
+        return self._spent
+
+    def why_unknown(self, seconds: float) -> str | None:
+        """Why spent() cannot tell; None when it can, or when nothing is recorded at all.
+
+        Args:
+            seconds: to wait for the store to be opened.
+        """
+        if not self._thread.is_alive():
+            return None
+        self._tried.wait(seconds)
+        return self.trouble
+
+    def stop(self, seconds: float) -> None:
+        """Write down what there is, and close; that goes on behind us if it takes longer than *seconds*."""
+        self._stopping = True
+        with suppress(queue.Full):
+            self._queue.put_nowait(None)  # else it looks up after the next snapshot
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._write()
+            self._tried.set()
+            while not (self._stopping and self._queue.empty()):
+                item = self._queue.get()
+                if item:
+                    self._tally.add(*item)
+                    self._write()
+                    self._sum()
+            self._retry_at = 0.0
+            self._write(everything=True)
+        finally:
+            self.trouble, self._spent = self.trouble or "its writer has ended", {}
+            self._tried.set()
+            self._close()
+
+    def _write(self, *, everything: bool = False) -> None:
+        """Write down what is complete, unless that failed a moment ago."""
+        for slot in sorted(self._tally.slots)[: max(0, len(self._tally.slots) - PENDING)]:
+            del self._tally.slots[slot]
+        complete = self._tally.complete(all_of_them=everything)
+        if (self._connection and not complete) or time.monotonic() < self._retry_at or self._damaged > 1:
+            return
+        try:
+            self._lock = storefile.lock(self.path) if self._lock is None else self._lock
+            self._connection = self._connection or storefile.opened(self.path, check=not self._checked)
+            self._checked = True
+            if complete:
+                storefile.write(self._connection, complete, self._tally.now.devices if self._tally.now else ())
+                for slot in complete:
+                    del self._tally.slots[slot]
+                storefile.settle(self._connection)
+                self._newer = True
+        except (OSError, sqlite3.Error, GpuguardError) as error:
+            self._fail(error)
+        else:
+            if self._said:
+                self._said = False
+                self._say(f"the usage store {self.path} is written again")
+            self.trouble = None
+
+    def _fail(self, error: Exception) -> None:
+        self._close()
+        self._spent, self._summed = {}, (frozenset(), {})
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+        reason = " ".join(str(error).split()).rstrip(".")
+        if isinstance(error, OSError):
+            reason = f"{error.strerror}: {error.filename}; GPUGUARD_STATE_DIR names another place"
+        if type(error) is sqlite3.DatabaseError:  # its subclasses tell of the disk and of locks
+            self._set_aside(f"is damaged ({reason})", "damaged")
+            return
+        if isinstance(error, storefile.Outdated):
+            self._set_aside(f"is of an earlier gpuguard ({reason})", "old")
+            return
+        self.trouble = f"the usage store {self.path} cannot be written: {reason}"
+        if not self._said:
+            self._said = True
+            self._say(f"{self.trouble}; it is tried again, and what GPUs are used for is kept in memory for 2 hours")
+
+    def _set_aside(self, fault: str, why: str) -> None:
+        self._damaged += 1
+        self._checked = False
+        self.trouble = f"the usage store {self.path} {fault}"
+        try:
+            name = storefile.set_aside(self.path, why)
+        except OSError as error:
+            self._say(f"{self.trouble} and cannot be renamed: {error}; nothing is recorded until the next start")
+            self._damaged += 1
+            return
+        begins = "a new one is begun" if self._damaged == 1 else "for the second time: nothing is recorded any more"
+        self._say(f"{self.trouble}; it was renamed to {name}, {begins}")
+        if self._damaged == 1:
+            self._retry_at = 0.0
+            self._write()
+
+    def _sum(self) -> None:
+        """Tell spent() anew: what is written, and what waits to be."""
+        windows, now = self.windows, self._tally.now
+        if not windows or not self._connection or not now:
+            self._spent = {}
+            return
+        begun = time.monotonic()
+        if self._summed[0] != windows or (self._newer and begun >= self._sum_at):
+            try:
+                self._summed = windows, Usage(self._connection, now.taken_at).gpu_seconds(windows)
+            except sqlite3.Error as error:
+                self._fail(error)
+                return
+            self._newer = False
+            self._sum_at = time.monotonic() + SUMS_SHARE * (time.monotonic() - begun)
+        found = {uid: dict(each) for uid, each in self._summed[1].items()}
+        for slot, one in self._tally.slots.items():
+            for (uid, _), times in one.users.items():
+                each = found.setdefault(uid, {})
+                for window in windows:
+                    if slot * WIDTH >= now.taken_at - window:
+                        each[window] = each.get(window, 0.0) + times[0] / 1000
+        self._spent = found
+
+    def _close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection:
+            with suppress(sqlite3.Error):
+                connection.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

@@ -1,0 +1,224 @@
+"""What devices did over a time, as charts in a terminal, as JSON or as CSV.
+
+A gap of the record is a gap of the chart, an empty field of the CSV, null in JSON; it is never 0.  docs/json.md
+describes the JSON.  Does not read the store: see the command `history`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpuguard.units import format_duration
+from gpuguard.usage.questions import Known, Point, Watch
+from gpuguard.views.chart import bucketed, plot, scale_of
+from gpuguard.views.text import Paint, display_width, neutralise, shorten
+
+PLAIN_COLUMNS = 80  # of a chart that goes into a file
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Something that can be drawn."""
+
+    stored: str  # its name in the store
+    factor: float  # from there to the unit of a JSON field
+    field: str  # of JSON and CSV
+    title: str
+    unit: str  # of the chart
+    shown: float = 1.0  # from the field's unit to that of the chart
+    lowest: float = 0.0
+    highest: float | None = None  # of the axis; None: by the values
+
+
+METRICS = {
+    "utilization": Metric("utilization_percent", 1.0, "utilization_percent", "utilization", "%", highest=100.0),
+    "memory": Metric("memory_used_mib", 2.0**20, "memory_used_bytes", "memory used", "GiB", shown=2.0**-30),
+    "temperature": Metric("temperature_celsius", 1.0, "temperature_celsius", "temperature", "°C", lowest=20.0),
+    "power": Metric("power_draw_watts", 1.0, "power_draw_watts", "power draw", "W"),
+    "claimed": Metric("claimed_percent", 1.0, "claimed_percent", "claimed", "%", highest=100.0),
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """What one device did."""
+
+    device: Known
+    points: Sequence[Point]
+
+
+def to_text(
+    metric: Metric,
+    courses: Sequence[Course],
+    watch: Watch,
+    *,
+    width: int | None,
+    rows: int,
+    paint: Paint,
+    ascii_only: bool,
+) -> list[str]:
+    """A chart for each device, below each other.
+
+    Args:
+        metric: what is drawn.
+        courses: of the devices.
+        watch: the time, and how much of it was seen.
+        width: columns of the terminal; None: it goes elsewhere.
+        rows: lines of each drawing.
+        paint: puts colour on text.
+        ascii_only: draw with ASCII alone.
+    """
+    columns = max(30, width or PLAIN_COLUMNS)
+    lines = [paint(shorten(f"{metric.title}, {_span(watch)}", columns), "bold"), *remarks(watch, columns)]
+    unit = "C" if ascii_only and metric.unit == "°C" else metric.unit
+    for course in courses:
+        lines += ["", shorten(f"{_name(course.device)}  {_summary(course, metric, unit)}", columns)]
+        known = [point.mean * metric.factor * metric.shown for point in course.points if point.mean is not None]
+        if not known:
+            continue
+        scale = scale_of(known, unit, lowest=min(metric.lowest, _floor(known)), highest=metric.highest)
+        room = columns - 3 - max(len(f"{scale.highest:.3g} {unit}"), len(f"{scale.lowest:.3g}"))
+        drawn = bucketed(course.points, watch.begin, watch.end, room if ascii_only else room * 2)
+        values = [None if value is None else value * metric.factor * metric.shown for value in drawn]
+        lines += plot(values, scale, watch.begin, watch.end, rows, ascii_only=ascii_only)
+    return lines
+
+
+def remarks(watch: Watch, width: int | None) -> list[str]:
+    """What is not known of that time, in sentences; none if everything is."""
+    said = []
+    span = max(watch.end - watch.begin, 1e-9)
+    if watch.store_begins is None:
+        return ["The daemon has written nothing down yet."]
+    if watch.end <= watch.begin:
+        return [f"No slot of the record begins in so short a time: they are {watch.width} s wide."]
+    if watch.store_begins >= watch.begin + watch.width:
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(watch.store_begins))
+        said.append(f"The record begins {began}: nothing is known of the time before.")
+    if watch.seen < span * 0.995 - 2 * watch.width:
+        share = min(99, math.floor(100 * watch.seen / span))
+        part = f"{share} %" if share or not watch.seen else "less than 1 %"
+        said.append(
+            f"The daemon saw {part} of this time ({format_duration(watch.seen)}); of the rest nothing is known."
+        )
+    return [piece for line in said for piece in _wrapped(line, width)]
+
+
+def _wrapped(line: str, width: int | None) -> list[str]:
+    if width is None or display_width(line) <= width:
+        return [line]
+    import textwrap
+
+    return textwrap.wrap(line, max(20, width))
+
+
+def zone(moment: float) -> str:
+    """The time zone of this machine (or $TZ) at a unix time: ``"CET (+01:00)"``."""
+    local = time.localtime(moment)
+    offset = time.strftime("%z", local)
+    name = neutralise(time.strftime("%Z", local))
+    return "UTC" if name in ("UTC", "GMT") else f"{name} ({offset[:3]}:{offset[3:5]})"
+
+
+def _span(watch: Watch) -> str:
+    begin, end = (time.strftime("%Y-%m-%d %H:%M", time.localtime(each)) for each in (watch.begin, watch.end))
+    return f"{begin} to {end} {zone(watch.end)}"
+
+
+def _floor(known: Sequence[float]) -> float:
+    return 10.0 * math.floor(min(known) / 10.0)
+
+
+def _name(device: Known) -> str:
+    return "  ".join(neutralise(part) for part in (label(device), device.name or "") if part)
+
+
+def label(device: Known) -> str:
+    """``"GPU 3"``; one that has no index any more, and a MIG instance, is known by its uuid."""
+    return f"GPU {device.index}" if device.index is not None else device.uuid
+
+
+def _summary(course: Course, metric: Metric, unit: str) -> str:
+    known = sum(point.known for point in course.points if point.mean is not None)
+    if not known:
+        return "nothing is known of it in this time"
+    factor = metric.factor * metric.shown
+    mean = sum((point.mean or 0.0) * point.known for point in course.points if point.mean is not None) / known * factor
+    peaks = [point.highest for point in course.points if point.highest is not None]
+    return f"mean {mean:.3g} {unit}" + (f", highest {max(peaks) * factor:.3g} {unit}" if peaks else "")
+
+
+def to_json(metric: Metric, courses: Sequence[Course], watch: Watch) -> dict[str, Any]:
+    """The object that docs/json.md describes."""
+    return {
+        "schema": 1,
+        "metric": next(name for name, each in METRICS.items() if each is metric),
+        **period_json(watch),
+        "devices": [
+            {
+                "uuid": course.device.uuid,
+                "index": course.device.index,
+                "name": course.device.name,
+                "parent_uuid": course.device.parent,
+                "points": [_point(metric, point) for point in course.points],
+            }
+            for course in courses
+        ],
+    }
+
+
+def period_json(watch: Watch) -> dict[str, Any]:
+    """The fields about the time, of both reports and histories."""
+    return {
+        "begin": watch.begin,
+        "end": watch.end,
+        "slot_seconds": watch.width,
+        "watched_seconds": watch.seen,
+        "record_begins": watch.store_begins,
+    }
+
+
+def _point(metric: Metric, point: Point) -> dict[str, Any]:
+    def known(value: float | None) -> float | None:
+        return None if value is None else value * metric.factor
+
+    return {
+        "time": point.time,
+        "known_seconds": point.known,
+        metric.field: known(point.mean),
+        f"{metric.field}_highest": known(point.highest),
+    }
+
+
+def to_csv(metric: Metric, courses: Sequence[Course]) -> list[str]:
+    """A line of names, and one for each slot of each device; what is unknown is empty."""
+    names = ("time_unix_seconds", "time", "uuid", "index", "known_seconds", metric.field, f"{metric.field}_highest")
+    rows = []
+    for course in courses:
+        for point in course.points:
+            facts: Mapping[str, Any] = _point(metric, point)
+            local = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(point.time))
+            device = course.device.uuid, course.device.index
+            rows.append((int(point.time), local, *device, *(facts[name] for name in names[4:])))
+    return csv_lines(names, rows)
+
+
+def csv_lines(names: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of CSV, neutral text; what is unknown is empty, and no spreadsheet takes a name for a formula."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(names)
+    for row in rows:
+        writer.writerow([_harmless(each) if isinstance(each, str) else each for each in row])
+    return stream.getvalue().splitlines()
+
+
+def _harmless(text: str) -> str:
+    neutral = neutralise(text)
+    return f"'{neutral}" if neutral[:1] in ("=", "+", "-", "@") else neutral

@@ -1,0 +1,335 @@
+"""What gpuguard tells monitoring systems: facts -> families of numbers, in base units, under our own names.
+
+What is unknown is absent, never 0.  No label holds a pid, and no more than MOST_USERS names of users appear, so that
+a machine keeps few series for ever.  Does not spell them: see exposition.  Names of other programs are in
+metrics_compat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from gpuguard.attribution import claims_readable, computes
+from gpuguard.clusters.slurm_jobs import job_of_claim
+from gpuguard.model import Device, Snapshot
+from gpuguard.text import neutralise
+from gpuguard.views import usage
+from gpuguard.views.usage import DeviceUse
+
+MOST_USERS = 100  # the others are summed up
+MOST_ACTIONS = 500  # series of gpuguard_policy_actions_total
+OTHERS, NOBODY_KNOWN = "(others)", "(unknown)"  # no name of a user has parentheses
+LONGEST_LABEL = 128  # characters
+
+Labels = tuple[tuple[str, str], ...]
+Action = tuple[str, str, str]  # policy, action, outcome
+
+
+@dataclass(frozen=True)
+class Family:
+    """Numbers of one name: what it means, and a value per set of labels."""
+
+    name: str
+    kind: str  # gauge, counter
+    help: str
+    values: Mapping[Labels, float]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is told.  None: unknown, or known only to the daemon.
+
+    Args:
+        now: unix time.
+        version: of gpuguard.
+        snapshot: the last one.
+        current: whether its values still count; otherwise only what a device is is told of it.
+        uses: what goes on on its devices.
+        waiting: who waits, and since when (unix time).
+        quarantined: uuids that are out of service.
+        driver_up: whether the driver answered when it was asked last.
+        daemon_up: whether a daemon guards this machine.
+        interval: seconds between two samples.
+        troubles: how often sampling began to fail since the daemon started.
+        actions: what policies did since then.
+        unrecorded: lines of the audit log that could not be written since then.
+    """
+
+    now: float
+    version: str
+    snapshot: Snapshot | None = None
+    current: bool = False
+    uses: tuple[DeviceUse, ...] = ()
+    waiting: Sequence[tuple[str, float]] | None = None
+    quarantined: frozenset[str] | None = None
+    driver_up: bool | None = None
+    daemon_up: bool | None = None
+    interval: float | None = None
+    troubles: int | None = None
+    actions: Mapping[Action, int] | None = None
+    unrecorded: int | None = None
+
+
+_RATIO, _HERTZ = 0.01, 1e6
+# name behind gpuguard_device_, kind, help, field of Device, factor
+DEVICE_VALUES: tuple[tuple[str, str, str, str, float], ...] = (
+    ("memory_total_bytes", "gauge", "Memory of the device.", "memory_total", 1),
+    ("memory_used_bytes", "gauge", "Memory in use.", "memory_used", 1),
+    ("memory_free_bytes", "gauge", "Memory that is free.", "memory_free", 1),
+    ("memory_reserved_bytes", "gauge", "Memory that driver and firmware keep.", "memory_reserved", 1),
+    ("utilization_ratio", "gauge", "Share of time in which a kernel ran, 0 to 1.", "utilization", _RATIO),
+    ("memory_utilization_ratio", "gauge", "Share of time in which memory was used.", "memory_utilization", _RATIO),
+    ("temperature_celsius", "gauge", "Temperature of the device.", "temperature", 1),
+    ("slowdown_temperature_celsius", "gauge", "Temperature from which on it slows down.", "temperature_slowdown", 1),
+    ("shutdown_temperature_celsius", "gauge", "Temperature at which it switches off.", "temperature_shutdown", 1),
+    ("fan_speed_ratio", "gauge", "Speed of the fans, 0 to 1.", "fan_speed", _RATIO),
+    ("power_draw_watts", "gauge", "Power that the device draws.", "power_draw", 1),
+    ("power_limit_watts", "gauge", "Power that it may draw.", "power_limit", 1),
+    ("energy_joules_total", "counter", "Energy since the driver was loaded.", "total_energy", 1),
+    ("clock_sm_hertz", "gauge", "Clock of the SMs.", "clock_sm", _HERTZ),
+    ("clock_sm_max_hertz", "gauge", "Highest clock of the SMs.", "clock_sm_max", _HERTZ),
+    ("clock_memory_hertz", "gauge", "Clock of the memory.", "clock_memory", _HERTZ),
+    ("clock_memory_max_hertz", "gauge", "Highest clock of the memory.", "clock_memory_max", _HERTZ),
+    ("performance_state", "gauge", "P-state: 0 is the fastest.", "pstate", 1),
+    ("persistence_mode", "gauge", "1 when the driver stays loaded.", "persistence_mode", 1),
+    ("retired_pages", "gauge", "Pages of memory that were retired.", "retired_pages", 1),
+    ("remapped_rows", "gauge", "Rows of memory that were remapped.", "remapped_rows", 1),
+)  # fmt: skip
+_ECC = (  # error, field since the driver was loaded, field since the device was built
+    ("corrected", "ecc_corrected_volatile", "ecc_corrected_aggregate"),
+    ("uncorrected", "ecc_uncorrected_volatile", "ecc_uncorrected_aggregate"),
+)
+_THROTTLES = frozenset(
+    ("applications_clocks_setting", "display_clock_setting", "gpu_idle", "hw_power_brake_slowdown", "hw_slowdown",
+     "hw_thermal_slowdown", "sw_power_cap", "sw_thermal_slowdown", "sync_boost")
+)  # fmt: skip
+# Others come with numbers or with words of an administrator in them.
+_PROBLEMS = frozenset(
+    ("lost", "unresponsive", "reset required", "page retirement pending", "row remap pending", "row remap failed")
+)
+_GAPS = frozenset({"claims", "device", *(each.name for each in fields(Device))})
+
+
+def families(facts: Facts) -> list[Family]:
+    """Every family that has a value, in a fixed order."""
+    found = [*_health(facts), *_waiting(facts)]
+    if facts.snapshot:
+        found += _what_devices_are(facts.snapshot)
+    if facts.snapshot and facts.current:
+        found += [*_device_values(facts.snapshot), *_device_words(facts), *_claims(facts, facts.snapshot)]
+    return [family for family in found if family.values]
+
+
+def label(text: object) -> str:
+    """*text* as the value of a label: one line, visible, not endless."""
+    return neutralise(str(text))[:LONGEST_LABEL]
+
+
+def labels(**named: object) -> Labels:
+    """Sorted, as a key; what is None is left out."""
+    return tuple(sorted((name, label(value)) for name, value in named.items() if value is not None))
+
+
+def number(value: object, factor: float = 1) -> float | None:
+    """*value* times *factor*, or None where it is unknown or no finite number."""
+    if not isinstance(value, (int, float)):
+        return None
+    result = float(value * factor) if factor == 1 else round(value * factor, 9)
+    return result if math.isfinite(result) else None
+
+
+@dataclass
+class Sums:
+    """A family in the making: values of the same labels are added up, and one that is unknown makes the sum unknown."""
+
+    name: str
+    help: str
+    kind: str = "gauge"
+    _values: dict[Labels, float | None] = field(default_factory=dict)
+
+    def add(self, value: object, **named: object) -> None:
+        """Count *value* in, under these labels."""
+        key, amount = labels(**named), number(value)
+        before = self._values.get(key, 0.0)
+        self._values[key] = None if amount is None or before is None else before + amount
+
+    def done(self) -> Family:
+        """The family, without what is unknown."""
+        return Family(
+            self.name, self.kind, self.help, {key: value for key, value in self._values.items() if value is not None}
+        )
+
+
+def _one(name: str, help_text: str, value: object, kind: str = "gauge", **named: object) -> Family:
+    known = number(value)
+    return Family(name, kind, help_text, {} if known is None else {labels(**named): known})
+
+
+def _health(facts: Facts) -> Iterator[Family]:
+    yield _one("gpuguard_build_info", "The version of gpuguard.", 1, version=facts.version)
+    yield _one("gpuguard_daemon_up", "1 when a daemon guards this machine.", facts.daemon_up)
+    yield _one("gpuguard_driver_up", "1 when the driver answered when it was asked last.", facts.driver_up)
+    yield _one("gpuguard_sample_interval_seconds", "Time between two samples of the daemon.", facts.interval)
+    yield _one(
+        "gpuguard_sample_failures_total",
+        "Times that sampling began to fail since the daemon started.",
+        facts.troubles,
+        "counter",
+    )
+    yield _one(
+        "gpuguard_audit_failures_total",
+        "Lines of the audit log that could not be written since the daemon started.",
+        facts.unrecorded,
+        "counter",
+    )
+    if facts.actions is not None:
+        yield _actions(facts.actions)
+    if not facts.snapshot:
+        return
+    snapshot = facts.snapshot
+    age = max(0.0, round(facts.now - snapshot.taken_at, 3))
+    yield _one("gpuguard_sample_age_seconds", "How old the last sample is.", age)
+    yield _one("gpuguard_sample_timestamp_seconds", "Unix time of the last sample.", snapshot.taken_at)
+    yield _one(
+        "gpuguard_driver_info", "Versions of the driver.", 1,
+        driver=snapshot.driver_version, cuda=snapshot.cuda_version, nvml=snapshot.nvml_version,
+        backend=snapshot.backend.partition(":")[0], simulated=str(snapshot.simulated).lower(),
+    )  # fmt: skip
+    gaps = Sums("gpuguard_sample_gaps", "Devices of which a field could not be read, 1 for the machine.")
+    for gap in snapshot.gaps:
+        if gap.field.startswith("ecc_") or gap.field in ("retired_pages", "remapped_rows"):
+            continue  # these are not read each time, so they would come and go
+        gaps.add(1, field=gap.field if gap.field in _GAPS else "other")
+    yield gaps.done()
+
+
+def _actions(counted: Mapping[Action, int]) -> Family:
+    found = Sums("gpuguard_policy_actions_total", "What policies did, since the daemon started.", "counter")
+    for place, ((policy, action, outcome), count) in enumerate(sorted(counted.items())):
+        named = policy if place < MOST_ACTIONS else OTHERS
+        found.add(count, policy=named, action=action, outcome=outcome)
+    return found.done()
+
+
+def _waiting(facts: Facts) -> Iterator[Family]:
+    if facts.waiting is None:
+        return
+    yield _one("gpuguard_waiting_requests", "Requests that wait for devices.", len(facts.waiting))
+    oldest = max((facts.now - since for _, since in facts.waiting), default=None)
+    waited = None if oldest is None else max(0.0, round(oldest, 3))
+    yield _one("gpuguard_waiting_oldest_seconds", "How long the oldest request has waited.", waited)
+    spoken = namer(user for user, _ in facts.waiting)
+    each = Sums("gpuguard_user_waiting_requests", "Requests of a user that wait.")
+    for user, _ in facts.waiting:
+        each.add(1, user=spoken(user))
+    yield each.done()
+
+
+def _what_devices_are(snapshot: Snapshot) -> Iterator[Family]:
+    found = Sums("gpuguard_device_info", "What a device is; join it by uuid.")
+    for device in {each.uuid: each for each in snapshot.devices}.values():
+        found.add(
+            1, uuid=device.uuid, index=device.index, name=device.name, pci_bus_id=device.pci_bus_id,
+            parent_uuid=device.parent_uuid, mig_profile=device.mig_profile,
+        )  # fmt: skip
+    yield found.done()
+    yield _one("gpuguard_devices", "Devices of this machine; parts of divided ones do not count.",
+               sum(device.parent_uuid is None for device in snapshot.devices))  # fmt: skip
+
+
+def _device_values(snapshot: Snapshot) -> Iterator[Family]:
+    for name, kind, text, source, factor in DEVICE_VALUES:
+        values = {labels(uuid=one.uuid): number(getattr(one, source), factor) for one in snapshot.devices}
+        yield Family(
+            f"gpuguard_device_{name}", kind, text, {key: value for key, value in values.items() if value is not None}
+        )
+    for suffix, text, column in (
+        ("ecc_errors_total", "Errors of the memory since the driver was loaded.", 1),
+        ("ecc_lifetime_errors_total", "Errors of the memory since the device was built.", 2),
+    ):
+        counted = {
+            labels(uuid=one.uuid, error=row[0]): number(getattr(one, row[column]))
+            for one in snapshot.devices
+            for row in _ECC
+        }
+        yield Family(
+            f"gpuguard_device_{suffix}", "counter", text,
+            {key: value for key, value in counted.items() if value is not None},
+        )  # fmt: skip
+
+
+def _device_words(facts: Facts) -> Iterator[Family]:
+    """What is no number of the driver's: state, health, why it is slow, how many processes."""
+    states = Sums("gpuguard_device_state", "1 for the state that the device is in, 0 for the others.")
+    healthy = Sums("gpuguard_device_healthy", "1 when nothing is wrong with the device.")
+    problems = Sums("gpuguard_device_problem", "1 for each thing that is wrong with the device.")
+    throttled = Sums("gpuguard_device_throttled", "1 for each reason for which the clocks are held down.")
+    running = Sums("gpuguard_device_processes", "Processes on the device.")
+    quarantined = Sums("gpuguard_device_quarantined", "1 when the device is out of service.")
+    for use in {each.device.uuid: each for each in facts.uses}.values():
+        device, uuid = use.device, use.device.uuid
+        for state in usage.STATES:
+            states.add(use.state == state, uuid=uuid, state=state)
+        if device.problems is not None:
+            healthy.add(not device.problems, uuid=uuid)
+        for problem in {each if each in _PROBLEMS else "other" for each in device.problems or ()}:
+            problems.add(1, uuid=uuid, problem=problem)
+        for reason in {each if each in _THROTTLES else "other" for each in device.throttle_reasons or ()}:
+            throttled.add(1, uuid=uuid, reason=reason)
+        if use.processes is not None and device.processes_plausible:
+            running.add(len(use.processes), uuid=uuid)
+        if facts.quarantined is not None:
+            quarantined.add(bool(facts.quarantined & {uuid, device.parent_uuid}), uuid=uuid)
+    yield from (each.done() for each in (states, healthy, problems, throttled, running, quarantined))
+
+
+def _claims(facts: Facts, snapshot: Snapshot) -> Iterator[Family]:
+    if not claims_readable(snapshot):
+        return
+    held = Sums("gpuguard_device_claims", "Claims of a user on a device.")
+    idle = Sums("gpuguard_device_idle_claims", "Those of them under which nothing works.")
+    jobs = Sums("gpuguard_device_slurm_job", "1 for the Slurm job that has the device.")
+    totals = usage.user_totals(facts.uses)
+    spoken = namer(row.user for row in totals)
+    for use in facts.uses:
+        for claim in use.claims:
+            held.add(1, uuid=use.device.uuid, user=spoken(claim.user))
+            idle.add(claim.idle, uuid=use.device.uuid, user=spoken(claim.user))
+            if job := job_of_claim(claim.record.id):
+                jobs.add(1, uuid=use.device.uuid, user=spoken(claim.user), job=job)
+    yield from (each.done() for each in (held, idle, jobs))
+    columns: tuple[tuple[str, str, Callable[[usage.UserTotal], object]], ...] = (
+        ("claimed_devices", "Devices that a user has claimed.", lambda row: row.claimed),
+        ("idle_devices", "Devices that a user has claimed, and nothing works there.", lambda row: row.idle),
+        ("used_devices", "Devices on which a user has processes.", lambda row: row.devices),
+        ("memory_used_bytes", "Memory that a user's processes have on devices.", lambda row: row.memory_used),
+    )
+    for name, text, value in columns:
+        each = Sums(f"gpuguard_user_{name}", text)
+        for row in totals:
+            each.add(value(row), user=spoken(row.user))
+        yield each.done()
+    yield _unclaimed(facts.uses, spoken)
+
+
+def _unclaimed(found: Iterable[DeviceUse], spoken: Callable[[str | None], str]) -> Family:
+    strangers = {
+        (spoken(running.process.user), use.device.uuid)
+        for use in found
+        if use.device.processes_plausible
+        for running in use.processes or ()
+        if running.claim is None and computes(running.process)
+    }
+    each = Sums("gpuguard_user_unclaimed_devices", "Devices that a user computes on without a claim.")
+    for user, _ in strangers:
+        each.add(1, user=user)
+    return each.done()
+
+
+def namer(users: Iterable[str | None]) -> Callable[[str | None], str]:
+    """How each of *users* is called in labels: the first MOST_USERS by name, those behind them OTHERS."""
+    known = dict.fromkeys(user for user in users if user is not None)
+    told = frozenset(tuple(known)[:MOST_USERS])
+    return lambda user: NOBODY_KNOWN if user is None else label(user) if user in told else OTHERS

@@ -1,0 +1,222 @@
+"""What the page shows, looked at once for all who watch: one sample, one text, however many viewers there are.
+
+While nobody watches it looks rarely, for the charts alone.  Knows nothing of HTTP: see server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from gpuguard.ancestry import look_up
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.lookout import Lookout
+from gpuguard.errors import ClaimError, GpuguardError
+from gpuguard.line.file import read_line_file
+from gpuguard.line.turn import stand
+from gpuguard.model import Gap, Snapshot
+from gpuguard.text import neutralise
+from gpuguard.usage.consult import Usage, consult, store_path
+from gpuguard.views import queue, usage, who
+from gpuguard.web.host import Host
+from gpuguard.web.memory import METRICS, RINGS, Ring, Series
+
+WATCHED_SECONDS = 2.0  # between two looks while somebody watches
+UNWATCHED_SECONDS = 10.0  # and else
+MOST_POINTS = 600  # of a chart: a screen has few more columns
+MOST_CHARTS = 32  # that are kept for the next who asks
+LONGEST_SECONDS = 400 * 86400.0
+STORED = {  # metric -> its name in the usage store, and what to multiply by
+    "utilization": ("utilization_percent", 1.0),
+    "memory": ("memory_used_mib", 2.0**20),
+    "temperature": ("temperature_celsius", 1.0),
+    "power": ("power_draw_watts", 1.0),
+}
+
+
+class Source(Protocol):
+    """Where snapshots come from, as cli.looking.Source."""
+
+    def sample(self) -> tuple[Snapshot, float | None]:
+        """The machine, and how old that is."""
+
+    def throughput(self) -> Snapshot | None:
+        """The machine with what goes over PCIe and NVLink: some 20 ms per device in a real driver."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What was seen at one look, as the JSON object and as the server-sent event that all viewers get."""
+
+    number: int
+    text: bytes
+    event: bytes
+
+
+class Feed:
+    """Looks and remembers, until stop().
+
+    Args:
+        source: of snapshots; it is used by one thread at a time.
+        directory: of the claims.
+        events: the newest lines of the audit log that may be shown, oldest first.
+    """
+
+    def __init__(
+        self, source: Source, directory: LockDirectory, events: Callable[[], Sequence[Mapping[str, Any]]]
+    ) -> None:
+        self._source, self._directory, self._events = source, directory, events
+        self._rings = [Ring(step, keep) for step, keep in RINGS]
+        self._host = Host()
+        self._lookout = Lookout()
+        self._lock = threading.Lock()  # the rings are written and read by threads
+        self._charts: dict[tuple[str, float], bytes] = {}  # drawn since the last look
+        self.viewers = 0
+        self.curious = 0  # viewers that want to see what goes over PCIe and NVLink
+        self.frame = Frame(0, b"{}", b"")
+        self._came = asyncio.Event()
+
+    async def run(self) -> None:
+        """Look again and again."""
+        while True:
+            began = time.monotonic()
+            text = await asyncio.to_thread(self._look)
+            self.frame = Frame(self.frame.number + 1, text, b"data: " + text + b"\n\n")
+            self._charts = {}
+            self._came.set()
+            self._came = asyncio.Event()
+            pause = WATCHED_SECONDS if self.viewers else UNWATCHED_SECONDS
+            while time.monotonic() - began < pause:
+                await asyncio.sleep(0.25 if self.viewers else 1.0)
+                pause = WATCHED_SECONDS if self.viewers else UNWATCHED_SECONDS
+
+    @contextmanager
+    def watched(self, *, curious: bool) -> Iterator[None]:
+        """While one more watches."""
+        self.viewers += 1
+        self.curious += curious
+        try:
+            yield
+        finally:
+            self.viewers -= 1
+            self.curious -= curious
+
+    async def next(self, after: int) -> Frame:
+        """A frame newer than number *after*."""
+        while self.frame.number <= after:
+            await self._came.wait()
+        return self.frame
+
+    def _look(self) -> bytes:
+        try:
+            return _encoded(self._seen())
+        except (GpuguardError, OSError) as error:
+            return _encoded({"schema": 1, "error": neutralise(str(error)), "taken_at": time.time()})
+
+    def _seen(self) -> dict[str, Any]:
+        seen, age = self._source.sample()
+        snapshot = self._with_claims(seen)
+        with self._lock:
+            for ring in self._rings:
+                ring.add(snapshot)
+        found = usage.uses(snapshot, look_up(snapshot))
+        site = read_line_file()
+        line = stand(self._directory, snapshot, site.rules)
+        content = who.to_json(snapshot, found, age=age)
+        content |= {
+            "line": queue.to_json(line, site)["places"],
+            "unknown": who.gap_lines(snapshot),
+            "events": self._events(),
+            "host_use": self._host.look(),
+            "throughput": self._throughput(),
+        }
+        return content
+
+    def _throughput(self) -> dict[str, dict[str, float | None]] | None:
+        """uuid -> bytes per second to and from the device; None while nobody wants to know."""
+        if not self.curious:
+            return None
+        try:
+            snapshot = self._source.throughput()
+        except GpuguardError:
+            return None
+        devices = snapshot.devices if snapshot else ()
+        return {
+            device.uuid: {
+                "received": device.pcie_rx,
+                "sent": device.pcie_tx,
+                "nvlink_received": device.nvlink_rx,
+                "nvlink_sent": device.nvlink_tx,
+            }
+            for device in devices
+        }
+
+    def _with_claims(self, snapshot: Snapshot) -> Snapshot:
+        gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")
+        try:
+            claims = self._lookout.look(self._directory, [device.uuid for device in snapshot.devices], snapshot.claims)
+        except (ClaimError, OSError) as error:
+            return replace(snapshot, gaps=(*gaps, Gap(None, "claims", " ".join(str(error).split()))))
+        return replace(snapshot, claims=claims, gaps=gaps)
+
+    def chart(self, metric: str, seconds: float) -> bytes:
+        """The last *seconds* of a metric: the store of the daemon where it reaches further back than we do.
+
+        Raises:
+            KeyError: there is no such metric.
+        """
+        if metric not in METRICS:
+            raise KeyError(metric)
+        seconds = min(max(60.0, seconds), LONGEST_SECONDS)
+        charts = self._charts
+        if (metric, seconds) not in charts and len(charts) < MOST_CHARTS:
+            charts[metric, seconds] = self._drawn(metric, seconds)
+        return charts.get((metric, seconds)) or self._drawn(metric, seconds)
+
+    def _drawn(self, metric: str, seconds: float) -> bytes:
+        begin = time.time() - seconds
+        series = self._stored(metric, begin) if seconds > RINGS[0][1] else None
+        if series is None:
+            with self._lock:
+                ring = next((one for one in self._rings if seconds <= one.keep), self._rings[-1])
+                series = ring.series(metric, begin, MOST_POINTS)
+        return _encoded({"schema": 1, "metric": metric, "begin": begin, "times": series.times, "values": series.values})
+
+    def _stored(self, metric: str, begin: float) -> Series | None:
+        with self._lock:
+            uuids = self._rings[0].uuids(metric)
+        try:
+            return consult(store_path(self._directory), lambda store: _series_of(store, uuids, metric, begin))
+        except GpuguardError:
+            return None
+
+
+def _series_of(store: Usage, uuids: Sequence[str], metric: str, begin: float) -> Series | None:
+    """What the store has, in at most MOST_POINTS steps; None when it has nothing of that time."""
+    name, factor = STORED[metric]
+    points = {uuid: store.series(uuid, name, begin, store.now) for uuid in uuids}
+    found = [point for each in points.values() for point in each]
+    if not found:
+        return None
+    width = max(max(point.seconds for point in found), (store.now - begin) / MOST_POINTS)
+    steps = range(int((store.now - begin) / width) + 1)
+    values: dict[str, list[float | None]] = {}
+    for uuid, each in points.items():
+        sums = [(0.0, 0)] * len(steps)
+        for point in each:
+            at = int((point.time - begin) / width)
+            if point.mean is not None and 0 <= at < len(sums):
+                total, count = sums[at]
+                sums[at] = total + factor * point.mean, count + 1
+        values[uuid] = [total / count if count else None for total, count in sums]
+    return Series([begin + (step + 0.5) * width for step in steps], values)
+
+
+def _encoded(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")

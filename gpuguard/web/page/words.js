@@ -1,0 +1,38 @@
+"use strict";
+// All words of the page.  A key that is missing in a language is shown in English.
+const WORDS = {
+  en: {
+    other: "中文", dark: "dark", light: "light", devices: "GPUs", line: "Waiting", charts: "Charts", users: "Users",
+    host: "This machine", events: "Events", gaps: "Not known", live: "live", lost: "connection lost, trying again",
+    seen: "seen by the daemon {} ago", simulated: "SIMULATED", memory: "memory", utilization: "util",
+    temperature: "temp", power: "power", unknown: "n/a", idle: "idle", process: "process", more: "and {} more",
+    free: "free", claimed: "claimed, no process yet", in_use: "in use", idle_state: "claimed but idle",
+    unclaimed_use: "used without a claim", unhealthy: "unhealthy", unknown_state: "unknown", shared: "{} of it",
+    user: "user", gpus: "GPUs", processes: "processes", used: "memory", claimed_count: "claimed", idle_count: "idle",
+    place: "#", waited: "waited", start: "start", what: "what", now: "now", none: "nothing yet",
+    cpu: "CPU {} of {} cores", ram: "memory {} of {}", disk: "disk {} read, {} written", net: "network {} in, {} out",
+    curious: "show what goes over PCIe and NVLink (each look costs the driver some 20 ms per GPU)", pcie: "PCIe {} in, {} out",
+    nvlink: "NVLink {} in, {} out",
+    minute: "1 min", ten: "10 min", hour: "1 h", half: "12 h", week: "7 d", year: "400 d", sort: "by", index: "number",
+    unclaimed: "no claim", orphaned: "orphaned", stopped: "stopped", about: "about {}",
+    no_device: "This machine has no GPU that the driver knows.",
+    time: "time", note: "Gaps are times in which nobody looked.", since: "for {}",
+  },
+  zh: {
+    other: "English", dark: "深色", light: "浅色", devices: "GPU", line: "排队", charts: "图表", users: "用户",
+    host: "本机", events: "事件", gaps: "未知项", live: "实时", lost: "连接已断开，正在重试",
+    seen: "守护进程 {} 前的数据", simulated: "模拟", memory: "显存", utilization: "利用率", temperature: "温度",
+    power: "功率", unknown: "未知", idle: "空闲", process: "进程", more: "另有 {} 个",
+    free: "空闲", claimed: "已占用，尚无进程", in_use: "使用中", idle_state: "已占用但空闲",
+    unclaimed_use: "未占用却在使用", unhealthy: "异常", unknown_state: "未知", shared: "其中 {}",
+    user: "用户", gpus: "GPU 数", processes: "进程数", used: "显存", claimed_count: "已占用", idle_count: "闲置",
+    place: "序号", waited: "已等待", start: "预计开始", what: "任务", now: "现在", none: "暂无",
+    cpu: "CPU {}（{} 核）", ram: "内存 {} / {}", disk: "磁盘 读 {} 写 {}", net: "网络 入 {} 出 {}",
+    curious: "显示 PCIe 和 NVLink 流量（每次读取每块 GPU 约需驱动 20 毫秒）", pcie: "PCIe 入 {} 出 {}",
+    nvlink: "NVLink 入 {} 出 {}",
+    minute: "1 分钟", ten: "10 分钟", hour: "1 小时", half: "12 小时", week: "7 天", year: "400 天", sort: "排序", index: "编号",
+    unclaimed: "未占用声明", orphaned: "孤立", stopped: "已暂停", about: "约 {}",
+    no_device: "驱动未发现任何 GPU。",
+    time: "时间", note: "空白处表示当时无人采样。", since: "已 {}",
+  },
+};

@@ -1,0 +1,32 @@
+"""Builders for tests of reservations.
+
+from booked import a_reservation, a_reserved
+judge([a_reservation(user=1, gpus=2)], UUIDS, (), {}, ReservationKeys(), NOW)
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from gpuguard.line.reservations import Judged, Reserved
+from gpuguard.line.reservefiles import Reservation
+
+NOW = 1_800_000_000.0
+HOUR = 3600.0
+UUIDS = tuple(f"d{number}" for number in range(8))
+_numbers = itertools.count(1)
+
+
+def a_reservation(user: int = 1, gpus: int = 1, begins: float = HOUR, hours: float = 1.0, **fields: Any) -> Reservation:
+    """One of a user for himself, made now, for an hour from in an hour; later ones have later names."""
+    facts: dict[str, Any] = {
+        "id": f"r{next(_numbers):06}", "maker": user, "uid": user, "user": f"u{user}", "num_gpus": gpus,
+        "begins": NOW + begins, "ends": NOW + begins + hours * HOUR, "devices": UUIDS, "made": NOW,
+    }  # fmt: skip
+    return Reservation(**{**facts, **fields})
+
+
+def a_reserved(*judged: Judged, now: float = NOW, **fields: Any) -> Reserved:
+    """What was read: one reservation that counts, unless others are given."""
+    return Reserved(judged or (Judged(a_reservation(), no_show_at=now + 1.5 * HOUR),), now=now, **fields)

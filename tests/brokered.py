@@ -1,0 +1,204 @@
+"""A simulated machine of several users, where the daemon gives the locks or everybody takes his own, for tests as root.
+
+machine = Brokered(place, site, "broker")    "everybody", "broker" with a daemon of root's, "keeper" with its own user
+done = machine(ALICE, "run", "--", "true"); with machine.job(BOB, "-n", "2") as (wrapper, devices): ...
+machine.kill_daemon(); machine.start_daemon()
+with a_machine(site, "broker") as machine: ...      site: a fixture, or users.a_site()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from commands import SECONDS
+from nodes import eventually, remove, start
+from users import HOLD, interpreter
+
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.records import locked_devices
+from gpuguard.model import HEALTH
+
+KEEPER = pwd.getpwnam("games")  # as whom the daemon runs where it has a user of its own
+KINDS = ("everybody", "broker", "keeper")
+# Connects as the client does, and shows what comes back.
+CALL = """
+import json, os, sys, time
+from gpuguard.claims.calling import call
+from gpuguard.claims.lockfiles import lock_directory
+directory = lock_directory(os.environ["GPUGUARD_DIR"])
+"""
+
+CLAIM = """
+answer, descriptors = call(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+print(json.dumps(answer | {"descriptors": len(descriptors)}))
+"""
+
+
+@contextlib.contextmanager
+def a_machine(site: Path, kind: str, *node: str) -> Iterator[Brokered]:
+    """A machine with its daemon, if it has one; nothing of it is left.  *node* is as for nodes.start."""
+    place = Path(tempfile.mkdtemp(prefix="gpuguard-broker-"))
+    place.chmod(0o755)
+    made = Brokered(place, site, kind, *node)
+    try:
+        made.begin()
+        yield made
+    finally:
+        made.close()
+        remove(place)
+
+
+def claims_of(who: str) -> list[dict[str, Any]]:
+    """The claims that `who --json` printed."""
+    return [claim for device in json.loads(who)["devices"] for claim in device["claims"]]
+
+
+class Brokered:
+    """Claims in *place*/claims of a node of 4 devices."""
+
+    def __init__(self, place: Path, site: Path, kind: str, *simulated: str) -> None:
+        self.place, self.kind, self.python_path = place, kind, interpreter()
+        node = place / "node"
+        devices = start(str(node), *simulated).sample({HEALTH}).devices
+        self.uuids = [device.uuid for device in devices]
+        node.chmod(0o777)
+        for file in node.iterdir():
+            file.chmod(0o666)
+        self.environment = {
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "HOME": "/nonexistent",
+            "PYTHONPATH": str(site),
+            "GPUGUARD_BACKEND": f"simulated:{node}",
+            "GPUGUARD_DIR": str(place / "claims"),
+        }
+        self.daemon: subprocess.Popen[Any] | None = None
+
+    def begin(self) -> None:
+        """Set it up, and start its daemon if it needs one."""
+        self.setup(*([] if self.kind == "everybody" else ["--broker"]))
+        if self.kind != "everybody":
+            self.start_daemon()
+
+    def setup(self, *options: str) -> subprocess.CompletedProcess[str]:
+        user = ["--daemon-user", KEEPER.pw_name] if self.kind == "keeper" else []
+        done = self(None, "setup", "--dir", self.environment["GPUGUARD_DIR"], *user, *options)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    @property
+    def directory(self) -> LockDirectory:
+        return lock_directory(self.environment["GPUGUARD_DIR"])
+
+    def start_daemon(self, *, ready: bool = True) -> None:
+        user = KEEPER if self.kind == "keeper" else None
+        words = [self.python_path, "-m", "gpuguard", "daemon", "--interval", "300ms"]
+        log = {"GPUGUARD_EVENTS": str(self.place / "daemon" / "events.jsonl")}
+        os.makedirs(self.place / "daemon", exist_ok=True)
+        (self.place / "daemon").chmod(0o777)
+        environment = {name: value for name, value in self.environment.items() if name != "PYTHONPATH"} | log
+        # A daemon of root's takes no PYTHONPATH from anybody; the working directory has the package as well.
+        with (self.place / "said").open("a") as said:
+            self.daemon = subprocess.Popen(
+                words, env=environment, stdin=subprocess.DEVNULL, stderr=said,
+                start_new_session=True, **_identity(user), cwd=self.environment["PYTHONPATH"],
+            )  # fmt: skip
+        socket = self.directory.path + ("/daemon" if self.kind == "keeper" else "") + "/daemon.sock"
+        assert eventually(lambda: os.path.exists(socket) and (not ready or self._answers())), (
+            self.place / "said"
+        ).read_text()
+
+    def _answers(self) -> bool:
+        from gpuguard.claims.calling import ask
+        from gpuguard.errors import GpuguardError
+
+        try:
+            return "held" in ask(self.directory, {"do": "claims"})
+        except GpuguardError:
+            return False
+
+    def kill_daemon(self, signum: int = signal.SIGKILL) -> None:
+        assert self.daemon
+        self.daemon.send_signal(signum)
+        self.daemon.wait()
+        self.daemon = None
+
+    def close(self) -> None:
+        if self.daemon:
+            self.kill_daemon()
+
+    def words(self, *words: str) -> list[str]:
+        return [self.python_path, "-m", "gpuguard", *words]
+
+    def __call__(
+        self, user: pwd.struct_passwd | None, *words: str, timeout: float = SECONDS, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run gpuguard as *user* (None: root) to its end."""
+        done = subprocess.run(
+            self.words(*words), capture_output=True, text=True, timeout=timeout, check=False,
+            **self._as(user, **variables),
+        )  # fmt: skip
+        assert "Traceback" not in done.stderr and "inside gpuguard" not in done.stderr, done.stderr
+        return done
+
+    def start(self, user: pwd.struct_passwd | None, *words: str) -> subprocess.Popen[str]:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        return subprocess.Popen(self.words(*words), text=True, **pipes, **self._as(user))
+
+    @contextlib.contextmanager
+    def job(
+        self, user: pwd.struct_passwd | None, *options: str, command: tuple[str, ...] = HOLD
+    ) -> Iterator[tuple[subprocess.Popen[str], str]]:
+        """A job, as (the process of `gpuguard run`, its first line: the devices); killed at the end."""
+        wrapper = self.start(user, "run", "--no-wait", *options, "--", *command)
+        assert wrapper.stdout and wrapper.stderr
+        try:
+            line = wrapper.stdout.readline().strip()
+            assert line, wrapper.stderr.read()
+            yield wrapper, line
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(wrapper.pid, signal.SIGKILL)
+            wrapper.communicate()
+
+    @contextlib.contextmanager
+    def program(self, user: pwd.struct_passwd | None, code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """A Python program of *user*, spoken to through its standard input and output; killed at the end."""
+        options = self._as(user) | {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([self.python_path, "-c", CALL + code, *words], text=True, **options) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def python(self, user: pwd.struct_passwd, code: str, *words: str) -> str:
+        """What a Python program of *user* prints."""
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            [self.python_path, "-c", CALL + code, *words],
+            capture_output=True, text=True, timeout=SECONDS, check=False, **self._as(user),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def locked(self) -> list[int]:
+        """The indices of the devices that are locked, as root sees it."""
+        locked = locked_devices(self.directory, self.uuids)
+        return [index for index, uuid in enumerate(self.uuids) if uuid in locked]
+
+    def _as(self, user: pwd.struct_passwd | None, **variables: str) -> dict[str, Any]:
+        log = {"GPUGUARD_EVENTS": str(self.place / "events.jsonl")} if user is None else {}
+        environment = {**self.environment, **log, **variables}
+        return {"env": environment, "cwd": "/", "stdin": subprocess.DEVNULL, **_identity(user)}
+
+
+def _identity(user: pwd.struct_passwd | None) -> dict[str, Any]:
+    return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []} if user else {}

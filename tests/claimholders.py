@@ -1,0 +1,77 @@
+"""Processes that hold claims and do nothing else, as an idle notebook does.
+
+with a_holder(directory, uuid, other) as holder: holder.id, holder.pid; holder.does("claim.reassert()")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.records import read_record
+from gpuguard.model import ClaimRecord
+
+HOLD = """
+import fcntl, json, os, pwd, sys  # before it becomes somebody who may not read our Python
+from types import SimpleNamespace
+from gpuguard.errors import GpuguardError
+from gpuguard.claims.hold import Claim, take_lock
+from gpuguard.claims.lockfiles import lock_directory
+path, uid, name, *uuids = sys.argv[1:]
+if int(uid):
+    os.setgroups([]); os.setresgid(*[int(uid)] * 3); os.setresuid(*[int(uid)] * 3)
+directory = lock_directory(path)
+locks = tuple(take_lock(directory, uuid, fcntl.LOCK_EX) for uuid in uuids)
+assert all(locks)
+claim = Claim(name, tuple(SimpleNamespace(uuid=uuid, index=place) for place, uuid in enumerate(uuids)), locks)
+claim.explain(directory, "an idle notebook", ["jupyter"])
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        print(repr(eval(line)), flush=True)
+    except GpuguardError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+"""
+
+
+class Holder:
+    """A process with a claim."""
+
+    def __init__(self, directory: LockDirectory, child: subprocess.Popen[str], name: str, uid: int) -> None:
+        self.directory, self.child, self.id, self.uid, self.pid = directory, child, name, uid, child.pid
+
+    def does(self, expression: str) -> str:
+        """What becomes of a Python expression in there."""
+        assert self.child.stdin and self.child.stdout
+        self.child.stdin.write(expression + "\n")
+        self.child.stdin.flush()
+        return self.child.stdout.readline().rstrip("\n")
+
+    def record(self) -> ClaimRecord | None:
+        """What its claim says of itself; None when it is over."""
+        return read_record(self.directory, self.uid, self.id)
+
+    def lives(self) -> bool:
+        return self.child.poll() is None
+
+
+@contextlib.contextmanager
+def a_holder(
+    directory: LockDirectory, *uuids: str, name: str = "1dea1234", uid: int | None = None, **more: Any
+) -> Iterator[Holder]:
+    """A process of *uid* that claims *uuids*; killed at the end."""
+    owner = os.geteuid() if uid is None else uid
+    words = [sys.executable, "-c", HOLD, directory.path, str(0 if owner == os.geteuid() else owner), name, *uuids]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(words, text=True, **pipes, **more) as child:
+        assert child.stdout
+        try:
+            assert child.stdout.readline() == "ready\n"
+            yield Holder(directory, child, name, owner)
+        finally:
+            child.kill()

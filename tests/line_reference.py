@@ -1,0 +1,192 @@
+"""What line, claims, shares, MIG and reservations together must do, in the fewest words: the model of test_line_model.
+
+Reads nothing and locks nothing.  It knows who *may* start, exactly; who *must* it knows wherever nobody waits whose
+start is known, because a plan might put others off for him (see test_plan and test_overtaking).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import permutations
+
+from gpuguard.line.booking import HORIZON_SECONDS
+from gpuguard.line.order import ReservationKeys
+from gpuguard.model import Device
+from gpuguard.request import Request
+
+KEYS = ReservationKeys()
+NEVER = float("inf")
+
+
+@dataclass
+class Job:
+    """A request of a user, who runs it (on devices), or waits."""
+
+    user: int
+    request: Request
+    limit: float | None  # seconds
+    devices: tuple[str, ...] = ()
+    began: float = 0.0
+    comes_to: list[Kept] = field(default_factory=list)
+
+    @property
+    def ends(self) -> float:
+        return NEVER if self.limit is None else self.began + self.limit
+
+
+@dataclass
+class Kept:
+    """A reservation that counts, until it is over."""
+
+    maker: int
+    user: int
+    count: int
+    begins: float
+    ends: float
+    came: float  # when it was made, or its user last came or went
+
+
+@dataclass
+class Model:
+    """Who holds what, and what is kept for whom."""
+
+    devices: tuple[Device, ...]
+    could: dict[Request, frozenset[str]]  # uuids that an empty machine has for it
+    reservable: tuple[str, ...]
+    now: float
+    jobs: dict[str, Job] = field(default_factory=dict)
+    kept: dict[str, Kept] = field(default_factory=dict)
+
+    def on(self, uuid: str) -> list[Job]:
+        return [job for job in self.jobs.values() if uuid in job.devices]
+
+    def has(self, user: int, uuid: str) -> bool:
+        return any(job.user == user for job in self.on(uuid))
+
+    def may_have(self, device: Device, request: Request) -> bool:
+        """By claims and shares alone."""
+        here = [job.request for job in self.on(device.uuid)]
+        if not request.share or not all(other.share for other in here):
+            return not here
+        shares = [*here, request]
+        room = (device.memory_total or 0) - (device.memory_used or 0)
+        return sum(each.memory or 0 for each in shares) <= room and len(shares) <= min(each.slots for each in shares)
+
+    def kept_at(self, when: float, user: int, liked: Collection[str], before: Collection[str]) -> set[str]:
+        """The devices that are kept for others: as many as possible, and he loses as few of *liked* as can be.
+
+        First those that were kept *before*, then those that somebody with a reservation holds, then those whose jobs
+        have ended by then.
+        """
+        slots = [
+            one
+            for one in self.kept.values()
+            if one.user != user and one.begins <= when < one.ends
+            for _ in range(one.count)
+        ]
+        guests = {one.user for one in self.kept.values()}
+
+        def will_do(uuid: str, one: Kept) -> bool:
+            return self.has(one.user, uuid) or all(job.ends <= when for job in self.on(uuid))
+
+        def together(uuids: Collection[str]) -> bool:
+            return any(all(map(will_do, uuids, some)) for some in permutations(slots, len(uuids)))
+
+        found: set[str] = set()
+        for uuid in sorted(
+            self.reservable,
+            key=lambda each: (
+                each not in before,
+                not any(self.has(guest, each) for guest in guests),
+                not self.on(each),
+                each in liked,
+            ),
+        ):
+            if together([*found, uuid]):
+                found.add(uuid)
+        return found
+
+    def kept_from(self, job: Job, liked: Collection[str]) -> set[str]:
+        """The same at any moment of a job that starts now."""
+        until = self.now + (HORIZON_SECONDS if job.limit is None else job.limit)
+        borders = {when for one in self.kept.values() if one.user != job.user for when in (one.begins, one.ends)}
+        moments = {self.now, *borders, *(other.ends for other in self.jobs.values())}
+        kept: set[str] = set()
+        found: set[str] = set()
+        for when in sorted(when for when in moments if self.now <= when < until):
+            found = self.kept_at(when, job.user, liked, () if when in borders else found)
+            kept |= found
+        return kept
+
+    def fits(self, job: Job) -> bool:
+        """Whether devices can be had for it now."""
+        opened = {each.uuid for each in self.devices if self.may_have(each, job.request)} & self.could[job.request]
+        return self.enough(job, opened - self.kept_from(job, opened))
+
+    def enough(self, job: Job, uuids: Collection[str]) -> bool:
+        """Of one kind, whole GPUs or MIG instances."""
+        parts = sum(bool(each.parent_uuid) for each in self.devices if each.uuid in uuids)
+        return max(parts, len(uuids) - parts) >= job.request.num_gpus
+
+    def known(self, job: Job) -> bool:
+        """Whether there is a moment at which it surely fits, if nobody else starts."""
+        later = Model(self.devices, self.could, self.reservable, NEVER)
+        later.jobs = {name: other for name, other in self.jobs.items() if other.limit is None}
+        return later.fits(job)
+
+    def take(self, name: str, job: Job, devices: tuple[Device, ...]) -> None:
+        """It got these."""
+        job.devices, job.began = tuple(device.uuid for device in devices), self.now
+        assert len(devices) == job.request.num_gpus and self.could[job.request].issuperset(job.devices)
+        assert all(self.may_have(device, job.request) for device in devices), "it was given what it may not have"
+        assert not self.kept_from(job, job.devices).intersection(job.devices), "it was given what is kept for others"
+        job.comes_to = [self.kept[each] for each in self.came(job.user)] * (
+            not set(self.reservable).isdisjoint(job.devices)
+        )
+        self.jobs[name] = job
+
+    def permitted(self, new: Kept) -> bool:
+        """Whether a reservation counts: the quota of users, and room on an empty machine."""
+        own = sum(one.count for one in self.kept.values() if one.maker == new.maker)
+        near = [one for one in self.kept.values() if one.begins < new.ends and new.begins < one.ends]
+        crowd = max(
+            sum(one.count for one in [*near, new] if one.begins <= when < one.ends)
+            for when in (new.begins, *(max(one.begins, new.begins) for one in near))
+        )
+        return crowd <= len(self.reservable) and (new.maker == 0 or own + new.count <= KEYS.devices)
+
+    def came(self, user: int) -> list[str]:
+        """A user asks for devices; returns what is reserved for him."""
+        own = [name for name, one in self.kept.items() if one.user == user]
+        for name in own:
+            self.kept[name].came = self.now
+        return own
+
+    def end(self, name: str) -> None:
+        """A job is over; whoever had reserved where it ran, and for whom it was kept when it began, may come again."""
+        job = self.jobs.pop(name)
+        for one in self.kept.values():
+            if one in job.comes_to:
+                one.came = self.now
+        self.settle()
+
+    def present(self, one: Kept) -> bool:
+        return any(self.has(one.user, uuid) for uuid in self.reservable)
+
+    def deadline(self, one: Kept) -> float:
+        return max(one.begins, one.came) + KEYS.no_show
+
+    def settle(self) -> None:
+        """What is over by now is over for ever."""
+        self.kept = {
+            name: one
+            for name, one in self.kept.items()
+            if self.now < one.ends and (self.now < self.deadline(one) or self.present(one))
+        }
+
+    def moments(self) -> Iterator[float]:
+        """When something happens by itself."""
+        yield from (job.ends for job in self.jobs.values())
+        for one in self.kept.values():
+            yield from (one.begins, one.ends, *([] if self.present(one) else [self.deadline(one)]))

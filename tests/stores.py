@@ -1,0 +1,109 @@
+"""Usage stores for tests: filled ones, and processes that do something to them.
+
+fill(path, range(100, 200)); total(path) -> seconds; with a_fork(job, path) as child: child.kill()
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+
+from gpuguard.model import Snapshot
+from gpuguard.usage import storefile
+from gpuguard.usage.consult import SLOTS, consult
+from gpuguard.usage.tables import rows
+from gpuguard.usage.tally import WIDTH, Slot, rates_of
+
+ALICE = 1001
+FIRST = 169_999_920  # a slot that begins a quarter of an hour
+DEVICES, USERS, PER_DEVICE = 8, 36, (1, 1, 2, 3)
+ALL = (-(2**63), 2**63 - 1)  # keys
+FORK = multiprocessing.get_context("fork")
+
+
+def at(slots: int) -> float:
+    """Unix time, so many slots after the first."""
+    return float((FIRST + slots) * WIDTH)
+
+
+def a_sample(taken_at: float, uid: int = ALICE, **fields: Any) -> Snapshot:
+    """A device, claimed and used by one user."""
+    device = a_device(processes=(a_process(uid=uid),), utilization=50.0, temperature=60.0, power_draw=300.0)
+    claim = a_claim_record(device, uid=uid)
+    return a_snapshot(device, claims=(claim,), **{"taken_at": taken_at, "clock": taken_at, **fields})
+
+
+def a_slot(seconds: float = WIDTH, uid: int = ALICE) -> Slot:
+    """So many seconds of it."""
+    slot = Slot()
+    slot.add(rates_of(a_sample(1000.0, uid), a_sample(1010.0, uid)), seconds)
+    return slot
+
+
+def a_busy_snapshot(
+    chance: random.Random, taken_at: float, per_device: tuple[int, ...] = PER_DEVICE, idle: float = 0.5
+) -> Snapshot:
+    """Eight devices, each claimed by so many of the users."""
+    devices, claims = [], []
+    for index in range(DEVICES):
+        device = a_device(index)
+        users = [20000 + each for each in chance.sample(range(USERS), chance.choice(per_device))]
+        claims += [a_claim_record(device, id=f"{index}-{uid}", uid=uid) for uid in users]
+        workers = tuple(a_process(100 * index + place + 2, uid=uid) for place, uid in enumerate(users))
+        devices.append(
+            a_device(
+                index,
+                processes=workers,
+                memory_used=chance.randrange(80 * GIB),
+                utilization=0.0 if chance.random() < idle else chance.uniform(2, 100),
+                temperature=chance.uniform(30, 90),
+                power_draw=chance.uniform(60, 700),
+                total_energy=400.0 * taken_at + chance.uniform(0, 100),
+            )
+        )
+    return a_snapshot(*devices, claims=tuple(claims), taken_at=taken_at, clock=taken_at)
+
+
+def fill(path: str, numbers: Iterable[int], together: int = 1, uid: int = ALICE) -> None:
+    """Write these slots, so many in a transaction."""
+    connection = storefile.opened(path, check=False)
+    waiting = list(numbers)
+    while waiting:
+        batch, waiting = waiting[:together], waiting[together:]
+        storefile.write(connection, {number: a_slot(uid=uid) for number in batch}, a_sample(0.0).devices)
+        storefile.settle(connection)
+    connection.close()
+
+
+def held(path: str, now: float) -> dict[int, tuple[int, float, float]]:
+    """width -> (slots, seconds seen, seconds claimed): of all resolutions, in one look."""
+
+    def ask(usage: Any) -> dict[int, tuple[int, float, float]]:
+        found = {}
+        for width in SLOTS:
+            # The store has no public way to choose a resolution.
+            look = usage._connection.execute
+            devices, users = (f"FROM ({rows(kind, width)})" for kind in ("devices", "users"))
+            slots, seen = look(f"SELECT COUNT(DISTINCT slot), SUM(seen_ms) / 1000.0 {devices}", ALL).fetchone()
+            (claimed,) = look(f"SELECT SUM(claimed_ms) / 1000.0 {users}", ALL).fetchone()
+            found[width] = slots, seen or 0.0, claimed or 0.0
+        return found
+
+    return consult(path, ask, now)
+
+
+@contextmanager
+def a_fork(job: Callable[..., object], *words: object) -> Iterator[Any]:
+    """A process that does *job*; ended at the end."""
+    child = FORK.Process(target=job, args=words)
+    child.start()
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join()

@@ -1,0 +1,246 @@
+"""The action release: a policy takes a claim back under which nobody computes, and no other one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import termios
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from builders import GIB, a_device, a_process
+from claimholders import Holder, a_holder
+from guarded import SOMEBODY, Listing
+from nodes import remove
+
+from gpuguard import actions
+from gpuguard.claims import releasing
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock
+from gpuguard.claims.records import locked_devices, probe
+from gpuguard.guards.case import Context
+from gpuguard.guards.ledger import Deed
+from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
+from gpuguard.nouns import replace
+
+pytestmark = pytest.mark.root
+
+
+class Claimed:
+    """Two idle devices, claimed by somebody, and a guard that enforces."""
+
+    def __init__(self, directory: LockDirectory) -> None:
+        self.directory = directory
+        self.machine = Listing(a_device(0), a_device(1), a_device(2))
+        self.uuids = [device.uuid for device in self.machine.devices]
+        for uuid in self.uuids:
+            os.close(open_lock(directory, uuid))
+        self.events: list[Event] = []
+        self.facts: dict[str, Any] = {
+            "backend": self.machine,
+            "append": self.write,
+            "still_true": lambda verdict, snapshot: True,
+            "enforce": True,
+            "directory": directory,
+        }
+        self.snapshot = self.machine.sample((), None)
+
+    def write(self, event: Event) -> bool:
+        self.events.append(event)
+        return True
+
+    def verdict(self, holder: Holder, **fields: Any) -> Verdict:
+        subject = fields.pop("subject", Subject("claim", uid=holder.uid, claim=holder.id, user="alice"))
+        finding = Finding("age", subject, "held for 3h without a process", fields.pop("processes", ()))
+        return Verdict("idle-claims", finding, "release", 0, 0.0, **{"enforce": True, **fields})
+
+    def act(self, holder: Holder, **fields: Any) -> actions.Outcome:
+        """What became of it."""
+        snapshot: Snapshot = fields.pop("snapshot", None) or self.machine.sample((), None)
+        facts = {
+            key: fields.pop(key) for key in list(fields) if key in Context.__dataclass_fields__ and key != "enforce"
+        }
+        context = Context(**{**self.facts, **facts})
+        self.facts["ledger"] = context.ledger
+        (outcome,) = actions.act(self.verdict(holder, **fields), snapshot, context)
+        return outcome
+
+    def locked(self) -> int:
+        return len(locked_devices(self.directory, self.uuids))
+
+
+@pytest.fixture
+def claimed() -> Iterator[Claimed]:
+    place = tempfile.mkdtemp(prefix="gpuguard-release-")  # pytest's own tmp_path lets nobody else in
+    os.chmod(place, 0o755)
+    yield Claimed(lock_directory(f"{place}/claims"))
+    remove(place)
+
+
+@pytest.fixture
+def holder(claimed: Claimed) -> Iterator[Holder]:
+    with a_holder(claimed.directory, *claimed.uuids[:2], uid=SOMEBODY) as one:
+        yield one
+
+
+def test_the_devices_are_free_at_once_the_line_was_written_before_and_the_program_lives_on(claimed, holder):
+    locked_when_written = []
+    claimed.facts["append"] = lambda event: not locked_when_written.append((event.outcome, claimed.locked()))
+    outcome = claimed.act(holder)
+
+    assert (outcome.word, claimed.locked(), holder.lives()) == (actions.DONE, 0, True)
+    assert locked_when_written == [("about to", 2)]
+    assert holder.does("claim.reassert()").startswith(
+        "ClaimLost: the claim 1dea1234 was released by the policy idle-claims"
+    )
+    assert claimed.locked() == 0
+
+
+def test_the_line_says_whose_claim_it_was_and_by_which_policy(claimed, holder):
+    claimed.act(holder)
+
+    [event] = claimed.events
+    assert (event.kind, event.outcome, event.user, event.claim) == ("release", "about to", "alice", holder.id)
+    assert dict(event.facts)["policy"] == "idle-claims" and dict(event.facts)["uid"] == SOMEBODY
+
+
+@pytest.mark.parametrize(("daemon", "policy"), [(False, True), (True, False)])
+def test_a_dry_run_takes_the_same_path_and_leaves_the_claim(claimed, holder, daemon, policy):
+    claimed.facts["enforce"] = daemon
+    outcome = claimed.act(holder, enforce=policy)
+
+    assert (outcome.word, claimed.locked()) == (actions.DRY_RUN, 2)
+    assert holder.does("claim.reassert()") == "None"
+    assert [event.outcome for event in claimed.events] == ["dry run"]
+
+
+def test_no_line_no_release(claimed, holder):
+    outcome = claimed.act(holder, append=lambda event: False)
+
+    assert (outcome.word, claimed.locked()) == (actions.UNRECORDED, 2)
+    assert holder.does("claim.reassert()") == "None"
+
+
+INNOCENT = {
+    "a process computes since the sample": lambda c: c.machine.change(0, processes=(a_process(7, uid=SOMEBODY),)),
+    "a process of a container": lambda c: c.machine.change(1, processes=(a_process(7, uid=0),)),
+    "a process of nobody knows whom": lambda c: c.machine.change(1, processes=(a_process(7, uid=None),)),
+    "no list of processes": lambda c: c.machine.change(1, processes=None),
+    "a list that cannot be right": lambda c: c.machine.change(0, processes_plausible=False),
+    "memory of nobody who is listed": lambda c: c.machine.change(0, memory_used=3 * GIB),
+    "memory that cannot be read": lambda c: c.machine.change(1, memory_used=None),
+}
+
+
+@pytest.mark.parametrize("what", INNOCENT)
+def test_a_claim_that_somebody_may_use_is_left_alone(claimed, holder, what):
+    INNOCENT[what](claimed)
+    outcome = claimed.act(holder)
+
+    assert (outcome.word, claimed.locked()) == (actions.REFUSED, 2), outcome
+    assert holder.does("claim.reassert()") == "None"
+
+
+REFUSED = {
+    "an old sample": (lambda c: {"snapshot": replace(c.snapshot, clock=c.snapshot.clock - 60)}, "fresh"),
+    "a sample from the future": (lambda c: {"snapshot": replace(c.snapshot, clock=c.snapshot.clock + 60)}, "fresh"),
+    "a protected user": (lambda c: {"protected": frozenset({SOMEBODY})}, "protected"),
+    "a rule that holds no more": (lambda c: {"still_true": lambda verdict, snapshot: False}, "rule"),
+    "no directory": (lambda c: {"directory": None}, "claim"),
+    "processes": (lambda c: {"processes": (a_process(7),)}, "claim"),
+    "another's claim": (lambda c: {"subject": Subject("claim", uid=SOMEBODY + 1, claim="1dea1234")}, "claim"),
+    "another claim": (lambda c: {"subject": Subject("claim", uid=SOMEBODY, claim="1dea")}, "claim"),
+    "no claim": (lambda c: {"subject": Subject("device", device=c.uuids[0])}, "claim"),
+    "a path": (lambda c: {"subject": Subject("claim", uid=SOMEBODY, claim="../1dea1234")}, "claim"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_whatever_is_not_exactly_as_it_was_judged_is_left_alone(claimed, holder, what):
+    facts, check = REFUSED[what]
+    outcome = claimed.act(holder, **facts(claimed))
+
+    assert (outcome.word, claimed.locked()) == (actions.REFUSED, 2)
+    assert [against.check for against in outcome.against] == [check]
+    assert [event.outcome for event in claimed.events] == ["refused"]
+
+
+def test_a_driver_that_does_not_answer_the_second_question_protects(claimed, holder):
+    snapshot = claimed.machine.sample((), None)
+
+    def silent(*_: object) -> Snapshot:
+        from gpuguard.errors import DriverUnresponsive
+
+        raise DriverUnresponsive("it hangs")
+
+    claimed.machine.sample = silent  # type: ignore[method-assign]
+    outcome = claimed.act(holder, snapshot=snapshot)
+
+    assert (outcome.word, claimed.locked()) == (actions.REFUSED, 2) and "it hangs" in outcome.why
+
+
+def test_the_warning_before_it_goes_to_the_terminal_of_whoever_holds_the_claim(claimed):
+    ours, his = os.openpty()
+    os.fchown(his, SOMEBODY, -1)
+    os.fchmod(his, 0o600)  # mesg n: the last notice before something is taken away is written all the same
+    own = {"preexec_fn": lambda: fcntl.ioctl(his, termios.TIOCSCTTY, 0)}
+    with a_holder(claimed.directory, claimed.uuids[0], uid=SOMEBODY, **own) as one:
+        snapshot = replace(claimed.machine.sample((), None), claims=probe(claimed.directory, claimed.uuids))
+        verdict = replace(claimed.verdict(one), action="warn", next_action="release", next_after=600.0)
+        [outcome] = actions.act(verdict, snapshot, Context(**claimed.facts))
+        said = os.read(ours, 4096).decode()
+
+    assert outcome.word == actions.DONE and "held for 3h without a process" in said
+    os.close(ours)
+    os.close(his)
+
+
+def test_where_the_kernel_lends_no_files_the_line_says_what_the_unit_lacks(claimed, holder, monkeypatch):
+    def refuse(pidfd: int, number: int) -> int:
+        raise releasing.NotPermitted("no")
+
+    monkeypatch.setattr(releasing, "_getfd", refuse)
+    outcome = claimed.act(holder)
+
+    assert (outcome.word, claimed.locked()) == (actions.REFUSED, 2) and "pidfd_getfd" in claimed.events[0].message
+
+
+def test_claims_of_the_system_are_never_taken(claimed):
+    with a_holder(claimed.directory, *claimed.uuids[:2]) as root:
+        outcome = claimed.act(root)
+
+        assert (outcome.word, outcome.against[0].check, claimed.locked()) == (actions.REFUSED, "protected", 2)
+
+
+def test_the_rate_of_the_guard_holds_for_releases_and_the_step_is_tried_again(claimed, holder):
+    outcome = claimed.act(holder, enforce=False)
+    ledger, now = claimed.facts["ledger"], claimed.snapshot.clock
+    for pid in (2, 3, 4):
+        ledger.note(Deed(now, "terminate", (pid, 1.0), (), True))
+    limited = claimed.act(holder)
+
+    assert (outcome.word, limited.word, claimed.locked()) == (actions.DRY_RUN, actions.REFUSED, 2)
+    assert limited.wait is not None and limited.wait > 0
+
+
+def test_a_claim_that_names_what_it_does_not_hold_is_left_alone(claimed):
+    with a_holder(claimed.directory, *claimed.uuids[:2], uid=SOMEBODY) as one:
+        one.does("fcntl.flock(locks[0].descriptor, fcntl.LOCK_UN)")
+        outcome = claimed.act(one)
+
+        assert outcome.word == actions.REFUSED and "does not hold what it says" in outcome.why
+
+
+def test_a_bystanders_claim_stays(claimed, holder):
+    with a_holder(claimed.directory, claimed.uuids[2], uid=SOMEBODY, name="byst4nder") as bystander:
+        assert claimed.act(holder).word == actions.DONE
+        assert bystander.does("claim.reassert()") == "None" and claimed.locked() == 1
+
+
+def test_a_refusal_that_repeats_itself_is_written_once(claimed, holder):
+    claimed.machine.change(0, processes=(a_process(7, uid=SOMEBODY),))
+    for _ in range(3):
+        claimed.act(holder)
+
+    assert [event.outcome for event in claimed.events] == ["refused"]

@@ -1,0 +1,399 @@
+"""A claim for a job that runs already lasts as long as the job or its holder, and is made for nobody else's devices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Gpuguard
+from proc import kinds_of_files
+from wrapped import until
+
+from gpuguard.backends.simulated import Simulated
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.records import locked_devices, read_records
+from gpuguard.errors import ClaimError
+from gpuguard.jobs import adopt
+from gpuguard.model import HEALTH
+
+GIB = 2**30
+ROUNDS = 32
+# Uses the devices that it is named, says so, and starts a child that does so too whenever it is told.
+JOB = """
+import subprocess, sys, time
+from gpuguard.backends.simulated import use
+place, devices, code = sys.argv[1:]
+if devices:
+    use(devices, memory=2**30, spec=place)
+print("using", flush=True)
+if not code:
+    time.sleep(100)
+for line in sys.stdin:
+    words = [sys.executable, "-c", code, place, line.strip(), ""]
+    child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    child.stdout.readline()
+    print(child.pid, flush=True)
+"""
+
+
+class Node:
+    """A simulated node, its claims, and jobs on it."""
+
+    def __init__(self, place: Path, machine: str) -> None:
+        self.gpuguard = Gpuguard(place, None)
+        self.place = str(place / "node")
+        assert self.gpuguard("sim", "start", machine).returncode == 0
+        self.uuids = [device.uuid for device in Simulated(self.place).sample(()).devices]
+        self.directory = lock_directory(None, backend=f"simulated:{self.place}")
+        self.jobs: list[subprocess.Popen[str]] = []
+        self.gpuguard.environment.pop("GPUGUARD_DIR")
+
+    def events(self) -> list[str]:
+        """The outcomes that were written down."""
+        log = Path(self.gpuguard.environment["GPUGUARD_EVENTS"])
+        return [json.loads(line)["outcome"] for line in log.read_text().splitlines()]
+
+    def instances(self) -> list[str]:
+        """The uuids of MIG instances."""
+        return [each.uuid for each in Simulated(self.place).sample({HEALTH}).devices if each.parent_uuid]
+
+    def job(self, devices: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", JOB, self.place, devices, JOB]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        job = subprocess.Popen(words, start_new_session=True, **pipes)
+        assert job.stdout
+        assert job.stdout.readline() == "using\n"
+        self.jobs.append(job)
+        return job
+
+    def child(self, job: subprocess.Popen[str], devices: str) -> int:
+        """The pid of a new child of *job* that uses *devices*."""
+        assert job.stdin and job.stdout
+        job.stdin.write(f"{devices}\n")
+        job.stdin.flush()
+        return int(job.stdout.readline())
+
+    def locked(self) -> list[int]:
+        locked = locked_devices(self.directory, self.uuids)
+        return [index for index, uuid in enumerate(self.uuids) if uuid in locked]
+
+    def adopt(self, *words: object) -> dict[str, Any]:
+        """What `gpuguard adopt --json` says."""
+        done = self.gpuguard("adopt", "--json", *map(str, words))
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    def refusal(self, *words: object) -> str:
+        done = self.gpuguard("adopt", *map(str, words))
+        assert (done.returncode, done.stdout) == (1, "")
+        return done.stderr
+
+    def close(self) -> None:
+        for job in self.jobs:
+            with job, contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+        until(lambda: self.locked() == [], "every holder has ended")
+
+
+@pytest.fixture
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path, getattr(request, "param", "4xH100-80GB"))
+    yield node
+    node.close()
+
+
+def pidfds(holder: int) -> list[int]:
+    """Whom a holder watches."""
+    infos = []
+    for path in Path(f"/proc/{holder}/fdinfo").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            infos.append(path.read_text())
+    return [int(info.partition("\nPid:")[2].split()[0]) for info in infos if "\nPid:" in info]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_the_devices_of_a_running_job_are_claimed_until_it_ends(node):
+    job = node.job("1,2")
+    said = node.adopt(job.pid, "--note", "night run")
+
+    assert (said["indices"], said["processes"], node.locked()) == ([1, 2], [job.pid], [1, 2])
+    [record] = read_records(node.directory)
+    assert (record.id, record.note, record.pid) == (said["claim"], "night run", said["holder_pid"])
+    assert record.command and record.command[:2] == (sys.executable, "-c")
+
+    job.kill()
+    until(lambda: node.locked() == [] and gone(said["holder_pid"]))
+    assert read_records(node.directory) == []
+
+
+def test_others_see_it_and_do_not_get_it(node):
+    job = node.job("0,1,2,3")
+    node.adopt(job.pid, "--note", "night run")
+
+    assert "night run" in node.gpuguard("who").stdout
+    assert "no claim" not in node.gpuguard("who").stdout
+    refused = node.gpuguard("run", "--no-wait", "--", "true")
+    assert (refused.returncode, refused.stderr.count("night run")) == (75, 4)
+
+
+def test_a_killed_holder_frees_the_claim_and_leaves_the_job_alone(node):
+    job = node.job("1")
+    said = node.adopt(job.pid)
+    os.kill(said["holder_pid"], signal.SIGKILL)
+
+    until(lambda: node.locked() == [])
+    assert job.poll() is None
+    assert node.adopt(job.pid)["indices"] == [1]
+
+
+def test_a_terminated_holder_takes_its_record_with_it(node):
+    said = node.adopt(node.job("1").pid)
+    os.kill(said["holder_pid"], signal.SIGTERM)
+
+    until(lambda: gone(said["holder_pid"]))
+    assert os.listdir(node.directory.records) == []
+
+
+def test_a_claim_that_was_released_is_not_given_back_again(node):
+    job = node.job("")
+    use = node.child(job, "1")
+    said = node.adopt(job.pid, "--tree")
+    assert "is in use" in node.gpuguard("release", said["claim"]).stderr
+    os.kill(use, signal.SIGKILL)
+    until(lambda: pidfds(said["holder_pid"]) == [job.pid])
+    assert node.gpuguard("release", said["claim"]).returncode == 0
+    assert node.locked() == []
+
+    job.kill()
+    until(lambda: gone(said["holder_pid"]))
+    assert node.events() == ["adopted", "released", "was not held any more"]
+
+
+@pytest.mark.parametrize("node", ["1xA100-40GB:mig=3g.20gb,3g.20gb"], indirect=True)
+def test_a_claim_on_an_instance_leaves_its_sibling_free(node):
+    job = node.job(node.instances()[0])
+    said = node.adopt(job.pid)
+
+    assert said["devices"] == node.instances()[:1]
+    parent = node.uuids[0]
+    codes = [
+        node.gpuguard("run", "--no-wait", "--gpus", uuid, "--", "true").returncode
+        for uuid in (*node.instances(), parent)
+    ]
+    assert codes[:2] == [75, 0] and codes[2] != 0
+
+
+def test_several_processes_share_one_claim_until_the_last_has_ended(node):
+    first, second = node.job("1"), node.job("1,3")
+    said = node.adopt(first.pid, second.pid)
+    assert node.locked() == said["indices"] == [1, 3]
+
+    first.kill()
+    until(lambda: gone(first.pid))
+    assert node.locked() == [1, 3]
+    second.kill()
+    until(lambda: node.locked() == [])
+
+
+def test_a_tree_that_grows_keeps_its_claim_until_the_last_of_it_has_ended(node):
+    job = node.job("1")
+    said = node.adopt(job.pid, "--tree")
+    later = node.child(job, "1")
+    job.kill()
+    job.wait()
+    until(lambda: pidfds(said["holder_pid"]) == [later])
+
+    assert node.locked() == [1] and not gone(later)
+    os.kill(later, signal.SIGKILL)
+    until(lambda: node.locked() == [])
+
+
+def test_the_holder_sleeps_while_nothing_changes(node):
+    said = node.adopt(node.job("1").pid)
+    status = Path(f"/proc/{said['holder_pid']}/status")
+    until(lambda: "S (sleeping)" in status.read_text())
+    before = [line for line in status.read_text().splitlines() if "ctxt_switches" in line]
+    time.sleep(0.5)  # the one thing that cannot be waited for: that nothing happens
+
+    assert [line for line in status.read_text().splitlines() if "ctxt_switches" in line] == before
+    assert "Threads:\t1\n" in status.read_text()
+
+
+def test_the_holder_keeps_nothing_open_but_what_it_needs(node):
+    said = node.adopt(node.job("1").pid)
+    record = f"claim.{os.getuid()}.{said['claim']}.json"
+    wanted = sorted(["null", "null", "null", "pipe", "pipe", "anon_inode", record, node.uuids[1]])
+    until(lambda: kinds_of_files(said["holder_pid"]) == wanted)  # it says what it holds before it has closed the rest
+    assert os.readlink(f"/proc/{said['holder_pid']}/cwd") == "/"
+    assert os.getsid(said["holder_pid"]) == said["holder_pid"]
+
+
+def test_in_the_foreground_a_ctrl_c_gives_the_devices_back(node):
+    job = node.job("1")
+    with node.gpuguard.start("adopt", str(job.pid), "--foreground") as holder:
+        assert holder.stdout
+        assert "held here" in holder.stdout.readline()
+        assert node.locked() == [1]
+        holder.send_signal(signal.SIGINT)
+
+        assert holder.wait(20) == 130
+    assert (node.locked(), job.poll()) == ([], None)
+
+
+def test_a_shell_that_captures_the_output_is_not_kept_waiting(node):
+    job = node.job("1")
+    words = node.gpuguard.words("adopt", str(job.pid))
+    said = subprocess.run(words, env=node.gpuguard.environment, capture_output=True, text=True, timeout=20).stdout
+
+    assert said.startswith("GPU 1 · claim ")
+
+
+# Refusals
+
+
+def test_a_process_without_a_device_is_refused(node):
+    assert "uses no GPU now" in node.refusal(node.job("").pid)
+
+
+def test_a_launcher_is_told_of_its_tree(node):
+    job = node.job("")
+    worker = node.child(job, "2")
+
+    assert f"(pid {worker}): add --tree" in node.refusal(job.pid)
+    assert node.adopt(job.pid, "--tree")["indices"] == [2]
+
+
+def test_a_claimed_device_is_refused_and_nothing_is_claimed(node):
+    with node.gpuguard.start("run", "--no-wait", "--gpus", "2", "--", "sleep", "100") as other:
+        until(lambda: node.locked() == [2])
+        job = node.job("1,2")
+        refusal = node.refusal(job.pid)
+        locked = node.locked()
+        other.terminate()
+
+    assert "GPU 2 is claimed already, by you: claim " in refusal
+    assert locked == [2]
+
+
+def test_a_job_that_is_claimed_is_not_claimed_twice(node):
+    job = node.job("1")
+    claim = node.adopt(job.pid)["claim"]
+
+    assert f"claimed already, by you: claim {claim}" in node.refusal(job.pid)
+
+
+def test_another_process_of_mine_on_the_same_device_must_be_named_too(node):
+    first, second = node.job("1"), node.job("1")
+
+    assert f"process {second.pid} of yours computes on GPU 1 too" in node.refusal(first.pid)
+    assert node.locked() == []
+
+
+@pytest.mark.parametrize("word", ["x", "0", "-3", "99999999999"])
+def test_what_is_no_pid_is_a_usage_error(node, word):
+    assert node.gpuguard("adopt", "--", word).returncode == 2
+
+
+def test_there_is_no_such_process(node):
+    assert "there is no process 4194304" in node.refusal(4194304)
+
+
+class Meddled:
+    """A simulated node on which something happens between the first and the second look."""
+
+    name, simulated = "simulated", True
+
+    def __init__(self, place: str, meddle: Any) -> None:
+        self.real, self.meddle, self.looks = Simulated(place), meddle, 0
+        self.late: Any = None  # what the second look shows, if it is not the truth
+
+    def sample(self, fields: Any, devices: Any = None) -> Any:
+        self.looks += 1
+        if self.looks == 2:
+            self.meddle()
+        if self.looks == 2 and self.late:
+            return self.late
+        return self.real.sample(fields, devices)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_job_that_ends_while_it_is_adopted_gets_nothing(node):
+    job = node.job("1")
+
+    def meddle() -> None:
+        job.kill()
+        job.wait()
+
+    with pytest.raises(ClaimError, match="while it was adopted"):
+        adopt.adopt(Meddled(node.place, meddle), node.directory, [job.pid])
+    assert node.locked() == []
+
+
+def test_a_job_that_the_driver_lists_although_it_has_ended_gets_nothing(node):
+    job = node.job("1")
+    before = Simulated(node.place).sample(adopt._FIELDS)
+
+    def meddle() -> None:
+        job.kill()
+        job.wait()
+
+    machine = Meddled(node.place, meddle)
+    machine.late = before
+    with pytest.raises(ClaimError, match="while it was adopted"):
+        adopt.adopt(machine, node.directory, [job.pid])
+    assert node.locked() == []
+
+
+def test_somebody_who_comes_while_it_is_adopted_is_seen(node):
+    job = node.job("1")
+
+    with pytest.raises(ClaimError, match="of yours computes on GPU 1 too"):
+        adopt.adopt(Meddled(node.place, lambda: node.job("1")), node.directory, [job.pid])
+    assert node.locked() == []
+
+
+def test_whatever_is_killed_and_whenever_the_claim_ends_with_it(node):
+    chance, claimed, longest = random.Random(4), 0, 0.4
+    for trial in range(ROUNDS):
+        job, kills_job = node.job("1"), trial % 2 == 0
+        with node.gpuguard.start("adopt", str(job.pid), "--json", start_new_session=True) as command:
+            time.sleep(chance.random() * longest)
+            if kills_job:
+                job.kill()
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(command.pid, signal.SIGKILL)  # and the holder, unless that has gone its way
+            said = command.communicate()[0]
+        longest *= 0.9 if said else 1.2  # some instants lie before the claim and some behind it
+        if said:
+            claimed += 1
+            holder = json.loads(said)["holder_pid"]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(holder, signal.SIGKILL if not kills_job else 0)
+            until(partial(gone, holder))
+        until(lambda: node.locked() == [], f"trial {trial}")
+        assert kills_job or job.poll() is None
+        job.kill()
+        job.wait()
+    assert read_records(node.directory) == []
+    assert 0 < claimed < ROUNDS, "the instants lie before and behind the claim"

@@ -1,0 +1,53 @@
+"""benchmarks/run: one tiny row of each kind, without the programs that it compares with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+WORDS = [sys.executable, str(BENCHMARKS / "run"), "--quick", "--peers", "none"]
+PYTHON = [sys.executable, "-c"]
+BESIDE = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+
+
+def test_a_row_is_written_between_the_markers_and_the_rest_of_the_page_stays(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("# Before\n\n<!-- benchmarks/run writes from here -->\nold\n<!-- to here -->\n\n## After\n")
+
+    for row in ("waiters", "policies", "waiters"):
+        subprocess.run([*WORDS, "--only", row, "--output", str(page)], check=True, capture_output=True, timeout=60)
+
+    text = page.read_text()
+    assert text.startswith("# Before\n") and text.endswith("\n## After\n")
+    assert "old" not in text
+    assert text.count("### policies: ") == text.count("### waiters: ") == 1
+    assert text.index("### policies: ") < text.index("### waiters: "), "in the order of the table of rows"
+    assert "`--quick`" in text and "load" in text
+
+
+def test_a_program_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
+    script = BESIDE + (
+        "from measuring import in_turns, node\nfrom peers import Program\nimport sys\n"
+        "broken = Program('broken', (sys.executable, '-c', 'raise SystemExit(\"no such thing\")'))\n"
+        "calls = Program('calls', (sys.executable, '-c', 'import pynvml; pynvml.nvmlInit()'))\n"
+        "with node(2) as on:\n    found = in_turns((broken, calls), on, None, 1)\n"
+        "print(found['broken'].error, len(found['broken'].wall))\n"
+        "print(sum(found['calls'].calls.values()), found['calls'].resident > 5, found['calls'].cpu[0] > 0)\n"
+    )
+
+    said = subprocess.run([*PYTHON, script], check=True, capture_output=True, text=True, timeout=60).stdout
+
+    assert said == "exit 1: no such thing 0\n1 True True\n"
+
+
+def test_growth_is_fitted() -> None:
+    script = BESIDE + (
+        "from measuring import node\nfrom scaling import exponent\n"
+        "print(round(exponent({1: 2, 10: 20, 100: 200}), 3), round(exponent({1: 1, 10: 100}), 3))\n"
+    )
+
+    said = subprocess.run([*PYTHON, script], check=True, capture_output=True, text=True, timeout=60).stdout
+
+    assert said == "1.0 2.0\n"

@@ -1,0 +1,278 @@
+"""Reservations in the plan: what is kept for them, and that no job that keeps its limit ever breaks one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from lines import a_ticket
+
+from gpuguard.line import plan as plans
+from gpuguard.line.booking import (
+    HORIZON_SECONDS,
+    Booking,
+    Prospects,
+    calendar,
+    can_be_met,
+    clear_at,
+    clock_text,
+    in_the_way,
+    in_words,
+)
+from gpuguard.line.order import Rules, Ticket, order
+from gpuguard.line.plan import Fit, Machine, Place, plan
+from gpuguard.request import Request
+
+HOUR = 3600.0
+NAMES = ("d0", "d1", "d2", "d3")
+FREE = Prospects(dict.fromkeys(NAMES, 0.0))
+
+
+def a_booking(gpus: int = 1, begins: float = 1.0, ends: float = 2.0, *devices: str, user: int = 9) -> Booking:
+    """Begin and end in hours."""
+    name = f"{user}.{gpus}.{begins}.{ends}"
+    return Booking(name, user, f"u{user}", gpus, begins * HOUR, ends * HOUR, devices or NAMES)
+
+
+def kept(bookings: list[Booking], prospects: Prospects = FREE, liked: tuple[str, ...] = NAMES) -> dict[str, set[int]]:
+    """uuid -> for whom."""
+    last = {uuid: float(place) for place, uuid in enumerate(reversed(liked), 1)}
+    found = calendar(bookings, prospects, 0.0, last)
+    return {uuid: {span.booking.uid for span in spans} for uuid, spans in found.items()}
+
+
+def test_as_many_devices_are_kept_as_are_reserved_and_those_that_are_liked_least() -> None:
+    assert kept([a_booking(2)]) == {"d2": {9}, "d3": {9}}
+
+
+def test_reservations_at_the_same_time_get_devices_of_their_own_and_later_ones_the_same() -> None:
+    together, later = a_booking(2, 1, 2, user=7), a_booking(2, 2, 3, user=7)
+
+    assert sorted(kept([a_booking(2), together])) == list(NAMES)
+    assert kept([a_booking(2), later]) == {"d2": {7, 9}, "d3": {7, 9}}
+
+
+def test_one_that_needs_a_certain_device_gets_it_although_another_one_came_first() -> None:
+    assert kept([a_booking(1), a_booking(1, 1, 2, "d3", user=7)]) == {"d2": {9}, "d3": {7}}
+
+
+def test_what_its_user_holds_is_kept_first_and_then_what_is_free_in_time_by_a_limit() -> None:
+    limited = Prospects({"d0": HOUR, "d1": 1.5 * HOUR, "d2": 0.0, "d3": 0.0})
+
+    assert kept([a_booking(1)], replace(limited, users={"d1": {9}})) == {"d1": {9}}
+    assert kept([a_booking(1)], replace(limited, users={"d1": {8}})) == {"d0": {9}}
+    assert kept([a_booking(3)], limited) == {"d0": {9}, "d2": {9}, "d3": {9}}
+
+
+def test_what_is_missing_is_kept_as_soon_as_a_limit_sets_it_free() -> None:
+    (span,) = calendar([a_booking(2)], Prospects({"d0": 0.0, "d1": 1.5 * HOUR}), 0.0)["d1"]
+
+    assert (span.begins, span.ends) == (1.5 * HOUR, 2 * HOUR)
+
+
+def test_an_instance_is_kept_and_the_others_of_its_gpu_are_not() -> None:
+    family = Prospects({"i0": 0.0, "i1": 0.0}, kin={"i0": ("g",), "i1": ("g",)})
+
+    assert set(kept([a_booking(1, 1, 2, "i0", "i1")], family, ("i0", "i1"))) == {"i1"}
+
+
+def test_a_job_finds_its_devices_before_between_and_after_reservations() -> None:
+    spans = calendar([a_booking(4, 1, 2), a_booking(4, 3, 4)], FREE, 0.0)["d0"]
+
+    assert clear_at(spans, 1, 0.0, HOUR) == 0.0
+    assert clear_at(spans, 1, 1.0, HOUR) == 2 * HOUR
+    assert clear_at(spans, 1, 1.0, HOUR + 1) == 4 * HOUR
+    assert clear_at(spans, 9, 1.0, HOUR + 1) == 1.0
+    assert in_the_way(spans, 1, 0.0, HOUR) is None
+    assert (booking := in_the_way(spans, 1, 0.0, HOUR + 1)) and booking.begins == HOUR
+
+
+def test_what_can_be_met_together() -> None:
+    assert can_be_met(a_booking(4), [], NAMES)
+    assert not can_be_met(a_booking(4), [], NAMES[:3])
+    assert not can_be_met(a_booking(3), [a_booking(2, 1.5, 3)], NAMES)
+    assert can_be_met(a_booking(3), [a_booking(2, 2, 3)], NAMES)
+    assert can_be_met(a_booking(2, 0, 2), [a_booking(2, 0, 1), a_booking(2, 1, 2)], NAMES)
+    assert not can_be_met(a_booking(1, 1, 2, "d0"), [a_booking(1, 1, 2, "d0")], NAMES)
+
+
+def test_a_job_cannot_move_for_a_reservation_that_needs_its_device_later() -> None:
+    first, second = a_booking(1, 0, 2, "d0", "d1"), a_booking(1, 0, 1, "d1", user=8)
+
+    assert can_be_met(second, [first], NAMES)
+    assert not can_be_met(a_booking(1, 1, 3, "d0", user=7), [first, second], NAMES)
+
+
+def test_words_name_the_day_where_it_is_not_today() -> None:
+    booking = a_booking(1, 480_012, 480_014)
+    before = booking.begins - HOUR
+
+    assert in_words(booking, before) == f"kept for u9's reservation from {clock_text(booking.begins, before)}"
+    assert in_words(booking, booking.begins) == f"kept for u9's reservation until {clock_text(booking.ends, before)}"
+    assert len(clock_text(booking.begins, before - 3 * 86400)) > len("09:00")
+
+
+# The plan
+
+
+def planned(line: list[Ticket], bookings: list[Booking], fits: dict[Request, Fit] | None = None) -> list[Place]:
+    every = Fit(NAMES, frozenset(NAMES))
+    machine = Machine(
+        fits or {way: every for one in line for way in one.requests}, bookings=tuple(bookings), free=frozenset(NAMES)
+    )
+    return plan(line, machine, {}, Rules(), 0.0)
+
+
+def test_its_user_goes_before_all_others_on_what_is_reserved_for_him_and_no_further() -> None:
+    first, own, more = a_ticket(1, 4), a_ticket(9, 2), a_ticket(9, 4)
+
+    assert [place.now for place in planned([first, own], [a_booking(2, 0, 1)])] == [False, True]
+    assert [place.now for place in planned([first, more], [a_booking(2, 0, 1)])] == [False, False]
+
+
+def test_two_jobs_of_its_user_share_what_is_reserved() -> None:
+    line = [a_ticket(1, 2), *(a_ticket(9, 1) for _ in range(4))]
+
+    assert [place.now for place in planned(line, [a_booking(2, 0, 1)])] == [True, True, True, False, False]
+
+
+def test_its_user_goes_first_on_a_certain_device_that_others_like_too() -> None:
+    only = Request(devices=("d0",))
+    line = [a_ticket(1, 1, time_limit=60.0), a_ticket(9, ways=[only])]
+    fits = {line[0].requests[0]: Fit(NAMES, frozenset(NAMES)), only: Fit(("d0",), frozenset({"d0"}))}
+
+    assert [place.now for place in planned(line, [a_booking(1, 0, 1)], fits)] == [True, True]
+    assert planned(line, [a_booking(1, 0, 1)], fits)[1].devices == ("d0",)
+
+
+def test_what_is_reserved_for_somebody_himself_pushes_others_onto_no_better_devices() -> None:
+    own, others = a_booking(1, 1, 2), a_booking(1, 1, 2, user=8)
+    (place,) = planned([a_ticket(9, 3)], [own, others])
+
+    assert (place.now, set(place.kept)) == (True, {"d3"})
+
+
+def test_whoever_must_leave_devices_alone_is_told_which_and_for_whom() -> None:
+    (place,) = planned([a_ticket(1, 3)], [a_booking(2)])
+
+    assert (place.now, place.start, place.passes) == (False, 2 * HOUR, a_booking(2).id)
+    assert set(place.kept) == {"d2", "d3"}
+    assert not planned([a_ticket(1, 3, time_limit=HOUR)], [a_booking(2)])[0].kept
+
+
+def test_a_request_for_another_device_than_the_reserved_one_starts() -> None:
+    only = {way: Fit((uuid,), frozenset({uuid})) for uuid in NAMES[:2] if (way := Request(devices=(uuid,)))}
+    line = [a_ticket(1, ways=[way]) for way in only]
+
+    assert [place.now for place in planned(line, [a_booking(1, 1, 2, "d0")], only)] == [False, True]
+
+
+def test_a_start_is_promised_with_the_reservations_in_mind() -> None:
+    first, second = a_ticket(1, 4, time_limit=HOUR), a_ticket(2, 2, time_limit=HOUR)
+
+    assert [place.in_order for place in planned([first, second], [a_booking(4, 1, 2)])] == [0.0, 2 * HOUR]
+
+
+# The property
+
+
+class Server:
+    """A server that is used as the plan says; jobs end in time, and nobody knows it of those without a limit."""
+
+    def __init__(self, bookings: list[Booking]) -> None:
+        self.bookings = bookings
+        self.running: dict[str, tuple[Ticket, float, tuple[str, ...]]] = {}  # id -> ticket, end, devices
+        self.line: list[Ticket] = []
+
+    def look(self, now: float) -> list[str]:
+        """Ids of those who start."""
+        self.running = {name: job for name, job in self.running.items() if job[1] > now}
+        busy = {uuid: ticket for ticket, _, devices in self.running.values() for uuid in devices}
+        limits = {uuid: one.since + one.time_limit for uuid, one in busy.items() if one.time_limit is not None}
+        free = frozenset(NAMES) - busy.keys()
+        bookings = tuple(
+            replace(one, held=tuple(uuid for uuid in one.devices if uuid in busy and busy[uuid].uid == one.uid))
+            for one in self.bookings
+            if one.ends > now
+        )
+        fits = {way: _fit(way, free) for one in self.line for way in one.requests}
+        machine = Machine(fits, limits, bookings=bookings, free=free, limits=limits)
+        places = plan(order(self.line, {}, Rules(), now), machine, {}, Rules(), now)
+        for place in (place for place in places if place.now):
+            ticket = replace(place.ticket, since=now)
+            lasts = ticket.time_limit or ticket.expected or HOUR
+            assert not {uuid for uuid in place.devices if uuid in busy}
+            self.running[ticket.id] = (ticket, now + lasts, place.devices)
+            self.line.remove(place.ticket)
+        return [place.ticket.id for place in places if place.now]
+
+
+def _fit(way: Request, free: frozenset[str]) -> Fit:
+    eligible = way.devices or NAMES
+    return Fit(tuple(eligible), free & set(eligible))
+
+
+spells = st.tuples(
+    st.integers(1, 3), st.integers(0, 8), st.integers(1, 4), st.sampled_from([NAMES, NAMES[:2], NAMES[1:]])
+)
+jobs = st.tuples(
+    st.integers(0, 8), st.integers(1, 3), st.integers(1, 6), st.booleans(), st.sampled_from([NAMES, NAMES[2:]])
+)
+
+
+def broken(
+    wanted: list[tuple[int, int, int, tuple[str, ...]]], others: list[tuple[int, int, int, bool, tuple[str, ...]]]
+) -> list[str]:
+    """The reservations whose user could not start when they began, on a server of four devices."""
+    bookings: list[Booking] = []
+    for number, (gpus, begins, hours, devices) in enumerate(wanted):
+        booking = a_booking(gpus, begins, begins + hours, *devices, user=100 + number)
+        if can_be_met(booking, bookings, NAMES):
+            bookings.append(booking)
+    server, failed = Server(bookings), []
+    for now in range(0, 13):
+        for number, (at, gpus, hours, limited, devices) in enumerate(others):
+            if at == now:
+                length = {"time_limit": hours * HOUR} if limited else {"expected": hours * HOUR}
+                way = Request(num_gpus=min(gpus, len(devices)), devices=devices)
+                server.line.append(a_ticket(number % 3 + 1, ways=[way], since=now * HOUR, **length))
+        guests = []
+        for booking in bookings:
+            if booking.begins == now * HOUR:
+                way = Request(num_gpus=booking.num_gpus, devices=booking.devices)
+                guests.append(
+                    a_ticket(booking.uid, ways=[way], since=now * HOUR, time_limit=booking.ends - booking.begins)
+                )
+        server.line += guests
+        started = server.look(now * HOUR)
+        failed += [guest.user for guest in guests if guest.id not in started]
+    return failed
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(spells, min_size=1, max_size=4), st.lists(jobs, max_size=8))
+@example(
+    [(1, 0, 1, NAMES), (1, 0, 1, NAMES), (1, 2, 1, NAMES[:2]), (2, 1, 2, NAMES)],
+    [(0, 2, 1, False, NAMES), (0, 2, 2, True, NAMES)],
+)
+@example([(1, 0, 2, NAMES[:2]), (1, 0, 1, NAMES[1:]), (1, 1, 2, NAMES[:2])], [])
+def test_no_reservation_is_ever_broken_while_limits_are_kept(wanted, others) -> None:
+    assert broken(wanted, others) == []
+
+
+@pytest.mark.parametrize("fault", ["clear_at", "surely_over_after"])
+def test_the_property_can_fail(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"clear_at": lambda spans, uid, earliest, lasts: earliest, "surely_over_after": lambda ticket: 60.0}
+    monkeypatch.setattr(plans, fault, wrong[fault])
+
+    assert broken([(3, 2, 1, NAMES)], [(1, 2, 3, True, NAMES), (1, 2, 3, False, NAMES)])
+
+
+def test_a_job_of_unknown_length_may_start_a_day_before() -> None:
+    day = HORIZON_SECONDS / HOUR
+
+    assert planned([a_ticket(1, 4)], [a_booking(1, day, day + 1)])[0].now
+    assert not planned([a_ticket(1, 4)], [a_booking(1, day - 0.1, day + 1)])[0].now
+    assert not planned([a_ticket(1, 4, expected=2 * HORIZON_SECONDS)], [a_booking(1, day + 1, day + 2)])[0].now

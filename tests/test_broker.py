@@ -1,0 +1,260 @@
+"""The daemon gives the locks: the same commands work, and a hostile user gets nothing past it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from brokered import CLAIM, KEEPER, KINDS, Brokered, a_machine, claims_of
+from nodes import a_user, eventually
+from users import ALICE, BOB
+
+pytestmark = pytest.mark.root
+LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
+
+
+@pytest.fixture(params=KINDS)
+def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
+    with a_machine(site, request.param) as made:
+        yield made
+
+
+@pytest.fixture(params=KINDS[1:])
+def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
+    with a_machine(site, request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def own(site: Path) -> Iterator[Brokered]:
+    with a_machine(site, "keeper") as made:
+        yield made
+
+
+# The same commands as everywhere
+
+
+def test_a_job_gets_a_device_and_gives_it_back(machine):
+    done = machine(ALICE, "run", "--no-wait", *LOOK)
+
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+    assert machine.locked() == []
+
+
+def test_two_users_get_different_devices_and_see_each_other(machine):
+    with machine.job(ALICE, "-n", "2", "--note", "hers") as (_, hers), machine.job(BOB, "-n", "2") as (_, his):
+        refused = machine(BOB, "run", "--no-wait", "true")
+        claims = claims_of(machine(BOB, "who", "--fresh", "--json").stdout)
+
+        assert sorted(f"{hers},{his}".split(",")) == ["0", "1", "2", "3"] and machine.locked() == [0, 1, 2, 3]
+    assert (refused.returncode, refused.stderr.count(f"claimed by {ALICE.pw_name}, ")) == (75, 2)
+    assert {(claim["user"], claim["note"]) for claim in claims} == {(ALICE.pw_name, "hers"), (BOB.pw_name, None)}
+
+
+def test_the_claim_outlives_the_wrapper_and_ends_with_the_job(machine):
+    with machine.job(ALICE, command=("sh", "-c", "echo $$; exec sleep 100")) as (wrapper, job):
+        wrapper.kill()
+        wrapper.wait()
+        assert machine.locked() == [3]
+        os.kill(int(job), 9)
+        assert eventually(lambda: machine.locked() == [])
+
+
+GRAB = "import gpuguard\nclaim = gpuguard.grab_gpus(2)\nprint(len(claim), sorted(device.index for device in claim))\n"
+
+
+def test_grab_gpus_gives_the_devices_of_a_process(machine):
+    with machine.job(BOB, "--gpus", "0"):
+        assert machine.python(ALICE, GRAB) == "2 [2, 3]\n"
+    assert eventually(lambda: machine.locked() == [])
+
+
+NESTED = "gpuguard run --no-wait -- sh -c 'echo $CUDA_VISIBLE_DEVICES; gpuguard run --no-wait -n 2 -- true; echo $?'"
+
+
+def test_commands_inside_a_claim_divide_it(machine):
+    inner = NESTED.replace("gpuguard", f"{machine.python_path} -m gpuguard")
+    done = machine(ALICE, "run", "--no-wait", "-n", "2", "--", "sh", "-c", inner)
+
+    assert done.stdout in ("3\n75\n", "2\n75\n"), done.stderr
+
+
+def test_whoever_waits_starts_when_the_device_is_free(machine):
+    with machine.job(ALICE, "-n", "4") as (wrapper, _):
+        waiting = machine.start(BOB, "run", "--wait", "30s", *LOOK)
+        assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(machine.directory.records)))
+        os.killpg(wrapper.pid, 15)
+        said, errors = waiting.communicate(timeout=30)
+
+    assert (waiting.returncode, said) == (0, "3\n"), errors
+
+
+def test_a_stranger_on_a_device_keeps_everybody_away(machine):
+    with a_user(machine.environment["GPUGUARD_BACKEND"].partition(":")[2], "3", 2**30):
+        assert machine(BOB, "run", "--no-wait", *LOOK).stdout == "2\n"
+
+
+# What is different
+
+
+def test_nobody_but_the_daemon_can_open_a_lock_file(broker):
+    modes = {
+        stat.S_IMODE(os.stat(f"{broker.directory.locks}/{name}").st_mode)
+        for name in os.listdir(broker.directory.locks)
+        if name != "queue"
+    }
+    owner = KEEPER.pw_uid if broker.kind == "keeper" else 0
+
+    assert modes == {0o600}
+    assert os.stat(broker.directory.lock_path(broker.uuids[0])).st_uid == owner
+
+
+def test_without_a_daemon_claims_fail_and_those_that_live_stay(broker):
+    with broker.job(ALICE, "-n", "2"):
+        broker.kill_daemon()
+        failed = broker(BOB, "run", "true")
+        seen = claims_of(broker(BOB, "who", "--json").stdout)
+
+        assert failed.returncode == 125 and "nothing can be claimed until it runs" in failed.stderr
+        assert broker.locked() == [2, 3] and {claim["user"] for claim in seen} == {ALICE.pw_name}
+        broker.start_daemon()
+        assert broker(BOB, "run", "--no-wait", "-n", "3", "true").returncode == 75
+        assert broker(BOB, "run", "--no-wait", "-n", "2", "true").returncode == 0
+
+
+def test_whoever_waits_goes_on_waiting_while_the_daemon_is_started_again(broker):
+    with broker.job(ALICE, "-n", "4") as (wrapper, _):
+        waiting = broker.start(BOB, "run", "--wait", "60s", *LOOK)
+        assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(broker.directory.records)))
+        broker.kill_daemon()
+        os.killpg(wrapper.pid, 15)
+        wrapper.wait()
+        broker.start_daemon()
+        said, errors = waiting.communicate(timeout=50)
+
+    assert (waiting.returncode, said) == (0, "3\n"), errors
+
+
+def test_root_claims_beside_the_daemon(broker):
+    with broker.job(None, "-n", "2") as (_, roots), broker.job(ALICE, "-n", "2") as (_, hers):
+        assert sorted(f"{roots},{hers}".split(",")) == ["0", "1", "2", "3"]
+
+
+def test_a_denied_user_gets_nothing(broker):
+    assert broker(None, "deny", BOB.pw_name, "--for", "1h").returncode == 0
+    said = json.loads(broker.python(BOB, CLAIM, broker.uuids[0]))
+
+    assert "denied" in said["refused"][broker.uuids[0]]
+    assert broker.locked() == []
+
+
+def test_back_to_everybody_and_to_the_daemon_again_keeps_the_claims(own):
+    with own.job(ALICE, "-n", "1"):
+        own.setup("--no-broker")
+        own.kill_daemon()
+        with own.job(BOB, "-n", "3") as (_, his):
+            own.setup("--broker")
+            own.start_daemon()
+            assert (sorted(his), own.locked()) == (sorted("0,1,2"), [0, 1, 2, 3])
+            assert own(BOB, "run", "--no-wait", "true").returncode == 75
+        assert eventually(lambda: own.locked() == [3])
+        done = own(BOB, "run", "--no-wait", "-n", "3", "true")
+        assert done.returncode == 0, done.stderr
+
+
+def test_setting_up_again_keeps_the_mode_and_whose_it_is(own):
+    assert own(None, "setup", "--dir", own.directory.path).returncode == 0
+
+    assert own.directory.keeper == KEEPER.pw_uid
+    assert own(BOB, "run", "--no-wait", "true").returncode == 0
+
+
+def test_doctor_says_who_gives_the_locks_and_when_nobody_does(own):
+    well = own(BOB, "doctor")
+    own.kill_daemon()
+    ill = own(BOB, "doctor")
+
+    assert "the daemon alone gives the locks, to all users" in well.stdout
+    assert ill.returncode == 1 and "gives none: no daemon answers" in ill.stdout
+
+
+def test_a_daemon_that_was_started_before_says_so(site):
+    with a_machine(site, "everybody") as machine:
+        machine.start_daemon(ready=False)
+        machine.setup("--broker")
+        said = machine(BOB, "run", "true")
+
+        assert said.returncode == 125 and "it was started before" in said.stderr
+
+
+def test_a_daemon_that_cannot_make_files_anew_gives_nothing_and_says_so(own):
+    own.kill_daemon()
+    os.chown(own.directory.locks, 0, 0)
+    own.start_daemon()
+    said = own(BOB, "run", "--no-wait", "true")
+
+    assert said.returncode == 125 and "cannot be made anew: Permission denied" in said.stderr
+    assert "cannot be written, so no locks can be given" in (own.place / "said").read_text()
+    assert own.locked() == []
+
+
+USES = """
+import time
+from gpuguard.backends import simulated
+simulated.use("0", 2**30, 0.0, spec=sys.argv[1])
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def a_running_job(machine, user) -> Iterator[int]:
+    """The pid of a process of *user* that uses device 0 without a claim."""
+    with machine.program(user, USES, machine.environment["GPUGUARD_BACKEND"].partition(":")[2]) as job:
+        assert job.stdout and job.stdout.readline()
+        yield job.pid
+
+
+def test_a_running_job_is_adopted_and_its_claim_ends_with_it(machine):
+    with a_running_job(machine, ALICE) as pid:
+        done = machine(ALICE, "adopt", str(pid))
+        assert done.returncode == 0, done.stderr
+        assert machine.locked() == [0]
+        again = machine(ALICE, "adopt", str(pid))
+        assert again.returncode == 1 and "is claimed already, by you" in again.stderr
+    assert eventually(lambda: machine.locked() == [])
+
+
+def test_a_job_of_others_or_beside_others_is_not_adopted(machine):
+    with a_running_job(machine, ALICE) as hers:
+        not_his = machine(BOB, "adopt", str(hers))
+        with a_running_job(machine, BOB) as his:
+            beside = machine(BOB, "adopt", str(his))
+        assert (not_his.returncode, beside.returncode, machine.locked()) == (1, 1, [])
+    assert "belongs to" in not_his.stderr and "it is not yours alone" in beside.stderr
+
+
+def test_the_daemon_sees_for_itself_whose_processes_are_on_what_is_adopted(broker):
+    adopts = CLAIM.replace('"conditions": {}', f'"conditions": {{"mine_as_free": [{ALICE.pw_uid}, {BOB.pw_uid}]}}')
+    with a_running_job(broker, ALICE):
+        said = json.loads(broker.python(BOB, adopts, broker.uuids[0]))
+
+    assert said["descriptors"] == 0 and "in use" in said["refused"][broker.uuids[0]]
+
+
+def test_whoever_is_denied_adopts_nothing_and_without_a_daemon_nobody_does(own):
+    with a_running_job(own, BOB) as his:
+        assert own(None, "deny", BOB.pw_name, "--for", "1h").returncode == 0
+        denied = own(BOB, "adopt", str(his))
+        assert own(None, "deny", BOB.pw_name, "--end").returncode == 0
+        own.kill_daemon()
+        failed = own(BOB, "adopt", str(his))
+
+    assert denied.returncode == 1 and "denied" in denied.stderr, denied
+    assert failed.returncode != 0 and "nothing can be claimed until it runs" in failed.stderr, failed
+    assert own.locked() == []

@@ -1,0 +1,364 @@
+"""A hostile user and a daemon that gives the locks: nothing is got past it, by hand, by forgery or by what was kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from brokered import CLAIM, KINDS, Brokered, a_machine, claims_of
+from nodes import a_user, eventually
+from users import ALICE, BOB
+
+from gpuguard.line import served
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(params=KINDS[1:])
+def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
+    with a_machine(site, request.param) as made:
+        yield made
+
+
+BY_HAND = """
+import fcntl
+for name in os.listdir(directory.locks):
+    path = f"{directory.locks}/{name}"
+    for attempt in (
+        lambda: os.open(path, os.O_RDONLY), lambda: os.open(path, os.O_RDWR), lambda: os.unlink(path),
+        lambda: os.rename(path, path + ".old"), lambda: os.chmod(path, 0o666), lambda: os.link(path, path + ".two"),
+        lambda: os.open(path + ".new", os.O_CREAT | os.O_EXCL), lambda: os.truncate(path, 0),
+    ):
+        try:
+            attempt()
+            print(name)
+        except OSError:
+            pass
+"""
+
+
+def test_no_lock_can_be_taken_or_tampered_with_by_hand(broker):
+    assert set(broker.python(BOB, BY_HAND).split()) <= {"queue"}
+
+
+def test_what_was_given_cannot_be_opened_again_or_written(broker):
+    code = """
+_, (descriptor,) = call(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+for attempt in (
+    lambda: os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY), lambda: os.write(descriptor, b"mine"),
+    lambda: os.fchmod(descriptor, 0o666), lambda: os.ftruncate(descriptor, 0),
+):
+    try:
+        attempt()
+        print("done")
+    except OSError:
+        pass
+"""
+    assert broker.python(BOB, code, broker.uuids[0]) == ""
+
+
+FORGED = """
+alice, uid = sys.argv[1], int(sys.argv[2])
+mine = sys.argv[3]
+devices = [
+    None, [], [1], [mine, mine], ["../gate"], ["gate"], ["queue"], [mine + ".nested"], [alice],
+    [mine, alice], [f"{mine}{i}" for i in range(65)],
+]
+conditions = [
+    [1], "x", {"no_such": 1}, {"share": True}, {"share": True, "memory": 0},
+    {"share": True, "memory": 2**60}, {"memory": 2**30}, {"share": True, "memory": 2**30, "slots": 9},
+    {"num_gpus": "1"}, {"mine_as_free": [[]]}, {"models": [0]}, {"max_util": 10**400},
+]
+others = [
+    {"ticket": "../x"}, {"ticket": ["x"]}, {"inside": "none"}, {"inside": []}, {"priority": "high"},
+    {"priority": 10**9}, {"time_limit_seconds": float("nan")}, {"expected_seconds": -1},
+]
+forged = {"mine_as_free": [uid], "max_processes": 9}
+claims = [{}, *({"devices": each} for each in devices), {"devices": [alice], "conditions": forged}]
+claims += [{"devices": [mine], "conditions": each} for each in conditions]
+claims += [{"devices": [mine], **each} for each in others] + [{"devices": [alice], "inside": "none"}]
+from gpuguard.errors import GpuguardError
+for claim in claims:
+    try:
+        answer, descriptors = call(directory, {"conditions": {}, **claim, "do": "claim", "uid": 0})
+        if descriptors or "refused" not in answer:
+            print("GIVEN", claim, answer)
+    except GpuguardError as error:
+        if "busy" in str(error) or "fault" in str(error):
+            print("FAILED", claim, error)
+"""
+
+
+def test_forged_requests_get_nothing(broker):
+    with broker.job(ALICE, "--gpus", "0"):
+        said = broker.python(BOB, FORGED, broker.uuids[0], str(ALICE.pw_uid), broker.uuids[1])
+
+        assert (said, broker.locked()) == ("", [0])
+    assert broker.daemon and broker.daemon.poll() is None
+
+
+INSIDE = """
+for outer in sys.argv[2:]:
+    try:
+        print(call(directory, {"do": "claim", "devices": sys.argv[1:2], "inside": outer}))
+    except Exception as error:
+        print("refused")
+"""
+
+
+def test_nobody_gets_into_the_claim_of_somebody_else(broker):
+    with broker.job(ALICE, "--gpus", "0"):
+        [record] = [name for name in os.listdir(broker.directory.records) if name.startswith("claim.")]
+        name = record.split(".")[2]
+        plant = "open(f'{directory.records}/claim.' + sys.argv[1], 'w').write('{}')"
+        broker.python(BOB, plant, f"{BOB.pw_uid}.{name}.json")
+
+        assert broker.python(BOB, INSIDE, broker.uuids[0], name, "", "x").split() == ["refused"] * 3
+
+
+def test_a_forged_record_takes_nothing_from_whom_it_was_given(broker):
+    forge = """
+import fcntl, time
+path = f"{directory.records}/claim.{os.geteuid()}.f0f0.json"
+file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+os.write(file, json.dumps({"id": "f0f0", "devices": sys.argv[1:], "pid": 1, "since": 1.0, "ends": 2.0}).encode())
+fcntl.flock(file, fcntl.LOCK_EX)
+print("forged", flush=True)
+time.sleep(60)
+"""
+    with broker.job(ALICE, "--gpus", "0"), broker.program(BOB, forge, *broker.uuids) as forger:
+        assert forger.stdout and forger.stdout.readline()
+        for user in (None, ALICE, BOB):
+            claims = claims_of(broker(user, "who", "--fresh", "--json").stdout)
+            assert [claim["user"] for claim in claims] == [ALICE.pw_name]
+
+
+KEPT = """
+import fcntl
+answer, (descriptor,) = call(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+print(answer["claim"], flush=True)
+for line in sys.stdin:
+    fcntl.flock(descriptor, {"unlock": fcntl.LOCK_UN, "lock": fcntl.LOCK_EX}[line.strip()] | fcntl.LOCK_NB)
+    print(line, end="", flush=True)
+"""
+
+
+def test_a_descriptor_that_was_kept_is_worth_nothing(broker):
+    path = broker.directory.lock_path(broker.uuids[0])
+    with broker.program(BOB, KEPT, broker.uuids[0]) as hostile:
+        assert hostile.stdin and hostile.stdout and hostile.stdout.readline()
+        before = os.stat(path).st_ino
+        assert broker.locked() == [0]
+        say(hostile, "unlock")
+        assert eventually(lambda: os.stat(path).st_ino != before), "nobody noticed that it is free"
+        say(hostile, "lock")
+
+        assert broker.locked() == []
+        with broker.job(ALICE, "--gpus", "0") as (_, hers):
+            say(hostile, "unlock")
+            say(hostile, "lock")
+            assert (hers, broker.locked()) == ("0", [0])
+
+
+def test_nobody_is_told_that_a_device_is_free_while_it_can_be_taken_back(broker):
+    with broker.program(BOB, KEPT, broker.uuids[0]) as hostile:
+        assert hostile.stdin and hostile.stdout and hostile.stdout.readline()
+        for _ in range(10):  # before the daemon looks by itself, and after
+            say(hostile, "unlock")
+            seen = broker.python(ALICE, "print(call(directory, {'do': 'claims'})[0]['held'])")
+            say(hostile, "lock")
+            assert seen == "{}\n" and broker.locked() == []
+
+
+def say(program: Any, word: str) -> None:
+    print(word, file=program.stdin, flush=True)
+    assert program.stdout.readline() == f"{word}\n"
+
+
+UNREAD = """
+import socket, time
+from gpuguard.claims.calling import _connect, encoded
+connection = socket.socket(socket.AF_UNIX)
+_connect(connection, directory, time.monotonic() + 10)
+connection.sendall(encoded({"do": "claim", "devices": sys.argv[1:], "conditions": {}}))
+print("asked", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_lies_unread_in_a_socket_is_the_claim_of_whoever_asked_and_ends_with_him(broker):
+    with broker.program(BOB, UNREAD, broker.uuids[0]) as hostile:
+        assert hostile.stdout and hostile.stdout.readline()
+        assert eventually(lambda: broker.locked() == [0])
+        [claim] = claims_of(broker(ALICE, "who", "--fresh", "--json").stdout)
+        assert claim["user"] == BOB.pw_name
+    assert eventually(lambda: broker.locked() == [])
+
+
+LEAVES = UNREAD.replace("sys.stdin.readline()", "connection.close()")
+
+
+def test_whoever_goes_before_the_answer_leaves_nothing_locked(broker):
+    for _ in range(8):
+        assert broker.python(BOB, LEAVES, *broker.uuids) == "asked\n"
+    assert eventually(lambda: broker.locked() == [])
+    assert broker(ALICE, "run", "--no-wait", "-n", "4", "true").returncode == 0
+
+
+FLOOD = """
+import socket, time
+from gpuguard.claims.calling import _connect, encoded
+until = time.monotonic() + 4.0
+print("begun", flush=True)
+while time.monotonic() < until:
+    try:
+        connection = socket.socket(socket.AF_UNIX)
+        _connect(connection, directory, time.monotonic() + 1)
+        asked = encoded({"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+        socket.send_fds(connection, [asked[: 40 + int(time.monotonic() * 1000) % 200]], [0, 1, 2])
+        connection.close()
+    except OSError:
+        pass
+"""
+
+
+def test_a_flood_with_descriptors_in_it_keeps_nobody_out_and_leaves_nothing_open(broker):
+    assert broker.daemon
+    here = f"/proc/{broker.daemon.pid}/fd"
+    assert broker(ALICE, "run", "--no-wait", "true").returncode == 0
+    before = len(os.listdir(here))
+    with broker.program(BOB, FLOOD, *broker.uuids[:2]) as hostile:
+        assert hostile.stdout and hostile.stdout.readline()
+        for _ in range(3):
+            assert broker(ALICE, "run", "--no-wait", "--gpus", "3", "true").returncode == 0
+        hostile.wait()
+    assert eventually(lambda: len(os.listdir(here)) <= before and broker.locked() == [])
+
+
+def test_nobody_passes_the_line_by_asking_the_daemon_himself(broker):
+    with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"):
+        waiting = broker.start(ALICE, "run", "-n", "4", "--wait", "60s", "--time-limit", "1h", "--", "true")
+        assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(broker.directory.records)))
+        [ticket] = [name.split(".")[2] for name in os.listdir(broker.directory.records) if name.startswith("ticket.")]
+        long = json.loads(broker.python(BOB, CLAIM, broker.uuids[0]))
+        stolen = broker.python(BOB, INSIDE.replace('"inside": outer', '"ticket": outer'), broker.uuids[0], ticket)
+        short = json.loads(broker.python(BOB, CLAIM.replace("{}}", '{}, "time_limit_seconds": 600}'), broker.uuids[0]))
+        waiting.kill()
+        waiting.communicate()
+
+    assert "it is not your turn: held back" in long["refused"][broker.uuids[0]]
+    assert (stolen, short.get("descriptors")) == ("refused\n", 1)
+
+
+FORGETS = """
+from gpuguard.claims.daemonfiles import daemon_files
+for attempt in (os.unlink, lambda path: os.utime(path, (1.0, 1.0)), lambda path: os.rename(path, path + ".old")):
+    try:
+        attempt(daemon_files(directory).file(f"served.{os.geteuid()}"))
+        print("done")
+    except PermissionError:
+        pass
+"""
+
+
+def test_nobody_can_forget_that_he_was_served_while_others_wait(broker):
+    asked = CLAIM.replace("{}}", '{}, "time_limit_seconds": 600}')
+    assert json.loads(broker.python(BOB, asked, broker.uuids[0]))["descriptors"] == 1
+    before = served.last(broker.directory, BOB.pw_uid)  # nobody waited
+    with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"):
+        waiting = broker.start(ALICE, "run", "-n", "4", "--wait", "60s", "--time-limit", "1h", "--", "true")
+        assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(broker.directory.records)))
+        assert json.loads(broker.python(BOB, asked, broker.uuids[0]))["descriptors"] == 1
+        said = broker.python(BOB, FORGETS)
+        waiting.kill()
+        waiting.communicate()
+
+    lately = served.last(broker.directory, BOB.pw_uid)
+    assert (before, said) == (None, "") and lately and time.time() - lately < 60.0
+
+
+ELSEWHERE = """
+from gpuguard.line.tickets import Held
+free, wanted = sys.argv[1:]
+place = Held(directory, {"requests": [{"devices": [free]}]})
+for device in (wanted, free):
+    answer, descriptors = call(directory, {"do": "claim", "devices": [device], "ticket": place.id})
+    print(len(descriptors))
+"""
+
+
+def test_whose_turn_it_is_on_one_device_does_not_get_another_one_that_somebody_waits_for(broker):
+    with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"):
+        waiting = broker.start(ALICE, "run", "--gpus", "2,3", "-n", "2", "--wait", "60s", "--", "true")
+        assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(broker.directory.records)))
+        said = broker.python(BOB, ELSEWHERE, broker.uuids[0], broker.uuids[2])
+        waiting.kill()
+        waiting.communicate()
+
+    assert said.split() == ["0", "1"]
+
+
+def test_processes_of_others_cannot_be_overlooked_on_request(broker):
+    node = broker.environment["GPUGUARD_BACKEND"].partition(":")[2]
+    with a_user(node, "0", 2**30):
+        claim = CLAIM.replace('"conditions": {}', '"conditions": {"mine_as_free": [0], "tolerance": 2**60}')
+        said = json.loads(broker.python(BOB, claim, broker.uuids[0]))
+
+    assert said["descriptors"] == 0 and "refused" in said
+
+
+NESTED = """
+import fcntl, time
+answer, (device,) = call(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+_, (nested,) = call(directory, {"do": "claim", "devices": sys.argv[1:], "inside": answer["claim"]})
+os.close(device)
+print("kept", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_lock_inside_a_claim_that_was_kept_does_not_hinder_the_next_owner(broker):
+    inner = f"{broker.python_path} -m gpuguard run --no-wait -- true"
+    with broker.program(BOB, NESTED, broker.uuids[3]) as hostile:
+        assert hostile.stdout and hostile.stdout.readline() == "kept\n"
+        done = broker(ALICE, "run", "--no-wait", "--gpus", "3", "--", "sh", "-c", inner)
+
+    assert done.returncode == 0, done.stderr
+
+
+DEEPER = """
+share = {"share": True, "memory": 2**30}
+answer, (slot,) = call(directory, {"do": "claim", "devices": sys.argv[1:2], "conditions": share})
+inside_a_share = {"devices": answer["locks"], "inside": answer["claim"]}
+whole, (device,) = call(directory, {"do": "claim", "devices": sys.argv[2:], "conditions": {}})
+inner, (nested,) = call(directory, {"do": "claim", "devices": sys.argv[2:], "inside": whole["claim"]})
+inside_that = {"devices": inner["locks"], "inside": inner["claim"]}
+for each in (inside_a_share, inside_that):
+    try:
+        print(call(directory, {"do": "claim", **each}))
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_no_lock_is_given_beside_a_share_or_inside_of_what_is_inside(broker):
+    said = broker.python(BOB, DEEPER, *broker.uuids[1:3])
+
+    assert said.splitlines() == ["these devices are not yours by that claim."] * 2
+    names = os.listdir(broker.directory.locks)
+    assert not [name for name in names if name.endswith((".nested.nested", "slot0.nested"))]
+
+
+def test_what_is_reserved_for_somebody_else_is_not_given(broker):
+    reserved = broker(None, "reserve", "-n", "4", "--for", "1h", "--user", ALICE.pw_name)
+    refused = json.loads(broker.python(BOB, CLAIM, broker.uuids[0]))
+    hers = broker(ALICE, "run", "--no-wait", "-n", "4", "true")
+
+    assert reserved.returncode == 0, reserved.stderr
+    assert refused["descriptors"] == 0 and "refused" in refused
+    assert hers.returncode == 0, hers.stderr

@@ -1,0 +1,307 @@
+"""Shares and MIG instances where the daemon gives the locks: what excludes what, and who lies about it in vain."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from brokered import KEEPER, KINDS, Brokered, a_machine, claims_of
+from nodes import eventually
+from users import ALICE, BOB
+
+from gpuguard.backends import open_backend
+from gpuguard.claims.grants import Grant
+from gpuguard.claims.hold import take_lock
+from gpuguard.claims.lockfiles import BROKERED
+from gpuguard.model import HEALTH
+from gpuguard.nouns import replace
+from gpuguard.services.broker import Broker
+from gpuguard.services.giving import BY_SOMEBODY, IN_PART, give_all
+
+pytestmark = pytest.mark.root
+MIG = "2xH100-80GB:mig=3g.40gb,3g.40gb"
+
+
+@pytest.fixture(params=KINDS[1:])
+def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
+    with a_machine(site, request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def own(site: Path) -> Iterator[Brokered]:
+    with a_machine(site, "keeper") as made:
+        yield made
+
+
+@pytest.fixture
+def divided(site: Path) -> Iterator[Brokered]:
+    with a_machine(site, "keeper", MIG) as made:
+        yield made
+
+
+def share(size: str, *more: str) -> tuple[str, ...]:
+    return "--gpus", "0", "--share", "--memory", size, *more
+
+
+def tried(machine: Brokered, user, *options: str) -> str:
+    """ "" when it got what it asked for, else why not."""
+    done = machine(user, "run", "--no-wait", *options, "true")
+    assert done.returncode in (0, 75), done.stderr
+    return done.stderr if done.returncode else ""
+
+
+def test_two_users_share_a_device_and_everybody_sees_it(broker):
+    with broker.job(ALICE, *share("20GiB", "--note", "hers")), broker.job(BOB, *share("30GiB")):
+        for user in (None, ALICE, BOB):
+            claims = claims_of(broker(user, "who", "--fresh", "--json").stdout)
+            found = {(claim["user"], claim["note"], claim["memory_bytes"]) for claim in claims}
+            assert found == {(ALICE.pw_name, "hers", 20 * 2**30), (BOB.pw_name, None, 30 * 2**30)}
+        explained = broker(BOB, "explain", *share("60GiB"))
+        assert f"left beside {ALICE.pw_name} (20.0GiB) and {BOB.pw_name} (30.0GiB)" in explained.stdout
+    assert eventually(lambda: broker.locked() == [])
+
+
+def test_no_more_than_there_is_is_promised(broker):
+    with broker.job(ALICE, *share("50GiB")):
+        assert "left beside" in tried(broker, BOB, *share("50GiB"))
+        assert tried(broker, BOB, *share("20GiB")) == ""
+
+
+def test_a_share_and_a_whole_device_exclude_each_other(broker):
+    with broker.job(ALICE, *share("10GiB")):
+        assert "shared by" in tried(broker, BOB, "--gpus", "0")
+        assert "shared by" in tried(broker, None, "--gpus", "0"), "root takes the locks himself"
+    with broker.job(ALICE, "--gpus", "0"):
+        assert "claimed by" in tried(broker, BOB, *share("10GiB"))
+    with broker.job(None, "--gpus", "0"):
+        assert "claimed by" in tried(broker, BOB, *share("10GiB"))
+
+
+def test_roots_own_share_beside_those_of_users(broker):
+    with broker.job(ALICE, *share("40GiB")), broker.job(None, *share("10GiB")):
+        assert tried(broker, None, *share("50GiB")) != ""
+        assert tried(broker, BOB, "--gpus", "0") != ""
+    names = [name for name in os.listdir(broker.directory.locks) if name != "queue"]
+    assert {os.stat(f"{broker.directory.locks}/{name}").st_mode & 0o777 for name in names} == {BROKERED}
+
+
+def test_the_smallest_number_of_sharers_that_somebody_wants_counts(own):
+    with own.job(ALICE, *share("1GiB", "--slots", "2")), own.job(BOB, *share("1GiB")):
+        assert "no more may join" in tried(own, BOB, *share("1GiB"))
+
+
+def test_commands_inside_a_share_run(own):
+    inner = f"{own.python_path} -m gpuguard run --no-wait -- true"
+    done = own(ALICE, "run", "--no-wait", *share("1GiB"), "--", "sh", "-c", inner)
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("outlived", [False, True], ids=["asked", "from outside"])
+def test_a_share_is_released_while_its_job_lives_on_and_somebody_else_has_the_device(broker, outlived):
+    with broker.job(ALICE, *share("50GiB"), command=("sh", "-c", "echo $$; exec sleep 100")) as (wrapper, job):
+        [claim] = claims_of(broker(ALICE, "who", "--fresh", "--json").stdout)
+        if outlived:
+            wrapper.kill()
+            wrapper.wait()
+        refused = broker(BOB, "release", claim["id"])
+        assert refused.returncode == 1 and tried(broker, BOB, "--gpus", "0"), refused
+        released = broker(ALICE, "release", claim["id"])
+        try:
+            assert released.returncode == 0, released.stderr
+            assert tried(broker, BOB, "--gpus", "0") == "" and os.path.exists(f"/proc/{job}")
+        finally:
+            os.kill(int(job), signal.SIGKILL)
+
+
+FORGE = """
+import fcntl, time
+[record] = [name for name in os.listdir(directory.records) if name.startswith(f"claim.{os.geteuid()}.")]
+def write(name, **changes):
+    content = json.loads(open(f"{directory.records}/{record}").read().partition("\\n")[0]) | changes
+    path = f"{directory.records}/{name}"
+    file = os.open(path + "~", os.O_RDWR | os.O_CREAT, 0o644)
+    os.write(file, json.dumps(content).encode())
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.rename(path + "~", path)
+lies = {"memory": int(sys.argv[1]), "most": 99}
+write(record, **lies)
+write(f"claim.{os.geteuid()}.f0f0.json", id="f0f0", **lies)
+print("forged", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("lie", [1, 79 * 2**30])
+def test_what_a_record_says_of_a_share_changes_nothing(own, lie):
+    with own.job(ALICE, *share("40GiB", "--slots", "3")), own.program(ALICE, FORGE, str(lie)) as forger:
+        assert forger.stdout and forger.stdout.readline()
+        assert "(40.0GiB)" in tried(own, BOB, *share("50GiB")), "more is promised than there is"
+        assert "(40.0GiB)" in tried(own, None, *share("50GiB"))
+        assert tried(own, BOB, *share("30GiB")) == ""
+
+
+KEPT = """
+import fcntl
+asked = {"do": "claim", "devices": sys.argv[1:], "conditions": {"share": True, "memory": 70 * 2**30}}
+answer, (descriptor,) = call(directory, asked)
+print(answer["locks"], flush=True)
+for line in sys.stdin:
+    fcntl.flock(descriptor, getattr(fcntl, line.strip()) | fcntl.LOCK_NB)
+    print(line, end="", flush=True)
+"""
+
+
+def test_a_slot_that_was_kept_is_worth_nothing_and_one_held_shared_counts(own):
+    with own.program(BOB, KEPT, own.uuids[0]) as hostile:
+        assert hostile.stdin and hostile.stdout and ".slot0" in hostile.stdout.readline()
+
+        def say(word: str) -> None:
+            print(word, file=hostile.stdin, flush=True)
+            assert hostile.stdout and hostile.stdout.readline() == f"{word}\n"
+
+        say("LOCK_SH")
+        for user in (ALICE, None):
+            assert tried(own, user, "--gpus", "0") and tried(own, user, *share("70GiB"))
+        say("LOCK_UN")
+        assert own.locked() == []
+        say("LOCK_EX")
+        assert own.locked() == [] and tried(own, ALICE, *share("70GiB")) == "" == tried(own, None, "--gpus", "0")
+
+
+def test_the_locks_are_not_everybodys_again_while_shares_hold_nothing_else(own):
+    with own.job(ALICE, *share("1GiB")):
+        refused = own(None, "setup", "--dir", own.directory.path, "--no-broker")
+        assert refused.returncode != 0 and "shared by claims that the daemon gave" in refused.stderr
+        assert tried(own, BOB, "--gpus", "0") and not tried(own, BOB, *share("1GiB"))
+    assert eventually(lambda: own(None, "setup", "--dir", own.directory.path, "--no-broker").returncode == 0)
+
+
+def test_a_share_from_before_the_daemon_keeps_everybody_away(site):
+    with a_machine(site, "everybody") as machine, machine.job(ALICE, *share("1GiB")):
+        machine.setup("--broker")
+        machine.start_daemon()
+        assert tried(machine, BOB, "--gpus", "0") and tried(machine, BOB, *share("1GiB"))
+
+
+def test_shares_live_on_without_the_daemon_and_it_knows_them_again(own):
+    with own.job(ALICE, *share("50GiB")):
+        own.kill_daemon()
+        [claim] = claims_of(own(BOB, "who", "--json").stdout)
+        assert (claim["user"], claim["memory_bytes"]) == (ALICE.pw_name, 50 * 2**30)
+        own.start_daemon()
+        assert tried(own, BOB, *share("50GiB")) and not tried(own, BOB, *share("20GiB"))
+
+
+# MIG
+
+
+def uuids_of(machine: Brokered) -> tuple[str, list[str]]:
+    whole = [uuid for uuid in machine.uuids if uuid.startswith("GPU-")]
+    return whole[0], [uuid for uuid in machine.uuids if uuid.startswith("MIG-")]
+
+
+ASK = """
+answer, descriptors = call(directory, {"do": "claim", "devices": [sys.argv[1]], "conditions": {}})
+print(json.dumps(answer), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_instances_go_to_different_users_and_are_shared(divided):
+    _, instances = uuids_of(divided)
+    half = "--gpus", instances[0], "--share", "--memory", "10GiB", "--max-util", "100%"
+    with divided.job(ALICE, *half), divided.job(BOB, *half), divided.job(BOB, "--gpus", instances[1]):
+        assert tried(divided, ALICE, "--gpus", instances[0]) and tried(divided, ALICE, "--gpus", instances[1])
+        assert tried(divided, None, "--gpus", instances[0]) and tried(divided, None, "--gpus", instances[1])
+        assert tried(divided, ALICE, *half) == ""
+
+
+def test_root_has_one_instance_and_a_user_the_other(divided):
+    _, instances = uuids_of(divided)
+    with divided.job(None, "--gpus", instances[0]), divided.job(ALICE, "--gpus", instances[1]):
+        assert tried(divided, BOB, "--gpus", instances[0])
+
+
+def test_a_divided_gpu_is_not_given_while_a_part_of_it_is(divided):
+    whole, instances = uuids_of(divided)
+    with divided.program(ALICE, ASK, instances[0]) as hers:
+        assert hers.stdout and json.loads(hers.stdout.readline())["claim"]
+        with divided.program(BOB, ASK, whole) as his:
+            assert his.stdout and whole in json.loads(his.stdout.readline())["refused"]
+
+
+# The locks themselves
+
+
+def given(machine: Brokered, name: str, *, shown: bool = True, memory: int | None = None) -> tuple[list[int], object]:
+    """What give_all says, and the locked descriptors if it gave any; as the daemon would, which must not run."""
+    snapshot = open_backend(machine.environment["GPUGUARD_BACKEND"]).sample({HEALTH})
+    if not shown:
+        snapshot = replace(snapshot, devices=tuple(one for one in snapshot.devices if not one.parent_uuid))
+    descriptors: list[int] = []
+    _, refused = give_all(machine.directory, snapshot, [name], Grant(ALICE.pw_uid, "c", memory), descriptors)
+    while refused and descriptors:
+        os.close(descriptors.pop())
+    return descriptors, refused
+
+
+@pytest.mark.parametrize("memory", [None, 2**30])
+def test_a_gpu_and_its_instances_exclude_each_other_also_when_the_driver_shows_them_no_more(divided, memory):
+    whole, (first, second, *_) = uuids_of(divided)
+    divided.kill_daemon()
+    for one, other, shown in ((whole, first, True), (first, whole, True), (first, whole, False)):
+        kept, refused = given(divided, one, memory=memory)
+        assert refused == {}
+        tries = [given(divided, other, shown=shown), given(divided, other, shown=shown, memory=2**30)]
+        assert [why for _, why in tries] == [{other: IN_PART}] * 2
+        os.close(kept[0])
+        with contextlib.ExitStack() as stack:
+            for both in (first, second):
+                descriptors, refused = given(divided, both)
+                for descriptor in descriptors:
+                    stack.callback(os.close, descriptor)
+                assert refused == {}
+
+
+def test_a_share_that_came_behind_the_look_at_the_line_is_counted(own):
+    own.kill_daemon()
+    backend, quicker = open_backend(own.environment["GPUGUARD_BACKEND"]), list[int]()
+
+    class Overtaken:
+        def sample(self, fields, devices=None):
+            if devices and not quicker:  # the look behind the locks
+                quicker.extend(given(own, own.uuids[0], memory=50 * 2**30)[0])
+            return backend.sample(fields, devices)
+
+    asked = {"devices": own.uuids[:1], "conditions": {"share": True, "memory": 50 * 2**30}}
+    said = Broker(own.directory, Overtaken).claim(BOB.pw_uid, asked)
+
+    assert len(quicker) == 1
+    assert isinstance(said, dict) and "left beside" in said["refused"][own.uuids[0]], said
+    os.close(quicker[0])
+
+
+def test_a_lock_file_that_root_makes_is_the_daemons_alone(own):
+    lock = take_lock(own.directory, "MIG-made-just-now", fcntl.LOCK_EX)
+    assert lock
+    found = os.fstat(lock.descriptor)
+    os.close(lock.descriptor)
+
+    assert (found.st_mode & 0o7777, found.st_uid) == (BROKERED, KEEPER.pw_uid)
+
+
+def test_a_share_is_looked_at_behind_its_lock(own):
+    """So whoever takes the device himself at that moment, as root does, and it never overlook each other."""
+    own.kill_daemon()
+    lock = take_lock(own.directory, own.uuids[0], fcntl.LOCK_EX)
+    assert lock
+    assert given(own, own.uuids[0], memory=2**30) == ([], {own.uuids[0]: BY_SOMEBODY})
+    os.close(lock.descriptor)

@@ -1,0 +1,87 @@
+"""scripts/torture and scripts/mutate: they find what is there, and say so when something breaks."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from importlib.machinery import SourceFileLoader
+
+import pytest
+from sources import ROOT
+
+
+def script(name):
+    loader = SourceFileLoader(f"script_{name}", str(ROOT / "scripts" / name))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    module = importlib.util.module_from_spec(spec)
+    was, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = was
+    return module
+
+
+torture, mutate = script("torture"), script("mutate")
+
+
+def test_every_campaign_names_what_exists():
+    for _, what, about in torture.CAMPAIGNS.values():
+        places = [what.split()[0]] if what.startswith("benchmarks/") else [f"tests/{one}.py" for one in what.split()]
+        assert about and [place for place in places if not (ROOT / place).exists()] == []
+    for name, tests in mutate.TESTS.items():
+        assert (ROOT / name).exists() and all((ROOT / "tests" / f"{test}.py").exists() for test in tests.split())
+
+
+@pytest.mark.parametrize(("program", "word", "code"), [("exit(0)", "nothing broke", 0), ("exit(3)", "FAILED", 1)])
+def test_what_breaks_is_told_and_counts(program, word, code, tmp_path, monkeypatch, capsys):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "it.py").write_text(f"print('12 holds, 3 kills')\n{program}\n")
+    monkeypatch.setattr(torture, "ROOT", tmp_path)
+    monkeypatch.setattr(torture, "CAMPAIGNS", {"it": (1, "benchmarks/it.py --seconds {seconds}", "something")})
+    monkeypatch.setattr(torture.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["torture", "--minutes", "0"])
+
+    assert torture.main() == code
+    said = capsys.readouterr().out
+    assert word in said and "12 holds, 3 kills" in said
+    assert "12 holds" in next(tmp_path.glob("gpuguard-torture-*.log")).read_text()
+
+
+SOURCE = """
+def f(a: int = 3) -> bool:
+    if TYPE_CHECKING:
+        x = 1
+    g(a)
+    return not a < 2 and a in (1, True)
+"""
+
+
+def test_each_place_is_damaged_once_and_what_never_runs_is_left_alone():
+    found = mutate.mutants(SOURCE)
+
+    assert [what.split(":")[0] for _, what, _ in found] == [
+        "number", "statement", "return", "operator", "not", "comparison", "number", "comparison", "number", "truth",
+    ]  # fmt: skip
+    whole = ast.unparse(ast.parse(SOURCE))
+    assert len({source for _, _, source in found} | {whole}) == len(found) + 1
+    assert all("x = 1" in source and "a: int" in source for _, _, source in found)
+    assert "return not a <= 2 and a in" in found[5][2]
+
+
+def test_a_mutant_that_a_test_sees_is_killed_and_one_that_none_sees_survives(tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "one.py").write_text("def f(x):\n    return x < 3\n")
+    (tmp_path / "tests" / "test_one.py").write_text("from one import f\n\n\ndef test_it():\n    assert f(2)\n")
+    monkeypatch.setattr(mutate, "ROOT", tmp_path)
+    monkeypatch.setattr(mutate, "TESTS", {"one.py": "test_one"})
+    monkeypatch.setattr(mutate.tempfile, "tempdir", str(tmp_path.parent))
+    every = [(number, *one) for number, one in enumerate(mutate.mutants((tmp_path / "one.py").read_text()))]
+
+    left = mutate.campaign("one.py", every, 1, show=False)
+
+    assert [what for _, _, what in left] == [
+        "comparison: x < 3",
+        "number: 3",
+    ]  # only f(3) would tell; no return is seen

@@ -1,0 +1,207 @@
+"""`gpuguard completion`: what the scripts offer in real shells, and what they ask for behind a TAB."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import Gpuguard
+from daemons import a_daemon
+from fake_nvml import FakeNvml
+from nodes import eventually, start
+from shells import Shell, needed
+
+from gpuguard.cli.completion import SHELLS, commands
+from gpuguard.cli.completion_values import VALUES
+from gpuguard.cli.dispatch import COMMANDS
+from gpuguard.views.shells import OWN
+
+# What is typed, and the words of the command line then; ^ is TAB.
+TYPED = {
+    "gpuguard run --gp^": "gpuguard run --gpus",
+    "gpuguard ru^--gp^": "gpuguard run --gpus",
+    "gpuguard run --gpus 3^": "gpuguard run --gpus 3",
+    "gpuguard run --gpus 0,1,2,^": "gpuguard run --gpus 0,1,2,3",
+    "./bin/gpuguard run --gpus 3^": "./bin/gpuguard run --gpus 3",
+    "gpuguard run --gpus=0,1,2,^": "gpuguard run --gpus=0,1,2,3",
+    "gpuguard run --strategy=sp^": "gpuguard run --strategy=spread",
+    "gpuguard run --model H^": "gpuguard run --model H100",
+    "gpuguard run -n 2 ./trai^": "gpuguard run -n 2 ./train.sh",
+    "gpuguard run -n 2 --wait -- cat lo^": "gpuguard run -n 2 --wait -- cat lonely.txt",
+    "gpuguard release ^": "gpuguard release {claim}",
+    "gpuguard who --user root^": "gpuguard who --user root",
+    "gpuguard pol^chec^lonely^": "gpuguard policy check lonely.txt",
+    "gpuguard daemon --policy=lonely^": "gpuguard daemon --policy=lonely.txt",
+    "gpuguard query --fields index,memory.u^": "gpuguard query --fields index,memory.used",
+    "gpuguard completion z^": "gpuguard completion zsh",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A simulated node of 4 devices with a claim, and the program as `gpuguard`."""
+    place = tmp_path_factory.mktemp("shells")
+    start(str(place / "node"), "4xH100-80GB")
+    (place / "lonely.txt").touch()
+    for name, line in {
+        "train.sh": "true",
+        "bin/gpuguard": f'PYTHONPATH={os.pathsep.join(sys.path)} exec {sys.executable} -m gpuguard "$@"',
+    }.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(f"#!/bin/sh\n{line}\n")
+        (place / name).chmod(0o755)
+    return place
+
+
+def environment(place: Path) -> dict[str, str]:
+    own = {"GPUGUARD_BACKEND": "simulated", "GPUGUARD_SIM_DIR": str(place / "node"), "HOME": str(place)}
+    return {"PATH": f"{place}/bin:/usr/bin:/bin", **own}
+
+
+def a_claim(place: Path) -> subprocess.Popen[str]:
+    words = [f"{place}/bin/gpuguard", "run", "--exec", "--", "sh", "-c", 'echo "$GPUGUARD_CLAIM"; exec sleep 600']
+    return subprocess.Popen(words, env=environment(place), stdout=subprocess.PIPE, text=True)
+
+
+def typed(shell: Shell, keys: str, expected: str) -> str:
+    """The command line after *keys*; again where nothing was offered: on a machine that stalls, a look is given up."""
+    for _ in range(3):
+        words = " ".join(shell.words(keys.replace("^", "\t")))
+        if words == expected:
+            break
+    return words
+
+
+@pytest.mark.terminal
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("bash", ":"), ("bash", ". /usr/share/bash-completion/bash_completion"), ("zsh", ":"), ("fish", ":")],
+    ids=["bash alone", "bash with bash-completion", "zsh", "fish"],
+)
+def test_a_real_shell_completes_what_is_typed(name, more, place):
+    if more != ":" and not Path(more.split()[1]).exists():
+        pytest.skip("needs bash-completion: apt-get install bash-completion")
+    needed(name)
+    with a_claim(place) as holder:
+        try:
+            claim = holder.stdout.readline().strip()
+            with Shell(name, place, environment(place), more) as shell:
+                seen = {keys: typed(shell, keys, words.format(claim=claim)) for keys, words in TYPED.items()}
+                shell.shows("gpuguard run --gpus \t\t", "0  ", "H100", "claimed by")
+        finally:
+            holder.kill()
+
+    assert seen == {keys: words.format(claim=claim) for keys, words in TYPED.items()}
+
+
+# What a shell offers for `gpuguard COMMAND -`, for each COMMAND a block of lines.
+OFFERS = {
+    "bash": '. ./script; for path; do _gpuguard_command "$path"; printf "%s\\n" $flags $commands; echo =; done',
+    "zsh": (
+        "_arguments() { state=command; print -rl -- $@ }; _describe() { print -rl -- $found }; compdef() { : }; "
+        ". ./script; "
+        "for one; do _gpuguard_command${one:+_}${one//[ -]/_}; echo =; done"
+    ),
+    "fish": (
+        'source script; for path in $argv; for rest in "" -; complete -C "gpuguard $path $rest"; end; echo =; end'
+    ),
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_offers_every_command_and_option_where_it_belongs(shell, tmp_path):
+    done = Gpuguard(tmp_path, None)("completion", shell)
+    (tmp_path / "script").write_text(done.stdout)
+    paths = [" ".join(command.path) for command in commands()]
+    extra = [] if shell == "fish" else [shell]
+    shown = subprocess.run(
+        [needed(shell), "-c", OFFERS[shell], *extra, *paths], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    offered = [set(re.findall(r"^\*?(-{0,2}\w+(?:-\w+)*)", block, re.M)) for block in shown.stdout.split("=\n")]
+
+    assert (done.returncode, done.stderr, shown.stderr) == (0, "", "")
+    for command, words in zip(commands(), offered, strict=False):
+        wanted = {flag for word in command.options() for flag in word.flags} | {name for name, _ in command.commands}
+        assert wanted - words == set(), command.path
+
+
+def test_what_a_script_asks_for_can_be_answered():
+    asked = {word.kind for command in commands() for word in command.words if word.kind not in (None, *OWN)}
+
+    assert asked <= set(VALUES)
+    assert {command.path[0] for command in commands() if command.path} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("words", [(), ("tcsh",)])
+def test_another_shell_is_refused_with_those_that_there_are(words, tmp_path):
+    done = Gpuguard(tmp_path, None)("completion", *words)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "gpuguard completion bash" in done.stderr
+
+
+def values(gpuguard: Gpuguard, kind: str, word: str = "") -> list[str]:
+    done = gpuguard("completion", "--values", kind, "--", word)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    return [line.partition("\t")[0] for line in done.stdout.splitlines()]
+
+
+def test_devices_go_by_index_in_a_list_and_by_uuid_once_one_is_begun(tmp_path):
+    gpuguard = Gpuguard(tmp_path, None)
+    start(str(tmp_path / "node"), "3xH100-80GB")
+
+    assert eventually(lambda: values(gpuguard, "devices") == ["0", "1", "2"])  # a look that takes long is given up
+    assert eventually(lambda: values(gpuguard, "devices", "2,") == ["2,0", "2,1"])
+    assert eventually(lambda: len(values(gpuguard, "devices", "GPU-")) == 3)
+    assert eventually(lambda: len(values(gpuguard, "uuids")) == 3)
+    assert values(gpuguard, "devices", "7") == values(gpuguard, "nonsense") == []
+
+
+def test_while_the_daemon_runs_its_last_look_is_what_is_offered_and_nobody_asks_the_driver(tmp_path):
+    start(str(tmp_path / "other"), "8xH100-80GB")
+    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_SIM_DIR=str(tmp_path / "other"))  # a driver that says something else
+    with a_daemon(tmp_path) as daemon:
+        daemon.state()
+
+        assert eventually(lambda: len(values(gpuguard, "devices")) == 4)
+    assert eventually(lambda: len(values(gpuguard, "devices")) == 8)
+
+
+def test_without_a_driver_nothing_is_offered_and_nothing_said(tmp_path):
+    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_BACKEND="nvml", LD_LIBRARY_PATH=str(tmp_path))
+
+    assert values(gpuguard, "devices") == values(gpuguard, "claims") == []
+    assert "root" in values(gpuguard, "users")
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_shell(tmp_path, fake: FakeNvml):
+    fake.hang("nvmlDeviceGetCount")
+    began = time.monotonic()
+
+    assert values(Gpuguard(tmp_path, fake), "devices") == []
+    assert time.monotonic() - began < 20  # it gives up after 2 s; a busy machine is slower
+
+
+def test_hosts_are_those_that_ssh_knows_by_name(tmp_path):
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh/config").write_text("Host gpu1 gpu2 *.lab !x\n  HostName 10.0.0.1\nhost=gpu3\nHost other\n")
+    (tmp_path / ".ssh/known_hosts").write_text("gpu4,10.0.0.4 ssh-ed25519 AAAA\n|1|hashed= ssh-rsa BBBB\n# gpu9\n")
+    gpuguard = Gpuguard(tmp_path, None, HOME=str(tmp_path))
+
+    assert values(gpuguard, "hosts", "gpu1,gpu") == ["gpu1,gpu2", "gpu1,gpu3", "gpu1,gpu4"]
+    assert values(Gpuguard(tmp_path, None, HOME="/nonexistent"), "hosts") == []
+
+
+def test_names_of_strangers_that_a_shell_would_take_apart_are_not_offered(tmp_path, monkeypatch):
+    from gpuguard.cli import completion_values
+
+    nasty = ["$(reboot)", "a b", "x;y", "new\nline", "esc\x1b[2J", "`id`", "alice"]
+    monkeypatch.setitem(VALUES, "users", (lambda _: [(name, "\x1b[31m\t\nred") for name in nasty], False))
+
+    assert list(completion_values._completions("users", "")) == ["alice\t\\x1b[31m\\t\\nred"]

@@ -1,0 +1,212 @@
+"""How long a job will take, by the audit log of its user: hints, never more."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gpuguard import history
+from gpuguard.claims.hold import Claim
+from gpuguard.cli.run import say_how_long
+from gpuguard.line import expecting
+from gpuguard.line.expecting import expected_seconds, program
+from gpuguard.model import Event
+
+TRAIN = ("python", "train.py", "--lr", "3")
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
+    return tmp_path / "events.jsonl"
+
+
+def begins(claim, *command):
+    """What run.py writes."""
+    message = " ".join(command)[:1000]
+    history.append(Event(time=0.0, kind="claim", outcome="started", claim=claim, message=message))
+
+
+def ends(claim, seconds, outcome="released"):
+    facts = (("wall_time_seconds", seconds),)
+    history.append(Event(time=0.0, kind="release", outcome=outcome, claim=claim, facts=facts))
+
+
+def ran(*lasted, command=TRAIN, name="c"):
+    for number, seconds in enumerate(lasted):
+        begins(f"{name}{number}", *command)
+        ends(f"{name}{number}", seconds)
+
+
+def test_the_median_of_the_jobs_of_the_same_program(log):
+    ran(10.0, 1000.0, 30.0)
+
+    assert expected_seconds(("python", "train.py", "--lr", "5")) == 30.0
+    assert expected_seconds(("/usr/bin/python", "/home/a/train.py")) == 30.0
+
+
+def test_other_programs_tell_nothing(log):
+    ran(10.0, 10.0, 10.0, command=("python", "eval.py"))
+    ran(99.0, 99.0, 99.0, name="d")
+
+    assert expected_seconds(("python", "eval.py")) == 10.0
+    assert expected_seconds(("python", "other.py")) is None
+    assert expected_seconds(("bash",)) is None
+
+
+def test_a_few_tell_nothing_and_old_ones_are_forgotten(log):
+    ran(10.0, 10.0)
+    assert expected_seconds(TRAIN) is None
+
+    ran(*[10.0] * 30, *[50.0] * expecting.NEWEST, name="d")
+    assert expected_seconds(TRAIN) == 50.0
+
+
+def test_no_log_tells_nothing(log):
+    assert expected_seconds(TRAIN) is None
+
+
+def test_jobs_that_run_at_the_same_time_are_kept_apart(log):
+    for name, command in (("a", TRAIN), ("b", ("sleep", "5")), ("c", TRAIN), ("d", TRAIN)):
+        begins(name, *command)
+    for name, seconds in (("b", 5.0), ("d", 30.0), ("a", 10.0), ("c", 20.0)):
+        ends(name, seconds)
+
+    assert expected_seconds(TRAIN) == 20.0
+    assert expected_seconds(("sleep", "7")) is None
+
+
+def test_a_job_that_has_not_ended_tells_nothing(log):
+    ran(10.0, 10.0)
+    begins("open", *TRAIN)
+
+    assert expected_seconds(TRAIN) is None
+
+
+TORN = [
+    b'{"schema": 1, "kind": "rel',
+    b"\xff\xfe\x00",
+    b"[]",
+    b"null",
+    b"7",
+    b'"text"',
+    b'{"kind": "release", "claim": "c0"}',
+    b'{"kind": "release", "claim": ["c0"], "outcome": "released"}',
+    b'{"kind": "claim", "outcome": "started", "claim": "c0", "message": 7}',
+    b'{"kind": "claim", "outcome": "started", "claim": {}, "message": "x"}',
+    b'{"kind": "claim", "claim": "x"}',
+    b'{"kind": "release", "claim": "c2", "facts": {"wall_time_seconds": "long"}}',
+    b'{"kind": "release", "claim": "c2", "facts": {"wall_time_seconds": null}}',
+    b'{"kind": "release", "claim": "c2", "facts": {"wall_time_seconds": NaN}}',
+    b'{"kind": "release", "claim": "c2", "facts": {"wall_time_seconds": -5}}',
+    b'{"kind": "release", "claim": "c2", "facts": {"wall_time_seconds": 1e999}}',
+    b'{"kind": "release", "claim": "c2", "facts": []}',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("line", TORN)
+def test_a_torn_line_is_left_out(log, line):
+    ran(10.0, 20.0, 30.0)
+    begins("c2", *TRAIN)
+    with log.open("ab") as file:
+        file.write(line + b"\n")
+    ran(40.0, name="later")
+
+    assert expected_seconds(TRAIN) == 30.0  # of 10, 20, 30, 40
+
+
+def test_the_log_that_was_turned_counts_too(log):
+    ran(10.0, 20.0)
+    os.rename(log, f"{log}.1")
+    ran(30.0, name="later")
+
+    assert expected_seconds(TRAIN) == 20.0
+
+
+def test_a_job_may_have_begun_before_the_log_was_turned(log):
+    ran(10.0, 20.0)
+    begins("long", *TRAIN)
+    os.rename(log, f"{log}.1")
+    ends("long", 30.0)
+
+    assert expected_seconds(TRAIN) == 20.0
+
+
+def test_of_a_long_log_the_end_is_read(log, monkeypatch):
+    monkeypatch.setattr(expecting, "TAIL_BYTES", 2000)
+    ran(*[10.0] * 50)
+    ran(*[77.0] * 5, name="later")
+    ran(*[77.0] * 5, name="last")
+    reads = []
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: reads.append(args[1]) or real(*args))
+
+    assert expected_seconds(TRAIN) == 77.0
+    assert sum(reads) <= 2000
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink(path, path)])
+def test_what_is_no_log_tells_nothing_and_nothing_stays_open(log, make):
+    make(log)
+    before = len(os.listdir("/proc/self/fd"))
+
+    assert expected_seconds(TRAIN) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("python", "train.py"), "python train.py"),
+        (("/usr/bin/python3", "-u", "/home/a/train.py", "x"), "python3 train.py"),
+        (("python", "-m", "pkg.train", "--lr", "1"), "python pkg.train"),
+        (("python", "-X", "dev", "train.py"), "python train.py"),
+        (("torchrun", "--nproc_per_node", "8", "train.py", "--lr", "1"), "torchrun train.py"),
+        (("accelerate", "launch", "--num_processes", "4", "train.py"), "accelerate train.py"),
+        (("bash", "job.sh", "1"), "bash job.sh"),
+        (("./job",), "job"),
+        (("./job", "--fast"), "job"),
+        (("nvidia-smi", "", "-l"), "nvidia-smi"),
+        ((), ""),
+        (("",), ""),
+    ],
+)
+def test_what_is_compared_is_the_program_and_what_it_runs(command, name):
+    assert program(command) == name
+
+
+def test_a_command_with_blanks_in_its_words_is_found_again(log):
+    command = ("bash", "-c", "python 'my train.py' | tee log.txt")
+    ran(1.0, 2.0, 3.0, command=command)
+
+    assert expected_seconds(command) == 2.0
+
+
+def test_a_command_that_is_too_long_for_the_log_is_found_again(log):
+    command = ("python", "-c", "x" * 3000)
+    ran(1.0, 2.0, 3.0, command=command)
+
+    assert expected_seconds(command) == 2.0
+
+
+# What a running job tells those who wait
+
+
+class Record(Claim):
+    """Keeps what would be written into its record."""
+
+    def explain(self, directory, note, command, **times):
+        self.told = (note, tuple(command), times)
+
+
+def test_a_job_tells_when_it_should_end_and_only_what_is_known(log, monkeypatch):
+    claim = Record("c", (), ())
+    claim.since = 1000.0
+    say_how_long(claim, None, "note", TRAIN)
+    assert not hasattr(claim, "told")
+
+    ran(10.0, 20.0, 30.0)
+    say_how_long(claim, None, "note", TRAIN)
+    assert claim.told == ("note", TRAIN, {"expected": 1020.0})

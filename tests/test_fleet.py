@@ -1,0 +1,329 @@
+"""Other hosts, asked with a program that stands in for ssh: names, questions, time-outs, streaming.
+
+The real ssh and a real sshd are in test_fleet_ssh, what strangers answer in test_fleet_answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from fleets import Hosts, OnATerminal, an_answer
+from nodes import eventually
+
+from gpuguard.cli.serve_ssh import judged
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.fleet.asking import ERR_MOST, OUT_MOST, Asking, Pool, Reply, ssh_words
+from gpuguard.fleet.hosts import MOST, host_names
+from gpuguard.fleet.questions import VIEWS, asked, command_line, words_of
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Hosts:
+    return Hosts(tmp_path)
+
+
+def test_names_of_hosts_come_from_a_list_a_range_and_a_file_each_once(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# the old ones\ngpu1, gpu7   # slow\n\nssh://eve@[::1]:2222\n")
+
+    assert host_names("gpu1,alice@gpu2.example.org,gpu[08-10],fe80::1", str(file)) == (
+        "gpu1", "alice@gpu2.example.org", "gpu08", "gpu09", "gpu10", "fe80::1", "gpu7", "ssh://eve@[::1]:2222",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "-oProxyCommand=reboot", "--", "-", "a@-oProxyCommand=x", "-l@host", "ssh://-oProxyCommand=x", "a b", "$(id)",
+        "`id`", "a;b", "a|b", "a&b", "a'b", 'a"b', "a\nb", "a\x1b[2Jb", "a/b", "..\\b", "%h", "a%b", "böse", "a=b", "",
+        "gpu[9-1]", "gpu[1-99999]", "gpu[1-2", "x" * 256, "ssh://a/b", "ssh://", "~root", "*", "a@@", "@a", "{a}",
+        "a\0b",
+    ],
+)  # fmt: skip
+def test_a_name_that_ssh_or_a_shell_could_take_for_something_else_is_refused(name):
+    with pytest.raises(InvalidRequest):
+        host_names(f"good,{name}" if name else "", None)
+
+
+def test_a_fault_in_a_file_is_named_with_its_line(hosts, tmp_path):
+    file = tmp_path / "list"
+    file.write_text("gpu1\n-oProxyCommand=touch${IFS}/tmp/owned\n")
+
+    done = hosts("who", "--hosts-file", str(file))
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{file}:2: '-oProxyCommand=touch${{IFS}}/tmp/owned' is no name of a host" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("who --hosts ,", "is no name of a host"),
+        ("who --hosts-file /no/such", "cannot be read: No such file"),
+        ("who --hosts-file /dev/zero", "larger than 1MiB"),
+        ("who --hosts-file /dev/null", "names no host"),
+        ("who --timeout 5s", "--timeout is about other hosts"),
+        ("who --hosts a --timeout 5", "has no unit"),
+        ("who --hosts a --timeout 1ms", "between 100ms and 10m"),
+        ("who --hosts a --parallel 0", "between 1 and 256"),
+        ("who --hosts a --watch", "`gpuguard top --hosts` shows them"),
+        ("who --hosts a --backend smi", "--backend does not go with --hosts: it is of this machine"),
+        ("who --hosts a --dir /x", "--dir does not go with --hosts"),
+        ("who --hosts a --remote 'x", "a quote is open"),
+        ("top --hosts a --tree", "--tree does not go with --hosts: a host is one line there"),
+        ("top --hosts a --every 10ms", "--every needs at least 1s"),
+        ("select --hosts a --newline", "--newline and --null do not go with --hosts"),
+        ("select --hosts a -n 0", "ask for at least 1"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_before_anybody_is_asked(hosts, words, message):
+    done = hosts.gpuguard(*words.split(" "))
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_more_hosts_than_can_be_asked_are_refused(tmp_path):
+    (tmp_path / "many").write_text("".join(f"h{number}\n" for number in range(MOST + 1)))
+
+    with pytest.raises(InvalidRequest, match=re.escape("docs/scale.md")):
+        host_names(None, str(tmp_path / "many"))
+
+
+def test_ssh_asks_nobody_forwards_nothing_and_takes_the_host_for_no_option():
+    words = ssh_words(Asking("gpuguard who --json", timeout=4.0), "gpu1")
+
+    assert {"-T", "-n", "-x", "-a", "-oBatchMode=yes", "-oClearAllForwardings=yes", "-oConnectTimeout=4"} <= set(words)
+    assert words[-3:] == ["--", "gpu1", "gpuguard who --json"]
+
+
+def test_the_question_has_the_options_of_the_command_and_no_others(hosts):
+    hosts.say("a", an_answer())
+    there = "'/opt/gpu guard/gpuguard'"
+    hosts("who", "--user", "al ice", "--device", "0,1", "--fresh", "--hosts", "a", "--remote", there)
+
+    assert hosts.asked("a") == ["'/opt/gpu guard/gpuguard' who --json '--user=al ice' --device=0,1 --fresh"]
+
+
+def test_the_question_of_select_can_be_asked_and_is_the_same_on_the_other_side(hosts):
+    hosts.say("b", {"schema": 1, "devices": []})
+    hosts("select", "-n", "2", "--model", "RTX*", "--model", "$(id)", "-f", "20GiB", "-S", "--hosts", "b")
+
+    (line,) = hosts.asked("b")
+    assert asked(line) == [
+        "select", "--json", "--num-gpus=2", "--min-free=20GiB", "--model=RTX*", "--model=$(id)", "--strategy=spread",
+        "--no-sort",
+    ]  # fmt: skip
+
+
+def test_every_view_that_can_be_asked_has_these_options():
+    from gpuguard.cli.dispatch import build_parser
+
+    for name, options in VIEWS.items():
+        parser = build_parser(name)
+        assert {*options, "json"} <= {action.dest for action in parser._actions}, name
+        everything = dict.fromkeys(options, "1")
+        assert parser.parse_args(words_of(name, {**everything, "strategy": "first"} | _flags(name))[1:])
+
+
+def _flags(name: str) -> dict[str, object]:
+    lists: dict[str, object] = {"user": ["a"], "device": ["0"], "model": ["x"]}
+    flags: dict[str, object] = dict.fromkeys(("fresh", "share", "mine_as_free", "no_sort"), True)
+    return {option: value for option, value in (lists | flags).items() if option in VIEWS[name]}
+
+
+def test_a_command_line_for_a_shell_comes_back_as_the_same_words():
+    words = ["who", "--json", "--user=a b'c", "--device=0"]
+
+    assert asked(command_line(["/opt/x/gpuguard"], words)) == asked(command_line([], words)) == words
+    assert asked("sh -c gpuguard") == asked("gpuguardx who") == asked("gpuguard") == asked("'open") == asked("") == []
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("rm -rf /", "this key is for who, queue, select, explain of gpuguard alone"),
+        ("", "no command, and there is no shell here"),
+        ("gpuguard who --backend replay:/etc/passwd", "--backend is not answered"),
+        ("gpuguard who --dir=/", "--dir is not answered"),
+        ("who --watch", "--watch is not answered"),
+        ("queue --hosts a", "--hosts is not answered"),
+        ("queue --hosts-file=/etc/passwd", "--hosts-file is not answered"),
+        ("who --ssh reboot --hosts a", "is not answered"),
+        ("select -sX", "--sep is not answered"),
+        ("select -S -n 2 -O uuid", "--format is not answered"),
+        ("who --help", "--help is not answered"),
+        ("who; reboot", "this key is for"),
+        ("who extra", "unrecognized arguments: extra"),
+        ("run -- reboot", "this key is for"),
+        ("serve-ssh --ask who", "this key is for"),
+        ("x" * 5000, "this key is for"),
+    ],
+)
+def test_what_a_locked_down_account_does_not_answer_has_a_reason(command, reason):
+    words, why = judged(command)
+
+    assert words == [] and reason in why
+
+
+def test_what_a_locked_down_account_answers_comes_back_as_it_was_asked():
+    asked_for = "gpuguard select --json -n 2 --model 'RTX*' -f 20GiB -c 1 -C 3 --no-sort"
+    assert judged(asked_for) == (asked_for.replace("'", "").split()[1:], "")
+
+
+def test_a_host_that_hangs_costs_one_timeout_and_the_others_nothing(hosts):
+    hosts.say("a", an_answer())
+    hosts.say("b", waits=True)
+    hosts.say("c", err="ssh: connect to host c port 22: Connection refused\r\n", status=255)
+    done = hosts("who", "--hosts", "b,c,a", "--timeout", "2s", "--json")
+    found = {one["host"]: one for one in json.loads(done.stdout)["hosts"]}
+
+    assert done.returncode == 1
+    assert list(found) == ["b", "c", "a"]  # as they were named
+    assert found["b"]["error"] == "no answer within 2s" and found["b"]["answer"] is None
+    assert found["c"]["error"].startswith("ssh: connect to host c port 22: Connection refused (no sshd listens there")
+    assert found["a"]["error"] is None and found["a"]["answer"]["devices"][0]["index"] == 0
+    assert found["a"]["seconds"] < 2 <= found["b"]["seconds"]
+
+
+def test_no_ssh_is_left_behind_after_a_timeout(hosts):
+    hosts.say("b", waits=True)
+    hosts("who", "--hosts", "b", "--timeout", "1s")
+
+    pid = int((hosts.place / "b.pid").read_text())
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists())
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_no_ssh_is_left_behind_by_one_that_is_interrupted(hosts, number, status):
+    hosts.say("b", waits=True)
+    with hosts.gpuguard.start("who", "--hosts", "b", "--ssh", hosts.ssh, "--timeout", "60s") as process:
+        assert eventually(lambda: (hosts.place / "b.pid").exists() and (hosts.place / "b.pid").read_text() != "", 30)
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        pid = int((hosts.place / "b.pid").read_text())
+
+        assert process.returncode == status
+        assert eventually(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_one_that_does_not_heed_the_first_signal_is_killed():
+    how = Asking("x", ssh=("sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"), timeout=0.5)
+    pool = Pool(how)
+    pool.ask(["a"])
+    replies: list[Reply] = []
+    while not replies:
+        replies = pool.step(1.0)
+    pool.close()
+
+    assert [reply.fault for reply in replies] == ["no answer within 500ms"]
+    assert not [line for line in _children() if "trap '' TERM" in line]
+
+
+def _children() -> list[str]:
+    found = []
+    for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+        found.append(Path(f"/proc/{pid}/cmdline").read_text())
+    return found
+
+
+def test_a_connection_that_stays_open_behind_ssh_does_not_delay_its_answer():
+    # As a master of ControlPersist in older versions: it keeps standard error.
+    how = Asking("x", ssh=("sh", "-c", "(exec sleep 20 >/dev/null) & echo '{\"schema\": 1}'"), timeout=15.0)
+    began, replies = time.monotonic(), list[Reply]()
+    with Pool(how) as pool:
+        pool.ask(["a"])
+        while not replies:
+            replies = pool.step(1.0)
+
+    assert (replies[0].status, replies[0].out) == (0, b'{"schema": 1}\n')
+    assert time.monotonic() - began < 15
+
+
+def test_the_pool_is_bounded(hosts):
+    for name in "abcdef":
+        hosts.say(name, an_answer(), waits=True)
+    how = Asking("x", ssh=tuple(hosts.ssh.split()), timeout=60.0, parallel=2)
+    started = lambda: sorted(path.stem for path in hosts.place.glob("*.pid"))  # noqa: E731
+    with Pool(how) as pool:
+        pool.ask(list("abcdef"))
+        while len(started()) < 2:
+            pool.step(0.05)
+        for _ in range(5):
+            pool.step(0.05)
+        assert started() == ["a", "b"]
+        assert pool.waiting_for == list("abcdef")
+        for name in "abcdef":
+            hosts.go(name)
+        replies: list[Reply] = []
+        while pool.waiting_for:
+            replies += pool.step(1.0)
+
+    assert sorted(reply.host for reply in replies) == list("abcdef")
+    assert {reply.status for reply in replies} == {0}
+
+
+def test_an_answer_without_end_is_cut_off():
+    with Pool(Asking("x", ssh=("sh", "-c", "exec cat /dev/zero"), timeout=60.0)) as pool:
+        pool.ask(["a"])
+        replies: list[Reply] = []
+        while not replies:
+            replies = pool.step(1.0)
+
+    assert replies[0].fault == f"it answered with more than {OUT_MOST >> 20}MiB" and not replies[0].out
+
+
+def test_complaints_without_end_are_cut_off():
+    ssh = ("sh", "-c", "head -c 1000000 /dev/zero | tr '\\0' x >&2; echo '{}'")
+    with Pool(Asking("x", ssh=ssh, timeout=60.0)) as pool:
+        pool.ask(["a"])
+        replies: list[Reply] = []
+        while not replies:
+            replies = pool.step(1.0)
+
+    assert len(replies[0].err) <= ERR_MOST and replies[0].out == b"{}\n"
+
+
+def test_a_machine_without_ssh_is_told_how_to_get_it(hosts):
+    done = hosts.gpuguard("who", "--hosts", "a", "--ssh", "/no/ssh")
+
+    assert done.returncode == 1
+    assert "/no/ssh cannot be run: No such file or directory.  Install it (apt-get" in done.stderr
+    with pytest.raises(GpuguardError), Pool(Asking("x", ssh=("/no/ssh",))) as pool:
+        pool.ask(["a"])
+        pool.step(1.0)
+
+
+@pytest.mark.terminal
+def testOnATerminal_an_answer_is_shown_while_others_are_waited_for(hosts):
+    hosts.say("slow", an_answer(), waits=True)
+    hosts.say("fast", an_answer())
+    with OnATerminal(hosts, "who", "--hosts", "slow,fast", "--timeout", "60s") as (process, until):
+        seen = until(lambda text: "fast: 1 GPU" in text and "waiting for 1 of 2 hosts: slow" in text)
+        assert "slow: 1 GPU" not in seen
+        hosts.go("slow")
+        seen = until(lambda text: "2 of 2 hosts answered." in text)
+
+        assert "slow: 1 GPU" in seen
+        assert process.wait(30) == 0
+
+
+@pytest.mark.terminal
+def test_top_asks_again_and_shows_what_came_until_it_is_left(hosts):
+    hosts.say("a", an_answer())
+    hosts.say("slow", an_answer(), waits=True)
+    with OnATerminal(hosts, "top", "--hosts", "a,slow", "--every", "1s", "--timeout", "60s") as (process, until):
+        until(lambda text: "slow" in text and "2 hosts, 1 GPU: 1 " in text)
+        assert eventually(lambda: bool(until(lambda text: True)) and len(hosts.asked("a")) >= 2, 30)
+        hosts.go("slow")
+        until(lambda text: "2 hosts, 2 GPUs" in text)
+        process.send_signal(signal.SIGINT)
+        until(lambda text: text.endswith("\x1b[?25h\x1b[?1049l"))
+
+        assert process.wait(30) == 0

@@ -1,0 +1,251 @@
+"""What hosts answer, shown: their answers are bytes of strangers, and their room goes into scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from builders import a_device, a_process
+from fleets import HOSTILE, Hosts, an_answer
+from hypothesis import given
+from hypothesis import strategies as st
+from test_who import a_hostile_snapshot, documented
+
+from gpuguard.fleet.answers import Answer, answer_of
+from gpuguard.fleet.asking import Reply
+from gpuguard.views import fleet as view
+from gpuguard.views import fleet_top, who
+from gpuguard.views.text import json_text
+from gpuguard.views.usage import uses
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Hosts:
+    return Hosts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        (b"", "it is empty"),
+        (b"Welcome!\n", "it is no JSON"),
+        (b"[1]", "it is no JSON"),
+        (b'{"schema": 1', "only a part of it"),
+        (b'{"schema": 1} trailing', "only a part of it"),
+        (b'{"schema": 1, "x": NaN}', "NaN is no number"),
+        (b'{"schema": 1, "x": 1e999}', "a number is too large"),
+        (b'{"schema": 1, "x": ' + b"9" * 5000 + b"}", "limit"),
+        (b'{"x":' * 100_000, "nested too deeply"),
+        (b'{"schema": 1, "x": ' + b"[" * 40 + b"]" * 40 + b"}", "nested too deeply"),
+        (b'{"schema": 1, "x": "\xff"}', "it is no text"),
+        (b'{"schema": 2}', "another version"),
+        (b"{}", "another version"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_none_is_an_error_with_a_reason(out, why):
+    answer = answer_of(Reply("a", 0.1, 0, out))
+
+    assert answer.facts is None and answer.error is not None and why in answer.error
+
+
+def test_what_a_shell_says_at_its_start_does_not_spoil_the_answer():
+    answer = answer_of(Reply("a", 0.1, 0, b'Welcome to {gpu}!\n{"schema": 1}\n'))
+
+    assert answer.facts == {"schema": 1} and answer.error is None
+
+
+@pytest.mark.parametrize(
+    ("status", "err", "why"),
+    [
+        (127, b"bash: gpuguard: command not found\n", "not on the PATH there: install it, or name it with --remote"),
+        (255, b"Host key verification failed.\r\n", "connect once by hand, and compare its key: ssh a"),
+        (255, b"a@a: Permission denied (publickey).\r\n", "ssh-copy-id a"),
+        (255, b"", "ssh failed and said nothing"),
+        (4, b"motd\ngpuguard: there is no driver.  Install it.\nmore\n", "there is no driver.  Install it."),
+        (2, b"gpuguard: unrecognized arguments: --json.\n", "unrecognized arguments"),
+        (7, b"", "ended there with status 7 and said nothing"),
+    ],
+)
+def test_a_failure_is_told_with_what_to_do(status, err, why):
+    answer = answer_of(Reply("a", 0.1, status, b"", err))
+
+    assert answer.error is not None and why in answer.error and len(answer.error) < 500
+
+
+def test_a_refusal_of_a_locked_down_account_is_an_error_of_that_host():
+    refusal = b'{"schema": 1, "refused": "x", "reason": "this key is for who alone", "answered": ["who"]}'
+
+    assert answer_of(Reply("a", 0.1, 1, refusal)).error == "refused there: this key is for who alone"
+
+
+def test_of_a_hostile_host_nothing_reaches_the_terminal_but_plain_text():
+    snapshot = a_hostile_snapshot()
+    facts = json.loads(json_text(who.to_json(snapshot, uses(snapshot))))
+    evil = {"user": HOSTILE, "devices": 1, "state": HOSTILE, "name": HOSTILE, "uuid": HOSTILE, "why": HOSTILE,
+            "index": HOSTILE, "claims": [{"user": HOSTILE, "note": HOSTILE, "command": [HOSTILE]}],
+            "processes": [{"user": HOSTILE}]}  # fmt: skip
+    facts["devices"] += [evil] * 3
+    facts["users"] += [evil]
+    facts |= {"places": [evil], "taken_at": HOSTILE, "host": HOSTILE}
+    answer = Answer("a", 0.1, facts)
+    broken = Answer("b", 0.1, error=HOSTILE)
+    known = {"a": fleet_top.after(fleet_top.Known(), answer, 1.0), "b": fleet_top.after(fleet_top.Known(), broken, 1.0)}
+    paint = lambda text, _: text  # noqa: E731
+    lines = [
+        *view.host_lines(answer, None, paint), *view.queue_lines(answer, 80, paint),
+        *view.total_lines([answer, broken], None), *view.end_lines([answer, broken], None, paint),
+        view.room_line(broken, None, ["a", "b"], None, paint),
+        *fleet_top.page(["a", "b"], known, 2.0, width=120, paint=paint),
+    ]  # fmt: skip
+
+    assert [line for line in lines if not line.isprintable()] == []
+    assert any("\\x1b]0;owned" in line for line in lines)
+
+
+WRONG = [None, True, -1, 1e300, "x" * 100_000, [], {}, [[]], [None, 1, "x"], {"a": 1}, [{"a": []}]]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda value: repr(value)[:20])
+def test_a_field_of_another_type_than_it_should_have_breaks_no_view(wrong):
+    paint = lambda text, _: text  # noqa: E731
+    whole = an_answer(a_device(0, processes=(a_process(),)))
+    queue = {"places": [{"number": 1, "user": "a", "num_gpus": 1, "waited_seconds": 1.0, "why": "x"}]}
+    facts = {**whole, **queue}
+    for change in _changed(facts, wrong):
+        answer = Answer("a", 0.1, change)
+        lines = [
+            *view.host_lines(answer, 80, paint), *view.queue_lines(answer, None, paint),
+            *view.total_lines([answer], 80),
+            view.room_line(answer, view.room(view.chosen(answer), "index", ","), ["a"], 80, paint),
+            *fleet_top.page(["a"], {"a": fleet_top.after(fleet_top.Known(), answer, 0.0)}, 1.0, width=80, paint=paint),
+        ]  # fmt: skip
+        assert max(map(len, lines)) < 5000
+        json_text(view.to_json([answer], 1.0))
+
+
+def _changed(content: object, wrong: object) -> list[dict[str, object]]:
+    """*content* many times, each time with another one of its fields replaced."""
+    found: list[dict[str, object]] = []
+    if isinstance(content, dict):
+        for name, value in content.items():
+            found.append({**content, name: wrong})
+            found += [{**content, name: inner} for inner in _changed(value, wrong)]
+    elif isinstance(content, list) and content:
+        found += [[inner, *content[1:]] for inner in _changed(content[0], wrong)]  # type: ignore[misc]
+    return found
+
+
+def test_select_names_the_hosts_with_room_in_the_order_in_which_they_were_named(hosts):
+    no = "gpuguard: wanted 2 GPUs, but only 1 can be had now.\nGPU 0: claimed\n"
+    hosts.say("a", err=no, status=1)
+    hosts.say("b", {"schema": 1, "devices": [{"index": 3, "uuid": "GPU-a"}, {"index": 5, "uuid": "GPU-b"}]})
+    hosts.say("c", err="ssh: no\n", status=255)
+    hosts.say("d", {"schema": 1, "devices": [{"index": 0, "uuid": "MIG-a"}, {"index": 0, "uuid": "MIG-b"}]})
+    done = hosts("select", "-n", "2", "--hosts", "d,a,b,c")
+    uuids = hosts("select", "-n", "2", "--hosts", "b", "-O", "uuid", "-s", ":")
+
+    assert (done.returncode, done.stdout) == (0, "d MIG-a,MIG-b\nb 3,5\n")
+    assert done.stderr == "gpuguard: c: ssh: no\n"
+    assert uuids.stdout == "b GPU-a:GPU-b\n"
+
+
+def test_where_no_host_has_room_nothing_is_printed_and_each_says_why(hosts):
+    hosts.say("a", err="gpuguard: wanted 2 GPUs, but only 1 can be had now.\n", status=1)
+    hosts.say("b", err="ssh: no\n", status=255)
+    done = hosts("select", "-n", "2", "--hosts", "a,b")
+    dead = hosts("select", "-n", "2", "--hosts", "b")
+    found = json.loads(hosts("select", "-n", "2", "--hosts", "a", "--json").stdout)["hosts"][0]
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "gpuguard: a: wanted 2 GPUs, but only 1 can be had now.\ngpuguard: b: ssh: no\n"
+    assert (dead.returncode, dead.stdout) == (4, "")
+    assert (found["error"], found["answer"]) == (None, None) and found["refusal"].startswith("wanted 2 GPUs")
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        {"index": "0;reboot", "uuid": "GPU-a"}, {"index": 0, "uuid": "GPU-a $(reboot)"}, {"index": -1, "uuid": "GPU-a"},
+        {"index": True, "uuid": "GPU-a"}, {"index": 0}, {"uuid": "GPU-a"}, "0", None, {"index": 10**9, "uuid": "GPU-a"},
+    ],
+)  # fmt: skip
+def test_a_host_cannot_put_words_into_the_command_line_of_a_script(hosts, device):
+    hosts.say("a", {"schema": 1, "devices": [{"index": 1, "uuid": "GPU-b"}, device]})
+    done = hosts("select", "--hosts", "a")
+
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "gpuguard: a: its answer names no devices\n"
+
+
+def test_the_queues_of_hosts_are_shown_where_somebody_waits(hosts):
+    place = {"number": 1, "user": "bob", "num_gpus": 2, "waited_seconds": 61.0, "why": "starts at 12:00"}
+    hosts.say("a", {"schema": 1, "places": [place]})
+    hosts.say("b", {"schema": 1, "places": []})
+    done = hosts("queue", "--hosts", "b,a")
+
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        "a: 1 in line",
+        "  #  USER  GPUS  WAITED  STARTS",
+        "  1  bob      2    1m1s  starts at 12:00",
+        "",
+        "Nobody waits on 1 host.",
+        "",
+        "2 of 2 hosts answered.",
+    ]
+
+
+def test_users_are_added_up_over_hosts(hosts):
+    row = {"user": "alice", "devices": 2, "processes": 3, "memory_used_bytes": 2**30, "claimed": 1, "idle": 1}
+    hosts.say("a", an_answer(users=[row]))
+    hosts.say("b", an_answer(users=[row, {**row, "user": "bob", "devices": 9}]))
+    done = hosts("who", "--hosts", "a,b")
+
+    assert [line.split() for line in done.stdout.splitlines() if line.startswith(("alice", "bob"))] == [
+        ["bob", "1", "9", "3", "1.0GiB", "1", "1"],
+        ["alice", "2", "4", "6", "2.0GiB", "2", "2"],
+    ]
+
+
+def test_what_one_host_does_not_know_makes_no_smaller_sum(hosts):
+    row = {"user": "alice", "devices": 2, "processes": None, "memory_used_bytes": 2**30, "claimed": 1, "idle": 1}
+    hosts.say("a", an_answer(users=[row]))
+    hosts.say("b", an_answer(users=[{**row, "memory_used_bytes": None, "processes": 3}]))
+    done = hosts("who", "--hosts", "a,b")
+
+    assert [line.split() for line in done.stdout.splitlines() if line.startswith("alice")] == [
+        ["alice", "2", "4", "n/a", "n/a", "2", "2"]
+    ]
+
+
+def test_a_device_whose_state_is_missing_counts_and_is_unknown():
+    counted = view.sums({"schema": 1, "devices": [{"index": 0}, {"state": "free"}, {"state": "of the art"}]})
+
+    assert view.in_words(counted) == "3 GPUs: 1 free, 2 unknown"
+    assert (counted.memory_used, counted.utilization) == (None, (None, None, None))
+
+
+@given(st.binary(max_size=200), st.sampled_from([0, 1, 2, 127, 255, None]), st.binary(max_size=100))
+def test_no_bytes_of_a_host_make_an_answer_fail(out, status, err):
+    for content in (out, b'{"schema": 1, ' + out, json.dumps({"schema": 1, "x": out.decode("latin-1")}).encode()):
+        answer = answer_of(Reply("a", 0.1, status, content, err))
+        assert (answer.facts is None) != (answer.error is None and answer.refusal is None)
+
+
+def test_top_keeps_what_it_knew_of_a_host_that_falls_silent():
+    facts = an_answer(a_device(0, utilization=100.0), a_device(1, utilization=None))
+    known = fleet_top.after(fleet_top.Known(), Answer("a", 0.1, facts), 100.0)
+    known = fleet_top.after(known, Answer("a", 0.1, error="no answer within 10s"), 130.0)
+    lines = fleet_top.page(["a", "b"], {"a": known}, 131.0, width=None, paint=lambda text, _: text, ascii_only=True)
+
+    assert "2 hosts, 2 GPUs" in lines[0] and "1 does not answer" in lines[0]
+    assert "#? n/a" in lines[2] and "31s" in lines[2] and "no answer within 10s" in lines[2]
+    assert lines[3].split() == ["b", "asked"]
+
+
+def test_the_document_describes_the_fields_that_are_printed():
+    page = (Path(__file__).parent.parent / "docs" / "json.md").read_text(encoding="utf-8")
+    content = view.to_json([Answer("a", 0.1, {"schema": 1}), Answer("b", 0.1, error="x")], 10.0)
+
+    assert documented("hosts", page) == {"hosts": set(content), "hosts.hosts[]": set(content["hosts"][0])}

@@ -1,0 +1,193 @@
+"""A fleet over the real ssh and a real sshd on loopback: 50 hosts of which 5 are dead, an account that is locked down.
+
+Where sshd is missing these tests are skipped: apt-get install openssh-server.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from commands import Gpuguard
+from nodes import GIB, a_user, eventually
+from sshd import DEAD, Fleet, a_fleet, program
+
+from gpuguard.backends import simulated
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with a_fleet(tmp_path_factory.mktemp("fleet"), 45) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def gpuguard(tmp_path: Path, fleet: Fleet) -> Gpuguard:
+    return Gpuguard(tmp_path, None, GPUGUARD_SSH=fleet.ssh)
+
+
+@contextmanager
+def _started(gpuguard: Gpuguard, *words: str) -> Iterator[None]:
+    with gpuguard.start(*words) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def uuids(place: str) -> list[str]:
+    return [device.uuid for device in simulated.open(place).sample({"model"}).devices]
+
+
+def ssh(fleet: Fleet, host: str, command: str) -> subprocess.CompletedProcess[str]:
+    words = [*fleet.ssh.split(), host, *([command] if command else [])]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False)
+
+
+def test_of_fifty_hosts_five_dead_ones_are_named_and_the_others_right_within_one_timeout(fleet, gpuguard):
+    hosts = [*DEAD[:3], *fleet.hosts, *DEAD[3:]]
+    # How fast logins are is a matter of this machine, which is all 50 hosts; one that hangs costs the time-out on any.
+    began = time.monotonic()
+    gpuguard("who", "--json", "--timeout", "50s", "--hosts", ",".join(fleet.hosts[:9]))
+    timeout = max(6, round(2 * 5 * (time.monotonic() - began)))
+    began = time.monotonic()
+    done = gpuguard("who", "--json", "--timeout", f"{timeout}s", "--hosts", ",".join(hosts))
+    took = time.monotonic() - began
+    content = json.loads(done.stdout)
+    found = {one["host"]: one for one in content["hosts"]}
+
+    assert done.returncode == 1
+    assert (content["asked"], content["answered"], list(found)) == (50, 45, hosts)
+    seen = {host: [each["uuid"] for each in one["answer"]["devices"]] for host, one in found.items() if one["answer"]}
+    right = {host for host, devices in seen.items() if devices == uuids(fleet.node(host))}
+    assert right == set(fleet.hosts)
+    assert {host for host, one in found.items() if one["error"]} == set(DEAD)
+    assert took < timeout + 5  # the interpreter, and room for a machine that stalls
+    for host, word in {"refused": "Connection refused", "nowhere": "Could not resolve", "stranger": "denied"}.items():
+        assert word in found[host]["error"]
+    assert "no answer within" in found["hanging"]["error"]
+
+
+def test_what_a_host_shows_is_what_happens_there(fleet, gpuguard):
+    with a_user(fleet.node("sim01"), "1", 10 * GIB):
+        text = gpuguard("who", "--hosts", "sim00,sim01,refused", "--timeout", "50s").stdout
+        room = gpuguard("select", "-n", "2", "--hosts", "sim01,sim00,sim02", "--timeout", "50s")
+        full = gpuguard("select", "-n", "9", "--hosts", "sim01,sim00", "--timeout", "50s")
+        screen = gpuguard("top", "--once", "--hosts", "sim00,sim01", "--timeout", "50s").stdout
+
+    assert "sim01: 2 GPUs: 1 free, 1 used without a claim" in text
+    assert "2 of 3 hosts answered; not these:\n  refused  ssh: connect to host 127.0.0.1" in text
+    assert (room.returncode, room.stdout[:6], room.stdout.count("\n"), room.stderr) == (0, "sim02 ", 1, "")
+    assert (full.returncode, full.stdout) == (1, "")
+    assert "gpuguard: sim00: wanted 9 GPUs, but only 1 exists." in full.stderr
+    assert "2 hosts, 3 GPUs: 2 free, 1 used without a claim" in screen
+
+
+def test_the_line_of_a_host_is_shown(fleet, gpuguard):
+    there = Gpuguard(
+        fleet.place,
+        None,
+        GPUGUARD_DIR=f"{fleet.place}/claims-sim00",
+        GPUGUARD_BACKEND=f"simulated:{fleet.node('sim00')}",
+    )
+    with ExitStack() as stack:
+        stack.enter_context(_started(there, "run", "--", "sleep", "60"))
+        assert eventually(lambda: there("select").returncode == 1, 60)
+        with _started(there, "run", "--", "true"):
+            asked = lambda: gpuguard("queue", "--hosts", "sim00,sim01", "--timeout", "50s").stdout  # noqa: E731
+            assert eventually(lambda: "sim00: 1 in line" in asked(), 60)
+            assert "Nobody waits on 1 host." in asked()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -rf /", "", "sh", "gpuguard", "gpuguard run -- touch owned", "who; touch owned", "who && touch owned",
+        "who $(touch owned)", "gpuguard who --backend replay:/etc/passwd", "gpuguard who --dir /", "who --watch",
+        "gpuguard who --hosts -oProxyCommand=touch", "gpuguard queue --hosts localhost", "scp -t /tmp", "internal-sftp",
+        "gpuguard release 1", "gpuguard serve-ssh --ask who", "who --help", "gpuguard top", "gpuguard web", "x" * 5000,
+        "select --json --no-such-option", "/bin/sh -c 'gpuguard who'", "who 'open",
+    ],
+)  # fmt: skip
+def test_a_locked_down_account_refuses_in_json_whatever_is_no_view(fleet, command):
+    done = ssh(fleet, "sim00", command)
+
+    assert done.returncode == 1
+    refusal = json.loads(done.stdout)
+    assert refusal["refused"] == command[:200] and refusal["reason"]
+    assert refusal["answered"] == ["who", "queue", "select", "explain"]
+    assert not list(fleet.place.rglob("owned"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["gpuguard who --json", "/x/gpuguard who", "who --device 0", "queue", "explain -n 1", "select --model 'H100*'"],
+)
+def test_a_locked_down_account_answers_views_in_json(fleet, command):
+    done = ssh(fleet, "sim03", command)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["schema"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["-tt", "sim00", "gpuguard who"], "PTY allocation request failed"),
+        (["-W", "127.0.0.1:1", "sim00"], "administratively prohibited"),
+    ],
+)
+def test_a_locked_down_account_has_no_terminal_and_no_forwarding(fleet, words, answer):
+    whole = [*fleet.ssh.split(), *words]
+    done = subprocess.run(whole, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False)
+
+    assert (done.returncode, done.stdout) == (255, "")
+    assert answer in done.stderr
+
+
+def test_an_ordinary_account_needs_no_forced_command(fleet, gpuguard):
+    python = " ".join(gpuguard.words())
+    done = gpuguard("who", "--json", "--hosts", "shell", "--remote", python, "--timeout", "50s")
+    missing = gpuguard("who", "--hosts", "shell", "--remote", "/no/gpuguard", "--timeout", "50s")
+
+    assert len(json.loads(done.stdout)["hosts"][0]["answer"]["devices"]) == 45 % 8 + 1
+    assert missing.returncode == 4
+    assert "gpuguard is not on the PATH there" in missing.stdout
+
+
+def test_a_hostile_host_is_an_error_among_others(fleet, gpuguard):
+    fleet.evil(b'{"schema": 1, "devices": [{"index": "\\u001b[2J", "uuid": "$(id)"}], "users": 5}')
+    done = gpuguard("who", "--hosts", "evil,sim00", "--timeout", "50s")
+    room = gpuguard("select", "--hosts", "evil,sim00", "--timeout", "50s")
+    fleet.evil(b"\x1b[2J" + b"\xff" * 1000)
+    garbage = gpuguard("who", "--hosts", "evil,sim00", "--timeout", "50s")
+
+    assert done.returncode == 0 and "\x1b" not in done.stdout
+    assert room.stdout == "sim00 0\n" and "evil: its answer names no devices" in room.stderr
+    assert garbage.returncode == 1 and "evil  its answer cannot be read: it is no JSON" in garbage.stdout
+
+
+def test_a_master_connection_of_ssh_is_used_and_does_not_delay_the_answer(fleet, tmp_path):
+    socket = tmp_path / "c"  # 108 characters at most
+    ssh = f"{fleet.ssh} -o ControlMaster=auto -o ControlPersist=60 -o ControlPath={socket}"
+    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_SSH=ssh)
+    try:
+        done = gpuguard("who", "--hosts", "sim00", "--timeout", "50s")
+        again = gpuguard("who", "--hosts", "sim00", "--timeout", "50s")
+        assert socket.exists()
+    finally:
+        subprocess.run([*ssh.split(), "-O", "exit", "sim00"], capture_output=True, check=False, timeout=30)
+
+    assert (done.returncode, again.returncode) == (0, 0)
+
+
+def test_the_host_of_an_ssh_that_is_missing_is_skipped_loudly(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name, path=None: None)
+
+    with pytest.raises(pytest.skip.Exception, match="apt-get install openssh-server"):
+        program("sshd")

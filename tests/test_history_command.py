@@ -1,0 +1,198 @@
+"""`gpuguard history` and `gpuguard report`, as a user runs them: times, devices, forms, stores of no use."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+import re
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import a_device, a_uuid
+from commands import Gpuguard
+from stores import fill
+from test_who import DOCUMENT, documented, printed
+
+from gpuguard import history as log
+from gpuguard.cli.dispatch import run_command_line
+from gpuguard.cli.moments import period
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import Event
+from gpuguard.usage.tally import WIDTH
+from gpuguard.views.history import METRICS
+
+NOW = time.time()
+HOUR = 360  # slots
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch) -> str:
+    """An hour of a device, until just now, half an hour of which nobody watched."""
+    path = str(tmp_path / "state" / "usage.db")
+    last = int(time.time() / WIDTH)
+    fill(path, [*range(last - HOUR, last - 270), *range(last - 90, last)], together=90)
+    monkeypatch.setenv("GPUGUARD_STATE_DIR", os.path.dirname(path))
+    monkeypatch.setenv("GPUGUARD_DIR", str(tmp_path / "claims"))
+    monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
+    return path
+
+
+@pytest.fixture
+def said(store, capsys):
+    """What a command line prints."""
+
+    def say(*words: str) -> str:
+        status = run_command_line(list(words))
+        found = capsys.readouterr()
+        assert (status, found.err) == (0, "")
+        return str(found.out)
+
+    return say
+
+
+def points(text: str) -> list[dict[str, Any]]:
+    (device,) = json.loads(text)["devices"]
+    return list(device["points"])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_metric_is_drawn_told_and_tabulated(said, metric):
+    options = "--metric", metric, "--from", "-1h"
+    rows = list(csv.DictReader(said("history", *options, "--csv").splitlines()))
+
+    assert "GPU 0" in said("history", *options)
+    assert len(rows) in (178, 179, 180)
+    assert abs(len(rows) - len(points(said("history", *options, "--json")))) <= 1
+    assert {row["uuid"] for row in rows} == {a_uuid(0)}
+
+
+def test_a_gap_has_no_points_and_is_a_gap_of_the_chart(said):
+    times = [point["time"] for point in points(said("history", "--from", "1h", "--json"))]
+    text = said("history", "--from", "1h", "--ascii")
+
+    assert max(later - one for one, later in itertools.pairwise(times)) == 1810
+    assert re.search(r"\*{10,} {20,}\*{10,}", text)
+    assert re.search(r"The daemon saw (49|50) % of this time", text)
+
+
+def test_memory_that_is_unknown_is_empty_and_null(said):
+    (row, *_) = csv.DictReader(said("history", "--metric", "memory", "--from", "1h", "--csv").splitlines())
+    (point, *_) = points(said("history", "--metric", "claimed", "--from", "1h", "--json"))
+
+    assert row["memory_used_bytes"] != ""
+    assert point["claimed_percent_highest"] is None
+
+
+def test_the_document_describes_exactly_the_fields_that_are_printed(said):
+    found: dict[str, set[str]] = {}
+    for metric in METRICS:
+        printed("history", json.loads(said("history", "--from", "1h", "--metric", metric, "--json")), found)
+
+    assert documented("history", DOCUMENT.read_text(encoding="utf-8")) == found
+
+
+@pytest.mark.parametrize("word", ["0", a_uuid(0), a_uuid(0)[:12]])
+def test_a_device_is_named_by_index_or_uuid(said, word):
+    assert a_device(0).name in said("history", "-d", word, "--from", "1h")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("history", "-d", "7"), "--device 7 is no device that the daemon has seen.  There are 0."),
+        (("history", "--from", "tomorrow"), "--from: 'tomorrow' is no point in time: write 7d or 12h"),
+        (("history", "--from", "5"), "no point in time"),
+        (("history", "--from", "2999-01-01"), "lies in the future"),
+        (("history", "--from", "1h", "--to", "2h"), "no time between --from 1h and --to 2h: swap them"),
+        (("report", "--since", "0001-01-01"), "--since"),
+        (("report", "--html", "/nowhere/page.html"), "it cannot be written: No such file or directory"),
+        (("report", "--json", "--csv"), "not allowed with argument"),
+    ],
+)
+def test_what_cannot_be_understood_is_said(store, capsys, words, message):
+    assert run_command_line(list(words)) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_a_time_may_be_written_in_many_ways(monkeypatch):
+    monkeypatch.setenv("TZ", "Asia/Shanghai")
+    time.tzset()
+    try:
+        now = 1_795_000_000.0
+        begins = [
+            period(("--from", text), ("--to", "now"), now)[0]
+            for text in ("-12h", "12h", "2026-11-18", "2026-11-18T01:30", "2026-11-18T01:30+00:00", "2026-11-18T01:30Z")
+        ]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+    first = 1_794_931_200  # 2026-11-18 in Shanghai
+    assert begins == [now - 43200, now - 43200, first, first + 5400, first + 5400 + 28800, first + 5400 + 28800]
+
+
+def test_what_lies_in_the_future_is_cut_off():
+    assert period(("--from", "1h"), ("--to", "2999-01-01"), NOW) == (NOW - 3600, NOW)
+    with pytest.raises(InvalidRequest):
+        period(("--from", "now"), ("--to", "now"), NOW)
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--csv",), ("--html", "-")])
+@pytest.mark.parametrize("by", ["user", "group", "device", "claim"])
+def test_every_report_has_every_form(store, capfdbinary, by, form):
+    assert run_command_line(["report", "--since", "1h", "--by", by, *form]) == 0
+    assert len(capfdbinary.readouterr().out.splitlines()) >= 1
+
+
+def test_a_report_by_claim_needs_no_store(said, store, tmp_path):
+    os.unlink(store)
+    facts = (("wall_time_seconds", 60.0),)
+    log.append(Event(time=NOW - 60, kind="release", outcome="settled", claim="abc", devices=("GPU-1",), facts=facts))
+
+    assert "abc" in said("report", "--by", "claim")
+
+
+@pytest.mark.parametrize("command", ["report", "history"])
+@pytest.mark.parametrize("damage", ["missing", "torn", "older"])
+def test_a_store_that_is_of_no_use_is_an_error_with_advice_and_is_not_touched(store, capsys, command, damage):
+    if damage == "missing":
+        os.unlink(store)
+    elif damage == "torn":
+        os.truncate(store, 30_000)
+    else:
+        with sqlite3.connect(store) as connection:
+            connection.execute("PRAGMA user_version = 1")
+        connection.close()
+    place = Path(store).parent
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    status = run_command_line([command, "--since" if command == "report" else "--from", "30d"])
+    found = capsys.readouterr()
+
+    assert (status, found.out) == (1, "")
+    assert {"missing": "`gpuguard daemon` makes it", "torn": "sets it aside", "older": "sets it aside"}[
+        damage
+    ] in found.err
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+
+
+def test_reading_leaves_the_store_as_it_was(said, store):
+    before = os.stat(store).st_mtime_ns, sorted(os.listdir(os.path.dirname(store)))
+    said("report")
+    said("history")
+
+    assert (os.stat(store).st_mtime_ns, sorted(os.listdir(os.path.dirname(store)))) == before
+
+
+def test_output_without_unicode_is_drawn_in_ascii(store, tmp_path):
+    gpuguard = Gpuguard(tmp_path, None, PYTHONIOENCODING="ascii")
+    done = gpuguard("history", "--from", "1h", "--metric", "temperature")
+
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert "100 C" in done.stdout or "60 C" in done.stdout

@@ -1,0 +1,358 @@
+"""An isolated job reaches the nodes of its own devices and of no others; and is otherwise a job like any other."""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import a_device
+from commands import SECONDS, Gpuguard
+from fake_nvml import FakeNvml
+from nodes_of_devices import OPEN, can_have_private_dev, private_dev
+from test_job_control import COUNT, Terminal, state
+from users import ALICE, BOB, Machine
+from wrapped import until
+
+from gpuguard.errors import GpuguardError
+from gpuguard.isolation import isolate as isolation
+from gpuguard.isolation import namespaces
+from gpuguard.isolation.isolate import Nodes
+
+DEVICES = 4
+ALL = [f"/dev/nvidia{index}" for index in range(DEVICES)]
+CAPABILITIES = (
+    "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access 13\ngpu0/gi2/access 21\ngpu2/gi1/access 92\n"
+)
+
+
+def spaces() -> str:
+    """Why bubblewrap cannot be tested here, "" when it can."""
+    if not can_have_private_dev():
+        return "NOT TESTED: needs root and a private mount namespace (not in a chroot)"
+    if not shutil.which("bwrap"):
+        return "NOT TESTED: bubblewrap is not installed"
+    tried = ["setpriv", f"--reuid={ALICE.pw_uid}", "--clear-groups", "bwrap", "--dev-bind", "/", "/", "true"]
+    done = subprocess.run(tried, capture_output=True, text=True, cwd="/")
+    return f"NOT TESTED: {done.stderr}" if done.returncode else ""
+
+
+needs_namespace = pytest.mark.skipif(bool(spaces()), reason=spaces() or "can be had")
+
+
+# Which nodes
+
+
+def test_a_job_has_the_nodes_of_its_devices_and_those_that_all_share():
+    nodes = Nodes(frozenset({1, 3}))
+
+    assert [minor for minor in range(256) if not nodes.hides(195, minor)] == [1, 3, *range(248, 256)]
+    assert not any(nodes.hides(major, minor) for major in (1, 5, 226, 510) for minor in range(256))
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "minors").write_text(CAPABILITIES)
+    (tmp_path / "devices").write_text(
+        "Character devices:\n195 nvidia\n507 nvidia-caps\n508 nvidia-caps-imex-channels\n"
+    )
+    return {"minors": str(tmp_path / "minors"), "majors": str(tmp_path / "devices")}
+
+
+def test_an_instance_has_its_own_capabilities_and_no_others(tables):
+    instance = a_device(0, minor_number=0, parent_uuid="GPU-x", gpu_instance_id=1, compute_instance_id=0)
+
+    nodes = isolation.nodes_of([instance], [instance], **tables)
+
+    assert nodes == Nodes(frozenset({0}), frozenset({12, 13}), 507)
+    assert [minor for minor in range(100) if not nodes.hides(507, minor)] == [12, 13]
+
+
+def test_a_whole_device_has_the_capabilities_of_its_instances_and_not_those_of_others(tables):
+    device = a_device(0, minor_number=2)
+
+    assert isolation.nodes_of([device], [device], **tables) == Nodes(frozenset({2}), frozenset({92}), 507)
+
+
+def test_minors_are_those_of_the_driver_not_the_indices():
+    claimed = a_device(0)
+
+    assert isolation.nodes_of([a_device(0, minor_number=5)], [claimed]).gpus == {5}
+
+
+def test_an_unknown_minor_is_no_minor():
+    with pytest.raises(GpuguardError, match="does not say which node GPU 3 has"):
+        isolation.nodes_of([], [a_device(3, minor_number=None)])
+
+
+def test_cuda_counts_the_devices_that_it_can_open():
+    two = [a_device(2), a_device(5)]
+
+    assert isolation.environment_of(two, "index") == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert isolation.environment_of(two, "uuid") == {}
+    assert isolation.environment_of([a_device(2, parent_uuid="GPU-x")], "index") == {}
+
+
+# Refusals
+
+
+def test_a_simulated_device_has_no_node_to_hide(tmp_path):
+    done = Gpuguard(tmp_path, None)("run", "--isolate", "--", "true")
+
+    assert (done.returncode, "a simulated GPU has none" in done.stderr) == (125, True)
+
+
+def test_without_bubblewrap_the_job_is_refused_and_told_what_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+
+    with pytest.raises(GpuguardError, match="apt install bubblewrap"):
+        namespaces.check()
+
+
+def test_where_there_are_no_namespaces_the_job_is_refused_and_told_what_to_allow(monkeypatch, tmp_path):
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    bwrap.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(GpuguardError, match=r"(?s)No permissions to create new namespace.*sysctl"):
+        namespaces.check()
+
+
+# Ordinary users: a namespace
+
+
+class Isolated:
+    """A machine with DEVICES fake devices and their nodes, used by Alice."""
+
+    def __init__(self, machine: Machine, prefix: list[str]) -> None:
+        self.machine, self.prefix = machine, prefix
+        self.environment = {**machine.environment, "PATH": "/usr/bin:/bin:/usr/sbin"}
+
+    def words(self, *words: str) -> list[str]:
+        return [*self.prefix, *self.machine.words(*words)]
+
+    def __call__(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        options = {"env": self.environment, "cwd": "/", "stdin": subprocess.DEVNULL, **options}
+        return subprocess.run(self.words(*words), capture_output=True, text=True, timeout=SECONDS, **options)
+
+    def start(self, *words: str, under: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        words = (*self.prefix, *under, *self.machine.words(*words))
+        return subprocess.Popen(words, env=self.environment, cwd="/", text=True, **pipes)
+
+
+@pytest.fixture
+def alice(site: Path) -> Iterator[Isolated]:
+    with tempfile.TemporaryDirectory(prefix="gpuguard-isolated-") as name:
+        os.chmod(name, 0o755)
+        place = Path(name)
+        with FakeNvml(place, DEVICES) as fake, private_dev(place, DEVICES, {"renamed": (195, 2)}) as inside:
+            yield Isolated(Machine(place, site, fake, "admin"), inside(ALICE))
+
+
+def python(machine: Isolated, code: str, *words: str) -> list[str]:
+    return [machine.machine.python_path, "-c", code, *words]
+
+
+@pytest.mark.root
+@needs_namespace
+@pytest.mark.parametrize("manner", [[], ["--exec"]], ids=["watched", "exec"])
+def test_a_user_sees_only_the_nodes_that_he_claimed(alice, manner):
+    paths = [*ALL, "/dev/renamed", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/null"]
+    done = alice("run", "--gpus", "1,3", "--isolate", *manner, "--", *python(alice, OPEN, *paths))
+
+    assert dict(line.split() for line in done.stdout.splitlines()) == {
+        "nvidia0": "ENOENT", "nvidia1": "ENXIO", "nvidia2": "ENOENT", "nvidia3": "ENXIO", "renamed": "ENOENT",
+        "nvidiactl": "ENXIO", "nvidia-uvm": "ENXIO", "null": "opened",
+    }, done.stderr  # fmt: skip
+
+
+@pytest.mark.root
+@needs_namespace
+def test_without_the_option_all_nodes_are_there(alice):
+    done = alice("run", "--gpus", "1", "--", *python(alice, OPEN, *ALL))
+
+    assert done.stdout.split()[1::2] == ["ENXIO"] * DEVICES
+
+
+ESCAPES = """
+import os, subprocess, sys
+outside = sys.argv[1]
+def tried(what, *words):
+    print(what, subprocess.run(words, capture_output=True).returncode != 0)
+tried("mknod", "mknod", "/tmp/gpuguard-node", "c", "195", "0")
+tried("mknod as root of a namespace", "unshare", "-Ur", "mknod", "/tmp/gpuguard-node", "c", "195", "0")
+tried("umount", "umount", "/dev")
+tried("umount as root of a namespace", "unshare", "-Urm", "umount", "/dev")
+tried("through another process", "ls", f"/proc/{outside}/root/dev/nvidia0")
+tried("the namespace of another process", "nsenter", f"--mount=/proc/{outside}/ns/mnt", "ls", "/dev/nvidia0")
+"""
+
+
+@pytest.mark.root
+@needs_namespace
+def test_the_other_nodes_can_neither_be_made_nor_reached_by_a_detour(alice):
+    with subprocess.Popen([*alice.prefix, "sleep", "60"]) as outside:
+        done = alice("run", "--gpus", "1", "--isolate", "--", *python(alice, ESCAPES, str(outside.pid)))
+        outside.kill()
+
+    assert [line.rpartition(" ")[2] for line in done.stdout.splitlines()] == ["True"] * 6, done
+
+
+SELF = """
+import os
+print(os.getcwd(), os.getppid())
+print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["GPUGUARD_GPUS"])
+print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith(("CapPrm", "NoNewPrivs"))))
+"""
+
+
+@pytest.mark.root
+@needs_namespace
+def test_the_job_is_a_child_of_gpuguard_in_the_same_directory_without_rights_of_its_own(alice):
+    words = ("run", "--gpus", "2,3", "--isolate", "--", *python(alice, SELF))
+    with alice.start(*words, under=("env", "-C", "/usr/share")) as wrapper:
+        assert wrapper.stdout
+        where, devices, rights = wrapper.stdout.read().splitlines()
+
+    assert where == f"/usr/share {wrapper.pid}"
+    assert devices == f"0,1 {','.join(alice.machine.uuids[2:4])}"
+    assert rights.split() == ["0" * 16, "1"]
+
+
+@pytest.mark.root
+@needs_namespace
+def test_gpuguard_inside_an_isolated_job_divides_its_claim(alice):
+    inner = alice.machine.words("run", "--no-wait", "--isolate", "--", *python(alice, OPEN, *ALL))
+    done = alice("run", "--gpus", "1,3", "--isolate", "--visible", "uuid", "--", *inner)
+    whole = alice("run", "--gpus", "1,3", "--isolate", "--visible", "uuid", "--", *alice.machine.words("select"))
+
+    answers = done.stdout.split()[1::2]
+    assert answers.count("ENXIO") == 1 and "ENXIO" in (answers[1], answers[3]), done.stderr
+    assert whole.stdout in ("1\n", "3\n"), whole.stderr
+
+
+@pytest.mark.root
+@needs_namespace
+def test_what_is_denied_and_quarantined_outside_is_so_inside_an_isolated_job(alice):
+    machine, go = alice.machine, alice.machine.place / "go"
+    claim = shlex.join(machine.words("run", "--no-wait", "--", "true"))
+    told = shlex.join(machine.words("select", "-n", "2"))
+    inside = f"echo ready; while ! test -e {go}; do sleep 0.02; done; {told}; unset GPUGUARD_CLAIM; {claim}"
+    words = ("run", "--gpus", "1,3", "--isolate", "--visible", "uuid", "--", "sh", "-c", inside)
+    with alice.start(*words) as job:
+        assert job.stdout and job.stderr and job.stdout.readline() == "ready\n"
+        for mark in (("deny", ALICE.pw_name, "--for", "1h"), ("quarantine", machine.uuids[3])):
+            assert machine(None, *mark).returncode == 0
+        go.touch()
+        said = job.stderr.read()
+
+    assert "device 3: quarantined by the administrator" in said, said
+    assert f"device 1: new claims of {ALICE.pw_name} are denied by the administrator" in said, said
+
+
+@pytest.mark.root
+@needs_namespace
+def test_a_directory_of_another_user_is_not_trusted_inside_either(alice):
+    other = alice.machine.place / "other"
+    other.mkdir()
+    os.chown(other, BOB.pw_uid, BOB.pw_gid)
+    inner = alice.machine.words("run", "--no-wait", "--dir", str(other), "--", "true")
+    done = alice("run", "--gpus", "1", "--isolate", "--", *inner)
+
+    assert (done.returncode, "who could replace the lock files" in done.stderr) == (125, True)
+
+
+@pytest.mark.root
+@needs_namespace
+@pytest.mark.parametrize(("code", "status"), [("exit 7", 7), ("kill -KILL $$", 137), ("kill -TERM $$", 143)])
+def test_exit_codes_pass_through(alice, code, status):
+    assert alice("run", "--isolate", "--", "sh", "-c", code).returncode == status
+
+
+@pytest.mark.root
+@needs_namespace
+def test_a_program_that_does_not_exist_is_not_found(alice):
+    done = alice("run", "--isolate", "--", "no-such-program")
+
+    assert (done.returncode, "command not found" in done.stderr) == (127, True)
+
+
+@pytest.mark.root
+@needs_namespace
+def test_a_node_that_is_not_made_yet_is_named_with_what_makes_it(alice):
+    subprocess.run([*alice.prefix[:2], "rm", "/dev/nvidia-uvm"], check=True)
+
+    done = alice("run", "--isolate", "--", "true")
+
+    assert (done.returncode, done.stderr.count("/dev/nvidia-uvm does not exist yet")) == (125, 1)
+    assert "nvidia-modprobe" in done.stderr and alice.machine.locked() == []
+
+
+@pytest.mark.root
+@needs_namespace
+def test_signals_reach_the_job_itself(alice):
+    trap = "trap 'echo got; exit 3' TERM; echo ready; while :; do sleep 0.05; done"
+    with alice.start("run", "--isolate", "--", "sh", "-c", trap) as wrapper:
+        assert wrapper.stdout
+        assert wrapper.stdout.readline() == "ready\n"
+        wrapper.terminate()
+
+        assert wrapper.wait(SECONDS) == 3
+        assert wrapper.stdout.read() == "got\n"
+
+
+@pytest.mark.root
+@needs_namespace
+def test_an_isolated_job_keeps_its_claim_when_its_wrapper_is_killed(alice):
+    for _ in range(10):
+        with alice.start("run", "--gpus", "2", "--isolate", "--", "sh", "-c", "echo $$; exec sleep 60") as wrapper:
+            assert wrapper.stdout
+            job = int(wrapper.stdout.readline())
+            time.sleep(random.random() * 0.05)
+            wrapper.kill()
+            wrapper.wait()
+
+            assert alice.machine.locked() == [2]
+            os.kill(job, signal.SIGKILL)
+            until(lambda: alice.machine.locked() == [])
+
+
+@pytest.mark.root
+@pytest.mark.terminal
+@needs_namespace
+def test_an_isolated_job_obeys_the_terminal(alice, monkeypatch):
+    for name, value in alice.environment.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal("bash", "--norc", "--noprofile", "--noediting", "-i")
+    try:
+        terminal.expect("ready> ")
+        script = alice.machine.place / "count.py"
+        script.write_text("import os\nos.write(1, b'<pid %d>' % os.getpid())\n" + COUNT)
+        words = alice.words("run", "--isolate", "--", alice.machine.python_path, str(script), "INT", "2")
+        terminal.type(f"{shlex.join(words)}\n")
+        job = int(terminal.expect(r"<pid (\d+)>")[1])
+        terminal.expect("<started>")
+        terminal.type("\x03")
+        terminal.expect("<seen 1>")
+        terminal.type("\x1a")
+        terminal.expect("Stopped")
+        terminal.type("fg\n")
+        until(lambda: state(job) != "T")  # before that a Ctrl-C would be the shell's
+        terminal.type("\x03")
+        terminal.expect("<seen 2>")
+        terminal.expect("<total 2>")
+
+        assert terminal.status() == 0
+    finally:
+        terminal.close()

@@ -1,0 +1,282 @@
+"""Line, claims, shares, MIG and reservations together against a model of a hundred lines, step by step at random.
+
+The claims are real locks in a directory of this process; the machine is in memory, users and clock are pretended.
+The line is in order of arrival, so that one rule is left: whoever fits starts, the oldest first, unless others are put
+off for whom a start is planned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from contextlib import closing
+from typing import Any
+from unittest import mock
+
+import pytest
+from builders import GIB, a_device, a_mig_instance
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from line_reference import Job, Kept, Model
+from lines import HOUR, a_ticket
+from machines import Machine
+from pretended import Pretended
+
+from gpuguard import attempt
+from gpuguard.claims.hold import Claim
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.records import locked_devices, probe
+from gpuguard.errors import LockDirectoryError, NotEnoughGpus
+from gpuguard.line.file import LineFile
+from gpuguard.line.order import Rules
+from gpuguard.line.reservations import reserved, what_if
+from gpuguard.line.reservefiles import Reservation, arrive, remove, write
+from gpuguard.line.tickets import Held, ticket_content
+from gpuguard.line.turn import stand
+from gpuguard.lock import acquire
+from gpuguard.request import Request
+from gpuguard.select import choose
+
+NOW = 1_800_000_000.0
+DIVIDED = a_device(3, mig_mode=True)
+WHOLE, PARTS = [a_device(number) for number in range(3)], [a_mig_instance(DIVIDED, n, utilization=0.0) for n in (0, 1)]
+DEVICES = (*WHOLE, DIVIDED, *PARTS)
+UUIDS = [each.uuid for each in DEVICES]
+MIG = "3g.40gb"
+REQUESTS = [
+    Request(),
+    Request(num_gpus=2, min_total=60 * GIB),
+    Request(num_gpus=3, min_total=60 * GIB),
+    Request(mig=MIG),
+    Request(num_gpus=2, mig=MIG),
+    Request(share=True, memory=30 * GIB),
+    Request(share=True, memory=50 * GIB),
+    Request(share=True, memory=5 * GIB, slots=2),
+    Request(share=True, memory=15 * GIB, mig=MIG),
+]
+COULD = {
+    each: frozenset(found.uuid for found in choose(Machine(*DEVICES).sample(()), each, {}).eligible)
+    for each in REQUESTS
+}
+RULES = Rules(fair_share=False, bound=float("inf"))
+USERS = (1001, 1002)
+ANYBODY = st.sampled_from(USERS)
+JOBS = st.builds(Job, ANYBODY, st.sampled_from(REQUESTS), st.sampled_from([None, None, 0.5 * HOUR, 2 * HOUR, 9 * HOUR]))
+
+
+class LineMachine(RuleBasedStateMachine):
+    """Rules are what people do."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = tempfile.TemporaryDirectory()
+        self.world = Pretended(NOW)
+        self.world.__enter__()
+        # Names in order: several tickets may have one time of arrival, and then their names decide.
+        numbers = itertools.count(1)
+        self.world.enter_context(mock.patch("os.urandom", lambda size: next(numbers).to_bytes(size, "big")))
+        self.world.enter_context(mock.patch("gpuguard.line.turn.read_line_file", lambda: LineFile(RULES)))
+        name = self.place.name
+        self.directory = LockDirectory(name, name, name, prefix="gpuguard.")  # as without `gpuguard setup`
+        self.machine = Machine(*DEVICES)
+        self.claims: dict[str, Claim] = {}
+        self.waiting: list[tuple[Held, Job]] = []
+        self.reservations: dict[str, Reservation] = {}
+
+    @initialize(divided=st.booleans())
+    def reservations_are_of_one_kind(self, divided: bool) -> None:
+        self.model = Model(DEVICES, COULD, tuple(each.uuid for each in (PARTS if divided else WHOLE)), NOW)
+
+    def teardown(self) -> None:
+        with self.place, closing(self.world):
+            self.world.user = 0
+            for claim in self.claims.values():
+                claim.release()
+            for held, _ in self.waiting:
+                held.leave()
+
+    @rule(job=JOBS)
+    def somebody_joins(self, job: Job) -> None:
+        self.world.user = job.user
+        if len(self.waiting) < 12:
+            ticket = a_ticket(ways=[job.request], time_limit=job.limit)
+            self.waiting.append((Held(self.directory, ticket_content(ticket)), job))
+        self.serve()
+
+    @rule(job=JOBS)
+    def somebody_tries_without_waiting(self, job: Job) -> None:
+        self.world.user = job.user
+        self.model.came(job.user)
+        fits, must = self.model.fits(job), self.nobody_is_put_off()
+        try:
+            claim = acquire(self.machine, job.request, self.directory, time_limit=job.limit)
+        except NotEnoughGpus as error:
+            assert not (fits and must), (str(error), self.model)
+        else:
+            assert fits
+            self.taken(claim, job)
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data())
+    def a_job_ends(self, data: st.DataObject) -> None:
+        self.ends(data.draw(st.sampled_from(sorted(self.claims))))
+        self.serve()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def somebody_gives_up(self, data: st.DataObject) -> None:
+        self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))[0].leave()
+        self.serve()
+
+    @rule(
+        user=ANYBODY,
+        root=st.booleans(),
+        count=st.integers(1, 3),
+        begins=st.sampled_from([0.0, 0.0, 0.5 * HOUR, 3 * HOUR, 25 * HOUR]),
+        lasts=st.sampled_from([HOUR, 4 * HOUR]),
+    )
+    def somebody_reserves(self, user: int, root: bool, count: int, begins: float, lasts: float) -> None:
+        self.world.user = maker = 0 if root else user
+        begins += self.model.now
+        kept = Kept(maker, user, count, begins, begins + lasts, self.model.now)
+        wanted = Reservation("", maker, user, "", count, begins, begins + lasts, self.model.reservable, self.model.now)
+        refused = what_if(wanted, self.seen(), UUIDS)
+        assert self.model.permitted(kept) == (not refused), (refused, self.model)
+        if not refused:
+            made = write(self.directory, wanted)
+            self.reservations[made.key], self.model.kept[made.key] = made, kept
+            self.serve()
+
+    @precondition(lambda self: self.model.kept)
+    @rule(data=st.data(), user=st.sampled_from([0, *USERS]))
+    def somebody_cancels(self, data: st.DataObject, user: int) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model.kept)))
+        self.world.user = user
+        try:
+            remove(self.directory, self.reservations[key])
+        except LockDirectoryError:
+            assert user not in (0, self.model.kept[key].maker)
+        else:
+            assert user in (0, self.model.kept[key].maker)
+            del self.model.kept[key]
+            self.serve()
+
+    @rule(hours=st.sampled_from([0.25, 0.5, 0.5, 5.0]))
+    def time_passes(self, hours: float) -> None:
+        until = self.model.now + hours * HOUR
+        while self.model.now < until:
+            coming = [when for when in self.model.moments() if when > self.model.now]
+            self.model.now = self.world.clock = min([until, *coming])
+            self.model.settle()
+            for name in [name for name, job in self.model.jobs.items() if job.ends <= self.model.now]:
+                self.ends(name)
+            self.serve()
+
+    def serve(self) -> None:
+        """Everybody whose turn it is claims, as the line would wake them."""
+        while True:
+            snapshot = self.machine.sample(())
+            line = stand(self.directory, snapshot, RULES)
+            meant = [place for place in line.places if place.now]
+            fitting = [held.id for held, job in self.waiting if self.model.fits(job)]
+            assert fitting or not meant, (meant, self.model)
+            assert meant or not fitting or not self.nobody_is_put_off(), (fitting, self.model)
+            if not meant:
+                return
+            for place in meant:
+                held, job = next(each for each in self.waiting if each[0].id == place.ticket.id)
+                fits = self.model.fits(job)
+                kept = line.kept_from(held.id)
+                self.world.user = job.user
+                claim = attempt.lock_best(self.machine, snapshot, job.request, self.directory, None, dict(kept))
+                assert claim or not fits or job.request.share or kept
+                if claim:
+                    arrive(self.directory, line.bookings)
+                    devices = {each.uuid for each in claim}
+                    here = [one for one in line.bookings if not devices.isdisjoint(one.devices)]
+                    claim.arrivals = arrive(self.directory, here)
+                    claim.explain(self.directory, None, (), ends=job.limit and self.model.now + job.limit)
+                    self.waiting.remove((held, job))
+                    held.leave()
+                    self.taken(claim, job)
+
+    def nobody_is_put_off(self) -> bool:
+        """Whether all who wait and do not fit have no planned start that somebody could put off."""
+        return not any(self.model.known(job) for _, job in self.waiting if not self.model.fits(job))
+
+    def taken(self, claim: Claim, job: Job) -> None:
+        self.model.take(claim.id, job, claim.devices)
+        self.claims[claim.id] = claim
+
+    def ends(self, name: str) -> None:
+        self.world.user = self.model.jobs[name].user
+        self.claims.pop(name).release()
+        self.model.end(name)
+
+    def seen(self) -> Any:
+        return reserved(self.directory, UUIDS, probe(self.directory, UUIDS), self.world.clock)
+
+    @invariant()
+    def everybody_sees_who_holds_what(self) -> None:
+        type(self).steps += 1
+        seen = {record.id: (record.uid, set(record.devices)) for record in probe(self.directory, UUIDS)}
+        assert seen == {name: (job.user, set(job.devices)) for name, job in self.model.jobs.items()}
+        alone = {uuid for job in self.model.jobs.values() if not job.request.share for uuid in job.devices}
+        assert locked_devices(self.directory, UUIDS, alone=True) == alone
+
+    @invariant()
+    def everybody_sees_what_is_kept_for_whom(self) -> None:
+        seen = self.seen()
+        has = {
+            name: {uuid for uuid in self.model.reservable if self.model.has(one.user, uuid)}
+            for name, one in self.model.kept.items()
+        }
+        assert {one.reservation.key: set(one.held) for one in seen.judged if one.counts} == has
+        assert not seen.torn
+
+    @invariant()
+    def nobody_waits_who_would_fit(self) -> None:
+        fitting = [job for _, job in self.waiting if self.model.fits(job)]
+        assert not fitting or not self.nobody_is_put_off()
+
+
+CALM: dict[str, Any] = {
+    "deadline": None,
+    "phases": [Phase.generate],
+    "database": None,
+    "report_multiple_bugs": False,  # the first one is enough
+    "suppress_health_check": list(HealthCheck),
+}
+
+
+def test_line_claims_shares_mig_and_reservations_do_what_the_model_does() -> None:
+    LineMachine.steps = 0
+    test = LineMachine.TestCase
+    test.settings = settings(max_examples=120, stateful_step_count=60, **CALM)
+    test().runTest()
+
+    assert LineMachine.steps >= 5000
+
+
+PLANTED = {
+    "gpuguard.claims.hold.try_flock": lambda *_: True,
+    "gpuguard.line.plan._Plans._against": lambda *_: "somebody",
+    "gpuguard.eligibility.memory_left": lambda *_: 2**60,
+    "gpuguard.line.booking.calendar": lambda *_: {},
+    "gpuguard.line.reservations._beyond": lambda *_: "",
+    "gpuguard.line.reservations.can_be_met": lambda *_: True,
+    "gpuguard.line.reservefiles._arrivals": lambda *_: {},
+}
+
+
+@pytest.mark.parametrize("where", PLANTED)
+def test_the_model_sees_a_fault_that_is_planted(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(where, PLANTED[where])
+    test = type("Faulty", (LineMachine,), {}).TestCase  # type: ignore[attr-defined]
+    test.settings = settings(max_examples=1000, stateful_step_count=50, derandomize=True, **CALM)
+
+    with pytest.raises((AssertionError, OSError)):
+        test().runTest()

@@ -1,0 +1,342 @@
+"""--or, --after and --priority: what they mean, what they refuse, and what becomes of them on real claims."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+
+import pytest
+from builders import GIB
+from claimholders import a_holder
+from commands import Gpuguard
+from nodes import start
+from wrapped import until
+
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.cli.dispatch import build_parser
+from gpuguard.cli.line_options import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
+from gpuguard.errors import InvalidRequest
+from gpuguard.line import after
+from gpuguard.line.order import PRIORITIES
+from gpuguard.line.tickets import MOST_WAYS
+from gpuguard.line.turn import new_ticket
+from gpuguard.request import Request
+
+LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
+
+
+def parsed(*words):
+    return build_parser("run").parse_args([*words, "--", "true"])
+
+
+# --or
+
+
+@pytest.mark.parametrize(
+    ("text", "request_"),
+    [
+        ("-n 1", Request(num_gpus=1)),
+        ("-n2", Request(num_gpus=2)),
+        ("-n 1 --min-free 40GiB", Request(num_gpus=1, min_free=40 * GIB)),
+        ("--gpus 0,1", Request(num_gpus=2, devices=("0", "1"))),
+        ("--model 'RTX 4090'", Request(models=("RTX 4090",))),
+        ("--share --memory 10GiB", Request(share=True, memory=10 * GIB)),
+    ],
+)
+def test_an_alternative_is_options_of_its_own(text, request_):
+    assert alternatives_of(parsed("-n", "4", f"--or={text}")) == [request_]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "nothing is no option that says which GPUs"),
+        ("two", "two is no option that says which GPUs"),
+        ("--wait 5m", "--wait is no option that says which GPUs"),
+        ("-n", "-n/--num-gpus: expected one argument"),
+        ("-n 0", "ask for at least 1"),
+        ("-n x", "'x' is not a whole number"),
+        ("--min-free 20", "'20' has no unit"),
+        ("--strategy wide", "invalid choice: 'wide'"),
+        ("--min", "--min is no option"),
+        ("'", "No closing quotation"),
+    ],
+)
+def test_a_wrong_alternative_is_one_message_with_advice(text, reason):
+    with pytest.raises(InvalidRequest) as caught:
+        alternatives_of(parsed(f"--or={text}"))
+
+    message, advice = str(caught.value).split("\n")
+    assert message.startswith(f"--or {text!r}: ") and reason in message and not message.endswith("..")
+    assert advice == "Write options that say which GPUs: --or '-n 1'."
+
+
+def test_as_many_alternatives_as_a_ticket_takes():
+    ways = ["--or=-n 1"] * MOST_ALTERNATIVES
+
+    assert MOST_ALTERNATIVES == MOST_WAYS - 1
+    assert len(alternatives_of(parsed(*ways))) == MOST_ALTERNATIVES
+    with pytest.raises(InvalidRequest, match="--or can be given 3 times"):
+        alternatives_of(parsed(*ways, "--or=-n 1"))
+
+
+# The others
+
+
+def test_how_long_to_wait():
+    assert [wait_of(parsed(*words)) for words in ((), ("--wait",), ("--wait", "2m"), ("--no-wait",))] == [
+        None, None, 120.0, 0.0,
+    ]  # fmt: skip
+
+
+def test_the_command_after_wait_is_no_duration():
+    with pytest.raises(InvalidRequest, match="write `--` behind it: `--wait -- CMD`"):
+        wait_of(build_parser("run").parse_args(["--wait", "python", "train.py"]))
+
+
+def test_the_names_of_priorities_are_those_of_the_line():
+    assert {name: number - 1 for number, name in enumerate(PRIORITY_NAMES)} == PRIORITIES
+
+
+@pytest.mark.parametrize(
+    ("rules", "asked", "given", "told"),
+    [
+        ("", "normal", 0, ""),
+        ("", "low", -1, ""),
+        ("", "high", 0, "gpuguard: --priority high is not yours at this site: normal it is.\n"),
+        ("priority: {everybody: high}", "high", 1, ""),
+        (f"priority: {{high: [{os.geteuid()}]}}", "high", 1, ""),
+        (f"priority: {{low: [{os.geteuid()}]}}", "high", -1, "--priority high is not yours at this site: low it is.\n"),
+        ("priority: {everybody: hihg}", "high", 0, "normal it is"),
+    ],
+)
+def test_a_site_bounds_the_priority_and_that_is_said(tmp_path, monkeypatch, capsys, rules, asked, given, told):
+    (tmp_path / "line.yaml").write_text(f"fair_share: true\n{rules}\n")
+    monkeypatch.setenv("GPUGUARD_LINE", str(tmp_path / "line.yaml"))
+
+    assert priority_of(parsed("--priority", asked)) == given
+    said = capsys.readouterr().err
+    assert told in said and bool(said) == bool(told)
+
+
+# --after, in this process
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return lock_directory(str(tmp_path))
+
+
+@pytest.fixture
+def follow(directory):
+    """Wait for the end of something; returns what was told."""
+
+    def run(what, **environ):
+        told = []
+        after.wait_until_over(what, directory, new_ticket([Request()]), told.append, environ)
+        return told
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("", "--after is empty"),
+        ("zzz", "--after zzz: there is no such claim or process now, it may have ended already.\n`gpuguard who` shows"),
+        ("0", "there is no such claim or process"),
+        ("-5", "there is no such claim or process"),
+        ("4194303", "--after 4194303: there is no such claim or process now"),
+        ("99999999", "there is no such claim or process"),
+    ],
+)
+def test_what_is_not_there_is_refused(follow, what, message):
+    with pytest.raises(InvalidRequest) as caught:
+        follow(what)
+
+    assert message in str(caught.value)
+
+
+def test_the_beginning_of_an_id_is_enough_unless_it_could_be_two(directory, follow):
+    message = "--after abcd could be abcd1111, abcd2222: write more of it"
+    with a_holder(directory, "GPU-a", name="abcd1111"), a_holder(directory, "GPU-b", name="abcd2222"):  # noqa: SIM117
+        with pytest.raises(InvalidRequest, match=message):
+            follow("abcd")
+
+
+def test_a_whole_id_is_never_ambiguous(directory, follow, monkeypatch):
+    found = []
+    monkeypatch.setattr(after, "_until_claim_ends", lambda claim, *_: found.append(claim.id))
+    with a_holder(directory, "GPU-a", name="abcd1111"), a_holder(directory, "GPU-b", name="abcd1111.0badcafe"):
+        follow("abcd1111")
+
+    assert found == ["abcd1111"]
+
+
+@pytest.mark.parametrize("own", ["abcd1111", "abcd1111.0badcafe"])
+def test_nobody_waits_for_the_claim_that_he_runs_in(directory, follow, monkeypatch, own):
+    monkeypatch.setattr(after, "_until_claim_ends", lambda *_: None)  # or else it would, if it were not refused
+    message = "--after abcd is the claim that this runs in: it would wait for itself"
+    with a_holder(directory, "GPU-a", name="abcd1111"), pytest.raises(InvalidRequest, match=message):
+        follow("abcd", GPUGUARD_CLAIM=own)
+
+
+def test_a_process_that_has_ended_and_was_not_collected_has_ended(follow):
+    with subprocess.Popen(["true"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+        assert follow(str(child.pid)) == [f"waits until process {child.pid} has ended"]
+
+
+def test_a_claim_that_ends_while_it_is_looked_at_is_over(directory, follow, monkeypatch):
+    with a_holder(directory, "GPU-a", name="abcd1111") as holder:
+        real = after.DirectoryWatch
+
+        def ends_first(path):
+            holder.child.kill()
+            holder.child.wait()
+            return real(path)
+
+        monkeypatch.setattr(after, "DirectoryWatch", ends_first)
+
+        assert follow("abcd1111") == []
+
+
+@pytest.mark.parametrize("inotify", [True, False])
+def test_the_end_of_a_holder_that_is_killed_is_heard(directory, follow, monkeypatch, inotify):
+    def none_left(path):
+        raise OSError("no more instances")
+
+    if not inotify:
+        monkeypatch.setattr(after, "DirectoryWatch", none_left)
+        monkeypatch.setattr(after, "POLL_SECONDS", 0.05)
+    with a_holder(directory, "GPU-a", name="abcd1111") as holder:
+        told = []
+        after.wait_until_over("abcd", directory, new_ticket([Request()]), lambda t: told.append(t) or end(holder), {})
+
+    assert re.fullmatch(r"waits until \S+'s claim abcd1111 has ended", told[0])
+
+
+def end(holder):
+    holder.child.send_signal(signal.SIGKILL)
+
+
+def test_a_directory_that_takes_no_ticket_is_said(directory, follow, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(after, "Held", full)
+    from gpuguard.errors import LockDirectoryError
+
+    with pytest.raises(LockDirectoryError, match=r"no ticket can be written into .*: No space left on device"):
+        follow(str(os.getpid()))
+
+
+# As commands, on a simulated node of two devices
+
+
+@pytest.fixture
+def gpuguard(tmp_path):
+    (tmp_path / "claims").mkdir()
+    start(str(tmp_path / "node"), "2xH100-80GB")
+    return Gpuguard(tmp_path, None)
+
+
+@pytest.fixture
+def job(gpuguard):
+    """A job on one of the two devices."""
+    with gpuguard.start("run", "--", "sh", "-c", "echo ready; exec sleep 60") as job:
+        job.stdout.readline()
+        yield job
+        job.terminate()
+
+
+def queue(gpuguard):
+    return json.loads(gpuguard("queue", "--json").stdout)["places"]
+
+
+@pytest.mark.parametrize("words", [("--or", "-n 1"), ("--or=-n 1",), ("--or", "-n 1 --min-free 40GiB")])
+@pytest.mark.parametrize("dashes", [(), ("--",)])
+def test_whichever_way_fits_is_taken(gpuguard, job, words, dashes):
+    done = gpuguard("run", "-n", "2", *words, *dashes, *LOOK)
+
+    assert (done.returncode, done.stdout) == (0, "0\n")
+
+
+def test_an_option_of_the_command_is_its_own(gpuguard):
+    assert gpuguard("run", "--", "echo", "--or", "-n 1").stdout == "--or -n 1\n"
+    assert gpuguard("run", "echo", "--or", "-n 1").stdout == "--or -n 1\n"
+    words = ("-n", "2", "--quiet", "--wait", "5s", "--note=x", "--or", "-n 1", "echo", "--or", "-n 1")
+    assert gpuguard("run", *words).stdout == "--or -n 1\n"
+
+
+def test_the_first_way_is_liked_best(gpuguard):
+    assert gpuguard("run", "-n", "2", "--or", "-n 1", *LOOK).stdout == "0,1\n"
+
+
+def test_a_choice_of_devices_holds_for_its_own_way_only(gpuguard, job):
+    # The job has device 1.
+    assert gpuguard("run", "--gpus", "1", "--or", "-n 1", *LOOK).stdout == "0\n"
+    assert gpuguard("run", "--no-wait", "--gpus", "1", "--or", "--exclude 0", *LOOK).returncode == 75
+
+
+@pytest.mark.parametrize(("words", "code"), [(("-n", "9", "--or", "-n 1"), 0), (("-n", "9", "--or", "-n 8"), 125)])
+def test_ways_that_can_never_be_had_are_refused_only_when_all_are(gpuguard, words, code):
+    done = gpuguard("run", *words, *LOOK)
+
+    assert done.returncode == code
+    assert code == 0 or "only 2 exist" in done.stderr
+
+
+def test_all_ways_stand_in_the_line(gpuguard, job):
+    with gpuguard.start("run", "-n", "2", "--or", "--gpus 1", "--note", "either", "--", "true") as second:
+        until(lambda: queue(gpuguard))
+        (place,) = queue(gpuguard)
+        shown = gpuguard("queue").stdout
+        second.kill()
+
+    assert (place["requests"], place["note"], place["command"]) == (["-n 2", "-n 1 --gpus 1"], "either", ["true"])
+    assert "  2 or 1  " in shown
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_after_a_claim_comes_when_its_last_process_has_ended(gpuguard, job, signum, tmp_path):
+    claim = next(one for device in json.loads(gpuguard("who", "--json").stdout)["devices"] for one in device["claims"])
+    with gpuguard.start("run", "--after", claim["id"], "--", "echo", "now") as second:
+        until(lambda: queue(gpuguard))
+        (place,) = queue(gpuguard)
+        explained = gpuguard("explain").returncode
+        children = [pid for pid in claim["holders"] if pid != job.pid]
+        job.send_signal(signum)
+        if signum == signal.SIGKILL:  # the wrapper alone: its job keeps the claim
+            job.wait()
+            assert second.poll() is None and len(queue(gpuguard)) == 1
+            os.kill(children[0], signum)
+        output, error = second.communicate(timeout=30)
+
+    assert (second.returncode, output) == (0, "now\n")
+    assert place["why"] == f"not in line yet: waits until {claim['user']}'s claim {claim['id']} has ended"
+    assert (place["command"], place["expected_start"], explained) == (["echo", "now"], None, 0)
+    assert error == f"gpuguard: waiting for 0s: waits until {claim['user']}'s claim {claim['id']} has ended\n"
+
+
+def test_after_a_process_comes_when_it_has_ended_however_that_was(gpuguard):
+    with subprocess.Popen(["sleep", "600"]) as process:
+        second = gpuguard.start("run", "--after", str(process.pid), "--quiet", "--", "echo", "now")
+        until(lambda: queue(gpuguard))
+        process.kill()
+
+    assert second.communicate(timeout=30) == ("now\n", "")
+
+
+def test_ctrl_c_while_it_waits_for_something_else_leaves_nothing(gpuguard, tmp_path):
+    with gpuguard.start("run", "--after", str(os.getpid()), "--", "true") as second:
+        assert second.stderr.readline() == f"gpuguard: waiting for 0s: waits until process {os.getpid()} has ended\n"
+        second.send_signal(signal.SIGINT)
+
+        assert second.wait(timeout=30) == -signal.SIGINT
+        assert second.stderr.read() == ""
+    assert list((tmp_path / "claims").rglob("*ticket.*")) == []

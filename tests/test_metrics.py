@@ -1,0 +1,288 @@
+"""What gpuguard tells monitoring systems: right numbers, nothing for what is unknown, and no stranger's mischief."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpuguard.model import Device, Gap, Snapshot
+from gpuguard.views.exposition import spelled, to_influx, to_prometheus
+from gpuguard.views.metrics import (
+    DEVICE_VALUES,
+    LONGEST_LABEL,
+    MOST_USERS,
+    Facts,
+    Family,
+    families,
+    labels,
+    namer,
+)
+from gpuguard.views.metrics_compat import COMPAT, DCGM, NVITOP, dcgm, nvitop
+from gpuguard.views.usage import STATES, uses
+
+FULL = {
+    "temperature_slowdown": 90.0, "temperature_shutdown": 95.0, "fan_speed": 30.0, "total_energy": 12.5,
+    "clock_sm": 1980, "clock_sm_max": 1980, "clock_memory": 2619, "clock_memory_max": 2619, "pstate": 0,
+    "throttle_reasons": ("gpu_idle",), "persistence_mode": True, "ecc_corrected_volatile": 1,
+    "ecc_uncorrected_volatile": 2, "ecc_corrected_aggregate": 3, "ecc_uncorrected_aggregate": 4,
+    "retired_pages": 5, "remapped_rows": 6, "memory_reserved": GIB, "utilization": 50.0, "memory_utilization": 25.0,
+}  # fmt: skip
+
+
+def facts_about(snapshot: Snapshot, **more) -> Facts:
+    return replace(
+        Facts(snapshot.taken_at + 2, "1.2", snapshot, current=True, uses=uses(snapshot, {}), driver_up=True), **more
+    )
+
+
+def told(found: list[Family]) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """What somebody else's parser reads from the page, by name and labels."""
+    read: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(to_prometheus(found)):
+        for sample in family.samples:
+            values = read.setdefault(sample.name, {})
+            key = tuple(sorted(sample.labels.items()))
+            assert key not in values, f"{sample.name}{key} stands there twice"
+            values[key] = sample.value
+    return read
+
+
+def the_one(page, name, **labels_):
+    return page[name][tuple(sorted(labels_.items()))]
+
+
+def test_a_device_is_told_in_base_units():
+    device = a_device(memory_used=10 * GIB, **FULL)
+    page = told(families(facts_about(a_snapshot(device))))
+    one = {"uuid": device.uuid}
+
+    assert the_one(page, "gpuguard_device_memory_used_bytes", **one) == 10 * GIB
+    assert the_one(page, "gpuguard_device_utilization_ratio", **one) == 0.5
+    assert the_one(page, "gpuguard_device_temperature_celsius", **one) == 35
+    assert the_one(page, "gpuguard_device_power_draw_watts", **one) == 70
+    assert the_one(page, "gpuguard_device_energy_joules_total", **one) == 12.5
+    assert the_one(page, "gpuguard_device_clock_sm_hertz", **one) == 1.98e9
+    assert the_one(page, "gpuguard_device_ecc_errors_total", error="uncorrected", **one) == 2
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Device) if field.name not in ("index", "uuid")])
+def test_what_is_unknown_of_a_device_is_absent_and_nothing_else_is(name):
+    known = a_device(**FULL)
+    whole = told(families(facts_about(a_snapshot(known))))
+    less = told(families(facts_about(a_snapshot(replace(known, **{name: None})))))
+    sources = [f"gpuguard_device_{row[0]}" for row in DEVICE_VALUES if row[3] == name]
+
+    assert all(each in whole and each not in less for each in sources)
+    assert all(0.0 not in less[each].values() or 0.0 in whole[each].values() for each in less)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_absent(value):
+    page = told(families(facts_about(a_snapshot(a_device(temperature=value)))))
+
+    assert "gpuguard_device_temperature_celsius" not in page
+
+
+def test_a_device_is_in_one_state():
+    page = told(families(facts_about(a_snapshot(a_device()))))
+
+    assert len(page["gpuguard_device_state"]) == len(STATES)
+    assert sum(page["gpuguard_device_state"].values()) == 1
+    assert the_one(page, "gpuguard_device_state", uuid=a_device().uuid, state="free") == 1
+
+
+def test_the_slurm_job_that_has_a_device_is_named():
+    device = a_device(0)
+    page = told(families(facts_about(a_snapshot(device, claims=(a_claim_record(device, id="slurm12"),)))))
+
+    assert the_one(page, "gpuguard_device_slurm_job", user="alice", uuid=device.uuid, job="12") == 1
+
+
+def test_who_claims_and_leaves_idle_and_who_computes_without_a_claim():
+    idle = a_device(0)
+    stolen = a_device(1, processes=(a_process(9, user="bob", uid=1002),), utilization=90.0, memory_used=11 * GIB)
+    page = told(families(facts_about(a_snapshot(idle, stolen, claims=(a_claim_record(idle),)))))
+
+    assert the_one(page, "gpuguard_user_claimed_devices", user="alice") == 1
+    assert the_one(page, "gpuguard_user_idle_devices", user="alice") == 1
+    assert the_one(page, "gpuguard_device_idle_claims", user="alice", uuid=idle.uuid) == 1
+    assert "gpuguard_device_slurm_job" not in page
+    assert page["gpuguard_user_unclaimed_devices"] == {(("user", "bob"),): 1}
+    assert the_one(page, "gpuguard_user_memory_used_bytes", user="bob") == 10 * GIB
+
+
+def test_nothing_is_told_of_claims_that_cannot_be_read():
+    snapshot = a_snapshot(a_device(processes=(a_process(),)), gaps=(Gap(None, "claims", "no directory"),))
+    page = told(families(facts_about(snapshot)))
+
+    assert not {name for name in page if "claim" in name or "_user_" in name}
+    assert the_one(page, "gpuguard_sample_gaps", field="claims") == 1
+
+
+def test_memory_of_which_a_part_is_unknown_is_unknown():
+    running = (a_process(8), a_process(9, memory_used=None))
+    page = told(families(facts_about(a_snapshot(a_device(processes=running)))))
+
+    assert "gpuguard_user_memory_used_bytes" not in page
+
+
+def test_the_waiting_line():
+    page = told(families(Facts(1000.0, "1", waiting=(("alice", 400.0), ("bob", 900.0), ("alice", 950.0)))))
+
+    assert the_one(page, "gpuguard_waiting_requests") == 3
+    assert the_one(page, "gpuguard_waiting_oldest_seconds") == 600
+    assert the_one(page, "gpuguard_user_waiting_requests", user="alice") == 2
+
+
+def test_nobody_waits_is_a_number_and_a_line_that_cannot_be_read_is_none():
+    nobody, unknown = (told(families(Facts(1000.0, "1", waiting=waiting))) for waiting in ((), None))
+
+    assert nobody["gpuguard_waiting_requests"] == {(): 0} and "gpuguard_waiting_oldest_seconds" not in nobody
+    assert "gpuguard_waiting_requests" not in unknown
+
+
+def test_old_numbers_are_not_told_as_new_ones():
+    facts = facts_about(a_snapshot(a_device(**FULL)), current=False, driver_up=False, uses=())
+    page = told(families(facts) + dcgm(facts) + nvitop(facts))
+
+    assert {name for name in page if "device" in name} == {"gpuguard_device_info", "gpuguard_devices"}
+    assert not {name for name in page if not name.startswith("gpuguard_")}
+    assert the_one(page, "gpuguard_driver_up") == 0
+
+
+def test_what_policies_did_is_counted():
+    page = told(families(Facts(1.0, "1", actions={("idle", "warn", "done"): 3}, unrecorded=2, troubles=1)))
+
+    assert the_one(page, "gpuguard_policy_actions_total", policy="idle", action="warn", outcome="done") == 3
+    assert the_one(page, "gpuguard_audit_failures_total") == 2
+
+
+def test_no_label_is_a_pid():
+    snapshot = a_snapshot(a_device(processes=(a_process(4711),), **FULL), claims=(a_claim_record(pid=4711),))
+    facts = facts_about(snapshot)
+    text = to_prometheus([*families(facts), *dcgm(facts), *nvitop(facts)])
+
+    assert "pid=" not in text and "4711" not in text
+
+
+def test_so_many_users_make_no_more_series():
+    running = tuple(a_process(100 + place, user=f"user{place}", uid=2000 + place) for place in range(3 * MOST_USERS))
+    page = told(families(facts_about(a_snapshot(a_device(processes=running)))))
+
+    assert len(page["gpuguard_user_used_devices"]) == MOST_USERS + 1
+    assert the_one(page, "gpuguard_user_used_devices", user="(others)") == 2 * MOST_USERS
+
+
+def test_names_that_look_alike_when_they_are_harmless_are_one():
+    hostile = "a\x1b[31m", "a\\x1b[31m"
+    running = tuple(a_process(10 + place, user=name) for place, name in enumerate(hostile))
+    page = told(families(facts_about(a_snapshot(a_device(processes=running)))))
+
+    assert page["gpuguard_user_used_devices"] == {(("user", "a\\x1b[31m"),): 2}
+
+
+def test_a_nameless_process_is_nobodys():
+    assert namer([None, "eve"])(None) == "(unknown)"
+    assert namer(["(unknown)"])("(unknown)") == "(unknown)"
+
+
+@given(st.text(max_size=200))
+def test_whatever_a_name_is_it_stays_one_label_of_one_line(name):
+    family = Family("gpuguard_x", "gauge", "Help.", {labels(user=name): 1.0})
+
+    (read,) = told([family])["gpuguard_x"].items()
+
+    assert read == ((("user", dict(labels(user=name))["user"]),), 1.0)
+    assert len(read[0][0][1]) <= LONGEST_LABEL
+    assert len(to_prometheus([family]).splitlines()) == 3
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**70), 2**70).map(float))
+def test_a_number_is_read_as_it_was(value):
+    assert float(spelled(value)) == value
+
+
+def test_two_devices_with_the_same_uuid_do_not_spoil_the_page():
+    twins = (a_device(0, uuid="GPU-same", **FULL), a_device(1, uuid="GPU-same", **FULL))
+    facts = facts_about(Snapshot("h", "b", 1.0, 1.0, twins))
+
+    assert the_one(told([*families(facts), *nvitop(facts)]), "gpuguard_devices") == 2
+
+
+def test_dcgm_names_have_the_units_of_dcgm():
+    device = a_device(memory_used=3 * GIB, **FULL)
+    snapshot = a_snapshot(device)
+    page = told(dcgm(facts_about(snapshot)))
+    # The parser calls every counter ..._total, as its own library would have it.
+    names = {name: name.removeprefix("DCGM_FI_DEV_").removesuffix("_total") for name in page}
+    values = {names[name]: next(iter(each.values())) for name, each in page.items()}
+
+    assert values["FB_USED"] == 3 * 1024 and values["SM_CLOCK"] == 1980 and values["GPU_UTIL"] == 50
+    assert values["TOTAL_ENERGY_CONSUMPTION"] == 12500 and values["POWER_USAGE"] == 70 and values["GPU_TEMP"] == 35
+    assert set(values) == {row[0] for row in DCGM}
+    ((key, _),) = page["DCGM_FI_DEV_FB_USED"].items()
+    assert dict(key) == {
+        "gpu": "0", "UUID": device.uuid, "pci_bus_id": device.pci_bus_id, "device": "nvidia0",
+        "modelName": device.name, "hostname": "node1", "Hostname": "node1", "DCGM_FI_DRIVER_VERSION": "550.54.15",
+    }  # fmt: skip
+
+
+def test_the_counters_of_dcgm_are_called_as_they_are_there():
+    page = to_prometheus(dcgm(facts_about(a_snapshot(a_device(**FULL)))))
+
+    assert "# TYPE DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION counter\n" in page
+    assert "\nDCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION{" in page
+
+
+def test_a_part_of_a_divided_device_bears_its_uuid_and_its_own_number():
+    whole = a_device(mig_mode=True)
+    part = a_mig_instance(whole, memory_used=GIB)
+    page = told(dcgm(facts_about(a_snapshot(whole, part))))
+    (of_part,) = [dict(key) for key in page["DCGM_FI_DEV_FB_USED"] if dict(key).get("GPU_I_ID")]
+
+    assert of_part["UUID"] == whole.uuid and of_part["GPU_I_PROFILE"] == "3g.40gb" and of_part["GPU_I_ID"] == "1"
+
+
+def test_nvitop_names_have_the_units_of_nvitop():
+    page = told(nvitop(facts_about(a_snapshot(a_device(memory_used=3 * GIB, **FULL)))))
+    values = {name: next(iter(each.values())) for name, each in page.items()}
+
+    assert values["gpu_memory_used_MiB"] == 3072 and values["gpu_clock_sm_MHz"] == 1980
+    assert values["gpu_memory_percent_Percentage"] == 3.75
+    assert set(values) == {row[0] for row in NVITOP} | {"gpu_memory_percent_Percentage", "nvitop_info"}
+
+
+@pytest.mark.parametrize("name", COMPAT)
+def test_before_the_first_sample_there_are_no_numbers(name):
+    assert COMPAT[name](Facts(1.0, "1")) == []
+
+
+def test_influx_has_one_line_per_subject():
+    device = a_device(**FULL)
+    lines = to_influx(families(facts_about(a_snapshot(device))), "node1", 1_700_000_000.0)
+    (line,) = [each for each in lines if each.startswith(f"gpuguard_device,host=node1,uuid={device.uuid} ")]
+
+    assert "temperature_celsius=35" in line and "energy_joules_total=12.5" in line
+    assert line.endswith(" 1700000000000000000")
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("NVIDIA H100", "NVIDIA\\ H100"),
+        ("a,b=c", "a\\,b\\=c"),
+        ("DOMAIN\\eve", "DOMAIN\\eve"),
+        ("eve\\", "eve/"),
+        ("eve\nfake,x=1 y=2", "eve\\n" + "fake\\,x\\=1\\ y\\=2"),
+    ],
+)
+def test_a_tag_cannot_become_another_line_or_field(name, tag):
+    (line,) = to_influx([Family("gpuguard_user_x", "gauge", "", {labels(user=name): 1.0})], "h", 1.0)
+
+    assert line == f"gpuguard_user,host=h,user={tag} x=1 1000000000"

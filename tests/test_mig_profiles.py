@@ -1,0 +1,210 @@
+"""MIG instances by profile, and how instances and their whole GPU exclude each other, at one moment too."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from builders import GIB, a_device, a_mig_instance
+from commands import Gpuguard
+from contention import _end
+from machines import Machine
+from nodes import start
+from sharing import VARIANTS, without_gate
+from wrapped import until
+
+from gpuguard import attempt
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
+from gpuguard.lock import acquire
+from gpuguard.request import Request
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def _no_outer_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def divided() -> Machine:
+    """A whole GPU, and one with a small and two big instances."""
+    parent = a_device(1, mig_mode=True)
+    return Machine(
+        a_device(0),
+        parent,
+        a_mig_instance(parent, 0, mig_profile="1g.10gb", memory_total=10 * GIB),
+        a_mig_instance(parent, 1),
+        a_mig_instance(parent, 2),
+    )
+
+
+def test_a_profile_chooses_among_the_instances_that_have_it(directory: LockDirectory) -> None:
+    machine = divided()
+    with acquire(machine, Request(num_gpus=2, mig="3g.40gb"), directory) as big:
+        assert [device.mig_profile for device in big] == ["3g.40gb", "3g.40gb"]
+        assert big.environment()["CUDA_VISIBLE_DEVICES"] == f"{big[0].uuid},{big[1].uuid}"
+        with pytest.raises(NotEnoughGpus):
+            acquire(machine, Request(mig="3G.40GB"), directory)
+        with acquire(machine, Request(mig="1g.10gb"), directory) as small:
+            assert small[0].mig_profile == "1g.10gb"
+
+
+def test_a_profile_that_no_gpu_has_is_refused_with_those_that_exist(directory: LockDirectory) -> None:
+    with pytest.raises(ImpossibleRequest) as caught:
+        acquire(divided(), Request(mig="7g.80gb"), directory, wait=None)
+
+    assert "--mig 7g.80gb" in str(caught.value)
+    assert "the MIG profiles here: 1g.10gb (1), 3g.40gb (2)" in str(caught.value)
+
+
+def test_what_can_never_be_met_is_refused_at_once_although_others_wait_in_line(tmp_path: Path) -> None:
+    gpuguard = Gpuguard(tmp_path, None)
+    (tmp_path / "claims").mkdir()
+    start(str(tmp_path / "node"), "1xH100-80GB")
+    holder = gpuguard.start("run", "--", "sh", "-c", "echo; exec sleep 100")
+    assert holder.stdout and holder.stdout.readline()
+    waiter = gpuguard.start("run", "--", "true")
+    try:
+        until(lambda: list((tmp_path / "claims").rglob("*ticket.*")), "somebody in line")
+        refused = gpuguard("run", "--mig", "3g.40gb", "--", "true")
+    finally:
+        for each in (waiter, holder):
+            each.terminate()
+            each.communicate()
+
+    assert refused.returncode == 125
+    assert "no GPU here is divided into MIG instances" in refused.stderr
+
+
+def test_without_any_instance_that_is_said(directory: LockDirectory) -> None:
+    with pytest.raises(ImpossibleRequest, match="no GPU here is divided into MIG instances"):
+        acquire(Machine(a_device(0)), Request(mig="3g.40gb"), directory, wait=None)
+
+
+@pytest.mark.parametrize("text", ["3g", "40gb", "3g.40", "3g.40gb\n", "", "../3g.40gb"])
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"write it like 3g\.40gb"):
+        Request(mig=text)
+
+
+@pytest.mark.parametrize("text", ["3g.40gb", "1g.10gb+me", "1c.3g.40gb", "1g.5gb+me.all"])
+def test_the_profiles_of_the_driver_are_understood(text: str) -> None:
+    assert Request(mig=text).mig == text
+
+
+def test_an_instance_can_be_shared_by_its_profile(directory: LockDirectory) -> None:
+    machine = divided()
+    request = Request(mig="1g.10gb", share=True, memory=4 * GIB, max_util=100.0)
+    with acquire(machine, request, directory) as one, acquire(machine, request, directory) as other:
+        assert one[0].uuid == other[0].uuid
+        with pytest.raises(NotEnoughGpus, match="left beside"):
+            acquire(machine, request, directory)
+
+
+def test_the_command_line_chooses_by_profile_and_says_which_exist(tmp_path: Path) -> None:
+    gpuguard = Gpuguard(tmp_path, None)
+    (tmp_path / "claims").mkdir()
+    start(str(tmp_path / "node"), "1xH100-80GB:mig=3g.40gb,3g.40gb")
+    shown = gpuguard("run", "--no-wait", "--mig", "3g.40gb", "--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
+    selected = gpuguard("select", "--mig", "3g.40gb", "-n", "2")
+    refused = gpuguard("run", "--mig", "1g.10gb", "--", "true")
+
+    assert (shown.returncode, shown.stdout[:4]) == (0, "MIG-")
+    assert selected.stdout.count("MIG-") == 2
+    assert refused.returncode == 125
+    assert "the MIG profiles here: 3g.40gb (2)" in refused.stderr
+
+
+def test_a_gpu_that_is_divided_behind_the_first_look_is_not_shared_as_a_whole(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0))
+
+    def divide() -> None:
+        if machine.asked[1:]:
+            machine.change(0, mig_mode=True)
+
+    machine.before_sample = divide
+    with pytest.raises(NotEnoughGpus, match="MIG mode is on"):
+        acquire(machine, Request(share=True, memory=GIB), directory)
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["with the gate", "without the gate"])
+@pytest.mark.parametrize("shared", [False, True], ids=["instances alone", "instances shared"])
+def test_of_starters_at_one_moment_either_the_whole_gpu_or_instances_are_claimed(
+    tmp_path: Path, shared: bool, gate: bool
+) -> None:
+    won = rounds(tmp_path, Request(share=True, memory=GIB, max_util=100.0) if shared else Request(), gate=gate)
+
+    assert not any(whole and parts for whole, parts in won)
+    assert all(whole + bool(parts) == 1 for whole, parts in won) or not gate
+    assert any(whole or parts for whole, parts in won)
+
+
+def test_the_race_shows_locks_that_exclude_nobody(tmp_path: Path) -> None:
+    assert any(whole and parts for whole, parts in rounds(tmp_path, Request(), gate=False, variant="no-exclusion"))
+
+
+def rounds(place: Path, part: Request, *, gate: bool, variant: str = "none") -> list[tuple[int, int]]:
+    """20 races for one GPU: how many got it whole, and how many an instance."""
+    parent = a_device(0, mig_mode=True)
+    whole, parts = Machine(a_device(0)), Machine(parent, a_mig_instance(parent, 0), a_mig_instance(parent, 1))
+    start_one = partial(child, lock_directory(str(place)), gate=gate, variant=variant)
+    return [race(start_one, [(whole, Request()), (parts, part)] * 4) for _ in range(20)]
+
+
+def race(start_one: Callable[..., int], starters: list[tuple[Machine, Request]]) -> tuple[int, int]:
+    """How many of the even and of the odd *starters*, who all begin at one moment, get their claim."""
+    here, there = os.pipe()
+    result, answer = os.pipe()
+    pids = [
+        start_one(machine, request, place, here, there, answer) for place, (machine, request) in enumerate(starters)
+    ]
+    os.close(there)  # the moment
+    answers = b""
+    while len(answers) < len(starters):
+        assert select.select([result], [], [], 30)[0], "a starter did not answer"
+        answers += os.read(result, 64)
+    for pid in pids:
+        _end(pid)
+    for descriptor in (here, result, answer):
+        os.close(descriptor)
+    assert b"!" not in answers
+    return answers.count(b"0"), answers.count(b"1")
+
+
+def child(
+    directory: LockDirectory,
+    machine: Machine,
+    request: Request,
+    place: int,
+    here: int,
+    there: int,
+    answer: int,
+    *,
+    gate: bool,
+    variant: str,
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        if not gate:
+            without_gate()
+        VARIANTS[variant]()
+        os.close(there)  # which the parent alone shall hold
+        os.read(here, 1)
+        claim = attempt.lock_best(machine, machine.sample(()), request, directory, None, {})
+        os.write(answer, str(place % 2).encode() if claim else b"-")
+        signal.pause()
+    finally:
+        os.write(answer, b"!")  # only after an exception
+        os._exit(1)

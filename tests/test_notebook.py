@@ -1,0 +1,117 @@
+"""`%gpus` in a real kernel: devices for it and nobody else, until it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from commands import Gpuguard
+from nodes import eventually, start
+from notebooks import a_notebook
+
+# As a framework that has started CUDA in this kernel.
+CUDA_RUNS = """
+import sys, types
+torch = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)
+sys.modules["torch"] = torch
+"""
+VISIBLE = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
+
+
+@pytest.fixture
+def gpuguard(tmp_path: Path) -> Gpuguard:
+    """The command line on the node of the notebook."""
+    start(str(tmp_path / "node"), "4xH100-80GB")
+    gpuguard = Gpuguard(tmp_path, None)
+    del gpuguard.environment["GPUGUARD_DIR"]  # the claims lie beside the node, for both
+    return gpuguard
+
+
+def test_a_kernel_has_its_devices_for_itself_until_it_gives_them_back(tmp_path, gpuguard):
+    with a_notebook(tmp_path, JPY_SESSION_NAME="/home/alice/My study.ipynb") as notebook:
+        nobody = notebook("%gpus")
+        card = notebook("%gpus 2")
+        again = notebook("%gpus 2")
+        visible = notebook(VISIBLE).text
+        seen = gpuguard("who").stdout
+        other = gpuguard("run", "-n", "3", "--no-wait", "--", "true")
+        more = notebook("%gpus 3")
+        mine = notebook("%gpus")
+        back = notebook("%gpus release")
+
+        assert "this kernel has no GPUs: `%gpus 1` claims one" in nobody.text and nobody.html.count("<tr>") == 5
+        assert card.ok and card.html.count("<tr>") == 3 and "H100" in card.html and "GPU-" in card.html
+        assert "SIMULATED GPU 2, 3 · NVIDIA H100 80GB HBM3 · claim " in card.text and "SIMULATED" in card.html
+        assert again == card  # a cell that runs again
+        assert visible.strip() == "2,3"
+        assert "notebook My study.ipynb" in seen and seen.count("claimed, no process yet") == 2
+        assert other.returncode == 75
+        assert not more.ok and "this kernel has GPU 2, 3 already.  Run `%gpus release` first" in more.text
+        assert mine.html.startswith(card.html) and "claimed by" in mine.html
+        assert back.ok and "GPU 2, 3: given back" in back.text
+        assert notebook(VISIBLE).text.strip() == "None"
+        assert gpuguard("run", "-n", "4", "--no-wait", "--", "true").returncode == 0
+        assert not notebook("%gpus release").ok
+
+
+def test_a_claim_dies_with_its_kernel_however_that_dies(tmp_path, gpuguard):
+    with a_notebook(tmp_path) as notebook:
+        pid = notebook.kernel()
+        assert notebook("%gpus 4").ok
+        assert gpuguard("select").returncode == 1
+        os.kill(pid, signal.SIGKILL)
+
+        assert eventually(lambda: gpuguard("select", "-n", "4").returncode == 0)
+
+
+def test_where_cuda_runs_already_it_says_to_restart(tmp_path, gpuguard):
+    with a_notebook(tmp_path) as notebook:
+        held = notebook("%gpus 1 --min-free 20GiB")
+        notebook(CUDA_RUNS)
+
+        assert notebook("%gpus 1 --min-free 20GiB") == held
+        refused = notebook("%gpus release")
+        assert not refused.ok and "Restart the kernel: that gives the GPUs back" in refused.text
+        assert notebook("%gpus").ok
+    with a_notebook(tmp_path) as notebook:
+        notebook(CUDA_RUNS)
+        late = notebook("%gpus 2")
+
+        assert not late.ok and "Restart the kernel, and run `%gpus 2` before the first cell that uses CUDA" in late.text
+        assert "no GPUs" in notebook("%gpus").text
+
+
+def test_what_cannot_be_had_fails_the_cell_in_a_sentence_and_says_what_to_do(tmp_path, gpuguard):
+    with a_notebook(tmp_path) as notebook, a_notebook(tmp_path) as other:
+        never = notebook("%gpus 9")
+        assert other("%gpus 3").ok
+        few, odd, unit, quote = (notebook(f"%gpus {line}") for line in ("2", "two", "1 --min-free 20", "1 --note 'x"))
+
+        assert "only 4 exist" in never.text and "--wait" not in never.text
+        assert "`%gpus 2 --wait 10m` waits for them in line" in few.text
+        assert "'two'?  Write `%gpus 2`" in odd.text
+        assert "20GiB" in unit.text
+        assert not any(done.ok or "Traceback" in done.text for done in (few, never, odd, unit, quote))
+        assert "--min-free SIZE" in notebook("%gpus --help").text
+
+
+def test_a_claim_that_somebody_released_is_known_to_be_gone(tmp_path, gpuguard):
+    with a_notebook(tmp_path) as notebook:
+        notebook("%gpus 2")
+        claim = notebook("import os; print(os.environ['GPUGUARD_CLAIM'])")
+        assert gpuguard("release", claim.text.strip(), "--reason", "needed").returncode == 0
+
+        told = notebook("%gpus")
+        assert not told.ok and "needed" in told.text and "This kernel has no GPUs now" in told.text
+        assert notebook("%gpus 4").ok
+
+
+def test_what_python_returns_shows_itself(tmp_path, gpuguard):
+    with a_notebook(tmp_path) as notebook:
+        notebook("import gpuguard")
+
+        for code in ("gpuguard.grab_gpus(1)", "gpuguard.who()", "gpuguard.who().claims[0]", "gpuguard.snapshot()"):
+            assert "<table>" in notebook(code).html, code

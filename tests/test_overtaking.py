@@ -1,0 +1,114 @@
+"""How long somebody can be passed in line, on recorded orders of whole days in simulated time.
+
+The long form, with a trace of 92 days, is `python benchmarks/replay.py TRACE.csv`.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lines import HOUR
+from replay import Job, Line, Server, replay
+
+from gpuguard.line.order import Rules, Ticket
+
+DEVICES = 8
+
+
+@st.composite
+def days(draw: st.DrawFn) -> list[Job]:
+    """Jobs of some users; more than the server can do at once."""
+    now, jobs = 0.0, []
+    for number in range(draw(st.integers(1, 25))):
+        now += draw(st.integers(0, 40))
+        size, length = draw(st.sampled_from([1, 1, 2, 4, 8])), float(draw(st.integers(1, 200)))
+        jobs.append(Job(number, draw(st.integers(0, 3)), now, size, length))
+    return jobs
+
+
+class Recorded(Line):
+    """A line that remembers who was promised what, and who started when."""
+
+    def __init__(self, knows: str, rules: Rules) -> None:
+        super().__init__(knows, rules)
+        self.promises: dict[int, float | None] = {}
+        self.began: dict[int, float] = {}
+
+    def join(self, server: Server, job: Job) -> Ticket:
+        ticket = super().join(server, job)
+        self.promises[job.number] = ticket.promise
+        return ticket
+
+    def starts(self, server: Server) -> Sequence[Job]:
+        begun = super().starts(server)
+        self.began |= {job.number: server.now for job in begun}
+        return begun
+
+
+@settings(max_examples=150, deadline=None)
+@given(days(), st.booleans())
+def test_every_job_starts_by_its_promise_while_nobody_gets_in_front_of_it(jobs: list[Job], fair: bool) -> None:
+    """In order of arrival, and in a fair line of one user, whoever comes later stands behind."""
+    if fair:
+        jobs = [Job(job.number, 0, job.submitted, job.num_gpus, job.duration) for job in jobs]
+    line = Recorded("limits", Rules(fair_share=fair))
+    replay(jobs, DEVICES, line.starts, line.ended)
+
+    for job in jobs:
+        promised = line.promises[job.number]
+        assert promised is not None
+        assert line.began[job.number] <= promised + 1e-3 * len(jobs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(days(), st.sampled_from(["", "history"]))
+def test_where_nothing_is_known_nobody_passes_once_the_bound_is_over(jobs: list[Job], knows: str) -> None:
+    """A user's first request that waits beyond the bound is passed by nobody later who is not overdue himself."""
+    bound = 100.0
+    line = Recorded(knows, Rules(fair_share=False, bound=bound))
+    replay(jobs, DEVICES, line.starts, line.ended)
+
+    def due(job: Job) -> float:
+        promised = line.promises[job.number]
+        return job.submitted + bound if promised is None else promised
+
+    for job in jobs:
+        began = line.began[job.number]
+        served = [line.began[other.number] for other in jobs[: job.number] if other.user == job.user]
+        first_since = max([job.submitted + bound, due(job), *served])
+        passing = [each for each in jobs[job.number + 1 :] if first_since < line.began[each.number] < began]
+        assert all(due(other) < line.began[other.number] for other in passing)
+
+
+def test_a_fault_in_the_plan_breaks_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The property above can fail: when everybody may be put off for ever, somebody is."""
+    monkeypatch.setattr("gpuguard.line.plan._Plans._against", lambda *_: None)
+    jobs = [Job(0, 0, 0.0, 7, 100.0), Job(1, 1, 1.0, 8, 10.0), *(Job(n, 2, float(n), 1, 99.0) for n in range(2, 12))]
+    line = Recorded("limits", Rules(fair_share=False))
+    replay(jobs, DEVICES, line.starts, line.ended)
+
+    assert line.began[1] > (line.promises[1] or 0.0) + 1.0
+
+
+def test_a_flood_of_500_requests_costs_another_user_at_most_a_fifth_of_his_wait() -> None:
+    """Against one competitor who has one job running at any time, and asks for the next one when that has ended."""
+    chance = random.Random(1)
+    mine = [(HOUR * (8 * number + chance.uniform(0, 6)), HOUR / 60, 0) for number in range(60)]
+    steady = [(HOUR * 1.02 * number, HOUR, 1) for number in range(480)]
+    flood = [(0.0, HOUR, 1) for _ in range(500)]
+
+    def wait(others: Sequence[tuple[float, float, int]]) -> float:
+        rows = sorted([*mine, *others])
+        jobs = [Job(number, user, at, 1, length) for number, (at, length, user) in enumerate(rows)]
+        line = Line("limits", Rules())
+        found = replay(jobs, 1, line.starts, line.ended)
+        return statistics.median(wait for wait, job in zip(found, jobs, strict=True) if job.user == 0)
+
+    alone = wait(steady)
+    assert 0.3 * HOUR < alone < 0.6 * HOUR  # the rest of the job that runs
+    assert wait(flood) <= 1.2 * alone

@@ -1,0 +1,278 @@
+"""What is packed: the wheel, the package for Debian, the image, the manifests.
+
+Installed, booted, upgraded and purged: scripts/boot-test.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sources import ROOT
+
+import gpuguard
+from gpuguard.claims.lockfiles import ADMIN_DIRECTORY
+from gpuguard.cli.dispatch import COMMANDS, build_parser
+from gpuguard.policyfile import load_policies
+
+DEBIAN = ROOT / "packaging" / "deb"
+CONTAINER = ROOT / "packaging" / "container"
+SOURCES = ["gpuguard", "packaging", "scripts", "pyproject.toml", "README.md", "LICENSE"]
+needs_hatchling = pytest.mark.skipif(
+    not importlib.util.find_spec("hatchling"), reason="NOT TESTED: needs hatchling (pip install -e '.[dev]')"
+)
+needs_dpkg = pytest.mark.skipif(
+    not shutil.which("dpkg-deb"), reason="NOT TESTED: needs dpkg-deb (apt-get install dpkg)"
+)
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two wheels of these sources: at another place, with other times, under another umask."""
+    wheels = []
+    for name, umask in (("one", 0o022), ("another", 0o077)):
+        place = tmp_path_factory.mktemp(name)
+        copied = place / name / "sources"
+        copy_sources(copied)
+        wheels.append(built(copied, place, "wheel", umask))
+    return wheels
+
+
+def copy_sources(target: Path) -> None:
+    """What a wheel is made of, and no cache that lies beside it; every file is new."""
+    for name in SOURCES:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(ROOT / name, target / name)
+
+
+def built(sources: Path, place: Path, target: str, umask: int = 0o022) -> Path:
+    environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
+    words = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(place)]
+    subprocess.run(words, cwd=sources, env=environment, umask=umask, check=True, capture_output=True)
+    return next(place.glob("gpuguard-*.whl" if target == "wheel" else "gpuguard-*.tar.gz"))
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@needs_hatchling
+def test_the_same_sources_give_the_same_wheel(builds):
+    assert digest(builds[0]) == digest(builds[1])
+
+
+@needs_hatchling
+def test_the_wheel_has_what_the_commands_read_and_nothing_of_the_tests(builds):
+    names = set(zipfile.ZipFile(builds[0]).namelist())
+    wanted = {str(path.relative_to(ROOT)) for path in ROOT.glob("gpuguard/**/*.py")}
+
+    assert wanted < names
+    assert {f"gpuguard/{name}" for name in ("py.typed", "packaging/gpuguard.service", "packaging/policy.yaml")} < names
+    assert not [name for name in names if "__pycache__" in name or name.startswith(("tests/", "packaging/", "docs/"))]
+
+
+@needs_hatchling
+def test_the_wheel_brings_a_man_page_per_command_and_completions_where_shells_look_for_them(builds):
+    names = zipfile.ZipFile(builds[0]).namelist()
+    shared = {name.partition(".data/data/")[2] for name in names if ".data/data/" in name}
+
+    assert {f"share/man/man1/gpuguard-{name}.1" for name in COMMANDS} < shared
+    assert {
+        "share/bash-completion/completions/gpuguard",
+        "share/zsh/site-functions/_gpuguard",
+        "share/fish/vendor_completions.d/gpuguard.fish",
+        "share/man/man1/gpuguard.1",
+    } < shared
+
+
+@needs_hatchling
+def test_the_source_archive_gives_the_same_wheel(builds, tmp_path):
+    sources = builds[0].parent / "one" / "sources"
+    archive = built(sources, tmp_path, "sdist")
+    (tmp_path / "unpacked").mkdir()
+    subprocess.run(["tar", "--extract", "--file", str(archive), "--directory", str(tmp_path / "unpacked")], check=True)
+    (inside,) = (tmp_path / "unpacked").iterdir()
+
+    assert digest(built(inside, tmp_path, "wheel")) == digest(builds[0])
+
+
+@pytest.mark.parametrize("script", ["postinst", "prerm", "postrm"])
+def test_a_script_of_the_package_is_one_that_the_shell_reads(script):
+    done = subprocess.run(["sh", "-n", str(DEBIAN / script)], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nset -e\n" in (DEBIAN / script).read_text()
+
+
+def requirements() -> dict[str, str]:
+    """name -> lower bound, as pyproject.toml has them; tomllib is not in every Python that we run on."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"^dependencies = (\[.*?^\])", text, re.MULTILINE | re.DOTALL)
+    assert listed
+    return dict(line.split(">=") for line in ast.literal_eval(listed[1]))
+
+
+def test_the_package_asks_for_what_gpuguard_needs():
+    control = (DEBIAN / "control").read_text()
+    needed = requirements()
+
+    assert f"python3-psutil (>= {needed['psutil']})" in control
+    assert f"python3-yaml (>= {needed['pyyaml']})" in control
+    assert "Provides: python3-pynvml (= @PYNVML@)" in control  # which stands for nvidia-ml-py
+
+
+def test_the_recipe_for_conda_asks_for_what_gpuguard_needs():
+    text = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text()
+    recipe = yaml.safe_load(text)
+    run = [line for line in recipe["requirements"]["run"] if not line.startswith(("python ", "__"))]
+
+    assert run == [f"{name} >={bound}" for name, bound in requirements().items()]
+    assert recipe["context"]["version"] == gpuguard.__version__
+    assert f'requires-python = ">={recipe["context"]["python_min"]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def manifest(kind: str) -> dict[str, Any]:
+    found: list[dict[str, Any]] = list(yaml.safe_load_all((CONTAINER / "daemonset.yaml").read_text()))
+    (one,) = (document for document in found if document["kind"] == kind)
+    return one
+
+
+def containers() -> list[dict[str, Any]]:
+    pod: dict[str, Any] = manifest("DaemonSet")["spec"]["template"]["spec"]
+    return [*pod["initContainers"], *pod["containers"]]
+
+
+def test_the_policy_of_the_manifest_has_no_fault_and_does_nothing_to_anybody(tmp_path):
+    (tmp_path / "policy.yaml").write_text(manifest("ConfigMap")["data"]["policy.yaml"])
+    policies = load_policies(str(tmp_path / "policy.yaml")).policies
+
+    assert policies and not [policy.name for policy in policies if policy.enforce]
+
+
+@pytest.mark.parametrize("container", containers(), ids=lambda one: str(one["name"]))
+def test_a_container_of_the_manifest_runs_a_command_that_there_is(container):
+    command, *options = container["args"]
+
+    assert build_parser(command).parse_args(options)
+    assert "--enforce" not in options
+
+
+@pytest.mark.parametrize("container", containers(), ids=lambda one: str(one["name"]))
+def test_a_container_of_the_manifest_may_signal_and_see_others_and_nothing_else(container):
+    rights = container["securityContext"]
+
+    assert not rights.get("privileged") and not rights["allowPrivilegeEscalation"] and rights["readOnlyRootFilesystem"]
+    assert rights["capabilities"]["drop"] == ["ALL"]
+    assert set(rights["capabilities"].get("add", [])) <= {"KILL", "SYS_PTRACE"}
+
+
+def test_the_guard_of_a_node_sees_its_claims_and_its_pids():
+    pod = manifest("DaemonSet")["spec"]["template"]["spec"]
+    (node,) = (volume["hostPath"]["path"] for volume in pod["volumes"] if volume["name"] == "claims")
+    seen = {mount["mountPath"] for one in containers() for mount in one["volumeMounts"] if mount["name"] == "claims"}
+
+    assert pod["hostPID"] is True
+    assert {node} == seen == {ADMIN_DIRECTORY}
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("kubernetes_validate"), reason="NOT TESTED: needs kubernetes-validate (pip install it)"
+)
+def test_kubernetes_knows_every_key_of_the_manifests():
+    kubernetes_validate = importlib.import_module("kubernetes_validate")
+    for document in yaml.safe_load_all((CONTAINER / "daemonset.yaml").read_text()):
+        kubernetes_validate.validate(document, "1.31", strict=True)
+
+
+def test_what_the_image_copies_is_there():
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (CONTAINER / "Dockerfile").read_text(), re.MULTILINE)
+
+    assert copied
+    assert [name for line in copied for name in line.split() if not (ROOT / name).exists()] == []
+
+
+def test_a_machine_that_cannot_boot_a_container_is_told_what_is_missing(tmp_path):
+    words = [sys.executable, str(ROOT / "scripts" / "boot-test")]
+    done = subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 77
+    assert "SKIPPED" in done.stderr
+    assert ("systemd-container" if os.geteuid() == 0 else "root") in done.stderr
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two packages of this checkout."""
+    found: list[Path] = []
+    for name in ("one", "another"):
+        place = tmp_path_factory.mktemp(name)
+        words = [sys.executable, str(ROOT / "scripts" / "build-deb"), "--out", str(place)]
+        # As of one commit, even if somebody commits between the two.
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        if "No matching distribution" in done.stderr:
+            pytest.skip("NOT TESTED: needs the wheel of nvidia-ml-py from PyPI")
+        assert done.returncode == 0, done.stderr
+        found += place.glob("*.deb")
+    return found
+
+
+@needs_dpkg
+@needs_hatchling
+def test_the_same_checkout_gives_the_same_package(packages):
+    assert digest(packages[0]) == digest(packages[1])
+
+
+@needs_dpkg
+@needs_hatchling
+def test_the_package_lays_its_files_where_they_belong(packages):
+    done = subprocess.run(["dpkg-deb", "--contents", str(packages[0])], capture_output=True, text=True, check=True)
+    files = {line.split()[5].removeprefix(".") for line in done.stdout.splitlines() if not line.startswith("d")}
+    modules = "/usr/lib/python3/dist-packages/"
+    own = [
+        f"{modules}gpuguard/",
+        f"{modules}gpuguard-{gpuguard.__version__}.dist-info/",
+        "/usr/share/doc/gpuguard/",
+        "/usr/share/man/man1/gpuguard",
+    ]
+    own += [
+        "/usr/share/bash-completion/",
+        "/usr/share/zsh/",
+        "/usr/share/fish/",
+        "/usr/share/lintian/overrides/gpuguard",
+    ]
+
+    assert all(line.split()[1] == "root/root" for line in done.stdout.splitlines())
+    assert {file for file in files if not file.startswith(tuple(own))} == {
+        f"{modules}pynvml.py",
+        "/usr/bin/gpuguard",
+        "/etc/gpuguard/policy.yaml",
+        "/lib/systemd/system/gpuguard.service",
+        "/usr/lib/sysusers.d/gpuguard.conf",
+        "/usr/lib/tmpfiles.d/gpuguard.conf",
+    }
+
+
+@needs_dpkg
+@needs_hatchling
+@pytest.mark.skipif(not shutil.which("lintian"), reason="NOT TESTED: needs lintian (apt-get install lintian)")
+def test_lintian_finds_no_error_in_the_package(packages):
+    words = ["lintian", "--allow-root", "--fail-on", "error", str(packages[0])]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,310 @@
+"""Who of the line starts now, who when, and why not earlier."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lines import HOUR, a_machine, a_ticket, planned, started
+
+from gpuguard.line import plan as plans
+from gpuguard.line.order import Rules, Ticket, order
+from gpuguard.line.plan import Booking, Fit, Machine, Place, plan, promise
+from gpuguard.request import Request
+
+SHARE = Request(share=True, memory=2**30)
+
+
+def a_booking(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> Booking:
+    return Booking("b1", user, f"u{user}", gpus, begins, begins + HOUR, devices or ("d0", "d1"), **fields)
+
+
+def test_whoever_fits_starts_now_on_the_devices_that_he_likes_best() -> None:
+    (place,) = planned(line := [a_ticket(gpus=2)], a_machine(line))
+
+    assert place.now
+    assert place.devices == ("d0", "d1")
+    assert place.start == place.in_order == 0.0
+
+
+def test_several_start_at_once_and_never_on_the_same_devices() -> None:
+    places = planned(line := [a_ticket(gpus=2), a_ticket(2, 1), a_ticket(3, 1)], a_machine(line, 4))
+
+    assert len(started(places)) == 3
+    assert sorted(uuid for place in places for uuid in place.devices) == ["d0", "d1", "d2", "d3"]
+
+
+def test_the_start_of_a_request_is_the_end_of_the_last_claim_that_it_waits_for() -> None:
+    (place,) = planned(line := [a_ticket(gpus=2)], a_machine(line, 3, free=0, ends={"d0": 9.0, "d1": 5.0, "d2": 7.0}))
+
+    assert (place.start, place.devices, place.now) == (7.0, ("d1", "d2"), False)
+
+
+def test_a_claim_that_should_have_ended_tells_nothing() -> None:
+    (place,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": -1.0}))
+
+    assert (place.start, place.in_order) == (None, None)
+    assert place.request == Request()  # it can start some day
+
+
+def test_a_request_for_more_than_there_is_can_never_start() -> None:
+    (place,) = planned(line := [a_ticket(gpus=9)], a_machine(line))
+
+    assert (place.request, place.devices, place.now) == (None, (), False)
+
+
+def test_a_short_job_goes_first_where_it_puts_off_nobody() -> None:
+    line = [a_ticket(1, 2, time_limit=10.0), a_ticket(2, 1, time_limit=4.0)]
+
+    assert started(planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))) == [line[1].id]
+
+
+def test_a_long_job_that_would_put_off_the_first_waits_and_says_for_whom() -> None:
+    line = [a_ticket(1, 2, time_limit=10.0), a_ticket(2, 1, time_limit=6.0)]
+    places = planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))
+
+    assert started(places) == []
+    assert [place.passes for place in places] == [None, line[0].id]
+
+
+def test_a_job_of_unknown_length_never_goes_before_a_planned_start_on_its_devices() -> None:
+    line = [a_ticket(1, 2), a_ticket(2, 1)]
+
+    assert started(planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))) == []
+
+
+def test_a_job_of_unknown_length_takes_a_device_that_the_first_does_not_need() -> None:
+    line = [a_ticket(1, 2), a_ticket(2, 1)]
+
+    assert started(planned(line, a_machine(line, 3, free=["d2"], ends={"d0": 5.0, "d1": 5.0}))) == [line[1].id]
+    assert started(planned(line, a_machine(line, 3, free=["d2"], ends={"d0": 5.0}))) == []
+
+
+def test_a_start_may_be_put_off_until_the_promise_and_no_further() -> None:
+    def passing(limit: float, promised: float) -> list[str]:
+        line = [a_ticket(1, 2, promise=promised, time_limit=1.0), a_ticket(2, 1, time_limit=limit)]
+        return started(planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0})))
+
+    assert passing(6.0, promised=6.25)
+    assert not passing(6.5, promised=6.25)
+
+
+def test_nobody_whose_user_had_more_puts_off_a_start_even_within_the_promise() -> None:
+    line = [a_ticket(1, 2, promise=10.0, time_limit=1.0), a_ticket(2, 1, time_limit=6.0)]
+    machine = a_machine(line, 2, free=1, ends={"d1": 5.0})
+
+    assert started(planned(line, machine, {2: 10.0})) == []
+    assert started(planned(line, machine, {1: 10.0})) == [line[1].id]
+    assert started(planned(line, machine, {2: 10.0}, fair_share=False)) == [line[1].id]
+
+
+def test_a_lower_class_puts_off_nobody() -> None:
+    line = [a_ticket(1, 2, promise=10.0, time_limit=1.0), a_ticket(2, 1, time_limit=6.0, priority=-1)]
+
+    assert started(planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))) == []
+
+
+def test_where_no_start_can_be_planned_small_requests_pass_until_the_bound() -> None:
+    def passing(waited: float) -> list[str]:
+        line = [a_ticket(1, 2, since=-waited), a_ticket(2, 1)]
+        return started(planned(line, a_machine(line, 2, free=1), bound=HOUR))
+
+    assert passing(waited=HOUR - 1)
+    assert not passing(waited=HOUR + 1)
+
+
+def test_a_device_is_drained_only_for_whoever_could_use_it() -> None:
+    wide = Request(num_gpus=2, devices=("d0", "d1"))
+    line = [a_ticket(1, ways=[wide], since=-2 * HOUR), a_ticket(2)]
+    fits = {wide: Fit(("d0", "d1"), frozenset({"d0"})), Request(): Fit(("d0", "d1", "d2"), frozenset({"d0", "d2"}))}
+    (first, second) = planned(
+        line, Machine({**fits, Request(): Fit(("d2", "d0"), frozenset({"d0", "d2"}))}), bound=HOUR
+    )
+
+    assert (first.now, second.now, second.devices) == (False, True, ("d2",))
+
+
+def test_during_draining_a_job_with_a_limit_may_use_the_device_if_the_end_is_planned() -> None:
+    def passing(**fields: float) -> list[str]:
+        line = [a_ticket(1, 2, since=-30 * HOUR, promise=-1.0), a_ticket(2, 1, **fields)]
+        return started(planned(line, a_machine(line, 2, free=1, ends={"d1": 50.0})))
+
+    assert passing(time_limit=40.0)
+    assert not passing(time_limit=60.0)
+    assert not passing(expected=40.0)  # nobody sees to it that it ends then
+
+
+def test_the_promise_is_a_quarter_more_than_the_planned_wait() -> None:
+    (place,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": 8.0}))
+
+    assert promise(place, Rules(), 0.0) == 10.0
+    assert promise(Place(line[0], 1, None, None), Rules(), 0.0) is None
+
+
+def test_the_second_way_is_taken_where_it_starts_earlier() -> None:
+    wide, narrow = Request(num_gpus=2), Request(num_gpus=1)
+    line = [a_ticket(ways=[wide, narrow])]
+
+    assert planned(line, a_machine(line, 2))[0].request == wide
+    assert planned(line, a_machine(line, 2, free=1))[0].request == narrow
+    assert planned(line, a_machine(line, 2, free=0))[0].request == wide
+
+
+def test_a_gpu_and_its_instances_are_never_planned_beside_each_other() -> None:
+    gpu, part = Request(devices=("g",)), Request(mig="3g.40gb")
+    line = [a_ticket(1, ways=[gpu]), a_ticket(2, ways=[part]), a_ticket(3, ways=[part])]
+    fits = {gpu: Fit(("g",), frozenset("g")), part: Fit(("m1", "m2"), frozenset({"m1", "m2"}))}
+    kin = {"g": ("m1", "m2"), "m1": ("g",), "m2": ("g",)}
+
+    assert started(planned(line, Machine(fits, kin=kin))) == [line[0].id]
+    assert started(planned(line[1:], Machine(fits, kin=kin))) == [line[1].id, line[2].id]
+
+
+def test_shares_start_beside_each_other_and_not_beside_whoever_wants_the_device_alone() -> None:
+    line = [a_ticket(1, ways=[SHARE]), a_ticket(2, ways=[SHARE]), a_ticket(3)]
+
+    assert started(planned(line, a_machine(line, 1))) == [line[0].id, line[1].id]
+    assert started(planned(line[::-1], a_machine(line, 1))) == [line[2].id]
+
+
+def test_a_reservation_keeps_its_devices_from_jobs_that_may_last_until_then() -> None:
+    def passing(user: int = 1, gpus: int = 2, begins: float = 100.0, **fields: float) -> bool:
+        line = [a_ticket(user, **fields)]
+        machine = Machine(a_machine(line, 2).fits, bookings=(a_booking(gpus, begins),), free=frozenset({"d0", "d1"}))
+        return bool(started(planned(line, machine)))
+
+    assert not passing()
+    assert passing(time_limit=100.0)
+    assert not passing(time_limit=101.0)
+    assert passing(user=9)
+    assert passing(gpus=1)
+    assert passing(begins=plans.HORIZON_SECONDS + 1.0)
+
+
+def test_a_reservation_counts_what_its_user_has_already() -> None:
+    line = [a_ticket()]
+    fits = a_machine(line, ["d1"]).fits
+
+    assert not started(planned(line, Machine(fits, bookings=(a_booking(2, 0.0),), free=frozenset({"d1"}))))
+    assert started(planned(line, Machine(fits, bookings=(a_booking(1, 0.0, held=("d0",)),), free=frozenset({"d1"}))))
+
+
+def test_devices_that_nobody_in_line_wants_are_free_for_a_reservation() -> None:
+    line = [a_ticket(ways=[only := Request(devices=("d0",))])]
+    fits = {only: Fit(("d0",), frozenset({"d0"}))}
+    machine = Machine(fits, bookings=(a_booking(1, 0.0, "d0", "d1"),), free=frozenset({"d0", "d1"}))
+
+    assert started(planned(line, machine)) == [line[0].id]
+
+
+def test_whoever_has_no_place_yet_holds_up_nobody() -> None:
+    line = [a_ticket(1, 2, after="4711"), a_ticket(2, 1)]
+
+    assert started(planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))) == [line[1].id]
+
+
+def test_no_user_can_fill_the_line_before_another_one() -> None:
+    flood = [a_ticket(1, 8) for _ in range(plans.MOST_PLANNED + 50)]
+    line = [*flood, a_ticket(2)]
+
+    assert started(planned(line, a_machine(line, free=1))) == [line[-1].id]
+
+
+def test_whoever_stands_too_far_behind_for_a_plan_is_not_refused() -> None:
+    line = [a_ticket(1, 8) for _ in range(plans.MOST_PLANNED + 50)]
+    last = planned(line, a_machine(line, free=1))[-1]
+
+    assert (last.request, last.devices, last.start) == (line[-1].requests[0], (), None)
+
+
+def test_a_reason_to_wait_is_the_last_one() -> None:
+    """What stood in the way of a request when others had not started yet does not, once they have."""
+    line = [a_ticket(1, 1, time_limit=9.0), a_ticket(2, 1, time_limit=5.0)]
+    places = planned(line, a_machine(line, 1))
+
+    assert [(place.now, place.start, place.passes) for place in places] == [(True, 0.0, None), (False, 9.0, None)]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[Ticket], Machine, dict[int, float]]:
+    devices = [f"d{number}" for number in range(draw(st.integers(1, 6)))]
+    asked = [Request(num_gpus=count) for count in (1, 2, 4)]
+    fits = {}
+    opened = draw(st.sets(st.sampled_from(devices)))
+    for request in asked:
+        eligible = draw(st.permutations(devices))[: draw(st.integers(0, len(devices)))]
+        fits[request] = Fit(tuple(eligible), frozenset(eligible) & opened)
+    ends = draw(st.dictionaries(st.sampled_from(devices), st.floats(1, 100)))
+    lasts = st.none() | st.integers(1, 50).map(float)
+    tickets = st.builds(
+        a_ticket,
+        user=st.integers(1, 3),
+        ways=st.lists(st.sampled_from(asked), min_size=1, max_size=2, unique=True),
+        since=st.floats(-100, 0),
+        time_limit=lasts,
+        expected=lasts,
+        promise=st.none() | st.floats(-50, 100),
+        priority=st.integers(-1, 0),
+    )
+    usage = draw(st.dictionaries(st.integers(1, 3), st.floats(0, 100)))
+    line = order(draw(st.lists(tickets, max_size=8)), usage, Rules(bound=50.0), 0.0)
+    return line, Machine(fits, {uuid: end for uuid, end in ends.items() if uuid not in opened}), usage
+
+
+@settings(max_examples=400, deadline=None)
+@given(worlds())
+def test_a_free_device_is_left_idle_only_where_it_would_put_off_somebody(
+    world: tuple[list[Ticket], Machine, dict[int, float]],
+) -> None:
+    """Of whoever would fit onto what is left free, the plan names whom he would pass; and no device is given twice."""
+    line, machine, usage = world
+    places = plan(line, machine, usage, Rules(bound=50.0), 0.0)
+    used = [uuid for place in places if place.now for uuid in place.devices]
+    assert len(used) == len(set(used))
+
+    for place in places:
+        fits = any(
+            len(machine.fits[way].open - set(used)) >= way.num_gpus
+            for way in place.ticket.requests
+            if way in machine.fits
+        )
+        assert place.now or fits == (place.passes is not None)
+        if place.now:
+            assert place.request and set(place.devices) <= machine.fits[place.request].open
+
+
+@settings(max_examples=400, deadline=None)
+@given(worlds())
+def test_the_first_in_line_starts_if_he_fits_unless_he_can_wait_within_his_promise(
+    world: tuple[list[Ticket], Machine, dict[int, float]],
+) -> None:
+    line, machine, usage = world
+    places = plan(line, machine, usage, Rules(bound=50.0), 0.0)
+
+    if places and places[0].in_order == 0.0 and not places[0].now:
+        first = places[0]
+        assert first.ticket.promise is not None
+        assert any(place.now for place in places)
+        assert (first.start if first.start is not None else math.inf) <= first.ticket.promise + 1e-3
+
+
+def test_the_plan_of_500_requests_for_8_devices_takes_a_bounded_number_of_steps() -> None:
+    """No time: the number of planned starts that are computed, in the worst line we know: all lengths differ."""
+    line = [a_ticket(user % 60 + 1, 1 + user % 2, time_limit=1000.0 + user) for user in range(500)]
+    line.insert(0, a_ticket(99, 8, since=-1.0, time_limit=HOUR))
+    machine = a_machine(line, 8, free=4, ends={f"d{number}": 900.0 for number in range(4, 8)})
+    count, earliest = 0, plans._Plans.earliest
+
+    def counted(self: plans._Plans, *args: object) -> plans.Planned:
+        nonlocal count
+        count += 1
+        return earliest(self, *args)  # type: ignore[arg-type]
+
+    plans._Plans.earliest = counted  # type: ignore[method-assign, assignment]
+    try:
+        assert started(planned(line, machine)) == []
+    finally:
+        plans._Plans.earliest = earliest  # type: ignore[method-assign]
+    assert count < 10 * len(line)

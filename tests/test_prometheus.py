@@ -1,0 +1,185 @@
+"""The real Prometheus reads what we tell: its linter has nothing to say, and its answers are our numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from builders import a_claim_record, a_device, a_process, a_snapshot
+from commands import Gpuguard
+from exporters import a_node_exporter, a_prometheus, fetch, program
+from nodes import GIB, a_user, change, start
+from sources import ROOT
+from test_metrics import FULL, facts_about
+
+from gpuguard.backends.node import Course
+from gpuguard.views.exposition import to_prometheus
+from gpuguard.views.metrics import Family, families
+
+PACKAGING = ROOT / "packaging"
+RULES = PACKAGING / "prometheus" / "gpuguard.rules.yml"
+RULE_TESTS = PACKAGING / "prometheus" / "gpuguard.rules.test.yml"
+DASHBOARD = PACKAGING / "grafana" / "gpuguard.json"
+# What NVIDIA's public dashboard (12239) asks, but for two panels that need profiling counters; %s: its selector.
+NVIDIAS = (
+    "max(DCGM_FI_DEV_GPU_TEMP%s) by (Hostname, gpu, uuid)",
+    "avg(DCGM_FI_DEV_GPU_TEMP%s)",
+    "max(DCGM_FI_DEV_POWER_USAGE%s) by (Hostname, gpu, uuid)",
+    "sum(max(DCGM_FI_DEV_POWER_USAGE%s) by (gpu))",
+    "max(DCGM_FI_DEV_SM_CLOCK%s * 1000000) by (Hostname, UUID, gpu)",
+    "max(DCGM_FI_DEV_FB_USED%s) by (Hostname, gpu, GPU_I_ID, GPU_I_PROFILE)",
+    # as in its older versions
+    "DCGM_FI_DEV_GPU_UTIL%s",
+    "DCGM_FI_DEV_FB_FREE%s",
+    "DCGM_FI_DEV_MEM_CLOCK%s",
+    "rate(DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION%s[10s])",
+)
+SELECTOR = '{Hostname=~".+", gpu=~".+"}'
+
+
+def promtool(*words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program("promtool"), *words], input=text, capture_output=True, text=True, check=False)
+
+
+def everything() -> list[Family]:
+    claimed, used = a_device(0, **FULL), a_device(1, processes=(a_process(user="eve"),), problems=("lost",), **FULL)
+    snapshot = a_snapshot(claimed, used, claims=(a_claim_record(claimed),))
+    more = {
+        "waiting": (("bob", snapshot.taken_at - 60),), "quarantined": frozenset({used.uuid}), "daemon_up": True,
+        "actions": {("p", "warn", "done"): 1}, "unrecorded": 0, "troubles": 0, "interval": 2.0,
+    }  # fmt: skip
+    return families(facts_about(snapshot, **more))
+
+
+def names_told() -> set[str]:
+    return {family.name for family in everything()}
+
+
+def test_the_linter_of_prometheus_has_nothing_to_say():
+    done = promtool("check", "metrics", text=to_prometheus(everything()))
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "# TYPE gpuguard_x counter\ngpuguard_x 1\n",
+        "# HELP gpuguard_y_total Y.\n# TYPE gpuguard_y_total gauge\ngpuguard_y_total 1\n",
+    ],
+)
+def test_the_linter_would_have_something_to_say(planted):
+    assert promtool("check", "metrics", text=planted).returncode != 0
+
+
+def test_prometheus_answers_with_our_numbers(tmp_path):
+    place = str(tmp_path / "node")
+    start(place, "2xH100-80GB")
+    change(place, 1, temperature=Course(81.0, 81.0))
+    gpuguard = Gpuguard(tmp_path, None)
+    with a_user(place, "0", 10 * GIB), a_server(gpuguard) as target, a_prometheus(tmp_path, target) as prometheus:
+        prometheus.until("gpuguard_device_temperature_celsius")
+        page = fetch(f"http://{target}/metrics")
+
+        for name in ("gpuguard_device_temperature_celsius", "gpuguard_device_memory_used_bytes", "gpuguard_devices"):
+            told = sorted(
+                float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if re.match(rf"{name}[{{ ]", line)
+            )
+            read = sorted(float(one["value"][1]) for one in prometheus.query(name))
+            assert told == read and told, name
+        (hot,) = prometheus.query(
+            "(gpuguard_device_temperature_celsius > 80) * on(uuid) group_left(index, name) gpuguard_device_info"
+        )
+        assert hot["metric"]["index"] == "1"
+        assert prometheus.query("scrape_samples_scraped")[0]["value"][1] == str(
+            len([line for line in page.splitlines() if not line.startswith("#")])
+        )
+
+
+def test_the_questions_of_nvidias_dashboard_are_answered(tmp_path):
+    start(str(tmp_path / "node"), "2xH100-80GB")
+    with a_server(Gpuguard(tmp_path, None)) as target, a_prometheus(tmp_path, target, "dcgm") as prometheus:
+        prometheus.until("DCGM_FI_DEV_FB_FREE offset 3s")
+
+        assert [each for each in NVIDIAS if not prometheus.query(each % SELECTOR)] == []
+        assert prometheus.query("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE") == []  # the checker can fail
+
+
+def test_node_exporter_reads_the_file(tmp_path):
+    directory = tmp_path / "textfile"
+    directory.mkdir()
+    start(str(tmp_path / "node"), "2xH100-80GB")
+    with a_node_exporter(tmp_path, directory) as url:
+        before = fetch(url)
+        assert Gpuguard(tmp_path, None)("metrics", "--textfile", str(directory)).returncode == 0
+        page = fetch(url)
+
+    assert "gpuguard_devices" not in before
+    assert "gpuguard_devices 2\n" in page and "node_textfile_scrape_error 0\n" in page
+
+
+def test_the_alarms_do_what_their_tests_say():
+    done = promtool("test", "rules", str(RULE_TESTS))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert promtool("check", "rules", str(RULES)).returncode == 0
+
+
+def test_the_tests_of_the_alarms_can_fail(tmp_path):
+    planted = RULES.read_text().replace("> 85", "> 185")
+    assert planted != RULES.read_text()
+    (tmp_path / RULES.name).write_text(planted)
+    (tmp_path / RULE_TESTS.name).write_text(RULE_TESTS.read_text())
+
+    assert promtool("test", "rules", str(tmp_path / RULE_TESTS.name)).returncode != 0
+
+
+def test_every_alarm_is_tested():
+    alarms = re.findall(r"alert: (\w+)", RULES.read_text())
+    tested = set(re.findall(r"alertname: (\w+)", RULE_TESTS.read_text()))
+
+    assert alarms and set(alarms) == tested
+
+
+@pytest.mark.parametrize("path", [RULES, DASHBOARD], ids=lambda path: path.name)
+def test_what_is_asked_is_told(path: Path):
+    asked = set(re.findall(r"\bgpuguard_[a-z_]+", path.read_text())) - {"gpuguard_rules"}
+
+    assert asked - names_told() == set()
+
+
+def test_the_dashboard_asks_what_prometheus_understands_and_answers(tmp_path):
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    assert len(asked) >= 12
+    start(str(tmp_path / "node"), "2xH100-80GB")
+    with a_server(Gpuguard(tmp_path, None)) as target, a_prometheus(tmp_path, target) as prometheus:
+        prometheus.until("gpuguard_devices offset 3s")
+        for each in asked:
+            prometheus.query(each.replace("$instance", ".+").replace("$__rate_interval", "10s"))  # a fault raises
+
+
+class a_server:  # noqa: N801  read as a phrase
+    """`gpuguard metrics --serve` at a port of its own: its address."""
+
+    def __init__(self, gpuguard: Gpuguard, *options: str) -> None:
+        self._gpuguard, self._options = gpuguard, options
+
+    def __enter__(self) -> str:
+        self._process = self._gpuguard.start("metrics", "--serve", "127.0.0.1:0", *self._options)
+        assert self._process.stderr
+        line = self._process.stderr.readline()
+        found = re.search(r"http://([\d.:]+)/metrics", line)
+        assert found, line + self._process.stderr.read()
+        return found[1]
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            assert self._process.wait(20) == 0
+        finally:
+            self._process.kill()
+            self._process.communicate()

@@ -1,0 +1,294 @@
+"""`gpuguard queue`: the screen and the JSON of the waiting line, and what does not count in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+from booked import a_reservation, a_reserved
+from builders import a_claim_record, a_device, a_process, a_snapshot, a_uuid
+from machines import Machine
+from test_who import DOCUMENT, documented, printed
+
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.cli.dispatch import run_command_line
+from gpuguard.clusters.slurm_queue import Queued
+from gpuguard.documents.accounts import Accounts
+from gpuguard.line.file import LineFile
+from gpuguard.line.keys import parse
+from gpuguard.line.order import Rules, Ticket
+from gpuguard.line.plan import Place
+from gpuguard.line.reservations import Judged, Reserved
+from gpuguard.line.standing import Standing
+from gpuguard.line.tickets import Held, Torn, ticket_content
+from gpuguard.lock import acquire
+from gpuguard.request import Request
+from gpuguard.views.queue import to_json, to_text
+from gpuguard.views.text import display_width
+
+NOW = 1_700_000_000.0
+EVIL = "\x1b[2J\n\u202e\udcff李"
+
+
+def a_ticket(**fields):
+    facts = {"id": "t1", "uid": 1001, "user": "alice", "since": NOW - 65, "requests": (Request(num_gpus=2),)}
+    return Ticket(**facts | fields)
+
+
+def a_place(number=1, *, start=None, now=False, **ticket):
+    its = a_ticket(**ticket)
+    return Place(its, number, start, start, now, its.requests[0], (a_uuid(0),))
+
+
+NOTHING = Reserved()
+
+
+def a_line(*places, torn=(), claims=(), reserved=NOTHING, **snapshot):
+    seen = a_snapshot(a_device(), a_device(), claims=claims, **snapshot)
+    return Standing(places, torn, seen, claims, (), float("inf"), (), NOW, reserved=reserved)
+
+
+def text(*places, site=None, width=None, **line):
+    return to_text(a_line(*places, **line), site or LineFile(), width=width)
+
+
+# The screen
+
+
+def test_an_empty_line_says_so():
+    assert text() == ["node1: no requests in line (fair share)"]
+    assert text(simulated=True) == ["SIMULATED node node1: no requests in line (fair share)"]
+
+
+def test_each_request_has_a_row_and_its_prospects_below_it():
+    claim = a_claim_record(a_uuid(0), ends=NOW + 7200)
+    promise = time.strftime("%H:%M", time.localtime(NOW + 9000))
+
+    assert text(
+        a_place(start=NOW + 7200, promise=NOW + 9000, note="sweep", command=("python", "a b.py")),
+        a_place(2, user="李小明", uid=7, requests=(Request(num_gpus=1), Request(num_gpus=4)), priority=1),
+        claims=(claim,),
+    ) == [
+        "node1: 2 requests in line (fair share)",
+        "#  USER      GPUS  WAITED  COMMAND",
+        "1  alice        2    1m5s  \"sweep\"  python 'a b.py'",
+        "    starts in about 2h, when device 0 is free: time limit of alice's job; "
+        f"at the latest {promise}, if time limits are kept",
+        "2  李小明  1 or 4    1m5s  [high] n/a",
+        "    nobody knows when it starts: alice's request before it has no time limit",
+    ]
+
+
+def test_a_promise_of_another_day_has_its_date():
+    (_, _, _, below) = text(a_place(start=NOW + 86400, promise=NOW + 90_000))
+
+    assert time.strftime("at the latest %a %d %b %H:%M", time.localtime(NOW + 90_000)) in below
+
+
+def test_who_starts_now_is_not_told_when_at_the_latest():
+    assert text(a_place(now=True, promise=NOW + 60))[-1] == "    starts now"
+
+
+def test_a_promise_that_is_over_is_not_shown():
+    assert "at the latest" not in text(a_place(promise=NOW - 60))[-1]
+
+
+def test_one_that_waits_for_something_else_says_for_what():
+    assert text(a_place(after="waits until process 4711 has ended"))[-1] == (
+        "    not in line yet: waits until process 4711 has ended"
+    )
+
+
+def test_a_site_in_order_of_arrival_says_so():
+    assert text(site=LineFile(Rules(fair_share=False)))[0].endswith("(order of arrival)")
+
+
+def test_torn_tickets_are_named_with_their_owner_and_the_reason():
+    lines = text(torn=(Torn(1002, "0badcafe", "it cannot be understood: \x1b[2J"), Torn(-1, "x", "it cannot be read")))
+
+    assert lines[1:] == [
+        "",
+        "Not counted:",
+        "  ticket 0badcafe of uid 1002: it cannot be understood: \\x1b[2J",
+        "  ticket x of somebody: it cannot be read",
+    ]
+
+
+def test_faults_of_the_rules_are_shown_with_their_place(monkeypatch):
+    lines = text(site=LineFile(*parse(b"patience: 25\n", Accounts())))
+
+    assert lines[2] == "The rules of this site do not count, because their file has faults:"
+    assert lines[3].startswith("/etc/gpuguard/line.yaml:1:11: ") and "'25' has no unit" in lines[3]
+    assert lines[4:6] == ["  patience: 25", "            ^"]
+
+
+def a_hostile_line():
+    record = a_claim_record(a_uuid(0), user=EVIL, ends=NOW + 60)
+    return a_line(
+        a_place(user=EVIL, note=EVIL, command=(EVIL, "x" * 300), start=NOW + 60, promise=NOW + 90),
+        a_place(2, after=EVIL, command=()),
+        torn=(Torn(1, EVIL, EVIL),),
+        claims=(record,),
+        host=EVIL,
+        reserved=a_reserved(Judged(a_reservation(user=EVIL, id=EVIL, note=EVIL), EVIL), torn=(Torn(1, EVIL, EVIL),)),
+    )
+
+
+@pytest.mark.parametrize("width", [None, 12, 40, 80, 200])
+def test_hostile_text_is_shown_and_does_no_harm(width):
+    lines = to_text(a_hostile_line(), LineFile(), width=width)
+
+    assert all(line.isprintable() for line in lines)
+    assert width is None or all(display_width(line) <= width for line in lines)
+
+
+def test_a_narrow_terminal_folds_the_reason_and_loses_nothing_of_it():
+    place = a_place(start=NOW + 7200, promise=NOW + 9000)
+    line = a_line(place, claims=(a_claim_record(a_uuid(0), user="李小明", ends=NOW + 7200),))
+    wide, narrow = to_text(line, LineFile()), to_text(line, LineFile(), width=40)
+
+    assert len(narrow) > len(wide)
+    assert " ".join(line.strip() for line in narrow[3:]) == wide[3].strip()
+
+
+def test_a_pipe_gets_the_whole_command_line():
+    assert "x" * 500 in "\n".join(text(a_place(command=("echo", "x" * 500))))
+
+
+# The JSON
+
+
+def a_full_output():
+    jobs = (Queued("12", "bob", "x", "PENDING", 2, "Priority", NOW, None, None),)
+    return json.loads(json.dumps(to_json(a_hostile_line(), LineFile(*parse(b"what: 1\n", Accounts())), jobs)))
+
+
+def test_the_document_describes_exactly_the_fields_that_are_printed():
+    assert documented("queue", DOCUMENT.read_text(encoding="utf-8")) == printed("queue", a_full_output())
+
+
+def test_a_field_missing_on_either_side_is_noticed():
+    page = DOCUMENT.read_text(encoding="utf-8")
+
+    assert documented("queue", page.replace("| `latest_start` |", "| latest |")) != printed("queue", a_full_output())
+    assert documented("queue", page) != printed("queue", {**a_full_output(), "extra": 1})
+
+
+def test_unknown_is_null_and_never_zero():
+    (place,) = to_json(a_line(a_place()), LineFile())["places"]
+
+    unknown = {name for name, value in place.items() if value is None}
+    assert unknown == {
+        "pid", "time_limit_seconds", "expected_seconds", "expected_start", "latest_start", "after", "note", "command",
+    }  # fmt: skip
+    assert [name for name, value in place.items() if value == 0 and value is not False] == []
+
+
+def test_the_numbers_are_those_of_the_ticket_and_of_the_plan():
+    (place,) = to_json(a_line(a_place(start=NOW + 60, promise=NOW + 75, priority=-1, time_limit=9.0)), LineFile())[
+        "places"
+    ]
+
+    assert (place["waited_seconds"], place["expected_start"], place["latest_start"]) == (65.0, NOW + 60, NOW + 75)
+    assert (place["priority"], place["time_limit_seconds"], place["requests"]) == ("low", 9.0, ["-n 2"])
+
+
+# The command, on real locks and tickets
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Two devices."""
+    machine = Machine(a_device(0), a_device(1))
+    monkeypatch.setattr("gpuguard.cli.looking.backend_of", lambda args: machine)
+    monkeypatch.setenv("GPUGUARD_LINE", str(tmp_path / "line.yaml"))
+    return machine
+
+
+@pytest.fixture
+def queue(machine, tmp_path, capsys):
+    def run(*words):
+        status = run_command_line(["queue", "--dir", str(tmp_path), *words])
+        output, error = capsys.readouterr()
+        assert (status, error) == (0, "")
+        return output
+
+    return run
+
+
+@pytest.fixture
+def waits(tmp_path):
+    """Puts a ticket of this process into the line."""
+    held = []
+
+    def put(**fields):
+        ticket = a_ticket(**{"pid": os.getpid()} | fields)
+        held.append(Held(lock_directory(str(tmp_path)), ticket_content(ticket)))
+        return held[-1]
+
+    yield put
+    for ticket in held:
+        ticket.leave()
+
+
+def test_nobody_waits(queue):
+    assert queue().endswith(": no requests in line (fair share)\n")
+    assert json.loads(queue("--json"))["places"] == []
+
+
+def test_who_waits_is_shown_with_the_reason(queue, waits, machine, tmp_path):
+    with acquire(machine, Request(), lock_directory(str(tmp_path)), time_limit=7200):
+        ticket = waits(requests=(Request(num_gpus=2),), command=("python", "x.py"), time_limit=60.0)
+        (place,) = json.loads(queue("--json"))["places"]
+        shown = queue()
+
+    assert (place["id"], place["number"], place["pid"]) == (ticket.id, 1, os.getpid())
+    assert "starts in about 2h, when device 1 is free: time limit of " in shown
+    assert place["expected_start"] == pytest.approx(time.time() + 7200, abs=30)
+
+
+def test_looking_at_the_line_does_not_change_it(queue, waits):
+    ticket = waits()
+
+    assert queue("--json") != "" and ticket.counts
+    assert [each["id"] for each in json.loads(queue("--json"))["places"]] == [ticket.id]
+
+
+def test_a_torn_ticket_is_named_and_the_others_count(queue, waits, tmp_path):
+    whole, torn = waits(), waits()
+    path = lock_directory(str(tmp_path))
+    with open(f"{path.records}/{path.prefix}ticket.{torn.id}.json", "w") as file:
+        file.write('{"schema": 1, "requests": [')
+
+    content = json.loads(queue("--json"))
+    assert [each["id"] for each in content["places"]] == [whole.id]
+    assert [(each["id"], each["uid"]) for each in content["not_counted"]] == [(torn.id, os.geteuid())]
+    assert f"  ticket {torn.id} of uid {os.geteuid()}: it cannot be understood" in queue()
+
+
+def test_the_rules_of_the_site_are_read_and_their_faults_told(queue, tmp_path):
+    (tmp_path / "line.yaml").write_text("fair_share: false\n")
+    assert "(order of arrival)" in queue()
+
+    (tmp_path / "line.yaml").write_text("fair_share: no\n")
+    assert "The rules of this site do not count" in queue() and "line.yaml:1:13" in queue()
+    assert json.loads(queue("--json"))["faults"] == [queue().splitlines()[3]]
+
+
+def test_a_strangers_process_keeps_a_request_waiting_and_is_named(queue, waits, machine):
+    waits(requests=(Request(num_gpus=2),))
+    machine.change(0, processes=(a_process(user="bob"),), memory_used=2**34)
+
+    assert "nobody knows when it starts: a device is in use without a claim" in queue()
+
+
+def test_what_the_daemon_saw_is_used_instead_of_the_driver(queue, machine, monkeypatch):
+    asked = []
+    monkeypatch.setattr("gpuguard.cli.looking.read_state", lambda *a, **k: asked.append(a) or a_snapshot(host="seen"))
+
+    assert queue().startswith("seen: ")
+    assert asked and machine.asked == []
+    assert not queue("--fresh").startswith("seen: ")
+    assert machine.asked

@@ -1,0 +1,234 @@
+"""On a real Ray: its tasks, actors and jobs exclude people beside it, and get other devices where those were quicker.
+
+A head of Ray with 8 devices of a simulated node, three of which outsiders hold.  It ends by the ids of its processes,
+which bear a variable of this test: `ray stop` ends whatever has the right name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import nodes
+import psutil
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    find_spec("ray") is None, reason="NOT TESTED on a real Ray: `.venv/bin/pip install 'ray[default]'` brings it"
+)
+
+TASKS = str(Path(__file__).with_name("ray_tasks.py"))
+MARK = "GPUGUARD_TEST_RAY"
+TAKEN = ("0", "1", "2")
+
+
+class Head:
+    """A head of Ray, and what surrounds it."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.sim = place, str(place / "sim")
+        nodes.start(self.sim, "8xH100-80GB")
+        port, clients = free_port(), free_port()
+        self.environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "GPUGUARD_DIR": self.sim,
+            "GPUGUARD_BACKEND": f"simulated:{self.sim}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TMPDIR": str(place),
+            MARK: secrets.token_hex(8),
+        }
+        self.log = open(place / "ray.log", "w+b")  # noqa: SIM115
+        options = {
+            "num-gpus": 8, "num-cpus": 8, "port": 0, "dashboard-host": "127.0.0.1", "dashboard-port": port,
+            "min-worker-port": 0, "max-worker-port": 0, "ray-client-server-port": clients,
+            "dashboard-agent-listen-port": 0, "dashboard-agent-grpc-port": 0, "metrics-export-port": 0,
+            "temp-dir": place, "object-store-memory": 100_000_000, "include-dashboard": "true",
+        }  # fmt: skip
+        words = [f"--{name}={value}" for name, value in options.items()]
+        self.child = self.start(
+            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words, stderr=self.log
+        )
+
+    def start(self, *words: str, **more: Any) -> subprocess.Popen[str]:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": more.get("stderr", subprocess.PIPE)}
+        return subprocess.Popen(words, env=self.environment, cwd=self.place, text=True, **{**streams, **more})
+
+    @contextlib.contextmanager
+    def running(self, *words: str, **more: Any) -> Iterator[subprocess.Popen[str]]:
+        with self.start(*words, **more) as child:
+            try:
+                yield child
+            finally:
+                child.terminate()
+
+    def answers(self) -> bool:
+        assert self.child.poll() is None, Path(self.log.name).read_text()
+        bearer = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
+        request = Request(f"{self.environment['RAY_API_SERVER_ADDRESS']}/api/jobs/", headers=bearer)
+        with contextlib.suppress(OSError), urlopen(request, timeout=10) as answer:  # also of 500, as long as it starts
+            # Without it a program would look for any Ray of this machine.
+            self.environment["RAY_ADDRESS"] = (self.place / "ray_current_cluster").read_text()
+            return bool(answer.status == 200)
+        return False
+
+    def gpuguard(self, *words: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "gpuguard", *words]
+        environment = {**self.environment, **more}
+        return subprocess.run(command, env=environment, cwd=self.place, capture_output=True, text=True, timeout=120)
+
+    def tasks(self, what: str, witness: Path, *more: str) -> Any:
+        """What the programs in ray_tasks answer, once Ray has all devices back."""
+        with self.running(sys.executable, TASKS, what, str(witness), *more, stderr=subprocess.PIPE) as child:
+            said, complaints = child.communicate(timeout=120)
+        assert said, complaints
+        found = json.loads(said.splitlines()[-1])
+        assert found["back"] == 8
+        return found["answer"]
+
+    @contextlib.contextmanager
+    def outsider(self, witness: Path, devices: str) -> Iterator[subprocess.Popen[str]]:
+        """Somebody beside Ray who computes on these devices."""
+        words = ["run", "--gpus", devices, "--", sys.executable, TASKS, "hold", str(witness)]
+        with self.running(sys.executable, "-m", "gpuguard", *words, stderr=subprocess.DEVNULL) as child:
+            assert nodes.eventually(lambda: (witness / devices[-1]).exists(), 30)
+            yield child
+
+    def stop(self) -> None:
+        """End all that came of us: our children's children, and what bears our mark, until nothing is left."""
+        mark = f"{MARK}={self.environment[MARK]}".encode()
+        head = psutil.Process(self.child.pid)
+        # Some of them write their names over their environment.
+        left = [head, *head.children(recursive=True)]
+        while left:
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.child.poll()
+            psutil.wait_procs(left, timeout=5)
+            left = [process for process in psutil.process_iter() if bears(process.pid, mark)]
+        self.child.wait()
+        self.log.close()
+
+
+def bears(pid: int, mark: bytes) -> bool:
+    try:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    # Ray's sockets lie below this directory, and their names must not exceed 107 characters.
+    head = Head(Path(tmp_path_factory.mktemp("r")))
+    try:
+        assert nodes.eventually(head.answers, 60)
+        yield head
+    finally:
+        head.stop()
+
+
+@pytest.fixture
+def witness(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def taken(head: Head, witness: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Outsiders on three devices, those that Ray gives first."""
+    with contextlib.ExitStack() as stack:
+        yield {device: stack.enter_context(head.outsider(witness, device)) for device in TAKEN}
+
+
+def test_sixteen_tasks_on_eight_devices_three_of_which_outsiders_hold_all_run_and_none_meets_another(
+    head: Head, taken: object, witness: Path
+) -> None:
+    devices = head.tasks("tasks", witness, "16")
+
+    assert len(devices) == 16
+    assert set(devices) <= {"3", "4", "5", "6", "7"}
+    assert not (witness / "overlap").exists()
+
+
+def test_the_witness_sees_tasks_that_are_not_guarded(head: Head, taken: object, witness: Path) -> None:
+    head.tasks("tasks", witness, "4", "--unguarded")
+
+    assert (witness / "overlap").exists()
+
+
+def test_actors_and_generators_are_guarded_as_long_as_they_live(head: Head, taken: object, witness: Path) -> None:
+    where, notes, visible, claim = head.tasks("others", witness)
+
+    assert where not in TAKEN
+    assert "Ray: Trainer" in notes
+    assert visible not in (*TAKEN, where)
+    assert claim
+    assert not (witness / "overlap").exists()
+
+
+def test_a_task_waits_until_somebody_leaves_a_device_when_all_are_taken(
+    head: Head, taken: dict[str, subprocess.Popen[str]], witness: Path
+) -> None:
+    with head.outsider(witness, "3,4,5,6,7"):
+        assert head.tasks("late", witness) == ["WaitTimeout", 1, 0]
+        with head.running(sys.executable, TASKS, "tasks", str(witness), "1", stderr=subprocess.PIPE) as child:
+            assert nodes.eventually(lambda: "Ray: train" in head.gpuguard("queue").stdout, 60)
+            taken["1"].terminate()
+            said, complaints = child.communicate(timeout=120)
+
+    assert json.loads(said.splitlines()[-1])["answer"] == ["1"], complaints
+
+
+def test_a_submitted_command_runs_elsewhere_with_its_output_and_its_exit_code(
+    head: Head, taken: object, witness: Path
+) -> None:
+    script = "pwd; echo on $CUDA_VISIBLE_DEVICES; echo words >&2; printf end; exit 3"
+    done = head.gpuguard("submit", "--via", "ray", "--attach", "-n", "2", "--", "sh", "-c", script)
+
+    *_, place, devices, words, end = done.stdout.splitlines()
+    assert (place, words, end) == (str(head.place), "words", "end")
+    assert set(devices.removeprefix("on ").split(",")) <= {"3", "4", "5", "6", "7"}
+    assert "because others hold what Ray gave first (0,1)" in done.stdout
+    assert done.returncode == 3
+
+
+def test_ctrl_c_ends_the_command_which_may_save_its_state(head: Head, witness: Path) -> None:
+    script = "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.1; done"
+    words = ["submit", "--via", "ray", "--attach", "--", "sh", "-c", script]
+    with head.running(sys.executable, "-m", "gpuguard", *words, stderr=subprocess.PIPE) as child:
+        assert child.stdout
+        assert child.stdout.readline() == "up\n"
+        child.send_signal(signal.SIGINT)
+        said, complaints = child.communicate(timeout=120)
+
+    assert "saved" in said
+    assert child.returncode == 130, complaints
+    assert nodes.eventually(lambda: not json.loads(head.gpuguard("who", "--json").stdout)["devices"][0]["claims"])
+
+
+def test_without_the_token_a_submission_is_refused_in_words(head: Head) -> None:
+    done = head.gpuguard("submit", "--via", "ray", "--", "true", RAY_AUTH_TOKEN="x" * 64)
+
+    assert done.returncode == 125
+    assert "Ray does not let us in" in done.stderr
+    assert "RAY_AUTH_TOKEN" in done.stderr

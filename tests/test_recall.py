@@ -1,0 +1,203 @@
+"""A guard that is started again knows what it did: no crash loop signals more often than the limits allow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import a_daemon
+from driven import driven
+from fake_nvml import GIB, FakeNvml
+from guarded import Scene, a_child, a_scene
+
+from gpuguard import actions, history
+from gpuguard.clusters import slurm_jobs
+from gpuguard.guards import recall
+from gpuguard.guards.case import boot_clock
+from gpuguard.guards.ledger import HOUR, SIGNALS_PER_MINUTE, VICTIMS_PER_HOUR, Deed, Ledger
+from gpuguard.guards.recall import Recalled, recalled
+
+POLICY = "policies: [{name: small, for: 0s, when: {memory: {above: 1GiB}}, steps: [terminate]}]"
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
+    return tmp_path / "events.jsonl"
+
+
+def past(log: Path, **more: float) -> Recalled:
+    return recalled(str(log), **{"clock": boot_clock(), "now": time.time(), **more})
+
+
+def restarted(scene: Scene, log: Path) -> None:
+    """The scene's guard begins anew, with what the log says."""
+    scene.context(ledger=Ledger(list(past(log).deeds)), append=history.append)
+
+
+def test_a_deed_comes_back_from_its_line_as_it_was(log: Path) -> None:
+    with a_scene() as scene:
+        scene.context(append=history.append)
+        assert scene.act().word == "sent"
+        (deed,) = scene.context().ledger.deeds
+
+    (found,) = past(log).deeds
+    assert found.clock == pytest.approx(deed.clock, abs=0.01)
+    assert found == replace(deed, clock=found.clock, memory=None, memory_used=())
+    assert found.signature
+
+
+def test_what_was_not_done_in_earnest_comes_back_as_such(log: Path) -> None:
+    with a_scene() as scene:
+        scene.context(append=history.append, enforce=False)
+        assert scene.act().word == "dry run"
+
+    assert [deed.live for deed in past(log).deeds] == [False]
+
+
+def test_the_limit_on_signals_holds_for_a_guard_that_crashes_after_each(log: Path) -> None:
+    words = []
+    for _ in range(SIGNALS_PER_MINUTE + 2):
+        with a_scene() as scene:
+            restarted(scene, log)
+            words.append(scene.act("renice").word)
+
+    assert words == ["sent"] * SIGNALS_PER_MINUTE + ["refused"] * 2
+
+
+@pytest.mark.root
+def test_a_daemon_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
+    with FakeNvml(tmp_path, devices=4) as fake, ExitStack() as stack:
+        children = [stack.enter_context(a_child()) for _ in range(4)]
+        for place, child in enumerate(children):
+            fake.add_process(place, child.pid, 2 * GIB)
+        with driven(tmp_path, fake, POLICY) as daemon:
+            daemon.until("terminate", 2)
+            daemon.end(signal.SIGKILL)
+            before = daemon.events("terminate")
+            daemon.start()
+            after = daemon.until("terminate", len(before) + 2)[len(before) :]
+
+            # All run the same program for the same user: two of them within an hour are enough.
+            assert [event["outcome"] for event in after] == ["refused", "refused"]
+            assert sum(child.poll() is None for child in children) == 2
+
+
+# What the log can look like.
+
+
+def a_line(**change: Any) -> dict[str, Any]:
+    facts = {"start_time_seconds": 12.5, "clock_seconds": boot_clock() - 10, "boot": recall.boot_id()}
+    line = {"schema": 1, "time_unix_seconds": time.time() - 10, "kind": "terminate", "outcome": "about to", "pid": 4711}
+    return line | {"facts": facts | change.pop("facts", {})} | change
+
+
+def write(log: Path, *lines: dict[str, Any] | str) -> None:
+    with log.open("a") as file:
+        file.writelines(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+
+
+def test_no_log_means_no_deeds(log: Path) -> None:
+    assert past(log) == Recalled()
+
+
+def test_only_the_last_hour_counts_and_the_rotated_file_belongs_to_it(log: Path) -> None:
+    long_ago = {"time_unix_seconds": time.time() - HOUR - 60}
+    write(
+        log.with_name("events.jsonl.1"), a_line(**long_ago, pid=1), "garbage of long ago", a_line(**long_ago), a_line()
+    )
+    other = {"schema": 1, "time_unix_seconds": time.time(), "kind": "daemon", "outcome": "started"}
+    write(log, other, a_line(pid=4712))
+
+    found = past(log)
+    assert [deed.process for deed in found.deeds] == [(4711, 12.5), (4712, 12.5)]
+    assert found.trouble is None
+
+
+def test_a_process_of_another_boot_is_nobody_here(log: Path) -> None:
+    write(log, a_line(kind="kill", facts={"boot": "another", "clock_seconds": 5.0}))
+    (deed,) = past(log).deeds
+
+    assert deed.process[0] == 0
+    assert boot_clock() - deed.clock == pytest.approx(10, abs=1)
+
+
+@pytest.mark.parametrize("ahead", [3600.0, 1e9])
+def test_a_clock_that_was_set_back_makes_no_deed_older(log: Path, ahead: float) -> None:
+    write(log, a_line(time_unix_seconds=time.time() + ahead, facts={"boot": "another"}))
+    (deed,) = past(log).deeds
+
+    assert boot_clock() - deed.clock < 5
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "garbage",
+        '{"schema": 1, "time_unix_seconds": 17',
+        "\0" * 4096,
+        json.dumps(a_line(facts={"clock_seconds": "soon"})),
+        json.dumps(a_line(outcome="perhaps")),
+        json.dumps(a_line(pid="many")),
+        json.dumps(a_line() | {"facts": [{"clock_seconds": 1}]}),
+    ],
+)
+def test_a_damaged_line_counts_as_a_deed_of_just_now(log: Path, damaged: str) -> None:
+    write(log, a_line(), damaged)
+    found = past(log)
+
+    assert "damaged" in (found.trouble or "")
+    assert [deed.action for deed in found.deeds if deed.live] == ["terminate"] * 2
+    assert boot_clock() - found.deeds[-1].clock < 5
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "device"])
+def test_nobody_is_hit_while_it_cannot_be_known_who_was(log: Path, kind: str) -> None:
+    make = {"directory": os.mkdir, "fifo": os.mkfifo, "device": lambda path: os.symlink("/dev/null", path)}
+    make[kind](log)
+    found = past(log)
+
+    assert "cannot be read" in (found.trouble or "")
+    with a_scene() as scene:
+        scene.context(ledger=Ledger(list(found.deeds)))
+        said = scene.act()
+        assert said.word == "refused"
+        assert {each.check for each in said.against} == {"rate", "victims"}
+        assert said.wait == pytest.approx(HOUR, abs=5)
+        assert scene.lives()
+
+
+def test_damage_without_end_is_no_worse_than_a_log_that_cannot_be_read(log: Path) -> None:
+    write(log, *["garbage"] * 10_000)
+
+    assert len(past(log).deeds) == 2 * VICTIMS_PER_HOUR
+
+
+def test_every_action_that_is_counted_has_its_deed_in_its_line(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in (("job_of", "7"), ("against_cancelling", None), ("cancel", None)):
+        monkeypatch.setattr(slurm_jobs, name, lambda *_, answer=answer: answer)
+    for action in sorted(actions._SIGNALS.keys() - {"checkpoint", "kill"}):
+        with a_scene() as scene:
+            scene.context(append=history.append)
+            assert scene.act(action).word == "sent"
+
+    assert {deed.action for deed in past(log).deeds} == actions._SIGNALS.keys() - {"checkpoint", "kill"}
+
+
+def test_a_daemon_says_what_it_cannot_know(tmp_path: Path, log: Path) -> None:
+    write(log, '{"kind": "something else"}')
+    with a_daemon(tmp_path) as daemon:
+        (event,) = [each for each in daemon.events("daemon") if each["outcome"] == "past unknown"]
+
+    assert "damaged lines in the audit log: 1" in event["message"]
+
+
+def test_deeds_are_known_by_what_only_their_lines_have() -> None:
+    assert set(recall.facts_of(Deed(1.0, "kill", (2, 3.0), (), True))) == {"signature", "clock_seconds", "boot"}

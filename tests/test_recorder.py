@@ -1,0 +1,267 @@
+"""The thread that writes the usage store: whatever happens to the disk, nobody waits, and nothing counts twice."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from nodes import eventually
+from stores import ALICE, FIRST, a_sample, at, fill, held
+
+from gpuguard.usage import recorder as recorder_module
+from gpuguard.usage import storefile
+from gpuguard.usage.consult import SLOTS, consult
+from gpuguard.usage.recorder import QUEUE, Recorder
+
+LONGEST = 30.0
+HOUR = 3600.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "state" / "usage.db")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(recorder_module, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(recorder_module, "SUMS_SHARE", 0)
+
+
+class Told(list[str]):
+    """What an admin was told."""
+
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+
+@contextmanager
+def a_recorder(path: str, say: Told | None = None, *windows: float) -> Iterator[Recorder]:
+    recorder = Recorder(path, say if say is not None else Told())
+    recorder.windows = frozenset(windows)
+    recorder.start()
+    try:
+        yield recorder
+    finally:
+        recorder.stop(20.0)
+
+
+def feed(recorder: Recorder, first: int, last: int, **fields: float) -> None:
+    """A sample at the begin of each of these slots; waits until all were taken note of."""
+    for number in range(first, last):
+        assert eventually(lambda: recorder._queue.qsize() < QUEUE)
+        recorder.record(a_sample(at(number), **fields), LONGEST)
+    assert eventually(recorder._queue.empty)
+
+
+def claimed(path: str, now: int) -> float:
+    return consult(path, lambda usage: usage.gpu_seconds({HOUR}), at(now)).get(ALICE, {}).get(HOUR, 0.0)
+
+
+def test_what_was_sampled_is_written_slot_by_slot_and_the_rest_at_the_end(path):
+    with a_recorder(path) as recorder:
+        feed(recorder, 0, 10)
+        recorder.record(a_sample(at(9) + 4.0), LONGEST)
+        assert eventually(lambda: held(path, at(10))[10] == (9, 90, 90))
+
+    assert held(path, at(10)) == {10: (10, 94, 94), 60: (2, 94, 94), 900: (1, 94, 94)}
+
+
+def test_after_a_restart_the_sums_go_on(path):
+    for first in (0, 10):
+        with a_recorder(path) as recorder:
+            feed(recorder, first, first + 10)
+
+    assert claimed(path, 20) == 180
+
+
+def test_spent_tells_what_is_written_and_what_waits_to_be(path):
+    fill(path, range(FIRST, FIRST + 5))
+    with a_recorder(path, None, HOUR, 60.0) as recorder:
+        assert recorder.spent() == {}
+        feed(recorder, 5, 6)
+        recorder.record(a_sample(at(5) + 3.0), LONGEST)
+
+        assert eventually(lambda: recorder.spent() == {ALICE: {HOUR: 53.0, 60.0: 53.0}}), recorder.spent()
+        feed(recorder, 6, 20)
+        assert eventually(lambda: recorder.spent() == {ALICE: {HOUR: 190.0, 60.0: 60.0}}), recorder.spent()
+        recorder.windows = frozenset({60.0})
+        feed(recorder, 20, 21)
+        assert eventually(lambda: recorder.spent() == {ALICE: {60.0: 60.0}}), recorder.spent()
+    assert recorder.spent() == {}
+
+
+def test_a_gap_of_more_than_some_intervals_is_not_counted(path):
+    with a_recorder(path) as recorder:
+        for clock in (0, 10, 20, 51, 61):
+            recorder.record(a_sample(at(0) + clock), LONGEST)
+
+    assert claimed(path, 10) == 30
+
+
+def test_recording_never_waits_and_what_does_not_fit_is_unknown(path):
+    recorder = Recorder(path, Told())  # not started: nobody takes anything out
+    begun = time.monotonic()
+    for number in range(10 * QUEUE):
+        recorder.record(a_sample(at(number)), LONGEST)
+
+    assert recorder._queue.qsize() == QUEUE
+    assert time.monotonic() - begun < 5.0
+    recorder.start()
+    assert eventually(recorder._queue.empty)
+    recorder.stop(20.0)
+    assert held(path, at(QUEUE))[10][1] == 10 * (QUEUE - 1)
+
+
+def test_a_store_that_another_daemon_writes_is_told_once_and_nothing_is_lost(path):
+    said = Told()
+    os.makedirs(os.path.dirname(path))
+    other = storefile.lock(path)
+    with a_recorder(path, said, HOUR) as recorder:
+        feed(recorder, 0, 30)
+        assert "another daemon writes it" in (recorder.why_unknown(5.0) or "")
+        assert (len(said), recorder.spent()) == (1, {})
+        os.close(other)
+        feed(recorder, 30, 40)
+        assert eventually(lambda: claimed(path, 60) >= 380)
+
+    assert [text for text in said if "written again" in text] == said[1:]
+    assert claimed(path, 60) == 390
+
+
+def test_a_disk_that_stays_full_takes_two_hours_of_memory_and_no_more(path, monkeypatch):
+    monkeypatch.setattr(recorder_module, "PENDING", 20)
+    said = Told()
+    os.makedirs(os.path.dirname(path))
+    other = storefile.lock(path)
+    with a_recorder(path, said) as recorder:
+        feed(recorder, 0, 100)
+        assert eventually(lambda: len(recorder._tally.slots) <= 21)
+        os.close(other)
+        feed(recorder, 100, 101)
+
+    assert claimed(path, 101) in (200, 210)
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("content", [b"not a database" * 1000, b"SQLite format 3\0" + bytes(5000)])
+def test_a_damaged_store_is_renamed_and_a_new_one_begun(path, content):
+    said = Told()
+    os.makedirs(os.path.dirname(path))
+    Path(path).write_bytes(content)
+    with a_recorder(path, said) as recorder:
+        feed(recorder, 0, 10)
+
+    (aside,) = (each for each in os.listdir(os.path.dirname(path)) if "damaged" in each)
+    assert (Path(path).parent / aside).read_bytes() == content
+    assert len(said) == 1
+    assert aside in said[0]
+    assert "a new one is begun" in said[0]
+    assert claimed(path, 10) == 90
+
+
+def test_a_store_of_an_earlier_version_is_set_aside_whole_and_a_new_one_begun(path):
+    fill(path, range(FIRST, FIRST + 10))
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    before, said = Path(path).read_bytes(), Told()
+    with a_recorder(path, said) as recorder:
+        feed(recorder, 100, 110)
+
+    (aside,) = (each for each in os.listdir(os.path.dirname(path)) if ".old-" in each)
+    assert (Path(path).parent / aside).read_bytes() == before
+    assert len(said) == 1
+    assert "is of an earlier gpuguard (version 1 of its tables" in said[0]
+    assert "damaged" not in said[0]
+    assert claimed(path, 110) == 90
+
+
+def test_who_waits_is_written_down_and_when_nobody_can_tell_that_too(path):
+    with a_recorder(path) as recorder:
+        for number, wanted in enumerate(({}, {ALICE: 4}, {ALICE: 2, 7: 1}, None)):
+            recorder.record(a_sample(at(number)), LONGEST, wanted)
+
+    found = consult(path, lambda usage: usage.waiting(at(0), at(4)), at(4))
+    assert [(one.uid, one.waiting, one.wanted) for one in found] == [(ALICE, 20, 60), (7, 10, 10), (None, 10, 0)]
+
+
+def test_a_store_that_is_damaged_again_and_again_is_not_renamed_for_ever(path, monkeypatch):
+    said = Told()
+
+    def spoiled(path: str, *, check: bool) -> None:
+        Path(path).write_bytes(b"")
+        raise storefile.sqlite3.DatabaseError("malformed")
+
+    monkeypatch.setattr(storefile, "opened", spoiled)
+    with a_recorder(path, said) as recorder:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        feed(recorder, 0, 30)
+        assert recorder.spent() == {}
+
+    assert len([each for each in os.listdir(os.path.dirname(path)) if "damaged" in each]) == 2
+    assert "nothing is recorded any more" in said[-1]
+    assert len(said) <= 3
+
+
+def test_a_place_that_cannot_be_made_is_told_once(tmp_path):
+    said = Told()
+    (tmp_path / "file").write_text("")
+    with a_recorder(f"{tmp_path}/file/usage.db", said) as recorder:
+        feed(recorder, 0, 20)
+        assert "cannot be written" in (recorder.why_unknown(5.0) or "")
+
+    assert len(said) == 1
+    assert f"File exists: {tmp_path}/file" in said[0]
+
+
+def test_a_recorder_that_was_not_started_has_no_trouble_to_tell(path):
+    recorder = Recorder(path, Told())
+    recorder.stop(1.0)
+
+    assert recorder.why_unknown(1.0) is None
+
+
+FULL = """
+import resource, sys
+sys.path[:0] = sys.argv[2:]
+import test_recorder as tests
+from gpuguard.usage import recorder as module
+module.RETRY_SECONDS = 0.0
+path, said = sys.argv[1], tests.Told()
+with tests.a_recorder(path, said, tests.HOUR) as recorder:
+    tests.feed(recorder, 0, 10)
+    assert tests.eventually(lambda: recorder.trouble is None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    tests.feed(recorder, 10, 40)
+    assert tests.eventually(lambda: recorder.trouble is not None)
+    assert recorder.spent() == {}, recorder.spent()
+    assert len(said) == 1, said
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    tests.feed(recorder, 40, 50)
+    assert tests.eventually(lambda: recorder.trouble is None)
+print(said)
+"""
+
+
+def test_a_full_disk_stops_nobody_and_what_waited_is_written_when_there_is_room_again(path):
+    here = os.path.dirname(os.path.abspath(__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, path, here, os.path.dirname(here)], capture_output=True, text=True, timeout=60
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "cannot be written" in done.stdout
+    assert "is written again" in done.stdout
+    assert claimed(path, 50) == 490
+    assert held(path, at(50))[900] == (1, 490, 490)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    assert set(SLOTS) == {10, 60, 900}

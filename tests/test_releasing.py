@@ -1,0 +1,376 @@
+"""A claim is released from outside: all of it, for good, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import a_device, a_process, a_snapshot
+from claimholders import Holder, a_holder
+
+from gpuguard.claims import releasing
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.claims.records import record_path
+from gpuguard.claims.releasing import gripped, let_go, users_of
+from gpuguard.claims.wishes import FULL_BYTES, RELEASED, YIELD, Letter, read, released, unanswered, write
+from gpuguard.errors import ClaimError
+from gpuguard.model import ClaimRecord
+
+GPUS = tuple(f"GPU-{place:08x}-0000-4000-8000-{place:012x}" for place in range(4))
+BY_ROOT = Letter(RELEASED, "root", "somebody waits")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path / "claims"))
+
+
+def is_free(directory: LockDirectory, name: str) -> bool:
+    descriptor = open_lock(directory, name)
+    try:
+        return try_flock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def free(directory: LockDirectory, names=GPUS) -> list[str]:
+    return [name for name in names if is_free(directory, name)]
+
+
+def test_all_devices_of_a_claim_are_free_at_once_while_its_process_lives(directory):
+    with a_holder(directory, *GPUS[:3]) as holder:
+        with gripped(directory, holder.record()) as grip:
+            held = free(directory)
+            let_go(grip, BY_ROOT)
+
+        assert (held, free(directory)) == ([GPUS[3]], list(GPUS))
+        assert holder.lives() and holder.record() is None
+        assert not os.path.exists(record_path(directory, holder.uid, holder.id))
+
+
+def test_a_claim_that_was_released_is_not_taken_again_and_says_who_released_it(directory):
+    with a_holder(directory, *GPUS) as holder:
+        with gripped(directory, holder.record()) as grip:
+            let_go(grip, BY_ROOT)
+
+        said = holder.does("claim.reassert()")
+        assert said.startswith("ClaimLost: the claim 1dea1234 was released by root") and "somebody waits" in said
+        assert free(directory) == list(GPUS)
+        assert holder.does("claim.reassert()") == "None"  # it holds nothing any more: there is nothing to lose
+        assert holder.does("claim.release()") == "None"
+
+
+def test_others_keep_what_they_took_meanwhile(directory):
+    with a_holder(directory, *GPUS[:2]) as holder:
+        with gripped(directory, holder.record()) as grip:
+            let_go(grip, BY_ROOT)
+        with a_holder(directory, *GPUS[:2], name="0ther") as other:
+            assert "released by root" in holder.does("claim.reassert()")
+            assert holder.does("claim.release()") == "None"
+            assert free(directory) == list(GPUS[2:]) and other.record()
+
+
+def test_a_bystanders_claim_of_the_same_user_and_even_of_the_same_process_stays(directory):
+    second = (
+        f"[globals().update(l2=(take_lock(directory, {GPUS[2]!r}, fcntl.LOCK_EX),)),"
+        f" globals().update(c2=Claim('5ec0nd', (SimpleNamespace(uuid={GPUS[2]!r}, index=0),), l2)),"
+        " c2.explain(directory, None, [])] and None"
+    )
+    with a_holder(directory, GPUS[0]) as holder, a_holder(directory, GPUS[1], name="other") as bystander:
+        assert holder.does(second) == "None"
+        with gripped(directory, holder.record()) as grip:
+            let_go(grip, BY_ROOT)
+
+        assert free(directory) == [GPUS[0], GPUS[3]]
+        assert (holder.does("c2.reassert()"), bystander.does("claim.reassert()")) == ("None", "None")
+
+
+def test_an_inner_claim_gives_up_its_own_locks_and_not_those_of_the_claim_around_it(directory):
+    nested = f"{GPUS[0]}.nested"
+    with a_holder(directory, GPUS[0]) as outer, a_holder(directory, nested, name="1dea1234.inner") as inner:
+        with gripped(directory, inner.record()) as grip:
+            let_go(grip, BY_ROOT)
+
+        assert is_free(directory, nested) and not is_free(directory, GPUS[0])
+        assert outer.does("claim.reassert()") == "None"
+
+
+def test_the_shared_lock_of_a_whole_device_stays_with_the_other_claim_of_the_process(directory):
+    two = (
+        "[globals().update({n: Claim(n, (SimpleNamespace(uuid=u, index=0),),"
+        f" (take_lock(directory, u, fcntl.LOCK_EX), take_lock(directory, {GPUS[0]!r}, fcntl.LOCK_SH)))}})"
+        " or globals()[n].explain(directory, None, []) for n, u in (('one', 'MIG-1'), ('two', 'MIG-2'))] and None"
+    )
+    with a_holder(directory) as holder:
+        holder.does(two)
+        with gripped(directory, ClaimRecord("one", holder.uid, "", ("MIG-1",))) as grip:
+            let_go(grip, BY_ROOT)
+
+        assert (is_free(directory, "MIG-1"), is_free(directory, "MIG-2"), is_free(directory, GPUS[0])) == (
+            True, False, False,
+        )  # fmt: skip
+        assert holder.does("two.release()") == "None"
+        assert is_free(directory, GPUS[0])
+
+
+def test_a_job_that_outlived_its_wrapper_gives_up_what_it_inherited(directory):
+    with a_holder(directory, *GPUS[:2]) as holder:
+        record = holder.record()
+        job = "__import__('subprocess').Popen(['sleep', '100'], pass_fds=claim.pass_fds).pid"
+        pid = int(holder.does(job))
+        holder.child.kill()
+        holder.child.wait()
+        try:
+            assert free(directory) == list(GPUS[2:])
+            with gripped(directory, record) as grip:
+                let_go(grip, BY_ROOT)
+            assert free(directory) == list(GPUS)
+            assert os.path.exists(f"/proc/{pid}")
+        finally:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("unlocked", range(4))
+def test_what_a_killed_releaser_began_is_finished_by_the_claim_itself_or_by_the_next_one(directory, unlocked):
+    for finish in ("claim", "releaser"):
+        name = f"1dea{finish}"
+        with a_holder(directory, *GPUS, name=name) as holder:
+            record = holder.record()
+            if (child := os.fork()) == 0:
+                killed_after(unlocked, directory, record)
+            os.waitpid(child, 0)
+            assert len(free(directory)) == unlocked  # half: all of it is decided, and is seen to be
+            if finish == "claim":
+                assert "released by root" in holder.does("claim.reassert()")
+            else:
+                with gripped(directory, record) as grip:
+                    let_go(grip, BY_ROOT)
+
+            assert free(directory) == list(GPUS) and holder.record() is None
+
+
+def killed_after(unlocked: int, directory: LockDirectory, record: ClaimRecord) -> None:
+    """Release, and die of SIGKILL before the next unlock."""
+    left, real = [unlocked], fcntl.flock
+
+    def flock(descriptor: Any, operation: int) -> None:
+        if operation == fcntl.LOCK_UN:
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+        real(descriptor, operation)
+
+    with gripped(directory, record) as grip:
+        releasing.fcntl.flock = flock
+        let_go(grip, BY_ROOT)
+    os._exit(1)
+
+
+RELEASE = """
+import sys
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.records import read_record
+from gpuguard.claims.releasing import gripped, let_go
+from gpuguard.claims.wishes import RELEASED, Letter
+directory = lock_directory(sys.argv[1])
+claim = read_record(directory, int(sys.argv[2]), sys.argv[3])
+print("now", flush=True)
+with gripped(directory, claim) as grip:
+    let_go(grip, Letter(RELEASED, "root"))
+"""
+
+
+def test_whoever_of_the_two_is_killed_at_whatever_instant_a_claim_is_held_or_free_and_never_half(directory):
+    chance, seen, longest = random.Random(4), {"held": 0, "free": 0}, 0.03
+    with a_holder(directory, GPUS[3], name="bystander") as bystander:
+        for turn in range(32):
+            with a_holder(directory, *GPUS[:3]) as holder:
+                words = [sys.executable, "-c", RELEASE, directory.path, str(holder.uid), holder.id]
+                with subprocess.Popen(words, stdout=subprocess.PIPE) as releaser:
+                    assert releaser.stdout and releaser.stdout.readline() == b"now\n"
+                    time.sleep(chance.uniform(0, longest))
+                    (releaser if turn % 2 else holder.child).kill()
+                    (releaser if turn % 2 else holder.child).wait()
+                if turn % 2 and holder.record():
+                    holder.does("claim.reassert()")  # as the next tick of `gpuguard run` does
+                now = free(directory, GPUS[:3])
+                assert now in ([], list(GPUS[:3]))
+                assert turn % 2 or now  # whose process is dead holds nothing
+                seen["free" if now else "held"] += 1
+                if turn % 2:
+                    longest *= 0.7 if now else 1.4  # some instants lie before the release and some behind it
+                assert bystander.does("claim.reassert()") == "None" and not is_free(directory, GPUS[3])
+            assert free(directory, GPUS[:3]) == list(GPUS[:3])
+
+    assert min(seen.values()) >= 1, seen
+
+
+def test_nothing_is_unlocked_when_the_decision_cannot_be_written_down(directory, monkeypatch):
+    def full(descriptor: int, letter: Letter) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(releasing, "write", full)
+    with a_holder(directory, *GPUS) as holder:
+        with gripped(directory, holder.record()) as grip, pytest.raises(OSError, match="space"):
+            let_go(grip, BY_ROOT)
+
+        assert free(directory) == [] and holder.does("claim.reassert()") == "None"
+
+
+def rewritten(holder: Holder, descriptors: object) -> ClaimRecord | None:
+    """Its record, which lists these descriptors from now on."""
+    path = Path(record_path(holder.directory, holder.uid, holder.id))
+    content = path.read_text()
+    path.write_text(content[: content.index('"descriptors"')] + f'"descriptors": {json.dumps(descriptors)}}}')
+    return holder.record()
+
+
+@pytest.mark.parametrize("descriptors", [[0], [2**19], [-1], ["3"], None, "3", [True], {}, 7, list(range(1000))])
+def test_a_record_that_names_other_descriptors_than_locks_releases_nothing(directory, descriptors):
+    with a_holder(directory, GPUS[0]) as holder:
+        rewritten(holder, descriptors)
+        with pytest.raises(ClaimError), gripped(directory, holder.record()):
+            pass
+
+        assert not is_free(directory, GPUS[0])
+
+
+def test_a_record_that_lists_any_number_of_files_fills_nobodys_table_of_open_files(directory, monkeypatch):
+    seen, real = [], releasing._is_lock
+
+    def is_lock(*each: Any) -> bool:
+        seen.append(len(os.listdir("/proc/self/fd")))
+        return real(*each)
+
+    monkeypatch.setattr(releasing, "_is_lock", is_lock)
+    with a_holder(directory, GPUS[0]) as holder, ExitStack() as stack:
+        holder.does("globals().update(files=[os.open('/dev/null', os.O_RDONLY) for _ in range(100)])")
+        for _ in range(3):
+            fork = int(holder.does("os.fork() or __import__('time').sleep(60)"))
+            stack.callback(os.kill, fork, signal.SIGKILL)
+        before = len(os.listdir("/proc/self/fd"))
+        with suppress(ClaimError), gripped(directory, rewritten(holder, list(range(100)))):
+            pass
+
+    assert len(seen) > 100 and max(seen) < before + 10
+
+
+def test_a_descriptor_that_is_closed_while_it_is_borrowed_is_no_fault(directory, monkeypatch):
+    def closed(*_: object) -> int:
+        raise OSError(errno.EBADF, "closed")
+
+    with a_holder(directory, GPUS[0]) as holder:
+        monkeypatch.setattr(releasing, "_getfd", closed)
+        with pytest.raises(ClaimError, match="just ending"), gripped(directory, holder.record()):
+            pass
+
+
+def test_nobody_is_searched_for_longer_than_it_is_worth(directory, monkeypatch):
+    with a_holder(directory, GPUS[0]) as holder:
+        monkeypatch.setattr(releasing, "SEARCH_SECONDS", -1.0)
+        with pytest.raises(ClaimError, match="Look again"), gripped(directory, holder.record()):
+            pass
+
+
+def test_a_claim_that_has_ended_cannot_be_gripped(directory):
+    with a_holder(directory, GPUS[0]) as holder:
+        record = holder.record()
+    with pytest.raises(ClaimError, match="has ended"), gripped(directory, record):
+        pass
+
+
+# --- letters ------------------------------------------------------------------------------------------------------
+
+
+def letter_box(tmp_path: Path, behind: bytes = b"") -> int:
+    path = tmp_path / "record"
+    path.write_bytes(b'{"id": "x"}' + behind)
+    return os.open(path, os.O_RDWR)
+
+
+def test_letters_are_read_in_their_order_and_the_last_wish_waits_for_its_answer(tmp_path):
+    box = letter_box(tmp_path)
+    before = unanswered(box)
+    write(box, Letter(YIELD, "alice", "näher", 5.0))
+    asked = unanswered(box)
+    write(box, Letter("refused", "gpuguard run", "pid 3 computes"))
+
+    assert (before, asked, unanswered(box)) == (None, Letter(YIELD, "alice", "näher", 5.0), None)
+    assert [letter.what for letter in read(box)] == ["yield", "refused"]
+    assert released(box) is None
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"\n", b"\nx\n", b"\n[]\n", b'\n{"what": "released"', b'\n{"what": "bogus"}\n', b'\n{"what": ["released"]}\n',
+        b"\n" + b"[" * 9000 + b"\n", b"\n\xff\xfe\n", b"\n" + b"x" * 100_000, b'\n{"what": 7}\n', b"\nnull\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_letter_is_none_and_holds_up_nobody(tmp_path, junk):
+    assert read(letter_box(tmp_path, junk)) == ()
+    assert released(letter_box(tmp_path, junk)) is None
+
+
+def test_a_letter_behind_junk_is_read_and_a_box_that_is_full_says_so(tmp_path):
+    box = letter_box(tmp_path, b"\n" + b"x" * 20_000)
+    write(box, BY_ROOT)
+    assert released(box) is not None
+
+    with pytest.raises(ClaimError, match="full"):
+        write(letter_box(tmp_path, b"x" * (FULL_BYTES + 1)), BY_ROOT)
+
+
+def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_letters():
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.close(writer)
+
+    assert (released(writer), unanswered(writer)) == (None, None)
+
+
+# --- who computes under a claim -----------------------------------------------------------------------------------
+
+MINE = ClaimRecord("c", 1001, "alice", ("GPU-A",), pid=50)
+
+
+@pytest.mark.parametrize(
+    ("process", "counts"),
+    [
+        (a_process(7, uid=1001), True),
+        (a_process(7, uid=0), True),  # a container
+        (a_process(7, uid=None, start_time=None), True),
+        (a_process(50, uid=1002), True),  # sudo: the wrapper itself
+        (a_process(7, uid=1002), False),
+        (a_process(7, uid=1001, kind="graphics"), False),
+    ],
+)
+def test_whoever_may_belong_to_the_claim_computes_under_it(process, counts):
+    users, unknown = users_of(MINE, a_snapshot(a_device(uuid="GPU-A", processes=(process,))), {})
+
+    assert (bool(users), unknown) == (counts, None)
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        (),
+        (a_device(uuid="GPU-B"),),
+        (a_device(uuid="GPU-A", processes=None),),
+        (a_device(uuid="GPU-A", processes_plausible=False),),
+        (a_device(uuid="GPU-A"), a_device(1, uuid="MIG-1", parent_uuid="GPU-A", processes=None)),
+    ],
+)
+def test_what_cannot_be_seen_is_unknown_and_not_nobody(devices):
+    assert users_of(MINE, a_snapshot(*devices), {})[1]

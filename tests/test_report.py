@@ -1,0 +1,339 @@
+"""What a report says of GPU time: nothing twice, nothing made up, and what is unknown is said to be."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import a_claim_record, a_device, a_process, a_snapshot
+from stores import FIRST, at
+from test_who import DOCUMENT, documented, printed
+
+from gpuguard.model import Snapshot
+from gpuguard.usage import storefile
+from gpuguard.usage.consult import consult
+from gpuguard.usage.report import BY, Report, gathered
+from gpuguard.usage.tally import NOBODY_KNOWS, Slot, rates_of
+from gpuguard.views import report as view
+from gpuguard.views.claims import ended_claims
+from gpuguard.views.history import remarks
+from gpuguard.views.report_page import to_html
+from gpuguard.views.text import display_width, json_text, style
+
+ALICE, BOB, CAROL, DAVE = 1001, 1002, 1003, 1004
+NAMES = {ALICE: "alice", BOB: "王小明", CAROL: "<script>alert(1)</script>\x1b[31m", DAVE: "=cmd()"}
+GROUPS = {ALICE: ("lab", "staff"), BOB: ("lab",), CAROL: ()}
+HOUR = 360  # slots
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "usage.db")
+
+
+def a_machine(clock: float, *, energy: float | None = 300.0) -> Snapshot:
+    """Alice works on 0, Bob leaves 1 idle, Carol uses 2 without a claim, and of Dave's 3 nobody can tell."""
+    measured = None if energy is None else energy * clock
+    devices = (
+        a_device(0, processes=(a_process(10, uid=ALICE),), utilization=90.0, total_energy=measured),
+        a_device(1, processes=(a_process(11, uid=BOB),), utilization=0.0, total_energy=measured),
+        a_device(2, processes=(a_process(12, uid=CAROL),), utilization=50.0, total_energy=None),
+        a_device(3, processes=None, utilization=50.0, total_energy=None),
+    )
+    claims = tuple(
+        a_claim_record(devices[place], id=str(uid), uid=uid) for place, uid in ((0, ALICE), (1, BOB), (3, DAVE))
+    )
+    return a_snapshot(*devices, claims=claims, clock=clock, taken_at=clock)
+
+
+def recorded(path: str, numbers: range, **waiting: Any) -> None:
+    """These slots of that machine."""
+    connection = storefile.opened(path, check=False)
+    rates = rates_of(a_machine(0.0), a_machine(10.0))
+    rates.waiting = waiting.get("waiting", {})
+    slots = {}
+    for number in numbers:
+        slots[FIRST + number] = slot = Slot()
+        slot.add(rates, 10.0)
+    storefile.write(connection, slots, a_machine(0.0).devices)
+    storefile.settle(connection)
+    connection.close()
+
+
+def reported(path: str, by: str = "user", begin: int = 0, end: int = HOUR, **more: Any) -> Report:
+    return consult(
+        path,
+        lambda usage: gathered(
+            usage, by, at(begin), at(end), lambda uid: NAMES.get(uid, str(uid)), lambda uid: GROUPS.get(uid, ()), **more
+        ),
+        at(end),
+    )
+
+
+def shown(report: Report, width: int | None = None, claims=None, **more: Any) -> str:
+    return "\n".join(view.to_text(report, claims, width=width, paint=lambda text, _: text, **more))
+
+
+def page(report: Report, claims=None) -> str:
+    return to_html(report, claims, "node<1>", at(HOUR))
+
+
+DRAWN = ("utilization_percent", "claimed_percent")
+
+
+def test_time_is_used_or_idle_or_unknown_or_without_a_claim(path):
+    recorded(path, range(HOUR))
+    rows = {row.uid: row for row in reported(path).rows}
+
+    assert {uid: (row.claimed, row.used, row.idle, row.unknown, row.unclaimed) for uid, row in rows.items()} == {
+        ALICE: (3600, 3600, 0, 0, 0),
+        BOB: (3600, 0, 3600, 0, 0),
+        CAROL: (0, 0, 0, 0, 3600),
+        DAVE: (3600, 0, 0, 3600, 0),
+    }
+
+
+def test_energy_that_nobody_measured_is_unknown_and_not_zero(path):
+    recorded(path, range(HOUR))
+    rows = {row.uid: row.energy for row in reported(path).rows}
+
+    assert rows == {ALICE: 300 * 3600, BOB: 300 * 3600, CAROL: None, DAVE: None}
+    assert "n/a" in shown(reported(path))
+
+
+def test_who_is_in_several_groups_counts_in_each_and_who_is_in_none_is_not_lost(path):
+    recorded(path, range(HOUR))
+    rows = {row.name: (row.claimed, row.unclaimed) for row in reported(path, "group").rows}
+
+    assert rows == {"lab": (7200, 0), "staff": (3600, 0), "(in no group)": (3600, 3600)}
+
+
+def test_by_device_each_device_has_a_row_also_one_that_nobody_used(path):
+    recorded(path, range(HOUR))
+
+    assert [(row.name, row.claimed) for row in reported(path, "device").rows] == [
+        ("GPU 0", 3600), ("GPU 1", 3600), ("GPU 2", 0), ("GPU 3", 3600),
+    ]  # fmt: skip
+
+
+def test_who_wastes_most_comes_first_and_who_wastes_nothing_is_not_named(path):
+    recorded(path, range(HOUR))
+
+    assert [row.uid for row in reported(path).wasters] == [BOB, CAROL]
+
+
+def test_waiting_is_told_with_its_share(path):
+    recorded(path, range(HOUR), waiting={ALICE: (1000.0, 3.0), 2000: (500.0, 1.0)})
+    report = reported(path)
+    rows = {row.uid: (row.waiting, row.wanted) for row in report.rows}
+
+    assert (rows[ALICE], rows[2000], rows[BOB]) == ((3600, 10800), (1800, 3600), (0, 0))
+    assert "3.00 (75 %)" in shown(report)
+
+
+def test_when_nobody_could_look_at_the_line_nobody_is_said_not_to_have_waited(path):
+    recorded(path, range(HOUR), waiting={NOBODY_KNOWS: (1000.0, 0.0)})
+    report = reported(path)
+
+    assert {(row.waiting, row.wanted) for row in report.rows} == {(None, None)}
+    assert "nobody could tell who waited in line" in shown(report)
+
+
+def test_a_time_that_was_half_watched_says_so_and_one_that_was_watched_does_not(path):
+    recorded(path, range(HOUR // 2))
+
+    assert "The daemon saw 50 % of this time (30m); of the rest nothing is known." in shown(reported(path))
+    assert "nothing is known" not in shown(reported(path, end=HOUR // 2))
+
+
+def test_a_time_that_begins_before_the_record_says_so(path):
+    recorded(path, range(HOUR))
+
+    text = shown(reported(path, begin=-HOUR))
+    assert "The record begins" in text
+    assert "saw 50 %" in text
+
+
+def test_a_time_that_is_shorter_than_a_slot_says_so(path):
+    recorded(path, range(HOUR))
+    found = consult(path, lambda usage: usage.watched(at(10) + 1, at(10) + 4), at(10) + 4)
+
+    assert remarks(found, None) == ["No slot of the record begins in so short a time: they are 10 s wide."]
+
+
+def test_an_empty_record_is_no_report_of_zeros(path):
+    storefile.opened(path, check=True).close()
+    text = shown(reported(path))
+
+    assert "The daemon has written nothing down yet." in text
+    assert not re.search(r"\b0\b", text.splitlines()[-1])
+
+
+@pytest.mark.parametrize("by", ["user", "group", "device"])
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_nothing_is_wider_than_the_terminal(path, by, width):
+    recorded(path, range(HOUR), waiting={ALICE: (1000.0, 3.0)})
+
+    assert max(map(display_width, shown(reported(path, by), width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_number_is_cut_off_on_a_narrow_terminal(path, width):
+    recorded(path, range(HOUR), waiting={ALICE: (1000.0, 3.0)})
+    wide, narrow = (shown(reported(path), each) for each in (None, width))
+
+    assert "3.00 (100 %)" in wide
+    assert "3.00 (100 %)" in narrow
+    assert not re.search(r"\d…", narrow.split("Least used")[0].partition("USER")[2])
+
+
+def test_bars_stand_on_a_terminal_under_each_other_also_with_chinese_names(path):
+    recorded(path, range(HOUR))
+    lines = shown(reported(path), 80).splitlines()
+    bars = [line for line in lines if line.endswith(" h")]
+
+    assert len(bars) == 4
+    assert len({display_width(re.split("[█▒░▚]", line)[0]) for line in bars}) == 1
+    assert "█" not in shown(reported(path))
+    assert "█" not in shown(reported(path), 80, ascii_only=True)
+
+
+def test_no_control_character_of_a_name_reaches_the_terminal(path):
+    recorded(path, range(HOUR))
+    for by in ("user", "device"):
+        for width in (None, 80):
+            assert "\x1b" not in shown(reported(path, by), width)
+
+
+def test_without_colours_no_colour_is_written(path, capsys):
+    import sys
+
+    recorded(path, range(HOUR))
+    lines = view.to_text(reported(path), None, width=80, paint=style(sys.stdout, {"NO_COLOR": "1"}))
+
+    assert "\x1b" not in "".join(lines)
+
+
+# --- JSON and CSV ---------------------------------------------------------------------------------------------------
+
+
+def test_the_document_describes_exactly_the_fields_that_are_printed(path):
+    recorded(path, range(HOUR))
+    found: dict[str, set[str]] = {}
+    for by in BY:
+        claims = ended_claims(LOG, 0.0, 1e10) if by == "claim" else None
+        printed("report", json.loads(json_text(view.to_json(reported(path, by), claims, "node"))), found)
+
+    assert documented("report", DOCUMENT.read_text(encoding="utf-8")) == found
+
+
+def test_unknown_is_null_in_json_and_empty_in_csv(path):
+    recorded(path, range(HOUR))
+    report = reported(path)
+    content = view.to_json(report, None, "node")
+    lines = view.to_csv(report, None)
+
+    assert {row["uid"]: row["energy_joules"] for row in content["rows"]}[DAVE] is None
+    assert next(line for line in lines if f",{DAVE}," in line).split(",")[8] == ""
+    assert len(lines) == 5
+
+
+def test_no_spreadsheet_takes_a_name_for_a_formula(path):
+    recorded(path, range(HOUR))
+
+    assert any(line.startswith("'=cmd()") for line in view.to_csv(reported(path), None))
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+class Tags(HTMLParser):
+    """The tags of a page and their attributes; complains of one that is not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("by", BY)
+def test_the_page_has_no_script_loads_nothing_and_shows_hostile_names_as_text(path, by):
+    recorded(path, range(HOUR))
+    claims = ended_claims(LOG, 0.0, 1e10) if by == "claim" else None
+    text = page(reported(path, by, metrics=DRAWN), claims)
+    found = Tags(text).tags
+
+    assert {tag for tag, _ in found} <= {
+        "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "i", "span", "div", "table", "tr",
+        "th", "td", "svg", "rect", "line", "polyline", "text",
+    }  # fmt: skip
+    assert not [name for _, attributes in found for name in attributes if name in ("src", "href") or name[:2] == "on"]
+    assert "url(" not in text and "@import" not in text and "\x1b" not in text
+    assert by != "user" or "&lt;script&gt;" in text
+
+
+def test_a_gap_of_the_record_is_a_gap_of_the_line_in_the_page(path):
+    recorded(path, range(100))
+    recorded(path, range(200, HOUR))
+    text = page(reported(path, metrics=DRAWN))
+
+    assert text.count("<polyline") == 2 * 4
+
+
+def test_the_page_says_what_is_not_known(path):
+    recorded(path, range(HOUR // 2))
+
+    assert "The daemon saw 50 % of this time" in page(reported(path))
+
+
+# --- claims ---------------------------------------------------------------------------------------------------------
+
+UUID = a_device(0).uuid
+LOG = [
+    {"time_unix_seconds": 100.0, "kind": "claim", "outcome": "started", "claim": "a", "message": "python <b>train.py"},
+    {
+        "time_unix_seconds": 3700.0, "kind": "release", "outcome": "settled", "claim": "a", "user": "alice",
+        "devices": [UUID, "GPU-2"],
+        "facts": {
+            "wall_time_seconds": 3600.0, "mean_utilization_percent": 40.0, "energy_joules": 3.6e6, "exit_status": 0,
+        },
+    },
+    {"time_unix_seconds": 200.0, "kind": "claim", "outcome": "started", "claim": "b"},
+    {"time_unix_seconds": 50.0, "kind": "release", "claim": "old", "facts": {"wall_time_seconds": "long"}},
+    {
+        "time_unix_seconds": 300.0, "kind": "release", "claim": "odd",
+        "facts": {"wall_time_seconds": float("nan"), "uid": 1002},
+    },
+    {"time_unix_seconds": 300.0, "kind": "release", "claim": 7, "facts": {"wall_time_seconds": 1.0}},
+]  # fmt: skip
+
+
+def test_a_claim_has_what_the_log_says_of_its_end_and_of_its_begin():
+    rows, unfinished = ended_claims(LOG, 60.0, 4000.0)
+
+    assert [row.id for row in rows] == ["a", "odd"]
+    assert (rows[0].gpu_seconds, rows[0].energy, rows[0].peak_memory, rows[0].exit_status) == (7200, 3.6e6, None, 0)
+    assert rows[0].command == "python <b>train.py"
+    assert (rows[1].user, rows[1].seconds, rows[1].gpu_seconds) == ("1002", None, None)
+    assert unfinished == 1
+
+
+def test_a_claim_counts_in_the_time_in_which_it_ended():
+    assert [row.id for row in ended_claims(LOG, 0.0, 3000.0)[0]] == ["old", "odd"]

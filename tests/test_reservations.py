@@ -1,0 +1,329 @@
+"""Reservations: which count, what their files may contain, and what is left of those that somebody forged or killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from booked import HOUR, NOW, UUIDS, a_reservation, a_reserved
+from builders import a_claim_record
+from machines import Machine
+from pretended import Pretended
+
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.cli.clock import parse_when
+from gpuguard.errors import InvalidRequest, LockDirectoryError
+from gpuguard.line.order import ReservationKeys
+from gpuguard.line.reservations import Judged, judge, reserved, what_if
+from gpuguard.line.reservefiles import Reservation, arrive, read, remove, write
+from gpuguard.lock import acquire, someone_waits
+from gpuguard.model import ClaimRecord
+from gpuguard.request import Request
+from gpuguard.views.reservations import state
+
+KEYS = ReservationKeys()
+
+
+def judged(*found: Reservation, now: float = NOW, claims: tuple[ClaimRecord, ...] = (), **more: Any) -> list[Judged]:
+    return judge(found, UUIDS, claims, more.get("arrivals", {}), more.get("keys", KEYS), now)
+
+
+def reasons(*found: Reservation, **more: Any) -> list[str]:
+    return [one.why_not for one in judged(*found, **more)]
+
+
+def a_claim(user: int = 1, *devices: str, since: float = NOW) -> ClaimRecord:
+    return a_claim_record(*(devices or UUIDS[:1]), uid=user, user=f"u{user}", since=since)
+
+
+# The quota
+
+
+def test_what_is_beyond_the_quota_does_not_count_the_last_made_first():
+    first, second = a_reservation(gpus=2, made=NOW - 1), a_reservation(gpus=1)
+
+    assert reasons(second, first) == [
+        "",
+        "users may reserve 2 GPUs at a time here (2 of them in earlier ones), all their reservations together",
+    ]
+    assert reasons(first, a_reservation(2, gpus=1)) == ["", ""]
+
+
+def test_a_reservation_that_is_over_does_not_count_against_the_quota():
+    ended = a_reservation(gpus=2, begins=-2 * HOUR, made=NOW - 3 * HOUR)
+    missed = a_reservation(gpus=2, begins=-HOUR, hours=2, made=NOW - 2 * HOUR)
+
+    assert [(one.why_not, one.over) for one in judged(ended, missed, a_reservation(gpus=2))] == [
+        ("", True),
+        ("", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reservation", "keys", "said"),
+    [
+        (a_reservation(gpus=3), KEYS, "2 GPUs at a time"),
+        (a_reservation(), replace(KEYS, devices=0), "no GPUs"),
+        (a_reservation(hours=25), KEYS, "for 1d at most"),
+        (a_reservation(begins=15 * 24 * HOUR), KEYS, "14d ahead at most"),
+    ],
+)
+def test_users_may_not_have_more_longer_or_earlier_and_root_may(reservation, keys, said):
+    assert said in reasons(reservation, keys=keys)[0]
+    assert reasons(replace(reservation, maker=0), keys=keys) == [""]
+
+
+def test_a_reservation_for_which_earlier_ones_leave_no_room_does_not_count_even_if_it_is_roots():
+    first, second = a_reservation(gpus=6, maker=0, made=NOW - 1), a_reservation(gpus=3, maker=0)
+
+    assert reasons(first, second) == ["", "earlier reservations leave too few devices at that time"]
+    assert reasons(first, replace(second, begins=first.ends, ends=first.ends + 1)) == ["", ""]
+
+
+def test_a_reservation_of_devices_that_are_gone_does_not_count():
+    assert reasons(a_reservation(gpus=2, devices=("d0", "gone"))) == ["only 1 of its devices is there"]
+
+
+def test_a_refusal_says_from_when_on_there_are_enough():
+    first = Judged(a_reservation(gpus=7, maker=0))
+    wanted = a_reservation(2, gpus=2, begins=1.5 * HOUR, id="")
+
+    assert "and enough from " in what_if(wanted, a_reserved(first), UUIDS)
+    assert (
+        what_if(
+            replace(wanted, begins=first.reservation.ends, ends=first.reservation.ends + HOUR), a_reserved(first), UUIDS
+        )
+        == ""
+    )
+
+
+# Who comes, and who does not
+
+NO_SHOW = KEYS.no_show
+
+
+def test_it_is_over_when_its_user_has_no_claim_in_time_and_a_later_claim_does_not_bring_it_back():
+    one = a_reservation(begins=0.0, made=NOW - HOUR)
+
+    assert [each.over for each in judged(one, now=NOW + NO_SHOW - 1)] == [False]
+    assert [each.over for each in judged(one, now=NOW + NO_SHOW)] == [True]
+    for late in (0, 1):
+        claim = a_claim(since=NOW + NO_SHOW + late)
+        assert [each.over for each in judged(one, now=NOW + NO_SHOW + 2, claims=(claim,))] == [True]
+
+
+def test_whoever_has_a_claim_keeps_it_until_its_end():
+    one = a_reservation(begins=0.0, hours=9, made=NOW - HOUR)
+    (here,) = judged(one, now=NOW + 8 * HOUR, claims=(a_claim(since=NOW - HOUR),))
+
+    assert (here.over, here.held, here.no_show_at) == (False, ("d0",), None)
+    assert judged(one, now=NOW + 8 * HOUR, claims=(a_claim(2),))[0].over
+    assert judged(one, now=NOW + 8 * HOUR, claims=(a_claim(1, "elsewhere"),))[0].over
+    assert not judged(one, now=NOW + 8 * HOUR, claims=(replace(a_claim(), since=None),))[0].over
+    assert not judged(one, now=NOW + 9 * HOUR, claims=(a_claim(),))
+
+
+def test_between_two_jobs_it_stays_for_as_long_as_somebody_is_awaited():
+    one = a_reservation(begins=0.0, hours=9, made=NOW - HOUR)
+    arrivals = {(1, one.key): NOW + HOUR}
+
+    assert not judged(one, now=NOW + HOUR + NO_SHOW - 1, arrivals=arrivals)[0].over
+    assert judged(one, now=NOW + HOUR + NO_SHOW, arrivals=arrivals)[0].over
+    assert judged(one, now=NOW + HOUR, arrivals={(2, one.key): NOW + HOUR})[0].over
+
+
+def test_the_end_of_a_job_elsewhere_does_not_bring_it_back(tmp_path):
+    machine, directory = Machine(), LockDirectory(*[str(tmp_path)] * 3)
+    uuids = [each.uuid for each in machine.devices]
+    with Pretended(NOW, user=1) as world:
+        write(directory, a_reservation(begins=0.0, hours=9, devices=tuple(uuids[:1])))
+        claim = acquire(machine, Request(devices=("3",)), directory)
+        world.clock += NO_SHOW
+        before = reserved(directory, uuids, (), world.clock).judged
+        claim.release()
+        after = reserved(directory, uuids, (), world.clock).judged
+
+    assert [one.over for one in (*before, *after)] == [True, True]
+
+
+def test_those_who_wait_are_woken_when_one_begins_or_is_over():
+    running, coming = a_reservation(begins=-60.0, made=NOW - HOUR), a_reservation(2)
+
+    assert a_reserved(*judged(running, coming)).changes_at == NOW - 60 + NO_SHOW
+    assert a_reserved(*judged(running, coming, claims=(a_claim(),))).changes_at == running.ends
+    assert a_reserved(*judged(coming)).changes_at == coming.begins
+    assert a_reserved(*judged(a_reservation(gpus=9))).changes_at == float("inf")
+
+
+def test_the_state_in_words():
+    one = a_reservation(gpus=2, begins=0.0, made=NOW)
+
+    assert state(judged(one, now=NOW - 7200)[0], NOW - 7200) == "begins in 2h"
+    assert state(judged(one, now=NOW + 1)[0], NOW + 1).endswith("unless u1 comes")
+    assert state(judged(one, claims=(a_claim(),), now=NOW + 1)[0], NOW + 1) == "1 of 2 used"
+    assert state(judged(one, now=NOW + NO_SHOW)[0], NOW).startswith("over: u1 had no claim by ")
+    assert state(Judged(one, "why"), NOW) == "does not count: why"
+
+
+# Files
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path / "claims"))
+
+
+def a_wish(**fields: Any) -> Reservation:
+    own = {"maker": os.geteuid(), "uid": os.geteuid(), "user": "", "id": "", "begins": 60.0}
+    wish = a_reservation(**{**own, **fields})
+    return replace(wish, begins=wish.begins - NOW + time.time(), ends=wish.ends - NOW + time.time())
+
+
+def test_what_is_written_is_read(directory):
+    made = write(directory, a_wish(gpus=2, note="course"))
+    found, torn, arrivals = read(directory, time.time())
+
+    assert (found, torn, arrivals) == ([made], [], {})
+    assert (made.num_gpus, made.devices, made.note, made.maker) == (2, UUIDS, "course", os.geteuid())
+    assert abs(made.made - time.time()) < 60
+    assert someone_waits(directory)
+
+
+def test_one_that_has_ended_is_removed_with_all_that_belongs_to_it(directory):
+    made = write(directory, a_wish())
+    (path,) = arrive(directory, [made.booking()])
+
+    assert read(directory, made.ends)[0] == []
+    assert not someone_waits(directory)
+    read(directory, time.time())
+    assert os.path.exists(path)  # a moment ago: the next look may still need it
+
+
+def test_an_arrival_is_noted_for_its_user_alone(directory):
+    made = write(directory, a_wish())
+    other = replace(made.booking(), uid=os.geteuid() + 1)
+
+    assert arrive(directory, [other]) == ()
+    arrive(directory, [made.booking()])
+    _, _, arrivals = read(directory, time.time())
+    assert list(arrivals) == [(os.geteuid(), made.key)]
+
+
+def test_cancelling_twice_is_no_fault(directory):
+    made = write(directory, a_wish())
+    remove(directory, made)
+    remove(directory, made)
+
+    assert reserved(directory, UUIDS, (), time.time()).judged == ()
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path):
+    nowhere = LockDirectory(str(tmp_path), str(tmp_path), str(tmp_path / "missing"))
+
+    with pytest.raises(LockDirectoryError, match="no reservation can be made"):
+        write(nowhere, a_wish())
+
+
+VALID = {
+    "schema": 1, "uid": os.geteuid(), "num_gpus": 1, "begins_unix_seconds": 2e9, "ends_unix_seconds": 2e9 + 60,
+    "devices": ["d0"], "note": None,
+}  # fmt: skip
+WRONG: list[bytes] = [
+    b"", b"{", b"[]", b"null", b"\xff", b"1" * 5000, b"[" * 4000, json.dumps({**VALID, "note": "x" * 5000}).encode(),
+    *(json.dumps({key: value for key, value in VALID.items() if key != name}).encode()
+      for name in ("uid", "num_gpus", "begins_unix_seconds", "ends_unix_seconds", "devices")),
+    *(json.dumps({**VALID, name: value}).encode() for name, value in (
+        ("uid", -1), ("uid", 2**32), ("uid", "0"), ("uid", True), ("num_gpus", 0), ("num_gpus", 1.5),
+        ("num_gpus", 10**9),
+        ("begins_unix_seconds", float("nan")), ("ends_unix_seconds", float("inf")), ("ends_unix_seconds", 2e9),
+        ("begins_unix_seconds", 10**400), ("devices", "d0"), ("devices", [1]), ("devices", None))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", WRONG, ids=range(len(WRONG)))
+def test_a_file_that_cannot_be_understood_is_reported_and_counts_for_nobody(directory, content):
+    path = Path(directory.records) / f"reserve.{os.geteuid()}.abc.json"
+    path.write_bytes(content)
+    found, torn, _ = read(directory, time.time())
+
+    assert (found, [one.id for one in torn]) == ([], ["abc"])
+
+
+def test_the_same_file_counts_when_nothing_is_wrong_with_it(directory):
+    (Path(directory.records) / f"reserve.{os.geteuid()}.abc.json").write_text(json.dumps({**VALID, "more": [1]}))
+
+    assert [one.id for one in read(directory, time.time())[0]] == ["abc"]
+
+
+def test_links_pipes_and_names_of_others_do_not_count(directory, tmp_path):
+    records, own = Path(directory.records), os.geteuid()
+    real = tmp_path / "real.json"
+    real.write_text(json.dumps(VALID))
+    (records / f"reserve.{own}.symbolic.json").symlink_to(real)
+    os.link(real, records / f"reserve.{own}.hard.json")
+    os.mkfifo(records / f"reserve.{own}.fifo.json")
+    (records / f"reserve.{own}.folder.json").mkdir()
+    (records / f"reserve.{own + 1}.other.json").write_text(json.dumps(VALID))
+    (records / f"reserve.{own}.a-b.json").write_text(json.dumps(VALID))
+    found, torn, _ = read(directory, time.time())
+
+    assert (found, len(torn)) == ([], 6)
+
+
+def test_what_a_killed_command_left_is_removed_later(directory, monkeypatch):
+    left = Path(directory.records) / f"reserve.{os.geteuid()}.abc.json.new"
+    left.write_text("{")
+    read(directory, time.time())
+    assert left.exists()
+    monkeypatch.setattr("gpuguard.line.reservefiles.LEFTOVER_SECONDS", -1.0)
+    read(directory, time.time())
+
+    assert not left.exists()
+
+
+# Times
+
+
+@pytest.mark.parametrize(
+    ("text", "then"),
+    [
+        ("now", (2026, 11, 20, 20, 30)),
+        ("in 2h", (2026, 11, 20, 22, 30)),
+        ("20:31", (2026, 11, 20, 20, 31)),
+        ("09:00", (2026, 11, 21, 9, 0)),
+        ("9:00", (2026, 11, 21, 9, 0)),
+        ("Tomorrow  21:00", (2026, 11, 21, 21, 0)),
+        ("2026-11-21T09:00", (2026, 11, 21, 9, 0)),
+        ("2027-01-31 00:00", (2027, 1, 31, 0, 0)),
+    ],
+)
+def test_times_as_people_write_them(text, then):
+    now = time.mktime((2026, 11, 20, 20, 30, 0, 0, 0, -1))
+
+    assert parse_when(text, now) == time.mktime((*then, 0, 0, 0, -1))
+
+
+NO_TIMES = [
+    "",
+    "9",
+    "25:00",
+    "09:60",
+    "2026-02-30T09:00",
+    "2026-13-01T09:00",
+    "in 2",
+    "in the past",
+    "2026-11-19T09:00",
+]
+
+
+@pytest.mark.parametrize(
+    "text", [*NO_TIMES, "tomorrow", "-1:00", "2026-11-21T09:00:00Z", "09:00 tomorrow", "t09:00", "2026-11-21 T09:00"]
+)
+def test_what_is_no_time_is_refused_with_advice(text):
+    with pytest.raises(InvalidRequest, match=r"write|units|fewer days"):
+        parse_when(text, time.mktime((2026, 11, 20, 20, 30, 0, 0, 0, -1)))

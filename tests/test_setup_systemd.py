@@ -1,0 +1,280 @@
+"""gpuguard setup --systemd and --remove: all that was installed goes away again, and nothing else.
+
+With a real systemd: scripts/boot-test.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Gpuguard
+from fake_nvml import FakeNvml
+from sources import ROOT
+
+from gpuguard.cli import setup_installed, setup_remove, setup_service, setup_systemd
+from gpuguard.errors import LockDirectoryError
+from gpuguard.policyfile import load_policies
+
+
+class Machine:
+    """A machine whose files lie in a folder, and whose systemd only writes down what it is asked."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place, self.asked = place, []
+        self.run = place / "run/gpuguard"
+        self.tmpfiles = place / "etc/tmpfiles.d/gpuguard.conf"
+        self.unit = place / "etc/systemd/system/gpuguard.service"
+        self.policy = place / "etc/gpuguard/policy.yaml"
+        (place / "etc/tmpfiles.d").mkdir(parents=True)
+        (place / "etc/systemd/system").mkdir(parents=True)
+        monkeypatch.setattr(setup_systemd, "UNIT", str(self.unit))
+        monkeypatch.setattr(setup_systemd, "POLICY", str(self.policy))
+        monkeypatch.setattr(setup_systemd, "PACKED", (str(place / "lib/systemd/system/gpuguard.service"),))
+        monkeypatch.setattr(setup_systemd, "BOOTED", str(place))
+        monkeypatch.setattr(setup_systemd, "systemctl", lambda *words, advice="": self.asked.append(" ".join(words)))
+        monkeypatch.setattr(setup_systemd, "_open_to_others", lambda *paths: None)
+        monkeypatch.setattr(setup_service, "doubts_about", lambda executable: None)
+        monkeypatch.setattr(setup_service, "SYSUSERS", str(place / "etc/sysusers.d/gpuguard.conf"))
+        monkeypatch.setattr(setup_installed, "LIST", str(place / "etc/gpuguard/installed.json"))
+        monkeypatch.setattr(setup_remove, "MACHINE_EVENTS", str(place / "var/log/gpuguard/events.jsonl"))
+        monkeypatch.setattr(setup_remove, "MACHINE_STATE", str(place / "var/lib/gpuguard"))
+        monkeypatch.setattr(setup_systemd.shutil, "which", lambda name: f"/bin/{name}")
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+
+    def install(self) -> None:
+        setup_systemd.refuse_where_it_cannot_work("gpuguard")
+        setup_installed.write(str(self.tmpfiles), "d /run/gpuguard\n")
+        setup_systemd.install("gpuguard")
+
+    def remove(self) -> int:
+        return setup_remove.remove(str(self.run), str(self.tmpfiles))
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.place)) for path in self.place.rglob("*")}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_what_was_installed_is_removed_to_the_last_file(machine):
+    before = machine.files()
+    machine.install()
+    installed = machine.files()
+    status = machine.remove()
+
+    assert {"etc/gpuguard/policy.yaml", "etc/systemd/system/gpuguard.service"} < installed
+    assert (status, machine.files()) == (0, before)
+
+
+def test_the_service_is_started_and_stopped(machine):
+    machine.install()
+    started, machine.asked = machine.asked, []
+    machine.remove()
+
+    assert started == ["enable gpuguard.service", "daemon-reload", "restart gpuguard.service"]
+    assert machine.asked == ["disable --now gpuguard.service", "daemon-reload"]
+
+
+def test_a_second_removal_says_that_nothing_is_there(machine, capsys):
+    machine.install()
+    machine.remove()
+
+    assert machine.remove() == 1
+    assert "Nothing is installed" in capsys.readouterr().out
+
+
+def test_what_is_not_of_setup_stays(machine, capsys):
+    mine = machine.place / "etc/systemd/system/gpuguard.service.d/mine.conf"
+    machine.install()
+    mine.parent.mkdir()
+    mine.write_text("[Service]\n")
+    (machine.policy.parent / "other.yaml").write_text("version: 1\n")
+    machine.remove()
+
+    assert mine.exists() and (machine.policy.parent / "other.yaml").exists()
+    assert str(mine.parent) in capsys.readouterr().out
+
+
+def test_a_policy_that_was_there_is_neither_overwritten_nor_removed(machine):
+    machine.policy.parent.mkdir()
+    machine.policy.write_text("version: 1\n")
+    machine.install()
+    machine.remove()
+
+    assert machine.policy.read_text() == "version: 1\n"
+
+
+def test_a_file_that_was_changed_since_stays_and_is_named(machine, capsys):
+    machine.install()
+    machine.policy.write_text(machine.policy.read_text() + "# mine\n")
+    machine.remove()
+
+    assert "# mine" in machine.policy.read_text()
+    assert f"{machine.policy} stays: it has been changed" in capsys.readouterr().out
+
+
+def test_a_service_whose_unit_is_somebodys_own_goes_on(machine, capsys):
+    machine.install()
+    machine.unit.write_text("[Service]\nExecStart=/bin/true\n")
+    machine.asked.clear()
+    machine.remove()
+
+    assert machine.asked == [] and machine.unit.exists()
+    assert "The service goes on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"files": 3, "folders": 4, "user": 5}'])
+def test_a_list_that_is_none_removes_nothing(machine, content):
+    machine.install()
+    Path(setup_installed.LIST).write_text(content)
+    machine.remove()
+
+    assert machine.unit.exists() and machine.policy.exists()
+
+
+def test_nothing_but_files_of_setup_is_removed_whatever_the_list_says(machine):
+    machine.install()
+    victim = machine.place / "shadow"
+    victim.write_text("root\n")
+    (machine.place / "empty").mkdir()
+    listed = json.loads(Path(setup_installed.LIST).read_text())
+    listed["files"][str(victim)] = setup_installed.digest(b"root\n")
+    listed["folders"].append(str(machine.place / "empty"))
+    Path(setup_installed.LIST).write_text(json.dumps(listed))
+    machine.remove()
+
+    assert victim.exists() and (machine.place / "empty").exists()
+
+
+def test_a_list_from_before_there_was_one_is_known_by_its_first_line(machine):
+    machine.tmpfiles.write_text("# Claims of GPUs: made by `gpuguard setup`.\nd x\n")
+
+    assert (machine.remove(), machine.tmpfiles.exists()) == (0, False)
+
+
+def test_a_file_of_an_admin_at_that_place_is_not_taken_for_one_of_setup(machine):
+    machine.tmpfiles.write_text("d /run/gpuguard\n")
+    machine.remove()
+
+    assert machine.tmpfiles.exists()
+
+
+@pytest.mark.root
+def test_lock_files_go_when_nobody_holds_one(fake: FakeNvml, machine, monkeypatch):
+    monkeypatch.undo()
+    place = machine.place / "claims"
+    Gpuguard(machine.place, fake)("setup", "--dir", str(place))
+    setup_remove._clear(str(place))
+
+    assert not place.exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("name", ["gate", "queue", "device", "record"])
+def test_lock_files_stay_while_anybody_holds_one(fake: FakeNvml, tmp_path, capsys, name):
+    place = tmp_path / "claims"
+    Gpuguard(tmp_path, fake)("setup", "--dir", str(place))
+    (place / "claims" / "0.record.json").write_text("{}")
+    paths = {"device": next((place / "lock").glob("GPU-*")), "record": place / "claims" / "0.record.json"}
+    before = sorted(path.name for path in place.rglob("*"))
+    with paths.get(name, place / "lock" / name).open() as holder:
+        fcntl.flock(holder, fcntl.LOCK_SH)
+        setup_remove._clear(str(place))
+
+    assert sorted(path.name for path in place.rglob("*")) == before
+    assert "stays until the next boot" in capsys.readouterr().out
+
+
+@pytest.mark.root
+def test_new_devices_get_their_lock_files_and_the_others_keep_theirs(fake: FakeNvml, tmp_path):
+    gpuguard, locks = Gpuguard(tmp_path, fake), tmp_path / "claims" / "lock"
+    fake.device_count = 1
+    gpuguard("setup", "--dir", str(tmp_path / "claims"))
+    before = {file.name: file.stat().st_ino for file in locks.iterdir()}
+    fake.device_count = 3
+    done = gpuguard("setup", "--lock-files", "--dir", str(tmp_path / "claims"))
+    after = {file.name: file.stat().st_ino for file in locks.iterdir()}
+
+    assert (done.returncode, done.stdout) == (0, "")
+    assert before.items() < after.items()
+    assert len([name for name in after if name.startswith("GPU-") and name.count(".") == 0]) == 3
+
+
+def test_a_package_that_has_installed_the_service_is_left_alone(machine):
+    packed = Path(setup_systemd.PACKED[0])
+    packed.parent.mkdir(parents=True)
+    packed.write_text("[Service]\n")
+
+    with pytest.raises(LockDirectoryError, match="enable --now gpuguard"):
+        machine.install()
+
+
+def test_a_unit_of_somebody_else_is_not_overwritten(machine):
+    machine.unit.write_text("[Service]\n")
+
+    with pytest.raises(LockDirectoryError, match="not the one that would be installed"):
+        machine.install()
+    assert machine.unit.read_text() == "[Service]\n"
+
+
+def test_installing_again_is_harmless(machine):
+    machine.install()
+    first = machine.files()
+    machine.install()
+
+    assert machine.files() == first
+
+
+def test_the_service_runs_nothing_that_others_can_change(tmp_path, monkeypatch):
+    (tmp_path / "python").write_text("")
+    (tmp_path / "python").chmod(0o757)
+    monkeypatch.undo()
+
+    assert "can be changed by others" in (setup_systemd._open_to_others(str(tmp_path / "python")) or "")
+
+
+@pytest.mark.root
+def test_what_only_root_can_change_is_run():
+    assert setup_systemd._open_to_others("/bin/sh") is None
+
+
+def test_users_are_told_to_be_root(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+    with pytest.raises(LockDirectoryError, match="sudo gpuguard setup --systemd"):
+        setup_systemd.refuse_where_it_cannot_work("gpuguard")
+    with pytest.raises(LockDirectoryError, match="sudo gpuguard setup --remove"):
+        setup_remove.remove(str(tmp_path), str(tmp_path))
+
+
+def test_a_directory_of_ones_own_has_no_service(tmp_path):
+    done = Gpuguard(tmp_path, None)("setup", "--systemd", "--dir", str(tmp_path))
+
+    assert (done.returncode, "leave --dir away" in done.stderr) == (2, True)
+
+
+def test_what_systemctl_says_is_passed_on(tmp_path, monkeypatch):
+    (tmp_path / "systemctl").write_text("#!/bin/sh\necho no such unit >&2\nexit 5\n")
+    (tmp_path / "systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    with pytest.raises(LockDirectoryError, match=r"`systemctl start x` failed: no such unit  Look\."):
+        setup_systemd.systemctl("start", "x", advice="Look.")
+
+
+def test_the_first_policy_has_no_fault_and_does_nothing_to_anybody():
+    path = ROOT / "packaging" / "policy.yaml"
+    file = load_policies(str(path))
+    strict = [sys.executable, "-m", "gpuguard", "policy", "check", "--strict", str(path)]
+
+    assert subprocess.run(strict, capture_output=True, check=False).returncode == 0
+    assert not [policy.name for policy in file.policies if policy.enforce]
+    assert {step.action for policy in file.policies for step in policy.steps} <= {"warn", "log"}

@@ -1,0 +1,212 @@
+"""Jobs that share a device: `gpuguard run --share --memory` on a simulated node with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from commands import Gpuguard
+from nodes import GIB, start
+from users import ALICE, BOB, Machine, a_shared_machine
+from wrapped import until
+
+FAST = """
+import sys
+from gpuguard import run
+from gpuguard.jobs import limits
+run.TICK_SECONDS, run.FIRST_SAMPLE_SECONDS = 0.2, 0.1
+from gpuguard.cli import main
+main(sys.argv[1:])
+"""
+
+
+class Node:
+    """One device, and jobs that use a part of it."""
+
+    def __init__(self, place: Path) -> None:
+        (place / "claims").mkdir()
+        self.place = str(place / "node")
+        start(self.place, "1xH100-80GB")
+        self.gpuguard = Gpuguard(place, None)
+
+    @contextmanager
+    def job(self, share: int, uses: int, *options: str, utilization: str = "10%") -> Iterator[subprocess.Popen[str]]:
+        """A job with a *share* of so many GiB that *uses* some, once it does; killed at the end with what is its."""
+        use = [sys.executable, "-m", "gpuguard", "sim", "use", "--memory", f"{uses}GiB", "--utilization", utilization]
+        words = [sys.executable, "-c", FAST, "run", "--no-wait", "--share", "--memory", f"{share}GiB", *options, "--"]
+        wrapper = subprocess.Popen(
+            [*words, *use],
+            env=self.gpuguard.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert wrapper.stdout and wrapper.stderr
+        try:
+            line = wrapper.stdout.readline()
+            assert "SIMULATED: pid" in line, wrapper.stderr.read()
+            yield wrapper
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(wrapper.pid, signal.SIGKILL)
+            wrapper.wait()
+            wrapper.stdout.close()
+            wrapper.stderr.close()
+
+    def events(self, kind: str) -> list[str]:
+        path = Path(self.gpuguard.environment["GPUGUARD_EVENTS"])
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [event["message"] for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_a_job_over_its_share_is_warned_once_and_lives_on_as_do_its_neighbours(node: Node) -> None:
+    with node.job(10, 10) as neighbour, node.job(5, 6) as greedy:
+        until(lambda: node.events("share"))
+        time.sleep(1.0)  # five more looks: nothing else to wait for shows that nothing follows
+
+        why = "the job uses 6.0GiB of device 0, 5.0GiB is allowed (--memory): its neighbours can run out of memory."
+        assert node.events("share") == [f"{why}  --memory-limit ends such a job."]
+        assert (neighbour.poll(), greedy.poll()) == (None, None)
+
+
+def test_a_job_whose_limit_is_its_share_is_ended_and_its_neighbours_live(node: Node) -> None:
+    with node.job(10, 10) as neighbour, node.job(5, 6, "--memory-limit", "share") as greedy:
+        assert greedy.wait(20) == 128 + signal.SIGTERM
+        assert greedy.stderr and "5GiB is allowed (--memory-limit): SIGTERM to the job" in greedy.stderr.read()
+        assert neighbour.poll() is None
+
+
+def test_a_shared_job_ends_at_once_although_a_neighbour_leaves_its_memory_behind(node: Node) -> None:
+    assert node.gpuguard("sim", "set", "--release-delay", "40s").returncode == 0
+    with node.job(10, 10) as first:
+        with node.job(10, 10):
+            pass
+        began = time.monotonic()
+        os.kill(first.pid, signal.SIGTERM)
+        first.wait(20)
+        assert time.monotonic() - began < 20
+
+
+def test_the_share_of_a_killed_wrapper_lasts_as_long_as_its_job(node: Node) -> None:
+    with node.job(60, 10) as wrapper:
+        job = children(wrapper.pid)
+        wrapper.kill()
+        wrapper.wait()
+        refused = node.gpuguard("run", "--no-wait", "--share", "--memory", "30GiB", "--", "true")
+        fits = node.gpuguard("run", "--no-wait", "--share", "--memory", "5GiB", "--", "true")
+        os.kill(job[0], signal.SIGKILL)
+        alone = until(lambda: node.gpuguard("run", "--no-wait", "--", "true").returncode == 0)
+
+    assert (refused.returncode, fits.returncode, alone) == (75, 0, True)
+    assert re.search(r"only 19\.\dGiB left beside \w+ \(60\.0GiB\)", refused.stderr)
+
+
+def test_who_explain_and_select_show_shares_and_what_is_left(node: Node) -> None:
+    with node.job(10, 4), node.job(20, 4):
+        seen = node.gpuguard("who").stdout
+        (device,) = json.loads(node.gpuguard("who", "--json").stdout)["devices"]
+        explained = node.gpuguard("explain", "--share", "--memory", "10GiB").stdout
+        facts = json.loads(node.gpuguard("explain", "--share", "--memory", "10GiB", "--slots", "4", "--json").stdout)
+        selected = node.gpuguard("select", "--share", "--memory", "10GiB").stdout
+        refused = node.gpuguard("select", "--share", "--memory", "55GiB")
+
+    assert re.search(r"in use, shared: 49\.\dGiB and 6 slots left", seen)
+    assert seen.count("its share") == 2
+    assert (sorted(claim["memory_bytes"] for claim in device["claims"]), device["slots_left"]) == (
+        [10 * GIB, 20 * GIB],
+        6,
+    )
+    assert 49 * GIB < device["share_left_bytes"] < 50 * GIB
+    assert re.search(r"shared by \w+ \(\d0\.0GiB\) and \w+ \(\d0\.0GiB\): 49\.\dGiB and 6 slots left", explained)
+    assert (facts["devices"][0]["slots_left"], len(facts["devices"][0]["shared_by"])) == (2, 2)
+    assert (selected, refused.returncode) == ("0\n", 1)
+    assert "only 49." in refused.stderr
+
+
+def test_the_summary_tells_what_the_job_used_and_not_what_its_neighbours_did(node: Node) -> None:
+    with node.job(10, 10, utilization="40%"), node.job(10, 3) as second:
+        time.sleep(1.0)
+        os.kill(second.pid, signal.SIGTERM)
+        second.wait(20)
+    lines = Path(node.gpuguard.environment["GPUGUARD_EVENTS"]).read_text().splitlines()
+    facts = next(event for event in map(json.loads, lines) if event["kind"] == "release")["facts"]
+
+    assert (facts["peak_memory_bytes"], facts.get("mean_utilization_percent")) == (3 * GIB, None)
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    names = {int(task): Path(f"/proc/{task}/cmdline").read_bytes() for task in tasks}
+    return [task for task, name in names.items() if b"--share" not in name]
+
+
+# Two users
+
+
+@pytest.fixture(params=("admin", "sticky"))
+def machine(request: pytest.FixtureRequest, site: Path) -> Iterator[Machine]:
+    with a_shared_machine(site, request.param, 1) as made:
+        yield made
+
+
+SHARE = ("--share", "--memory", "30GiB")
+
+
+@pytest.mark.root
+def test_two_users_share_a_device_which_neither_gets_alone(machine: Machine) -> None:
+    with machine.job(ALICE, *SHARE), machine.job(BOB, *SHARE) as (_, his):
+        alone = machine(BOB, "run", "--no-wait", "--", "true")
+        third = machine(ALICE, "run", "--no-wait", *SHARE, "--", "true")
+        seen = json.loads(machine(BOB, "who", "--json").stdout)["devices"][0]
+    afterwards = machine(BOB, "run", "--no-wait", "--", "true")
+
+    assert (his, alone.returncode, third.returncode, afterwards.returncode) == ("0", 75, 75, 0)
+    assert "shared by " in alone.stderr
+    assert re.search(r"only 1\d\.\dGiB left", third.stderr)
+    assert {claim["user"] for claim in seen["claims"]} == {ALICE.pw_name, BOB.pw_name}
+
+
+@pytest.mark.root
+def test_whoever_has_a_device_alone_keeps_it_from_those_who_would_share(machine: Machine) -> None:
+    with machine.job(ALICE):
+        refused = machine(BOB, "run", "--no-wait", *SHARE, "--", "true")
+
+    assert refused.returncode == 75
+    assert f"claimed by {ALICE.pw_name}" in refused.stderr
+
+
+@pytest.mark.root
+def test_a_share_whose_record_another_user_cannot_have_made_small_is_believed(machine: Machine) -> None:
+    lie = """
+import json, os, sys
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.records import write_record
+import signal
+directory = LockDirectory(*json.loads(sys.argv[1]))
+uuid = sys.argv[2]
+write_record(directory, {"id": "lie", "devices": [uuid], "slots": [uuid + ".slot0"], "memory": 1})
+print(json.dumps("there"), flush=True)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+    directory = machine.directory
+    place = json.dumps([directory.path, directory.locks, directory.records, directory.prefix])
+    words = machine.words("run", "--no-wait", *SHARE, "--", "true")
+    with machine.job(ALICE, "--share", "--memory", "60GiB"):
+        done = machine.python(BOB, lie, place, machine.uuids[0], "sh", "-c", 'echo; "$@"; echo $?', "sh", *words)
+
+    assert done.split()[-1] == "75"

@@ -1,0 +1,45 @@
+"""Many processes share devices or want one alone, at one moment and under SIGKILL: no device is promised twice.
+
+The long form is `python benchmarks/sharing.py --seconds 60`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from contention import GIB
+from sharing import fight, race
+
+SHARE = 30 * GIB  # of 80: two of them fit
+
+
+def test_of_starters_at_one_moment_exactly_those_that_fit_get_their_share(tmp_path: Path) -> None:
+    assert race(tmp_path, starters=10, rounds=20, memory=SHARE) == [2] * 20
+
+
+@pytest.mark.parametrize("variant", ["none", "no-first-look"])
+def test_without_the_gate_never_more_than_fit_get_their_share(tmp_path: Path, variant: str) -> None:
+    won = race(tmp_path, starters=10, rounds=20, memory=SHARE, gate=False, variant=variant)
+
+    assert max(won) <= 2
+    assert sum(won) > 10  # going back for each other is not for ever
+
+
+@pytest.mark.parametrize("variant", ["no-look", "late-record", "no-exclusion"])
+def test_the_race_shows_a_fault_that_is_planted(tmp_path: Path, variant: str) -> None:
+    assert max(race(tmp_path, starters=10, rounds=5, memory=SHARE, gate=False, variant=variant)) > 2
+
+
+def test_no_promise_is_broken_and_no_lock_stays_under_random_sigkill(tmp_path: Path) -> None:
+    outcome = fight(tmp_path, seconds=5)
+
+    assert (outcome.broken, outcome.stale) == (0, 0)
+    assert outcome.kills > 30
+    assert outcome.shares > 100
+    assert outcome.alone > 10
+
+
+@pytest.mark.parametrize("variant", ["no-look", "no-exclusion"])
+def test_the_oracle_sees_a_fault_that_is_planted(tmp_path: Path, variant: str) -> None:
+    assert fight(tmp_path, seconds=2, processes=40, variant=variant).broken > 0

@@ -1,0 +1,338 @@
+"""Slurm itself, with gpuguard on its node: nobody gets a device that somebody else has, and each refusal has a reason.
+
+Who really has a device is told by a witness that knows nothing of claims: a directory per device, made by whoever is on
+it and removed when he leaves.  Whoever finds it there has met somebody.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from guarded import Scene
+from slurm_cluster import Cluster, a_cluster
+from users import ALICE, BOB
+
+from gpuguard.clusters import slurm_jobs, slurm_node
+from gpuguard.guards import identity
+
+pytestmark = pytest.mark.root
+
+DEVICES, JOBS, OUTSIDERS = 4, 20, 4
+TESTIFY = """#!/bin/sh
+# witness [SECONDS]: on all devices that this process sees, for so long or until he is told to leave
+for device in $(echo "$CUDA_VISIBLE_DEVICES" | tr , ' '); do
+    mkdir "$WITNESS/$device" 2>/dev/null || echo "$device" >> "$WITNESS/met"
+done
+[ -n "$1" ] && sleep "$1"
+while [ -z "$1" ] && [ ! -e "$WITNESS/leave" ]; do sleep 0.1; done
+for device in $(echo "$CUDA_VISIBLE_DEVICES" | tr , ' '); do rmdir "$WITNESS/$device"; done
+echo "on $CUDA_VISIBLE_DEVICES" | tee -a "$WITNESS/done"
+"""
+
+
+class Witness:
+    """Sees who meets whom on a device."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.place = cluster.place / "out" / "witness"
+        self.place.mkdir()
+        self.place.chmod(0o1777)
+        self.program = cluster.place / "witness"
+        self.program.write_text(TESTIFY.replace("$WITNESS", str(self.place)))
+        self.program.chmod(0o755)
+        for name in ("met", "done"):
+            (self.place / name).touch()
+            (self.place / name).chmod(0o666)
+
+    def met(self) -> list[str]:
+        return (self.place / "met").read_text().split()
+
+    def done(self) -> int:
+        return len((self.place / "done").read_text().splitlines())
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One for all tests here that leave it as they found it."""
+    with a_cluster(gpus=DEVICES) as found:
+        yield found
+
+
+def events(cluster: Cluster, kind: str, claim: str | None = None) -> list[dict[str, object]]:
+    texts = [path.read_text() for path in (cluster.events, cluster.tasks_events) if path.exists()]
+    found = [json.loads(line) for text in texts for line in text.rpartition("\n")[0].splitlines()]
+    return [each for each in found if each["kind"] == kind and claim in (None, each["claim"])]
+
+
+def is_over(cluster: Cluster, job: str) -> bool:
+    return cluster.jobs()[job][0] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def by_hand(cluster: Cluster, user: Any, witness: Witness, failed: list[str]) -> None:
+    for seconds in ((), ("0.2",)):
+        done = cluster.machine(user, "run", "--quiet", "--wait", "50s", "--", str(witness.program), *seconds)
+        if done.returncode:
+            failed.append(done.stderr)
+
+
+def test_20_jobs_of_two_users_and_4_people_who_use_devices_by_hand_never_meet(cluster):
+    witness, failed, began = Witness(cluster), [], time.monotonic()
+    people = [
+        threading.Thread(target=by_hand, args=(cluster, (ALICE, BOB)[number % 2], witness, failed))
+        for number in range(OUTSIDERS)
+    ]
+    for person in people:
+        person.start()
+    cluster.wait_for(lambda: len(cluster.claims()) == OUTSIDERS)  # so that there is somebody to meet
+    run = " ".join(cluster.machine.words("run", "--quiet", "--no-wait"))
+    jobs = []
+    for number in range(JOBS):
+        command = f"{witness.program} 0.2"
+        many = 1 + (number % 5 == 4)
+        script = f"exec {run} -n {many} -- {command}" if number % 2 else f"exec {command}"
+        jobs.append(cluster.submit((ALICE, BOB)[number % 2], f"--gres=gpu:{many}", script=script))
+
+    cluster.wait_for(lambda: len(events(cluster, "slurm")) >= OUTSIDERS)
+    (witness.place / "leave").touch()
+
+    cluster.wait_for(lambda: all(is_over(cluster, job) for job in jobs))
+    for person in people:
+        person.join()
+
+    found = cluster.jobs()
+    assert [found[job][0] for job in jobs] == ["COMPLETED"] * JOBS, cluster.tell()
+    assert failed == []
+    assert witness.met() == []
+    assert witness.done() == JOBS + 2 * OUTSIDERS
+    requeued = explained(cluster, jobs)
+    assert requeued >= OUTSIDERS
+    cluster.wait_for(lambda: cluster.claims() == {})
+    assert cluster.machine.locked() == []
+    print(f"{JOBS} jobs, {requeued} put back, {time.monotonic() - began:.1f} s")
+
+
+def explained(cluster: Cluster, jobs: list[str]) -> int:
+    """How often jobs were put back; each time somebody has written down why, and the job says it."""
+    total = 0
+    for job in jobs:
+        shown = cluster.slurm("scontrol", "show", "job", "-o", job)
+        restarts = int(shown.partition("Restarts=")[2].split()[0])
+        why = events(cluster, "slurm", f"slurm{job}")
+        assert [each["outcome"] for each in why] == ["requeued"] * restarts
+        told = [str(each["message"]) for each in why]
+        # The second: slurmd ran no prolog for a job that was put back, and the task prolog has seen that.
+        assert all("claimed by" in text or "not claimed for it" in text for text in told)
+        assert not told or any(f"AdminComment=gpuguard: {text}" in shown for text in told)
+        total += restarts
+    return total
+
+
+def test_a_job_runs_inside_its_claim_and_sees_no_other_device(cluster):
+    run = " ".join(cluster.machine.words("run", "--quiet", "--no-wait"))
+    script = f"""
+        echo outer $GPUGUARD_CLAIM $CUDA_VISIBLE_DEVICES
+        {run} -n 1 -- sh -c 'echo inner $GPUGUARD_CLAIM $CUDA_VISIBLE_DEVICES'
+        {run} -n 3 -- true; echo too many $?
+    """
+    job = cluster.submit(ALICE, "--gres=gpu:2", script=script)
+    cluster.wait_for(lambda: is_over(cluster, job))
+
+    outer, inner, *_, many = cluster.output(job).splitlines()
+    assert outer.split()[:2] == ["outer", f"slurm{job}"]
+    assert inner.split()[1].startswith(f"slurm{job}.")
+    assert inner.split()[2] in outer.split()[2].split(",")
+    assert many == "too many 125", cluster.output(job)
+    cluster.wait_for(lambda: events(cluster, "release", f"slurm{job}"))
+    assert len(events(cluster, "claim", f"slurm{job}")[0]["devices"]) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not os.access("/sys/fs/cgroup/devices/tasks", os.W_OK), reason="needs cgroups of version 1")
+def test_a_constrained_job_counts_from_0_and_claims_what_it_really_has():
+    with a_cluster(constrained=True) as cluster:
+        first = running(cluster, ALICE)
+        run = " ".join(cluster.machine.words("run", "--quiet", "--no-wait"))
+        script = f"echo $CUDA_VISIBLE_DEVICES; {run} -n 2 -- sh -c 'echo $GPUGUARD_GPUS'"
+        job = cluster.submit(BOB, "--gres=gpu:2", script=script)
+        cluster.wait_for(lambda: is_over(cluster, job))
+        cluster.slurm("scancel", first)
+
+        assert cluster.output(job).splitlines() == ["0,1", ",".join(cluster.machine.uuids[1:3])]
+        cluster.wait_for(lambda: cluster.claims() == {})
+
+
+def test_a_job_without_gpus_gets_none_by_gpuguard_either(cluster):
+    run = " ".join(cluster.machine.words("run", "--quiet", "--no-wait"))
+    job = cluster.submit(BOB, script=f"{run} -- true; echo status $?")
+    cluster.wait_for(lambda: is_over(cluster, job))
+
+    assert "status 125" in cluster.output(job)
+    assert f"Slurm job {job} was given no GPU" in cluster.output(job)
+
+
+def running(cluster: Cluster, user: Any, *options: str) -> str:
+    """A job that computes for ever, with its claim."""
+    job = cluster.submit(user, "--gres=gpu:1", *options, script="exec sleep 300")
+    cluster.wait_for(lambda: cluster.jobs()[job][0] == "RUNNING" and f"slurm{job}" in cluster.claims())
+    return job
+
+
+def holder_of(cluster: Cluster, job: str) -> int:
+    """The process that holds the claim of a job, once it has seen a slurmstepd."""
+    [record] = [each for each in cluster.machine.records() if f"slurm{job}" in each.name]
+    pid = int(json.loads(record.read_text().splitlines()[0])["pid"])
+    files = Path(f"/proc/{pid}/fd")
+
+    def follows() -> bool:
+        with suppress(FileNotFoundError):  # one was closed meanwhile
+            return any("pidfd" in os.readlink(each) for each in files.iterdir())
+        return False
+
+    cluster.wait_for(follows)
+    return pid
+
+
+def test_the_claim_of_a_job_belongs_to_its_owner_and_ends_with_scancel(cluster):
+    job = running(cluster, BOB)
+    assert cluster.claims() == {f"slurm{job}": BOB.pw_name}
+    cluster.slurm("scancel", job, user=BOB)
+
+    cluster.wait_for(lambda: cluster.claims() == {})
+    assert cluster.machine.locked() == []
+    assert events(cluster, "release", f"slurm{job}")
+
+
+def test_a_policy_cancels_the_job_of_a_process_and_no_other(cluster, monkeypatch):
+    job, other = running(cluster, ALICE), running(cluster, BOB)
+    [batch] = [pid for pid, (_, step) in slurm_jobs.steps(job).items() if step == "batch"]
+    cluster.wait_for(lambda: psutil.Process(batch).children())
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    monkeypatch.setattr(identity, "uid_min", lambda: 1)  # the users here are the system's, whom nothing is done to
+    scene = Scene(psutil.Process(batch).children()[0].pid, ALICE.pw_uid)
+
+    assert scene.act("cancel", enforce=False).word == "dry run"
+    assert scene.act("cancel").word == "sent", scene.events
+    cluster.wait_for(lambda: list(cluster.claims()) == [f"slurm{other}"])
+    assert [cluster.jobs()[each][0] for each in (job, other)] == ["CANCELLED", "RUNNING"]
+    cluster.slurm("scancel", other)
+    cluster.wait_for(lambda: cluster.claims() == {})
+
+
+def test_a_restart_of_slurmd_leaves_the_job_and_its_claim(cluster):
+    job = running(cluster, ALICE)
+    holder_of(cluster, job)
+    cluster.stop("slurmd")
+    cluster.start_node()
+
+    assert cluster.claims() == {f"slurm{job}": ALICE.pw_name}
+    cluster.slurm("scancel", job)
+    cluster.wait_for(lambda: cluster.claims() == {})
+
+
+def test_who_and_queue_show_slurms_jobs_beside_the_others(cluster):
+    job = running(cluster, ALICE)
+    with cluster.machine.job(BOB, "-n", "1", "--note", "by hand"):
+        waits = cluster.submit(BOB, f"--gres=gpu:{DEVICES}", "--job-name=big", script="true")
+        who = cluster.machine(None, "who").stdout
+        queue = cluster.try_slurm(*cluster.machine.words("queue"), user=BOB).stdout
+    cluster.slurm("scancel", job, waits)
+
+    assert f"Slurm job {job}" in who and "by hand" in who
+    assert "Slurm: 1 jobs with GPUs, 1 waiting" in queue
+    assert [line.split()[:3] for line in queue.splitlines() if " big" in line] == [[waits, BOB.pw_name, str(DEVICES)]]
+    cluster.wait_for(lambda: cluster.claims() == {})
+
+
+def test_what_its_owner_kills_by_name_takes_no_claim_away(cluster):
+    job = running(cluster, ALICE)
+    holder = holder_of(cluster, job)
+    code = "import os, sys\ntry: os.kill(int(sys.argv[1]), 9)\nexcept PermissionError: print('not permitted')"
+
+    assert cluster.machine.python(ALICE, code, str(holder)) == "not permitted\n"
+    assert f"slurm{job}" in cluster.claims()
+    cluster.slurm("scancel", job)
+    cluster.wait_for(lambda: cluster.claims() == {})
+
+
+def test_slurm_tells_the_guard_to_whom_it_has_given_which_device(cluster):
+    job = running(cluster, ALICE)
+    ask = functools.partial(told, cluster)
+    node = slurm_node.node_of(ask("show", "node", "-o", cluster.host), cluster.host)
+    jobs = slurm_node.jobs_on(ask("show", "job", "-a", "-d", "-o"), cluster.host)
+    cluster.slurm("scancel", job)
+
+    assert node and node.gpus == DEVICES and node.in_service
+    assert [(each.uids, each.gpus) for each in jobs if each.gpus] == [(frozenset((ALICE.pw_uid,)), frozenset((0,)))]
+    cluster.wait_for(lambda: cluster.claims() == {})
+
+
+def told(cluster: Cluster, *words: str) -> str:
+    return cluster.slurm("scontrol", *words)
+
+
+def test_srun_is_told_why_its_job_cannot_start_here(cluster):
+    with cluster.machine.job(ALICE, "-n", "1"):
+        done = cluster.try_slurm("srun", "--gres=gpu:4", "true", user=BOB)
+    assert done.returncode != 0
+    assert f"claimed by {ALICE.pw_name}" in done.stderr
+    cluster.wait_for(lambda: cluster.claims() == {})
+
+
+def test_submit_and_srun_have_the_exit_codes_of_run(cluster):
+    submit = functools.partial(cluster.try_slurm, *cluster.machine.words("submit", "--via", "slurm"), user=ALICE)
+    attached = submit("--attach", "-n", "2", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES; exit 7")
+    assert attached.returncode == 7, attached.stderr
+    assert len(attached.stdout.strip().split(",")) == 2
+    limited = submit("--attach", "--time-limit", "1s", "--grace", "1s", "--", "sleep", "300")
+    assert limited.returncode == 124, limited.stderr
+    queued = submit("-n", "1", "--json", "--", "true")
+    job = json.loads(queued.stdout)["job"]
+    cluster.wait_for(lambda: is_over(cluster, job))
+    assert cluster.jobs()[job][0] == "COMPLETED"
+
+
+def test_the_claims_of_a_node_end_with_it(cluster):
+    job = running(cluster, ALICE)
+    cluster.power_off()
+
+    assert cluster.claims() == {}
+    assert cluster.machine.locked() == []
+    cluster.slurm("scancel", job)
+    cluster.start_node()
+
+
+def test_a_claim_ends_when_the_steps_of_its_job_are_killed_and_nobody_calls_the_epilog(cluster):
+    job = running(cluster, ALICE)
+    holder_of(cluster, job)
+    cluster.stop("slurmd", signal.SIGKILL)
+    assert cluster.kill_node("slurmstepd")
+
+    cluster.wait_for(lambda: cluster.claims() == {})
+    [end] = events(cluster, "release", f"slurm{job}")
+    assert "no epilog came" in str(end["message"])
+    cluster.power_off()
+    cluster.slurm("scancel", job)
+    cluster.start_node()
+
+
+def test_the_witness_sees_who_meets_whom_where_the_prolog_claims_nothing():
+    with a_cluster(gpus=1, prolog="") as bare:
+        witness = Witness(bare)
+        person = bare.machine.start(ALICE, "run", "--no-wait", "--", str(witness.program))
+        bare.wait_for((witness.place / "0").exists)
+        job = bare.submit(BOB, "--gres=gpu:1", script=f"exec {witness.program} 0")
+        bare.wait_for(lambda: is_over(bare, job))
+        (witness.place / "leave").touch()
+        person.wait(60)
+
+        assert witness.met() == ["0"]

@@ -1,0 +1,329 @@
+"""Slurm's jobs on a node, where no Slurm is needed: what a prolog is told, who belongs to a job, cancelling one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from builders import a_device
+from commands import Gpuguard
+from guarded import a_scene, until
+
+from gpuguard.cli import slurm_setup
+from gpuguard.cli.dispatch import build_parser
+from gpuguard.cli.submit_slurm import command_line
+from gpuguard.clusters import outer_devices, slurm_jobs, slurm_queue
+from gpuguard.clusters.slurm_jobs import Allocation, allocation, devices_of
+from gpuguard.errors import ClaimError, InvalidRequest
+from gpuguard.views import slurm as views
+
+FOUR = tuple(a_device(index, minor_number=index) for index in range(4))
+JOB = "JobId=12 JobName={name} UserId=somebody({uid}) GroupId=x(1) JobState={state} Restarts={restarts} NodeList=n1"
+
+
+class Programs:
+    """Slurm's commands: each writes down how it was called, and says what it was told to."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        for name in ("scontrol", "scancel"):
+            self.say(name)
+
+    def say(self, name: str, text: str = "", status: int = 0) -> None:
+        path = self.place / name
+        (self.place / f"{name}.says").write_text(text)
+        path.write_text(
+            f'#!/bin/sh\necho "{name} $*" >> {self.place}/called\ncat {path}.says\n'
+            f'case "$*" in requeue*) exit $(cat {self.place}/requeue 2>/dev/null || echo 0);; esac\nexit {status}\n'
+        )
+        path.chmod(0o755)
+
+    def called(self) -> list[str]:
+        path = self.place / "called"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return Programs(tmp_path)
+
+
+def test_a_prolog_is_told_whose_the_job_is_and_which_devices_it_has():
+    environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_UID": "1001", "SLURM_JOB_GPUS": "1,3", "SLURM_JOB_RESTART_COUNT": "2"}
+    assert allocation(environ) == Allocation("12", 1001, ("1", "3"), 2)
+    assert allocation(environ).claim == "slurm12"
+
+
+def test_a_prolog_that_somebody_types_says_who_calls_it():
+    with pytest.raises(InvalidRequest, match="slurmd calls this"):
+        allocation({})
+
+
+def test_slurms_numbers_are_those_of_the_device_files():
+    swapped = (a_device(0, minor_number=1), a_device(1, minor_number=0))
+    assert [device.index for device in devices_of(("0",), swapped)] == [1]
+    assert [device.index for device in devices_of(("2", "0"), FOUR)] == [2, 0]
+
+
+def test_a_number_that_the_driver_does_not_have_is_no_other_device():
+    with pytest.raises(ClaimError, match=r"Slurm's GPU 7 is none of the driver's"):
+        devices_of(("7",), FOUR)
+
+
+def test_a_divided_gpu_is_not_given_away_as_a_whole():
+    instance = a_device(0, uuid="MIG-1", parent_uuid=FOUR[0].uuid)
+    with pytest.raises(ClaimError, match="divided"):
+        devices_of(("0",), (*FOUR, instance))
+    assert devices_of(("MIG-1",), (*FOUR, instance)) == (instance,)
+
+
+@pytest.mark.parametrize(
+    ("claim", "job"),
+    [
+        ("slurm12", "12"),
+        ("slurm12.5f0e", "12"),
+        ("slurm12-5f0e", "12"),
+        ("5f0e", None),
+        ("slurm", None),
+        ("slurm12x", None),
+    ],
+)
+def test_the_job_stands_in_the_id_of_its_claim(claim, job):
+    assert slurm_jobs.job_of_claim(claim) == job
+
+
+# Inside a job.
+
+CONSTRAINED = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_GPUS": "2,3",
+    "GPU_DEVICE_ORDINAL": "0,1",
+    "CUDA_VISIBLE_DEVICES": "0,1",
+}
+
+
+def chosen(environ: dict[str, str], count: int = 4) -> list[int]:
+    found = outer_devices(environ, FOUR[:count]).uuids
+    assert found is not None
+    return [device.index for uuid in found for device in FOUR if device.uuid == uuid]
+
+
+def test_number_0_of_a_constrained_job_is_its_first_device_also_where_all_are_shown():
+    assert chosen(CONSTRAINED) == [2, 3]
+    assert chosen({**CONSTRAINED, "CUDA_VISIBLE_DEVICES": "1"}) == [3]
+
+
+def test_a_constrained_job_that_sees_only_its_devices_has_them_from_0_on():
+    assert chosen(CONSTRAINED, count=2) == [0, 1]
+
+
+def test_numbers_that_slurm_or_gpuguard_wrote_for_the_whole_machine_stay():
+    plain = {**CONSTRAINED, "GPU_DEVICE_ORDINAL": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert chosen(plain) == [2, 3]
+    assert chosen({**CONSTRAINED, "CUDA_VISIBLE_DEVICES": "3", "GPUGUARD_CLAIM": "slurm12.ab12"}) == [3]
+
+
+def test_nonsense_in_the_list_leaves_it_to_cuda():
+    assert chosen({**CONSTRAINED, "CUDA_VISIBLE_DEVICES": "0,,1"}) == [0]
+
+
+def test_a_claim_in_a_job_bears_its_number_also_where_no_prolog_claims(tmp_path, fake):
+    gpuguard = Gpuguard(tmp_path, fake, SLURM_JOB_ID="12", CUDA_VISIBLE_DEVICES="1")
+    done = gpuguard("run", "--no-wait", "--", "sh", "-c", "echo $GPUGUARD_CLAIM")
+    assert slurm_jobs.job_of_claim(done.stdout.strip()) == "12", done.stderr
+    assert done.stdout.startswith("slurm12-")
+    [started, *_] = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert '"claim": "slurm12-' in started
+
+
+# Who belongs to a job.
+
+
+def test_a_process_belongs_to_the_job_of_its_slurmstepd():
+    script = 'exec -a "slurmstepd: [12.batch]" sleep 600'
+    with subprocess.Popen(["bash", "-c", script]) as step:
+        until(lambda: slurm_jobs.step_of(step.pid))
+        assert slurm_jobs.step_of(step.pid) == ("12", "batch")
+        assert slurm_jobs.steps("12") == {step.pid: ("12", "batch")}
+        assert slurm_jobs.job_of((os.getpid(), step.pid)) == "12"
+        assert slurm_jobs.job_of((os.getpid(),)) is None
+        step.kill()
+
+
+@pytest.mark.root
+def test_who_only_calls_himself_slurmstepd_is_none():
+    script = 'exec -a "slurmstepd: [12.batch]" sleep 600'
+    with subprocess.Popen(["bash", "-c", script], user=20001, group=20001) as somebody:
+        until(lambda: b"slurmstepd" in Path(f"/proc/{somebody.pid}/cmdline").read_bytes())
+        assert slurm_jobs.step_of(somebody.pid) is None
+        somebody.kill()
+
+
+# What becomes of a job.
+
+GIVEN = Allocation("12", 1001, ("0",), 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "over"),
+    [("RUNNING", 1, False), ("COMPLETING", 1, False), ("PENDING", 1, True), ("RUNNING", 2, True), ("FAILED", 1, True)],
+)
+def test_a_job_is_over_when_slurm_says_that_this_run_of_it_is(slurm, state, restarts, over):
+    slurm.say("scontrol", JOB.format(name="x", uid=1001, state=state, restarts=restarts))
+    assert slurm_jobs.is_over(GIVEN) is over
+
+
+def test_nobody_knows_whether_a_job_is_over_when_slurm_does_not_answer(slurm):
+    slurm.say("scontrol", status=1)
+    assert slurm_jobs.is_over(GIVEN) is None
+
+
+def test_a_job_is_put_back_with_the_reason_and_cancelled_where_that_cannot_be(slurm):
+    assert slurm_jobs.put_back(GIVEN, "GPU 3: claimed by bob") == "requeued"
+    assert slurm.called() == [
+        "scontrol update JobId=12 AdminComment=gpuguard: GPU 3: claimed by bob",
+        "scontrol requeue 12",
+    ]
+    (slurm.place / "requeue").write_text("1")
+    assert slurm_jobs.put_back(GIVEN, "GPU 3: claimed by bob") == "cancelled"
+    assert slurm.called()[-2:] == ["scontrol notify 12 gpuguard: GPU 3: claimed by bob", "scancel 12"]
+
+
+# Cancelling, as an action of a policy.
+
+
+def a_job(slurm: Programs, uid: int, *, state: str = "RUNNING", name: str = "x") -> None:
+    slurm.say("scontrol", JOB.format(name=name, uid=uid, state=state, restarts=0))
+
+
+def test_cancel_ends_the_job_of_the_process_and_writes_that_down_before(slurm, monkeypatch):
+    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
+    with a_scene() as scene:
+        a_job(slurm, scene.process.uid or 0)
+        assert scene.act("cancel").word == "sent"
+        assert slurm.called() == ["scontrol show job -o 12", "scancel 12"]
+        assert [(event.kind, event.outcome) for event in scene.events] == [("cancel", "about to")]
+
+
+def test_a_dry_run_of_cancel_leaves_out_the_last_call(slurm, monkeypatch):
+    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
+    with a_scene() as scene:
+        a_job(slurm, scene.process.uid or 0)
+        assert scene.act("cancel", enforce=False).word == "dry run"
+        assert slurm.called() == ["scontrol show job -o 12"]
+        assert [(event.kind, event.outcome) for event in scene.events] == [("cancel", "dry run")]
+
+
+@pytest.mark.parametrize(
+    ("uid", "state", "name", "why"),
+    [
+        (1, "RUNNING", "x", "is not the one of uid"),
+        (None, "COMPLETED", "x", "does not run"),
+        (None, "RUNNING", "x UserId=other(4711)", "is not the one of uid"),
+        (None, "RUNNING", "x JobState=FAILED", "does not run"),
+    ],
+)
+def test_cancel_means_a_running_job_of_the_same_user_only(slurm, monkeypatch, uid, state, name, why):
+    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
+    with a_scene() as scene:
+        a_job(slurm, uid or scene.process.uid or 0, state=state, name=name)
+        outcome = scene.act("cancel")
+        assert (outcome.word, why in outcome.why) == ("refused", True), outcome
+        assert "scancel 12" not in slurm.called()
+
+
+def test_who_belongs_to_no_job_is_not_cancelled_but_left_alone(slurm):
+    with a_scene() as scene:
+        outcome = scene.act("cancel")
+        assert (outcome.word, outcome.why) == ("refused", "it belongs to no Slurm job")
+        assert scene.lives()
+        assert slurm.called() == []
+
+
+# What is written for Slurm.
+
+
+def test_setup_prints_the_devices_as_slurm_counts_them():
+    kinds = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX A4000")
+    devices = [a_device(index, minor_number=index, name=name) for index, name in enumerate(kinds)]
+    text = slurm_setup.lines("n1", devices, "/etc/slurm", ["/usr/bin/gpuguard", "--dir", "/x y"], "30s")
+    assert "NodeName=n1 Name=gpu Type=a100_sxm4_80gb File=/dev/nvidia[0-1]" in text
+    assert "NodeName=n1 Name=gpu Type=rtx_a4000 File=/dev/nvidia2" in text
+    assert any(line.startswith("NodeName=n1 Gres=gpu:a100_sxm4_80gb:2,gpu:rtx_a4000:1") for line in text)
+    assert "exec /usr/bin/gpuguard slurm prolog --dir '/x y' --wait 30s" in text
+    assert "ConstrainDevices=yes" in text
+
+
+def submitted(*words: str) -> list[str]:
+    args = build_parser("submit").parse_args(["--via", "slurm", *words])
+    args.command = args.command[1:]
+    return command_line(args)
+
+
+def test_submit_hands_the_options_on_to_gpuguard_run_and_gives_slurm_a_later_limit():
+    words = submitted(
+        "-n", "2", "--min-free", "20GiB", "--time-limit", "4h", "--with", "-p a100", "--", "python", "a b"
+    )
+    assert words[0] == "sbatch"
+    assert {"--gres=gpu:2", "--time=244", "-p", "a100", "--job-name=python"} <= set(words)
+    inner = shlex.split(words[-1].removeprefix("--wrap=exec "))
+    assert inner[inner.index("run") :] == [
+        "run", "--num-gpus", "2", "--min-free", "20GiB", "--time-limit", "4h", "--", "python", "a b"
+    ]  # fmt: skip
+
+
+def test_words_for_the_engine_that_cannot_be_split_are_refused():
+    with pytest.raises(InvalidRequest, match="--with"):
+        submitted("--with", "'x", "--", "true")
+
+
+def test_submit_with_attach_is_srun():
+    words = submitted("--attach", "--no-wait", "--", "true")
+    assert words[0] == "srun"
+    assert "--immediate=1" in words
+    assert words[-2:] == ["--", "true"]
+
+
+# Slurm's jobs beside the line.
+
+
+def squeue(*rows: dict[str, str]) -> str:
+    lines = []
+    for row in rows:
+        lines.append("".join(row.get(name, "N/A").ljust(width) for name, width in slurm_queue._COLUMNS.items()))
+    return "\n".join(lines)
+
+
+WAITS = {
+    "JobArrayID": "13_[1-4]", "UserName": "bob", "State": "PENDING", "tres-per-node": "gres:gpu:a100:2",
+    "Reason": "Priority", "SubmitTime": "2026-11-20T23:00:00", "Name": "\x1b[2Jtrain",
+}  # fmt: skip
+RUNS = {
+    "JobArrayID": "12", "UserName": "alice", "State": "RUNNING", "tres-per-job": "gres:gpu", "Reason": "None",
+    "StartTime": "2026-11-20T22:00:00", "NodeList": "n1", "Name": "x",
+}  # fmt: skip
+
+
+def test_the_queue_shows_slurms_jobs_with_gpus_and_why_they_wait(slurm):
+    slurm.say("squeue", squeue(WAITS, RUNS, {"JobArrayID": "14", "UserName": "eve", "State": "RUNNING", "Name": "cpu"}))
+    found = slurm_queue.jobs()
+    assert not isinstance(found, str)
+    waits, runs = found
+    assert (waits.job, waits.gpus, waits.reason, waits.start) == ("13_[1-4]", 2, "Priority", None)
+    assert (runs.user, runs.gpus, runs.nodes, runs.reason) == ("alice", 1, "n1", None)
+    text = "\n".join(views.to_text(found, (runs.start or 0) + 60))
+    assert "Slurm: 1 jobs with GPUs, 1 waiting" in text
+    assert "waits: Priority" in text
+    assert "running on n1" in text
+    assert "\x1b" not in text
+
+
+def test_a_slurm_that_does_not_answer_is_said_and_is_unknown_to_programs(slurm):
+    slurm.say("squeue", status=1)
+    found = slurm_queue.jobs()
+    assert views.to_text(found, 0.0) == ["Slurm does not say who waits there: it fails"]
+    assert views.to_json(found) is None

@@ -1,0 +1,275 @@
+"""What Slurm says of a node, and that nobody is accused of what it does not say for certain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import a_device, a_mig_instance, a_process, a_snapshot, a_uuid
+from nodes import eventually
+from slurm_answers import ALICE, BOB, EVE, NODE, Controller, a_job
+
+from gpuguard.clusters import slurm_node
+from gpuguard.clusters.slurm_node import Job, Node, SlurmNode, given, jobs_on, names, node_of
+from gpuguard.guards.case import boot_clock
+from gpuguard.nouns import replace
+
+FOUR = [a_device(index, minor_number=index) for index in range(4)]
+UP = Node("n1", 4, True)
+
+
+is_here = slurm_node.is_here
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_node, "is_here", lambda: True)
+
+
+def shown(*jobs: str) -> dict[int, set[int]]:
+    """index -> uids, for the devices of which something is certain."""
+    mapping = given(jobs_on("\n".join(jobs), "n1"), UP, FOUR)
+    return {index: set(mapping[a_uuid(index)]) for index in range(4) if a_uuid(index) in mapping}
+
+
+# The node
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [("gpu:4", 4), ("gpu:a100:4(S:0-1)", 4), ("gpu:4(S:0),mps:400", 4), ("(null)", 0), ("gpu:a100:2,gpu:v100:2", 0)],
+)
+def test_a_node_says_how_many_gpus_it_gives_away(gres, count):
+    assert node_of(NODE.format(gres=gres, state="MIXED"), "n1") == Node("n1", count, True)
+
+
+@pytest.mark.parametrize(
+    "state", ["IDLE+DRAIN", "DOWN", "DOWN*", "IDLE*", "MAINT", "RESERVED", "MIXED+DRAIN", "UNKNOWN"]
+)
+def test_a_node_that_is_out_of_service_may_be_used_by_hand(state):
+    node = node_of(NODE.format(gres="gpu:4", state=state), "n1")
+
+    assert node and not node.in_service
+    assert given((), node, FOUR) == {}
+
+
+def test_the_node_of_another_machine_and_an_answer_about_none_are_nothing():
+    assert node_of(NODE.format(gres="gpu:4", state="IDLE"), "n2") is None
+    assert node_of("Node n1 not found", "n1") is None
+
+
+# Jobs
+
+
+@pytest.mark.parametrize(
+    ("gres", "expected"),
+    [
+        ("gpu:1(IDX:0)", {0}),
+        ("gpu:fake:2(IDX:1-2)", {1, 2}),
+        ("gpu:a100:3(IDX:0,2-3)", {0, 2, 3}),
+        ("gpu:1(IDX:1),gpu:1(IDX:3)", {1, 3}),
+        ("mps:a100:100(IDX:2)", {2}),
+        ("gpu:0(IDX:)", set()),
+        ("", set()),
+        ("(null)", set()),
+        ("license:3", set()),
+    ],
+)
+def test_a_job_has_the_gpus_that_its_details_name(gres, expected):
+    assert jobs_on(a_job(gres), "n1") == (Job(frozenset({ALICE}), frozenset(expected)),)
+
+
+@pytest.mark.parametrize("gres", [None, "gpu:2", "gpu:a100:2", "shard:2(1/8,0/8)", "gpu:1(IDX:0),mps:50"])
+def test_a_job_whose_gpus_are_not_told_may_have_any(gres):
+    assert shown(a_job(gres), a_job("gpu:1(IDX:1)", uid=BOB)) == {0: {ALICE}, 1: {ALICE, BOB}, 2: {ALICE}, 3: {ALICE}}
+
+
+@pytest.mark.parametrize("state", ["PENDING", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY"])
+def test_a_job_that_has_ended_or_not_begun_has_nothing(state):
+    assert jobs_on(a_job(state=state), "n1") == ()
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING", "SOMETHING_NEW"])
+def test_a_job_in_any_other_state_has_what_it_has(state):
+    assert len(jobs_on(a_job(state=state), "n1")) == 1
+
+
+def test_what_a_job_has_on_other_nodes_is_not_here():
+    elsewhere = "Nodes=n[2-3] CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:3)   "
+    job = a_job("gpu:1(IDX:0)").replace("Nodes=n1", elsewhere + "Nodes=n1")
+
+    assert jobs_on(job, "n1") == (Job(frozenset({ALICE}), frozenset({0})),)
+    assert jobs_on(a_job(nodes="n[2-9]"), "n1") == ()
+
+
+def test_no_job_at_all():
+    assert jobs_on("No jobs in the system", "n1") == ()
+    assert shown() == {0: set(), 1: set(), 2: set(), 3: set()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n1", ["n1"]),
+        ("n1,m2", ["n1", "m2"]),
+        ("n[1-3,7],m1", ["n1", "n2", "n3", "n7", "m1"]),
+        ("gpu[08-10]-ib", ["gpu08-ib", "gpu09-ib", "gpu10-ib"]),
+        ("(null)", ["(null)"]),
+        ("", []),
+        ("n[1-99999999]", []),
+    ],
+)
+def test_a_list_of_nodes_is_their_names(text, expected):
+    assert names(text) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"x UserId=eve({EVE}) Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:3)",
+        f"x\nJobId=99 UserId=eve({EVE}) JobState=RUNNING NodeList=n1 Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:4(IDX:0-3)",
+        "x JobState=COMPLETED",
+        "x\nJobId=8 JobState=COMPLETED",
+        "x NodeList=n2 Nodes=n2 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)",
+    ],
+)
+def test_the_name_of_a_job_takes_nothing_from_anybody(name):
+    mapping = shown(a_job("gpu:1(IDX:0)", name=name), a_job("gpu:1(IDX:1)", uid=BOB))
+
+    assert ALICE in mapping[0] and BOB in mapping[1]
+
+
+# Which device that is
+
+
+def test_who_may_have_got_a_device_since_is_everywhere():
+    assert given((), UP, FOUR, frozenset({EVE}))[a_uuid(2)] == {EVE}
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        FOUR[:3],
+        [replace(FOUR[0], minor_number=1), replace(FOUR[1], minor_number=0), *FOUR[2:]],
+        [*FOUR[:3], a_mig_instance(FOUR[0], 0)],
+    ],
+    ids=["another number of them", "another order", "divided"],
+)
+def test_where_slurms_numbers_may_not_be_ours_nothing_is_known(devices):
+    assert given(jobs_on(a_job(), "n1"), UP, devices) == {}
+
+
+# Asking
+
+
+def at(clock: float, *processes: Any) -> Any:
+    first = replace(FOUR[0], processes=processes)
+    return replace(a_snapshot(first, *FOUR[1:]), clock=clock)
+
+
+def test_it_is_asked_beside_the_loop_and_until_it_answers_nothing_is_known():
+    controller = Controller(a_job())
+    controller.free.clear()
+    node = SlurmNode(controller, "n1", is_root=True)
+    assert node.given(at(boot_clock())) == {}
+
+    controller.free.set()
+    assert eventually(lambda: node.given(at(boot_clock())).get(a_uuid(0)) == {ALICE})
+    assert controller.asked == 2
+
+
+def test_an_answer_is_good_for_a_while_and_then_says_nothing(monkeypatch):
+    controller = Controller(a_job())
+    node = SlurmNode(controller, "n1", is_root=True, every=1000.0)
+    node.learn()
+    controller.answers = False
+    now = boot_clock()
+
+    assert node.given(at(now + slurm_node.STALE_SECONDS - 5))[a_uuid(0)] == {ALICE}
+    assert node.given(at(now + slurm_node.STALE_SECONDS + 5)) == {}
+
+
+def test_whoever_came_after_the_question_is_innocent_until_the_next():
+    node = SlurmNode(Controller(), "n1", is_root=True, every=1000.0)
+    node.learn()
+    now = boot_clock()
+    old, new = a_process(1, uid=BOB, start_time=now - 60), a_process(2, uid=EVE, start_time=now + 1)
+
+    assert node.given(at(now + 2, old, new))[a_uuid(0)] == {EVE}
+
+
+@pytest.mark.parametrize(
+    ("private", "seen"), [("none", True), ("usage,nodes", True), ("jobs,usage", False), (None, False)]
+)
+def test_another_user_than_root_knows_only_what_slurm_shows_to_everybody(private, seen):
+    controller = Controller(a_job())
+    controller.private = private
+    node = SlurmNode(controller, "n1", is_root=False)
+    node.learn()
+
+    assert (node.given(at(boot_clock())) != {}) is seen
+
+
+def test_an_answer_that_took_long_is_not_asked_for_again_soon(monkeypatch):
+    controller = Controller(a_job())
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr(slurm_node.time, "monotonic", lambda: next(clock, 100.0))
+    node = SlurmNode(controller, "n1", is_root=True)
+    node.learn()
+
+    assert node._next == 10.0 * slurm_node.REST
+
+
+def test_a_machine_has_slurm_when_one_of_its_traces_is_there(tmp_path: Path):
+    assert not is_here(str(tmp_path))
+    (tmp_path / "etc/slurm").mkdir(parents=True)
+    (tmp_path / "etc/slurm/slurm.conf").touch()
+    assert is_here(str(tmp_path))
+
+
+def test_a_scontrol_that_fails_or_is_missing_is_no_answer(tmp_path, monkeypatch):
+    program = tmp_path / "scontrol"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert slurm_node.scontrol("show", "node") is None
+    program.write_text('#!/bin/sh\n[ "$1" = show ] && echo yes "$SLURM_CONF" "$SECRET"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("SLURM_CONF", "/here")
+    monkeypatch.setenv("SECRET", "x")
+
+    assert slurm_node.scontrol("show") == "yes /here \n"
+    assert slurm_node.scontrol("hide") is None
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(slurm_node, "TIMEOUT_SECONDS", 0.2)
+    assert slurm_node.scontrol("show") is None
+
+
+def test_why_nothing_is_known_is_said_once(monkeypatch):
+    said: list[str] = []
+    controller = Controller(gpus=3)
+    node = SlurmNode(controller, "n1", is_root=True, every=1000.0, say=said.append)
+    node.learn()
+    for _ in range(3):
+        assert node.given(at(boot_clock())) == {}
+    controller.gpus = 4
+    node.learn()
+    assert node.given(at(boot_clock()))
+    controller.answers = False
+    node.learn()
+    assert node.given(at(boot_clock())), "the last answer is good for a while"
+    node.given(at(boot_clock() + 2 * slurm_node.STALE_SECONDS))
+    monkeypatch.setattr(slurm_node, "is_here", lambda: False)
+    assert node.given(at(boot_clock())) is None
+    monkeypatch.setattr(slurm_node, "is_here", lambda: True)
+    controller.answers, controller.private = True, "jobs"
+    stranger = SlurmNode(controller, "n1", is_root=False, say=said.append)
+    stranger.learn()
+    assert stranger.given(at(boot_clock())) == {}
+
+    assert said == [
+        "outside_scheduler does not fire: Slurm gives away 3 GPUs of one type here, and the driver shows 4",
+        "outside_scheduler does not fire: `scontrol show node -o n1` or `scontrol show job -a -d -o` fails",
+        "outside_scheduler does not fire: this is no node of a Slurm cluster: it has neither a slurmd nor a slurm.conf",
+        "outside_scheduler does not fire: slurm.conf has PrivateData=jobs, which shows the jobs of others to a daemon "
+        "of root alone",
+    ]

@@ -1,0 +1,335 @@
+"""nvidia-smi's XML: every odd value is a gap, a hostile document is refused, and nothing old leads to an act."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from builders import GIB, MIB, a_device, a_mig_instance, a_process, a_snapshot
+from smi_files import a_program, smi_xml, write_smi
+
+from gpuguard import backends
+from gpuguard.backends import smi
+from gpuguard.backends.isolated import open_isolated
+from gpuguard.backends.smi_fields import ROWS
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.cli.dispatch import run_command_line
+from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive, LockDirectoryError
+from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Device, Snapshot
+
+FULL = a_device(
+    pstate=2, persistence_mode=True, fan_speed=40.0, ecc_mode=True, ecc_corrected_volatile=1,
+    ecc_uncorrected_volatile=2, ecc_corrected_aggregate=3, ecc_uncorrected_aggregate=4, retired_pages=5,
+    remapped_rows=6, pcie_generation=4, pcie_width=16, pcie_tx=550 * 1024.0, pcie_rx=1024.0, clock_sm=1200,
+    clock_sm_max=1980, clock_memory=1593, clock_memory_max=2619, temperature_slowdown=89.0, temperature_shutdown=92.0,
+    throttle_reasons=("sw_power_cap",), memory_utilization=7.0, utilization=55.0, memory_reserved=600 * MIB,
+    memory_used=10 * GIB,
+)  # fmt: skip
+ODD = (
+    "N/A", "[N/A]", "[Not Supported]", "[Unknown Error]", "Unknown Error", "ERR!", "", "None", "-", "Not Found",
+    "[Insufficient Permissions]", "Requested functionality has been deprecated", "[Function Not Found]",
+    "Not available in WDDM driver model", "12", "12 bananas", "1e309", "NaN", "4294967295", "-1 MiB", "\u0661\u0662 %",
+    "9" * 5000, None,
+)  # fmt: skip
+NUMBERS = {row.places[0]: row.field for rows in ROWS.values() for row in rows}
+
+
+def read(path: Path, *devices: Device, odd: dict[str, str | None] | None = None) -> Snapshot:
+    snapshot = a_snapshot(*devices) if devices else a_snapshot(FULL)
+    write_smi(path / "smi.xml", snapshot, odd)
+    return backends.open_backend(f"smi:{path}/smi.xml").sample(ALL_FIELDS)
+
+
+def test_every_value_of_a_device_comes_back(tmp_path):
+    (device,) = read(tmp_path).devices
+
+    known = {field.name for field in fields(Device) if getattr(FULL, field.name) not in (None, ())}
+    known -= {"numa_node"}  # which the kernel of its own machine told
+    assert {name: getattr(device, name) for name in known} == {name: getattr(FULL, name) for name in known}
+    assert (device.problems, device.processes) == ((), ())
+
+
+@pytest.mark.parametrize("place", sorted(NUMBERS))
+@pytest.mark.parametrize("word", ODD, ids=lambda word: str(word)[:20] or "empty")
+def test_an_odd_value_is_unknown_and_leaves_a_gap(tmp_path, place, word):
+    if place == "product_name" and word in (
+        "\u0661\u0662 %",
+        "-",
+        "12",
+        "12 bananas",
+        "NaN",
+        "1e309",
+        "4294967295",
+        "-1 MiB",
+    ):
+        pytest.skip("a product may be called so")
+    field = NUMBERS[place]
+    second = {"pci/pci_gpu_link_info/pcie_gen/current_link_gen": word, "gpu_power_readings/power_draw": word,
+              "gpu_power_readings/current_power_limit": word}  # fmt: skip
+    snapshot = read(tmp_path, odd={**second, place: word})
+    (device,) = snapshot.devices
+
+    if (field, word) in {("minor_number", "12"), ("pcie_width", "12")}:
+        assert getattr(device, field) == 12
+    else:
+        assert getattr(device, field) is None
+        assert field in {gap.field for gap in snapshot.gaps if gap.device == device.uuid}
+
+
+@pytest.mark.parametrize("word", ODD, ids=lambda word: str(word)[:20] or "empty")
+@pytest.mark.parametrize("part", ["total", "used", "free"])
+def test_memory_is_known_as_a_whole_or_not_at_all(tmp_path, part, word):
+    snapshot = read(tmp_path, odd={f"fb_memory_usage/{part}": word})
+    (device,) = snapshot.devices
+
+    assert (device.memory_total, device.memory_used, device.memory_free) == (None, None, None)
+    assert {"memory_total", "memory_used", "memory_free"} <= {gap.field for gap in snapshot.gaps}
+
+
+def test_more_memory_in_use_than_there_is_is_not_believed(tmp_path):
+    assert read(tmp_path, odd={"fb_memory_usage/used": "90000 MiB"}).devices[0].memory_used is None
+
+
+def test_processes_have_their_kind_and_who_is_of_none_is_innocent(tmp_path):
+    rows = [a_process(10 + place, kind=kind, memory_used=MIB) for place, kind in
+            enumerate(("compute", "graphics", "compute+graphics", "mps"))]  # fmt: skip
+    (device,) = read(tmp_path, a_device(processes=tuple(rows))).devices
+    assert [process.kind for process in device.processes or ()] == [row.kind for row in rows]
+
+    snapshot = read(tmp_path, a_device(processes=(a_process(),)), odd={"processes/process_info/type": "X"})
+    (process,) = snapshot.devices[0].processes or ()
+    assert process.kind == "compute+graphics"  # it uses the device, and nobody may signal it
+    assert "process 4711 kind" in {gap.field for gap in snapshot.gaps}
+
+
+@pytest.mark.parametrize("pid", ["0", "1", "-4", "N/A", "", "99999999999", "4 711"])
+def test_a_list_with_a_pid_that_is_none_is_not_believed(tmp_path, pid):
+    snapshot = read(tmp_path, a_device(processes=(a_process(),)), odd={"processes/process_info/pid": pid})
+    (device,) = snapshot.devices
+
+    assert device.processes is None or not device.processes_plausible
+    assert "processes" in {gap.field for gap in snapshot.gaps}
+
+
+def test_a_device_without_a_list_of_processes_is_not_one_without_processes(tmp_path):
+    assert read(tmp_path, odd={"processes": "N/A"}).devices[0].processes is None
+    assert read(tmp_path, odd={"processes": None}).devices[0].processes is None
+
+
+def test_the_processes_of_a_saved_file_are_nobodys(tmp_path):
+    snapshot = read(tmp_path, a_device(processes=(a_process(1_000_000),)))
+    (process,) = snapshot.devices[0].processes or ()
+
+    assert (process.start_time, process.uid, process.user) == (None, None, None)
+    assert snapshot.recorded
+    assert "processes (identity)" in {gap.field for gap in snapshot.gaps}
+
+
+def test_a_recommendation_of_the_driver_is_a_problem(tmp_path):
+    odd = {"gpu_recovery_action": "Reset", "remapped_rows/remapped_row_pending": "Yes", "compute_mode": "ERR!"}
+
+    assert read(tmp_path, odd=odd).devices[0].problems == (
+        "row remap pending", "the driver recommends: Reset", "compute_mode: ERR!",
+    )  # fmt: skip
+
+
+def test_a_lost_device_is_lost_and_the_name_of_a_process_makes_none_so(tmp_path):
+    assert read(tmp_path, odd={"fan_speed": "GPU is lost"}).devices[0].problems == ("lost",)
+
+    named = a_device(processes=(a_process(command=("GPU is lost",)),))
+    assert read(tmp_path, named).devices[0].problems == ()
+
+
+def test_instances_without_a_name_of_their_own_get_the_one_that_cuda_knows(tmp_path):
+    parent = a_device(mig_mode=True, utilization=None)
+    inside = a_mig_instance(parent, processes=(a_process(memory_used=GIB),), memory_used=GIB)
+    snapshot = read(tmp_path, parent, inside)
+
+    whole, instance = snapshot.devices
+    assert (whole.mig_mode, whole.utilization, instance.parent_uuid) == (True, None, parent.uuid)
+    assert instance.uuid == f"MIG-{parent.uuid}/1/0"
+    assert [process.pid for process in instance.processes or ()] == [4711]
+
+
+def test_the_time_of_a_saved_file_is_that_in_it(tmp_path):
+    assert time.localtime(read(tmp_path).taken_at)[:6] == (2023, 8, 4, 11, 44, 30)
+
+
+def test_sections_may_be_missing(tmp_path):
+    path = tmp_path / "smi.xml"
+    path.write_text("<nvidia_smi_log><gpu><uuid>GPU-1</uuid></gpu></nvidia_smi_log>", encoding="ascii")
+    snapshot = backends.open_backend(f"smi:{path}").sample(ALL_FIELDS)
+
+    (device,) = snapshot.devices
+    assert {field.name for field in fields(Device) if getattr(device, field.name) not in (None, True, ())} <= {
+        "index", "uuid", "mig_mode", "processes_plausible",
+    }  # fmt: skip
+    assert len(snapshot.gaps) > 30
+
+
+BILLION = '<!DOCTYPE x [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;">]><nvidia_smi_log>&b;</nvidia_smi_log>'
+OUTSIDE = '<!DOCTYPE x [<!ENTITY a SYSTEM "file:///etc/passwd">]><nvidia_smi_log>&a;</nvidia_smi_log>'
+PARAMETER = '<!DOCTYPE x [<!ENTITY % a SYSTEM "http://127.0.0.1:9/x"> %a;]><nvidia_smi_log/>'
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        BILLION, OUTSIDE, PARAMETER, "", "<", "hello", "<a/>", "<nvidia_smi_log>", "\x00" * 100,
+        "<nvidia_smi_log>" + "<a>" * 100_000, "<nvidia_smi_log>" + "<a/>" * 600_000 + "</nvidia_smi_log>",
+        '<?xml version="1.0" encoding="utf-7"?><nvidia_smi_log/>',
+        '<?xml version="1.0" encoding="rot13"?><nvidia_smi_log/>',
+        " " * (33 * 2**20),
+    ],
+    ids=lambda document: document[:24],
+)  # fmt: skip
+def test_a_document_that_is_none_or_means_harm_is_refused(tmp_path, document):
+    (tmp_path / "smi.xml").write_text(document, encoding="utf-8")
+    began = time.monotonic()
+
+    with pytest.raises(BackendError, match=r"smi\.xml: this is nothing that `nvidia-smi -q -x` has written"):
+        backends.open_backend(f"smi:{tmp_path}/smi.xml")
+    assert time.monotonic() - began < 5
+
+
+def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path):
+    with pytest.raises(BackendError, match="No such file"):
+        backends.open_backend(f"smi:{tmp_path}/none.xml")
+    with pytest.raises(BackendError, match="directory"):
+        backends.open_backend(f"smi:{tmp_path}")
+
+
+def damaged(document: bytes, chance: random.Random) -> bytes:
+    """*document* with one to eight accidents, anywhere in it."""
+    for _ in range(chance.randint(1, 8)):
+        start = chance.randrange(len(document) + 1)
+        end = min(len(document), start + chance.choice((1, 2, 8, 60, 600)))
+        pieces = (b"<", b">", b"&amp;", b"&a;", b"\xff\xfe", b"]]>", b"<!--", b"<![CDATA[", b"\x00", b"")
+        piece = chance.choice((*pieces, bytes([chance.randrange(256)]), document[start:end] * 2, document[:end][-300:]))
+        document = document[:start] + piece + document[end:]
+    return document
+
+
+def altered(document: bytes, chance: random.Random) -> bytes:
+    """*document* with other values, and with lines that are missing, doubled or elsewhere: XML all the same."""
+    lines = document.split(b"\n")
+    leaves = [place for place, line in enumerate(lines) if re.fullmatch(rb"<(\w+)>[^<]*</\1>", line)]
+    for place in chance.sample(leaves, chance.randint(1, len(leaves))):
+        tag, text = re.findall(rb"\w+", lines[place])[0], chance.choice(ODD[:-1]).encode()
+        kept = lines[place]
+        new = (b"<%s>%s</%s>" % (tag, text, tag), b"", kept + kept, lines[chance.choice(leaves)])
+        lines[place] = chance.choice(new)
+    return b"\n".join(lines)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_damaged_document_leads_to_another_error(tmp_path, seed):
+    chance = random.Random(seed)
+    parent = a_device(1, mig_mode=True)
+    whole = smi_xml(
+        a_snapshot(a_device(0, processes=(a_process(), a_process(12))), parent, a_mig_instance(parent), host="h")
+    ).encode()
+    backend = smi.Smi(str(tmp_path / "smi.xml"))
+    outcomes = [0, 0]
+    for _ in range(100):
+        (tmp_path / "smi.xml").write_bytes(chance.choice((damaged, altered))(whole, chance))
+        try:
+            snapshot = backend.sample(ALL_FIELDS)
+        except BackendError:
+            outcomes[0] += 1
+            continue
+        outcomes[1] += 1
+        for device in snapshot.devices:
+            assert device.memory_used is None or 0 <= device.memory_used <= 2**60
+            assert device.temperature is None or 0 <= device.temperature <= 130
+    assert min(outcomes) > 5  # damaged beyond repair, and damaged a little
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    return tmp_path / "bin"
+
+
+def test_a_program_that_fails_is_told_in_its_own_words(program):
+    a_program(program, a_snapshot())
+    script = program / "nvidia-smi"
+    said = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    for text, kind in ((said, DriverNotFound), ("Insufficient Permissions", DriverPermission), ("boom", BackendError)):
+        script.write_text(f'#!/bin/sh\necho "{text}"; exit 9\n', encoding="utf-8")
+        with pytest.raises(BackendError) as caught:
+            backends.open_backend("smi").sample(WHO_FIELDS)
+        assert type(caught.value) is kind and text[:10] in str(caught.value)
+
+
+def test_without_the_program_it_says_so(program):
+    with pytest.raises(DriverNotFound, match="no program nvidia-smi"):
+        backends.open_backend("smi")
+
+
+def test_a_program_that_hangs_is_given_up(program, monkeypatch):
+    monkeypatch.setattr(smi, "PROGRAM_SECONDS", 0.5)
+    a_program(program, a_snapshot())
+    (program / "hang").touch()
+
+    with pytest.raises(DriverUnresponsive, match="did not end"):
+        backends.open_backend("smi").sample(WHO_FIELDS)
+
+
+def test_a_program_that_takes_its_time_is_waited_for(program):
+    a_program(program, a_snapshot())
+    backend = open_isolated("smi")
+    try:
+        assert backend.sample(WHO_FIELDS).devices
+        (program / "hang").touch()
+        released = time.monotonic() + 2.5  # longer than a single silent call may take: isolated.DEVICE_SECONDS
+        threading.Timer(2.5, (program / "hang").unlink).start()
+        assert backend.sample(WHO_FIELDS).devices
+        assert time.monotonic() >= released - 0.1
+    finally:
+        backend.close()
+
+
+def test_a_list_with_a_process_that_is_not_here_is_not_believed(program):
+    a_program(program, a_snapshot(a_device(processes=(a_process(2**22 - 7),))))
+    text = (program / "nvidia-smi").read_text(encoding="utf-8").replace('return ""', "return entry[0]")
+    (program / "nvidia-smi").write_text(text, encoding="utf-8")
+    (device,) = backends.open_backend("smi").sample(WHO_FIELDS).devices
+
+    assert not device.processes_plausible
+    assert [process.command for process in device.processes or ()] == [None]
+
+
+def test_nothing_on_a_saved_file_can_be_claimed(tmp_path):
+    path = write_smi(tmp_path / "smi.xml", a_snapshot())
+    with pytest.raises(LockDirectoryError, match="another time or machine"):
+        lock_directory(backend=f"smi:{path}")
+    with pytest.raises(LockDirectoryError, match="another time or machine"):
+        lock_directory(str(tmp_path / "claims"), backend=f"smi:{path}")
+
+
+@pytest.mark.parametrize("command", ["run -- true", "select", "explain", "daemon --once", "adopt 1", "queue", "wait"])
+def test_a_command_that_would_claim_or_guard_refuses_a_saved_file(tmp_path, command):
+    path = write_smi(tmp_path / "smi.xml", a_snapshot())
+    name, *rest = command.split()
+    words = [sys.executable, "-m", "gpuguard", name, "--backend", f"smi:{path}", *rest]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+
+    assert ended.returncode not in (0, 2)
+    assert "another time or machine" in ended.stderr
+
+
+def test_who_shows_a_saved_file(tmp_path, capsys):
+    path = write_smi(tmp_path / "node7.xml", a_snapshot(FULL))
+
+    assert run_command_line(["who", "--backend", f"smi:{path}"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("RECORDED node7.xml: 1 GPU, driver 550.54.15, 2023-08-04 11:44:30")
+    assert "10.0GiB/80.0GiB" in shown and "55%" in shown

@@ -1,0 +1,231 @@
+"""What a command that waits says: one line of a terminal, written anew; in a log all reasons, then a line a minute."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from commands import Gpuguard
+from nodes import start
+from wrapped import until
+
+from gpuguard.cli import telling
+from gpuguard.cli.telling import Telling, say
+from gpuguard.errors import NotEnoughGpus
+from gpuguard.views.text import display_width
+
+MISSING = NotEnoughGpus("wanted 2 GPUs: number 1 of 1 in line, starts now.\n  device 0: busy\nadvice", 2, 0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that the test moves forward."""
+    now = [1000.0]
+    monkeypatch.setattr(telling.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setattr(telling, "is_terminal", lambda: True)
+    monkeypatch.setattr(telling.os, "get_terminal_size", lambda _: os.terminal_size((40, 24)))
+
+
+def test_a_log_gets_all_reasons_once_and_then_a_line_a_minute(clock, capsys):
+    log = Telling(False)
+    for _ in range(150):
+        log.missing(MISSING)
+        clock[0] += 1
+
+    assert capsys.readouterr().err.splitlines() == [
+        "gpuguard: waiting for 0s: wanted 2 GPUs: number 1 of 1 in line, starts now.",
+        "  device 0: busy",
+        "advice",
+        "gpuguard: waiting for 1m: wanted 2 GPUs: number 1 of 1 in line, starts now.",
+        "gpuguard: waiting for 2m: wanted 2 GPUs: number 1 of 1 in line, starts now.",
+    ]
+
+
+def test_a_terminal_has_one_line_a_second_at_most_that_fits_and_goes_away(clock, terminal, capsys):
+    line = Telling(False)
+    for _ in range(5):
+        line.missing(MISSING)
+        clock[0] += 0.5
+    line.done()
+    line.done()
+
+    *shown, last = capsys.readouterr().err.split("\r\x1b[K")[1:]
+    assert shown == [f"gpuguard: waiting for {n}s: number 1 of …" for n in (0, 1, 2)]
+    assert last == ""
+
+
+def test_nothing_said_leaves_nothing_to_clean_up(terminal, capsys):
+    Telling(False).done()
+    quiet = Telling(True)
+    quiet.missing(MISSING)
+    quiet.done()
+
+    assert capsys.readouterr().err == ""
+
+
+def test_hostile_words_are_neutral_and_wide_ones_fit(terminal, capsys):
+    say("\x1b[2J李小明" * 9, again=True)
+
+    shown = capsys.readouterr().err.removeprefix("\r\x1b[K")
+    assert shown.isprintable() and 38 <= display_width(shown) <= 39
+
+
+def test_a_terminal_that_went_away_ends_nothing(monkeypatch, capsys):
+    def gone(_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(telling.os, "get_terminal_size", gone)
+    monkeypatch.setattr(telling.sys, "stderr", SimpleNamespace(write=gone, flush=lambda: None))
+    say("x", again=True)
+
+
+# For real
+
+
+@pytest.fixture
+def gpuguard(tmp_path):
+    (tmp_path / "claims").mkdir()
+    start(str(tmp_path / "node"), "2xH100-80GB")
+    return Gpuguard(tmp_path, None)
+
+
+@pytest.fixture
+def job(gpuguard):
+    """A job on both devices."""
+    with gpuguard.start("run", "-n", "2", "--time-limit", "2h", "--", "sh", "-c", "echo ready; exec sleep 60") as job:
+        job.stdout.readline()
+        yield job
+        job.terminate()
+
+
+@contextmanager
+def at_terminal(gpuguard, columns, *words):
+    """A command on a terminal; yields (the process, a function that reads what was shown so far)."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    os.set_blocking(master, False)
+    shown = bytearray()
+
+    def read():
+        try:
+            while piece := os.read(master, 65536):
+                shown.extend(piece)
+        except OSError:  # nothing yet, or nobody has it open any more
+            pass
+        return shown.decode()
+
+    with gpuguard.start(*words, stdin=slave, stdout=slave, stderr=slave) as process:
+        os.close(slave)
+        yield process, read
+        process.kill()
+    os.close(master)
+
+
+@pytest.mark.terminal
+@pytest.mark.parametrize("columns", [30, 80, 200])
+def test_a_waiting_run_keeps_to_one_line_and_leaves_none(gpuguard, job, columns):
+    with at_terminal(gpuguard, columns, "run", "-n", "2", "--", "echo", "it runs") as (process, read):
+        until(lambda: read().count("\r\x1b[K") >= 3)
+        before = read()
+        job.terminate()
+        until(lambda: "it runs" in read())
+        process.wait(timeout=30)
+        shown = read()
+
+    lines = before.split("\r\x1b[K")[1:]
+    assert "\n" not in before and all(display_width(line) < columns for line in lines)
+    reason = "gpuguard: waiting for 0s: number 1 of 1 in line, starts in about 2h, when device "
+    assert lines[0].startswith(reason[: columns - 2].rstrip())
+    assert re.search(r"\r\x1b\[Kgpuguard: GPU 0,1 \(SIMULATED\) · claim \w+\r\nit runs\r\n", shown)
+
+
+@pytest.mark.terminal
+def test_ctrl_c_leaves_an_empty_line(gpuguard, job):
+    with at_terminal(gpuguard, 80, "run", "--", "true") as (process, read):
+        until(lambda: "waiting for" in read())
+        process.send_signal(2)
+
+        assert process.wait(timeout=30) == -2
+        assert read().endswith("\r\x1b[K")
+
+
+def test_a_log_of_a_waiting_run_names_every_device_once(gpuguard, job, tmp_path):
+    with open(tmp_path / "log", "w") as log, gpuguard.start("run", "--", "true", stderr=log) as second:
+        until(lambda: "shows each device" in (tmp_path / "log").read_text())
+        second.kill()
+
+    text = (tmp_path / "log").read_text()
+    assert text.startswith("gpuguard: waiting for 0s: wanted 1 GPU: number 1 of 1 in line, starts in about 2h, when ")
+    assert [text.count(f"\n  device {index}: claimed by ") for index in (0, 1)] == [1, 1]
+    assert text.endswith("\n`gpuguard explain -n 1` shows each device.\n")
+
+
+MINUTES = """
+import sys
+from gpuguard.cli import telling
+from gpuguard.line import waiting
+telling.WAITING_LINE_SECONDS = waiting.OWN_LOOK_SECONDS = 0.2
+from gpuguard.cli.dispatch import run_command_line
+sys.exit(run_command_line(sys.argv[1:]))
+"""
+
+
+def test_a_log_gets_a_line_now_and_then(gpuguard, job):
+    words = [gpuguard.words()[0], "-c", MINUTES, "run", "--", "true"]
+    with subprocess.Popen(words, env=gpuguard.environment, stderr=subprocess.PIPE, text=True) as second:
+        assert second.stderr
+        lines = [second.stderr.readline() for _ in range(7)]
+        second.kill()
+
+    assert [line[:20] for line in lines[4:]] == ["gpuguard: waiting fo"] * 3
+
+
+# Exit codes behind others
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--no-wait",), 75, "gpuguard: wanted 1 GPU: number 2 of 2 in line, "),
+        (("--wait", "0s"), 75, "gpuguard: wanted 1 GPU: number 2 of 2 in line, "),
+        (("--wait", "300ms"), 124, "the time to wait is over: wanted 1 GPU: number 2 of 2 in line, "),
+        (("--no-wait", "--or", "-n 2"), 75, "number 2 of 2 in line"),
+        (("-n", "3"), 125, "wanted 3 GPUs, but only 2 exist."),
+        (("-n", "3", "--wait", "300ms"), 125, "wanted 3 GPUs, but only 2 exist."),
+    ],
+)
+def test_the_exit_code_of_run_behind_others_says_why(gpuguard, job, words, code, message):
+    with gpuguard.start("run", "-n", "2", "--", "true") as first:
+        first.stderr.readline()
+        done = gpuguard("run", *words, "--", "true")
+        first.kill()
+
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+
+
+def test_a_free_device_that_is_kept_for_who_came_before_is_not_taken(gpuguard):
+    with gpuguard.start("run", "--time-limit", "1h", "--", "sh", "-c", "echo ready; exec sleep 60") as job:
+        job.stdout.readline()
+        with gpuguard.start("run", "-n", "2", "--", "true") as first:
+            first.stderr.readline()
+            longer = gpuguard("run", "--no-wait", "--time-limit", "2h", "--", "true")
+            shorter = gpuguard("run", "--no-wait", "--time-limit", "10m", "--", "echo", "ran")
+            first.kill()
+        job.terminate()
+
+    assert longer.returncode == 75 and "held back: it would delay " in longer.stderr
+    assert (shorter.returncode, shorter.stdout) == (0, "ran\n")

@@ -1,0 +1,372 @@
+"""Tickets of the waiting line: what the file system says counts, and what strangers write harms nobody."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from lines import a_ticket
+from nodes import eventually
+
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.errors import InvalidRequest
+from gpuguard.line import tickets
+from gpuguard.line.order import PRIORITIES, Ticket
+from gpuguard.line.tickets import (
+    MAX_BYTES,
+    MOST_UNHEARD,
+    Held,
+    Torn,
+    last_sign,
+    mark_served,
+    read_tickets,
+    ring,
+    someone_waits,
+    ticket_content,
+    unheard_since,
+    wanted,
+)
+from gpuguard.request import Request
+
+ME = os.geteuid()
+WAYS = (
+    Request(num_gpus=2, max_gpus=4, min_free=2**30, models=("A100*",), exclude=("0",), max_util=10.5, strategy="pack"),
+    Request(share=True, memory=2**33, slots=3, mine_as_free=frozenset({0, 1000}), mig="3g.40gb", within=("GPU-a",)),
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path / "claims"))
+
+
+@pytest.fixture
+def held(directory: LockDirectory) -> Iterator[Held]:
+    ticket = Held(directory, ticket_content(a_ticket(note="hello")))
+    yield ticket
+    ticket.leave()
+
+
+def place(directory: LockDirectory, name: str = "aaaa", uid: int = ME, kind: str = "ticket") -> str:
+    return f"{directory.records}/{directory.prefix}{kind}.{uid}.{name}" + (".json" if kind == "ticket" else "")
+
+
+class Planted:
+    """A file with any content that is locked as a ticket is."""
+
+    def __init__(self, path: str, content: bytes) -> None:
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        os.write(self.descriptor, content)
+        fcntl.flock(self.descriptor, fcntl.LOCK_EX)
+
+    def __enter__(self) -> Planted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+
+def content(**changes: Any) -> bytes:
+    return json.dumps({**ticket_content(a_ticket()), **changes}).encode()
+
+
+def read(directory: LockDirectory, encoded: bytes, path: str = "") -> Ticket | Torn:
+    path = path or place(directory)
+    try:
+        with Planted(path, encoded):
+            found, torn = read_tickets(directory)
+            assert len(found) + len(torn) == 1
+            return (found or torn)[0]  # type: ignore[return-value]
+    finally:
+        os.unlink(path)
+
+
+def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None:
+    before = a_ticket(
+        ME,
+        ways=WAYS,
+        priority=1,
+        time_limit=60.0,
+        expected=50.0,
+        promise=1e9,
+        pid=os.getpid(),
+        note="é",
+        command=("a", "b"),
+    )
+    one = Held(directory, ticket_content(before))
+    ((after,), torn) = read_tickets(directory)
+    one.leave()
+
+    assert torn == []
+    assert abs(after.since - time.time()) < 60.0
+    assert replace(after, since=before.since) == replace(before, id=one.id, user=after.user)
+
+
+def test_who_leaves_leaves_nothing_behind(directory: LockDirectory, held: Held) -> None:
+    assert someone_waits(directory)
+    held.leave()
+    held.leave()
+
+    assert os.listdir(directory.records) == []
+    assert not someone_waits(directory)
+
+
+def test_the_ticket_of_a_process_that_died_is_none_and_is_removed(directory: LockDirectory) -> None:
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        Held(directory, ticket_content(a_ticket()))
+        os.write(writing, b"x")
+        time.sleep(600)
+    try:
+        os.read(reading, 1)
+        assert len(read_tickets(directory)[0]) == 1
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+    assert read_tickets(directory) == ([], [])
+    assert os.listdir(directory.records) == []
+
+
+def test_a_request_that_is_too_long_is_refused_and_leaves_nothing(directory: LockDirectory) -> None:
+    with pytest.raises(InvalidRequest):
+        Held(directory, {"requests": "x" * MAX_BYTES})
+
+    assert os.listdir(directory.records) == []
+
+
+def test_without_a_descriptor_left_nothing_stays(directory: LockDirectory) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    for extra in (0, 1):  # for the bell, then for the ticket
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + extra, hard))
+        try:
+            with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                Held(directory, ticket_content(a_ticket()))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert os.listdir(directory.records) == []
+
+
+def test_nobody_can_have_arrived_in_the_past(directory: LockDirectory, held: Held) -> None:
+    before = read_tickets(directory)[0][0].since
+    (path,) = (f"{directory.records}/{name}" for name in os.listdir(directory.records) if name.endswith(".json"))
+    os.utime(path, (1.0, 1.0))
+
+    assert read_tickets(directory)[0][0].since >= before
+    held.leave()
+    assert read(directory, content(since=1.0, since_unix_seconds=1.0)).since >= before  # type: ignore[union-attr]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = [*ticket_content(a_ticket()), "user", "uid", "id", "since", "served"]
+CONDITIONS = sorted(vars(Request()))
+CALM = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def check(found: Ticket | Torn) -> None:
+    assert found.uid == ME
+    if isinstance(found, Torn):
+        return
+    assert found.id == f"{ME}.aaaa"
+    assert 1 <= len(found.requests) <= tickets.MOST_WAYS
+    assert found.priority in PRIORITIES.values()
+    assert abs(found.since - time.time()) < 60.0
+    for seconds in (found.time_limit, found.expected, found.promise):
+        assert seconds is None or (isinstance(seconds, float) and math.isfinite(seconds) and seconds >= 0.0)
+    for text in (found.note, found.after):
+        assert text is None or isinstance(text, str)
+    assert found.command is None or all(isinstance(word, str) for word in found.command)
+    blank = vars(Request())
+    for request in found.requests:
+        for name, value in vars(request).items():
+            kind = type(blank[name])
+            known = {"devices": tuple, "within": tuple, "mig": str}.get(name) or (
+                float if name in tickets._NUMBERS else int
+            )
+            assert value is None or type(value) in (kind, known), (name, value)
+            if isinstance(value, tuple):
+                assert all(isinstance(each, str) for each in value)
+        hash(request)
+
+
+@CALM
+@given(st.binary(max_size=200) | st.builds(lambda value: json.dumps(value).encode(), JSON))
+@example(b"[" * 8000)
+@example(b"\xff\xfe")
+@example(b'{"requests": [{"max_util": 1' + b"0" * 400 + b"}]}")
+@example(b'{"requests": [{}], "time_limit_seconds": NaN}')
+@example(b'{"requests": [{"max_util": Infinity}]}')
+def test_no_content_of_a_ticket_makes_anything_fall_over(directory: LockDirectory, encoded: bytes) -> None:
+    check(read(directory, encoded))
+
+
+@CALM
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
+def test_no_field_of_a_ticket_ever_has_a_wrong_type(directory: LockDirectory, changes: dict[str, Any]) -> None:
+    check(read(directory, content(**changes)))
+
+
+@CALM
+@given(st.dictionaries(st.sampled_from(CONDITIONS), JSON, min_size=1, max_size=3))
+@example({"max_util": 10**400})
+@example({"num_gpus": True})
+@example({"share": 1})
+@example({"min_free_fraction": 10**400})
+def test_no_condition_of_a_request_ever_has_a_wrong_type(directory: LockDirectory, changes: dict[str, Any]) -> None:
+    check(read(directory, content(requests=[changes])))
+
+
+def test_a_ticket_in_the_name_of_somebody_else_does_not_count(directory: LockDirectory) -> None:
+    torn = read(directory, content(), place(directory, uid=ME + 1))
+
+    assert isinstance(torn, Torn)
+    assert (torn.uid, torn.reason) == (ME, "its name is not that of its owner")
+
+
+@pytest.mark.parametrize("name", ["a-b", "", "a.b", "a b", "../x".replace("/", "_")])
+def test_a_ticket_with_a_name_that_is_none_does_not_count(directory: LockDirectory, name: str) -> None:
+    assert isinstance(read(directory, content(), place(directory, name)), Torn)
+
+
+def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held: Held, tmp_path: Path) -> None:
+    (real,) = (f"{directory.records}/{name}" for name in os.listdir(directory.records) if name.endswith(".json"))
+    os.symlink(real, place(directory, "link"))
+    os.mkfifo(place(directory, "fifo"))
+    os.mkdir(place(directory, "folder"))
+    os.symlink("/dev/zero", place(directory, "zero"))
+    found, torn = read_tickets(directory)
+
+    assert [ticket.id for ticket in found] == [held.id]
+    assert len(torn) == 4
+
+
+def test_a_ticket_with_two_names_does_not_count(directory: LockDirectory, held: Held) -> None:
+    (real,) = (f"{directory.records}/{name}" for name in os.listdir(directory.records) if name.endswith(".json"))
+    os.link(real, place(directory, "again"))
+
+    found, torn = read_tickets(directory)
+    assert (found, {one.reason for one in torn}) == ([], {"it is no ordinary file"})
+
+
+def test_a_huge_ticket_is_not_read(directory: LockDirectory) -> None:
+    path = place(directory)
+    with Planted(path, content()) as planted:
+        os.ftruncate(planted.descriptor, 2**40)
+        found, torn = read_tickets(directory)
+
+    assert (found, [one.reason for one in torn]) == ([], ["it cannot be understood: it is too long"])
+
+
+def test_a_ring_reaches_the_bell(directory: LockDirectory, held: Held) -> None:
+    (ticket,) = read_tickets(directory)[0]
+    assert unheard_since(directory, ticket) == math.inf
+    ring(directory, [ticket], b".")
+
+    assert time.time() - 60.0 < unheard_since(directory, ticket) < math.inf
+    assert held.hush() == b"."
+    assert held.hush() == b""
+    assert unheard_since(directory, ticket) == math.inf
+
+
+def test_nobody_rings_on_and_on_at_somebody_who_does_not_listen(directory: LockDirectory, held: Held) -> None:
+    (ticket,) = read_tickets(directory)[0]
+    for _ in range(100):
+        ring(directory, [ticket], b".")
+    since = unheard_since(directory, ticket)
+    ring(directory, [ticket], b".")
+
+    assert unheard_since(directory, ticket) == since
+    assert held.hush() == b"." * MOST_UNHEARD
+
+
+def test_a_bell_that_is_full_holds_up_nobody(directory: LockDirectory, held: Held) -> None:
+    (ticket,) = read_tickets(directory)[0]
+    bell = os.open(place(directory, held.id.partition(".")[2], kind="bell"), os.O_WRONLY | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while os.write(bell, b"x" * 4096):
+            pass
+    ring(directory, [ticket], b".")
+    os.close(bell)
+
+    assert set(held.hush()) == {ord("x")}
+
+
+def test_whoever_has_no_bell_that_is_his_hears_nothing(directory: LockDirectory, tmp_path: Path) -> None:
+    ticket = a_ticket(ME, id="aaaa")
+    bell = place(directory, "aaaa", kind="bell")
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    assert unheard_since(directory, ticket) == last_sign(directory, ticket) == -math.inf
+
+    for make in (lambda: os.symlink(victim, bell), lambda: os.mkfifo(bell), lambda: os.link(victim, bell)):
+        make()
+        ring(directory, [ticket], b".")
+        assert unheard_since(directory, ticket) == -math.inf
+        os.unlink(bell)
+    assert victim.read_text() == "kept"
+
+
+def test_whoever_cleans_up_removes_a_ticket_and_its_owner_sees_it(directory: LockDirectory, held: Held) -> None:
+    assert held.counts
+    for name in os.listdir(directory.records):
+        os.unlink(f"{directory.records}/{name}")
+
+    assert not held.counts
+
+
+def test_a_sign_of_life_can_be_seen(directory: LockDirectory, held: Held) -> None:
+    (ticket,) = read_tickets(directory)[0]
+    os.utime(place(directory, held.id.partition(".")[2], kind="bell"), (1.0, 1.0))
+    assert last_sign(directory, ticket) == 1.0
+    held.live()
+
+    assert eventually(lambda: last_sign(directory, ticket) > time.time() - 60.0)
+
+
+def test_who_was_served_is_known_to_the_others(directory: LockDirectory, held: Held) -> None:
+    assert read_tickets(directory)[0][0].served is None
+    mark_served(directory)
+
+    assert abs((read_tickets(directory)[0][0].served or 0.0) - time.time()) < 60.0
+
+
+def test_what_a_user_wants_is_the_sum_of_his_requests(directory):
+    assert wanted(directory) == {}
+    held = [Held(directory, ticket_content(a_ticket(gpus=gpus))) for gpus in (2, 3)]
+    found = wanted(directory)
+    for ticket in held:
+        ticket.leave()
+
+    assert (found, wanted(directory)) == ({ME: 5}, {})
+
+
+def test_a_ticket_that_asks_for_more_than_there_can_be_counts_for_no_more(directory):
+    held = Held(directory, ticket_content(a_ticket(gpus=2**62)))
+    found = wanted(directory)
+    held.leave()
+
+    assert found == {ME: tickets.MOST_WANTED}
+
+
+def test_of_a_line_that_cannot_be_read_nobody_knows_what_is_wanted(directory):
+    assert wanted(replace(directory, records=f"{directory.records}/gone")) is None

@@ -1,0 +1,181 @@
+"""Tickets and reservations of two users: nobody can hurt, wake without end, or pretend to be another one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import signal
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from booked import a_reservation
+from lines import a_ticket
+from users import ALICE, BOB
+
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.line import reservefiles, tickets
+from gpuguard.line.standing import listens
+from gpuguard.line.tickets import Held, mark_served, read_tickets, ring, ticket_content, unheard_since
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+
+
+@pytest.fixture
+def directory() -> Iterator[LockDirectory]:
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        yield lock_directory(f"{place}/claims")
+
+
+def as_user(user: pwd.struct_passwd, what: Callable[[], object], *, stays: bool = False) -> int:
+    """Do it in a process of *user*; with *stays* the process waits to be killed, and its pid comes back."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        status = 1
+        try:
+            os.setgid(user.pw_gid)
+            os.setuid(user.pw_uid)
+            what()
+            os.write(writing, b"done")
+            if stays:
+                signal.pause()
+            status = 0
+        finally:
+            if status:
+                traceback.print_exc()
+            os._exit(status)
+    os.close(writing)
+    try:
+        assert os.read(reading, 4) == b"done"
+    finally:
+        os.close(reading)
+        if not stays:
+            os.waitpid(child, 0)
+    return child
+
+
+@pytest.fixture
+def alice(directory: LockDirectory) -> Iterator[int]:
+    """pid of a process of alice that waits in line."""
+    kept: list[Held] = []
+    child = as_user(ALICE, lambda: kept.append(Held(directory, ticket_content(a_ticket()))), stays=True)
+    yield child
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+
+
+def test_everybody_sees_whose_a_ticket_is(directory: LockDirectory, alice: int) -> None:
+    def look() -> None:
+        ((ticket,), torn) = read_tickets(directory)
+        assert (ticket.uid, ticket.user, torn) == (ALICE.pw_uid, ALICE.pw_name, [])
+
+    as_user(BOB, look)
+
+
+def test_a_stranger_can_ring_but_neither_listen_nor_remove(directory: LockDirectory, alice: int) -> None:
+    def tries() -> None:
+        (ticket,) = read_tickets(directory)[0]
+        ring(directory, [ticket], b".")
+        assert unheard_since(directory, ticket) > 0
+        for name in os.listdir(directory.records):
+            with pytest.raises(PermissionError):
+                os.unlink(f"{directory.records}/{name}")
+            with pytest.raises(PermissionError):
+                os.open(f"{directory.records}/{name}", os.O_RDWR | os.O_NONBLOCK)
+
+    as_user(BOB, tries)
+
+
+def test_a_ticket_in_the_name_of_a_stranger_does_not_count(directory: LockDirectory) -> None:
+    def forge() -> None:
+        own = Held(directory, ticket_content(a_ticket()))
+        os.rename(own._ticket, own._ticket.replace(f".{BOB.pw_uid}.", f".{ALICE.pw_uid}."))
+        found, torn = read_tickets(directory)
+        assert (found, [(one.uid, one.reason) for one in torn]) == (
+            [],
+            [(BOB.pw_uid, "its name is not that of its owner")],
+        )
+
+    as_user(BOB, forge)
+
+
+def test_a_stranger_with_the_number_of_somebody_elses_ticket_does_not_stand_in_his_place(
+    directory: LockDirectory, alice: int
+) -> None:
+    (hers,) = read_tickets(directory)[0]
+
+    def copy() -> None:
+        own = Held(directory, ticket_content(a_ticket()))
+        os.rename(own._ticket, f"{directory.records}/ticket.{BOB.pw_uid}.{hers.id.rpartition('.')[2]}.json")
+        found, _ = read_tickets(directory)
+        assert len(found) == len({one.id for one in found}) == 2
+
+    as_user(BOB, copy)
+
+
+def test_any_number_of_tickets_of_one_user_costs_the_others_a_bounded_time(
+    directory: LockDirectory, alice: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tickets, "MOST_OF_ONE", 3)
+    kept: list[Held] = []
+    child = as_user(BOB, lambda: kept.extend(Held(directory, ticket_content(a_ticket())) for _ in range(7)), stays=True)
+    found, torn = read_tickets(directory)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+
+    assert sorted(one.uid for one in found) == sorted([ALICE.pw_uid, *[BOB.pw_uid] * 3])
+    reason = f"{BOB.pw_name} has 3 before them"
+    assert [(one.uid, one.id, one.reason) for one in torn] == [(BOB.pw_uid, "4 more", reason)]
+
+
+def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservefiles, "MOST_OF_ONE", 3)
+    now = time.time()
+    as_user(BOB, lambda: [reservefiles.write(directory, a_reservation(BOB.pw_uid)) for _ in range(7)])
+    for _ in range(5):
+        reservefiles.write(directory, a_reservation(ALICE.pw_uid))
+    found, torn, _ = reservefiles.read(directory, now)
+
+    assert Counter(one.maker for one in found) == {0: 5, BOB.pw_uid: 3}, "root may have any number"
+    assert [(one.uid, one.id) for one in torn] == [(BOB.pw_uid, "4 more")]
+
+
+def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(
+    directory: LockDirectory, alice: int
+) -> None:
+    (ticket,) = read_tickets(directory)[0]
+    assert listens(directory, ticket)
+    (name,) = (name for name in os.listdir(directory.records) if name.endswith(".json"))
+    os.kill(alice, 9)
+    # Whoever opened the file before can lock it now: the kernel does not mind whose it is.
+    ghost = os.open(f"{directory.records}/{name}", os.O_RDONLY)
+    while True:
+        try:
+            fcntl.flock(ghost, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            continue
+    found, _ = read_tickets(directory)
+    os.close(ghost)
+
+    assert [one.id for one in found] == [ticket.id]
+    assert not listens(directory, ticket)
+
+
+def test_a_mark_of_having_been_served_that_somebody_else_made_does_not_count(
+    directory: LockDirectory, alice: int
+) -> None:
+    as_user(BOB, lambda: Path(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}").touch())
+    assert read_tickets(directory)[0][0].served is None
+    os.unlink(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}")
+    as_user(ALICE, lambda: mark_served(directory))
+
+    assert read_tickets(directory)[0][0].served is not None

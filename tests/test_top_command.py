@@ -1,0 +1,348 @@
+"""`gpuguard top` as a command: what it costs the driver, --once, pipes, thresholds, recordings, a real terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import GIB, a_device, a_mig_instance, a_snapshot
+from fake_nvml import FakeNvml
+from nodes import a_user, change, eventually, start
+from nvml_child import answer_of
+
+from gpuguard.backends import node, node_file, simulated
+from gpuguard.cli import top_rota
+from gpuguard.cli.dispatch import run_command_line
+from gpuguard.cli.top import visible_devices
+from gpuguard.cli.top_feed import Feed, site_rules
+from gpuguard.errors import DriverUnresponsive
+from gpuguard.guards.identity import Protected
+from gpuguard.model import HEALTH, POWER, WHO_FIELDS, Gap
+from gpuguard.views.top_scene import Thresholds
+
+_SILENT = ("name", "memory_total", "memory_used", "temperature", "power_draw", "compute_mode")
+COUNTED = """
+from gpuguard.cli import top_rota
+backend, before, answer = nvml.open(), None, []
+for look in range(21):
+    fake.reset_calls()
+    read, first = top_rota.groups(before), before is None
+    before = top_rota.merged(before, backend.sample(read), read)
+    if not first:
+        before = top_rota.refreshed(before, backend.sample(top_rota.IN_TURNS, top_rota.turn(look, before)))
+    answer.append(sum(fake.calls().values()))
+answer = answer, before
+"""
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[int]]:
+    with ExitStack() as stack:
+        children = [stack.enter_context(subprocess.Popen(["sleep", "600"])) for _ in range(40)]
+        yield [child.pid for child in children]
+        for child in children:
+            child.kill()
+
+
+def test_a_refresh_of_8_devices_with_5_processes_each_takes_at_most_90_driver_calls(
+    tmp_path: Path, jobs: list[int]
+) -> None:
+    with FakeNvml(tmp_path, devices=8) as fake:
+        for number, pid in enumerate(jobs):
+            fake.add_process(number % 8, pid, GIB)
+        calls, seen = answer_of(fake, COUNTED)
+
+    assert max(calls[1:]) <= 90, calls
+    assert all(len(device.processes) == 5 for device in seen.devices)
+    everything = ("name", "temperature", "power_draw", "power_limit", "utilization", "problems", "memory_used")
+    assert all(getattr(device, name) is not None for device in seen.devices for name in everything)
+
+
+# Which groups are read when.
+
+
+def test_power_temperature_and_health_of_each_device_take_turns_and_the_first_look_reads_all():
+    before = a_snapshot(*[a_device(index) for index in range(6)])
+    turns = [top_rota.turn(look, before) for look in range(4)]
+
+    assert top_rota.groups(None) == WHO_FIELDS
+    assert top_rota.groups(before).isdisjoint({POWER, HEALTH})
+    assert sorted(uuid for turn in turns for uuid in turn) == [device.uuid for device in before.devices]
+    assert top_rota.turn(4, before) == turns[0]
+
+
+def test_the_instances_of_a_divided_device_are_looked_for_every_time():
+    parent = a_device(0, mig_mode=True)
+    before = a_snapshot(parent, a_mig_instance(parent))
+
+    assert HEALTH in top_rota.groups(before)
+    assert [top_rota.turn(look, before) for look in range(2)] == [[parent.uuid], []]
+
+
+def test_a_turn_changes_what_it_has_read_and_nothing_else():
+    before = a_snapshot(
+        a_device(0, power_draw=300.0), a_device(1, power_draw=300.0), gaps=(Gap(a_device(0).uuid, "fan_speed", "no"),)
+    )
+    blank = replace(a_device(0), **dict.fromkeys(("name", "memory_total", "memory_used", "processes", "temperature")))
+    more = a_snapshot(replace(blank, power_draw=400.0), gaps=(Gap(a_device(0).uuid, "temperature", "no"),))
+    now = top_rota.refreshed(before, more)
+
+    assert [device.power_draw for device in now.devices] == [400.0, 300.0]
+    assert now.devices[0] == replace(before.devices[0], power_draw=400.0, temperature=None)
+    assert [gap.field for gap in now.gaps] == ["temperature"]
+
+
+def test_a_device_that_was_lost_before_its_turn_has_nothing_but_its_name():
+    lost = replace(a_device(0), **dict.fromkeys(_SILENT), problems=("lost",))
+    now = top_rota.refreshed(a_snapshot(a_device(0)), a_snapshot(lost))
+
+    assert (now.devices[0].name, now.devices[0].memory_used, now.devices[0].problems) == (
+        "NVIDIA H100 80GB HBM3", None, ("lost",),
+    )  # fmt: skip
+
+
+def test_what_was_not_read_this_time_is_as_it_was():
+    before = a_snapshot(
+        a_device(0, temperature=50.0, power_draw=300.0), gaps=(Gap(a_device(0).uuid, "fan_speed", "no"),)
+    )
+    now = a_snapshot(
+        a_device(0, name=None, temperature=None, power_draw=400.0, problems=None, memory_used=GIB), driver_version=None
+    )
+    read = top_rota.EVERY_TIME | {POWER}
+    merged = top_rota.merged(before, now, read)
+    (device,) = merged.devices
+
+    assert (device.name, device.temperature, device.power_draw, device.problems) == (
+        "NVIDIA H100 80GB HBM3", 50.0, 400.0, (),
+    )  # fmt: skip
+    assert (device.memory_used, merged.driver_version, len(merged.gaps)) == (GIB, "550.54.15", 1)
+
+
+def test_a_value_that_could_not_be_read_this_time_is_not_taken_from_before():
+    now = a_snapshot(a_device(0, power_draw=None))
+    merged = top_rota.merged(a_snapshot(a_device(0, power_draw=300.0)), now, top_rota.EVERY_TIME | {POWER})
+
+    assert merged.devices[0].power_draw is None
+
+
+def test_of_a_device_that_is_lost_nothing_but_its_name_is_kept():
+    lost = replace(a_device(0), **dict.fromkeys(_SILENT), problems=("lost",))
+    merged = top_rota.merged(a_snapshot(a_device(0)), a_snapshot(lost), top_rota.EVERY_TIME | {POWER})
+
+    assert (merged.devices[0].name, merged.devices[0].temperature) == ("NVIDIA H100 80GB HBM3", None)
+    assert merged.devices[0].problems == ("lost",)
+
+
+# The feed.
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
+    monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
+    monkeypatch.delenv("GPUGUARD_DIR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    path = simulated.directory()
+    clock = time.clock_gettime(time.CLOCK_BOOTTIME)
+    node_file.create(path, lambda: node.new_node("4xH100-80GB", path, clock), replace=True)
+    return str(tmp_path / "node")
+
+
+def a_feed(backend):
+    args = argparse.Namespace(backend="simulated", dir=None, fresh=False, tree=True)
+    return Feed(args, lambda: backend)
+
+
+def test_a_scene_has_processes_with_what_they_do_beside_the_gpu_and_their_ancestors(place):
+    backend = start(place)
+    with a_user(place, "1", 10 * GIB, 50.0) as child:
+        feed = a_feed(backend)
+        feed.look()
+        assert eventually(lambda: any(use.cpu is not None for use in feed.look().host.values()))
+        scene = feed.look()
+
+        (running,) = [running for use in scene.found for running in use.processes or ()]
+        assert running.process.pid == child.pid
+        assert scene.host[child.pid, running.process.start_time].memory > 2**20
+        assert scene.ancestors[child.pid].parent == os.getpid()
+        assert scene.ancestors[os.getpid()].command[0].endswith(("python", "python3", Path(sys.executable).name))
+        change(place, 1, faults=("lost",))
+        assert "lost" in (feed.look().found[1].device.problems or ())
+
+
+def test_after_a_fault_of_the_driver_everything_is_read_anew():
+    class Driver:
+        simulated, name = True, "simulated"
+        trouble = None
+
+        def __init__(self):
+            self.asked = []
+
+        def sample(self, fields, devices=None):
+            self.asked.append(frozenset(fields))
+            if self.trouble:
+                raise self.trouble
+            return a_snapshot()
+
+        def close(self):
+            pass
+
+    driver = Driver()
+    feed = a_feed(driver)
+    feed.look(), feed.look()
+    driver.trouble = DriverUnresponsive("hangs")
+    with pytest.raises(DriverUnresponsive):
+        feed.look()
+    driver.trouble = None
+    feed.look()
+
+    assert [fields == WHO_FIELDS for fields in driver.asked] == [True, False, False, True]
+
+
+def test_thresholds_and_protection_come_from_the_sites_policies(tmp_path):
+    path = tmp_path / "policy.yaml"
+    path.write_text(
+        "version: 1\nprotect: {executables: [/usr/bin/sleep]}\npolicies:\n"
+        "  - {name: a, for: 1m, when: {temperature: {above: 85C}}, steps: [log]}\n"
+        "  - {name: b, for: 1m, when: {temperature: {above: 80C}}, steps: [log]}\n"
+        "  - {name: c, for: 1m, when: {power: {above: 90%}}, steps: [log]}\n"
+        "  - {name: d, for: 1m, when: {memory: {above: 70GiB}}, steps: [log]}\n"
+    )
+    path.chmod(0o644)
+
+    thresholds, protected = site_rules(str(path))
+
+    assert thresholds == Thresholds(temperature=80.0, power_share=0.9, memory=70 * GIB)
+    assert protected.executables == ("/usr/bin/sleep",)
+    assert site_rules(str(tmp_path / "none.yaml")) == (Thresholds(), Protected())
+
+
+# The command.
+
+
+def test_once_prints_all_and_ends(place, capsys):
+    with a_user(place, "1", 10 * GIB, 50.0) as child:
+        assert run_command_line(["top", "--once"]) == 0
+        said = capsys.readouterr().out
+
+    assert said.startswith("SIMULATED ")
+    assert f" {child.pid} " in said and "used without a claim" in said
+    assert "\x1b" not in said and "…" not in said
+
+
+def test_into_a_pipe_it_prints_once(place, capsys):
+    assert run_command_line(["top", "--ascii", "--every", "10s"]) == 0
+
+    said = capsys.readouterr().out
+    assert said.isascii() and said.count("SIMULATED") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, [0, 1, 2, 3]), ("2,0", [0, 2]), ("", []), ("-1", []), ("1,9,2", [1]), ("GPU-00000003", [3]), ("GPU-", [])],
+)
+def test_cuda_visible_devices_means_what_cuda_takes_it_for(value, shown):
+    snapshot = a_snapshot(*[a_device(index) for index in range(4)])
+
+    assert visible_devices(snapshot, value) == {a_device(index).uuid for index in shown}
+
+
+def test_only_visible_shows_these_alone_and_none_is_said(place, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert run_command_line(["top", "--once", "-o"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "H100" in line]
+    assert [line.split()[0] for line in lines] == ["2"]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert run_command_line(["top", "--once", "-o"]) == 2
+    assert "no GPU is visible" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [(["--every", "1ms"], 2), (["--every", "1"], 2), (["--device", "9"], 2), (["--backend", "nothing"], 2)],
+)
+def test_what_cannot_be_is_said(place, words, status, capsys):
+    assert run_command_line(["top", "--once", *words]) == status
+    assert capsys.readouterr().err.startswith("gpuguard: ")
+
+
+def test_a_recording_is_shown_without_a_look_at_this_machine(place, tmp_path, capsys):
+    file = str(tmp_path / "node.rec")
+    with a_user(place, "1", 10 * GIB, 50.0) as child:
+        assert run_command_line(["record", file, "--for", "300ms", "--every", "100ms"]) == 0
+    capsys.readouterr()
+    assert run_command_line(["top", "--once", "--backend", f"replay:{file}"]) == 0
+
+    said = capsys.readouterr().out
+    assert said.startswith("RECORDED") and f" {child.pid} " in said
+
+
+# A real terminal.
+
+
+@pytest.fixture
+def terminal(place, tmp_path):
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    socket, name = str(tmp_path / "tmux"), "top"
+
+    class Terminal:
+        def tmux(self, *words):
+            done = subprocess.run(["tmux", "-S", socket, *words], capture_output=True, text=True, check=False)
+            return done.stdout
+
+        def start(self, columns, rows, *options):
+            command = [sys.executable, "-m", "gpuguard", "top", "--every", "200ms", *options]
+            size = ["-x", str(columns), "-y", str(rows)]
+            self.tmux("-f", "/dev/null", "new-session", "-d", "-s", name, *size, "env", "LANG=C.UTF-8", *command)
+
+        def screen(self):
+            return self.tmux("capture-pane", "-p", "-t", name)
+
+        def keys(self, *keys):
+            self.tmux("send-keys", "-t", name, *keys)
+
+        def runs(self):
+            return name in self.tmux("list-sessions")
+
+    terminal = Terminal()
+    yield terminal
+    terminal.tmux("kill-server")
+
+
+@pytest.mark.terminal
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+def test_in_a_real_terminal_it_shows_the_machine_answers_keys_and_leaves(terminal, place, size):
+    pytest.importorskip("textual")
+    with a_user(place, "1", 10 * GIB, 50.0) as child:
+        terminal.start(*size)
+        assert eventually(lambda: f" {child.pid} " in terminal.screen(), 30), terminal.screen()
+        assert "10.0/80" in terminal.screen() and "q:quit" in terminal.screen()
+        assert max(map(len, terminal.screen().splitlines())) <= size[0]
+        terminal.keys("?")
+        assert eventually(lambda: "choose a process" in terminal.screen())
+        terminal.keys("Escape")
+        assert eventually(lambda: "choose a process" not in terminal.screen())
+        terminal.keys("q")
+        assert eventually(lambda: not terminal.runs())
+
+
+@pytest.mark.terminal
+def test_the_plain_view_draws_again_and_again_and_says_what_would_be_better(terminal, place):
+    terminal.start(80, 24, "--plain")
+    assert eventually(lambda: "gpuguard[tui]" in terminal.screen(), 30), terminal.screen()
+    assert "no processes" in terminal.screen()
+    with a_user(place, "1", 10 * GIB, 50.0) as child:
+        assert eventually(lambda: f" {child.pid} " in terminal.screen())
+    terminal.keys("C-c")
+    assert eventually(lambda: not terminal.runs())

@@ -1,0 +1,323 @@
+"""The page of `gpuguard top`: what stands where, in which colour, and what is not there because nobody knows it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from top_scenes import a_scene, colours, page_of, texts
+
+from gpuguard.model import Gap
+from gpuguard.policies.view import HostUse
+from gpuguard.views.text import display_width
+from gpuguard.views.top_history import KEPT, History
+from gpuguard.views.top_page import title
+from gpuguard.views.top_processes import moved, rows_of
+from gpuguard.views.top_scene import MODES, SORTS, Ancestor, Thresholds, View, Waits
+
+HOT = {"temperature_slowdown": 90.0}
+
+
+def eight(**fields):
+    return [a_device(index, **fields) for index in range(8)]
+
+
+def row_with(lines, text):
+    (row,) = [line.text for line in lines if text in line.text]
+    return row
+
+
+# Devices.
+
+
+def test_a_device_is_one_line_with_bars_numbers_state_and_claim():
+    device = a_device(3, memory_used=40 * GIB, utilization=75.0, processes=(a_process(),))
+    (line, *_) = texts(page_of(a_scene(device, claims=[a_claim_record(device, note="run 7")]), mode="compact"))
+
+    assert line == '   3 ████░░░░ 40.0/80G ████▌░ 75%   35C 70/700W   in use: alice 1h "run 7"'
+
+
+def test_what_is_not_known_is_said_and_has_no_bar():
+    nothing = a_device(
+        name=None, memory_used=None, memory_free=None, utilization=None, temperature=None, power_draw=None
+    )
+    (line, *_) = texts(page_of(a_scene(nothing), mode="compact"))
+
+    assert line.count("n/a") == 4
+    assert "0.0" not in line and "0%" not in line and "█" not in line
+
+
+@pytest.mark.parametrize(("height", "lines"), [(24, 8), (60, 24)])
+def test_a_high_screen_has_three_lines_per_device(height, lines):
+    shown = texts(page_of(a_scene(*eight()), width=200, height=height))
+
+    assert shown.index("") == lines
+
+
+def test_the_third_line_is_the_history():
+    scene = a_scene(a_device(utilization=100.0, temperature=45.0, **HOT))
+    bars, past = texts(page_of(scene, width=160, height=60, looks=5))[1:3]
+
+    assert "UTL ████" in bars and "45/90C" in bars and "70/700W" in bars
+    assert past.count("█") == 5 and past.count("▅") == 5
+
+
+def test_where_even_one_line_each_is_too_much_the_free_ones_share_one():
+    devices = [a_device(index) for index in range(64)]
+    busy = a_device(7, processes=(a_process(),), memory_used=11 * GIB)
+    shown = texts(page_of(a_scene(*devices[:7], busy, *devices[8:])))
+
+    assert [line.split()[0] for line in shown[:2]] == ["7", "63"]
+    assert shown[1].strip() == "63 free: 0-6,8-63"
+    assert any("train.py" in line for line in shown)
+
+
+def test_every_device_is_there_when_the_mode_says_so():
+    assert len(texts(page_of(a_scene(*[a_device(index) for index in range(64)]), mode="compact"))) >= 64
+
+
+def test_instances_stand_below_their_device():
+    parent = a_device(0, mig_mode=True, utilization=None)
+    part = a_mig_instance(parent, 1, processes=(a_process(),), memory_used=11 * GIB)
+    shown = texts(page_of(a_scene(parent, part), height=60))
+
+    assert [line.split()[0] for line in shown if line[:5].strip()][:2] == ["0", "MEM"] or "0.2" in " ".join(shown)
+    assert any(line.startswith(" 0.2 ") and "11.0/40G" in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("fields", "thresholds", "text", "colour"),
+    [
+        ({"temperature": 79.0, **HOT}, Thresholds(), "79C", "green"),
+        ({"temperature": 80.0, **HOT}, Thresholds(), "80C", "yellow"),
+        ({"temperature": 90.0, **HOT}, Thresholds(), "90C", "bold red"),
+        ({"temperature": 99.0}, Thresholds(), "99C", "green"),  # nobody knows what is too hot for it
+        ({"temperature": 75.0, **HOT}, Thresholds(temperature=75.0), "75C", "bold red"),
+        ({"power_draw": 690.0}, Thresholds(), "690/700W", "green"),
+        ({"power_draw": 702.0}, Thresholds(), "702/700W", "yellow"),
+        ({"power_draw": 740.0}, Thresholds(), "740/700W", "bold red"),
+        ({"power_draw": 600.0}, Thresholds(power=600.0), "600/700W", "bold red"),
+        ({"power_draw": 630.0}, Thresholds(power_share=0.9), "630/700W", "bold red"),
+        ({"power_draw": 630.0, "power_limit": None}, Thresholds(), "630W", "green"),
+        ({"memory_used": 79 * GIB}, Thresholds(), "79.0/80G", "cyan"),
+        ({"memory_used": 73 * GIB}, Thresholds(memory_share=1.0), "73.0/80G", "yellow"),
+        ({"memory_used": 70 * GIB}, Thresholds(memory=70 * GIB), "70.0/80G", "bold red"),
+    ],
+)
+def test_the_colour_is_that_of_the_device_s_own_limits_or_of_the_site_s_policies(fields, thresholds, text, colour):
+    lines = page_of(a_scene(a_device(**fields), thresholds=thresholds), mode="compact")
+
+    assert colours(lines, text) == {colour}
+
+
+def test_a_device_that_is_lost_says_so():
+    lines = page_of(a_scene(a_device(0), a_device(1, problems=("lost",), memory_used=None, memory_free=None)))
+
+    assert colours(lines, "unhealthy") == {"bold red"}
+    assert "unhealthy (lost)" in row_with(lines, "unhealthy")
+
+
+def test_a_machine_without_devices_says_so():
+    shown = texts(page_of(a_scene(snapshot=replace(a_snapshot(), devices=()))))
+
+    assert shown[0] == "no devices" and shown[-1] == "no processes"
+
+
+# Processes.
+
+TWO = (
+    a_process(10, user="alice", utilization=30.0, start_time=9_000.0, memory_used=GIB, command=("python", "a.py")),
+    a_process(20, user="bob", uid=1002, utilization=None, start_time=9_900.0, memory_used=3 * GIB),
+)
+
+
+def test_a_process_is_one_row_with_what_it_takes_on_the_device_and_beside_it():
+    host = {(10, 9_000.0): HostUse(cpu=151.4, memory=3 * GIB)}
+    lines = page_of(a_scene(a_device(processes=TWO[:1]), host=host), width=120)
+
+    assert row_with(lines, "a.py").split() == [
+        *["0", "10", "alice", "1.0GiB", "30", "151", "3.0GiB", "16m40s"], "no", "claim", "python", "a.py",
+    ]  # fmt: skip
+
+
+def test_what_is_not_known_of_a_process_is_said():
+    blank = a_process(10, memory_used=None, utilization=None, start_time=None, user=None, uid=None, command=None)
+
+    assert texts(page_of(a_scene(a_device(processes=(blank,))), width=120))[-1].split() == [
+        *["0", "10", "unknown", "n/a", "n/a", "n/a", "n/a", "n/a", "no", "claim", "n/a"]
+    ]
+
+
+def test_a_process_on_several_devices_is_one_row():
+    lines = page_of(a_scene(*[a_device(index, processes=TWO[:1]) for index in range(4)]))
+
+    assert row_with(lines, "a.py").split()[:4] == ["0-3", "10", "alice", "4.0GiB"]
+
+
+def test_a_memory_sum_with_an_unknown_part_is_unknown():
+    lines = page_of(
+        a_scene(a_device(0, processes=TWO[:1]), a_device(1, processes=(replace(TWO[0], memory_used=None),)))
+    )
+
+    assert row_with(lines, "a.py").split()[3] == "n/a"
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("sort", SORTS)
+def test_every_order_can_be_turned_round_and_the_unknown_comes_last(sort, reverse):
+    nobody = a_process(30, user=None, utilization=None, memory_used=None, start_time=None)
+    scene = a_scene(a_device(processes=(*TWO, nobody)))
+    pids = [row.pid for row in rows_of(scene, View(sort=sort, reverse=reverse))]
+
+    assert sorted(pids) == [10, 20, 30]
+    if sort in ("memory", "time"):
+        assert pids[-1] == 30
+    if sort == "memory":
+        assert pids == ([10, 20, 30] if reverse else [20, 10, 30])
+
+
+@pytest.mark.parametrize(
+    ("view", "pids"),
+    [
+        ({"text": "a.py"}, [10]),
+        ({"text": "user:bob"}, [20]),
+        ({"text": "user:bo"}, []),
+        ({"text": "bo"}, [20]),
+        ({"text": "BOB train"}, [20]),
+        ({"text": "gpu:1"}, []),
+        ({"text": "gpu:0,1 alice"}, [10]),
+        ({"users": frozenset({"alice"})}, [10]),
+        ({"compute_only": True}, [10, 20]),
+    ],
+)
+def test_filters_let_through_what_they_name(view, pids):
+    desktop = a_process(30, kind="graphics", user="carol", memory_used=1)
+    scene = a_scene(a_device(processes=(*TWO, desktop)))
+
+    assert [row.pid for row in rows_of(scene, View(**view)) if row.pid != 30 or "text" not in view] == pids
+
+
+def test_with_a_filter_for_users_other_people_s_devices_are_not_shown():
+    scene = a_scene(a_device(0, processes=TWO[:1]), a_device(1, processes=TWO[1:]))
+    shown = texts(page_of(scene, users=frozenset({"bob"}), mode="compact"))
+
+    assert shown[0].startswith("   1 ") and not any("alice" in line for line in shown)
+
+
+def test_the_tree_has_every_ancestor_once_and_processes_below_them():
+    above = {
+        10: Ancestor(5, "alice", ("python", "a.py")),
+        20: Ancestor(5, "bob", ("python",)),
+        5: Ancestor(4, "alice", ("/usr/bin/bash", "job.sh")),
+        4: Ancestor(1, "root", ("sshd",)),
+        1: Ancestor(0, "root", ("init",)),
+    }
+    lines = page_of(a_scene(a_device(processes=TWO), ancestors=above), width=120, tree=True)
+    shown = [line[line.index(mark) :] for line in texts(lines) for mark in ("4 root", "└─", "├─") if mark in line]
+
+    assert [one.split(" python")[0] for one in shown if "sshd" in one or "bash" in one] == [
+        "4 root sshd", "└─ 5 alice bash job.sh",
+    ]  # fmt: skip
+    assert any("├─ python a.py" in one for one in shown) and any("└─ python train.py" in one for one in shown)
+
+
+def test_a_tree_of_pids_that_go_round_in_circles_ends():
+    above = {10: Ancestor(20, "a", None), 20: Ancestor(10, "b", None)}
+    lines = page_of(a_scene(a_device(processes=TWO), ancestors=above), tree=True)
+
+    assert {line.process for line in lines if line.process} <= {(10, 9_000.0), (20, 9_900.0)}
+
+
+def test_the_cursor_stays_within_the_processes():
+    rows = [(10, 1.0), (20, 2.0)]
+
+    assert moved(rows, View(), 1).selected == (10, 1.0)
+    assert moved(rows, View(selected=(10, 1.0)), 5).selected == (20, 2.0)
+    assert moved(rows, View(selected=(10, 1.0)), -5).selected == (10, 1.0)
+    assert moved(rows, View(selected=(99, 9.0)), -1).selected == (20, 2.0)
+    assert moved([], View(selected=(10, 1.0)), 1).selected is None
+
+
+# People, the line, what is not known.
+
+
+def test_who_has_what_and_who_waits_are_said():
+    waiting = [Waits(f"user{n}", n, 1_700_000_000.0 - 60 * n, "starts in about 2h", "big") for n in range(1, 6)]
+    shown = texts(page_of(a_scene(a_device(processes=TWO), waiting=tuple(waiting)), width=100))
+
+    assert any(line.startswith("USERS alice 1 GPU 1.0GiB  bob 1 GPU 3.0GiB") for line in shown)
+    assert 'WAITS 1. user1 1 GPU for 1m "big": starts in about 2h' in shown
+    assert "      and 2 more in line: gpuguard queue" in shown
+
+
+def test_gaps_are_named():
+    snapshot = a_snapshot(a_device(0), gaps=(Gap(None, "claims", "no directory"),))
+
+    assert texts(page_of(a_scene(snapshot=snapshot)))[-1] == "not known: claims: no directory"
+
+
+def test_the_title_says_which_machine_it_is_and_how_old_the_daemons_look_is():
+    scene = a_scene(a_device(), age=4.0)
+
+    assert title(scene, View(), 120, 3.0).text.startswith("node1  1 GPU, driver 550.54.15, ")
+    assert "seen by the daemon 7s ago" in title(scene, View(), 120, 3.0).text
+    recorded = replace(scene, snapshot=replace(scene.snapshot, recorded=True))
+    assert title(recorded, View(), 120).text.startswith("RECORDED node1")
+
+
+# Text of strangers, widths, history.
+
+EVIL = st.text(st.characters(), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=EVIL, user=EVIL, note=EVIL, words=st.lists(EVIL, max_size=3),
+    width=st.integers(20, 250), height=st.integers(5, 80), mode=st.sampled_from(MODES),
+    tree=st.booleans(), ascii_only=st.booleans(),
+)  # fmt: skip
+def test_whatever_strangers_write_each_line_has_its_width_and_moves_no_cursor(
+    name, user, note, words, width, height, mode, tree, ascii_only
+):
+    process = a_process(10, user=user, command=tuple(words), container=name, start_time=9_000.0)
+    device = a_device(0, name=name, processes=(process,), problems=(note,) if note else ())
+    ancestors = {10: Ancestor(5, user, tuple(words)), 5: Ancestor(1, note, None)}
+    waiting = (Waits(user, 1, 0.0, note, name),)
+    scene = a_scene(device, claims=[a_claim_record(device, user=user, note=note)], ancestors=ancestors, waiting=waiting)
+    lines = [
+        title(scene, View(text=note), width),
+        *page_of(scene, width, height, mode=mode, tree=tree, ascii_only=ascii_only),
+    ]
+
+    for line in lines[1:]:
+        whole = "".join(text for text, _ in line.parts)
+        assert display_width(whole) == width or whole.startswith("no processes")
+    assert all(text.isprintable() for line in lines for text, _ in line.parts)
+
+
+def test_wide_characters_take_two_columns():
+    device = a_device(processes=(a_process(command=("python", "实验.py")),), memory_used=11 * GIB)
+    lines = page_of(a_scene(device, claims=[a_claim_record(device, note="大模型训练")]), mode="compact")
+
+    assert {display_width("".join(text for text, _ in line.parts)) for line in lines} == {80}
+
+
+def test_ascii_mode_has_no_other_characters():
+    device = a_device(processes=TWO, memory_used=11 * GIB, utilization=50.0)
+    for mode in MODES:
+        shown = page_of(a_scene(device), width=150, height=60, mode=mode, ascii_only=True, looks=4)
+        assert all(line.replace("…", "").isascii() for line in texts(shown))
+
+
+def test_the_history_is_bounded_and_forgets_devices_that_are_gone():
+    history = History()
+    for _ in range(KEPT + 50):
+        history.add(a_scene(a_device(0, processes=TWO)))
+    history.add(a_scene(a_device(1)))
+
+    assert [len(ring) for ring in history.devices[a_device(1).uuid].values()] == [1, 1, 1, 1]
+    assert list(history.devices) == [a_device(1).uuid]
+    assert len(history.processes[10, 9_000.0]) == KEPT

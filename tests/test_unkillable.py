@@ -1,0 +1,163 @@
+"""A process that no signal reaches, for once a real one: it writes to a file system that is frozen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driven import IMPATIENT, DrivenDaemon, driven
+from fake_nvml import GIB, FakeNvml
+from guarded import a_child
+from nodes import eventually
+
+pytestmark = pytest.mark.root  # mounts
+
+# A process of its own mounts, and thaws when it is told to or when whoever could tell it is dead, or after two minutes
+# at the latest: a frozen file system that is left behind hangs whatever touches it, until the next boot.
+GUARDIAN = """
+import os, select, signal, subprocess, sys, time
+image, place = sys.argv[1:]
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+def run(*words):
+    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+with open(image, "wb") as file:
+    file.truncate(16 * 2**20)
+for words in (("mkfs.ext4", "-q", "-O", "^has_journal", image), ("mount", "-o", "loop", image, place)):
+    done = run(*words)
+    if done.returncode:
+        sys.exit(print(done.stderr.strip() or words[0], flush=True))
+try:
+    os.chmod(place, 0o777)
+    print("mounted", flush=True)
+    if select.select([0], [], [], 120)[0] and sys.stdin.readline() == "freeze\\n":
+        print(run("fsfreeze", "-f", place).stderr.strip() or "frozen", flush=True)
+        select.select([0], [], [], 120)
+finally:
+    run("fsfreeze", "-u", place)
+    for words in [("umount", place)] * 100 + [("umount", "-l", place)]:
+        if os.path.ismount(place) and run(*words).returncode:
+            time.sleep(0.05)
+"""
+POLICY = """
+notify: {{ops: {{hook: {{command: [/bin/sh, {hook}], user: root}}}}}}
+policies:
+  - name: small
+    for: 0s
+    cooldown: 0s
+    when: {{memory: {{above: 1GiB}}}}
+    steps: [{{do: run_hook, hook: ops}}, terminate, {{after: 1s, do: kill}}]
+"""
+
+
+class Frozen:
+    """A directory in which every write hangs until thaw()."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place / "frozen"
+        self.place.mkdir()
+        words = [sys.executable, "-c", GUARDIAN, str(place / "image"), str(self.place)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.guardian = subprocess.Popen(words, text=True, start_new_session=True, cwd="/", **pipes)
+        if (said := self._said()) != "mounted":
+            self.guardian.communicate()
+            pytest.skip(f"NOT TESTED: needs a loop device and ext4: {said}")
+
+    def freeze(self) -> None:
+        assert self.guardian.stdin
+        print("freeze", file=self.guardian.stdin, flush=True)
+        if (said := self._said()) != "frozen":
+            pytest.skip(f"NOT TESTED: needs a file system that can be frozen: {said}")
+
+    def thaw(self) -> None:
+        """Nothing is left mounted afterwards."""
+        if self.guardian.poll() is None:
+            self.guardian.communicate(timeout=60)
+
+    def _said(self) -> str:
+        assert self.guardian.stdout
+        said: str = self.guardian.stdout.readline()
+        return said.strip()
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+@contextmanager
+def an_unkillable_process(place: Path) -> Iterator[subprocess.Popen[bytes]]:
+    frozen = Frozen(place)
+    with ExitStack() as stack:
+        stack.callback(frozen.thaw)
+        with (frozen.place / "file").open("wb") as file:
+            frozen.freeze()
+            child = stack.enter_context(
+                a_child("dd", "if=/dev/zero", "count=1", stdout=file, stderr=subprocess.DEVNULL)
+            )
+        stack.callback(frozen.thaw)  # first: nobody can wait for the child before
+        assert eventually(lambda: state(child.pid) == "D")
+        yield child
+
+
+def test_who_outlives_sigkill_is_given_up_his_device_is_taken_out_of_service_and_people_are_told(
+    tmp_path: Path,
+) -> None:
+    told = tmp_path / "told"
+    hook = tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\ncat >> {told}\n")
+    hook.chmod(0o755)
+    with FakeNvml(tmp_path, devices=4) as fake, an_unkillable_process(tmp_path) as stuck, a_child() as beside:
+        for child in (stuck, beside):
+            fake.add_process(0, child.pid, 2 * GIB)
+        with driven(tmp_path, fake, POLICY.format(hook=hook), before=IMPATIENT) as daemon:
+            given_up = until(daemon, "unkillable")
+            before = signals(daemon, stuck.pid)
+            marks = tmp_path / "claims" / "quarantined.json"
+            assert eventually(marks.exists), daemon.said()
+            (quarantined,) = json.loads(marks.read_text())["marks"]
+            assert state(stuck.pid) == "D"
+            assert before == ["terminate", "kill"]
+            assert quarantined["name"] == fake.devices[0].uuid == given_up["devices"][0]
+
+            watched = daemon.state()["snapshot"]["clock"]
+            assert eventually(lambda: daemon.state()["snapshot"]["clock"] > watched + 5, 20)
+            assert signals(daemon, stuck.pid) == before
+            assert len([event for event in daemon.events() if event["outcome"] == "unkillable"]) == 1
+            daemon.end()  # what waits because there were messages just before goes out at the end
+            assert eventually(lambda: "outlived SIGKILL" in told.read_text()), daemon.said()
+
+
+def until(daemon: DrivenDaemon, outcome: str) -> dict[str, Any]:
+    def found() -> list[dict[str, Any]]:
+        return [event for event in daemon.events("kill") if event["outcome"] == outcome]
+
+    assert eventually(lambda: bool(found()), 30), daemon.said()
+    return found()[0]
+
+
+def signals(daemon: DrivenDaemon, pid: int) -> list[str]:
+    return [event["kind"] for event in daemon.events() if event.get("pid") == pid and event["outcome"] == "about to"]
+
+
+def test_nothing_stays_frozen_when_the_test_dies(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "from test_unkillable import Frozen; frozen = Frozen(Path(sys.argv[2])); frozen.freeze()\n"
+        "print('frozen', flush=True); time.sleep(600)"
+    )
+    words = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as dying:
+        assert dying.stdout
+        if dying.stdout.readline() != "frozen\n":
+            pytest.skip(f"NOT TESTED: {dying.communicate()[1].strip().splitlines()[-1]}")
+        assert os.path.ismount(tmp_path / "frozen")
+        dying.kill()
+
+    assert eventually(lambda: not os.path.ismount(tmp_path / "frozen"), 20)

@@ -1,0 +1,127 @@
+"""The usage store when something goes wrong: a writer dies, a file is damaged, a reader comes at the wrong moment."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nodes import eventually
+from stores import FIRST, FORK, a_fork, a_sample, a_slot, at, fill, held
+
+from gpuguard.errors import GpuguardError
+from gpuguard.usage import consult as usage
+from gpuguard.usage import storefile
+from gpuguard.usage.consult import SLOTS, consult
+
+KILLS = 50
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "state" / "usage.db")
+
+
+def write_on(path: str, first: int, written: Any, pause: float) -> None:
+    """Write slots until killed; *written* counts them."""
+    connection = storefile.opened(path, check=False)
+    for number in itertools.count(first):
+        storefile.write(connection, {number: a_slot()}, a_sample(0.0).devices)
+        written.value = number + 1 - first
+        storefile.settle(connection)
+        time.sleep(pause)
+
+
+def killed(path: str, first: int, after: float) -> int:
+    """How many slots a writer had written when it was killed, *after* seconds behind its first one."""
+    written = FORK.Value("l", 0)
+    with a_fork(write_on, path, first, written, 0.0) as child:
+        assert eventually(lambda: written.value > 0)
+        time.sleep(after)
+        child.kill()
+        child.join()
+        return int(written.value)
+
+
+def test_a_writer_that_is_killed_at_any_moment_loses_at_most_its_last_slot(path):
+    chance, done, unfinished = random.Random(7), 0, 0
+    for _ in range(KILLS):
+        told = killed(path, FIRST + done, chance.uniform(0, 0.02))
+        unfinished += os.path.exists(f"{path}-wal") and os.stat(f"{path}-wal").st_size > 0
+        found = held(path, at(done + told + 1))
+        slots = round(found[900][1] / 10)
+
+        assert slots - done in (told, told + 1)
+        assert {width: (seen, claimed) for width, (_, seen, claimed) in found.items()} == {
+            width: (10.0 * min(slots, kept),) * 2 for width, kept in SLOTS.items()
+        }
+        done = slots
+    storefile.opened(path, check=True).close()
+    assert unfinished, "no kill came between a write and the end of it"
+
+
+def test_readers_see_whole_writes_while_the_daemon_writes(path):
+    written = FORK.Value("l", 0)
+    with a_fork(write_on, path, FIRST, written, 0.02):
+        assert eventually(lambda: written.value > 0)
+        for _ in range(50):
+            before = written.value
+            found = held(path, at(100_000))
+
+            assert len({found[width][1] for width in (60, 900)}) == 1
+            assert found[900][1] >= 10.0 * (before - 1)
+
+
+def test_a_file_that_is_being_written_all_the_time_is_an_error_and_no_guess(path, monkeypatch):
+    fill(path, [FIRST])
+    count = itertools.count()
+    monkeypatch.setattr(usage, "_look", lambda path: usage._Look((next(count),), None))
+    monkeypatch.setattr(usage, "READ_PAUSE", 0.0)
+    with pytest.raises(GpuguardError, match="being written all the time"):
+        consult(path, lambda each: each.gpu_seconds({10.0}))
+
+
+@pytest.mark.parametrize("damage", ["short", "torn", "noise", "text"])
+def test_a_damaged_store_is_found_and_set_aside(path, damage):
+    fill(path, range(FIRST, FIRST + 400), together=100)
+    whole = Path(path).read_bytes()
+    noise = random.Random(3).randbytes(20_000)
+    spoiled = {
+        "short": whole[:30_000],
+        "torn": whole[:20_000] + bytes(12_288) + whole[32_288:],
+        "noise": whole[:8_192] + noise + whole[28_192:],
+        "text": b"not a database" * 500,
+    }[damage]
+    Path(path).write_bytes(spoiled)
+    with pytest.raises(sqlite3.DatabaseError) as raised:
+        storefile.opened(path, check=True)
+    name = storefile.set_aside(path)
+
+    assert raised.type is sqlite3.DatabaseError
+    assert Path(name).read_bytes() == spoiled
+    with pytest.raises(GpuguardError, match="no usage store"):
+        consult(path, lambda each: None)
+
+
+def test_a_damaged_store_is_no_answer(path):
+    fill(path, range(FIRST, FIRST + 400), together=100)
+    os.truncate(path, 30_000)
+
+    with pytest.raises(GpuguardError, match="the daemon sets it aside"):
+        consult(path, lambda each: each.totals("user", at(0), at(400)), at(400))
+
+
+def test_two_damaged_stores_have_two_names(path):
+    names = set()
+    for _ in range(3):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        Path(path).write_bytes(b"x")
+        names.add(storefile.set_aside(path))
+
+    assert len(names) == 3
+    assert all(os.path.exists(name) for name in names)

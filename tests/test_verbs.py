@@ -1,0 +1,317 @@
+"""What the daemon does for whoever asks: his own for everybody, the machine for root alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from builders import a_device, a_process
+from claimholders import Holder, a_holder
+from commands import Gpuguard
+from daemons import a_daemon
+from guarded import SOMEBODY, Listing
+from nodes import eventually, remove
+
+from gpuguard.claims.lockfiles import lock_directory, open_lock
+from gpuguard.claims.records import locked_devices, probe
+from gpuguard.errors import GpuguardError
+from gpuguard.marks import DENIED, QUARANTINED, read_marks
+from gpuguard.model import Event, Subject
+from gpuguard.nouns import replace
+from gpuguard.policies.outlook import Outlook
+from gpuguard.services import verbs
+from gpuguard.services.keeping import Keeping
+from gpuguard.services.verbs import ADMINISTRATION, VERBS, Desk, answer
+
+root = pytest.mark.root
+ANOTHER = SOMEBODY + 1
+
+
+class Hall:
+    """A desk without a daemon behind it."""
+
+    def __init__(self, place: str) -> None:
+        self.directory = lock_directory(f"{place}/claims")
+        self.machine = Listing(a_device(0), a_device(1), a_device(2))
+        self.uuids = [device.uuid for device in self.machine.devices]
+        for uuid in self.uuids:
+            os.close(open_lock(self.directory, uuid))
+        self.events: list[Event] = []
+        self.writable, self.reloaded, self.stale = True, 0, 0.0
+        self.outlook: tuple[Outlook, ...] = ()
+        keeping = Keeping(self.directory, lambda kept: None, lambda: self.machine.devices, self.append)
+        looks = self.snapshot, lambda: 10.0, lambda: self.outlook
+        self.desk = Desk(self.directory, keeping, *looks, self.append, self.reload, f"{place}/policy.yaml", True)
+
+    def snapshot(self) -> Any:
+        found = self.machine.sample((), None)
+        return replace(found, claims=probe(self.directory, self.uuids), clock=found.clock - self.stale)
+
+    def append(self, event: Event) -> bool:
+        self.events.append(event)
+        return self.writable
+
+    def reload(self) -> None:
+        self.reloaded += 1
+
+    def asks(self, asker: int, **request: Any) -> Any:
+        return answer(self.desk, asker, request)
+
+    def locked(self) -> int:
+        return len(locked_devices(self.directory, self.uuids))
+
+
+@pytest.fixture
+def hall() -> Iterator[Hall]:
+    place = tempfile.mkdtemp(prefix="gpuguard-verbs-")
+    os.chmod(place, 0o755)
+    yield Hall(place)
+    remove(place)
+
+
+@pytest.fixture
+def holder(hall: Hall) -> Iterator[Holder]:
+    with a_holder(hall.directory, *hall.uuids[:2], uid=SOMEBODY) as one:
+        yield one
+
+
+@root
+@pytest.mark.parametrize("asker", [SOMEBODY, 0])
+def test_the_owner_and_root_have_an_unused_claim_released(hall, holder, asker):
+    said = hall.asks(asker, do="release", claim=holder.id, reason="tidy up")
+
+    assert said == {"released": holder.id, "devices": 2} and hall.locked() == 0
+    assert "tidy up" in holder.does("claim.reassert()")
+    [event] = hall.events
+    assert (event.kind, event.outcome, dict(event.facts)["asked_by_uid"]) == ("release", "about to", asker)
+
+
+@root
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {}, {"claim": None}, {"claim": ""}, {"claim": "1dea"}, {"claim": "../claims/claim.0.1dea1234"}, {"claim": 7},
+        {"claim": ["1dea1234"]}, {"claim": "1dea1234", "uid": 0}, {"claim": "nothing"}, {"claim": "\x00"},
+    ],
+)  # fmt: skip
+def test_a_request_that_does_not_name_an_own_claim_whole_releases_nothing(hall, holder, request_):
+    for asker in (ANOTHER, SOMEBODY):
+        with pytest.raises(GpuguardError):
+            hall.asks(asker, do="release", **request_)
+
+    assert hall.locked() == 2 and holder.does("claim.reassert()") == "None"
+
+
+@root
+def test_somebody_elses_claim_is_his(hall, holder):
+    for asker in (ANOTHER, 65534):
+        with pytest.raises(GpuguardError, match="and root can release it"):
+            hall.asks(asker, do="release", claim=holder.id)
+
+    assert hall.locked() == 2 and hall.events == []
+
+
+@root
+@pytest.mark.parametrize(
+    "change", [{"processes": (a_process(7, uid=SOMEBODY),)}, {"processes": None}, {"processes_plausible": False}]
+)
+def test_a_claim_that_may_be_in_use_is_not_released_for_root_either(hall, holder, change):
+    hall.machine.change(1, **change)
+    for asker in (SOMEBODY, 0):
+        with pytest.raises(GpuguardError):
+            hall.asks(asker, do="release", claim=holder.id)
+
+    assert hall.locked() == 2
+
+
+@root
+def test_nothing_is_released_by_an_old_look_or_without_a_line(hall, holder):
+    hall.stale = 60.0
+    with pytest.raises(GpuguardError, match="does not see"):
+        hall.asks(SOMEBODY, do="release", claim=holder.id)
+    hall.stale, hall.writable = 0.0, False
+    with pytest.raises(GpuguardError, match="log"):
+        hall.asks(SOMEBODY, do="release", claim=holder.id)
+
+    assert hall.locked() == 2
+
+
+@root
+def test_a_flood_of_requests_is_stopped_after_ten_a_minute(hall, holder):
+    hall.machine.change(1, processes=None)
+    for _ in range(10):
+        with pytest.raises(GpuguardError, match="list of the processes"):
+            hall.asks(SOMEBODY, do="release", claim=holder.id)
+    with pytest.raises(GpuguardError, match="within a minute"):
+        hall.asks(SOMEBODY, do="release", claim=holder.id)
+
+
+# --- status -------------------------------------------------------------------------------------------------------
+
+
+def an_outlook(uid: int, **fields: Any) -> Outlook:
+    facts = {"policy": "idle", "since": 100.0, "last": "warn", "next": "terminate", "due": 200.0, "enforce": True}
+    return Outlook(subject=Subject("process", "GPU-A", 7, 1.0, uid, user="x"), **{**facts, **fields})
+
+
+def test_everybody_sees_what_stands_against_him_and_nobody_else(hall):
+    hall.outlook = (an_outlook(SOMEBODY), an_outlook(ANOTHER), an_outlook(SOMEBODY, policy="hog", due=None, next=None))
+    mine, his = hall.asks(SOMEBODY, do="status"), hall.asks(ANOTHER, do="status")
+
+    assert [row["policy"] for row in mine["standing"]] == ["idle", "hog"]
+    assert [row["policy"] for row in his["standing"]] == ["idle"]
+    assert mine["standing"][0]["next_unix_seconds"] - mine["standing"][0]["since_unix_seconds"] == pytest.approx(100)
+    with pytest.raises(GpuguardError, match="somebody else"):
+        hall.asks(SOMEBODY, do="status", uid=ANOTHER)
+
+
+def test_root_sees_everybody_or_whom_he_names(hall):
+    hall.outlook = (an_outlook(SOMEBODY), an_outlook(ANOTHER))
+
+    assert len(hall.asks(0, do="status")["standing"]) == 2
+    assert len(hall.asks(0, do="status", uid=ANOTHER)["standing"]) == 1
+
+
+def test_an_answer_fits_into_its_line_however_much_stands_against_somebody(hall):
+    name, uuid = "p" * 64, "MIG-" + "f" * 36
+    subject = Subject("claim", uuid, None, None, SOMEBODY, "f" * 40, user="u" * 32)
+    hall.outlook = tuple(replace(an_outlook(SOMEBODY, policy=name), subject=subject) for _ in range(100))
+    said = hall.asks(SOMEBODY, do="status")
+
+    assert len(said["standing"]) >= 5 and len(said["standing"]) + said["left_out"] == 100
+    assert len(json.dumps({"ok": True, **said})) < 4096
+
+
+# --- administration -----------------------------------------------------------------------------------------------
+
+
+@root
+@pytest.mark.parametrize("verb", sorted(ADMINISTRATION))
+def test_the_machine_is_roots_alone(hall, verb):
+    with pytest.raises(GpuguardError, match="only root"):
+        hall.asks(SOMEBODY, do=verb, uid=SOMEBODY, device="0", for_seconds=60)
+
+    assert hall.reloaded == 0 and read_marks(hall.directory, DENIED, 0.0) == {}
+
+
+def test_root_denies_quarantines_and_ends_that(hall):
+    me = os.geteuid()
+    hall.asks(me, do="deny", uid=SOMEBODY, for_seconds=60, reason="ask first")
+    hall.asks(me, do="quarantine", device="1")
+    denied, out = read_marks(hall.directory, DENIED, 0.0), read_marks(hall.directory, QUARANTINED, 0.0)
+    hall.asks(me, do="deny", uid=SOMEBODY, end=True)
+    ended = hall.asks(me, do="quarantine", device="1", end=True)
+
+    assert (denied[str(SOMEBODY)].reason, list(out), ended["ended"]) == ("ask first", [hall.uuids[1]], 1)
+    assert read_marks(hall.directory, DENIED, 0.0) == read_marks(hall.directory, QUARANTINED, 0.0) == {}
+    assert [event.outcome for event in hall.events] == ["denied", "quarantined", "ended", "ended"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"do": "deny"}, {"do": "deny", "uid": 0, "for_seconds": 9}, {"do": "deny", "uid": 5},
+        {"do": "deny", "uid": True}, {"do": "deny", "uid": 5, "for_seconds": -1},
+        {"do": "deny", "uid": 5, "for_seconds": 1e9},
+        {"do": "deny", "uid": 5, "for_seconds": float("nan")}, {"do": "deny", "uid": "bob", "for_seconds": 9},
+        {"do": "quarantine"}, {"do": "quarantine", "device": "99"}, {"do": "quarantine", "device": "/dev/null"},
+        {"do": "quarantine", "device": "0", "for_seconds": "9"}, {"do": "bogus"}, {"do": None}, {"do": ["keep"]}, {},
+    ],
+)  # fmt: skip
+def test_a_request_that_makes_no_sense_changes_nothing(hall, request_):
+    with pytest.raises(GpuguardError):
+        answer(hall.desk, os.geteuid(), request_)
+
+    assert read_marks(hall.directory, DENIED, 0.0) == read_marks(hall.directory, QUARANTINED, 0.0) == {}
+
+
+def test_reload_says_what_is_wrong_with_the_file(hall):
+    path = hall.desk.policy
+    with open(path, "w") as file:
+        file.write("version: 1\npolicies: []\nbogus: 1\n")
+    said = hall.asks(os.geteuid(), do="reload")
+
+    assert said["faults"] >= 1 and "policy.yaml:" in said["first"] and hall.reloaded == 1
+
+
+def test_every_request_of_the_docstring_is_in_the_table():
+    assert all(name in (verbs.__doc__ or "") for name in VERBS) and set(VERBS) > ADMINISTRATION
+
+
+# --- a real daemon ------------------------------------------------------------------------------------------------
+
+POLICY = """
+version: 1
+policies:
+  - name: unused
+    when: {idle: {below: 5%}}
+    for: 1s
+    steps: [log, {after: 4h, do: release}]
+"""
+
+
+def test_a_user_sees_what_comes_next_and_the_file_is_read_again(tmp_path):
+    with a_daemon(tmp_path, POLICY) as daemon:
+        with a_holder(lock_directory(str(tmp_path / "claims")), daemon.uuid(0)) as holder:
+            gpuguard = daemon.gpuguard
+
+            def seen() -> bool:
+                return "release in" in gpuguard("keep", "--status").stdout
+
+            assert eventually(seen, 30), daemon.said()
+            text = gpuguard("keep", "--status").stdout
+            rows = json.loads(gpuguard("keep", "--status", "--json").stdout)["standing"]
+
+            assert "unused" in text and "release in" in text and "dry run" in text
+            assert rows[0]["claim"] == holder.id and rows[0]["next"] == "release"
+        daemon.policy.write_text(POLICY + "bogus: 1\n")
+        faulty = gpuguard("daemon", "--reload")
+        daemon.until("policy", 2)
+        daemon.policy.write_text(POLICY.replace("4h", "5h"))
+        good = gpuguard("daemon", "--reload")
+
+        assert (faulty.returncode, good.returncode) == (1, 0) and "bogus" in faulty.stderr
+        assert [event["outcome"] for event in daemon.until("policy", 3)] == ["in force", "refused", "in force"]
+
+
+def test_without_a_daemon_the_commands_say_so(tmp_path):
+    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_BACKEND="simulated")
+    for words in (("keep", "--status"), ("daemon", "--reload")):
+        done = gpuguard(*words)
+
+        assert done.returncode == 1 and "no daemon" in done.stderr
+
+
+# Where the kernel does not lend the owner his own files (Yama), the daemon does it for him.
+FORBIDDEN = """
+import sys
+from gpuguard.claims import releasing
+def refuse(pidfd, number):
+    raise releasing.NotPermitted("the kernel does not let you look into the processes of this claim.")
+releasing._getfd = refuse
+from gpuguard.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_where_the_kernel_forbids_it_the_daemon_is_asked_and_without_one_the_user_is_told(tmp_path):
+    with a_daemon(tmp_path) as daemon:
+        daemon.state()
+        with a_holder(lock_directory(str(tmp_path / "claims")), daemon.uuid(0)) as holder:
+            words = [sys.executable, "-c", FORBIDDEN, "release", holder.id]
+            options: dict[str, Any] = {"env": daemon.gpuguard.environment, "capture_output": True, "text": True}
+            done = subprocess.run(words, **options, check=False)
+
+            assert (done.returncode, holder.record()) == (0, None), done.stderr
+            assert "by the daemon" in done.stdout
+        daemon.end()
+        with a_holder(lock_directory(str(tmp_path / "claims")), daemon.uuid(0)) as holder:
+            alone = subprocess.run([*words[:-1], holder.id], **options, check=False)
+
+            assert alone.returncode == 1 and "sudo gpuguard release" in alone.stderr and holder.record()

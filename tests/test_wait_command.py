@@ -1,0 +1,236 @@
+"""`gpuguard wait`: returns when a request fits, says on which devices, tells somebody, and holds nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import a_device
+from commands import Gpuguard
+from endpoints import a_mail_server, a_web_server
+from machines import Machine
+from nodes import start
+from test_who import DOCUMENT, documented, printed
+from wrapped import until
+
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.records import read_records
+from gpuguard.cli.dispatch import run_command_line
+from gpuguard.line.tickets import read_tickets
+from gpuguard.lock import acquire
+from gpuguard.request import Request
+
+pytestmark = pytest.mark.usefixtures("_no_outer_limits")
+
+
+@pytest.fixture
+def _no_outer_limits(monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Two devices."""
+    machine = Machine(a_device(0), a_device(1))
+    monkeypatch.setattr("gpuguard.cli.wait.backend_of", lambda args: machine)
+    return machine
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return lock_directory(str(tmp_path))
+
+
+@pytest.fixture
+def wait(machine, tmp_path, capsys):
+    """Run the command; returns (exit code, standard output, standard error)."""
+
+    def run(*words):
+        status = run_command_line(["wait", "--dir", str(tmp_path), *words])
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+# In this process
+
+
+def test_what_fits_is_printed_and_nothing_stays_claimed(wait, directory):
+    assert wait() == (0, "1\n", "")
+    assert wait("-n", "2") == (0, "0,1\n", "")
+    assert (read_records(directory), read_tickets(directory)) == ([], ([], []))
+
+
+def test_the_document_describes_exactly_the_fields_that_are_printed(wait):
+    status, output, _ = wait("-n", "2", "--json")
+
+    assert documented("wait", DOCUMENT.read_text(encoding="utf-8")) == printed("wait", json.loads(output))
+    assert [each["index"] for each in json.loads(output)["devices"]] == [0, 1] and status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (("--no-wait",), 1, "wanted 1 GPU, but none is free now."),
+        (("--wait", "50ms"), 124, "the time to wait is over: wanted 1 GPU"),
+        (("-n", "3"), 1, "wanted 3 GPUs, but only 2 exist."),
+        (("-n", "3", "--or", "-n 4"), 1, "wanted 3 GPUs, but only 2 exist."),
+        (("--wait", "5"), 2, "write a duration like '10m'"),
+        (("--or", "-n"), 2, "--or '-n': -n/--num-gpus: expected one argument.\n"),
+        (("--after", ""), 2, "--after is empty: name a claim or a process."),
+    ],
+)
+def test_when_it_does_not_fit_the_exit_code_says_why(wait, machine, directory, words, status, message):
+    with acquire(machine, Request(num_gpus=2), directory):
+        code, output, error = wait("--quiet", *words)
+
+    assert (code, output) == (status, "")
+    assert message in error and "Traceback" not in error
+    assert read_tickets(directory) == ([], [])
+
+
+def test_an_alternative_that_fits_is_as_good(wait, machine, directory):
+    with acquire(machine, Request(), directory):
+        assert wait("-n", "2", "--or", "-n 1") == (0, "0\n", "")
+
+
+# Telling somebody
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("me example.org", "'me example.org' is not an address: write it like ops@example.org."),
+        ("http://chat.example.org/", "sends the message in clear text"),
+        ("ftp://chat.example.org/", "this is not an address"),
+        ("smtp://mail.example.org", "this is not an address"),
+        ("/no/such/program", "/no/such/program cannot be run"),
+        ("env:NO_SUCH_VARIABLE", "NO_SUCH_VARIABLE is empty or missing"),
+        ("env:no such", "no such"),
+        ("", "is not an address"),
+    ],
+)
+def test_a_wrong_address_is_said_before_anybody_waits(wait, machine, directory, where, message):
+    with acquire(machine, Request(num_gpus=2), directory):
+        code, output, error = wait("--wait", "300ms", "--notify", where)
+
+    assert (code, output) == (2, "")
+    assert error.startswith(f"gpuguard: --notify {where}: ") and message in error
+    assert "waiting" not in error and "policy" not in error
+
+
+def test_a_mail_says_which_devices_and_that_nobody_keeps_them(wait):
+    with a_mail_server() as server:
+        assert wait("--notify", f"smtp://127.0.0.1:{server.port}/me@example.org") == (0, "1\n", "")
+
+    (letter,) = server.letters
+    host = os.uname().nodename
+    assert letter.recipients == ["me@example.org"]
+    assert letter.content["Subject"] == f"GPU 1 of {host} is free"
+    assert f"GPU 1 of {host} would fit now." in letter.body and "`gpuguard run` claims it." in letter.body
+
+
+def test_a_webhook_gets_the_message(wait):
+    with a_web_server() as web:
+        assert wait("-n", "2", "--notify", web.url) == (0, "0,1\n", "")
+
+    ((_, body),) = web.requests
+    assert f"GPU 0,1 of {os.uname().nodename} are free" in str(json.loads(body))
+
+
+def test_a_program_gets_the_message(wait, tmp_path):
+    program = tmp_path / "tell"
+    program.write_text('#!/bin/sh\necho "$GPUGUARD_SUBJECT" > "$(dirname "$0")/told"\n')
+    program.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents):  # root's hooks run as nobody
+        if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o755)
+    (tmp_path / "told").touch()
+    (tmp_path / "told").chmod(0o666)
+
+    assert wait("--notify", str(program)) == (0, "1\n", "")
+    assert (tmp_path / "told").read_text() == f"GPU 1 of {os.uname().nodename} is free\n"
+
+
+def test_a_message_that_cannot_be_sent_is_said_and_the_answer_stands(wait):
+    with a_web_server(status=503) as web:
+        status, output, error = wait("--notify", web.url)
+
+    assert (status, output) == (0, "1\n")
+    assert error.startswith("gpuguard: the message could not be sent: ") and error.endswith(".\n")
+
+
+def test_the_bell_is_for_terminals(wait):
+    assert wait("--notify") == (0, "1\n", "")
+
+
+# As a process
+
+
+@pytest.fixture
+def gpuguard(tmp_path):
+    (tmp_path / "claims").mkdir()
+    start(str(tmp_path / "node"), "2xH100-80GB")
+    return Gpuguard(tmp_path, None)
+
+
+@pytest.fixture
+def waiting(gpuguard):
+    """A wait that stands in line, behind a job that has both devices; (the job, the wait)."""
+    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as job:
+        job.stdout.readline()
+        with gpuguard.start("wait", "-n", "2") as wait:
+            assert wait.stderr.readline().startswith("gpuguard: waiting for 0s: wanted 2 GPUs: number 1 of 1 in line, ")
+            yield job, wait
+            wait.kill()
+        job.terminate()
+
+
+def tickets(gpuguard):
+    return json.loads(gpuguard("queue", "--json").stdout)["places"]
+
+
+def test_it_returns_when_the_devices_are_given_back(waiting):
+    job, wait = waiting
+    assert [wait.stderr.readline()[:12] for _ in range(2)] == ["  device 0: ", "  device 1: "]
+    assert wait.stderr.readline() == "`gpuguard explain -n 2` shows each device.\n"
+    job.terminate()
+    output, error = wait.communicate(timeout=30)
+
+    assert (wait.returncode, output, error) == (0, "0,1\n", "")
+
+
+def test_others_see_what_waits(gpuguard, waiting):
+    (place,) = tickets(gpuguard)
+
+    assert (place["pid"], place["command"], place["requests"]) == (waiting[1].pid, ["gpuguard", "wait"], ["-n 2"])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_who_gives_up_leaves_no_ticket(gpuguard, waiting, signum, tmp_path):
+    _, wait = waiting
+    wait.send_signal(signum)
+
+    assert wait.wait(timeout=30) == -signum
+    assert "Traceback" not in wait.stderr.read()
+    assert tickets(gpuguard) == []
+    until(lambda: not list((tmp_path / "claims").rglob("*ticket.*")), "its file is removed")
+
+
+def test_a_shell_loop_around_it_ends_with_ctrl_c(gpuguard, waiting):
+    loop = ["sh", "-c", 'while "$@"; do :; done; echo over', "sh", *gpuguard.words("wait", "--quiet")]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(loop, env=gpuguard.environment, start_new_session=True, **pipes) as shell:
+        until(lambda: len(tickets(gpuguard)) == 2, "it waits too")
+        # What the terminal does at Ctrl-C: the whole group.
+        subprocess.run([sys.executable, "-c", f"import os; os.killpg({shell.pid}, 2)"], check=True)
+        output, _ = shell.communicate(timeout=30)
+
+    assert "over" not in output

@@ -1,0 +1,238 @@
+"""Waiting in line, with real processes on a simulated node."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nodes import eventually
+from waiters import Room, Waiter
+
+LONG = 30.0  # far beyond any answer
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Room:
+    return Room(tmp_path)
+
+
+def calmly(room: Room) -> int:
+    """The number of looks once it no longer changes."""
+    while True:
+        before = room.looks()
+        time.sleep(1.0)
+        if room.looks() == before:
+            return before
+
+
+def wrapper(holder: Waiter) -> None:
+    holder.signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("end", [Waiter.kill, wrapper], ids=["SIGKILL of wrapper and job", "SIGTERM"])
+def test_whoever_waits_starts_when_the_claim_before_him_ends(room: Room, end: Callable[[Waiter], None]) -> None:
+    with room.job() as holder, room.wait() as waiter:
+        looked = calmly(room)
+        assert not waiter.runs
+        end(holder)
+
+        assert eventually(lambda: waiter.runs, LONG)
+        assert room.looks() - looked <= 6
+
+
+def test_whoever_waits_starts_when_the_job_of_a_killed_wrapper_ends(room: Room) -> None:
+    with room.job(command=("sleep", "600")) as holder, room.wait() as waiter:
+        holder.signal(signal.SIGKILL)
+        holder.process.wait()
+        calmly(room)
+        assert not waiter.runs  # the job holds the claim
+        os.killpg(holder.pid, signal.SIGKILL)
+
+        assert eventually(lambda: waiter.runs, LONG)
+
+
+def test_whoever_waits_starts_when_a_process_without_a_claim_ends(room: Room) -> None:
+    with room.stranger() as stranger, room.wait() as waiter:
+        looked = calmly(room)
+        stranger.kill()
+        stranger.wait()
+
+        assert eventually(lambda: waiter.runs, LONG)
+        assert looked < room.looks() <= looked + 8
+
+
+def test_nothing_is_asked_and_nobody_wakes_while_nothing_changes(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    with room.job(), room.wait() as one, room.wait() as two:
+        looked, before = calmly(room), [_switches(each.pid) for each in (one, two)]
+        time.sleep(3.0)
+
+        assert room.looks() == looked
+        assert [_switches(each.pid) for each in (one, two)] == before
+
+
+def _switches(pid: int) -> str:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_when_the_leader_ends_another_one_leads(room: Room, number: int) -> None:
+    with room.job() as holder, room.wait() as leader, room.wait() as follower:
+        assert leader.leads
+        leader.signal(number)
+        assert eventually(lambda: follower.leads, LONG)
+        holder.kill()
+
+        assert eventually(lambda: follower.runs, LONG)
+
+
+def test_when_the_leader_has_started_his_job_another_one_leads(room: Room) -> None:
+    with room.job() as holder, room.wait() as leader, room.wait() as follower:
+        holder.kill()
+        assert eventually(lambda: leader.runs and follower.leads, LONG)
+        leader.kill()
+
+        assert eventually(lambda: follower.runs, LONG)
+
+
+def test_a_leader_who_is_stopped_delays_the_others_to_a_look_of_their_own(tmp_path: Path) -> None:
+    room = Room(tmp_path, times="OWN_LOOK_SECONDS=1 LOOK_SECONDS=300")
+    with room.job() as holder, room.wait() as leader, room.wait() as follower:
+        leader.signal(signal.SIGSTOP)
+        holder.kill()
+
+        assert eventually(lambda: follower.runs, LONG)
+        leader.signal(signal.SIGCONT)
+        assert leader.waits
+
+
+def test_somebody_else_who_holds_the_lock_of_the_line_delays_it_only(tmp_path: Path) -> None:
+    room = Room(tmp_path, times="OWN_LOOK_SECONDS=1 LOOK_SECONDS=300")
+    with room.job() as holder:
+        queue = os.open(room.directory.lock_path("queue"), os.O_RDONLY | os.O_CREAT, 0o444)
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        with room.run() as waiter, contextlib.ExitStack() as stack:
+            stack.callback(os.close, queue)
+            assert eventually(lambda: waiter.waits, LONG)
+            holder.kill()
+
+            assert eventually(lambda: waiter.runs, LONG)
+            assert room.leader == os.getpid()
+
+
+def test_whoever_is_stopped_is_passed_over_and_keeps_his_place(room: Room) -> None:
+    with room.job() as holder, room.wait() as leader, room.wait() as first, room.wait() as second:
+        leader.kill()
+        assert eventually(lambda: room.leader in (first.pid, second.pid), LONG)
+        stopped, other = (first, second) if second.leads else (second, first)
+        assert other.leads
+        stopped.signal(signal.SIGSTOP)
+        holder.kill()
+        assert eventually(lambda: other.runs, LONG)
+
+        stopped.signal(signal.SIGCONT)
+        assert stopped.waits
+        other.kill()
+        assert eventually(lambda: stopped.runs, LONG)
+
+
+def test_whoever_goes_on_after_a_stop_is_served_although_nothing_else_happens(tmp_path: Path) -> None:
+    """Two devices are free, and the leader, who wants three, cannot use them."""
+    room = Room(tmp_path, devices=3)
+    with room.job(), room.job("-n", "2") as holder, room.wait("-n", "3") as leader, room.wait("-n", "2") as stopped:
+        assert leader.leads
+        stopped.signal(signal.SIGSTOP)
+        holder.kill()
+        assert eventually(lambda: not holder.runs, LONG)
+        calmly(room)
+        assert not stopped.runs
+        stopped.signal(signal.SIGCONT)
+
+        assert eventually(lambda: stopped.runs, LONG)
+
+
+def test_a_request_that_became_impossible_while_waiting_is_refused(tmp_path: Path) -> None:
+    room = Room(tmp_path, devices=2, times="OWN_LOOK_SECONDS=300 LOOK_SECONDS=0.5")
+    with room.job(), room.wait("-n", "2") as first, room.wait("-n", "2") as second:
+        room.lose(0)
+
+        for waiter in (first, second):
+            _, said = waiter.process.communicate(timeout=LONG)
+            assert waiter.process.returncode == 125, said
+            assert "2 GPUs" in said
+
+
+def test_who_will_not_wait_hears_that_others_wait(room: Room) -> None:
+    with room.job(), room.wait():
+        done = room.gpuguard("run", "--no-wait", "--", "true")
+
+        assert done.returncode == 75
+        assert "number 2 of 2 in line" in done.stderr
+
+
+def test_whoever_arrives_does_not_take_a_device_that_is_kept_for_a_planned_start(tmp_path: Path) -> None:
+    room = Room(tmp_path, devices=2)
+    with room.job("--time-limit", "1h"), room.wait("-n", "2", "--time-limit", "1h"):
+        assert room.gpuguard("run", "--no-wait", "--time-limit", "2h", "--", "true").returncode == 75
+        assert room.gpuguard("run", "--no-wait", "--", "true").returncode == 75
+
+        assert room.gpuguard("run", "--no-wait", "--time-limit", "10m", "--", "true").returncode == 0
+
+
+def test_where_no_start_is_planned_a_small_job_may_go_first(tmp_path: Path) -> None:
+    room = Room(tmp_path, devices=2)
+    with room.job(), room.wait("-n", "2"):
+        assert room.gpuguard("run", "--no-wait", "--", "true").returncode == 0
+
+
+def test_without_inotify_one_looks_now_and_then(tmp_path: Path) -> None:
+    room = Room(tmp_path, times="POLL_SECONDS=0.2 OWN_LOOK_SECONDS=300", NO_INOTIFY="1")
+    with room.job() as holder, room.wait() as waiter:
+        looked = calmly(room)
+        time.sleep(1.0)
+        assert room.looks() == looked
+        holder.kill()
+
+        assert eventually(lambda: waiter.runs, LONG)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_ticket_that_somebody_removed_is_made_again_and_served(tmp_path: Path, count: int) -> None:
+    room = Room(tmp_path, times="OWN_LOOK_SECONDS=0.5")
+    with room.job() as holder, contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(room.wait()) for _ in range(count)]
+        for name in os.listdir(room.directory.records):
+            if name.startswith(("ticket.", "bell.")):
+                os.unlink(f"{room.directory.records}/{name}")
+        names = lambda: [each.partition(".")[0] for each in sorted(os.listdir(room.directory.records))]  # noqa: E731
+        assert eventually(lambda: names() == ["bell"] * count + ["claim"] + ["ticket"] * count, LONG)
+        holder.kill()
+
+        assert eventually(lambda: any(one.runs for one in waiting), LONG)
+
+
+def test_whoever_rings_on_and_on_costs_little(room: Room) -> None:
+    with room.job(), room.wait() as one, room.wait():
+        (bell,) = (each for each in Path(room.directory.records).glob("bell.*") if _is_of(each, one.pid, room))
+        looked, until = calmly(room), time.monotonic() + 4.0
+        descriptor = os.open(bell, os.O_WRONLY | os.O_NONBLOCK)
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                os.write(descriptor, b".x")
+            time.sleep(0.001)
+        os.close(descriptor)
+
+        assert room.looks() - looked < 80  # 20 at once, then one in two seconds; each is up to three looks
+
+
+def _is_of(bell: Path, pid: int, room: Room) -> bool:
+    from gpuguard.line.tickets import read_tickets
+
+    return any(ticket.pid == pid and bell.name.endswith(ticket.id) for ticket in read_tickets(room.directory)[0])

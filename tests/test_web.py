@@ -1,0 +1,206 @@
+"""`gpuguard web`: what it answers, to whom, and what it does not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from commands import Gpuguard
+from web_pages import a_page, ask, until
+
+pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
+pytest.importorskip("uvicorn", reason="NOT TESTED: needs the extra web")
+
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m 训练"
+
+
+@pytest.fixture(name="gpuguard")
+def _gpuguard(tmp_path: Path) -> Gpuguard:
+    gpuguard = Gpuguard(tmp_path, None)
+    assert gpuguard("sim", "start", "4xH100-80GB").returncode == 0
+    return gpuguard
+
+
+def test_the_page_brings_all_that_it_needs_and_lets_nothing_else_in(gpuguard):
+    with a_page(gpuguard) as port:
+        page, text = ask(port, "/")
+        parts = [ask(port, path)[0].status for path in ("/page.js", "/words.js", "/page.css", "/uPlot.iife.min.js")]
+
+    assert (page.status, parts) == (200, [200] * 4)
+    assert b"http://" not in text and b"https://" not in text
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+
+
+def test_what_it_shows_is_what_who_and_queue_know(gpuguard):
+    with gpuguard.start("run", "-n", "4", "--note", HOSTILE, "--", "sleep", "60") as job:
+        while not json.loads(gpuguard("who", "--json").stdout)["devices"][0]["claims"]:
+            time.sleep(0.05)
+        with gpuguard.start("run", "-n", "1", "--", "true") as waiting:
+            while not json.loads(gpuguard("queue", "--json").stdout)["places"]:
+                time.sleep(0.05)
+            with a_page(gpuguard) as port:
+                seen = json.loads(ask(port, "/api/now")[1])
+            waiting.terminate()
+        job.terminate()
+
+    assert [device["index"] for device in seen["devices"]] == [0, 1, 2, 3]
+    assert seen["devices"][0]["claims"][0]["note"] == HOSTILE  # as data; the page writes it as text
+    assert (seen["line"][0]["number"], seen["line"][0]["num_gpus"]) == (1, 1)
+    assert seen["host_use"]["memory_total_bytes"] > 0
+    assert seen["throughput"] is None  # nobody wants to know
+
+
+def test_a_stream_sends_the_machine_again_and_again(gpuguard):
+    with a_page(gpuguard) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("GET", "/api/stream?throughput=1")
+        lines = connection.getresponse()
+        frames = []
+        while len(frames) < 3:
+            line = lines.readline()
+            if line.startswith(b"data: "):
+                frames.append(json.loads(line[6:]))
+        connection.close()
+
+    assert frames[0]["taken_at"] < frames[1]["taken_at"] < frames[2]["taken_at"]
+    assert frames[2]["throughput"] is not None
+
+
+def test_a_chart_has_one_line_per_device(gpuguard):
+    with a_page(gpuguard) as port:
+        ask(port, "/api/now")
+        chart = json.loads(ask(port, "/api/chart?metric=memory&seconds=60")[1])
+        refused = [ask(port, f"/api/chart?{query}")[0].status for query in ("metric=x", "seconds=x", "seconds=nan")]
+
+    assert len(chart["values"]) == 4
+    assert all(len(values) == len(chart["times"]) >= 1 for values in chart["values"].values())
+    assert refused == [400] * 3
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]:80"])
+def test_a_name_that_is_not_ours_gets_nothing(gpuguard, host):
+    with a_page(gpuguard) as port:
+        answer, text = ask(port, "/api/now", Host=host)
+
+    assert (answer.status, b"devices" in text) == (421, False)
+
+
+def test_it_only_shows(gpuguard):
+    with a_page(gpuguard) as port:
+        statuses = [ask(port, "/api/now", method)[0].status for method in ("POST", "PUT", "DELETE", "OPTIONS")]
+        outside = [ask(port, path)[0].status for path in ("/../server.py", "/%2e%2e/server.py", "/page/", "/docs")]
+
+    assert statuses == [405] * 4
+    assert outside == [404] * 4
+
+
+def test_with_a_token_only_who_knows_it_sees_anything(gpuguard, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("correct-horse-battery\n")
+    token.chmod(0o600)
+    with a_page(gpuguard, "--token-file", str(token)) as port:
+        without = ask(port, "/")[0].status
+        wrong = ask(port, "/?token=correct-horse-batterx")[0].status
+        asked, _ = ask(port, "/?token=correct-horse-battery")
+        cookie = asked.headers["set-cookie"]
+        later = ask(port, "/api/now", Cookie=cookie.split(";")[0])[0].status
+        header = ask(port, "/api/now", Authorization="Bearer correct-horse-battery")[0].status
+
+    assert (without, wrong, asked.status, later, header) == (401, 401, 200, 200, 200)
+    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (("--listen", "0.0.0.0:8466"), "--token-file"),
+        (("--listen", "8466"), "HOST:PORT"),
+        (("--listen", "127.0.0.1:0"), "HOST:PORT"),
+        (("--token-file", "/nonexistent"), "cannot be read"),
+        (("--listen", "unix:/nonexistent/gpus.sock"), "Choose another address"),
+    ],
+)
+def test_what_would_show_too_much_or_cannot_be_understood_is_refused(gpuguard, words, advice):
+    done = gpuguard("web", *words)
+
+    assert (done.returncode in (1, 2), advice in done.stderr) == (True, True)
+
+
+def test_a_token_that_others_can_read_is_refused(gpuguard, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("correct-horse-battery\n")
+    token.chmod(0o644)
+
+    assert "chmod 600" in gpuguard("web", "--token-file", str(token)).stderr
+
+
+def test_who_asks_for_the_head_alone_gets_no_stream(gpuguard):
+    with a_page(gpuguard) as port:
+        found = [ask(port, path, "HEAD") for path in ("/", "/api/now", "/api/chart", "/api/stream")]
+
+    assert [(answer.status, text) for answer, text in found] == [(200, b"")] * 4
+
+
+def test_an_address_that_is_taken_is_said_in_a_sentence(gpuguard):
+    with a_page(gpuguard) as port:
+        done = gpuguard("web", "--listen", f"127.0.0.1:{port}")
+
+    assert (done.returncode != 0, "Address already in use" in done.stderr) == (True, True)
+
+
+def over_unix(path: Path, host: str) -> bytes:
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(20)
+        asking.connect(str(path))
+        asking.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        return asking.makefile("rb").readline()
+
+
+def test_a_unix_socket_lets_in_our_user_and_group_alone_and_is_gone_at_the_end(gpuguard, tmp_path):
+    path = tmp_path / "gpus.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    path.chmod(0o777)
+    with gpuguard.start("web", "--listen", f"unix:{path}", umask=0) as server:
+        until(lambda: stat.S_IMODE(path.stat().st_mode) == 0o660)
+        until(lambda: connects(path))
+        answers = [over_unix(path, host).split()[1] for host in ("localhost", "", "[]")]
+        second = gpuguard("web", "--listen", f"unix:{path}")
+        server.terminate()
+        code = server.wait(20)
+
+    assert answers == [b"200", b"421", b"421"]
+    assert (second.returncode != 0, "Address already in use" in second.stderr) == (True, True)
+    assert (code, path.exists()) == (0, False)
+
+
+def connects(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as asking:
+        return asking.connect_ex(str(path)) == 0
+
+
+def test_a_file_that_is_no_socket_is_left_alone(gpuguard, tmp_path):
+    path = tmp_path / "thesis.tex"
+    path.write_text("years of work")
+    link = tmp_path / "link"
+    link.symlink_to(path)
+
+    done = [gpuguard("web", "--listen", f"unix:{place}").returncode for place in (path, link)]
+
+    assert (all(done), path.read_text(), link.is_symlink()) == (True, "years of work", True)
+
+
+def test_a_driver_that_fails_is_said_on_the_page_and_the_page_lives_on(gpuguard):
+    with a_page(gpuguard) as port:
+        assert "error" not in json.loads(ask(port, "/api/now")[1])
+        gpuguard("sim", "stop")
+        until(lambda: "error" in json.loads(ask(port, "/api/now")[1]))
+        gpuguard("sim", "start", "2xH100-80GB")
+        until(lambda: len(json.loads(ask(port, "/api/now")[1]).get("devices", ())) == 2)

@@ -1,0 +1,231 @@
+"""The page in a real browser: Debian's Chromium, steered by playwright.
+
+Skipped, and said so at the end, where one of the two is missing: `apt-get install chromium`, `pip install playwright`
+(165 MB, so it is no dependency of development; scripts/test fetches it where a Chromium is).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Gpuguard
+from web_pages import a_busy_node, a_page, a_port, a_server, ask, until
+
+for needed in ("starlette", "uvicorn", "playwright"):
+    pytest.importorskip(needed, reason=f"NOT TESTED in a browser: needs {needed}")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    pytest.skip("NOT TESTED in a browser: needs chromium", allow_module_level=True)
+
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\x1b[31m&lt; 训练任务"
+WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
+
+
+@pytest.fixture(name="browser", scope="module")
+def _browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def a_tab(browser: Any, port: int, **options: Any) -> Iterator[Any]:
+    """A tab with the page in it; whatever the browser complains of fails the test."""
+    context = browser.new_context(**{"viewport": WIDE, "locale": "en-US", **options})
+    tab, said = context.new_page(), []
+    tab.on("console", lambda line: said.append(line.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("dialog", lambda dialog: said.append(f"dialog {dialog.message}"))
+    tab.goto(f"http://127.0.0.1:{port}/")
+    try:
+        yield tab
+    finally:
+        context.close()
+    assert [line for line in said if "ERR_" not in line] == []  # ERR_: the server was away
+
+
+def a_node(place: Path, spec: str = "4xH100-80GB") -> Gpuguard:
+    gpuguard = Gpuguard(place, None)
+    assert gpuguard("sim", "start", spec).returncode == 0
+    return gpuguard
+
+
+def painted(tab: Any) -> bool:
+    """Whether there is more than one colour in the chart."""
+    return bool(
+        tab.evaluate(
+            "(() => { const it = document.querySelector('#chart canvas'); if (!it) return false;"
+            " const all = it.getContext('2d').getImageData(0, 0, it.width, it.height).data;"
+            " const seen = new Set(); for (let at = 0; at < all.length; at += 4)"
+            " seen.add(all[at] + ',' + all[at + 1] + ',' + all[at + 2]); return seen.size > 3; })()"
+        )
+    )
+
+
+def fits(tab: Any) -> bool:
+    return bool(tab.evaluate("document.documentElement.scrollWidth <= innerWidth"))
+
+
+def test_charts_are_drawn_for_each_metric_and_span(tmp_path, browser):
+    gpuguard = a_node(tmp_path)
+    gpuguard("sim", "set", "--device", "all", "--utilization", "40%")
+    with a_page(gpuguard) as port, a_tab(browser, port) as tab:
+        tab.wait_for_selector("#chart canvas")
+        for group in ("metrics", "spans"):
+            for place in range(tab.locator(f"#{group} button").count()):
+                tab.locator(f"#{group} button").nth(place).click()
+                assert tab.locator(f"#{group} button").nth(place).get_attribute("aria-pressed") == "true"
+                tab.wait_for_selector("#chart canvas")
+                tab.wait_for_timeout(100)
+                assert painted(tab)
+
+        assert tab.locator("#chart canvas").count() == 1
+        assert tab.locator("#chart .u-legend .u-series").count() == 5  # time and four devices
+
+
+def test_a_chart_grows_without_being_asked_for_again(tmp_path, browser):
+    with a_page(a_node(tmp_path)) as port, a_tab(browser, port) as tab:
+        tab.wait_for_selector("#chart canvas")
+        asked: list[str] = []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.evaluate("window.canvas = document.querySelector('#chart canvas')")
+        tab.wait_for_timeout(5000)
+
+        assert [url for url in asked if "chart" in url] == []
+        assert tab.evaluate("window.canvas === document.querySelector('#chart canvas')")
+
+
+def test_what_strangers_wrote_is_text(tmp_path, browser):
+    gpuguard = a_node(tmp_path)
+    job = ("run", "-n", "4", "--note", HOSTILE, "--", "sh", "-c", "sleep 60", HOSTILE)
+    waiting = ("run", "-n", "1", "--note", HOSTILE, "--", "true", HOSTILE)
+    with running(gpuguard, *job):
+        until(lambda: json.loads(gpuguard("who", "--json").stdout)["devices"][0]["claims"])
+        with running(gpuguard, *waiting), a_page(gpuguard) as port, a_tab(browser, port) as tab:
+            tab.wait_for_selector("#line-table td")
+            claim = tab.locator(".card .claim").first.text_content()
+            line = tab.locator("#line-table").text_content()
+
+            for shown in (claim, line):
+                assert shown.count("<img src=x onerror=alert(1)><script>alert(2)</script>") == 2  # note and command
+                assert shown.count("&lt; 训练任务") == 2
+            assert tab.locator("main img, main script").count() == 0
+
+
+@contextmanager
+def running(gpuguard: Gpuguard, *words: str) -> Iterator[None]:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with gpuguard.start(*words, **quiet) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def test_the_page_speaks_chinese(tmp_path, browser):
+    with a_page(a_node(tmp_path)) as port, a_tab(browser, port, locale="zh-CN") as tab:
+        tab.wait_for_selector("#chart .u-legend")
+        assert tab.locator("#charts-title").text_content() == "图表"
+        assert "显存" in tab.locator(".card").first.text_content()
+        assert "午" not in tab.locator("#chart").text_content()  # 24 hours, not 上午 and 下午
+        assert tab.evaluate("document.documentElement.lang") == "zh"
+
+        tab.click("#language")
+        assert tab.locator("#charts-title").text_content() == "Charts"
+        tab.reload()
+        assert tab.locator("#charts-title").text_content() == "Charts"  # kept
+
+
+def test_both_languages_have_all_words(tmp_path, browser):
+    with a_page(a_node(tmp_path)) as port, a_tab(browser, port) as tab:
+        english, chinese = tab.evaluate("[Object.keys(WORDS.en), Object.keys(WORDS.zh)]")
+
+    assert sorted(english) == sorted(chinese)
+
+
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_it_follows_the_theme_of_the_machine_until_told_otherwise(tmp_path, browser, theme):
+    with a_page(a_node(tmp_path)) as port, a_tab(browser, port, color_scheme=theme) as tab:
+        light = "rgb(246, 247, 249)"
+        back = "getComputedStyle(document.body).backgroundColor"
+        assert (tab.evaluate(back) == light) == (theme == "light")
+
+        tab.click("#theme")
+        assert (tab.evaluate(back) == light) == (theme == "dark")
+
+
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+def test_nothing_reaches_beyond_the_window(tmp_path, browser, viewport):
+    gpuguard = a_node(tmp_path, "8xH100-80GB")
+    with a_busy_node(gpuguard), a_page(gpuguard) as port, a_tab(browser, port, viewport=viewport) as tab:
+        tab.wait_for_selector("#chart canvas")
+        tab.check("#curious")
+        tab.wait_for_selector(".flow")
+
+        assert fits(tab)
+        assert tab.locator(".card").count() == 8
+
+
+def test_it_comes_back_when_the_server_does(tmp_path, browser):
+    gpuguard, port = a_node(tmp_path), a_port()
+    with a_server(gpuguard, port=port) as (_, server), a_tab(browser, port) as tab:
+        tab.locator("#status", has_text="live").wait_for()
+        server.terminate()
+        server.wait(20)
+        tab.locator("#status", has_text="connection lost").wait_for()
+        with a_page(gpuguard, port=port):
+            tab.locator("#status", has_text="live").wait_for()
+
+
+def test_a_driver_that_fails_is_said_as_text(tmp_path, browser):
+    gpuguard = a_node(tmp_path)
+    with a_page(gpuguard) as port, a_tab(browser, port) as tab:
+        tab.wait_for_selector(".card")
+        gpuguard("sim", "stop")
+        tab.wait_for_selector("#status.bad")
+
+        assert "sim start" in tab.locator("#status").text_content()
+        assert tab.locator(".card").count() == 4  # what was seen last stays
+
+
+@pytest.mark.parametrize(
+    ("spec", "cards", "legend"), [("1xA100-40GB:mig=3g.20gb,3g.20gb", 3, 4), ("64xRTX4090", 64, 65)]
+)
+def test_every_device_has_a_card_and_a_line(tmp_path, browser, spec, cards, legend):
+    with a_page(a_node(tmp_path, spec)) as port, a_tab(browser, port, viewport=PHONE) as tab:
+        tab.wait_for_selector("#chart .u-legend")
+
+        assert tab.locator(".card").count() == cards
+        assert tab.locator("#chart .u-series").count() == legend
+        assert fits(tab)
+
+
+def test_devices_are_sorted_by_what_one_wants_to_see(tmp_path, browser):
+    gpuguard = a_node(tmp_path)
+    gpuguard("sim", "set", "--device", "2", "--utilization", "80%")
+    with a_page(gpuguard) as port, a_tab(browser, port) as tab:
+        tab.wait_for_selector(".card")
+        tab.click("#sorts button:nth-child(3)")
+
+        assert tab.locator(".card h3 span").first.text_content() == "2"
+
+
+def test_a_machine_without_devices_says_so(tmp_path, browser):
+    with a_page(a_node(tmp_path)) as port, a_tab(browser, port) as tab:
+        seen = {**json.loads(ask(port, "/api/now")[1]), "devices": [], "users": []}
+        event = {"body": f"data: {json.dumps(seen)}\n\n", "content_type": "text/event-stream"}
+        tab.route("**/api/stream", lambda route: route.fulfill(**event))
+        tab.reload()
+
+        tab.locator("#nothing", has_text="no GPU").wait_for()
+        assert tab.locator(".card").count() == 0

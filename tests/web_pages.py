@@ -1,0 +1,113 @@
+"""`gpuguard web`, run as a user runs it, and asked as a browser asks.
+
+with a_page(gpuguard) as port: answer, text = ask(port, "/api/now")
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from commands import Gpuguard
+
+PATIENCE = 30.0  # seconds: far beyond any answer, even on a busy machine
+JOBS = (  # (user-facing note, how many devices, memory, utilization) of the jobs of a_busy_node
+    ("train llama, 2 of 4 epochs", 3, "61GiB", "93%"),
+    ("蛋白质折叠 第三轮", 1, "22GiB", "47%"),
+    ("", 1, "9GiB", "0%"),
+)
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait until *holds*."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.05)
+
+
+def a_port() -> int:
+    """A port of loopback that nobody uses now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def a_server(gpuguard: Gpuguard, *words: str, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """The page on a port of loopback (0: a free one), and its process."""
+    port = port or a_port()
+    with gpuguard.start("web", "--listen", f"127.0.0.1:{port}", *words) as server:
+        try:
+            until(lambda: answers(port) or server.poll() is not None)
+            assert server.poll() is None, server.stderr and server.stderr.read()
+            yield port, server
+        finally:
+            server.terminate()
+            server.wait(PATIENCE)
+
+
+@contextmanager
+def a_page(gpuguard: Gpuguard, *words: str, port: int = 0) -> Iterator[int]:
+    """The port of the page."""
+    with a_server(gpuguard, *words, port=port) as (found, _):
+        yield found
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+    """One request; _ in the name of a header stands for -."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer, answer.read()
+    finally:
+        connection.close()
+
+
+@contextmanager
+def a_busy_node(gpuguard: Gpuguard) -> Iterator[None]:
+    """Jobs that hold and use devices of the simulated node, one user without a claim, and one who waits."""
+    gpuguard.environment["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    with ExitStack() as running:
+
+        def begin(*words: str) -> None:
+            line = ["python", "-m", "gpuguard", *words]  # without the place of this Python: it gets into a picture
+            process = running.enter_context(
+                subprocess.Popen(line, env=gpuguard.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
+            running.callback(process.terminate)
+
+        def until_claimed(count: int) -> None:
+            until(lambda: _claimed(gpuguard) >= count)
+
+        use = ["python", "-m", "gpuguard", "sim", "use"]
+        for place, (note, count, memory, utilization) in enumerate(JOBS):
+            begin("run", "-n", str(count), "--note", note, "--", *use, "--memory", memory, "--utilization", utilization)
+            until_claimed(sum(job[1] for job in JOBS[: place + 1]))
+        begin("sim", "use", "--device", "6", "--memory", "14GiB", "--utilization", "71%")
+        begin("run", "-n", "4", "--note", "waits for the night", "--", "true")
+        until(lambda: json.loads(gpuguard("queue", "--json").stdout)["places"])
+        until(lambda: json.loads(gpuguard("who", "--json").stdout)["devices"][6]["processes"])
+        yield
+
+
+def _claimed(gpuguard: Gpuguard) -> int:
+    seen = json.loads(gpuguard("who", "--json").stdout)
+    return sum(1 for device in seen["devices"] if device["claims"] and device["processes"])
