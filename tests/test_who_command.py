@@ -104,12 +104,14 @@ def test_every_state_of_a_device_is_told(who):
     assert [device["state"] for device in devices] == ["in_use", "idle", "claimed", "unclaimed_use"]
 
 
-def test_a_process_is_joined_with_its_claim_and_described(who):
+def test_a_process_is_joined_with_its_claim_and_described():
     with (
         a_claim("0", "2", note="sweep", command=("python", "x.py")) as claim,
         using("0", pass_fds=claim.pass_fds) as job,
     ):
-        content = who()
+        # In a process of its own: the sampler that `who` forks holds all that its parent holds, until it has closed it.
+        done = subprocess.run([*GPUGUARD, "who", "--json"], stdout=subprocess.PIPE, check=True)
+    content = json.loads(done.stdout)
 
     record, process = content["devices"][0]["claims"][0], content["devices"][0]["processes"][0]
     assert (record["note"], record["command"], record["pid"]) == ("sweep", ["python", "x.py"], os.getpid())
