@@ -18,7 +18,7 @@ from gpuguard.errors import LockDirectoryError, NotEnoughGpus
 from gpuguard.model import HEALTH, PROCESS_DETAILS, PROCESSES, VERIFY_FIELDS, ClaimRecord, Device, Snapshot
 from gpuguard.nouns import replace
 from gpuguard.request import ANY_MEMORY, Request, fields_needed, fields_to_verify
-from gpuguard.select import choose, not_enough, taken_by
+from gpuguard.select import choose, not_enough, possible, taken_by
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -182,14 +182,16 @@ def why_not(
     """The error with all reasons; *surely* reads what is claimed too, to tell whether it is for ever."""
     claims, others = claims_against(directory, snapshot, outer, request)
     taken = {**taken, **others, **barred(snapshot, directory, outer)}
+    sharing = sharing_of_claims(snapshot, request, claims, outer)
     unclaimed = [device.uuid for device in snapshot.devices if surely or device.uuid not in taken]
     if unclaimed:
         # Whether it can ever be met depends on their health, and the reason on who uses them.
         details = VERIFY_FIELDS | fields_needed(request) | {PROCESSES, PROCESS_DETAILS, HEALTH}
         snapshot = snapshot.updated(backend.sample(details, unclaimed))
-    return not_enough(
-        snapshot, request, choose(snapshot, request, taken, sharing_of_claims(snapshot, request, claims, outer))
-    )
+    choice = choose(snapshot, request, taken, sharing)
+    if not surely and len(possible(choice).devices) < request.num_gpus:
+        return why_not(backend, snapshot, request, directory, outer, taken, surely=True)
+    return not_enough(snapshot, request, choice)
 
 
 def claims_against(

@@ -81,7 +81,7 @@ def test_commands_inside_a_claim_divide_it(machine):
     inner = NESTED.replace("gpuguard", f"{machine.python_path} -m gpuguard")
     done = machine(ALICE, "run", "--no-wait", "-n", "2", "--", "sh", "-c", inner)
 
-    assert done.stdout in ("3\n75\n", "2\n75\n"), done.stderr
+    assert done.stdout in ("3\n125\n", "2\n125\n"), done.stderr
 
 
 def test_whoever_waits_starts_when_the_device_is_free(machine):

@@ -116,6 +116,16 @@ def test_gpu_min_memory_is_in_mib():
     assert len(gpuguard.grab_gpus(1, gpu_min_memory=81_559)) == 1
 
 
+def test_what_no_device_will_ever_do_is_refused_for_good_although_some_are_claimed():
+    gpuguard.grab_gpus(2)
+    with pytest.raises(ImpossibleRequest, match="none exists that can satisfy --model"):
+        gpuguard.grab_gpus(1, models=["A100*"])
+    with pytest.raises(NotEnoughGpus) as passing:
+        gpuguard.grab_gpus(3)
+
+    assert type(passing.value) is NotEnoughGpus
+
+
 def test_max_procs_lets_so_many_processes_of_others_be(node):
     with a_user(node, "all", 10 * GIB):
         for none in (-1, 0):
