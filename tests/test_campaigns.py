@@ -1,14 +1,15 @@
-"""scripts/torture and scripts/mutate: they find what is there, and say so when something breaks."""
+"""scripts/torture, mutate and coverage: they find what is there, and say so when something breaks or is missed."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 from importlib.machinery import SourceFileLoader
 
 import pytest
-from sources import ROOT
+from sources import ROOT, modules
 
 
 def script(name):
@@ -23,7 +24,7 @@ def script(name):
     return module
 
 
-torture, mutate = script("torture"), script("mutate")
+torture, mutate, coverage = script("torture"), script("mutate"), script("coverage")
 
 
 def test_every_campaign_names_what_exists():
@@ -32,6 +33,8 @@ def test_every_campaign_names_what_exists():
         assert about and [place for place in places if not (ROOT / place).exists()] == []
     for name, tests in mutate.TESTS.items():
         assert (ROOT / name).exists() and all((ROOT / "tests" / f"{test}.py").exists() for test in tests.split())
+    for _, files, tests in coverage.PARTS.values():
+        assert coverage.measured(files) and all((ROOT / "tests" / f"test_{test}.py").exists() for test in tests.split())
 
 
 @pytest.mark.parametrize(("program", "word", "code"), [("exit(0)", "nothing broke", 0), ("exit(3)", "FAILED", 1)])
@@ -85,3 +88,37 @@ def test_a_mutant_that_a_test_sees_is_killed_and_one_that_none_sees_survives(tmp
         "comparison: x < 3",
         "number: 3",
     ]  # only f(3) would tell; no return is seen
+
+
+REACHED = "    assert (f(True), f(False)) == (1, 2)"
+BY_CHANCE = f"@hypothesis.given(hypothesis.strategies.just(1))\ndef test_by_chance(one):\n{REACHED}"
+
+
+@pytest.mark.parametrize(
+    ("tests", "whole", "word"),
+    [
+        (f"def test_it():\n{REACHED}", True, "it: reached: 100 %"),
+        (f"def test_it():\n    assert f(True) == 1\n\n\n{BY_CHANCE}", False, "66.7%   4\n"),
+        (f"def test_it():\n{REACHED}\n\n\ndef test_more():\n    assert f(1) == 2", False, "it: TESTS FAILED"),
+    ],
+)
+def test_what_no_test_reaches_but_by_chance_is_named_and_counts(tests, whole, word, tmp_path, monkeypatch, capfd):
+    for name in ("gpuguard", "tests"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "gpuguard" / "__init__.py").touch()
+    (tmp_path / "gpuguard" / "choice.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
+    (tmp_path / "tests" / "test_choice.py").write_text(
+        f"import hypothesis\n\nfrom gpuguard.choice import f\n\n\n{tests}\n"
+    )
+    monkeypatch.setattr(coverage, "ROOT", tmp_path)
+    monkeypatch.setattr(coverage, "PARTS", {"it": (100, "choice", "choice")})
+
+    assert coverage.covered("it") is whole
+    assert word in capfd.readouterr().out
+
+
+def test_whatever_no_test_need_reach_says_why():
+    lines = [line for path in modules() for line in path.read_text(encoding="utf-8").splitlines()]
+    spared = [line for line in lines if "pragma: no" in line]
+
+    assert [line for line in spared if not re.search(r"# pragma: no (cover|branch): \w", line)] == []

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
 from gpuguard import model
-from gpuguard.eligibility import is_model
+from gpuguard.eligibility import is_model, named, used_by
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Gap
+from gpuguard.request import SLOTS, fields_to_verify
 from gpuguard.select import Request, choose, fields_needed, resolve, taken_by
+from gpuguard.sharing import Sharing
 
+INSTANCE = a_mig_instance(a_device(mig_mode=True))
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
 
 
@@ -40,6 +45,10 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
         (a_device(compute_mode="prohibited"), {}, "compute mode is prohibited"),
         (a_device(compute_mode="exclusive_process", processes=(BOB,)), {"max_processes": 3}, "taken by bob (pid 812"),
         (a_device(mig_mode=True), {}, "MIG mode is on, but it has no MIG instance"),
+        (a_device(), {"mig": "3g.40gb"}, "not divided into MIG instances"),
+        (INSTANCE, {"mig": "1g.10gb"}, "its profile is 3g.40gb"),
+        (replace(INSTANCE, mig_profile=None), {"mig": "3g.40gb"}, "its profile is unknown"),
+        (a_device(memory_total=None), {"min_total": 1}, "its memory is unknown"),
         (a_device(), {"models": ("A100*",)}, "its model is NVIDIA H100 80GB HBM3"),
         (a_device(name=None), {"models": ("*",)}, "its model is unknown"),
         (a_device(), {"min_total": 81 * GIB}, "has 80.0GiB of memory in all"),
@@ -84,6 +93,7 @@ def test_a_refused_device_carries_all_its_reasons():
         (a_device(processes=(BOB,), memory_used=41 * GIB), {"mine_as_free": frozenset({1002})}),
         (a_device(memory_used=GIB), {"tolerance": GIB}),
         (a_device(utilization=10.0), {"max_util": 10.0}),
+        (INSTANCE, {"mig": "3G.40GB"}),
     ],
 )
 def test_a_device_that_satisfies_everything_is_eligible(device, request_fields):
@@ -93,6 +103,21 @@ def test_a_device_that_satisfies_everything_is_eligible(device, request_fields):
 @pytest.mark.parametrize("kind", ["compute", "mps", "compute+graphics"])
 def test_a_process_of_others_makes_a_device_busy(kind):
     assert reasons(a_device(processes=(a_process(kind=kind),), memory_used=None))
+
+
+@pytest.mark.parametrize(
+    ("unknown", "text"),
+    [
+        ({}, "bob (pid 812, python train.py, 3h12m)"),
+        ({"command": None}, "bob (pid 812, 3h12m)"),
+        ({"start_time": None}, "bob (pid 812, python train.py)"),
+        ({"user": None}, "uid 1002 (pid 812, python train.py, 3h12m)"),
+        ({"user": None, "uid": None}, "pid 812, python train.py, 3h12m"),
+        ({"user": None, "uid": None, "command": None, "start_time": None}, "pid 812"),
+    ],
+)
+def test_what_is_not_known_of_a_process_is_left_out_of_the_reason(unknown, text):
+    assert used_by([replace(BOB, **unknown)], clock=10_000.0) == text
 
 
 def test_a_process_of_nobody_known_is_not_mine():
@@ -115,6 +140,30 @@ def test_a_claimed_device_is_refused_before_its_memory_shows_up():
     taken = taken_by([a_claim_record(user="bob")], now=1_700_000_000.0 + 3600)
 
     assert reasons(a_device(), taken=taken) == ["claimed by bob, 2h ago: python train.py"]
+
+
+def test_a_shared_device_says_to_whoever_wants_it_alone_who_shares_it():
+    slot = f"{a_uuid(0)}.slot1"
+    claims = [
+        a_claim_record(slots=(slot,), memory=10 * GIB),
+        a_claim_record(slots=(slot,), user="bob"),  # of a record that tells no size
+    ]
+
+    assert reasons(a_device(), taken=taken_by(claims, now=0)) == ["shared by alice (10.0GiB), bob"]
+
+
+def test_an_instance_of_a_gpu_that_is_shared_whole_is_refused():
+    gpu = a_device(mig_mode=True)
+    sharing = {gpu.uuid: Sharing((a_claim_record(gpu, memory=10 * GIB),))}
+    choice = choose(a_snapshot(gpu, a_mig_instance(gpu)), Request(), {}, sharing)
+
+    assert [reason.text for reason in choice.refused[-1].reasons] == ["its whole GPU is shared by alice (10.0GiB)"]
+
+
+def test_an_instance_is_called_by_its_gpu_its_number_and_its_profile():
+    assert named(a_device(3)) == "device 3"
+    assert named(INSTANCE) == "device 0.1 (MIG 3g.40gb)"
+    assert named(replace(INSTANCE, mig_profile=None, gpu_instance_id=None)) == "device 0.? (MIG)"
 
 
 def test_a_claim_that_has_ended_takes_nothing():
@@ -203,6 +252,13 @@ def test_a_model_is_meant_by_its_name_from_some_word_on(name, glob, fits):
         {"strategy": "best"},
         {"min_free_fraction": 1.01},
         {"min_free_fraction": float("nan")},
+        {"mig": "half"},
+        {"share": True},
+        {"memory": GIB},
+        {"share": True, "memory": 0},
+        {"share": True, "memory": GIB, "slots": 0},
+        {"share": True, "memory": GIB, "slots": 9},
+        {"slots": 2},
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(fields):
@@ -236,3 +292,13 @@ def test_only_what_the_request_needs_is_read(fields, groups):
 )
 def test_the_processes_of_busy_devices_are_read_where_they_decide(fields, groups):
     assert fields_needed(Request(**fields)) == {model.MEMORY, model.PROCESSES} | groups
+
+
+def test_the_winners_are_read_again_with_their_health_and_processes_but_not_their_connections():
+    assert fields_to_verify(Request(num_gpus=2)) == {model.MEMORY, model.PROCESSES, model.HEALTH, model.MODEL}
+
+
+def test_a_bound_on_those_who_share_is_told_where_it_is_one():
+    assert Request(share=True, memory=GIB, slots=2).most_sharers == 2
+    assert Request(share=True, memory=GIB, slots=SLOTS).most_sharers is None
+    assert Request().most_sharers is None

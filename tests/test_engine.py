@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ from ladders import Devices, Finds, Processes, Watch, a_policy, actions, busy, k
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Gap, Subject
-from gpuguard.policies.engine import KILL_AFTER, Scope, Step
+from gpuguard.policies.engine import KILL_AFTER, Scope, Step, still_holds
+from gpuguard.policies.ladder import Standing, next_step
+from gpuguard.policies.view import View, process_subject
 
 NOBODY = a_device(processes=())
 
@@ -157,6 +160,14 @@ def test_a_condition_that_ends_cancels_the_ladder_with_a_note():
     assert watch.until(90, begin=60) == [(90, "warn")]
 
 
+def test_a_condition_that_ends_because_somebody_is_kept_is_told_once():
+    watch = Watch(a_policy("warn", "terminate"))
+    watch.until(80)
+    watch.memory.keep(20_000.0, uid=1001)
+
+    assert [note.kind for note in watch.sees(busy(90)).notes] == ["kept"]
+
+
 def test_after_the_last_step_comes_the_cooldown_and_then_the_start():
     watch = Watch(a_policy("warn", hold=30, cooldown=100))
 
@@ -206,6 +217,38 @@ def test_a_kill_without_a_terminate_long_before_it_is_refused(steps):
         a_policy(*steps)
 
 
+@pytest.mark.parametrize(
+    ("contradiction", "said"),
+    [
+        ({"rules": ()}, "no rule"),
+        ({"join": "some"}, "write all or any"),
+        ({"hold": -1.0}, "negative or endless"),
+        ({"start_grace": float("inf")}, "negative or endless"),
+        ({"cooldown": float("nan")}, "negative or endless"),
+        ({"steps": (Step("warn", -1.0),)}, "negative or endless"),
+    ],
+)
+def test_a_policy_that_contradicts_itself_is_refused(contradiction, said):
+    with pytest.raises(InvalidRequest, match=said):
+        a_policy(**contradiction)
+
+
+def test_no_kill_is_due_before_a_terminate_was_asked_for_whatever_the_policy_says():
+    policy = a_policy("terminate", Step("kill", 30))
+    standing = Standing(Subject("process"), since=0.0, samples=9, done=1)
+
+    assert next_step(standing, policy, clock=1000.0) is None
+    standing.terminated_at = 980.0
+    assert next_step(standing, policy, clock=1000.0) is None
+    assert next_step(standing, policy, clock=980.0 + KILL_AFTER) is not None
+
+
+def test_a_step_that_means_nobody_does_not_call_off_the_kill_after_a_terminate():
+    watch = Watch(a_policy("terminate", "release", Step("kill", 60.0)))
+
+    assert watch.until(150) == [(30, "terminate"), (150, "kill")]
+
+
 def test_a_kill_thirty_seconds_after_a_terminate_is_accepted():
     watch = Watch(a_policy(Step("terminate"), Step("log", 10), Step("kill", 20), cooldown=1000))
 
@@ -236,6 +279,16 @@ def test_a_policy_that_was_changed_cancels_its_ladders(change):
     judgement = watch.sees(busy(90))
 
     assert (judgement.verdicts, kinds(judgement)) == ((), {"cancelled"})
+
+
+def test_a_policy_that_was_changed_before_its_first_step_begins_again_without_a_word():
+    policy = a_policy("warn")
+    watch = Watch(policy)
+    watch.until(20)
+    watch.policies = (replace(policy, enforce=True),)
+
+    assert watch.sees(busy(30)).notes == ()
+    assert watch.until(60, begin=40) == [(60, "warn")]
 
 
 def test_a_policy_that_is_gone_cancels_its_ladders_and_may_come_back():
@@ -319,6 +372,29 @@ def test_what_several_rules_have_against_the_same_process_is_said_together():
 
     assert verdict.finding.why == "uses memory; uses memory"
     assert len(verdict.finding.processes) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "kept", "holds"),
+    [
+        (a_device(processes=(a_process(),)), None, True),
+        (NOBODY, None, False),
+        (a_device(processes=(a_process(start_time=9_000.0),)), None, False),  # its pid is somebody else's now
+        (a_device(processes=(a_process(),), processes_plausible=False), None, False),
+        (a_device(processes=(a_process(),)), 1001, False),
+    ],
+)
+def test_a_condition_is_looked_at_once_more_without_a_sample_of_its_own(device, kept, holds):
+    policy = a_policy("warn")
+    watch = Watch(policy)
+    watch.until(30)
+    if kept:
+        watch.memory.keep(20_000.0, uid=kept)
+    before = copy.deepcopy(watch.memory)
+    subject = process_subject(a_device(), a_process())
+
+    assert still_holds(policy, subject, View(busy(35, device)), watch.memory) is holds
+    assert (watch.memory.standings, watch.memory.past) == (before.standings, before.past)
 
 
 # --- bounds -------------------------------------------------------------------------------------------------------

@@ -191,6 +191,20 @@ def test_a_finding_says_what_was_seen_and_what_is_allowed():
     assert (finding.subject.kind, finding.subject.pid, finding.subject.start_time) == ("process", BOB.pid, 1000.0)
 
 
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("claimed or memory_used > 30GiB", "claimed is false, memory_used is 40.0GiB"),
+        ("power_draw > 300W or memory_used > 30GiB", "power_draw is unknown, memory_used is 40.0GiB"),
+    ],
+)
+def test_a_finding_says_what_is_false_and_what_is_unknown(text, seen):
+    device = replace(A_DEVICE, power_draw=None)
+
+    [finding] = Expression(parse_expression(text)).check(View(a_snapshot(device)))
+    assert finding.why == f"{seen}: true is {text}"
+
+
 def test_without_a_name_about_processes_it_is_about_the_device():
     rule = Expression(parse_expression("temperature > 70C and processes > 0"))
 

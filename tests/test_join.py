@@ -78,6 +78,8 @@ FIRST_ON_0 = ("process", 0, 1, ALICE, None, [1])
         ([device(0)], [user(BOB)], [("device", 0, None, BOB, None, [])]),
         ([user(ALICE)], [user(BOB)], []),
         ([user(ALICE)], [claim()], [("claim", None, None, ALICE, "c", [])]),
+        ([user(ALICE)], [claim("gone")], []),
+        ([device(0)], [claim("gone")], []),
         ([process(FIRST, 0)], [NODE], [FIRST_ON_0]),
         ([NODE], [NODE], [("node", None, None, None, None, [])]),
         ([process(FIRST, 0)], [], []),

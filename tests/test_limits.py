@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from builders import GIB, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
+from gpuguard import model
 from gpuguard.errors import InvalidRequest
 from gpuguard.jobs.limits import TEMPERATURE_SECONDS, Limits, policies_of, share_policy
 from gpuguard.model import ClaimRecord, Device
@@ -39,6 +40,16 @@ def using(memory: int | None, **fields: Any) -> Device:
 
 
 MUCH, LITTLE = using(31 * GIB), using(30 * GIB)
+
+
+def test_only_what_the_limits_look_at_is_sampled():
+    always = {model.MEMORY, model.PROCESSES, model.PROCESS_DETAILS}
+
+    assert limits().fields == always
+    assert limits("30GiB").fields == always
+    assert limits(temperature=80.0).fields == always | {model.THERMAL}
+    assert limits(idle=600.0).fields == always | {model.UTILIZATION}
+
 
 # Memory
 

@@ -71,6 +71,13 @@ def test_unknown_is_no_sample():
     assert past_of(Looks((("utilization", 60),)), *samples) == {(DEVICE, "utilization"): [(10_000, 5)]}
 
 
+def test_unknown_memory_of_a_process_is_no_sample():
+    devices = [a_device(processes=(a_process(memory_used=memory),)) for memory in (GIB, None)]
+    past = past_of(Looks((("memory_used", 60),)), busy(0, devices[0]), busy(10, devices[1]))
+
+    assert past[key_of(process_subject(a_device(), a_process())), "memory_used"] == [(10_000, GIB)]
+
+
 def test_a_series_with_a_hole_starts_afresh():
     samples = [busy(clock, a_device(0), a_device(1)) for clock in (0, 10)]
     samples += [busy(clock, a_device(1)) for clock in range(20, 60, 10)] + [busy(60, a_device(0), a_device(1))]

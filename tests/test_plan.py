@@ -199,6 +199,25 @@ def test_devices_that_nobody_in_line_wants_are_free_for_a_reservation() -> None:
     assert started(planned(line, machine)) == [line[0].id]
 
 
+def test_whoever_uses_no_more_than_his_own_reservation_passes_everybody() -> None:
+    line = [a_ticket(1, 2), a_ticket(9, 1)]
+    machine = a_machine(line, 2, free=frozenset({"d0", "d1"}))
+    his = Machine(machine.fits, bookings=(a_booking(1, 0.0, "d0"),), free=frozenset({"d0", "d1"}))
+
+    assert started(planned(line, machine)) == [line[0].id]
+    assert started(planned(line, his)) == [line[1].id]
+
+
+def test_of_two_devices_neither_may_be_kept_for_somebody_by_the_time_that_the_other_is_free() -> None:
+    line = [a_ticket(1, 2, time_limit=30.0)]
+    fits = a_machine(line, 2, free=["d0"]).fits
+    booking = a_booking(1, 40.0, "d0")
+    machine = Machine(fits, {"d1": 50.0}, bookings=(booking,), free=frozenset({"d0"}))
+    (place,) = planned(line, machine)
+
+    assert (place.start, place.devices) == (booking.ends, ("d1", "d0"))
+
+
 def test_whoever_has_no_place_yet_holds_up_nobody() -> None:
     line = [a_ticket(1, 2, after="4711"), a_ticket(2, 1)]
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from builders import GIB, MIB, a_device, a_process
-from ladders import Devices, Processes, Watch, a_policy, busy, kinds, pids
+from ladders import Devices, Finds, Processes, Watch, a_policy, busy, kinds, pids
 
+from gpuguard.model import Finding
 from gpuguard.policies.engine import Step
+from gpuguard.policies.view import process_subject
 
 
 def crowd(users: int, each: int = 1, **fields):
@@ -91,6 +95,29 @@ def test_a_reused_pid_on_the_device_does_not_count_as_alive():
     judgement = watch.sees(busy(40, a_device(processes=(reused, BOB), memory_used=10 * GIB)))
 
     assert pids(judgement.verdicts) == {1001}
+
+
+def everybody(view):
+    return [
+        Finding("x", process_subject(device, each), "why", (each,))
+        for device in view.snapshot.devices
+        for each in device.processes or ()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "next_one"),
+    [
+        ({"processes": (ALICE, BOB), "memory_used": 20 * GIB}, 40),
+        ({"processes": (ALICE, BOB), "memory_used": None, "memory_free": None}, 80),
+        ({"processes": (replace(ALICE, memory_used=None), BOB), "memory_used": 20 * GIB}, 80),
+    ],
+)
+def test_where_nobody_knows_what_the_victim_held_no_memory_shows_the_effect(device, next_one):
+    watch = Watch(a_policy("terminate", rules=(Finds(everybody),), cooldown=1000))
+    assert watch.until(30, a_device(**device)) == [(30, "terminate")]
+
+    assert watch.until(100, a_device(processes=(BOB,), memory_used=GIB), begin=40) == [(next_one, "terminate")]
 
 
 def test_a_list_that_is_not_plausible_shows_no_effect():

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, TOTAL, a_claim_record, a_device, a_process
+from ladders import a_policy
 from test_rules_people import ALICE, BOB, HOUR, a_claim, found, pids, used_by
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding
-from gpuguard.policies.quota import Quota
+from gpuguard.policies.quota import Quota, windows_of
 
 
 def subjects(findings: list[Finding]) -> list[object]:
@@ -110,6 +111,14 @@ def test_gpu_hours_in_a_window_put_the_newest_in_excess():
     assert found(rule, *devices, gpu_seconds={}) == []
     assert found(rule, *devices, gpu_seconds={1001: {24 * HOUR: 1e9}}) == []
     assert found(rule, gpu_seconds={1001: {7 * 24 * HOUR: 1e9}}) == []
+
+
+def test_gpu_time_is_asked_for_in_the_windows_in_which_a_quota_counts_it():
+    week, month = Quota(gpu_hours=HOUR, within=7 * 24 * HOUR), Quota(gpu_hours=HOUR, within=30 * 24 * HOUR)
+    policies = [a_policy(name="a", rules=(week, Quota(devices=2))), a_policy(name="b", rules=(month, week))]
+
+    assert windows_of(policies) == {7 * 24 * HOUR, 30 * 24 * HOUR}
+    assert windows_of([a_policy()]) == set()
 
 
 def test_roots_processes_and_locks_without_a_record_are_nobodys():

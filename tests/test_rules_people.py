@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
 from gpuguard.attribution import Seen
 from gpuguard.errors import InvalidRequest
@@ -259,6 +259,16 @@ def test_a_claim_is_not_called_unused_unless_that_is_known(device, age, past):
     claims = [a_claim("x", device, age=age)]
 
     assert found(Age(claim_without_process_above=HOUR), device, claims=claims, past=a_past(device, *past)) == []
+
+
+@pytest.mark.parametrize(
+    "unfit", [{"alive": False}, {"uid": -1}, {"since": None}, {"devices": ()}, {"devices": (a_uuid(7),)}]
+)
+def test_a_claim_of_nobody_known_on_nothing_or_of_unknown_age_is_not_called_unused(unfit):
+    device = a_device()
+    claim = replace(a_claim("x", device, age=7100), **unfit)
+
+    assert found(Age(claim_without_process_above=HOUR), device, claims=[claim], past=a_past(device, *EMPTY)) == []
 
 
 def test_a_claim_with_one_working_device_is_used():

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from time import perf_counter
 
 import pytest
-from builders import GIB, TOTAL, a_device, a_process
+from builders import GIB, TOTAL, a_device, a_process, a_snapshot
 from judging import A_DEVICE, A_PROCESS, HELD, a_past, a_series, found
 
 from gpuguard.model import Subject
 from gpuguard.policies.amounts import parse_rate
 from gpuguard.policies.forecast import Forecast
 from gpuguard.policies.memory_growth import MemoryGrowth
-from gpuguard.policies.view import key_of, process_subject
+from gpuguard.policies.past import Series
+from gpuguard.policies.trend import slopes
+from gpuguard.policies.view import View, key_of, process_subject
 
 LEAK = MemoryGrowth(parse_rate("1GiB/10m"))
 
@@ -57,6 +59,25 @@ def test_memory_that_rises_and_falls_all_the_time_is_no_growth(period):
 
 def test_growth_is_seen_through_wild_samples():
     assert found(LEAK, HELD, **growing(lambda t: 0 if t % 70 == 0 else 4 * GIB * t / 600)) != []
+
+
+def slopes_of(*samples: tuple[float, float], seconds: float = 60.0) -> list[float]:
+    """Slopes at clock 100 of samples that were recorded."""
+    series = Series(window=1000.0)
+    for clock, value in samples:
+        series.add(clock, value)
+    key = (key_of(A_DEVICE), "memory_used")
+    return slopes(View(a_snapshot(clock=100.0), past={key: series}), A_DEVICE, "memory_used", seconds)
+
+
+def test_what_has_not_been_seen_for_the_whole_time_has_no_trend():
+    assert slopes_of() == []
+    assert slopes_of((10.0, 1.0), (20.0, 2.0), (30.0, 3.0)) == []  # the last sample is older than the time
+
+
+def test_what_does_not_change_grows_by_nothing():
+    assert slopes_of(*[(clock, 7.0) for clock in range(0, 101, 10)]) == [0.0]
+    assert slopes_of(*[(clock, 7.0 + (clock == 0)) for clock in range(0, 101, 10)]) == [0.0]  # not within the time
 
 
 def test_growth_is_not_told_before_the_window_is_full():

@@ -106,6 +106,14 @@ def test_nobody_is_blamed_for_a_claim_where_a_user_has_two():
     assert list(rule.check(View(a_snapshot(device, claims=claims)))) == []
 
 
+def test_nobody_is_blamed_for_a_lock_without_a_record():
+    device = a_device(processes=(a_process(uid=0, user="root", memory_used=30 * GIB),))
+    claims = (a_claim_record(device, id="?", uid=-1, user="?"),)
+    rule = Memory(parse_memory_amount("20GiB"), per="claim")
+
+    assert list(rule.check(View(a_snapshot(device, claims=claims)))) == []
+
+
 def a_share(device: Device, claim_id: str, gib: int, **fields: object) -> ClaimRecord:
     return a_claim_record(device, id=claim_id, memory=gib * GIB, slots=(f"{device.uuid}.slot{claim_id[-1]}",), **fields)
 
@@ -127,6 +135,17 @@ def test_a_claim_that_shares_nothing_has_no_share_to_exceed():
 
     assert list(OVER_SHARE.check(View(a_snapshot(device, claims=(a_claim_record(device),))))) == []
     assert list(OVER_SHARE.check(View(a_snapshot(device, claims=(a_share(device, "c1", -1),))))) == []
+
+
+def test_a_container_of_root_belongs_to_the_one_claim_of_its_device_and_to_none_of_two():
+    device = a_device(processes=(a_process(uid=0, user="root", memory_used=30 * GIB),))
+    rule = Memory(parse_memory_amount("20GiB"), per="claim")
+
+    def blamed(*claims: ClaimRecord) -> list[str | None]:
+        return [finding.subject.claim for finding in rule.check(View(a_snapshot(device, claims=claims)))]
+
+    assert blamed(a_claim_record(device, id="c1")) == ["c1"]
+    assert blamed(a_claim_record(device, id="c1"), a_claim_record(device, id="c2", uid=1002, user="bob")) == []
 
 
 def test_of_two_shares_of_one_user_each_answers_for_what_was_started_below_it():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from builders import a_claim_record, a_device, a_mig_instance, a_process, a_uuid
 from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
 
 from gpuguard.model import Finding, Subject
 from gpuguard.policies.engine import Scope
-from gpuguard.policies.occasion import is_within
+from gpuguard.policies.occasion import is_within, on_enough_devices
+from gpuguard.policies.sight import look, reach_of
 from gpuguard.policies.view import HostUse, View
 
 ALICE, BOB = 1001, 1002
@@ -132,6 +135,49 @@ def test_kinds_of_processes(facts, terminal, kind, meant, spared):
 
     assert len(judged(a_policy("warn", only=scope), device, host=host).verdicts) == meant
     assert len(judged(a_policy("warn", exempt=(scope,)), device, host=host).verdicts) == 1 - spared
+
+
+def test_what_is_no_process_is_of_no_kind():
+    hot = a_policy("quarantine", rules=(Devices(),), only=Scope(kinds=frozenset({"interactive", "batch", "container"})))
+
+    assert judged(hot, a_device(temperature=90.0)).verdicts == ()
+
+
+# What a rule says must be in the sample that it was shown: a rule of its own may be wrong.
+
+
+@pytest.mark.parametrize(
+    ("subject", "kind", "said"),
+    [
+        (Subject("device", "GPU-gone"), "gap", "the device is missing from the sample"),
+        (Subject("claim", uid=ALICE, claim="gone"), "gap", "the claim is missing from the sample"),
+        (Subject("user"), "unknown", "nobody knows whose the user is"),
+        (Subject("claim", uid=-1, claim="?"), "gap", "the claim is missing from the sample"),
+        (Subject("user", uid=-1), "unknown", "nobody knows whose the user is"),
+        (Subject("process", a_uuid(0), 1, None, ALICE), "unknown", "the identity of process 1 is not known"),
+        (Subject("process", a_uuid(0), 9, SINCE_BOOT, ALICE), "gap", "process 9 is missing from the sample"),
+    ],
+)
+def test_nobody_is_meant_by_what_the_sample_does_not_show(subject, kind, said):
+    judgement = judged(a_policy("warn", rules=(Finds(lambda view: [Finding("x", subject, "why")]),)), BOTH)
+
+    assert judgement.verdicts == ()
+    assert [(note.kind, note.text) for note in judgement.notes] == [(kind, said)]
+
+
+def test_a_finding_about_a_device_means_no_process_that_is_not_on_it():
+    here, elsewhere = BOTH.processes or ()
+    rule = Finds(lambda view: [Finding("x", Subject("device", a_uuid(0)), "why", (here, elsewhere))])
+    devices = a_device(0, processes=(here,)), a_device(1, processes=(elsewhere,))
+
+    assert pids(judged(a_policy("terminate", rules=(rule,)), *devices).verdicts) == {1}
+
+
+def test_a_finding_without_its_process_is_narrowed_by_that_process():
+    rule = Finds(lambda view: [Finding("x", Subject("process", a_uuid(0), 1, SINCE_BOOT, ALICE), "why")])
+
+    assert len(judged(a_policy("warn", rules=(rule,)), BOTH).verdicts) == 1
+    assert judged(a_policy("warn", rules=(rule,), exempt=(users(ALICE),)), BOTH).verdicts == ()
 
 
 def test_an_exemption_is_over_at_its_end():
@@ -268,6 +314,14 @@ def test_a_claim_that_is_dead_is_no_load():
     assert judged(a_policy("warn", claimed_above=50), device, claims=(a_claim_record(alive=False),)).verdicts == ()
 
 
+def test_the_load_of_a_node_without_devices_is_unknown():
+    nothing = replace(busy(0), devices=())
+    rule = Finds(lambda view: [Finding("x", Subject("node"), "why")])
+    judgement = Watch(a_policy("warn", rules=(rule,), claimed_above=0)).sees(nothing)
+
+    assert [note.text for note in judgement.notes] == ["unknown of the devices is claimed, not above 0%"]
+
+
 def test_a_divided_device_counts_as_its_parts():
     parent = a_device(0, mig_mode=True)
     parts = [a_mig_instance(parent, 0, processes=(a_process(),)), a_mig_instance(parent, 1)]
@@ -288,6 +342,16 @@ def test_k_of_n_devices_of_the_same_user():
     assert [(note.kind, note.subject and note.subject.pid) for note in judgement.notes] == [("devices", 3)]
 
 
+def test_a_process_of_nobody_known_is_on_no_devices_of_the_same_user():
+    devices = [a_device(number, processes=(a_process(1, uid=None),)) for number in range(2)]
+    sight = look(View(busy(0, *devices)))
+    findings = [Finding("x", Subject("device", each.uuid), "why", each.processes) for each in devices]
+    kept, notes = on_enough_devices(findings, a_policy("warn", devices_at_least=2), sight)
+
+    assert kept == []
+    assert {note.kind for note in notes} == {"devices"}
+
+
 def test_k_of_n_for_devices_is_counted_by_their_claims():
     devices = [a_device(number, temperature=90.0) for number in range(3)]
     claims = (a_claim_record(devices[0], devices[1]), a_claim_record(devices[2], id="b", uid=BOB))
@@ -295,3 +359,12 @@ def test_k_of_n_for_devices_is_counted_by_their_claims():
     judgement = judged(a_policy("warn", rules=(Devices(80),), devices_at_least=2), *devices, claims=claims)
 
     assert [verdict.finding.subject.device for verdict in judgement.verdicts] == [a_uuid(0), a_uuid(1)]
+
+
+def test_what_is_done_to_a_process_reaches_all_its_devices_and_an_unknown_one_reaches_none_further():
+    known, unknown = a_process(1), a_process(2, start_time=None)
+    devices = [a_device(0, processes=(known, unknown)), a_device(1, processes=(known,))]
+    sight, here = look(View(busy(0, *devices))), Subject("device", a_uuid(0))
+
+    assert reach_of(here, (known,), sight) == (a_uuid(0), a_uuid(1))
+    assert reach_of(here, (unknown,), sight) == (a_uuid(0),)

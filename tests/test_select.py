@@ -301,3 +301,13 @@ def test_sixty_four_devices_are_chosen_among_in_a_moment(number):
         spent.append(time.thread_time() - start)
 
     assert min(spent) < 0.15, "50 ms on an idle machine; three times that is a fault"
+
+
+def test_whoever_asks_for_a_profile_hears_which_there_are():
+    whole, divided = a_device(0), a_device(1, mig_mode=True)
+    instances = [a_mig_instance(divided, n, mig_profile=profile) for n, profile in enumerate(("3g.40gb", None))]
+
+    assert "the MIG profiles here: 3g.40gb (1), unknown (1)" in str(
+        error(a_snapshot(whole, divided, *instances), Request(mig="7g.80gb"))
+    )
+    assert "no GPU here is divided into MIG instances" in str(error(a_snapshot(whole), Request(mig="7g.80gb")))

@@ -82,6 +82,14 @@ def test_the_last_device_is_the_one_best_connected_with_those_that_are_fixed():
     assert winners(2, [a_device(i) for i in range(4)], connections, prefer=("0",)) == [0, 1]
 
 
+def test_among_too_many_sets_to_compare_a_connected_one_is_still_found():
+    ring = {4, 9, 13, 18, 22, 27, 31, 39}  # one of 76,904,685 sets
+    connections = pairs(40, lambda i, j: "NVLINK" if {i, j} <= ring else "PIX" if i + j == 39 else "SYS")
+
+    assert winners(8, [a_device(i) for i in range(40)], connections) == sorted(ring)
+    assert winners(8, [a_device(i) for i in range(40)], connections, prefer=("22", "9")) == sorted(ring)
+
+
 def test_instances_of_one_gpu_are_closest():
     gpus = [a_device(i, mig_mode=True) for i in range(2)]
     instances = [a_mig_instance(gpu, number) for gpu in gpus for number in range(2)]
