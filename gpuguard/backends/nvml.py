@@ -51,7 +51,7 @@ class Nvml:
         self._start()
         # Before any call, so that nothing that started later is taken for something that was seen.
         taken_at, clock = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
-        versions = self._versions() if model.MODEL in fields else {}
+        versions = self._versions(fields) if model.MODEL in fields else {}
         found: list[Device] = []
         gaps: list[Gap] = []
         seek = None if devices is None else frozenset(devices)
@@ -152,14 +152,13 @@ class Nvml:
         self._places[index] = Place(index, handle.value, uuid.value)
         return self._places[index]
 
-    def _versions(self) -> dict[str, str | None]:
-        if not self._static:
+    def _versions(self, fields: Collection[str]) -> dict[str, str | None]:
+        if "driver_version" not in self._static:
+            self._static["driver_version"] = call(self._nvml, "nvmlSystemGetDriverVersion").value
+        if model.BRIEF not in fields and "cuda_version" not in self._static:
             cuda = call(self._nvml, "nvmlSystemGetCudaDriverVersion").value
-            self._static = {
-                "driver_version": call(self._nvml, "nvmlSystemGetDriverVersion").value,
-                "nvml_version": call(self._nvml, "nvmlSystemGetNVMLVersion").value,
-                "cuda_version": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
-            }
+            self._static["nvml_version"] = call(self._nvml, "nvmlSystemGetNVMLVersion").value
+            self._static["cuda_version"] = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None
         return self._static
 
     def _connections(self, devices: list[Device]) -> tuple[tuple[tuple[str, str, str], ...], list[Gap]]:
@@ -223,4 +222,4 @@ def _lost(place: Place, fields: Collection[str]) -> tuple[Device, list[Gap]]:
     reason = "the device is lost"
     name = next((answer.value for key, answer in place.static.items() if key.startswith("name ")), None)
     device = Device(place.index, place.uuid, name=name, problems=("lost",))
-    return device, [Gap(place.uuid, group, reason) for group in sorted(fields)]
+    return device, [Gap(place.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF})]

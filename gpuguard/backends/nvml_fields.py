@@ -36,6 +36,7 @@ class Row:
     arguments: tuple[Any, ...] = ()
     convert: Callable[[Any], Any] | None = None
     static: bool = False
+    brief: bool = False  # read although only BRIEF is wanted
 
 
 def bus_id(info: Any) -> str | None:
@@ -81,7 +82,7 @@ PCI_BUS_ID = Row("pci_bus_id", ("nvmlDeviceGetPciInfo_v3",), (), bus_id, True)
 
 ROWS: dict[str, tuple[Row, ...]] = {
     model.MODEL: (
-        Row("name", ("nvmlDeviceGetName",), static=True),
+        Row("name", ("nvmlDeviceGetName",), static=True, brief=True),
         PCI_BUS_ID,
         Row("minor_number", ("nvmlDeviceGetMinorNumber",), static=True),
         Row("cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: number_ranges(bits(words)), True),
@@ -89,13 +90,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), True),
     ),
     model.THERMAL: (
-        Row("temperature", ("nvmlDeviceGetTemperature",), (0,), float),
+        Row("temperature", ("nvmlDeviceGetTemperature",), (0,), float, brief=True),
         Row("fan_speed", ("nvmlDeviceGetFanSpeed",), (), float),
         Row("temperature_slowdown", ("nvmlDeviceGetTemperatureThreshold",), (1,), float, True),
         Row("temperature_shutdown", ("nvmlDeviceGetTemperatureThreshold",), (0,), float, True),
     ),
     model.POWER: (
-        Row("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth),
+        Row("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth, brief=True),
         Row("power_limit", ("nvmlDeviceGetEnforcedPowerLimit",), (), thousandth),
         Row("total_energy", ("nvmlDeviceGetTotalEnergyConsumption",), (), thousandth),
     ),
@@ -125,7 +126,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
 def read_rows(reading: Reading, group: str) -> None:
     """Read the fields of *group* that are one call each."""
     for row in ROWS[group]:
-        read_row(reading, row)
+        if row.brief or model.BRIEF not in reading.fields:
+            read_row(reading, row)
 
 
 def read_row(reading: Reading, row: Row) -> None:
@@ -147,17 +149,25 @@ def read_row(reading: Reading, row: Row) -> None:
 
 def read_utilization(reading: Reading) -> None:
     """utilization: mean of the driver's sample buffer (some seconds), else its last sample period (1/6 to 1 s)."""
+    mean = _mean_utilization(reading)
+    if mean is not None:
+        reading.values["utilization"] = mean
+        if model.BRIEF in reading.fields:
+            return
     rates = reading.ask("nvmlDeviceGetUtilizationRates")
     reading.take("memory_utilization", rates, lambda rates: float(rates.memory))
+    if mean is None:
+        reading.take("utilization", rates, lambda rates: float(rates.gpu))
+
+
+def _mean_utilization(reading: Reading) -> float | None:
     samples = reading.ask("nvmlDeviceGetSamples", UTILIZATION_SAMPLES, 0)
-    if not samples.code:
-        kind, rows = samples.value
-        numbers = [getattr(row.sampleValue, _SAMPLE_VALUES[kind]) for row in rows] if kind < len(_SAMPLE_VALUES) else []
-        sound = [number for number in numbers if 0 <= number <= 100]
-        if sound:
-            reading.values["utilization"] = sum(sound) / len(sound)
-            return
-    reading.take("utilization", rates, lambda rates: float(rates.gpu))
+    if samples.code:
+        return None
+    kind, rows = samples.value
+    numbers = [getattr(row.sampleValue, _SAMPLE_VALUES[kind]) for row in rows] if kind < len(_SAMPLE_VALUES) else []
+    sound = [number for number in numbers if 0 <= number <= 100]
+    return sum(sound) / len(sound) if sound else None
 
 
 def read_health(reading: Reading) -> None:

@@ -11,7 +11,7 @@ import time
 from gpuguard.backends import processes
 from gpuguard.backends.nvml_calls import ABSENT, FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, Answer
 from gpuguard.backends.nvml_reading import Reading
-from gpuguard.model import BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, GpuProcess
+from gpuguard.model import BRIEF, BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, GpuProcess
 from gpuguard.nouns import replace
 
 TYPE_CHECKING = False  # see nvml_calls
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 KEPT_SECONDS = 4.0  # twice the shortest time between two samples of the guard: no older sample may lead to an act
+MPS_SERVER = b"nvidia-cuda-mps-server"
+SMALLEST_CONTEXT = 2 * 2**20  # bytes: the page that a driver gives memory in
 _LISTS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
 # A client of the MPS server is listed as a compute process, too.
 _KINDS = {
@@ -78,7 +80,7 @@ def read_processes(reading: Reading) -> None:
     if reason is None:
         identify = processes.described if details else processes.identified
         rows = [identify(row) for row in rows]
-        if details:
+        if details and BRIEF not in reading.fields:
             rows = _with_utilization(reading, rows)
     else:
         # Whoever has these pids here is not who the driver means: they stay numbers.
@@ -108,9 +110,23 @@ def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list
 
 
 def _lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list[Any]], dict[str, Answer]]:
-    answers = {kind: _list(reading, _LISTS[kind]) for kind in kinds}
+    answers: dict[str, Answer] = {}
+    for kind in kinds:
+        if BRIEF not in reading.fields or not _must_be_empty(kind, reading, answers.get("compute")):
+            answers[kind] = _list(reading, _LISTS[kind])
     lists = {kind: answer.value for kind, answer in answers.items() if not answer.code}
     return lists, {kind: answer for kind, answer in answers.items() if answer.code}
+
+
+def _must_be_empty(kind: str, reading: Reading, computing: Answer | None) -> bool:
+    """Whether a list other than that of who is *computing* need not be asked for: a third of what a look waits for."""
+    if computing is None or computing.code:
+        return False
+    if kind == "mps":  # a client is listed as a compute process, too, and so is the server that it talks to
+        return not any(processes.may_be(row.pid, MPS_SERVER) for row in computing.value)
+    # Only where the driver's own memory is not counted: a desktop that shows nothing has 5 MiB (GTX 1080).
+    used, kept = reading.values.get("memory_used"), reading.values.get("memory_reserved")
+    return not computing.value and kept is not None and used is not None and used < SMALLEST_CONTEXT
 
 
 def _list(reading: Reading, kind: str) -> Answer:

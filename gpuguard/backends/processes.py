@@ -108,6 +108,12 @@ def alive(pid: int) -> bool:
     return True
 
 
+def may_be(pid: int, program: bytes) -> bool:
+    """Whether *pid* is a process of that name, or nobody can tell."""
+    told = read_proc(f"/proc/{pid}/comm")
+    return told is None or told.rstrip(b"\n") == program[:15]  # of which a kernel keeps so much
+
+
 def identified(process: GpuProcess) -> GpuProcess:
     """The process with its start time and real user id; cheap enough for every poll."""
     return replace(process, start_time=start_time(process.pid), uid=_uid(process.pid))

@@ -14,13 +14,14 @@ from gpuguard.state import read_state
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Collection
 
 
 class Source:
     """What the daemon saw, while that is fresh, else the driver, which is opened when it is first needed."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
+    def __init__(self, args: argparse.Namespace, fields: Collection[str] = WHO_FIELDS) -> None:
+        self._args, self._fields = args, fields
         self._backend: Backend | None = None
         self.lookout = Lookout()
 
@@ -33,7 +34,7 @@ class Source:
         if self._backend is None:
             self._backend = backend_of(self._args)
             self._look_at_claims()
-        return self._backend.sample(WHO_FIELDS), None
+        return self._backend.sample(self._fields), None
 
     def close(self) -> None:
         """Let go of the driver."""

@@ -21,7 +21,7 @@ from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
 from gpuguard.cli.looking import Source
 from gpuguard.cli.options import add_source_options, directory_of
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
-from gpuguard.model import Gap, Snapshot
+from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Gap, Snapshot
 from gpuguard.nouns import replace
 from gpuguard.views import usage, who
 from gpuguard.views.text import json_text, neutralise, put, style
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
 
         return fleet.who(args)
     every = None if args.watch is None else _every(args.watch)
-    source = Source(args)
+    source = Source(args, WHO_FIELDS if args.json else TEXT_FIELDS)
     try:
         if every is None:
             put(_look(args, source), sys.stdout)

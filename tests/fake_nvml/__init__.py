@@ -35,7 +35,7 @@ NOT_FOUND, INSUFFICIENT_SIZE, DRIVER_NOT_LOADED, TIMEOUT = 6, 7, 9, 10
 FUNCTION_NOT_FOUND, LOST, RESET_REQUIRED, VERSION_MISMATCH, UNKNOWN = 13, 15, 16, 18, 999
 HANG, ABORT = -1, -2
 
-KINDS = {"compute": 1, "graphics": 2, "compute+graphics": 3, "mps": 4}
+KINDS = {"compute": 1, "graphics": 2, "compute+graphics": 3, "mps": 4, "compute+mps": 5}
 DRIVERS = {580: "580.65.06", 470: "470.256.02", 418: "418.226.00"}
 MAX_DEVICES, MAX_PROCESSES, MAX_MIG, MAX_LINKS, MAX_SAMPLES = 64, 128, 8, 18, 120
 
