@@ -235,7 +235,7 @@ def _warn(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
 
     found = set()
     for target in targets(verdict, snapshot):
-        facts = identity.facts_of(target.pid) if target.pid > 1 else None
+        facts = identity.facts_of(target.pid)
         if facts and facts.start_time == target.start_time and facts.uids[:1] == (target.uid,) and facts.terminal:
             found.add((facts.terminal, facts.uids[0]))
     for pid in _holders(verdict, snapshot):
@@ -302,7 +302,7 @@ def _quarantine(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outco
         return _said(verdict, context, REFUSED, "no device is meant")
     if context.directory is not None:
         out = set(marks.read_marks(context.directory, marks.QUARANTINED, time.time())) - {uuid}
-        if 2 * sum(device.uuid in out for device in snapshot.devices) + 2 > max(2, len(snapshot.devices)):
+        if sum(device.uuid in out for device in snapshot.devices) >= max(1, len(snapshot.devices) // 2):
             return _said(verdict, context, REFUSED, "half of the devices are out of service: ask an administrator")
     return _mark(verdict, context, marks.QUARANTINED, uuid)
 

@@ -19,6 +19,8 @@ from gpuguard import actions
 from gpuguard.claims import releasing
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.records import locked_devices, probe
+from gpuguard.clusters import slurm_jobs
+from gpuguard.errors import ClaimError
 from gpuguard.guards.case import Context
 from gpuguard.guards.ledger import Deed
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
@@ -244,3 +246,52 @@ def test_a_refusal_that_repeats_itself_is_written_once(claimed, holder):
         claimed.act(holder)
 
     assert [event.outcome for event in claimed.events] == ["refused"]
+
+
+def test_what_was_released_counts_for_the_limits_of_the_guard(claimed, holder):
+    claimed.act(holder)
+
+    [deed] = claimed.facts["ledger"].deeds
+    assert (deed.action, deed.process[0], set(deed.devices), deed.live) == (
+        "release", holder.pid, set(claimed.uuids[:2]), True,
+    )  # fmt: skip
+
+
+def test_a_claim_that_cannot_be_let_go_is_a_failure(claimed, holder, monkeypatch):
+    def fail(*of: object) -> None:
+        raise ClaimError("no room for the letter")
+
+    monkeypatch.setattr(releasing, "let_go", fail)
+
+    assert claimed.act(holder).word == actions.FAILED
+    assert [event.outcome for event in claimed.events] == ["about to", "failed"]
+    assert "no room for the letter" in claimed.events[-1].message
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_whoever_waits_for_the_signal_that_his_claim_has_changed_gets_it(claimed, holder, monkeypatch, listens):
+    sent: list[int] = []
+    monkeypatch.setattr(actions, "forward", lambda pidfd, signum: sent.append(signum) or "sent")
+    monkeypatch.setattr(releasing, "listens", lambda pid: listens and pid == holder.pid)
+    claimed.act(holder)
+
+    assert sent == [actions.LETTER] * listens
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "word", "asked"),
+    [
+        ("slurm12", None, actions.DONE, ["12"]),
+        ("slurm12", "scancel fails", actions.FAILED, ["12"]),
+        ("1dea1234", None, actions.FAILED, []),
+    ],
+)
+def test_cancel_ends_the_job_of_an_idle_claim_and_nothing_else(claimed, monkeypatch, name, answer, word, asked):
+    cancelled: list[str] = []
+    monkeypatch.setattr(slurm_jobs, "against_cancelling", lambda job, uid: None)
+    monkeypatch.setattr(slurm_jobs, "cancel", lambda job: cancelled.append(job) or answer)
+    with a_holder(claimed.directory, claimed.uuids[0], uid=SOMEBODY, name=name) as one:
+        verdict = replace(claimed.verdict(one), action="cancel")
+        [outcome] = actions.act(verdict, claimed.machine.sample((), None), Context(**claimed.facts))
+
+        assert (outcome.word, cancelled, claimed.locked()) == (word, asked, 1)

@@ -54,3 +54,25 @@ def test_dying_of_a_signal_is_seen_by_the_parent_even_when_it_was_blocked(blocke
     script = f"import signal; from gpuguard import actions; signal.pthread_sigmask(0, {blocked}); actions.die_of(2)"
 
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("before", ["SIG_IGN", "default_int_handler"])
+def test_dying_of_a_signal_heeds_no_handler(before):
+    script = f"import signal; from gpuguard import actions; signal.signal(2, signal.{before}); actions.die_of(2)"
+
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGINT
+
+
+def test_of_a_signal_that_ends_nobody_one_dies_by_the_code_of_shells():
+    script = f"from gpuguard import actions; actions.die_of({int(signal.SIGWINCH)})"
+
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 128 + signal.SIGWINCH
+
+
+def test_whoever_stops_himself_stops_until_somebody_continues_him():
+    with subprocess.Popen([sys.executable, "-c", "from gpuguard import actions; actions.stop_self()"]) as child:
+        _, status = os.waitpid(child.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
+        child.send_signal(signal.SIGCONT)
+        assert child.wait() == 0

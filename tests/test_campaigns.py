@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 
+import mutants
 import pytest
 from sources import ROOT, modules
 
@@ -16,6 +20,7 @@ def script(name):
     loader = SourceFileLoader(f"script_{name}", str(ROOT / "scripts" / name))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[loader.name] = module
     was, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         loader.exec_module(module)
@@ -57,37 +62,89 @@ def f(a: int = 3) -> bool:
     if TYPE_CHECKING:
         x = 1
     g(a)
-    return not a < 2 and a in (1, True)
+    if a:
+        return f"{a + 1} words"
+    return not 0 < a < 2 and a in (1, True)
 """
 
 
 def test_each_place_is_damaged_once_and_what_never_runs_is_left_alone():
-    found = mutate.mutants(SOURCE)
+    found = mutants.mutants(SOURCE)
 
-    assert [what.split(":")[0] for _, what, _ in found] == [
-        "number", "statement", "return", "operator", "not", "comparison", "number", "comparison", "number", "truth",
+    assert [(one.line, one.what.partition(":")[0]) for one in found if not one.words] == [
+        (2, "number"), (5, "statement"), (6, "condition"), (7, "return"), (8, "return"), (8, "operator"), (8, "not"),
+        (8, "comparison"), (8, "comparison"), (8, "number"), (8, "number"), (8, "comparison"), (8, "number"),
+        (8, "truth"),
     ]  # fmt: skip
+    assert [one.what for one in found if one.words] == ["operator: a + 1", "number: 1"]
     whole = ast.unparse(ast.parse(SOURCE))
-    assert len({source for _, _, source in found} | {whole}) == len(found) + 1
-    assert all("x = 1" in source and "a: int" in source for _, _, source in found)
-    assert "return not a <= 2 and a in" in found[5][2]
+    assert len({one.source for one in found} | {whole}) == len(found) + 1
+    assert all("x = 1" in one.source and "a: int" in one.source for one in found)
+    assert any("return not 0 < a <= 2 and a in" in one.source for one in found)
 
 
-def test_a_mutant_that_a_test_sees_is_killed_and_one_that_none_sees_survives(tmp_path, monkeypatch):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "one.py").write_text("def f(x):\n    return x < 3\n")
-    (tmp_path / "tests" / "test_one.py").write_text("from one import f\n\n\ndef test_it():\n    assert f(2)\n")
-    monkeypatch.setattr(mutate, "ROOT", tmp_path)
-    monkeypatch.setattr(mutate, "TESTS", {"one.py": "test_one"})
-    monkeypatch.setattr(mutate.tempfile, "tempdir", str(tmp_path.parent))
-    every = [(number, *one) for number, one in enumerate(mutate.mutants((tmp_path / "one.py").read_text()))]
+def test_damage_after_which_python_compiles_to_the_same_is_none():
+    source = "def f(a):\n    if 1:\n        a()\n"
 
-    left = mutate.campaign("one.py", every, 1, show=False)
+    assert [one.what for one in mutants.mutants(source)] == ["statement: a()"]
+    assert mutants.named(source) == {("if 1:", "number: 1"), ("a()", "statement: a()")}
 
-    assert [what for _, _, what in left] == [
-        "comparison: x < 3",
-        "number: 3",
-    ]  # only f(3) would tell; no return is seen
+
+def test_a_mutant_knows_which_statements_must_run_if_a_test_is_to_notice():
+    source = "LIMIT = 3\n\n\ndef f(x, y=2):\n    z = 1\n    return z < LIMIT\n"
+
+    assert [(one.what, one.at_import, set(one.sites)) for one in mutants.mutants(source)] == [
+        ("number: 3", True, {6}),
+        ("number: 2", True, {5, 6}),
+        ("number: 1", False, {5}),
+        ("return: return z < LIMIT", False, {6}),
+        ("comparison: z < LIMIT", False, {6}),
+    ]
+
+
+# A project of one file: what is loaded with it, what runs in a test, what a child of a test runs.
+PROJECT = {
+    "one.py": "LIMIT = 3\n\n\ndef f(x):\n    if x > 9:\n        return LIMIT\n    return x + 1\n\n\n"
+    "def main():\n    print(f(2))\n",
+    "tests/test_one.py": "import subprocess, sys\nfrom one import f\n\n\ndef test_it():\n    assert f(10)\n"
+    "    assert f(0) == 1\n\n\ndef test_main():\n    words = [sys.executable, '-c', 'import one; one.main()']\n"
+    "    assert subprocess.run(words, capture_output=True, text=True).stdout == '3\\n'\n",
+    "tests/SURVIVORS.md": "# x\n\n## `one.py`\n\n| line | damage | why |\n|---|---|---|\n"
+    "| `if x > 9:` | `comparison: x > 9` | nobody asks for 9 |\n",
+}
+
+
+def test_what_a_test_sees_is_killed_and_what_none_sees_survives_and_must_be_listed(tmp_path):
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "scripts", project / "scripts")
+    (project / "tests").mkdir()
+    for name, text in PROJECT.items():
+        (project / name).write_text(text)
+    words = [sys.executable, project / "scripts" / "mutate", "one.py", "--tests", "test_one"]
+
+    done = subprocess.run(words, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True)
+
+    said = done.stdout.splitlines()
+    assert {line.strip() for line in said if "survives" in line} == {
+        "survives and is not listed: --only 0, line 1, number: 3",
+        "survives: --only 1, line 5, comparison: x > 9",
+        "survives and is not listed: --only 2, line 5, number: 9",
+    }, done
+    assert "6 of 9 killed" in said[-1] and done.returncode == 1
+
+
+def test_every_survivor_that_is_explained_is_still_there():
+    for name in mutate.TESTS:
+        found = mutants.named((ROOT / name).read_text(encoding="utf-8"))
+
+        assert mutate.listed(name) - found == set(), name
+
+
+def test_every_row_of_the_survivors_is_about_a_file_of_the_table():
+    page = (ROOT / mutate.LISTED).read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+
+    assert len(rows) == sum(len(mutate.listed(name)) for name in mutate.TESTS)
 
 
 REACHED = "    assert (f(True), f(False)) == (1, 2)"

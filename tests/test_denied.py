@@ -21,7 +21,8 @@ from users import ALICE, BOB, Machine, a_shared_machine
 
 from gpuguard import actions
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory
-from gpuguard.errors import NotEnoughGpus
+from gpuguard.errors import LockDirectoryError, NotEnoughGpus
+from gpuguard.guards import identity
 from gpuguard.guards.case import Context
 from gpuguard.lock import acquire, look
 from gpuguard.marks import DENIED, QUARANTINED, Mark, change, read_marks
@@ -189,6 +190,17 @@ def test_people_of_the_system_are_never_denied(directory, uid):
     assert read_marks(directory, DENIED, time.time()) == {}
 
 
+def test_the_first_user_who_is_no_account_of_the_system_can_be_denied(directory, monkeypatch):
+    monkeypatch.setattr(identity, "uid_min", lambda: SOMEBODY)
+
+    assert Acting(directory).act(a_verdict("deny", BOBS)) == "done"
+
+
+def test_a_verdict_about_no_device_quarantines_none(directory):
+    assert Acting(directory).act(a_verdict("quarantine", BOBS)) == "refused"
+    assert read_marks(directory, QUARANTINED, time.time()) == {}
+
+
 def test_a_protected_user_is_never_denied(directory):
     guard = Acting(directory)
     guard.context = replace(guard.context, protected=frozenset({SOMEBODY}))
@@ -197,22 +209,24 @@ def test_a_protected_user_is_never_denied(directory):
     assert read_marks(directory, DENIED, time.time()) == {}
 
 
-def test_a_policy_takes_at_most_half_of_the_devices_out_of_service(directory):
-    guard = Acting(directory, devices=4)
+@pytest.mark.parametrize(("devices", "most"), [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)])
+def test_a_policy_takes_at_most_half_of_the_devices_out_of_service_or_the_only_one(directory, devices, most):
+    guard = Acting(directory, devices=devices)
     words = [guard.act(a_verdict("quarantine", Subject("device", one.uuid))) for one in guard.machine.devices]
 
-    assert words == ["done", "done", "refused", "refused"]
+    assert words == ["done"] * most + ["refused"] * (devices - most)
 
 
-def test_the_one_device_of_a_machine_can_be_quarantined(directory):
-    guard = Acting(directory, devices=1)
+def test_an_action_that_cannot_be_done_says_so(directory, monkeypatch):
+    def fail(*of):
+        raise LockDirectoryError("the disk is full")
 
-    assert guard.act(a_verdict("quarantine", Subject("device", guard.machine.devices[0].uuid))) == "done"
-
-
-def test_an_action_that_cannot_be_done_says_so():
+    monkeypatch.setattr("gpuguard.marks.change", fail)
     with a_scene() as scene:
         assert scene.act("deny").word == "failed"
+        scene.context(directory=directory)
+        assert (scene.act("deny").word, scene.events[-1].outcome) == ("failed", "failed")
+        assert "the disk is full" in str(scene.events[-1].message)
 
 
 POLICY = """

@@ -53,7 +53,7 @@ def a_program(code: str, last: str = "time.sleep(600)") -> Iterator[Scene]:
 
 
 def test_every_action_is_one_that_a_policy_can_name():
-    assert ACTION_KEYS.keys() >= actions.ACTIONS
+    assert ACTION_KEYS.keys() == actions.ACTIONS
 
 
 def test_what_disrupts_is_what_the_engine_does_one_at_a_time():

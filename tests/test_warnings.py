@@ -6,11 +6,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+from builders import a_claim_record
 from guarded import Scene, a_scene, somebody, until
 from users import interpreter
 
+from gpuguard import actions
 from gpuguard.guards import identity
 from gpuguard.guards.terminals import write
 from gpuguard.messages import Template
@@ -79,7 +82,8 @@ def test_mesg_n_is_honoured_until_the_last_notice():
     with at_a_terminal() as (scene, _, theirs):
         os.fchmod(theirs, 0o600)
 
-        assert scene.act("warn", next_action="notify").word == "failed"
+        assert (outcome := scene.act("warn", next_action="notify")).word == "failed"
+        assert outcome.why == "the terminal takes no messages"
         assert scene.act("warn", next_action="terminate", next_after=60.0).word == "done"
 
 
@@ -91,3 +95,44 @@ def test_a_terminal_of_somebody_else_is_not_written_to():
 
         assert write(terminal_of(scene), scene.process.uid or 0, "hello") == "the terminal belongs to somebody else"
         assert scene.act("warn").word == "failed"
+
+
+@pytest.mark.terminal
+@pytest.mark.parametrize("other", [{"start_time": 1.0}, {"uid": 4711}])
+def test_whoever_is_not_the_one_that_was_judged_gets_no_warning(other):
+    with at_a_terminal() as (scene, _, _):
+        scene.subject = replace(scene.subject, **other)
+
+        assert (outcome := scene.act("warn")).word == "failed"
+        assert outcome.why == scene.events[-1].message.rpartition(": ")[2] == "no terminal"
+
+
+@pytest.mark.terminal
+def test_the_real_user_of_a_process_is_warned_whatever_rights_it_has_taken(monkeypatch):
+    with at_a_terminal() as (scene, _, _):
+        changed(monkeypatch, lambda uids: (uids[0], 4711, 4711, 4711))
+
+        assert scene.act("warn").word == "done"
+        assert about_a_claim(scene) == "done"
+
+
+def changed(patch, change):
+    read = identity.facts_of
+    patch.setattr(identity, "facts_of", lambda pid: (facts := read(pid)) and replace(facts, uids=change(facts.uids)))
+
+
+def about_a_claim(scene: Scene, **facts) -> str:
+    """What becomes of a warning about an idle claim that the process holds."""
+    subject = replace(scene.subject, kind="claim", device=None, pid=None, start_time=None, claim="1dea")
+    claim = a_claim_record(id="1dea", uid=scene.process.uid, holders=(scene.pid,), **facts)
+    verdict = scene.verdict("warn")
+    verdict = replace(verdict, finding=replace(verdict.finding, subject=subject, processes=()))
+    return actions.act(verdict, replace(scene.snapshot, claims=(claim,)), scene.context())[0].word
+
+
+@pytest.mark.terminal
+def test_a_holder_of_another_user_gets_no_warning_about_the_claim(monkeypatch):
+    with at_a_terminal() as (scene, _, _):
+        changed(monkeypatch, lambda uids: (4711, *uids[1:]))
+
+        assert about_a_claim(scene) == "failed"

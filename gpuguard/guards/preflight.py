@@ -104,9 +104,9 @@ def _known(case: Case) -> str | None:
 
 def _fresh(case: Case) -> str | None:
     age = case.clock - case.snapshot.clock
-    if 0 <= age <= INTERVALS * case.context.interval:
-        return None
-    return f"the sample is {format_duration(age)} old" if age > 0 else "the sample is from the future"
+    if age < 0:
+        return "the sample is from the future"
+    return f"the sample is {format_duration(age)} old" if age > INTERVALS * case.context.interval else None
 
 
 def _sampled(case: Case) -> str | None:
@@ -171,7 +171,9 @@ def _owner(case: Case) -> str | None:
 
 
 def _protected(case: Case) -> str | None:
-    for uid in case.facts.uids if case.facts else (0,):
+    if case.facts is None:
+        return "whose it is cannot be read"
+    for uid in case.facts.uids:
         if uid < identity.uid_min() or uid == identity.overflow_uid():
             return f"uid {uid} is the system's"
         if uid in case.context.protected:
@@ -208,15 +210,15 @@ def _family(case: Case) -> str | None:
     return None
 
 
-def _interactive(case: Case) -> tuple[Against, ...]:
+def _interactive(case: Case) -> tuple[Against, ...] | None:
     kind = case.facts.interactive if case.facts else "perhaps interactive"
     if kind is None or case.verdict.action not in DISRUPTIVE:
-        return ()
+        return None
     verdict = case.verdict
     key = (case.target.process, verdict.policy, verdict.action, verdict.since, case.live)
     over = case.context.ledger.wanted_since(key, case.clock) + case.context.interactive_grace
     if case.clock >= over:
-        return ()
+        return None
     left = over - case.clock
     return (Against("interactive", f"it is {kind}, and has {format_duration(left)} more", left),)
 

@@ -1,0 +1,236 @@
+"""Each check of preflight on its own, at its edges and where something cannot be read; and what is held meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from builders import GIB, a_device, a_snapshot, a_uuid
+from guarded import Scene, a_scene
+
+from gpuguard.backends import processes
+from gpuguard.errors import DriverUnresponsive
+from gpuguard.guards import identity, preflight
+from gpuguard.guards.case import Case, is_alive, targets
+from gpuguard.guards.ledger import Deed
+
+Change = Callable[[Case], Case]
+CHECKS = {**preflight.EARLY, **preflight.LATE}
+CLOCK = 1000.0
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with a_scene() as scene:
+        yield scene
+
+
+@pytest.fixture
+def case(scene: Scene) -> Case:
+    """An offender whom nothing protects, a second after the sample; the driver has just answered again."""
+    snapshot = replace(scene.snapshot, clock=CLOCK)
+    verdict = scene.verdict()
+    facts = identity.facts_of(scene.pid)
+    assert facts
+    facts = replace(facts, start_time=CLOCK - 60)
+    target = replace(targets(verdict, snapshot)[0], start_time=CLOCK - 60)
+    again = replace(snapshot, clock=CLOCK + 1)
+    context = scene.context(jobs=frozenset(), interval=10.0, share_host_pids=True)
+    return Case(verdict, snapshot, context, target, CLOCK + 1, scene.pidfd, again, facts)
+
+
+def at(clock: float) -> Change:
+    return lambda case: replace(case, clock=clock)
+
+
+def pid(number: Callable[[], int]) -> Change:
+    return lambda case: replace(case, target=replace(case.target, pid=number()))
+
+
+def facts(**fields: object) -> Change:
+    return lambda case: replace(case, facts=replace(case.facts, **fields))
+
+
+def unknown(case: Case) -> Case:
+    return replace(case, facts=None)
+
+
+def driver_says(**fields: object) -> Change:
+    """The driver's second answer about the process."""
+
+    def change(case: Case) -> Case:
+        assert case.again
+        device = case.again.devices[0]
+        rows = tuple(replace(row, **fields) for row in device.processes or ())
+        return replace(case, again=replace(case.again, devices=(replace(device, processes=rows),)))
+
+    return change
+
+
+def again(case: Case) -> Case:
+    return replace(case, again=case.snapshot)
+
+
+def of_a_driver(case: Case) -> Case:
+    """Of a driver that is no simulation."""
+    case.context.backend.simulated = False  # type: ignore[misc]
+    return case
+
+
+def in_another_group(case: Case) -> Case:
+    return facts(group=os.getpgrp() + 1)(case)
+
+
+EDGES: list[tuple[str, Change, str | None]] = [
+    ("fresh", at(CLOCK - 0.5), "the sample is from the future"),
+    ("fresh", at(CLOCK), None),
+    ("fresh", at(CLOCK + 20), None),
+    ("fresh", at(CLOCK + 21), "the sample is 21s old"),
+    ("pid", pid(lambda: 1), "1 is no pid"),
+    ("pid", pid(lambda: 2), None),
+    ("pid", pid(processes.pid_max), None),
+    ("pid", pid(lambda: processes.pid_max() + 1), f"{processes.pid_max() + 1} is no pid"),
+    ("start time", unknown, "/proc does not show it"),
+    ("sample time", facts(start_time=CLOCK - 2 / os.sysconf("SC_CLK_TCK")), None),
+    ("sample time", facts(start_time=CLOCK - 0.015), "it may have started after the sample"),
+    ("sample time", unknown, "it may have started after the sample"),
+    ("listed", lambda case: replace(case, again=None), "the driver gave no newer list"),
+    ("driver", facts(uses_driver=False), None),  # of a simulation
+    ("driver", lambda case: of_a_driver(facts(uses_driver=True)(case)), None),
+    ("driver", lambda case: of_a_driver(facts(uses_driver=False)(case)), "it does not have the driver open"),
+    (
+        "driver",
+        lambda case: of_a_driver(facts(uses_driver=None)(case)),
+        "whether it has the driver open cannot be seen",
+    ),
+    ("driver", lambda case: of_a_driver(unknown(case)), "whether it has the driver open cannot be seen"),
+    ("owner", unknown, "its owner is not the one that was judged"),
+    ("owner", driver_says(uid=None), None),
+    ("owner", driver_says(uid=4711), "its owner is not the one that was judged"),
+    ("owner", driver_says(user=None), "nobody knows who uid"),
+    ("protected", unknown, "whose it is cannot be read"),
+    ("protected", facts(uids=(identity.uid_min(),) * 4), None),
+    ("protected", facts(uids=(identity.uid_min() - 1,) * 4), "is the system's"),
+    ("program", unknown, "its program cannot be read"),
+    ("program", facts(executable=None), "its program cannot be read"),
+    ("power", unknown, None),  # others say that it cannot be seen
+    ("family", pid(os.getpid), "gpuguard itself stands on it"),
+    ("family", pid(os.getppid), "gpuguard itself stands on it"),
+    ("family", in_another_group, "it is a part of gpuguard"),
+]
+
+
+@pytest.mark.parametrize(("check", "change", "said"), EDGES)
+def test_a_check_speaks_from_its_edge_on(case, monkeypatch, check, change, said):
+    monkeypatch.setattr(identity, "DRIVER_FILE", os.devnull)
+    found = CHECKS[check](change(case))
+
+    assert found is None if said is None else said in str(found)
+
+
+def test_the_drivers_answer_may_be_the_sample_itself(case):
+    start_time = case.snapshot.devices[0].processes[0].start_time
+    listed = replace(again(case), target=replace(case.target, start_time=start_time))
+
+    assert CHECKS["listed"](listed) is None
+
+
+def test_where_there_is_no_driver_file_there_is_nothing_to_hold_on_to(case, monkeypatch):
+    monkeypatch.setattr(identity, "DRIVER_FILE", "/dev/there-is-none")
+
+    assert CHECKS["driver"](of_a_driver(facts(uses_driver=None)(case))) is None
+
+
+def test_whoever_is_no_relative_is_hit_unless_he_is_in_our_group_or_cannot_be_seen(case, monkeypatch):
+    monkeypatch.setattr(identity, "ancestors", lambda pid: frozenset())
+
+    assert CHECKS["family"](in_another_group(case)) is None
+    assert CHECKS["family"](facts(group=os.getpgrp())(case)) == "it is in gpuguard's process group"
+    assert CHECKS["family"](unknown(case)) == "it is in gpuguard's process group"
+
+
+def test_whoever_sits_in_front_of_it_has_his_grace_and_not_a_moment_more(case):
+    on_a_terminal = facts(terminal=os.makedev(136, 3))(case)
+
+    first = preflight._interactive(on_a_terminal)
+    assert first and (first[0].check, first[0].wait) == ("interactive", 600.0)
+    assert CHECKS["interactive"](at(CLOCK + 600)(on_a_terminal))[0].wait == 1.0
+    assert not CHECKS["interactive"](at(CLOCK + 601)(on_a_terminal))
+    assert CHECKS["interactive"](unknown(replace(case, verdict=replace(case.verdict, policy="another"))))
+
+
+# Whether the last deed on a device has had its effect.
+
+GONE = (2**22 + 1, 1.0)
+
+
+def a_deed(**fields: object) -> Deed:
+    facts = {"process": GONE, "memory_used": ((a_uuid(0), 40 * GIB),), "memory": 10 * GIB, **fields}
+    return Deed(CLOCK, "terminate", devices=(a_uuid(0),), live=True, **facts)
+
+
+@pytest.mark.parametrize(
+    ("deed", "used", "seen"),
+    [
+        (a_deed(), 30 * GIB, True),
+        (a_deed(), 35 * GIB, True),  # half of it is back
+        (a_deed(), 35 * GIB + 1, False),
+        (a_deed(), None, False),
+        (a_deed(memory=None), 40 * GIB, True),
+        (a_deed(memory=None), 40 * GIB + 1, False),
+        (a_deed(memory_used=((a_uuid(7), 40 * GIB),)), 40 * GIB, True),  # that device is not in the sample
+    ],
+)
+def test_the_effect_is_seen_when_the_process_is_gone_and_half_of_its_memory_is_back(deed, used, seen):
+    assert preflight._effect_seen(deed, a_snapshot(a_device(0, memory_used=used))) is seen
+
+
+def test_while_the_process_lives_there_is_no_effect(scene):
+    assert is_alive((scene.pid, scene.start_time))
+
+    deed = a_deed(process=(scene.pid, scene.start_time))
+    assert preflight._effect_seen(deed, a_snapshot(a_device(0, memory_used=0))) is False
+
+
+@pytest.mark.parametrize(("before", "now", "against"), [(40, 0, set()), (0, 40, {"one per device"})])
+def test_the_effect_is_looked_for_in_the_drivers_latest_answer(case, before, now, against):
+    def using(gib: int) -> object:
+        return replace(case.snapshot, devices=(replace(case.snapshot.devices[0], memory_used=gib * GIB),))
+
+    case.context.ledger.note(a_deed())
+    case = replace(case, snapshot=using(before), again=using(now), clock=CLOCK + 20)
+
+    assert {each.check for each in CHECKS["limits"](case)} == against
+
+
+# What is held while one looks.
+
+
+def test_a_pid_that_cannot_be_held_is_left_alone(scene, monkeypatch):
+    def fail(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+
+    assert scene.against() == {"pidfd"}
+    assert "Too many open files" in scene.act().why
+
+
+def test_a_driver_that_cannot_be_asked_again_is_said_and_nothing_else_is_looked_at(scene):
+    def fail() -> None:
+        raise DriverUnresponsive("a driver call did not come back")
+
+    scene.machine.before_sample = fail
+
+    assert scene.act().why == "the driver cannot be asked again: a driver call did not come back"
+
+
+def test_no_descriptor_is_left_open(scene):
+    scene.against()
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        scene.against()
+
+    assert len(os.listdir("/proc/self/fd")) == len(before)
