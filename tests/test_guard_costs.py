@@ -76,6 +76,38 @@ def test_a_user_id_is_kept_for_a_while_and_read_again_then(jobs: list[int], monk
     assert processes.described(GpuProcess(jobs[0])).uid == 1002
 
 
+@pytest.fixture
+def described_pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The pids about which everything was read; every pid is a process."""
+    read: list[int] = []
+    monkeypatch.setattr(processes, "_kept", processes._Kept())
+    monkeypatch.setattr(processes, "start_time", lambda pid: 1.0)
+    monkeypatch.setattr(processes, "read_proc", lambda path, *limit: None)
+    monkeypatch.setattr(processes, "_uid", lambda pid: 0)
+    monkeypatch.setattr(processes, "_described", lambda pid: read.append(pid) or {})
+    return read
+
+
+def test_a_look_at_five_thousand_processes_knows_them_from_the_look_before(described_pids: list[int]) -> None:
+    for _ in range(3):
+        for pid in range(2, 5002):
+            processes.described(GpuProcess(pid))
+
+    assert described_pids == list(range(2, 5002))
+
+
+def test_processes_that_are_gone_are_forgotten(described_pids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, most = processes._kept, processes.KEPT_AT_MOST
+    for pid in range(2, 5 * most):
+        processes.described(GpuProcess(pid))
+    full = len(kept.young) + len(kept.old)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: kept.began + 1.01 * processes.FACTS_SECONDS)
+    processes.described(GpuProcess(2))
+
+    assert most <= full <= 2 * most
+    assert len(kept.young) == 1
+
+
 def test_another_program_under_the_same_pid_is_asked_anew_who_it_is(monkeypatch: Any) -> None:
     script = "import os; print(flush=True); os.read(0, 3); os.execvp('cat', ['cat'])"
     read: list[int] = []

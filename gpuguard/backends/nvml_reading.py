@@ -56,6 +56,7 @@ class Reading:
         self.values: dict[str, Any] = {}
         self.gaps: list[Gap] = []
         self.problems: list[str] = []
+        self.starts: dict[int, float] = {}  # when those began that it lists, in seconds since boot
         self.memory_doubt: str | None = None  # why the memory of its processes cannot be checked
 
     def ask(self, function: str, *arguments: Any) -> Answer:

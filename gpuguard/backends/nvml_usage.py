@@ -24,9 +24,9 @@ SMALLEST_CONTEXT = 2 * 2**20  # bytes: the page that a driver gives memory in
 _LISTS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
 # A client of the MPS server is listed as a compute process, too.
 _KINDS = {
-    frozenset({"compute"}): "compute",
-    frozenset({"graphics"}): "graphics",
-    frozenset({"compute", "graphics"}): "compute+graphics",
+    ("compute",): "compute",
+    ("graphics",): "graphics",
+    ("compute", "graphics"): "compute+graphics",
 }
 
 
@@ -74,12 +74,12 @@ def read_processes(reading: Reading) -> None:
     lists, failed, reason = _plausible_lists(reading, list(_LISTS) if details else ["compute"])
     if "compute" not in lists:
         return
-    rows = list(_merged(lists, reading.values.get("memory_total")).values())
+    rows = _merged(lists, reading.values.get("memory_total"))
     # A desktop looks like a job when the list of graphics processes exists and could not be read.
     reading.values["processes_plausible"] = reason is None and all(each.code in NEVER for each in failed.values())
     if reason is None:
         identify = processes.described if details else processes.identified
-        rows = [identify(row) for row in rows]
+        rows = [identify(row, reading.starts.get(row.pid)) for row in rows]
         if details and BRIEF not in reading.fields:
             rows = _with_utilization(reading, rows)
     else:
@@ -141,16 +141,19 @@ def _implausibility(reading: Reading, lists: dict[str, list[Any]], used: int | N
     if any(lists.values()) and reading.memory_doubt:
         return reading.memory_doubt
     total = reading.values.get("memory_total")
+    reading.starts = {}
     for rows in lists.values():
         reason = processes.implausibility(
             [(row.pid, row.usedGpuMemory) for row in rows],
-            alive=processes.alive,
+            alive=lambda pid: _is_alive(reading.starts, pid),
             pid_max=processes.pid_max(),
             memory_total=total,
             memory_used=used,
         )
         if reason:
             return reason
+    if sum(map(bool, lists.values())) < 2:
+        return None  # it has been judged as it is
     most: dict[int, int] = {}
     for row in (row for rows in lists.values() for row in rows):
         most[row.pid] = max(row.usedGpuMemory or 0, most.get(row.pid, 0))
@@ -159,17 +162,26 @@ def _implausibility(reading: Reading, lists: dict[str, list[Any]], used: int | N
     return None
 
 
-def _merged(lists: dict[str, list[Any]], memory_total: int | None) -> dict[int, GpuProcess]:
+def _is_alive(starts: dict[int, float], pid: int) -> bool:
+    """As processes.alive(); the start times of those that are go into *starts*, so that nobody reads them again."""
+    start = processes.start_time(pid)
+    if start is None:
+        return processes.alive(pid)
+    starts[pid] = start
+    return True
+
+
+def _merged(lists: dict[str, list[Any]], memory_total: int | None) -> list[GpuProcess]:
     """One process per pid: its kind from all lists, its memory from the list that says most."""
-    kinds: dict[int, set[str]] = {}
+    kinds: dict[int, tuple[str, ...]] = {}
     memory: dict[int, int] = {}
     for kind, rows in lists.items():
         for row in rows:
-            kinds.setdefault(row.pid, set()).add(kind)
-            used = row.usedGpuMemory
+            pid, used = row.pid, row.usedGpuMemory
+            kinds[pid] = (*kinds.get(pid, ()), kind)
             if used is not None and (memory_total is None or used <= memory_total):
-                memory[row.pid] = max(used, memory.get(row.pid, 0))
-    return {pid: GpuProcess(pid, memory.get(pid), _KINDS.get(frozenset(found), "mps")) for pid, found in kinds.items()}
+                memory[pid] = max(used, memory.get(pid, 0))
+    return [GpuProcess(pid, memory.get(pid), _KINDS.get(found, "mps")) for pid, found in kinds.items()]
 
 
 def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProcess]:
@@ -193,6 +205,8 @@ def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProce
         if 0 <= sample.smUtil <= 100:
             sound.append(sample.smUtil)
     before, place.utilizations = place.utilizations, {}
+    if not samples and not before:
+        return rows
     found = []
     for row in rows:
         read_at, percent = before.get((row.pid, row.start_time), (float("-inf"), 0.0))

@@ -30,10 +30,46 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 # What is read about a process costs 0.5 ms: a daemon that looks once per second keeps it.
 FACTS_SECONDS = 60.0
-FACTS_AT_MOST = 1000
 UID_SECONDS = 10.0  # a process gets another user id while it runs only by dropping privileges, just after its start
-_facts: dict[tuple[int, float, int | None, bytes | None], tuple[float, dict[str, Any]]] = {}
-_uids: dict[tuple[int, float, bytes | None], tuple[float, int | None]] = {}
+KEPT_AT_MOST = 8192  # processes in each half, 1 KiB each: more than run on 64 devices
+
+
+class _Known:
+    """What is kept of a process that runs one program, and when it was read."""
+
+    __slots__ = ("facts", "facts_read", "uid", "uid_read")
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+        self.uid: int | None = None
+        self.facts_read = self.uid_read = float("-inf")
+
+
+class _Kept:
+    """Those that were looked at lately.  Whoever is not looked at while a half fills up or ages is forgotten with it.
+
+    A store that is emptied when it is full holds nothing that the next look needs: 5,000 processes took four times as
+    much CPU.
+    """
+
+    def __init__(self) -> None:
+        self.young: dict[tuple[int, float, bytes | None], _Known] = {}
+        self.old = self.young
+        self.began = 0.0
+
+    def of(self, pid: int, started: float, command: bytes | None, now: float) -> _Known:
+        """What is kept of a process, to be filled in."""
+        key = pid, started, command
+        known = self.young.get(key)
+        if known is None:
+            known = self.old.get(key) or _Known()
+            if len(self.young) >= KEPT_AT_MOST or now - self.began > FACTS_SECONDS:
+                self.old, self.young, self.began = self.young, {}, now
+            self.young[key] = known
+        return known
+
+
+_kept = _Kept()
 
 _ENVIRONMENTS = (b"CONDA_DEFAULT_ENV=", b"CONDA_PREFIX=", b"VIRTUAL_ENV=")
 _CONTAINERS = (  # what /proc/PID/cgroup says, most specific first
@@ -114,40 +150,31 @@ def may_be(pid: int, program: bytes) -> bool:
     return told is None or told.rstrip(b"\n") == program[:15]  # of which a kernel keeps so much
 
 
-def identified(process: GpuProcess) -> GpuProcess:
-    """The process with its start time and real user id; cheap enough for every poll."""
-    return replace(process, start_time=start_time(process.pid), uid=_uid(process.pid))
+def identified(process: GpuProcess, started: float | None = None) -> GpuProcess:
+    """The process with its real user id and its start time, *started* if that was just read; cheap enough to poll."""
+    return replace(process, start_time=started or start_time(process.pid), uid=_uid(process.pid))
 
 
-def described(process: GpuProcess) -> GpuProcess:
-    """The process with everything that can be read about it."""
-    started = start_time(process.pid)
+def described(process: GpuProcess, started: float | None = None) -> GpuProcess:
+    """The process with everything that can be read about it; *started* is its start time, if that was just read."""
+    started = started or start_time(process.pid)
     if started is None:
         return identified(process)
     # Another program under the same pid (exec) has another command line; the rest is read again after a while.
     command, now = read_proc(f"/proc/{process.pid}/cmdline"), time.monotonic()
-    uid = _known_uid(process.pid, started, command, now)
-    identity = (process.pid, started, uid, command)
-    read_at, facts = _facts.get(identity, (0.0, {}))
-    if not facts or now - read_at > FACTS_SECONDS:
+    known = _kept.of(process.pid, started, command, now)
+    before = known.uid
+    if before is None or now - known.uid_read > UID_SECONDS:
+        known.uid, known.uid_read = _uid(process.pid), now
+    if now - known.facts_read > FACTS_SECONDS or known.uid != before:
         facts = _described(process.pid)
         if start_time(process.pid) != started:
             # The pid became another process while we looked: nothing read in between can be told apart.
+            known.uid = None
             return process
-        if len(_facts) >= FACTS_AT_MOST:
-            _facts.clear()
-        _facts[identity] = now, facts
-    return replace(process, start_time=started, uid=uid, user=None if uid is None else user_name(uid), **facts)
-
-
-def _known_uid(pid: int, started: float, command: bytes | None, now: float) -> int | None:
-    read_at, uid = _uids.get((pid, started, command), (0.0, None))
-    if uid is None or now - read_at > UID_SECONDS:
-        uid = _uid(pid)
-        if len(_uids) >= FACTS_AT_MOST:
-            _uids.clear()
-        _uids[pid, started, command] = now, uid
-    return uid
+        known.facts, known.facts_read = facts, now
+    uid = known.uid
+    return replace(process, start_time=started, uid=uid, user=None if uid is None else user_name(uid), **known.facts)
 
 
 def _described(pid: int) -> dict[str, Any]:
@@ -185,7 +212,7 @@ def _variables(environ: bytes) -> dict[str, str]:
 
 def start_time(pid: int) -> float | None:
     """Seconds since boot at which the process started; None: gone or hidden."""
-    fields = (read_proc(f"/proc/{pid}/stat") or b"").rpartition(b")")[2].split()
+    fields = (read_proc(f"/proc/{pid}/stat") or b"").rpartition(b")")[2].split(None, 20)
     return int(fields[19]) / _TICKS if len(fields) > 19 else None
 
 
