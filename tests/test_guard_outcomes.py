@@ -13,7 +13,7 @@ from guarded import Scene, a_scene
 from gpuguard import actions
 from gpuguard.clusters import slurm_jobs
 from gpuguard.guards import case
-from gpuguard.model import Subject
+from gpuguard.model import Event, Subject
 
 
 @pytest.fixture
@@ -43,6 +43,22 @@ def test_a_signal_that_does_not_arrive_leaves_a_second_line(scene, monkeypatch):
     monkeypatch.setattr(actions, "forward", lambda *of: actions.GONE)
 
     assert scene.act().word == "gone"
+    assert [event.outcome for event in scene.events] == ["about to", "gone"]
+
+
+@pytest.mark.parametrize("action", ["terminate", "pause", "resume", "renice"])
+def test_who_ends_after_the_line_was_written_is_gone_and_that_is_written_too(scene, action):
+    write = scene.facts["append"]
+
+    def append(event: Event) -> bool:
+        if event.outcome == "about to":
+            os.kill(scene.pid, signal.SIGKILL)
+            os.waitpid(scene.pid, 0)
+        return bool(write(event))
+
+    scene.context(append=append)
+
+    assert scene.act(action).word == "gone"
     assert [event.outcome for event in scene.events] == ["about to", "gone"]
 
 

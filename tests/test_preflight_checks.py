@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -216,6 +217,15 @@ def test_a_pid_that_cannot_be_held_is_left_alone(scene, monkeypatch):
 
     assert scene.against() == {"pidfd"}
     assert "Too many open files" in scene.act().why
+
+
+def test_who_has_ended_before_he_could_be_held_is_gone(scene):
+    os.kill(scene.pid, signal.SIGKILL)
+    os.waitpid(scene.pid, 0)
+
+    assert scene.act().word == "gone"
+    assert scene.against() == {"alive"}
+    assert [event.outcome for event in scene.events] == ["gone"]
 
 
 def test_a_driver_that_cannot_be_asked_again_is_said_and_nothing_else_is_looked_at(scene):

@@ -209,6 +209,16 @@ def test_cancel_ends_the_job_of_the_process_and_writes_that_down_before(slurm, m
         assert [(event.kind, event.outcome) for event in scene.events] == [("cancel", "about to")]
 
 
+def test_a_job_that_slurm_does_not_cancel_is_no_success(slurm, monkeypatch):
+    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
+    slurm.say("scancel", status=1)
+    with a_scene() as scene:
+        a_job(slurm, scene.process.uid or 0)
+
+        assert scene.act("cancel").word == "failed"
+        assert [event.outcome for event in scene.events] == ["about to", "failed"]
+
+
 def test_a_dry_run_of_cancel_leaves_out_the_last_call(slurm, monkeypatch):
     monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
     with a_scene() as scene:

@@ -195,7 +195,9 @@ def against_cancelling(job: str | None, uid: int | None) -> str | None:
 def cancel(job: str) -> str | None:
     """End a job; None when Slurm does it, else why not."""
     answer = ask("scancel", job)
-    return None if answer and answer.status == 0 else (answer.fault if answer else "scancel cannot be called")
+    if answer is None:
+        return "scancel cannot be called"
+    return (answer.fault or f"scancel ends with {answer.status}") if answer.status else None
 
 
 def contains() -> bool:
