@@ -28,7 +28,7 @@ BRIEF = "brief"  # no group: a backend may leave out of WHO_FIELDS what the text
 
 BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much
 
-SELECT_FIELDS = frozenset({MEMORY, IDLE_PROCESSES})
+SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners alone: see attempt.first_look
 VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
 WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH, MODEL, THERMAL, POWER})
 TEXT_FIELDS = WHO_FIELDS | {BRIEF}

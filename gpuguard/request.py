@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import (
-    BUSY_MEMORY,
     HEALTH,
-    IDLE_PROCESSES,
     MEMORY,
     MODEL,
     NVLINK,
@@ -130,7 +128,8 @@ class Request:
 def fields_needed(request: Request) -> frozenset[str]:
     """The field groups that must be read for all devices before they can be chosen among.
 
-    What is not here (HEALTH above all) is read for the winners only: fields_to_verify().
+    What is not here (HEALTH, and mostly PROCESSES) is read for the winners only: fields_to_verify().  A device can only
+    lose by it, so the winners are the same as if all had been read.
     """
     selectors = (*(request.devices or ()), *request.exclude, *request.prefer, *(request.within or ()))
     shares = bool(request.max_processes or request.mine_as_free or request.share)
@@ -145,7 +144,9 @@ def fields_needed(request: Request) -> frozenset[str]:
         HEALTH: request.mig is not None
         or any(selector.upper().startswith("MIG-") or "." in selector for selector in selectors),
     }
-    listed = shares or idle_limit(None, request.tolerance) > BUSY_MEMORY
+    # How many processes there are decides between devices that may be shared; who is out of the running, how crowded a
+    # NUMA node is.
+    listed = shares or request.strategy == "pack"
     base = frozenset({MEMORY, PROCESSES}) if listed else SELECT_FIELDS
     return base | {group for group, needed in wanted.items() if needed}
 
@@ -155,7 +156,7 @@ def fields_to_verify(request: Request) -> frozenset[str]:
 
     Not the connections, which were read with all devices and cost up to 18 calls for each.
     """
-    return (fields_needed(request) | {PROCESSES, HEALTH}) - {IDLE_PROCESSES, TOPOLOGY, NVLINK}
+    return (fields_needed(request) | {PROCESSES, HEALTH}) - {TOPOLOGY, NVLINK}
 
 
 def idle_limit(device: Device | None, tolerance: int = IDLE_TOLERANCE) -> int:

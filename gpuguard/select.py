@@ -63,8 +63,8 @@ def choose(
 ) -> Choice:
     """The best devices of *snapshot* for *request*.
 
-    A device whose problems were not read yet (None) counts as healthy: read the winners again with
-    fields_to_verify() and choose again until all winners have been read.
+    A device whose problems or processes were not read yet (None) counts as healthy and idle: read the winners again
+    with fields_to_verify() and choose again until all winners have been read.
 
     Args:
         taken: uuid -> who has claimed it, as text for people.
@@ -176,7 +176,14 @@ def _tier(device: Device, terms: Terms, crowds: Mapping[int, int]) -> tuple[floa
         return (nothing_known, preferred, room, *load, crowd)
     others = foreign(device, terms)
     working = bool(others) or device.memory_used is None or device.memory_used > request.tolerance
-    return (nothing_known, preferred, load[0], working, -room, load[1], device.processes is None, len(others))
+    return (nothing_known, preferred, load[0], working, -room, load[1], _has_no_list(device, terms), len(others))
+
+
+def _has_no_list(device: Device, terms: Terms) -> bool:
+    """Whether its list of processes cannot be read; one that was not read yet is taken for a good one."""
+    return device.processes is None and any(
+        (gap.device, gap.field) == (device.uuid, "processes") for gap in terms.snapshot.gaps
+    )
 
 
 def _share_tier(device: Device, terms: Terms, load: tuple[float, float]) -> tuple[float, ...]:

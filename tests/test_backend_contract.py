@@ -203,13 +203,13 @@ def test_a_snapshot_is_taken_before_anything_that_starts_later(backend: Backend)
 
 def test_a_process_is_listed_with_its_identity_until_it_dies(machine: Machine, backend: Backend) -> None:
     with machine.busy(2) as job:
-        device = backend.sample(SELECT_FIELDS).devices[2]
+        device = backend.sample({model.MEMORY, model.IDLE_PROCESSES}).devices[2]
         (process,) = device.processes or ()
         assert (process.pid, process.memory_used, process.uid) == (job.pid, GIB, os.getuid())
         assert process.start_time and process.user is None
         job.kill()
 
-        assert eventually(lambda: backend.sample(SELECT_FIELDS).devices[2].processes == ())
+        assert eventually(lambda: backend.sample({model.MEMORY, model.IDLE_PROCESSES}).devices[2].processes == ())
 
 
 def test_the_details_say_who_a_process_is(machine: Machine, backend: Backend) -> None:

@@ -287,10 +287,10 @@ def test_only_what_the_request_needs_is_read(fields, groups):
     [
         ({"max_processes": 2}, {model.UTILIZATION}),
         ({"mine_as_free": frozenset({1})}, {model.UTILIZATION, model.PROCESS_DETAILS}),
-        ({"tolerance": 4 * GIB}, set()),
+        ({"strategy": "pack"}, {model.MODEL}),
     ],
 )
-def test_the_processes_of_busy_devices_are_read_where_they_decide(fields, groups):
+def test_the_processes_of_all_devices_are_read_where_they_decide(fields, groups):
     assert fields_needed(Request(**fields)) == {model.MEMORY, model.PROCESSES} | groups
 
 
