@@ -35,7 +35,7 @@ class Backend(Protocol):
 
 
 BACKENDS = {
-    "nvml": "NVIDIA's driver library, libnvidia-ml.so.1",
+    "nvml": "NVIDIA's driver library, through nvidia-ml-py",
     "smi": "the program nvidia-smi, or with smi:FILE.xml what `nvidia-smi -q -x` wrote to a file",
     "replay": "a file of `gpuguard record`, as in replay:FILE or replay:FILE?speed=60",
     "simulated": "a node that exists only in a file: see `gpuguard sim`",

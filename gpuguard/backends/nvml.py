@@ -1,4 +1,4 @@
-"""NVIDIA devices, through the driver library: which there are, their MIG instances, and how they are connected.
+"""NVIDIA devices, through nvidia-ml-py: which there are, their MIG instances, and how they are connected.
 
 The driver library is initialised once per process, and again in a forked child.  Handles and facts that never change
 are kept; everything else is read when it is asked for.  A device that fails alone becomes a problem of that device.
@@ -136,14 +136,14 @@ class Nvml:
 
     def _device_count(self) -> int:
         if self._count is None:
-            answer = call(self._nvml, "nvmlDeviceGetCount_v2")
+            answer = call(self._nvml, "nvmlDeviceGetCount")
             if answer.code:
                 raise BackendError(f"the driver does not count its devices: {answer.reason}.  Try `nvidia-smi`.")
             self._count = int(answer.value)
         return self._count
 
     def _place(self, index: int) -> Place | Answer:
-        handle = call(self._nvml, "nvmlDeviceGetHandleByIndex_v2", index)
+        handle = call(self._nvml, "nvmlDeviceGetHandleByIndex", index)
         if handle.code:
             return handle
         uuid = call(self._nvml, "nvmlDeviceGetUUID", handle.value)

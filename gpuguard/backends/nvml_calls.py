@@ -1,4 +1,4 @@
-"""One call of the driver library -> a value, or a code and a reason in words; and why it cannot be had at all.
+"""One call of the driver library -> a value, or a code and a reason in words.  The only place that knows NVMLError.
 
 Does not know what the calls mean: see nvml_fields.
 """
@@ -6,8 +6,8 @@ Does not know what the calls mean: see nvml_fields.
 from __future__ import annotations
 
 import os
+import sys
 
-from gpuguard.backends.nvml_library import Library
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
 
 TYPE_CHECKING = False  # typing and dataclasses cost 12 ms of import, before every job
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Return codes of nvml.h.
 INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND = 2, 3, 4, 6
 INSUFFICIENT_SIZE, DRIVER_NOT_LOADED, TIMEOUT = 7, 9, 10
-FUNCTION_NOT_FOUND, LOST, RESET_REQUIRED, VERSION_MISMATCH, IN_USE = 13, 15, 16, 18, 19
+LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, LOST, RESET_REQUIRED, VERSION_MISMATCH, IN_USE = 12, 13, 15, 16, 18, 19
 NO_DATA, DEPRECATED, NOT_READY, UNKNOWN = 21, 26, 27, 999
 BAD_TEXT = -1  # not of nvml.h: a string that is no UTF-8
 
@@ -54,52 +54,54 @@ class Answer:
         self.reason = reason
 
 
-def call(library: Library, function: str, *arguments: Any) -> Answer:
-    """Call a function by its name in nvml.h, again where that may help; a driver may not have it."""
-    answer = _call(library, function, *arguments)
+def call(nvml: Any, function: str, *arguments: Any) -> Answer:
+    """Call a function of nvidia-ml-py; *function* may be missing in the binding as well as in the driver."""
+    answer = _call(nvml, function, *arguments)
     if not answer.code:
         return answer
     tries = 1
     while tries < _TRIES.get(answer.code, 1):
-        answer = _call(library, function, *arguments)
+        answer = _call(nvml, function, *arguments)
         tries += 1
     return answer
 
 
-def _call(library: Library, function: str, *arguments: Any) -> Answer:
+def _call(nvml: Any, function: str, *arguments: Any) -> Answer:
+    bound = getattr(nvml, function, None)
+    if bound is None:
+        return Answer(code=FUNCTION_NOT_FOUND, reason="this nvidia-ml-py does not have it")
     try:
-        code, value = library.call(function, *arguments)
-    except AttributeError:
-        code, value = FUNCTION_NOT_FOUND, None
+        return Answer(bound(*arguments))
+    except nvml.NVMLError as error:
+        return Answer(code=error.value, reason=REASONS.get(error.value) or f"{error} (code {error.value})")
     except UnicodeDecodeError:
-        code, value = BAD_TEXT, None
-    if code == 0:
-        return Answer(value)
-    return Answer(code=code, reason=REASONS.get(code) or f"{library.words(code)} (code {code})")
+        return Answer(code=BAD_TEXT, reason=REASONS[BAD_TEXT])
 
 
-def start() -> Library:
-    """Load the driver library and initialise it.
+def start() -> Any:
+    """Load the driver library and initialise it; returns the binding.
 
     Raises:
         DriverNotFound, DriverMismatch, DriverPermission, BackendError: with the cause and what to do.
     """
     try:
-        library = Library()
-    except OSError:
-        raise DriverNotFound(
+        import pynvml as nvml
+    except ImportError:
+        raise DriverNotFound("the Python package nvidia-ml-py is missing: `pip install nvidia-ml-py`.") from None
+    answer = _call(nvml, "nvmlInit")
+    if answer.code:
+        raise _init_error(nvml, answer)
+    return nvml
+
+
+def _init_error(nvml: Any, answer: Answer) -> BackendError:
+    if answer.code == LIBRARY_NOT_FOUND:
+        return DriverNotFound(
             "libnvidia-ml.so.1 was not found: there is no NVIDIA driver here, or this container was started without "
             f"it.\nInstall the driver, or start the container with `--gpus all`.  {_SIMULATE}"
-        ) from None
-    answer = _call(library, "nvmlInitWithFlags", 0)
-    if answer.code:
-        raise _init_error(library, answer)
-    return library
-
-
-def _init_error(driver: Library, answer: Answer) -> BackendError:
+        )
     # This one answers without an initialisation: "13.580.65.06" is CUDA 13, driver 580.65.06.
-    library = str(_call(driver, "nvmlSystemGetNVMLVersion").value or "").partition(".")[2] or None
+    library = str(_call(nvml, "nvmlSystemGetNVMLVersion").value or "").partition(".")[2] or None
     kernel = kernel_version()
     if answer.code == DRIVER_NOT_LOADED:
         return DriverNotFound(
@@ -131,3 +133,29 @@ def kernel_version() -> str | None:
                 words = file.read().partition("\n")[0].split()
             return next((word for word in words if word[0].isdigit() and "." in word), None)
     return None
+
+
+def load_bindings() -> None:
+    """Import pynvml without what it never needs; only for a process of ours, without threads that import.
+
+    It imports find_library(), which it calls on Windows alone, and the module that has it loads shutil, subprocess and
+    tempfile: 10 ms and 3 MiB in every sampler, before every job.  So it gets one that loads that module when called.
+    """
+    if "ctypes.util" in sys.modules or "pynvml" in sys.modules:
+        return
+    stand_in = type(sys)("ctypes.util")
+    stand_in.find_library = _find_library  # type: ignore[attr-defined]
+    sys.modules["ctypes.util"] = stand_in
+    try:
+        import pynvml  # noqa: F401
+    except ImportError:
+        return  # start() says so
+    finally:
+        sys.modules.pop("ctypes.util", None)
+
+
+def _find_library(name: str) -> str | None:
+    sys.modules.pop("ctypes.util", None)
+    from ctypes.util import find_library
+
+    return find_library(name)

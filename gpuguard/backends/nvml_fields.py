@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 UTILIZATION_SAMPLES = 1  # nvmlSamplingType_t
-NVLINK_MAX_LINKS = 36  # of any device so far: Rubin
 _SAMPLE_VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
 _NVLINK_COUNTERS = {138: "nvlink_tx", 139: "nvlink_rx"}  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_*, KiB, of each link
 _COMPUTE_MODES = {0: "default", 1: "exclusive_process", 2: "prohibited", 3: "exclusive_process"}
@@ -78,7 +77,7 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
     return tuple(_THROTTLE_REASONS.get(bit, f"bit_{bit}") for bit in range(64) if mask >> bit & 1)
 
 
-PCI_BUS_ID = Row("pci_bus_id", ("nvmlDeviceGetPciInfo_v3",), (), bus_id, True)
+PCI_BUS_ID = Row("pci_bus_id", ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo"), (), bus_id, True)
 
 ROWS: dict[str, tuple[Row, ...]] = {
     model.MODEL: (
@@ -223,12 +222,12 @@ def read_ecc(reading: Reading) -> None:
 def read_nvlink(reading: Reading) -> None:
     """nvlink_links: the active ones, or none at all; a link's other end never changes."""
     links = []
-    for link in range(NVLINK_MAX_LINKS):
+    for link in range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18)):
         answer = reading.ask("nvmlDeviceGetNvLinkState", link)
         if answer.code == INVALID_ARGUMENT and link:
-            break  # it has fewer
+            break  # fewer links than the binding knows of
         if answer.value == 1:
-            answer = reading.ask_once(f"nvlink {link}", "nvmlDeviceGetNvLinkRemotePciInfo_v2", link)
+            answer = reading.ask_once(f"nvlink {link}", "nvmlDeviceGetNvLinkRemotePciInfo", link)
             links.append((link, bus_id(answer.value)))
         if answer.code:
             reading.gap("nvlink_links", f"link {link}: {answer.reason}")
@@ -238,7 +237,7 @@ def read_nvlink(reading: Reading) -> None:
 
 def read_nvlink_flow(reading: Reading) -> None:
     """nvlink_tx, nvlink_rx: from counters, so the mean since this backend looked last."""
-    links = range(NVLINK_MAX_LINKS)
+    links = range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18))
     wanted = [(number, link) for number in _NVLINK_COUNTERS for link in links]
     answer = reading.ask_unless_never("nvmlDeviceGetFieldValues", wanted)
     told = [] if answer.code else [each for each in answer.value if each.nvmlReturn == 0]

@@ -18,6 +18,7 @@ TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     from typing import Any
 
+MEMORY_V2 = 0x02000028  # version 2 of nvmlMemory_t and its size, 40 bytes
 KEPT_SECONDS = 4.0  # twice the shortest time between two samples of the guard: no older sample may lead to an act
 MPS_SERVER = b"nvidia-cuda-mps-server"
 SMALLEST_CONTEXT = 2 * 2**20  # bytes: the page that a driver gives memory in
@@ -33,7 +34,7 @@ _KINDS = {
 def memory_of(reading: Reading) -> Answer:
     """A nvmlMemory_t: version 2, which tells the reserve apart, else version 1."""
     if "memory v1" not in reading.place.static:
-        answer = reading.ask("nvmlDeviceGetMemoryInfo_v2")
+        answer = reading.ask("nvmlDeviceGetMemoryInfo", MEMORY_V2)
         if answer.code not in NEVER:
             return answer
         reading.place.static["memory v1"] = answer
@@ -130,10 +131,9 @@ def _must_be_empty(kind: str, reading: Reading, computing: Answer | None) -> boo
 
 
 def _list(reading: Reading, kind: str) -> Answer:
-    for version in ("_v3", "_v2", ""):
-        answer = reading.ask(f"nvmlDeviceGet{kind}RunningProcesses{version}")
-        if answer.code != FUNCTION_NOT_FOUND:
-            break
+    answer = reading.ask(f"nvmlDeviceGet{kind}RunningProcesses_v3")
+    if answer.code == FUNCTION_NOT_FOUND:
+        answer = reading.ask(f"nvmlDeviceGet{kind}RunningProcesses_v2")
     return answer
 
 

@@ -93,7 +93,12 @@ def _answer(name: str, requests: int, replies: int) -> None:
     from gpuguard.backends import open_backend
     from gpuguard.errors import BackendError
 
-    gc.disable()  # while all is loaded
+    gc.disable()  # while the bindings load
+
+    if name == "nvml":
+        from gpuguard.backends.nvml_calls import load_bindings
+
+        load_bindings()
     backend: Any = open_backend(name)
     gc.freeze()  # what is loaded stays: no collection need look at it again
     gc.enable()

@@ -159,7 +159,7 @@ def _processes(facts: Facts) -> Finding | None:
         found = f"no process list of GPU {_indices(silent)}"
         return WARNING, found, "gpuguard goes by memory in use instead: give it exact names with a newer driver."
     if odd := [device for device in devices if not device.processes_plausible]:
-        advice = "This driver may have lists of another form than this gpuguard knows: try a newer one."
+        advice = "nvidia-ml-py and the driver may not fit together: `pip install -U nvidia-ml-py`."
         if not facts.first_pid_namespace:
             advice = "These are pids of the host.  Start the container with --pid=host to see whose they are."
         return WARNING, f"the process list of GPU {_indices(odd)} makes no sense", advice
