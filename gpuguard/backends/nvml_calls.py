@@ -86,17 +86,16 @@ def _call(nvml: Any, function: str, *arguments: Any) -> Answer:
 def _processes(nvml: Any, function: str, handle: Any) -> list[Any]:
     """A list of processes by the binding's own structures, but in one call.
 
-    The binding asks for its length first, and a real driver takes 4.5 ms for each (REALISTIC in benchmarks/measuring.py).
+    The binding asks for its length first, and a real driver takes 4.5 ms each time (see benchmarks/measuring.py).
     Bindings before 12.575 have no function for the second version, whose rows are those of the third.
     """
     import ctypes  # which pynvml has loaded
 
-    entry = nvml._nvmlGetFunctionPointer(function)
-    room = _ROOM
-    while True:
+    entry, room, code = nvml._nvmlGetFunctionPointer(function), _ROOM, INSUFFICIENT_SIZE
+    for _ in range(2):
         rows, count = (nvml.c_nvmlProcessInfo_t * room)(), ctypes.c_uint(room)
         code = entry(handle, ctypes.byref(count), rows)
-        if code != INSUFFICIENT_SIZE or room > _ROOM:
+        if code != INSUFFICIENT_SIZE:
             break
         room = max(_ROOM, count.value) * 2  # more may begin meanwhile
     if code:
