@@ -114,14 +114,16 @@ class Session:
         self.usual = usual
         self.file.write_text(self.sound, encoding="utf-8")
 
-    def kill(self, mutant: Mutant, tests: list[str]) -> str | None:
-        """The test that fails with *mutant*, and passes without; None: it survives."""
+    def kill(self, mutant: Mutant, tests: list[str]) -> tuple[str | None, list[str]]:
+        """The test that fails with *mutant* and passes without, if there is one; and those that fail without it too."""
+        fail: list[str] = []
         while tests:
             culprit = self._culprit(mutant, tests)
             if culprit is None or self._culprit(None, [culprit]) is None:
-                return culprit
-            tests = tests[tests.index(culprit) + 1 :]  # it fails for reasons of its own
-        return None
+                return culprit, fail
+            fail.append(culprit)
+            tests = tests[tests.index(culprit) + 1 :]
+        return None, fail
 
     def _culprit(self, mutant: Mutant | None, tests: list[str]) -> str | None:
         self.file.write_text(mutant.source if mutant else self.sound, encoding="utf-8")
@@ -176,7 +178,8 @@ class Session:
         """The same in a process of its own, which loads the damaged file."""
         limit = SLOW * sum(self.usual[test].seconds for test in tests) + 2 * PATIENCE
         with subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", *tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", "--basetemp",
+             str(self.place / "t" / "anew"), *tests],
             start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ) as run:  # fmt: skip
             try:
@@ -206,17 +209,22 @@ class Session:
 
     def _transplant(self, code: CodeType) -> None:
         new = dict(_codes(code))
+        gc.unfreeze()  # a test may have frozen all there was: nothing of that would be listed
+        replaced = 0
         for one in gc.get_objects():
             if isinstance(one, FunctionType) and one.__code__.co_filename == str(self.file):
                 keys = self.keys.get((one.__code__.co_name, one.__code__.co_firstlineno), [])
                 try:
                     one.__code__ = new[keys[0]]
+                    replaced += 1
                 except (KeyError, IndexError):
                     continue  # what counts hits, or an inner one that is there no more
                 except ValueError as error:  # another number of closed-over names
                     raise _DoesNotFit from error
                 if len(keys) > 1:  # two in one line
                     raise _DoesNotFit
+        if not replaced:
+            raise _DoesNotFit
 
 
 class _DoesNotFit(Exception):

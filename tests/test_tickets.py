@@ -34,11 +34,11 @@ from gpuguard.line.tickets import (
     mark_served,
     read_tickets,
     ring,
-    someone_waits,
     ticket_content,
     unheard_since,
     wanted,
 )
+from gpuguard.lock import someone_waits
 from gpuguard.request import Request
 
 ME = os.geteuid()
@@ -116,12 +116,12 @@ def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None
 
 
 def test_who_leaves_leaves_nothing_behind(directory: LockDirectory, held: Held) -> None:
-    assert someone_waits(directory)
+    assert someone_waits(directory, ("ticket.",))
     held.leave()
     held.leave()
 
     assert os.listdir(directory.records) == []
-    assert not someone_waits(directory)
+    assert not someone_waits(directory, ("ticket.",))
 
 
 def test_the_ticket_of_a_process_that_died_is_none_and_is_removed(directory: LockDirectory) -> None:

@@ -155,12 +155,6 @@ def mark_served(directory: LockDirectory) -> None:
     served.note(directory, os.geteuid())
 
 
-def someone_waits(directory: LockDirectory) -> bool:
-    """Whether there may be tickets.  All that a command pays for the line when nobody waits."""
-    start = f"{directory.prefix}ticket."
-    return any(name.startswith(start) and name.endswith(".json") for name in os.listdir(directory.records))
-
-
 def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[Torn]]:
     """All who wait now, in no order, and the tickets that do not count; those of the dead are removed where one may."""
     start = f"{directory.prefix}ticket."

@@ -1,0 +1,132 @@
+"""The order of the line at its edges, and the numbers by which it goes where nobody says others."""
+
+from __future__ import annotations
+
+import pytest
+from lines import a_ticket
+
+from gpuguard.line.order import PRIORITIES, ReservationKeys, Rules, Ticket, due_at, order, overdue, permitted
+from gpuguard.request import Request
+
+NOW = 1_000_000.0
+HOUR, DAY = 3600.0, 86400.0
+
+
+def ids(tickets, usage=None, rules=None, now=NOW):
+    return [one.id for one in order(tickets, usage or {}, rules or Rules(), now)]
+
+
+def test_where_the_site_says_nothing_it_goes_by_these_numbers():
+    assert Rules() == Rules(True, 7 * DAY, 0.25, 24 * HOUR, 0, {})
+    assert ReservationKeys() == ReservationKeys(2, DAY, 14 * DAY, 30 * 60.0)
+    assert PRIORITIES == {"low": -1, "normal": 0, "high": 1}  # these stand in tickets, of other versions too
+
+
+def test_a_ticket_is_of_normal_priority_and_knows_nothing_unless_it_says_so():
+    ticket = Ticket("1001.a", 1001, "alice", NOW, (Request(num_gpus=2), Request()))
+
+    assert (ticket.priority, ticket.lasts, ticket.num_gpus, ticket.after) == (0, None, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "rules", "real"),
+    [
+        ("high", Rules(), "normal"),
+        ("low", Rules(), "low"),
+        ("high", Rules(highest=1), "high"),
+        ("high", Rules(highest_of={1001: 1}), "high"),
+        ("normal", Rules(highest=1, highest_of={1001: -1}), "low"),
+    ],
+)
+def test_nobody_stands_higher_than_the_site_permits_him(asked, rules, real):
+    assert permitted(a_ticket(user=1001, priority=PRIORITIES[asked]), rules) == PRIORITIES[real]
+
+
+def test_a_promise_that_ends_now_is_kept_yet_and_a_moment_later_it_is_not():
+    ticket = a_ticket(id="a", since=NOW - HOUR, promise=NOW)
+
+    assert overdue([ticket], Rules(), NOW) == frozenset()
+    assert overdue([ticket], Rules(), NOW + 1) == {"a"}
+
+
+def test_without_a_promise_patience_ends_with_the_bound_and_no_promise_is_in_the_past():
+    assert due_at(a_ticket(since=NOW, promise=None), Rules(bound=60.0)) == NOW + 60
+    assert due_at(a_ticket(since=NOW, promise=NOW - HOUR), Rules(bound=60.0)) == NOW
+
+
+def test_of_one_users_tickets_only_the_oldest_that_could_start_is_overdue():
+    tickets = [
+        a_ticket(id="waits", user=1, since=1.0, after="another"),
+        a_ticket(id="younger", user=1, since=3.0),
+        a_ticket(id="older", user=1, since=2.0),
+    ]
+
+    assert overdue(tickets, Rules(), NOW) == overdue(tickets[::-1], Rules(), NOW) == {"older"}
+
+
+@pytest.mark.parametrize(("ago", "first"), [(DAY, "late"), (DAY - 1, "young")])
+def test_who_was_served_within_the_bound_is_not_lifted(ago, first):
+    late = a_ticket(id="late", user=1, since=NOW - 3 * DAY, served=NOW - ago)
+    young = a_ticket(id="young", user=2, since=NOW - 10)
+
+    assert ids([young, late], {1: 9e9})[0] == first
+
+
+def test_without_fair_share_it_goes_by_arrival_whoever_is_overdue():
+    late = a_ticket(id="late", user=1, since=NOW - 3 * DAY)
+    later = a_ticket(id="later", user=2, since=NOW - 2 * DAY)
+    early = a_ticket(id="early", user=3, since=NOW - 4 * DAY, promise=NOW + DAY)
+
+    assert ids([later, late, early], rules=Rules(fair_share=False)) == ["early", "late", "later"]
+    assert ids([later, late, early])[:2] == ["late", "later"]
+
+
+def test_whoever_used_nothing_comes_before_whoever_used_half_a_second():
+    assert ids([a_ticket(id="a", user=1, since=NOW - 20), a_ticket(id="b", user=2, since=NOW - 10)], {1: 0.5}) == [
+        "b",
+        "a",
+    ]
+
+
+def test_whoever_was_served_longest_ago_is_next_of_those_to_whom_as_much_is_charged():
+    tickets = [
+        a_ticket(id="lately", user=1, since=NOW - 30, served=NOW - 60),
+        a_ticket(id="long ago", user=2, since=NOW - 20, served=NOW - HOUR),
+        a_ticket(id="never", user=3, since=NOW - 10, served=None),
+    ]
+
+    assert ids(tickets) == ["never", "long ago", "lately"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "charged"),
+    [
+        ({}, HOUR),  # nobody knows how long
+        ({"expected": 100.0}, 100.0),
+        ({"expected": 100.0, "time_limit": 500.0}, 500.0),
+        ({"time_limit": 100.0, "num_gpus": 4}, 400.0),
+        ({"after": "another"}, 0.0),  # it has no place yet
+    ],
+)
+def test_each_place_counts_as_if_it_were_used_already(fields, charged):
+    requests = (Request(num_gpus=fields.pop("num_gpus", 1)),)
+    mine = [a_ticket(id=f"mine {n}", user=1, since=NOW - 20 + n, ways=requests, **fields) for n in range(2)]
+
+    def second(used):
+        his = a_ticket(id="his", user=2, since=NOW - 10)
+        return ids([*mine, his], {2: used})[1]
+
+    assert second(charged + 0.5) == "mine 1"
+    assert charged == 0.0 or second(charged - 0.5) == "his"
+
+
+def test_a_higher_class_goes_first_and_in_it_the_same_order():
+    tickets = [
+        a_ticket(id=f"{name} {n}", user=1, since=NOW + n, priority=PRIORITIES[name])
+        for name in ("low", "high", "normal")
+        for n in (2, 1)
+    ]
+
+    assert ids(tickets, rules=Rules(highest=1), now=NOW + 10) == [
+        "high 1", "high 2", "normal 1", "normal 2", "low 1", "low 2",
+    ]  # fmt: skip
