@@ -6,15 +6,15 @@ in use, healthy).  Unknown never satisfies a condition.  Does not rank: see sele
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-
 from gpuguard.model import Device, GpuProcess, Snapshot
 from gpuguard.nouns import dataclass
 from gpuguard.request import SHARE_MAX_UTIL, Request, idle_limit, resolve
 from gpuguard.sharing import NOBODY, Sharing, capacity, memory_left, shared_by, slots_left
 from gpuguard.units import format_bytes, format_duration
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # Problems that may pass without anybody's doing, so that waiting makes sense; the others need an administrator.
 _PASSING = ("unresponsive", "nvmldevice")  # the second: one driver call that failed
@@ -79,9 +79,14 @@ def terms_of(
         None if request.devices is None else frozenset(resolve(request.devices, devices, "--gpus")),
         frozenset(resolve(request.exclude, devices, "--exclude")),
         {uuid: place for place, uuid in enumerate(preferred)},
-        Counter(device.parent_uuid for device in devices if device.parent_uuid),
+        _instances(devices),
         sharing or {},
     )
+
+
+def _instances(devices: Sequence[Device]) -> dict[str, int]:
+    parents = [device.parent_uuid for device in devices if device.parent_uuid]
+    return {uuid: parents.count(uuid) for uuid in parents}
 
 
 def reasons_against(device: Device, terms: Terms) -> tuple[Reason, ...]:
@@ -313,6 +318,8 @@ RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
 
 def is_model(name: str, glob: str) -> bool:
     """Whether *glob* matches the name, or its end from some word on: "A100*" and "A100" fit NVIDIA A100-SXM4-80GB."""
+    from fnmatch import fnmatchcase  # it takes re along, 12 million instructions before each job that names no model
+
     words, pattern = name.lower().split(), glob.lower()
     endings = [" ".join(words[start:]) for start in range(len(words))]
     return any(fnmatchcase(ending, pattern + rest) for ending in endings for rest in ("", " *", "-*"))

@@ -17,9 +17,7 @@ from gpuguard.claims.hold import SHARE_VARIABLES, Claim
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.claims.records import probe
 from gpuguard.errors import BackendError, CudaInitialized, InvalidRequest, NotEnoughGpus
-from gpuguard.lock import acquire, look, look_closely
 from gpuguard.model import MODEL, WHO_FIELDS, Device, Snapshot
-from gpuguard.select import Request
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
     from gpuguard.backends import Backend
     from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.request import Request
 
 _ALL = -1
 _PLENTY = 1024  # more devices than a machine has
@@ -132,11 +131,13 @@ def select_devices(
     Raises:
         NotEnoughGpus: fewer are eligible.
     """
-    from gpuguard.select import not_enough
-
     name = _backend_name(backend)
     request = _request(num_gpus=num_gpus, **conditions)
     with _opened(name) as source:
+        # Only now: it loads while the other process loads the driver's library.
+        from gpuguard.lock import look, look_closely
+        from gpuguard.select import not_enough
+
         where = _place(directory, name), _outer_environment()
         _, choice = look(source, request, *where)
         if not choice.devices:
@@ -171,6 +172,8 @@ def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot
 
 def _request(**conditions: Any) -> Request:
     """A request of lists too, as people write them: in line it is a key, so it must not be one that changes."""
+    from gpuguard.request import Request
+
     conditions.update({name: tuple(value) for name, value in conditions.items() if isinstance(value, list)})
     return Request(**conditions)
 
@@ -198,8 +201,10 @@ def _claimed(
         raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {_MOST_WAYS - 1}.")
 
     name = _backend_name(backend)
-    take = partial(acquire, directory=_place(directory, name), command=sys.argv, environ=_outer_environment())
     with _opened(name) as source:
+        from gpuguard.lock import acquire  # see select_devices
+
+        take = partial(acquire, directory=_place(directory, name), command=sys.argv, environ=_outer_environment())
         try:
             return take(source, ways[0], alternatives=ways[1:], **in_line)
         except (NotEnoughGpus, BackendError) as error:

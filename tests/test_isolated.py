@@ -225,3 +225,18 @@ def test_closing_twice_is_harmless(node: str) -> None:
     source = open_isolated(node)
     source.close()
     source.close()
+
+
+def test_who_looks_again_and_again_leaves_no_zombies(node: str) -> None:
+    samplers = []
+    for _ in range(3):
+        source = open_isolated(node)
+        source.sample(SELECT_FIELDS)
+        assert source._channel
+        samplers.append(source._channel[0])
+        source.close()
+        # It ends as soon as it is abandoned, and is reaped by whoever is the next to be closed.
+        assert eventually(lambda: not runs(samplers[-1]))
+
+    left = [pid for pid in samplers if Path(f"/proc/{pid}").exists()]
+    assert left == samplers[-1:] or left == []

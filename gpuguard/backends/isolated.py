@@ -30,6 +30,7 @@ RETRY_SECONDS = 60.0  # when an unresponsive device is tried again
 _SILENT = "a driver call did not come back"
 
 _prepared: dict[str, sampler.Channel] = {}
+_abandoned: list[int] = []  # pids to reap, also of backends that are closed: who looks every minute leaves no zombies
 
 
 def prepare(name: str) -> None:
@@ -71,7 +72,6 @@ class Isolated:
         self._ready = False
         self._on_slow = on_slow
         self._skip: dict[int, float] = {}  # device index -> when to try it again (monotonic)
-        self._abandoned: list[int] = []  # pids to reap
         self._uuids: dict[int, str] = {}  # of all devices seen so far, by index
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
@@ -181,9 +181,9 @@ class Isolated:
             self._channel, self._ready = None, False
             os.close(requests)
             os.close(replies)
-            self._abandoned.append(pid)
+            _abandoned.append(pid)
         # Never a blocking wait: a sampler in an uninterruptible driver call ends only when the driver lets it.
-        self._abandoned = [pid for pid in self._abandoned if not _reaped(pid)]
+        _abandoned[:] = [pid for pid in _abandoned if not _reaped(pid)]
 
 
 class _Stuck(Exception):
