@@ -6,12 +6,12 @@ once, here.  Does not keep the last good file: see daemon.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 
 from gpuguard import capabilities
+from gpuguard.digests import sha256
 from gpuguard.documents.accounts import Accounts
 from gpuguard.documents.decoding import GROUP, USER, Broken, Decoder, Tag, below
 from gpuguard.documents.rootfile import read_file
@@ -76,7 +76,7 @@ def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Acc
 def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | None = None) -> PolicyFile:
     """The policies that *content* describes, or its faults; *path* only names it."""
     content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-    fingerprint = hashlib.sha256(content).hexdigest()
+    fingerprint = sha256(content)
     if len(content) > LARGEST:
         fault = Fault(0, 0, f"the text is larger than {LARGEST // 1024} KiB.", "Split it, or delete what is not used.")
         return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)

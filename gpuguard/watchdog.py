@@ -14,6 +14,7 @@ from types import TracebackType
 
 from gpuguard import actions, history
 from gpuguard.ancestry import look_up, stats_of
+from gpuguard.attribution import Processes
 from gpuguard.backends import Backend
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import locked_devices, probe, read_records
@@ -22,9 +23,10 @@ from gpuguard.guards.case import Context, Notifier
 from gpuguard.guards.identity import Protected
 from gpuguard.guards.ledger import Deed
 from gpuguard.messages import TEMPLATES
-from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Gap, Snapshot, Verdict
+from gpuguard.model import WHO_FIELDS, ClaimRecord, Event, Gap, Snapshot, Verdict
 from gpuguard.nouns import replace
 from gpuguard.policies import engine
+from gpuguard.policies.health import Health
 from gpuguard.policies.outlook import Outlook, outlook
 from gpuguard.policies.policy import Judgement, Note, Policy
 from gpuguard.policies.rules import RULES
@@ -34,8 +36,6 @@ from gpuguard.readings.hostuse import HostUses
 from gpuguard.unkillable import give_up
 from gpuguard.wording import ENGLISH
 
-# What these rules may ask for in addition takes half as many driver calls again.
-FURTHER_FIELDS = {"health": {CLOCKS, ECC}, "expression": {CLOCKS, ECC}}
 INTERVAL = (2.0, 10.0)  # seconds, shortest and longest, between two samples
 RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: look again soon
 RISING_CELSIUS = 3.0
@@ -142,6 +142,11 @@ class Watchdog:
         if self._on_sample:
             self._on_sample(snapshot, self.pause)
         return judgement
+
+    def seen(self, snapshot: Snapshot) -> Processes:
+        """What /proc told of the processes of *snapshot*: just now, if the last step did not ask."""
+        view = self._view
+        return view.seen if view and view.seen and view.snapshot is snapshot else look_up(snapshot)
 
     def run(self, stop: threading.Event) -> None:
         """Repeat step() until *stop* is set, whatever happens."""
@@ -328,9 +333,8 @@ class Watchdog:
 
 def fields_for(policies: Sequence[Policy]) -> frozenset[str]:
     """The field groups that these policies can judge by."""
-    rules = {type(rule) for policy in policies for rule in policy.rules}
-    further = [fields for name, fields in FURTHER_FIELDS.items() if RULES[name] in rules]
-    return WHO_FIELDS.union(*further)
+    rules = (rule for policy in policies for rule in policy.rules)
+    return WHO_FIELDS.union(*(rule.further_fields for rule in rules if isinstance(rule, Health)))
 
 
 def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[float, float]) -> float:

@@ -114,7 +114,8 @@ class AGuard:
     def __init__(self, age: float, trouble: str | None = None) -> None:
         now = daemon_metrics.time.clock_gettime(daemon_metrics.time.CLOCK_BOOTTIME)
         self.last = a_snapshot(clock=now - age)
-        self.watchdog = type("Dog", (), {"interval": (1.0, 2.0), "pause": 2.0, "trouble": trouble})
+        dog = {"interval": (1.0, 2.0), "pause": 2.0, "trouble": trouble, "seen": lambda snapshot: {}}
+        self.watchdog = type("Dog", (), dog)
 
 
 @pytest.mark.parametrize(("age", "trouble", "current"), [(1, None, True), (7, None, False), (1, "lost", False)])

@@ -19,9 +19,10 @@ from gpuguard.actions import Outcome
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.lock import acquire
-from gpuguard.model import ALL_FIELDS
+from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS
 from gpuguard.policies import expression_names
 from gpuguard.policies.amounts import parse_memory_amount
+from gpuguard.policies.health import Health
 from gpuguard.policies.memory import Memory
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.rules import RULES
@@ -349,6 +350,18 @@ def test_a_claim_is_seen_and_missed_at_the_next_sample(a_watchdog, place):
     assert [[record.id for record in claims] for claims in seen] == [[], [claim.id], [claim.id], []]
 
 
+@pytest.mark.parametrize(
+    ("rule", "further"),
+    [
+        (Health(problems=("lost",)), set()),
+        (Health(throttle_reasons=("hw_*",)), {CLOCKS}),
+        (Health(problems=("lost",), ecc_corrected_above=9), {ECC}),
+    ],
+)
+def test_what_no_rule_judges_by_is_not_read(rule, further):
+    assert fields_for([Policy("p", (rule,), steps=(Step("log"),))]) == WHO_FIELDS | further
+
+
 def test_what_rules_judge_by_is_read(place):
     """Every field of a device that a rule names is in a group that is asked for when there is such a rule."""
     backend = start(place, "1xA100-80GB")
@@ -362,7 +375,8 @@ def test_what_rules_judge_by_is_read(place):
             inspect.getsource(expression_names) if name == "expression" else ""
         )
         words = set(re.findall(r"[a-z_]+", text))
-        asked = fields_for([Policy("p", (object.__new__(kind),), steps=(Step("log"),))])
+        rule = Health(throttle_reasons=("*",), retired_pages_above=0) if kind is Health else object.__new__(kind)
+        asked = fields_for([Policy("p", (rule,), steps=(Step("log"),))])
         known = set().union(*(groups[group] for group in asked))
 
         assert words & (set(vars(a_device())) - identity) & set().union(*groups.values()) <= known, name

@@ -9,11 +9,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpuguard import __version__, history
 from gpuguard.actions import ACTIONS
-from gpuguard.ancestry import look_up
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.cli.metrics_facts import Seldom, pages, with_directory
 from gpuguard.cli.serving_options import server_at
@@ -106,7 +105,7 @@ def facts_of(guard: Daemon, directory: LockDirectory, counting: Counting, seldom
         current = dog.trouble is None and age <= STALE_INTERVALS * longest
         seldom.asked()
         if current and known[0] is not snapshot:
-            known = snapshot, uses(snapshot, look_up(snapshot))
+            known = snapshot, uses(snapshot, dog.seen(snapshot))
         seen = bool(snapshot.taken_at)
         found = Facts(
             time.time(),
@@ -119,7 +118,8 @@ def facts_of(guard: Daemon, directory: LockDirectory, counting: Counting, seldom
             troubles=counted.troubles,
             actions=counted.actions,
             unrecorded=counted.unrecorded,
+            daemon_up=True,
         )
-        return replace(with_directory(found, directory), daemon_up=True)
+        return with_directory(found, directory)
 
     return facts

@@ -138,7 +138,7 @@ def with_directory(facts: Facts, directory: LockDirectory | None) -> Facts:
         facts,
         waiting=waiting,
         quarantined=frozenset(read_marks(directory, QUARANTINED, facts.now)),
-        daemon_up=daemon_lives(directory),
+        daemon_up=facts.daemon_up or daemon_lives(directory),
     )
 
 

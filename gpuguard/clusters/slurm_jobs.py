@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -134,6 +132,9 @@ def step_of(pid: int) -> tuple[str, str] | None:
 
 def ask(*words: str, seconds: float = SECONDS) -> Answer | None:
     """What a command of Slurm's answers; None when it cannot be started, or hangs."""
+    import shutil  # 0.8 MiB that a daemon beside no cluster need not have
+    import subprocess
+
     program = shutil.which(words[0]) or shutil.which(words[0], path="/usr/bin:/usr/local/bin:/opt/slurm/bin")
     if program is None:
         return None

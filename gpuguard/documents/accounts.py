@@ -7,7 +7,6 @@ For the way back, a number -> a name for people, see users.
 
 from __future__ import annotations
 
-import difflib
 import grp
 import pwd
 import re
@@ -114,6 +113,8 @@ class Accounts:
 def _similar(name: str, path: str) -> str:
     """A near miss among the local names; those of a directory service cannot be listed."""
     try:
+        import difflib  # only for whoever makes a mistake
+
         near = difflib.get_close_matches(name, _local_names(path), n=1)
     except OSError:
         near = []

@@ -21,7 +21,6 @@ Does not check what the values mean together: see policychecks.
 from __future__ import annotations
 
 import collections.abc
-import difflib
 import re
 import types
 import typing
@@ -272,6 +271,8 @@ def name_of(noun: type, key: str) -> str:
 def unknown(word: str, known: Iterable[str], what: str) -> tuple[str, str]:
     """Fault and hint for a word that is not one of *known*."""
     names = list(known)
+    import difflib  # only for whoever makes a mistake
+
     near = difflib.get_close_matches(word, names, n=1)
     hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names) or 'none'}."
     return f"{word!r} is no {what}.", hint

@@ -5,7 +5,6 @@ Filled by preflight, step by step; read by its checks and by actions.  Decides n
 
 from __future__ import annotations
 
-import hashlib
 import os
 import select
 import signal
@@ -16,6 +15,7 @@ from typing import Protocol
 
 from gpuguard.backends import Backend, processes
 from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.digests import sha256
 from gpuguard.guards.identity import Facts
 from gpuguard.guards.ledger import Against, Deed, Ledger
 from gpuguard.guards.recall import facts_of
@@ -217,7 +217,7 @@ def signature(facts: Facts | None) -> str:
     if facts is None or facts.executable is None or facts.cgroup is None:
         return ""
     text = f"{facts.uids[:1]} {facts.executable} {facts.cgroup}"
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]  # a cgroup takes up to 12 lines
+    return sha256(text.encode("utf-8", "surrogateescape"))[:16]  # a cgroup takes up to 12 lines
 
 
 def is_alive(process: tuple[int, float]) -> bool:

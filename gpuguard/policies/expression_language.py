@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from gpuguard.policies.expression_meaning import (
     EQUALITY,
@@ -164,6 +163,8 @@ class _Reader:
         if self.next.text == "(" and self.next.kind == "sign":
             raise fault(self.next.column, f"{word.text!r} cannot be called: there are no functions.")
         if known is None:
+            from difflib import get_close_matches  # only for whoever makes a mistake
+
             near = get_close_matches(word.text, NAMES, n=1)
             advice = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(NAMES)}."
             raise fault(word.column, f"there is no name {word.text!r}.\n{advice}")

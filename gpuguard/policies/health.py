@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Device, Finding
+from gpuguard.model import CLOCKS, ECC, Device, Finding
 from gpuguard.policies.people import computing
 from gpuguard.policies.view import View, device_subject
 
@@ -40,6 +40,12 @@ class Health:
     def __post_init__(self) -> None:
         if not (self.problems or self.throttle_reasons or self._limits()):
             raise InvalidRequest("no condition is given: write problems, throttle_reasons or one of the ..._above.")
+
+    @property
+    def further_fields(self) -> frozenset[str]:
+        """The groups that it judges by and that nobody else needs: 15 driver calls per device and sample."""
+        slowed = {CLOCKS} if self.throttle_reasons else set()
+        return frozenset(slowed | ({ECC} if self._limits() else set()))
 
     def check(self, view: View) -> Iterator[Finding]:
         """A finding per device."""

@@ -17,10 +17,10 @@ Use = tuple[Subject, int | None, tuple[GpuProcess, ...]]  # who, bytes of memory
 
 def wholes(view: View) -> Iterator[tuple[Device, tuple[Device, ...]]]:
     """Each device that is no part of another one here, with the places on it: its instances, else itself."""
-    uuids = {device.uuid for device in view.snapshot.devices}
+    uuids, parts = {device.uuid for device in view.snapshot.devices}, places(view.snapshot)
     for whole in view.snapshot.devices:
         if whole.parent_uuid not in uuids:
-            yield whole, tuple(one for one in places(view.snapshot) if whole.uuid in (one.uuid, one.parent_uuid))
+            yield whole, tuple(one for one in parts if whole.uuid in (one.uuid, one.parent_uuid))
 
 
 def per_device(view: View, device: Device) -> Iterator[Use]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from statistics import median
 
 from gpuguard.model import Snapshot
 from gpuguard.policies.view import Sample, device_subject, judged, key_of, process_subject
@@ -31,7 +30,7 @@ class Rhythm:
 
     def largest(self, interval: float | None) -> float:
         """The longest pause in seconds that is none; endless as long as no rhythm is known."""
-        usual = interval if interval is not None else median(self._distances) if self._distances else float("inf")
+        usual = interval if interval is not None else _middle(self._distances) if self._distances else float("inf")
         return usual * LARGEST_DISTANCE
 
     def beat(self, clock: float) -> None:
@@ -122,3 +121,9 @@ def _values(snapshot: Snapshot, windows: Mapping[str, float]) -> Iterator[tuple[
                 value = getattr(process, field)
                 if value is not None:
                     yield field, key, value
+
+
+def _middle(numbers: Iterable[float]) -> float:
+    """The median; the module that has one loads random, fractions and decimal: 480 KiB in every daemon."""
+    ranked = sorted(numbers)
+    return (ranked[len(ranked) // 2] + ranked[(len(ranked) - 1) // 2]) / 2

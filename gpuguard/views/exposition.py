@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from gpuguard.text import neutralise
 from gpuguard.views.metrics import Family, Labels
@@ -55,6 +56,7 @@ def spelled(value: float) -> str:
     return str(int(value)) if value == int(value) and abs(value) < 2**63 else repr(value)
 
 
+@lru_cache(maxsize=4096)  # the same ones at every scrape
 def _labels(each: Labels) -> str:
     if not each:
         return ""

@@ -129,7 +129,7 @@ def label(text: object) -> str:
 
 def labels(**named: object) -> Labels:
     """Sorted, as a key; what is None is left out."""
-    return tuple(sorted((name, label(value)) for name, value in named.items() if value is not None))
+    return tuple(sorted([(name, label(value)) for name, value in named.items() if value is not None]))
 
 
 def number(value: object, factor: float = 1) -> float | None:
@@ -240,8 +240,9 @@ def _what_devices_are(snapshot: Snapshot) -> Iterator[Family]:
 
 
 def _device_values(snapshot: Snapshot) -> Iterator[Family]:
+    keys = [(labels(uuid=one.uuid), one) for one in snapshot.devices]
     for name, kind, text, source, factor in DEVICE_VALUES:
-        values = {labels(uuid=one.uuid): number(getattr(one, source), factor) for one in snapshot.devices}
+        values = {key: number(getattr(one, source), factor) for key, one in keys}
         yield Family(
             f"gpuguard_device_{name}", kind, text, {key: value for key, value in values.items() if value is not None}
         )

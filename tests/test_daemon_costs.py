@@ -1,0 +1,70 @@
+"""What a daemon with metrics may load, and what a scrape may read.  Counted, not timed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from builders import a_device, a_process, a_snapshot
+
+from gpuguard import watchdog
+from gpuguard.model import Snapshot
+from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.processes import Processes
+from gpuguard.watchdog import Watchdog
+
+
+class Looked:
+    """A backend that has seen that."""
+
+    name, simulated = "looked", True
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+
+    def sample(self, fields: object, devices: object = None) -> Snapshot:
+        return self.snapshot
+
+    def close(self) -> None:
+        pass
+
+
+# Each is 0.1 to 1 MiB of a daemon for as long as it lives, for what it does once or never.
+HEAVY = {
+    *("_hashlib", "asyncio", "bz2", "decimal", "difflib", "email", "fractions", "http.server", "logging", "lzma"),
+    *("multiprocessing", "psutil", "pynvml", "random", "shutil", "statistics", "subprocess", "tempfile", "xml"),
+}
+LOADED = """
+import json, sys
+from gpuguard import daemon
+from gpuguard.cli import daemon as command, daemon_metrics
+from gpuguard.policyfile import load_policies
+assert load_policies(sys.argv[1], trusted_owner=False).policies
+print(json.dumps(sorted(sys.modules)))
+"""
+POLICY = "version: 1\npolicies:\n  - {name: a, for: 1m, when: {memory: {above: 70GiB}}, steps: [log]}\n"
+
+
+def test_a_daemon_with_metrics_and_policies_loads_nothing_heavy(tmp_path: Any) -> None:
+    (tmp_path / "policy.yaml").write_text(POLICY)
+    words = [sys.executable, "-c", LOADED, str(tmp_path / "policy.yaml")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    loaded = set(json.loads(done.stdout))
+
+    assert "yaml" in loaded
+    assert loaded & HEAVY == set()
+
+
+def test_what_proc_told_of_the_processes_of_a_sample_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(a_process(pid) for pid in range(1000, 1005))
+    first, second = a_snapshot(a_device(0, processes=rows)), a_snapshot(a_device(0))
+    asked: list[object] = []
+    monkeypatch.setattr(watchdog, "look_up", lambda snapshot, stats=None: asked.append(snapshot) or {1000: None})
+    guard = Watchdog(Looked(first), [Policy("p", (Processes(above=9),), steps=(Step("log"),))])
+    looked = guard.step() and guard._view.snapshot
+
+    assert guard.seen(looked) == guard.seen(second) == {1000: None}
+    assert asked == [looked, second]
