@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -187,7 +188,8 @@ def waiting(gpuguard):
     with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; exec sleep 60") as job:
         job.stdout.readline()
         with gpuguard.start("wait", "-n", "2") as wait:
-            assert wait.stderr.readline().startswith("gpuguard: waiting for 0s: wanted 2 GPUs: number 1 of 1 in line, ")
+            said = wait.stderr.readline()
+            assert re.match(r"gpuguard: waiting for \d+s: wanted 2 GPUs: number 1 of 1 in line, ", said)
             yield job, wait
             wait.kill()
         job.terminate()

@@ -130,7 +130,7 @@ def a_directory(place: Path) -> LockDirectory:
     return lock_directory(str(place), backend="simulated")
 
 
-def until(condition: Callable[[], Any], what: str = "", seconds: float = 20.0) -> Any:
+def until(condition: Callable[[], Any], what: str = "", seconds: float = 60.0) -> Any:
     """Wait until *condition* is true, and return what it returned."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
