@@ -82,16 +82,14 @@ def acquire(
         LockDirectoryError: the directory cannot be used.
         BackendError: the devices cannot be read.
     """
-    outer = outer_claim(directory, environ)
-    deadline = None if wait is None else time.monotonic() + wait
+    outer, deadline = outer_claim(directory, environ), None if wait is None else time.monotonic() + wait
     line = None
     stand = partial(_in_line, backend, directory, priority, time_limit, expected, note, command)
-    look_at = partial(first_look, backend, (request, *alternatives), outer, environ)
     try:
         while True:
             if line is None and outer is None and someone_waits(directory):
                 line = stand()
-            bounded, snapshot = look_at(in_line=line is not None)
+            bounded, snapshot = first_look(backend, (request, *alternatives), outer, environ, in_line=line is not None)
             claim, error = _attempt(backend, snapshot, bounded, directory, outer, line)
             if claim:
                 claim.explain(directory, note, command, ends=_ends(time_limit))
@@ -100,10 +98,9 @@ def acquire(
                 raise error
             if outer:
                 _await_sibling(snapshot, request, directory, deadline, on_wait and partial(on_wait, error))
+            elif line is None:
+                line = stand()  # and look once more, at all that its plan goes by
             else:
-                if line is None:
-                    line = stand()
-                    bounded, snapshot = look_at(in_line=True)
                 line.sleep(snapshot, bounded, deadline, error, on_wait)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout(f"the time to wait is over: {error}", error.wanted, error.available, error.refused)
