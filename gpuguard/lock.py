@@ -196,14 +196,11 @@ class _Closely:
     """A backend that reads more than it was asked for."""
 
     def __init__(self, backend: Backend) -> None:
-        self.name, self.simulated = backend.name, backend.simulated
-        self._backend = backend
+        self.name, self.simulated, self.close = backend.name, backend.simulated, backend.close
+        self._sample = backend.sample
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
-        return self._backend.sample({*fields, HEALTH, MODEL, PROCESSES, PROCESS_DETAILS}, devices)
-
-    def close(self) -> None:
-        self._backend.close()
+        return self._sample({*fields, HEALTH, MODEL, PROCESSES, PROCESS_DETAILS}, devices)
 
 
 def _await_sibling(

@@ -13,7 +13,7 @@ from grabbing import a_node, claimed, indices, script, visible  # noqa: F401  (a
 from nodes import GIB, a_user, change
 
 import gpuguard
-from gpuguard import grab
+from gpuguard import grab, lock
 from gpuguard.claims import hold
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.claims.records import probe
@@ -324,6 +324,21 @@ def test_select_devices_raises_when_there_are_too_few_and_says_why(node):
 
     assert (caught.value.wanted, caught.value.available) == (4, 3)
     assert f"pid {user.pid}" in str(caught.value)
+
+
+def test_select_devices_takes_what_became_free_while_it_looked_for_reasons(node, monkeypatch):
+    looks = lock.look
+    with a_user(node, "0", 10 * GIB) as user:
+
+        def ends_meanwhile(*of):
+            answer = looks(*of)
+            user.kill()
+            user.wait()
+            return answer
+
+        monkeypatch.setattr(lock, "look", ends_meanwhile)
+
+        assert len(gpuguard.select_devices(4)) == 4
 
 
 def test_snapshot_shows_the_machine_and_leaves_out_what_was_not_asked_for(node):

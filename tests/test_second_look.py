@@ -12,7 +12,7 @@ from gpuguard.claims.hold import Claim
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory
 from gpuguard.claims.records import locked_devices
 from gpuguard.lock import acquire
-from gpuguard.model import HEALTH
+from gpuguard.model import HEALTH, IDLE_PROCESSES
 from gpuguard.request import Request
 
 
@@ -40,6 +40,15 @@ def test_a_stranger_who_arrives_between_the_look_and_the_lock_is_seen(directory:
 
         assert indices(claim) != busy
         assert len(locked_devices(directory, [device.uuid for device in machine.devices])) == 1
+
+
+def test_a_device_of_unknown_memory_is_asked_for_its_processes_at_the_first_look(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0, memory_used=None, processes=(a_process(),)), a_device(1))
+    with acquire(machine, Request(), directory) as claim:
+        assert [device.index for device in claim] == [1]
+
+    first, second, *_ = [fields for fields, devices in machine.asked if devices is None]
+    assert second - first == {IDLE_PROCESSES}
 
 
 def test_a_device_that_breaks_between_the_look_and_the_lock_is_passed_over(directory: LockDirectory) -> None:
