@@ -191,10 +191,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--processes", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1, help="of the dice: who is killed, and when")
     parser.add_argument("--variant", choices=VARIANTS, default="none", help="plant a fault")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        outcome = fight(Path(place), seconds=args.seconds, processes=args.processes, variant=args.variant)
+        outcome = fight(
+            Path(place), seconds=args.seconds, processes=args.processes, variant=args.variant, seed=args.seed
+        )
     print(outcome)
     return 1 if outcome.overlaps or outcome.stale else 0
 

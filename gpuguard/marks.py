@@ -154,7 +154,7 @@ def _marks_in(places: Sequence[DaemonFiles], kind: str, now: float) -> dict[str,
         try:
             for mark in [mark for mark in _read(place, kind) if mark.holds(now)]:
                 prolong(found, mark)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError, RecursionError):
             continue
     return found
 

@@ -118,7 +118,7 @@ def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Sn
         content = _read(files.file("state.json"), files.owners())
         snapshot, interval = _unpack(content["snapshot"]), float(content["interval_seconds"])
         fresh = 0 <= clock - snapshot.clock <= FRESH_INTERVALS * interval
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError, RecursionError):
         return None  # of another version, or torn by something else than us
     if not fresh or snapshot.simulated != simulated:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import time
 from contextlib import ExitStack
 from itertools import accumulate, permutations
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from brokered import a_machine
+from chances import luck
 from nodes import eventually
 from users import ALICE, BOB
 
@@ -63,7 +63,7 @@ def asks(kind: str, uuids: list[str]) -> list[tuple[list[str], dict[str, Any]]]:
 
 @pytest.mark.parametrize("kind", KILLS)
 def test_a_daemon_that_is_killed_loses_no_claim_and_leaves_nothing_locked(site, kind):
-    chance, kills = random.Random(7), KILLS[kind]
+    chance, kills = luck(7), KILLS[kind]
     keeps = ("--share", "--memory", "1GiB") if kind == "shares" else ()
     with a_machine(site, "keeper", *([MIG] if kind == "instances" else [])) as machine:
         logs = [machine.place / f"log{number}" for number in range(4)]

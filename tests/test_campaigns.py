@@ -34,7 +34,11 @@ torture, mutate, coverage = script("torture"), script("mutate"), script("coverag
 
 def test_every_campaign_names_what_exists():
     for _, what, about in torture.CAMPAIGNS.values():
-        places = [what.split()[0]] if what.startswith("benchmarks/") else [f"tests/{one}.py" for one in what.split()]
+        places = (
+            [what.split()[0]]
+            if what.startswith("benchmarks/")
+            else [f"tests/{one}.py" for one in what.split() if one != "hidepid"]
+        )
         assert about and [place for place in places if not (ROOT / place).exists()] == []
     for name, tests in mutate.TESTS.items():
         assert (ROOT / name).exists() and all((ROOT / "tests" / f"{test}.py").exists() for test in tests.split())

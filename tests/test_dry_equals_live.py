@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_device, a_process, a_snapshot
+from chances import THE_SAME
 from faulty_driver import GUILTY
 from guarded import a_child, started
 from hypothesis import HealthCheck, Phase, given, settings
@@ -150,7 +151,7 @@ def differences(people: list[tuple[int, float]], scenarios: int) -> Counter[str]
         max_examples=scenarios,
         deadline=None,
         database=None,
-        derandomize=True,
+        derandomize=THE_SAME,
         phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )

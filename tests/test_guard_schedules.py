@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from chances import THE_SAME
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schedules import DEVICES, FAULTS, INTERVAL, LOOKS_BACK, NO_CLAIMS, NO_SAMPLE, PAUSES, RULES, WINDOW, Troubled
@@ -104,7 +105,7 @@ def laws(examples: int) -> settings:
         max_examples=examples,
         deadline=None,
         database=None,
-        derandomize=True,
+        derandomize=THE_SAME,
         phases=(Phase.explicit, Phase.generate),
         suppress_health_check=list(HealthCheck),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from chances import luck
 from guarded import SOMEBODY
 
 from gpuguard import marks
@@ -145,7 +145,7 @@ while True:
 
 
 def test_a_writer_that_is_killed_at_any_moment_leaves_whole_marks(directory):
-    dice = random.Random(1)
+    dice = luck(1)
     mark(directory, QUARANTINED, "GPU-0")
     for _ in range(12):
         with subprocess.Popen([sys.executable, "-c", WRITER, directory.path], stdout=subprocess.PIPE) as writer:

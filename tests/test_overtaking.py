@@ -5,11 +5,11 @@ The long form, with a trace of 92 days, is `python benchmarks/replay.py TRACE.cs
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Sequence
 
 import pytest
+from chances import luck
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lines import HOUR
@@ -97,7 +97,7 @@ def test_a_fault_in_the_plan_breaks_promises(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_flood_of_500_requests_costs_another_user_at_most_a_fifth_of_his_wait() -> None:
     """Against one competitor who has one job running at any time, and asks for the next one when that has ended."""
-    chance = random.Random(1)
+    chance = luck(1)
     mine = [(HOUR * (8 * number + chance.uniform(0, 6)), HOUR / 60, 0) for number in range(60)]
     steady = [(HOUR * 1.02 * number, HOUR, 1) for number in range(480)]
     flood = [(0.0, HOUR, 1) for _ in range(500)]

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from chances import luck
 from policies import GROUPS, USERS, good, read
 
 from gpuguard.policyfile import PolicyFile
@@ -182,7 +183,7 @@ def reading(value: object, key: str = "") -> object:
 
 def damaged(number: int) -> tuple[str, bool]:
     """A damaged text, and whether all that was done to it is harmless."""
-    dice = random.Random(number)
+    dice = luck(number)
     harmless = number % 5 == 0
     text = ORIGINAL
     for _ in range(dice.choice([1, 1, 1, 2, 3])):
@@ -249,7 +250,7 @@ def test_a_decoder_that_ignores_what_it_does_not_know_would_be_caught():
 
 
 def test_all_bytes_are_survived():
-    dice = random.Random(1)
+    dice = luck(1)
     for _ in range(300):
         content = bytearray(ORIGINAL.encode())
         for _ in range(dice.randrange(1, 6)):

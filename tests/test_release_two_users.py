@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import time
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chances import luck
 from nodes import eventually
 from users import ALICE, BOB, Machine, a_shared_machine
 
@@ -120,7 +120,7 @@ def test_planted_records_symlinks_and_copies_of_an_id_release_nothing_of_alices(
 
 
 def test_releaser_and_holder_are_killed_at_random_instants_and_the_claim_is_held_or_free(machine):
-    chance, seen, longest = random.Random(machine.kind), {0: 0, 3: 0}, 0.1
+    chance, seen, longest = luck(machine.kind), {0: 0, 3: 0}, 0.1
     with machine.job(BOB, "-n", "2") as (_, his):
         bystander = sorted(map(int, his.split(",")))
         for turn in range(16):  # of each of the two kinds of directories

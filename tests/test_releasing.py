@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from builders import a_device, a_process, a_snapshot
+from chances import luck
 from claimholders import Holder, a_holder
 
 from gpuguard.claims import releasing
@@ -192,7 +192,7 @@ with gripped(directory, claim) as grip:
 
 
 def test_whoever_of_the_two_is_killed_at_whatever_instant_a_claim_is_held_or_free_and_never_half(directory):
-    chance, seen, longest = random.Random(4), {"held": 0, "free": 0}, 0.03
+    chance, seen, longest = luck(4), {"held": 0, "free": 0}, 0.03
     with a_holder(directory, GPUS[3], name="bystander") as bystander:
         for turn in range(32):
             with a_holder(directory, *GPUS[:3]) as holder:

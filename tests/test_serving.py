@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from chances import luck
 from nodes import eventually
 
 from gpuguard import serving
@@ -214,7 +215,7 @@ def a_fuzzed_request(chance: random.Random) -> bytes:
 
 def test_two_thousand_hostile_requests_leave_nothing_behind():
     """No answer but HTTP, no descriptor, no thread, and the next good request is answered."""
-    chance = random.Random(20261120)
+    chance = luck(20261120)
     with a_server() as place:
         before = descriptors(), threading.active_count()
         for _ in range(FUZZED):
@@ -226,7 +227,7 @@ def test_two_thousand_hostile_requests_leave_nothing_behind():
 
 
 def test_hanging_up_at_any_moment_is_no_trouble():
-    chance = random.Random(7)
+    chance = luck(7)
     with a_server() as place:
         before = descriptors()
         for _ in range(300):

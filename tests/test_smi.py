@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, MIB, a_device, a_mig_instance, a_process, a_snapshot
+from chances import luck
 from smi_files import a_program, smi_xml, write_smi
 
 from gpuguard import backends
@@ -231,7 +232,7 @@ def altered(document: bytes, chance: random.Random) -> bytes:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_damaged_document_leads_to_another_error(tmp_path, seed):
-    chance = random.Random(seed)
+    chance = luck(seed)
     parent = a_device(1, mig_mode=True)
     whole = smi_xml(
         a_snapshot(a_device(0, processes=(a_process(), a_process(12))), parent, a_mig_instance(parent), host="h")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from chances import luck
 from commands import Gpuguard
 from nodes import eventually
 
@@ -129,7 +130,7 @@ def test_devices_and_processes_that_come_and_go_come_back(tmp_path):
 
 
 def test_a_sample_of_eight_devices_and_forty_processes_is_small(tmp_path):
-    chance = random.Random(1)
+    chance = luck(1)
     path = write(tmp_path / "a.rec", *(a_view(second, chance) for second in range(300)))
 
     assert os.stat(path).st_size / 300 < 1200  # measured 871, when every value changes every second
@@ -152,7 +153,7 @@ def test_a_file_that_was_cut_off_anywhere_is_read_up_to_there(tmp_path):
 def test_a_file_with_a_damaged_byte_never_leads_to_another_error(tmp_path):
     whole = Path(write(tmp_path / "a.rec", *(a_view(second) for second in range(3)))).read_bytes()
     text = gzip.decompress(whole)
-    chance, broken = random.Random(3), tmp_path / "broken.rec"
+    chance, broken = luck(3), tmp_path / "broken.rec"
     for round_ in range(500):
         content = bytearray(text if round_ % 2 else whole)
         for _ in range(chance.randint(1, 4)):

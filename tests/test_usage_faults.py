@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import sqlite3
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chances import luck
 from nodes import eventually
 from stores import FIRST, FORK, a_fork, a_sample, a_slot, at, fill, held
 
@@ -49,7 +49,7 @@ def killed(path: str, first: int, after: float) -> int:
 
 
 def test_a_writer_that_is_killed_at_any_moment_loses_at_most_its_last_slot(path):
-    chance, done, unfinished = random.Random(7), 0, 0
+    chance, done, unfinished = luck(7), 0, 0
     for _ in range(KILLS):
         told = killed(path, FIRST + done, chance.uniform(0, 0.02))
         unfinished += os.path.exists(f"{path}-wal") and os.stat(f"{path}-wal").st_size > 0
@@ -90,7 +90,7 @@ def test_a_file_that_is_being_written_all_the_time_is_an_error_and_no_guess(path
 def test_a_damaged_store_is_found_and_set_aside(path, damage):
     fill(path, range(FIRST, FIRST + 400), together=100)
     whole = Path(path).read_bytes()
-    noise = random.Random(3).randbytes(20_000)
+    noise = luck(3).randbytes(20_000)
     spoiled = {
         "short": whole[:30_000],
         "torn": whole[:20_000] + bytes(12_288) + whole[32_288:],

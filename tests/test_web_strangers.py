@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from chances import luck
 from commands import Gpuguard
 from web_pages import a_port, a_server, ask, until
 
@@ -56,7 +56,7 @@ def _server(gpuguard: Gpuguard) -> Iterator[tuple[int, psutil.Process]]:
 
 
 def requests(seed: int, count: int) -> Iterator[bytes]:
-    chance = random.Random(seed)
+    chance = luck(seed)
     for _ in range(count):
         if chance.random() < 0.2:
             yield chance.randbytes(chance.randrange(1, 400))

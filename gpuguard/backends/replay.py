@@ -95,5 +95,5 @@ def _clock(sample: dict[str, Any]) -> float:
     try:
         clock = sample["snapshot"]["clock"]
         return float(clock)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         raise BackendError("a sample of this recording has no clock.") from None

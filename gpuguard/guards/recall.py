@@ -106,7 +106,7 @@ def _deed(line: bytes, boot: str, clock: float, now: float) -> Deed | None:
             signature=str(facts.get("signature") or ""),
             policy=str(facts.get("policy") or ""),
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

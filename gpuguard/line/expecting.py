@@ -37,7 +37,7 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
             elif kind == "release" and commands.pop(claim, None) == wanted:
                 seconds = float(event["facts"]["wall_time_seconds"])
                 lasted += [seconds] if 0 <= seconds < float("inf") else []
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # torn, or of another program
     lasted = sorted(lasted[-NEWEST:])
     return lasted[len(lasted) // 2] if len(lasted) >= FEWEST else None

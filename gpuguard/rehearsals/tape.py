@@ -41,7 +41,7 @@ def unpack(sample: Mapping[str, Any]) -> View:
             groups={int(uid): frozenset(map(_text, names)) for uid, names in sample.get("groups", {}).items()},
             seen={int(pid): _seen(one) for pid, one in sample.get("seen", {}).items()},
         )
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, ArithmeticError, TypeError, AttributeError, KeyError) as error:
         raise BackendError(f"what this recording says of processes cannot be understood: {error!r:.100}.") from None
 
 

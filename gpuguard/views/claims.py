@@ -6,7 +6,6 @@ killed: of those only the number is told.  Does not read the log: see the comman
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +86,6 @@ def _row(claim: str, line: Line, when: float, command: str | None, name_of: Call
 
 def _number(facts: Mapping[str, Any], name: str) -> float | None:
     value = facts.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
         return None
     return float(value)

@@ -1,0 +1,85 @@
+"""Without a descriptor, a block of the disk or an inode left: a job starts with its claim or not at all, nothing stays.
+
+The disk is a real one, of 16 pages, in a mount namespace; which limits are tried is thrown by the dice of chances.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from chances import luck
+from commands import SECONDS, Gpuguard
+
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.records import locked_devices, read_records
+from gpuguard.line.tickets import read_tickets
+
+LIMITS = sorted(luck("limits").sample(range(3, 40), 3))
+JOB = ("--no-wait", "-n", "2", "--", "sh", "-c", 'echo "devices $CUDA_VISIBLE_DEVICES"')
+# A full disk for the claims: every page, or every inode, is somebody else's.
+FULL = """
+mount -t tmpfs -o size=64k,nr_inodes=30,mode=755 small "$1" || exit 99
+$2 -m gpuguard who >/dev/null || exit 98
+case $3 in
+blocks) dd if=/dev/zero of="$1/filler" bs=4k 2>/dev/null ;;
+inodes) i=0; while touch "$1/filler$i" 2>/dev/null; do i=$((i + 1)); done ;;
+esac
+$2 -m gpuguard run --no-wait -n 2 -- sh -c 'echo "devices $CUDA_VISIBLE_DEVICES"'; echo "ended with $?"
+rm -f "$1"/filler*
+ls "$1/claims"
+$2 -m gpuguard run --no-wait -n 8 -- echo all of them
+"""
+
+
+def nothing_stays(place: Path) -> bool:
+    directory = lock_directory(str(place / "claims"))
+    held = locked_devices(directory, [name for name in os.listdir(directory.locks) if name.startswith("GPU-")])
+    return not held and read_records(directory) == [] and read_tickets(directory) == ([], [])
+
+
+def with_descriptors(gpuguard: Gpuguard, limit: int, *words: str) -> subprocess.CompletedProcess[str]:
+    words = ("prlimit", f"--nofile={limit}:{limit}", *gpuguard.words(*words))
+    options = {"capture_output": True, "text": True, "timeout": SECONDS, "check": False, "stdin": subprocess.DEVNULL}
+    return subprocess.run(words, env=gpuguard.environment, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def as_it_must_be(done: subprocess.CompletedProcess[str]) -> bool:
+    """The job ran with two devices, or a sentence says why not."""
+    ran = "devices " in done.stdout
+    return ran == (done.returncode == 0) and ran == ("," in done.stdout) and (ran or bool(done.stderr.strip()))
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_with_few_descriptors_a_job_has_its_devices_or_does_not_start(tmp_path, limit):
+    gpuguard = Gpuguard(tmp_path, None)
+    assert gpuguard("who").returncode == 0
+
+    done = with_descriptors(gpuguard, limit, "run", *JOB)
+
+    assert as_it_must_be(done) and "Traceback" not in done.stderr, (limit, done)
+    assert nothing_stays(tmp_path)
+
+
+@pytest.mark.parametrize("said", [(0, "", ""), (0, "devices \n", ""), (125, "devices 0,1\n", "x"), (125, "", "")])
+def test_a_job_without_its_devices_is_found(said):
+    assert not as_it_must_be(subprocess.CompletedProcess([], *said))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("what", ["blocks", "inodes"])
+def test_on_a_full_disk_a_job_has_its_devices_or_does_not_start(tmp_path, what):
+    gpuguard = Gpuguard(tmp_path, None)
+    (tmp_path / "claims").mkdir()
+    words = ["unshare", "-m", "sh", "-c", FULL, "sh", str(tmp_path / "claims"), gpuguard.words()[0], what]
+    options = {"capture_output": True, "text": True, "timeout": SECONDS, "check": False}
+    done = subprocess.run(words, env=gpuguard.environment, **options)  # type: ignore[call-overload]
+    if "unshare" in done.stderr or done.returncode == 99:
+        pytest.skip(f"NOT TESTED: needs a mount namespace: {done.stderr}")
+
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done
+    first, _, rest = done.stdout.partition("ended with ")
+    assert ("," in first) == ("devices " in first) == rest.startswith("0\n"), done
+    assert rest.endswith("\nall of them\n") and "claim." not in rest, done
