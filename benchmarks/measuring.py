@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import fake_nvml
-from fake_nvml import GIB, FakeNvml
+from fake_nvml import GIB, MIB, FakeNvml
 from peers import Program, last_words, placed
 from starters import surroundings
 
@@ -79,6 +79,7 @@ def node(devices: int, latency: str = "0 us", busy: int | None = None) -> Iterat
             else:
                 fake.latency_us = microseconds
         own = {
+            "PATH": f"{_smi(place, fake, devices)}:{os.environ['PATH']}",
             "GPU_GATE_LOCK_DIR": str(place / "gpu-gate"),
             "GENV_TMPDIR": str(place / "genv"),
             "TERM": "xterm-256color",
@@ -86,6 +87,24 @@ def node(devices: int, latency: str = "0 us", busy: int | None = None) -> Iterat
         environment = surroundings(fake, place / "claims") | own
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start compiles everything anew
         yield Node(fake, environment, place, f"{devices} x {latency}")
+
+
+def _smi(place: Path, fake: FakeNvml, devices: int) -> Path:
+    """A folder with an `nvidia-smi` for genv, which asks no library: it answers at once, with text made beforehand."""
+    gpus = [(fake.devices[index], index) for index in range(devices)]
+    answers = {
+        "memory.total": [f"{gpu.memory_total // MIB}" for gpu, _ in gpus],
+        "uuid,index": [f"{gpu.uuid}, {index}" for gpu, index in gpus],
+        "index,utilization.gpu,temperature.gpu,memory.used,memory.total": [
+            f"{index}, 0, {gpu.temperature}, {gpu.memory_used // MIB}, {gpu.memory_total // MIB}" for gpu, index in gpus
+        ],
+    }
+    cases = "".join(f"--query-gpu={asked}) echo '{chr(10).join(rows)}' ;;\n" for asked, rows in answers.items())
+    program = place / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}--query-compute-apps=*) ;;\n*) exit 1 ;;\nesac\n')
+    program.chmod(0o755)
+    return program.parent
 
 
 def in_turns(programs: Sequence[Program], on: Node, others: Path | None, pairs: int) -> dict[str, Cost]:

@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from gpuguard.claims.hold import SHARE_VARIABLES, Claim
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.claims.records import probe
+# What is not needed before the other process starts is loaded while that one loads the driver's library.
 from gpuguard.errors import BackendError, CudaInitialized, InvalidRequest, NotEnoughGpus
 from gpuguard.model import MODEL, WHO_FIELDS, Device, Snapshot
 
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from gpuguard.backends import Backend
+    from gpuguard.claims.hold import Claim
     from gpuguard.claims.lockfiles import LockDirectory
     from gpuguard.request import Request
 
@@ -95,7 +94,7 @@ def grab_gpus(
             "CUDA_VISIBLE_DEVICES is set already: unset it, or leave env_set_ok out to stay inside it."
         )
     if num_gpus == 0:
-        claim = Claim("none", (), ())
+        claim = _no_claim()
     else:
         if gpu_select is not None:
             chosen = (gpu_select,) if isinstance(gpu_select, int) else tuple(gpu_select)
@@ -134,7 +133,6 @@ def select_devices(
     name = _backend_name(backend)
     request = _request(num_gpus=num_gpus, **conditions)
     with _opened(name) as source:
-        # Only now: it loads while the other process loads the driver's library.
         from gpuguard.lock import look, look_closely
         from gpuguard.select import not_enough
 
@@ -163,6 +161,7 @@ def snapshot(fields: Iterable[str] = WHO_FIELDS, *, backend: str | None = None) 
 
 def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot:
     """What the machine looks like now, with everybody's claims in ``.claims``."""
+    from gpuguard.claims.records import probe
     from gpuguard.nouns import replace
 
     name = _backend_name(backend)
@@ -202,7 +201,7 @@ def _claimed(
 
     name = _backend_name(backend)
     with _opened(name) as source:
-        from gpuguard.lock import acquire  # see select_devices
+        from gpuguard.lock import acquire
 
         take = partial(acquire, directory=_place(directory, name), command=sys.argv, environ=_outer_environment())
         try:
@@ -217,11 +216,19 @@ def _claimed(
 
             with suppress(NotEnoughGpus):  # somebody was quicker
                 return take(source, replace(ways[0], num_gpus=1, max_gpus=available), note=in_line["note"])
+    return _no_claim()
+
+
+def _no_claim() -> Claim:
+    from gpuguard.claims.hold import Claim
+
     return Claim("none", (), ())
 
 
 def _enter(claim: Claim) -> None:
     """Let os.environ name the devices of *claim*."""
+    from gpuguard.claims.hold import SHARE_VARIABLES
+
     with _mutex:
         before = _written()
         if before is None:
@@ -266,6 +273,8 @@ def _outer_environment() -> dict[str, str]:
 
 
 def _place(directory: str | None, backend: str) -> LockDirectory:
+    from gpuguard.claims.lockfiles import lock_directory
+
     return lock_directory(directory or os.environ.get("GPUGUARD_DIR") or None, backend=backend)
 
 

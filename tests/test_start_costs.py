@@ -83,7 +83,11 @@ print(*sorted(set(sys.modules) - before), file=sys.stderr)
 
 
 COMMAND = "from gpuguard.cli.dispatch import run_command_line as run\nassert run({!r}) == 0"
-SAMPLER = "from gpuguard.backends import nvml, nvml_calls, sampler\nnvml_calls.load_bindings(); nvml.open().sample({'memory', 'processes', 'health'})"
+SAMPLER = """
+from gpuguard.backends import nvml, nvml_calls, sampler
+nvml_calls.load_bindings()
+nvml.open().sample({'memory', 'processes', 'health'})
+"""
 
 
 # Six more than with Python 3.11: the standard library's own differ.
