@@ -99,18 +99,17 @@ def test_whoever_was_served_longest_ago_is_next_of_those_to_whom_as_much_is_char
 
 
 @pytest.mark.parametrize(
-    ("fields", "charged"),
+    ("gpus", "fields", "charged"),
     [
-        ({}, HOUR),  # nobody knows how long
-        ({"expected": 100.0}, 100.0),
-        ({"expected": 100.0, "time_limit": 500.0}, 500.0),
-        ({"time_limit": 100.0, "num_gpus": 4}, 400.0),
-        ({"after": "another"}, 0.0),  # it has no place yet
+        (1, {}, HOUR),  # nobody knows how long
+        (1, {"expected": 100.0}, 100.0),
+        (1, {"expected": 100.0, "time_limit": 500.0}, 500.0),
+        (4, {"time_limit": 100.0}, 400.0),
+        (1, {"after": "another"}, 0.0),  # it has no place yet
     ],
 )
-def test_each_place_counts_as_if_it_were_used_already(fields, charged):
-    requests = (Request(num_gpus=fields.pop("num_gpus", 1)),)
-    mine = [a_ticket(id=f"mine {n}", user=1, since=NOW - 20 + n, ways=requests, **fields) for n in range(2)]
+def test_each_place_counts_as_if_it_were_used_already(gpus, fields, charged):
+    mine = [a_ticket(1, gpus, id=f"mine {n}", since=NOW - 20 + n, **fields) for n in range(2)]
 
     def second(used):
         his = a_ticket(id="his", user=2, since=NOW - 10)

@@ -1,0 +1,337 @@
+"""One's turn in line: what may be taken now, and when the rest starts, in words."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from builders import a_claim_record, a_device, a_snapshot
+from lines import a_ticket
+from machines import Machine
+
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.errors import DriverUnresponsive, GpuguardError, ImpossibleRequest, NotEnoughGpus
+from gpuguard.line import turn
+from gpuguard.line.booking import Booking, clock_text
+from gpuguard.line.order import Rules
+from gpuguard.line.plan import Place
+from gpuguard.line.standing import Standing
+from gpuguard.line.turn import InLine, Turn, in_words, new_ticket, promised, stand
+from gpuguard.model import HEALTH, MEMORY, PROCESSES
+from gpuguard.request import Request
+from gpuguard.select import Refusal
+
+NOW = 1_700_000_000.0
+HOUR = 3600.0
+DEVICES = (a_device(0), a_device(1))
+FIRST, SECOND = (device.uuid for device in DEVICES)
+ONE = Request()
+
+
+def a_place(name="mine", number=1, start=None, way=ONE, devices=(FIRST,), ways=(ONE,), **fields) -> Place:
+    more = {key: fields.pop(key) for key in ("after", "time_limit", "user") if key in fields}
+    ticket = replace(a_ticket(id=name, ways=ways), **more)
+    in_order = fields.pop("in_order", start)
+    return Place(ticket, number, start, in_order, request=way, devices=devices, **fields)
+
+
+def a_line(*places: Place, **fields) -> Standing:
+    facts = {"claims": (), "bookings": (), "changes_at": float("inf"), "mark_files": (), "now": NOW, **fields}
+    return Standing(places, (), a_snapshot(*DEVICES), **facts)
+
+
+def said(place: Place, *before: Place, **fields) -> str:
+    return in_words(place, a_line(*before, place, **fields))
+
+
+# In words.
+
+
+def test_what_needs_no_plan():
+    assert said(a_place(after="job 7 to end")) == "not in line yet: job 7 to end"
+    assert said(a_place(now=True)) == "starts now"
+    assert said(a_place(way=None)) == "no devices for it as things are"
+    assert said(a_place(devices=())) == "too far behind for a plan"
+    assert said(a_place(start=NOW + 7200)) == "starts in about 2h"
+    assert said(a_place(start=NOW - 5)) == "starts in about 0s"
+
+
+def test_what_would_delay_a_request_before_it():
+    other = a_place("other", user="bob", ways=(Request(num_gpus=4),))
+
+    assert said(a_place(passes="other"), other) == (
+        "held back: it would delay bob's request for 4, which came before"
+    )  # fmt: skip
+    assert said(a_place(passes="gone")) == "held back: it would delay reservation gone"
+
+
+@pytest.mark.parametrize(
+    ("begins", "limit", "start", "text"),
+    [
+        (HOUR, None, None, "from {begins}; with a --time-limit that ends before, it could start now"),
+        (HOUR, 7200.0, None, "from {begins}"),
+        (0.0, None, None, "until {ends}"),
+        (-HOUR, None, 2 * HOUR, "until {ends}; starts in about 2h"),
+    ],
+)
+def test_what_would_delay_a_reservation(begins, limit, start, text):
+    booking = Booking("r", 7, "eve", 1, NOW + begins, NOW + 2 * HOUR, (FIRST,))
+    another = Booking("q", 8, "zoe", 1, NOW, NOW + HOUR, (SECOND,))
+    place = a_place(passes="r", time_limit=limit, start=None if start is None else NOW + start)
+    when = text.format(begins=clock_text(booking.begins, NOW), ends=clock_text(booking.ends, NOW))
+
+    assert said(place, bookings=(another, booking)) == (
+        f"held back: it would delay the reservation of eve {when}"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("claim", "text"),
+    [
+        ({"ends": NOW + HOUR}, "when device 1 is free: time limit of bob's job"),
+        ({"expected": NOW + HOUR}, "when device 1 is free: earlier jobs of bob's job"),
+        ({"ends": NOW + HOUR, "expected": NOW + 9 * HOUR}, "when device 1 is free: time limit of bob's job"),
+        ({"ends": NOW + HOUR + 0.9}, "when device 1 is free: time limit of bob's job"),
+        ({"ends": NOW + HOUR + 1}, ""),
+        ({"ends": NOW + 2 * HOUR}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_last_device_to_be_free_and_what_says_so(claim, text):
+    place = a_place(start=NOW + HOUR, devices=(FIRST, SECOND))
+    claims = (a_claim_record(SECOND, user="bob", since=None, **claim),)
+
+    assert said(place, claims=claims) == f"starts in about 1h{', ' * bool(text)}{text}"
+
+
+def test_a_start_at_the_end_of_a_reservation_is_said_so():
+    booking = Booking("r", 7, "eve", 1, NOW - HOUR, NOW + HOUR, (FIRST,))
+    until = clock_text(booking.ends, NOW)
+
+    assert said(a_place(start=NOW + HOUR), bookings=(booking,)) == (
+        f"starts in about 1h, after the reservation of eve until {until}"
+    )  # fmt: skip
+    assert said(a_place(start=NOW + HOUR + 1), bookings=(booking,)) == "starts in about 1h"
+
+
+def test_behind_a_request_it_starts_after_the_nearest_one_on_the_same_devices():
+    bob, zoe = a_place("bob", 1, user="bob"), a_place("zoe", 2, user="zoe")
+    elsewhere, later = a_place("eve", 3, user="eve", devices=(SECOND,)), a_place("max", 5, user="max")
+    mine = a_place(number=4, start=NOW + HOUR)
+
+    assert in_words(mine, a_line(bob, zoe, elsewhere, mine, later)) == "starts in about 1h, after zoe's request"
+
+
+def test_where_nobody_knows_when_it_starts_it_is_said_of_whom_one_cannot_tell():
+    unknown = "nobody knows when it starts: "
+    bob = a_place("bob", 1, user="bob")
+    both = a_place(number=1, devices=(FIRST, SECOND))
+    free = a_claim_record(FIRST, id="a", user="bob", since=None)
+    zoes = a_claim_record(SECOND, id="b", user="zoe", since=None)
+
+    assert said(a_place(number=2), bob) == f"{unknown}bob's request before it has no time limit"
+    assert said(a_place()) == f"{unknown}a device is in use without a claim"
+    assert said(both, claims=(free,)) == f"{unknown}the job of bob has no time limit"
+    assert said(both, claims=(zoes, free)) == f"{unknown}the jobs of bob and zoe have no time limit"
+    late = a_claim_record(FIRST, id="a", ends=NOW - 10)
+    expected = a_claim_record(SECOND, id="b", expected=NOW - 10)
+    assert said(both, claims=(late, expected)) == f"{unknown}a job is over its time"
+    assert said(both, claims=(late, zoes)) == f"{unknown}the job of zoe has no time limit"
+
+
+# What may be taken.
+
+
+def test_whose_turn_it_is_takes_the_way_that_is_planned_and_more_only_where_nobody_waits():
+    few, many = Request(num_gpus=1, max_gpus=4), Request(num_gpus=2, max_gpus=8)
+    mine = a_place(now=True, ways=(few, many), way=many)
+
+    assert Turn(a_line(mine), mine, (few, many)).ways == (many,)
+    (way,) = Turn(a_line(mine, a_place("other")), mine, (few, many)).ways
+    assert (way.num_gpus, way.max_gpus) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("place", "later", "impossible"),
+    [
+        (None, False, False),
+        (a_place(now=True), False, False),
+        (a_place(), True, False),
+        (a_place(way=None), False, True),
+        (a_place(way=None, after="another"), False, False),
+    ],
+)
+def test_whose_turn_it_is_not_waits_or_never_starts(place, later, impossible):
+    turn = Turn(a_line(*[place] * bool(place)), place, (ONE,))
+
+    assert (turn.is_later, turn.is_impossible) == (later, impossible)
+    assert turn.ways == ((ONE,) if place and place.now else ())
+
+
+def test_what_others_may_take_now_is_kept_from_him():
+    mine, other = a_place(), a_place("other", now=True, user="bob", devices=(SECOND,))
+
+    assert Turn(a_line(other, mine), mine, (ONE,)).kept == {SECOND: "about to be claimed by bob, who waited for it"}
+    assert Turn(a_line(other, mine), None, (ONE,)).kept == {}
+
+
+def test_an_error_says_the_place_and_the_prospects_and_what_it_said_before():
+    mine = a_place(number=2, start=NOW + HOUR, ways=(Request(num_gpus=2),))
+    turn = Turn(a_line(a_place("other", devices=()), mine), mine, (ONE,))
+
+    refused = (Refusal(DEVICES[0], ()),)
+    error = turn.explained(NotEnoughGpus("wanted 2.\n  device 0: busy", 2, 1, refused))
+    assert str(error) == "wanted 2 GPUs: number 2 of 2 in line, starts in about 1h.\n  device 0: busy"
+    assert (error.wanted, error.available, error.refused) == (2, 1, refused)
+    assert str(Turn(turn.line, turn.line.places[0], (ONE,)).explained(error)).startswith("wanted 1 GPU: number 1")
+
+
+def test_an_error_that_waiting_cannot_help_stays_what_it_is():
+    never, error = ImpossibleRequest("never"), NotEnoughGpus("not now")
+
+    assert Turn(a_line(a_place()), a_place(), (ONE,)).explained(never) is never
+    assert Turn(a_line(), None, (ONE,)).explained(error) is error
+
+
+def test_whoever_joins_is_promised_a_quarter_of_the_wait_more_than_planned():
+    mine = a_place(in_order=NOW + 100)
+
+    assert promised(a_line(mine), Rules(), mine.ticket) == NOW + 125
+    assert promised(a_line(a_place("other")), Rules(), mine.ticket) is None
+
+
+def test_a_new_ticket_is_of_this_process_and_of_now():
+    before = time.time()
+    ticket = new_ticket([ONE])
+
+    assert (ticket.id, ticket.uid, ticket.pid, ticket.priority, ticket.command) == (
+        "",
+        os.geteuid(),
+        os.getpid(),
+        0,
+        (),
+    )
+    assert before <= ticket.since <= time.time()
+
+
+# In line.
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path))
+
+
+def in_line(directory, machine=None, time_limit=None, expected=None) -> InLine:
+    return InLine(machine or Machine(*DEVICES), directory, 0, time_limit, expected, None, ())
+
+
+def test_how_long_it_will_take_is_asked_only_where_no_limit_says_so(directory):
+    asked = []
+
+    def expected() -> float:
+        asked.append(1)
+        return 100.0
+
+    assert in_line(directory, expected=expected)._ticket([ONE]).expected == 100.0
+    assert in_line(directory, None, 60.0, expected)._ticket([ONE]).time_limit == 60.0
+    assert asked == [1]
+
+
+def test_whoever_is_to_start_and_could_not_looks_at_the_health_of_all_devices(directory):
+    machine = Machine(*DEVICES)
+    waiting = in_line(directory, machine)
+
+    assert waiting.turn(machine.sample(()), [ONE]).ways
+    assert HEALTH not in machine.asked[-1][0]
+    assert waiting.turn(machine.sample(()), [ONE]).ways
+    assert HEALTH in machine.asked[-1][0] and PROCESSES in machine.asked[-1][0]
+
+
+def test_a_driver_that_does_not_answer_changes_nothing_of_what_was_seen(directory):
+    machine = Machine(*DEVICES)
+    waiting, snapshot = in_line(directory, machine), machine.sample(())
+
+    def fail() -> None:
+        raise DriverUnresponsive("it hangs")
+
+    machine.before_sample = fail
+    assert waiting._closer(snapshot) is snapshot
+    before = a_line(a_place())
+    assert waiting._survey(before, closely=False).places == ()
+    assert waiting._survey(before, closely=False).snapshot is before.snapshot
+
+
+def test_a_survey_reads_what_the_requests_of_the_line_need_and_health_only_when_closely(directory, monkeypatch):
+    machine = Machine(*DEVICES)
+    waiting = in_line(directory, machine)
+    busy = a_line(a_place(ways=(Request(max_util=10.0),)))
+    monkeypatch.setattr(turn, "stand", lambda *of: busy)
+
+    assert waiting._survey(a_line(), closely=False) is busy
+    plain, needed = [fields for fields, _ in machine.asked]
+    assert plain == {MEMORY, PROCESSES} and "utilization" in needed and HEALTH not in needed
+    waiting._survey(a_line(), closely=True)
+    assert len(machine.asked) == 4 and HEALTH in machine.asked[-1][0]
+
+
+def test_the_use_of_all_users_is_asked_once_a_minute_and_unknown_where_it_cannot_be_read(directory, monkeypatch):
+    now, answers = [100.0], [{1: 5.0}, GpuguardError("torn"), {1: 7.0}]
+
+    def consult(path, question):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(turn.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(turn, "consult", consult)
+    seen = []
+    for moment in (100.0, 159.0, 160.0, 219.0, 220.0):
+        now[0] = moment
+        seen.append(turn._usage(directory, Rules()))
+
+    assert seen == [{1: 5.0}, {1: 5.0}, None, None, {1: 7.0}]
+
+
+def test_without_fair_share_nobody_asks_what_users_had(directory, monkeypatch):
+    monkeypatch.setattr(turn, "consult", lambda *of: pytest.fail("asked"))
+    snapshot = Machine(*DEVICES).sample(())
+
+    line = stand(directory, snapshot, Rules(fair_share=False), new_ticket([ONE]))
+    assert [place.now for place in line.places] == [True]
+
+
+def test_whoever_waits_hears_his_place_anew_once_a_minute(directory, monkeypatch):
+    now, said = [100.0], list[str]()
+    waiting = in_line(directory)
+    snapshot = Machine(*DEVICES).sample(())
+    slept = []
+
+    def sleep(seconds, tell, every):
+        slept.append((seconds, every))
+        for moment in (100.0, 159.0, 160.0, 161.0, 220.0):
+            now[0] = moment
+            tell()
+
+    monkeypatch.setattr(turn.time, "monotonic", lambda: now[0])
+    waiter = SimpleNamespace(ticket=new_ticket([ONE]), sleep=sleep, leave=lambda: None)
+    monkeypatch.setattr(waiting, "_join", lambda *of: waiter)
+    turns = []
+    answer = SimpleNamespace(explained=lambda error: turns.append(now[0]) or NotEnoughGpus(f"as of {now[0]:.0f}"))
+    monkeypatch.setattr(waiting, "turn", lambda *of: answer)
+
+    def on_wait(error: NotEnoughGpus) -> None:
+        said.append(str(error))
+
+    on_wait.tell_every = 7.0  # type: ignore[attr-defined]
+    waiting.sleep(snapshot, [ONE], 130.0, NotEnoughGpus("busy"), on_wait)
+
+    assert said == ["as of 100", "as of 100", "as of 160", "as of 160", "as of 220"]
+    assert slept == [(30.0, 7.0)] and waiting.waits and waiting._was_called
+    waiting.sleep(snapshot, [ONE], None, NotEnoughGpus("busy"), None)
+    assert slept[1] == (None, None) and turns == [100.0, 160.0, 220.0]
