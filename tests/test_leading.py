@@ -128,16 +128,15 @@ def test_every_five_minutes_he_looks_at_the_health_of_the_devices(led):
     assert led.looks == [False, False, True, False, True]
 
 
-def test_where_somebody_who_was_told_listens_and_does_not_come_he_looks_more_closely(led):
+@pytest.mark.parametrize(("listens", "closely"), [(True, True), (False, False)])
+def test_where_somebody_who_was_told_listens_and_does_not_come_he_looks_more_closely(led, listens, closely):
     led.standing(a_place("now", now=True))
-    led.leader.look("own")
-    led.now += 0.5
-    led.leader.look("own")
-    led.listening = {"now"}
-    led.now += 0.5
-    led.leader.look("own")
+    led.listening = {"now"} if listens else set()
+    for _ in range(3):
+        led.leader.look("own")
+        led.now += 0.25
 
-    assert led.looks == [False, False, True]
+    assert led.looks == [False, False, closely]
 
 
 # How long he sleeps.
@@ -300,6 +299,7 @@ def test_the_time_to_look_is_the_time_to_look(led):
 
 def test_where_nobody_tells_of_files_he_looks_at_them_every_two_seconds(unwatched):
     led = unwatched
+    (Path(led.directory.records) / f"{led.directory.prefix}ticket.1001.b.json").touch()
     assert led.look() == 2.0
     assert led.leader.descriptors == []
     led.now += 2.0
@@ -323,3 +323,31 @@ def test_whoever_does_not_listen_is_asked_every_two_seconds_whether_he_does(led)
     led.now += 2.0
     assert not led.leader.must_look(())
     assert round(led.leader.until - led.now, 6) == 0.02
+
+
+def test_the_kernel_tells_of_tickets_and_of_the_files_of_marks(led, tmp_path):
+    marks = tmp_path / "denied.json"
+    marks.touch()
+    led.standing(mark_files=(str(marks),))
+    assert led.look() == 300.0
+    [watch] = led.leader.descriptors
+
+    ticket = Path(led.directory.records) / f"{led.directory.prefix}ticket.1001.a.json"
+    for change in (ticket.touch, marks.unlink):
+        change()
+        led.leader.must_look(())
+        assert round(led.leader.until - led.now, 6) == 300.0
+        led.leader.must_look({watch})
+        assert round(led.leader.until - led.now, 6) == 0.02
+        assert led.look() == 300.0
+
+
+def test_whoever_leads_no_longer_holds_nothing_open(led, sleeper):
+    led.standing(devices=(a_device(0, processes=(a_process(sleeper),)),))
+    before = len(os.listdir("/proc/self/fd"))
+    again = Leader(led.directory, [IDLE.uuid], led.look_at_all)
+    again.look("own")
+    assert len(again.descriptors) == 2
+    again.close()
+
+    assert len(os.listdir("/proc/self/fd")) == before
