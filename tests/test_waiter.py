@@ -18,6 +18,10 @@ from gpuguard.line.waiting import Waiter
 UNIX = 1_700_000_000.0
 
 
+def no_look(closely):
+    raise AssertionError("the leader of these tests looks by itself")
+
+
 class Leads:
     """Whoever leads; says what the test wants."""
 
@@ -49,7 +53,7 @@ class Scene:
         patch.setattr(waiting, "wait_for", self.nap)
         patch.setattr(waiting, "Leader", self.lead)
         patch.setattr(waiting.os, "isatty", lambda descriptor: False)
-        self.waiter = Waiter(directory, [a_device(0).uuid], a_ticket(os.geteuid()), lambda closely: None)
+        self.waiter = Waiter(directory, [a_device(0).uuid], a_ticket(os.geteuid()), no_look)
 
     def lead(self, directory: LockDirectory, uuids, look) -> Leads:
         self.leads = Leads(self)
@@ -310,6 +314,6 @@ def test_without_a_ticket_the_lock_of_the_line_is_not_kept_open(directory, monke
     monkeypatch.setattr(waiting, "Held", fail)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="No space"):
-        Waiter(directory, [], a_ticket(), lambda closely: None)
+        Waiter(directory, [], a_ticket(), no_look)
 
     assert len(os.listdir("/proc/self/fd")) == before
