@@ -101,6 +101,13 @@ def test_replace_makes_a_changed_copy() -> None:
     assert (device.temperature, hot.temperature, hot.uuid) == (35.0, 91.0, device.uuid)
 
 
+def test_what_is_replaced_is_checked_as_what_is_made() -> None:
+    with pytest.raises(ValueError, match="below"):
+        nouns.replace(OURS(1), y=-1)
+    with pytest.raises(TypeError):
+        nouns.replace(a_device(), colour="green")
+
+
 def test_a_whole_snapshot_becomes_plain_values() -> None:
     plain = dataclasses.asdict(a_snapshot(a_device(processes=(a_process(),)), gaps=(Gap(None, "f", "why"),)))
 

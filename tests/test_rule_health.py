@@ -6,6 +6,7 @@ import pytest
 from builders import a_device, a_process, a_snapshot
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.model import CLOCKS, ECC
 from gpuguard.policies.health import Health
 from gpuguard.policies.view import View
 
@@ -94,3 +95,16 @@ def test_processes_are_meant_when_that_is_asked_for_but_only_those_that_may_be_j
 def test_a_rule_without_a_condition_is_refused():
     with pytest.raises(InvalidRequest, match="write problems"):
         Health(with_processes=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "groups"),
+    [
+        ({"problems": ("lost",)}, set()),
+        ({"throttle_reasons": ("hw_slowdown",)}, {CLOCKS}),
+        *(({key: 0}, {ECC}) for key in COUNTS),
+        ({"throttle_reasons": ("hw_slowdown",), "retired_pages_above": 1}, {CLOCKS, ECC}),
+    ],
+)
+def test_only_what_a_rule_judges_by_is_asked_of_the_driver(keys, groups):
+    assert Health(**keys).further_fields == groups
