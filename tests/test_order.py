@@ -6,6 +6,9 @@ import pytest
 from lines import a_ticket
 
 from gpuguard.line.order import PRIORITIES, ReservationKeys, Rules, Ticket, due_at, order, overdue, permitted
+from gpuguard.line.plan import Fit, Machine, Place, Planned
+from gpuguard.line.standing import Facts, Standing
+from gpuguard.line.turn import Turn
 from gpuguard.request import Request
 
 NOW = 1_000_000.0
@@ -129,3 +132,12 @@ def test_a_higher_class_goes_first_and_in_it_the_same_order():
     assert ids(tickets, rules=Rules(highest=1), now=NOW + 10) == [
         "high 1", "high 2", "normal 1", "normal 2", "low 1", "low 2",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "noun",
+    [Ticket, Rules, ReservationKeys, Fit, Machine, Place, Planned, Facts, Standing, Turn],
+    ids=lambda noun: noun.__name__,
+)
+def test_what_the_line_is_made_of_never_changes(noun):
+    assert noun.__dataclass_params__.frozen

@@ -5,23 +5,17 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from builders import a_claim_record, a_device, a_snapshot
 from lines import a_ticket
-from machines import Machine
 
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
-from gpuguard.errors import DriverUnresponsive, GpuguardError, ImpossibleRequest, NotEnoughGpus
-from gpuguard.line import turn
+from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.line.booking import Booking, clock_text
 from gpuguard.line.order import Rules
 from gpuguard.line.plan import Place
 from gpuguard.line.standing import Standing
-from gpuguard.line.turn import InLine, Turn, in_words, new_ticket, promised, stand
-from gpuguard.model import HEALTH, MEMORY, PROCESSES
+from gpuguard.line.turn import Turn, in_words, new_ticket, promised
 from gpuguard.request import Request
 from gpuguard.select import Refusal
 
@@ -124,6 +118,7 @@ def test_behind_a_request_it_starts_after_the_nearest_one_on_the_same_devices():
     mine = a_place(number=4, start=NOW + HOUR)
 
     assert in_words(mine, a_line(bob, zoe, elsewhere, mine, later)) == "starts in about 1h, after zoe's request"
+    assert said(a_place(number=2, start=NOW + HOUR), bob) == "starts in about 1h, after bob's request"
 
 
 def test_where_nobody_knows_when_it_starts_it_is_said_of_whom_one_cannot_tell():
@@ -216,122 +211,3 @@ def test_a_new_ticket_is_of_this_process_and_of_now():
         (),
     )
     assert before <= ticket.since <= time.time()
-
-
-# In line.
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path))
-
-
-def in_line(directory, machine=None, time_limit=None, expected=None) -> InLine:
-    return InLine(machine or Machine(*DEVICES), directory, 0, time_limit, expected, None, ())
-
-
-def test_how_long_it_will_take_is_asked_only_where_no_limit_says_so(directory):
-    asked = []
-
-    def expected() -> float:
-        asked.append(1)
-        return 100.0
-
-    assert in_line(directory, expected=expected)._ticket([ONE]).expected == 100.0
-    assert in_line(directory, None, 60.0, expected)._ticket([ONE]).time_limit == 60.0
-    assert asked == [1]
-
-
-def test_whoever_is_to_start_and_could_not_looks_at_the_health_of_all_devices(directory):
-    machine = Machine(*DEVICES)
-    waiting = in_line(directory, machine)
-
-    assert waiting.turn(machine.sample(()), [ONE]).ways
-    assert HEALTH not in machine.asked[-1][0]
-    assert waiting.turn(machine.sample(()), [ONE]).ways
-    assert HEALTH in machine.asked[-1][0] and PROCESSES in machine.asked[-1][0]
-
-
-def test_a_driver_that_does_not_answer_changes_nothing_of_what_was_seen(directory):
-    machine = Machine(*DEVICES)
-    waiting, snapshot = in_line(directory, machine), machine.sample(())
-
-    def fail() -> None:
-        raise DriverUnresponsive("it hangs")
-
-    machine.before_sample = fail
-    assert waiting._closer(snapshot) is snapshot
-    before = a_line(a_place())
-    assert waiting._survey(before, closely=False).places == ()
-    assert waiting._survey(before, closely=False).snapshot is before.snapshot
-
-
-def test_a_survey_reads_what_the_requests_of_the_line_need_and_health_only_when_closely(directory, monkeypatch):
-    machine = Machine(*DEVICES)
-    waiting = in_line(directory, machine)
-    busy = a_line(a_place(ways=(Request(max_util=10.0),)))
-    monkeypatch.setattr(turn, "stand", lambda *of: busy)
-
-    assert waiting._survey(a_line(), closely=False) is busy
-    plain, needed = [fields for fields, _ in machine.asked]
-    assert plain == {MEMORY, PROCESSES} and "utilization" in needed and HEALTH not in needed
-    waiting._survey(a_line(), closely=True)
-    assert len(machine.asked) == 4 and HEALTH in machine.asked[-1][0]
-
-
-def test_the_use_of_all_users_is_asked_once_a_minute_and_unknown_where_it_cannot_be_read(directory, monkeypatch):
-    now, answers = [100.0], [{1: 5.0}, GpuguardError("torn"), {1: 7.0}]
-
-    def consult(path, question):
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(turn.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(turn, "consult", consult)
-    seen = []
-    for moment in (100.0, 159.0, 160.0, 219.0, 220.0):
-        now[0] = moment
-        seen.append(turn._usage(directory, Rules()))
-
-    assert seen == [{1: 5.0}, {1: 5.0}, None, None, {1: 7.0}]
-
-
-def test_without_fair_share_nobody_asks_what_users_had(directory, monkeypatch):
-    monkeypatch.setattr(turn, "consult", lambda *of: pytest.fail("asked"))
-    snapshot = Machine(*DEVICES).sample(())
-
-    line = stand(directory, snapshot, Rules(fair_share=False), new_ticket([ONE]))
-    assert [place.now for place in line.places] == [True]
-
-
-def test_whoever_waits_hears_his_place_anew_once_a_minute(directory, monkeypatch):
-    now, said = [100.0], list[str]()
-    waiting = in_line(directory)
-    snapshot = Machine(*DEVICES).sample(())
-    slept = []
-
-    def sleep(seconds, tell, every):
-        slept.append((seconds, every))
-        for moment in (100.0, 159.0, 160.0, 161.0, 220.0):
-            now[0] = moment
-            tell()
-
-    monkeypatch.setattr(turn.time, "monotonic", lambda: now[0])
-    waiter = SimpleNamespace(ticket=new_ticket([ONE]), sleep=sleep, leave=lambda: None)
-    monkeypatch.setattr(waiting, "_join", lambda *of: waiter)
-    turns = []
-    answer = SimpleNamespace(explained=lambda error: turns.append(now[0]) or NotEnoughGpus(f"as of {now[0]:.0f}"))
-    monkeypatch.setattr(waiting, "turn", lambda *of: answer)
-
-    def on_wait(error: NotEnoughGpus) -> None:
-        said.append(str(error))
-
-    on_wait.tell_every = 7.0  # type: ignore[attr-defined]
-    waiting.sleep(snapshot, [ONE], 130.0, NotEnoughGpus("busy"), on_wait)
-
-    assert said == ["as of 100", "as of 100", "as of 160", "as of 160", "as of 220"]
-    assert slept == [(30.0, 7.0)] and waiting.waits and waiting._was_called
-    waiting.sleep(snapshot, [ONE], None, NotEnoughGpus("busy"), None)
-    assert slept[1] == (None, None) and turns == [100.0, 160.0, 220.0]
