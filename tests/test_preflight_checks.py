@@ -162,6 +162,23 @@ def test_whoever_sits_in_front_of_it_has_his_grace_and_not_a_moment_more(case):
     assert CHECKS["interactive"](unknown(replace(case, verdict=replace(case.verdict, policy="another"))))
 
 
+@pytest.mark.parametrize(
+    ("number", "caught", "said"),
+    [
+        (12, 1 << 11, None),
+        (12, 1 << 10, "it has no way to answer SIGUSR2"),
+        (12, 1 << 12, "it has no way to answer SIGUSR2"),
+        (9, ~0, "signal 9 is none for a checkpoint"),
+    ],
+)
+def test_a_checkpoint_goes_to_whoever_catches_that_very_signal(case, number, caught, said):
+    verdict = replace(case.verdict, action="checkpoint", options=(("signal", number),))
+    found = CHECKS["catches"](replace(facts(caught=caught)(case), verdict=verdict))
+
+    assert found is None if said is None else said in str(found)
+    assert CHECKS["catches"](facts(caught=0)(case)) is None  # of another action
+
+
 # Whether the last deed on a device has had its effect.
 
 GONE = (2**22 + 1, 1.0)
