@@ -6,6 +6,7 @@ import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 
 from gpuguard.errors import NotEnoughGpus
+from gpuguard.model import Gap
 from gpuguard.select import Request, choose, not_enough
 from gpuguard.sharing import NOBODY, Sharing
 
@@ -53,6 +54,14 @@ def test_a_device_whose_health_marks_are_known_to_be_clean_comes_before_one_of_u
 
     assert ranked(a_device(0, **clean), a_device(1, **{**clean, "retired_pages": None})) == [0, 1]
     assert ranked(a_device(0, **clean), a_device(1, **{**clean, "retired_pages": 1})) == [0, 1]
+
+
+def test_a_device_of_which_nobody_knows_the_processes_comes_after_one_without_any():
+    devices = (a_device(0), a_device(1, processes=None))
+    unreadable = a_snapshot(*devices, gaps=(Gap(devices[1].uuid, "processes", "not supported"),))
+
+    assert [device.index for device in choose(unreadable, Request(), {}).eligible] == [0, 1]
+    assert ranked(*devices, request=Request()) == [1, 0]  # only not read yet
 
 
 # Shares.
