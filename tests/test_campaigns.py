@@ -32,6 +32,12 @@ def script(name):
 torture, mutate, coverage = script("torture"), script("mutate"), script("coverage")
 
 
+def test_the_matrix_names_what_exists():
+    names = script("matrix").QUICK
+
+    assert [name for name in names if not (ROOT / "tests" / f"{name}.py").exists()] == []
+
+
 def test_every_campaign_names_what_exists():
     for _, what, about in torture.CAMPAIGNS.values():
         places = (
