@@ -21,6 +21,7 @@ from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.records import locked_devices, probe
 from gpuguard.clusters import slurm_jobs
 from gpuguard.errors import ClaimError
+from gpuguard.guards import identity
 from gpuguard.guards.case import Context
 from gpuguard.guards.ledger import Deed
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
@@ -144,7 +145,15 @@ def test_a_claim_that_somebody_may_use_is_left_alone(claimed, holder, what):
     assert holder.does("claim.reassert()") == "None"
 
 
+def older_answer(c: Claimed) -> dict[str, Any]:
+    """A driver that answers the second question with what it said before the first."""
+    sample, snapshot = c.machine.sample, c.machine.sample((), None)
+    c.machine.sample = lambda *of: replace(sample(*of), clock=snapshot.clock - 1)  # type: ignore[method-assign]
+    return {"snapshot": snapshot}
+
+
 REFUSED = {
+    "an older answer of the driver": (older_answer, "unused"),
     "an old sample": (lambda c: {"snapshot": replace(c.snapshot, clock=c.snapshot.clock - 60)}, "fresh"),
     "a sample from the future": (lambda c: {"snapshot": replace(c.snapshot, clock=c.snapshot.clock + 60)}, "fresh"),
     "a protected user": (lambda c: {"protected": frozenset({SOMEBODY})}, "protected"),
@@ -166,6 +175,21 @@ def test_whatever_is_not_exactly_as_it_was_judged_is_left_alone(claimed, holder,
     assert (outcome.word, claimed.locked()) == (actions.REFUSED, 2)
     assert [against.check for against in outcome.against] == [check]
     assert [event.outcome for event in claimed.events] == ["refused"]
+
+
+def test_gpuguard_releases_no_claim_that_it_runs_in(claimed, holder, monkeypatch):
+    monkeypatch.setattr(identity, "ancestors", lambda pid: frozenset({holder.pid}))
+    outcome = claimed.act(holder)
+
+    assert (outcome.word, [each.check for each in outcome.against]) == (actions.REFUSED, ["family"])
+    assert claimed.locked() == 2
+
+
+def test_an_idle_claim_of_no_slurm_job_is_not_cancelled(claimed, holder):
+    verdict = replace(claimed.verdict(holder), action="cancel")
+    [outcome] = actions.act(verdict, claimed.machine.sample((), None), Context(**claimed.facts))
+
+    assert (outcome.word, outcome.why, claimed.locked()) == (actions.REFUSED, "it belongs to no Slurm job", 2)
 
 
 def test_a_driver_that_does_not_answer_the_second_question_protects(claimed, holder):

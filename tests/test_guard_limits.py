@@ -11,7 +11,7 @@ from builders import a_uuid
 from guarded import Scene, a_scene
 
 from gpuguard.guards import case, identity, ledger, preflight
-from gpuguard.guards.ledger import Deed
+from gpuguard.guards.ledger import REMEMBERED, Deed
 
 
 @pytest.fixture
@@ -135,3 +135,19 @@ def test_the_grace_of_a_notebook_ends(scene, monkeypatch):
     monkeypatch.setattr(preflight, "boot_clock", lambda: clock() + 601)
     scene.context(interval=1000.0)
     assert scene.act().word == "sent"
+
+
+def test_who_was_killed_and_lives_gets_no_further_signal(scene):
+    deeds(scene, ago=1800, action="kill", process=(scene.pid, scene.process.start_time))
+
+    assert [each.check for each in scene.act("kill").against if each.check == "unkillable"] == ["unkillable"]
+    assert scene.lives()
+
+
+def test_what_is_remembered_of_refusals_is_bounded_and_the_newest_stays(scene):
+    book = scene.context().ledger
+    for number in range(3 * REMEMBERED):
+        assert book.refused_anew(number, "why")
+
+    assert len(book._refused) <= REMEMBERED + 1
+    assert not book.refused_anew(3 * REMEMBERED - 1, "why")
