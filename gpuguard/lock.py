@@ -157,7 +157,7 @@ def look(
 ) -> tuple[Snapshot, Choice]:
     """What acquire() would take now, without taking it.
 
-    The winners alone are read a second time, with their health: one of eight idle devices costs 30 driver calls.
+    The winners alone are read a second time, with their health: one of eight idle devices costs 31 driver calls.
     """
     outer = outer_claim(directory, environ)
     is_reserved = outer is None and someone_waits(directory, ("reserve.",))
