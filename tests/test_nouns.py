@@ -105,7 +105,7 @@ def test_what_is_replaced_is_checked_as_what_is_made() -> None:
     with pytest.raises(ValueError, match="below"):
         nouns.replace(OURS(1), y=-1)
     with pytest.raises(TypeError):
-        nouns.replace(a_device(), colour="green")
+        nouns.replace(a_device(), **{"colour": "green"})
 
 
 def test_a_whole_snapshot_becomes_plain_values() -> None:
