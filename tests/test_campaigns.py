@@ -32,8 +32,9 @@ def script(name):
 torture, mutate, coverage = script("torture"), script("mutate"), script("coverage")
 
 
-def test_the_matrix_names_what_exists():
-    names = script("matrix").QUICK
+def test_the_matrix_and_the_guest_name_what_exists():
+    files = [files.rpartition("' ")[2] for part in script("guest").PARTS.values() for _, files in part]
+    names = [*script("matrix").QUICK, *" ".join(files).split()]
 
     assert [name for name in names if not (ROOT / "tests" / f"{name}.py").exists()] == []
 
