@@ -36,7 +36,7 @@ from gpuguard.claims.records import read_records
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 HINT = "apt-get install -y --no-install-recommends slurm-wlm munge"
-SECONDS = 60.0  # far beyond all that is waited for here
+SECONDS = 120.0  # far beyond all that is waited for here
 MARK = "GPUGUARD_TEST_CLUSTER"
 # Seconds that a credential is good for, by default 120.  So long Slurm leaves a job alone that was put back: before
 # that slurmd takes its new start for the one that was revoked, and may run no prolog.

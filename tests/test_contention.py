@@ -11,11 +11,18 @@ from contention import fight
 
 
 def test_no_overlap_and_no_stale_lock_under_random_sigkill(tmp_path: Path) -> None:
-    outcome = fight(tmp_path, seconds=5)
+    rounds = []
+    while len(rounds) < 8 and not (rounds and all(happened(rounds))):
+        (tmp_path / str(len(rounds))).mkdir()
+        rounds.append(fight(tmp_path / str(len(rounds)), seconds=5, seed=len(rounds)))
 
-    assert (outcome.overlaps, outcome.stale) == (0, 0)
-    assert outcome.holds > 500
-    assert outcome.kills > 50
+    assert [(outcome.overlaps, outcome.stale) for outcome in rounds] == [(0, 0)] * len(rounds)
+    assert happened(rounds) == (True, True)
+
+
+def happened(rounds):
+    """Whether there was enough to see, which takes a busy machine more than one round: holds, kills."""
+    return sum(outcome.holds for outcome in rounds) > 500, sum(outcome.kills for outcome in rounds) > 50
 
 
 def test_the_checker_sees_locks_that_are_broken_as_stale(tmp_path: Path) -> None:

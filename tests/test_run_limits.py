@@ -182,7 +182,7 @@ def test_a_job_that_ends_by_itself_on_the_checkpoint_signal_keeps_its_own_status
 
 
 def test_a_limit_that_was_reached_before_the_time_is_over_leaves_the_job_its_status(job):
-    options = ("--memory-limit", "30GiB", "--time-limit", "3s", "--checkpoint-signal", "USR1", "--grace", "2s")
+    options = ("--memory-limit", "30GiB", "--time-limit", "30s", "--checkpoint-signal", "USR1", "--grace", "2s")
     status, _, err = job(*options, job=job.uses(TELL))
 
     assert (status, "time limit" in err) == (7, False)

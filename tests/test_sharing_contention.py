@@ -32,12 +32,21 @@ def test_the_race_shows_a_fault_that_is_planted(tmp_path: Path, variant: str) ->
 
 
 def test_no_promise_is_broken_and_no_lock_stays_under_random_sigkill(tmp_path: Path) -> None:
-    outcome = fight(tmp_path, seconds=5)
+    rounds = []
+    while len(rounds) < 8 and not (rounds and all(happened(rounds))):
+        (tmp_path / str(len(rounds))).mkdir()
+        rounds.append(fight(tmp_path / str(len(rounds)), seconds=5, seed=len(rounds)))
 
-    assert (outcome.broken, outcome.stale) == (0, 0)
-    assert outcome.kills > 30
-    assert outcome.shares > 100
-    assert outcome.alone > 10
+    assert [(outcome.broken, outcome.stale) for outcome in rounds] == [(0, 0)] * len(rounds)
+    assert happened(rounds) == (True, True, True)
+
+
+def happened(rounds):
+    """Whether there was enough to see, which takes a busy machine more than one round: kills, shares, claims alone."""
+    kills, shares, alone = (
+        sum(getattr(outcome, name) for outcome in rounds) for name in ("kills", "shares", "alone")
+    )
+    return kills > 30, shares > 100, alone > 10
 
 
 @pytest.mark.parametrize("variant", ["no-look", "no-exclusion"])
