@@ -43,9 +43,7 @@ def test_no_promise_is_broken_and_no_lock_stays_under_random_sigkill(tmp_path: P
 
 def happened(rounds):
     """Whether there was enough to see, which takes a busy machine more than one round: kills, shares, claims alone."""
-    kills, shares, alone = (
-        sum(getattr(outcome, name) for outcome in rounds) for name in ("kills", "shares", "alone")
-    )
+    kills, shares, alone = (sum(getattr(outcome, name) for outcome in rounds) for name in ("kills", "shares", "alone"))
     return kills > 30, shares > 100, alone > 10
 
 
