@@ -172,12 +172,18 @@ def _read(place: DaemonFiles, kind: str) -> Iterator[Mark]:
     for entry in content["marks"]:
         yield Mark(
             str(entry["name"]),
-            float(entry["since_unix_seconds"]),
-            None if entry["until_unix_seconds"] is None else float(entry["until_unix_seconds"]),
+            _moment(entry["since_unix_seconds"]),
+            None if entry["until_unix_seconds"] is None else _moment(entry["until_unix_seconds"]),
             str(entry["reason"]),
             str(entry["by"]),
             None if entry["user"] is None else str(entry["user"]),
         )
+
+
+def _moment(value: float) -> float:
+    if not abs(value) < 2**37:  # beyond the year 6000 it is none, and soon no date that can be shown
+        raise ValueError("a time in it is none")
+    return float(value)
 
 
 def to_json(mark: Mark) -> dict[str, str | float | None]:
