@@ -30,7 +30,12 @@ def test_the_oracle_sees_that_nobody_is_told_of_his_turn(tmp_path: Path) -> None
 
 
 def test_the_recorded_order_shows_that_whatever_fits_may_pass(tmp_path: Path) -> None:
-    outcome = torture(tmp_path, waiters=36, devices=4, bound=0.3, variant="any-fit")
+    # Who meets whom is a matter of chance.
+    for round_ in range(5):
+        (tmp_path / str(round_)).mkdir()
+        outcome = torture(tmp_path / str(round_), waiters=36, devices=4, bound=0.3, variant="any-fit")
+        assert outcome.lost == 0
+        if outcome.passed:
+            break
 
-    assert outcome.lost == 0
     assert outcome.passed > 0
