@@ -21,6 +21,7 @@ pytest.importorskip("textual")
 from textual.widgets import Input
 from top_stage import ALICE, DEVICES, played
 
+from gpuguard.views.top_app import Looked
 from gpuguard.views.top_board import Board
 
 
@@ -164,6 +165,18 @@ def test_an_error_of_the_driver_is_shown_and_passes():
         assert "\x1b" not in stage.words("#alert")
         stage.feed.trouble = None
         await stage.until(lambda: not stage.app.screen_stack[0].query_one("#alert").display)
+
+    played(play)
+
+
+def test_a_look_that_ends_while_the_screen_is_taken_down_is_not_shown():
+    async def play(stage):
+        await stage.app.screen_stack[0].query("#foot").remove()
+        stage.app.on_looked(Looked(a_scene(DEVICES[1])))
+        await stage.app.screen_stack[0].query(Board).remove()
+        stage.app.on_looked(Looked(a_scene(DEVICES[0])))
+
+        assert stage.app.scene.snapshot.devices == a_scene(DEVICES[0]).snapshot.devices
 
     played(play)
 

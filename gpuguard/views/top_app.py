@@ -118,9 +118,8 @@ class Top(App[None]):
         self.history.add(scene)
         self.said = ""
         self._trouble, self._heard, self._light = "", time.monotonic(), light
-        self._held = False
+        self._held, self._sideways = False, 0
         self._written: dict[str, Text] = {}
-        self._sideways = 0
         self._longer = False  # the page than the board
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._ends = threading.Event()
@@ -188,8 +187,15 @@ class Top(App[None]):
         """Seconds since the last answer."""
         return time.monotonic() - self._heard
 
+    @property
+    def _is_up(self) -> bool:
+        """Whether there is a page to draw on: a look may end while it is taken down."""
+        return bool(self.screen_stack) and len(self.screen_stack[0].query("#title, #alert, Board, #foot")) == 4
+
     def draw(self) -> None:
         """Lay out the page."""
+        if not self._is_up:
+            return
         board = self.screen_stack[0].query_one(Board)
         width, height = max(20, self.size.width), self.size.height
         for _ in range(2):  # a page that is longer than before has a column less, for the scroll bar
@@ -204,6 +210,8 @@ class Top(App[None]):
 
     def _tick(self) -> None:
         """The title, and the alarm when nobody answers."""
+        if not self._is_up:
+            return
         width = max(20, self.size.width)
         line = title(self.scene, self.view, width, self.silent)
         self._write("#title", rich_text(line, self._colours()))
