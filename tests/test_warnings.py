@@ -113,7 +113,7 @@ def test_the_real_user_of_a_process_is_warned_whatever_rights_it_has_taken(monke
         changed(monkeypatch, lambda uids: (uids[0], 4711, 4711, 4711))
 
         assert scene.act("warn").word == "done"
-        assert about_a_claim(scene) == "done"
+        assert about_a_claim(scene).word == "done"
 
 
 def changed(patch, change):
@@ -121,13 +121,13 @@ def changed(patch, change):
     patch.setattr(identity, "facts_of", lambda pid: (facts := read(pid)) and replace(facts, uids=change(facts.uids)))
 
 
-def about_a_claim(scene: Scene, **facts) -> str:
+def about_a_claim(scene: Scene, **facts) -> actions.Outcome:
     """What becomes of a warning about an idle claim that the process holds."""
     subject = replace(scene.subject, kind="claim", device=None, pid=None, start_time=None, claim="1dea")
     claim = a_claim_record(id="1dea", uid=scene.process.uid, holders=(scene.pid,), **facts)
     verdict = scene.verdict("warn")
     verdict = replace(verdict, finding=replace(verdict.finding, subject=subject, processes=()))
-    return actions.act(verdict, replace(scene.snapshot, claims=(claim,)), scene.context())[0].word
+    return actions.act(verdict, replace(scene.snapshot, claims=(claim,)), scene.context())[0]
 
 
 @pytest.mark.terminal
@@ -135,4 +135,4 @@ def test_a_holder_of_another_user_gets_no_warning_about_the_claim(monkeypatch):
     with at_a_terminal() as (scene, _, _):
         changed(monkeypatch, lambda uids: (4711, *uids[1:]))
 
-        assert about_a_claim(scene) == "failed"
+        assert ((outcome := about_a_claim(scene)).word, outcome.why) == ("failed", "no terminal")
