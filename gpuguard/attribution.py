@@ -70,7 +70,7 @@ def claim_of(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) 
 
 def started_by(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> ClaimRecord | None:
     """The claim, of those *here*, whose lock the process or an ancestor of it holds, or whose maker that is."""
-    for pid in _line_of(process.pid, seen):
+    for pid in _line_of(process.pid, seen) if here else ():
         for record in here:
             if pid == record.pid or pid in record.holders:
                 return record

@@ -118,6 +118,7 @@ class Daemon:
         append: Callable[[Event], bool] = history.append,
     ) -> None:
         self._directory, self._settings, self._say, self._append = directory, settings, say, append
+        self._powers = powers()  # which no process gains while it runs
         self._on_event = on_event
         self._sender: Sender | None = None
         self._seen: tuple[int, ...] | None = None  # what the policy file looked like when it was read
@@ -210,7 +211,7 @@ class Daemon:
             what = f"{number} polic{'y' if number == 1 else 'ies'}, "
             enforcing = self._settings.enforce and any(policy.enforce for policy in self._watchdog.policies)
             what += "enforcing" if enforcing else "dry run"
-            what += "" if not powers() else ", but not against other users"
+            what += "" if not self._powers else ", but not against other users"
             if self._faulty:
                 what += "; the changed policy file has faults, the last good one is in force"
         return what + (f"; driver unresponsive: {self._watchdog.trouble}" if self._watchdog.trouble else "")
@@ -262,7 +263,7 @@ class Daemon:
             self._reload()
 
     def _start(self) -> PolicyFile:
-        for lack in powers():
+        for lack in self._powers:
             self._say(lack)
         return self._reload()
 
@@ -309,7 +310,7 @@ class Daemon:
     def _publish(self, snapshot: Snapshot, pause: float) -> None:
         self.last = snapshot
         self._recorder.record(snapshot, GAP_INTERVALS * self._watchdog.interval[1], wanted(self._directory))
-        if snapshot.clock - self._published_at < PUBLISH_SECONDS / 2:
+        if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no look comes on the dot
             return
         try:
             write_state(self._directory, snapshot, max(pause, PUBLISH_SECONDS))

@@ -20,11 +20,12 @@ TYPE_CHECKING = False  # typing costs 6 ms of import, and `who` reads this
 if TYPE_CHECKING:
     from typing import Any
 
-    from gpuguard.model import GpuProcess, Snapshot
+    from gpuguard.model import Snapshot
 
 MAX_BYTES = 8 * 2**20  # 16 devices with 128 processes each, all with long command lines, are 2 MiB
 FRESH_INTERVALS = 2.0
 LATELY_SECONDS = 120.0
+_PRIVATE = ("executable", "working_directory", "conda_environment")  # of a process: only root may see them
 
 
 def lock_daemon(directory: LockDirectory) -> int | None:
@@ -83,17 +84,13 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
 
     from gpuguard.backends.sampler import pack
 
-    hidden = _processes_are_hidden()
-    public = replace(
-        snapshot,
-        devices=tuple(
-            replace(device, processes=device.processes and tuple(_public(one, hidden) for one in device.processes))
-            for device in snapshot.devices
-        ),
-    )
-    claims = [vars(record) for record in snapshot.claims]
+    packed = pack(snapshot) | {"claims": [vars(record) for record in snapshot.claims]}
+    private = _PRIVATE + ("command",) * _processes_are_hidden()
+    for process in [process for device in packed["devices"] for process in device["processes"] or ()]:
+        for name in private:
+            process.pop(name, None)
     us = [os.getpid(), start_time(os.getpid())]
-    content = {"schema": 1, "daemon": us, "interval_seconds": interval, "snapshot": pack(public) | {"claims": claims}}
+    content = {"schema": 1, "daemon": us, "interval_seconds": interval, "snapshot": packed}
     path = _path(directory, "state.json")
     unfinished = f"{path}.new"
     if os.path.lexists(unfinished):  # of a daemon that was killed
@@ -148,11 +145,6 @@ def _owner_of(files: DaemonFiles) -> str:
     from gpuguard.users import user_name
 
     return "the owner of the directory" if files.owner is None else user_name(files.owner)
-
-
-def _public(process: GpuProcess, hidden: bool) -> GpuProcess:
-    command = None if hidden else process.command
-    return replace(process, command=command, executable=None, working_directory=None, conda_environment=None)
 
 
 def _processes_are_hidden() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from builders import a_device, a_process, a_snapshot
 
-from gpuguard import watchdog
+from gpuguard import daemon, watchdog
+from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.model import Snapshot
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.processes import Processes
@@ -68,3 +70,19 @@ def test_what_proc_told_of_the_processes_of_a_sample_is_not_read_again(monkeypat
 
     assert guard.seen(looked) == guard.seen(second) == {1000: None}
     assert asked == [looked, second]
+
+
+@pytest.mark.parametrize(("pause", "seconds"), [(1.0, 3), (2.0, 2), (5.0, 5)])
+def test_a_daemon_publishes_every_third_second_at_most(
+    pause: float, seconds: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[float] = []
+    monkeypatch.setattr(daemon, "write_state", lambda directory, snapshot, interval: written.append(snapshot.clock))
+    guard = daemon.Daemon(
+        Looked(a_snapshot()), lock_directory(str(tmp_path)), daemon.Settings(), print, print, lambda event: True
+    )
+
+    for number in range(12):
+        guard._publish(a_snapshot(clock=100.0 + number * pause + number % 2 / 50), pause)  # no look comes on the dot
+
+    assert {round(after - before) for before, after in itertools.pairwise(written)} == {seconds}

@@ -18,6 +18,7 @@ from nvml_child import answer_of
 from gpuguard import ancestry
 from gpuguard.backends import processes
 from gpuguard.model import GpuProcess
+from gpuguard.readings import hostuse
 from gpuguard.readings.hostuse import HostUses
 
 OPENED = """
@@ -65,6 +66,28 @@ def test_the_guard_reads_the_state_of_each_process_once_per_look(jobs: list[int]
     assert seen.keys() >= set(jobs)
     assert {read[f"/proc/{pid}/stat"] for pid in jobs} == {1}
     assert set(read.values()) == {1}
+
+
+def test_a_process_in_the_network_of_the_host_is_asked_about_it_once_a_minute(
+    jobs: list[int], monkeypatch: Any
+) -> None:
+    asked: Counter[int | str] = Counter()
+    own: set[int | str] = set()
+    monkeypatch.setattr(
+        hostuse, "_network_namespace", lambda pid: asked.update([pid]) or ("own" if pid in own else "host")
+    )
+    rows = tuple(a_process(pid, start_time=processes.start_time(pid)) for pid in jobs)
+    uses = HostUses()
+
+    for second in range(60):
+        uses.look(a_snapshot(a_device(0, processes=rows), clock=100.0 + second))
+    assert {asked[pid] for pid in jobs} == {1}
+
+    own.update(jobs)  # it has moved: of such a one every look reads how much it received
+    for second in (60, 61):
+        found = uses.look(a_snapshot(a_device(0, processes=rows), clock=100.0 + second))
+    assert {asked[pid] for pid in jobs} == {3}
+    assert {use.network is not None for use in found.values()} == {True}
 
 
 def test_a_user_id_is_kept_for_a_while_and_read_again_then(jobs: list[int], monkeypatch: Any) -> None:

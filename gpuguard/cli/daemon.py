@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SHORTEST_SECONDS = 0.1
 LONGEST_SECONDS = 600.0
+YOUNG = 20_000  # objects more than before, after which garbage is looked for
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
             if not args.once:
                 if telling:
                     _say(telling.start(guard))
-                gc.freeze()  # what is loaded stays: each full collection looked at all of it, for 7.5 ms of CPU
+                _spare_the_collector()
                 return guard.serve()
             status, judgement = guard.once()
             for note in judgement.notes if judgement else ():
@@ -108,6 +109,12 @@ def main(args: argparse.Namespace) -> int:
             if telling:
                 telling.close()
             backend.close()
+
+
+def _spare_the_collector() -> None:
+    gc.freeze()  # what is loaded stays: each full collection looked at all of it, for 7.5 ms of CPU
+    # A look makes 1,500 objects and drops as many: 700 had them gone through twice, for 6 % of all CPU.
+    gc.set_threshold(YOUNG)
 
 
 def _telling(args: argparse.Namespace, directory: LockDirectory) -> Telling | None:

@@ -14,6 +14,7 @@ from gpuguard.model import GpuProcess, Snapshot
 from gpuguard.policies.view import HostUse
 
 GROUPS_SECONDS = 600.0  # after which a user's groups are asked for again
+NETWORK_SECONDS = 60.0  # after which a process in the host's network is asked again whether it has one of its own
 ANSWER_SECONDS = 1.0  # a directory service that needs longer is heard at the next look
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -29,6 +30,7 @@ class HostUses:
     def __init__(self) -> None:
         self._cpu: dict[Identity, tuple[float, float]] = {}  # (clock, CPU seconds)
         self._network: dict[Identity, tuple[float, int]] = {}  # (clock, bytes)
+        self._in_host: dict[Identity, float] = {}  # in the host's network when the clock was so
         self._groups: dict[int, tuple[float, frozenset[str]]] = {}  # (clock of asking, names)
         self._asking: set[int] = set()
 
@@ -47,6 +49,7 @@ class HostUses:
         stats = stats_of({pid for pid, _ in known}) if stats is None else stats
         cpu, network, found = self._cpu, self._network, {}
         self._cpu, self._network = {}, {}
+        in_host, self._in_host = self._in_host, {}
         own_network = _network_namespace("self")
         for identity in known:
             clock, seen = snapshot.clock, _used(stats.get(identity[0]), identity[1])
@@ -54,9 +57,7 @@ class HostUses:
                 continue
             seconds, resident, terminal = seen
             self._cpu[identity] = (clock, seconds)
-            received = _own_network_bytes(identity[0], own_network)
-            if received is not None:
-                self._network[identity] = (clock, received)
+            received = self._received(identity, clock, own_network, in_host.get(identity))
             rate = _rate(cpu.get(identity), clock, seconds)
             found[identity] = HostUse(
                 cpu=None if rate is None else rate * 100,
@@ -65,6 +66,18 @@ class HostUses:
                 terminal=terminal,
             )
         return found
+
+    def _received(self, identity: Identity, clock: float, host: str | None, asked: float | None) -> int | None:
+        """Bytes so far over a network of its own; at *asked* the process had none."""
+        if asked is not None and clock - asked < NETWORK_SECONDS:
+            self._in_host[identity] = asked
+            return None
+        received = _own_network_bytes(identity[0], host)
+        if received is None:
+            self._in_host[identity] = clock
+        else:
+            self._network[identity] = (clock, received)
+        return received
 
     def groups(self, snapshot: Snapshot) -> dict[int, frozenset[str]]:
         """The groups of everybody in *snapshot*, as far as they were told in time."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 
 from gpuguard.attribution import claims_readable, computes
 from gpuguard.clusters.slurm_jobs import job_of_claim
@@ -127,6 +128,7 @@ def label(text: object) -> str:
     return neutralise(str(text))[:LONGEST_LABEL]
 
 
+@lru_cache(maxsize=4096, typed=True)  # the same ones at every scrape; True is not spelled as 1 is
 def labels(**named: object) -> Labels:
     """Sorted, as a key; what is None is left out."""
     return tuple(sorted([(name, label(value)) for name, value in named.items() if value is not None]))
