@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lines import HOUR, a_machine, a_ticket, planned, started
@@ -42,8 +44,9 @@ def test_the_start_of_a_request_is_the_end_of_the_last_claim_that_it_waits_for()
     assert (place.start, place.devices, place.now) == (7.0, ("d1", "d2"), False)
 
 
-def test_a_claim_that_should_have_ended_tells_nothing() -> None:
-    (place,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": -1.0}))
+@pytest.mark.parametrize("end", [-1.0, 0.0])
+def test_a_claim_that_should_have_ended_tells_nothing(end: float) -> None:
+    (place,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": end}))
 
     assert (place.start, place.in_order) == (None, None)
     assert place.request == Request()  # it can start some day
@@ -95,9 +98,9 @@ def test_nobody_whose_user_had_more_puts_off_a_start_even_within_the_promise() -
     line = [a_ticket(1, 2, promise=10.0, time_limit=1.0), a_ticket(2, 1, time_limit=6.0)]
     machine = a_machine(line, 2, free=1, ends={"d1": 5.0})
 
-    assert started(planned(line, machine, {2: 10.0})) == []
-    assert started(planned(line, machine, {1: 10.0})) == [line[1].id]
-    assert started(planned(line, machine, {2: 10.0}, fair_share=False)) == [line[1].id]
+    assert started(planned(line, machine, {2: 0.5})) == []
+    assert started(planned(line, machine, {1: 0.5})) == [line[1].id]
+    assert started(planned(line, machine, {2: 0.5}, fair_share=False)) == [line[1].id]
 
 
 def test_a_lower_class_puts_off_nobody() -> None:
@@ -107,11 +110,12 @@ def test_a_lower_class_puts_off_nobody() -> None:
 
 
 def test_where_no_start_can_be_planned_small_requests_pass_until_the_bound() -> None:
-    def passing(waited: float) -> list[str]:
-        line = [a_ticket(1, 2, since=-waited), a_ticket(2, 1)]
+    def passing(waited: float, **fields: float) -> list[str]:
+        line = [a_ticket(1, 2, since=-waited, **fields), a_ticket(2, 1)]
         return started(planned(line, a_machine(line, 2, free=1), bound=HOUR))
 
-    assert passing(waited=HOUR - 1)
+    assert passing(waited=HOUR)
+    assert passing(waited=HOUR, promise=-1.0)  # no promise makes the bound shorter
     assert not passing(waited=HOUR + 1)
 
 
@@ -199,6 +203,33 @@ def test_devices_that_nobody_in_line_wants_are_free_for_a_reservation() -> None:
     assert started(planned(line, machine)) == [line[0].id]
 
 
+def test_whoever_a_reservation_holds_back_hears_of_the_one_that_has_his_device() -> None:
+    line = [a_ticket(ways=[only := Request(devices=("d0",))])]
+    others = [replace(a_booking(1, 10.0, f"d{number}"), id=f"other {number}") for number in range(1, 8)]
+    bookings = (*others, a_booking(1, 100.0, "d0"))
+    free = frozenset(f"d{number}" for number in range(8))
+    (place,) = planned(line, Machine({only: Fit(("d0",), frozenset({"d0"}))}, bookings=bookings, free=free))
+
+    assert (place.passes, place.start) == ("b1", 100.0 + HOUR)
+
+
+def test_a_reservation_does_not_count_on_a_claim_that_should_have_ended() -> None:
+    def passing(limit: float) -> bool:
+        line = [a_ticket()]
+        limits, booking = {"d1": limit}, a_booking(1, 100.0)
+        return bool(
+            started(
+                planned(
+                    line,
+                    Machine(a_machine(line, ["d0"]).fits, bookings=(booking,), free=frozenset({"d0"}), limits=limits),
+                )
+            )
+        )
+
+    assert passing(1.0)
+    assert not passing(0.0)
+
+
 def test_whoever_uses_no_more_than_his_own_reservation_passes_everybody() -> None:
     line = [a_ticket(1, 2), a_ticket(9, 1)]
     machine = a_machine(line, 2, free=frozenset({"d0", "d1"}))
@@ -229,6 +260,12 @@ def test_no_user_can_fill_the_line_before_another_one() -> None:
     line = [*flood, a_ticket(2)]
 
     assert started(planned(line, a_machine(line, free=1))) == [line[-1].id]
+
+
+def test_256_places_are_planned_and_of_each_user_his_first_four_wherever_they_stand() -> None:
+    flood, his = [a_ticket(1) for _ in range(300)], [a_ticket(2) for _ in range(6)]
+
+    assert plans.planned_for([*flood, *his]) == [*flood[:256], *his[:4]]
 
 
 def test_whoever_stands_too_far_behind_for_a_plan_is_not_refused() -> None:
@@ -307,6 +344,36 @@ def test_the_first_in_line_starts_if_he_fits_unless_he_can_wait_within_his_promi
         assert first.ticket.promise is not None
         assert any(place.now for place in places)
         assert (first.start if first.start is not None else math.inf) <= first.ticket.promise + 1e-3
+
+
+def test_the_first_starts_however_many_shorter_ones_were_refused_for_him() -> None:
+    line = [a_ticket(1, time_limit=1000.0), *(a_ticket(1, time_limit=1.0 + n) for n in range(70))]
+
+    assert started(planned(line, a_machine(line, 1))) == [line[0].id]
+
+
+def test_however_many_behind_one_who_waits_too_long_are_refused_those_before_him_are_not() -> None:
+    first = a_ticket(1, time_limit=2000.0, promise=5000.0)
+    before, behind = a_ticket(2, time_limit=1000.0), [a_ticket(2, time_limit=1.0 + n) for n in range(70)]
+    line = [first, before, a_ticket(3, 2, since=-2 * HOUR), *behind]
+
+    assert started(planned(line, a_machine(line, 2, free=1), bound=HOUR)) == [before.id]
+
+
+def test_of_lengths_that_all_differ_the_first_63_are_tried_and_what_is_longer_is_refused_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, against = [], plans._Plans._against
+
+    def counted(self: plans._Plans, ticket: Ticket, *of: Any) -> str | None:
+        tried.append(ticket.id)
+        return against(self, ticket, *of)
+
+    monkeypatch.setattr(plans._Plans, "_against", counted)
+    line = [a_ticket(1, 2), *(a_ticket(2, time_limit=6.0 + n) for n in range(100))]
+
+    assert {place.passes for place in planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))[1:]} == {line[0].id}
+    assert tried == [ticket.id for ticket in line[1:64]]
 
 
 def test_the_plan_of_500_requests_for_8_devices_takes_a_bounded_number_of_steps() -> None:

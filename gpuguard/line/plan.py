@@ -192,9 +192,9 @@ class _Plans:
         self._kinds: dict[Request, _Way | None] = {}  # a request is long to hash, and asked for a thousand times
         self._ways: dict[str, tuple[_Way, ...]] = {}  # id of a ticket -> its ways that are possible
 
-    def schedule(self, waiting: Sequence[Ticket], further: Busy | None = None) -> dict[str, Planned]:
+    def schedule(self, waiting: Sequence[Ticket]) -> dict[str, Planned]:
         """Everybody's planned start when they start in order."""
-        busy = (further or self.busy).copy()
+        busy = self.busy.copy()
         self.calendar = self.calendars.after(self.started, self.liked)
         planned = {}
         for ticket in waiting:
@@ -285,8 +285,9 @@ class _Plans:
     ) -> str | None:
         """Whom it would put off in a way that he need not accept."""
         if it.start > self.now:
-            kept = sorted(self.kept_from(ticket, it).values(), key=lambda booking: booking.begins)
-            return kept[0].id if kept else next(iter(self.reserved))
+            mine = {uuid for way in self.ways(ticket) for uuid in way.fit.eligible}
+            kept = [booking for uuid, booking in self.kept_from(ticket, it).items() if uuid in mine]
+            return min(kept, key=lambda booking: booking.begins).id if kept else next(iter(self.reserved))
         if self.calendars.uses_own(ticket.uid, it.devices, self.started):
             return None
         busy, calendar = self.busy.copy(), self.calendar
@@ -308,9 +309,8 @@ class _Plans:
 
     def _limit(self, other: Ticket, passing: Ticket, planned: float) -> float:
         """Until when *other* can be put off by *passing*."""
-        less = self.usage.get(passing.uid, 0.0) <= self.usage.get(other.uid, 0.0)
-        may = passing.uid == other.uid or not self.rules.fair_share or less
-        if other.promise is None or not may or passing.priority < other.priority:
+        had_more = self.rules.fair_share and self.usage.get(passing.uid, 0.0) > self.usage.get(other.uid, 0.0)
+        if other.promise is None or had_more or passing.priority < other.priority:
             return planned
         return max(planned, due_at(other, self.rules))
 
