@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,13 +166,141 @@ def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkey
     assert [index for index, problem in found.items() if problem] == [3]
 
 
+@pytest.mark.parametrize("first", [3, 1])
+def test_a_device_is_not_late_because_those_before_it_were_slow(
+    node: str, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    import gpuguard.backends.simulated as simulated
+
+    proper = simulated.Simulated._read
+
+    def slow(self: simulated.Simulated, node: object, device: object, *rest: object) -> object:
+        found = proper(self, node, device, *rest)  # type: ignore[arg-type]
+        if not self.skip:
+            time.sleep(0.6)
+        return found
+
+    monkeypatch.setattr(simulated.Simulated, "_read", slow)
+    sim("fault", "--device", str(first), "hang")
+    source = open_isolated(node, fork=True)
+    found = problems(source)
+    source.close()
+
+    assert [index for index, problem in found.items() if problem] == [first]
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_sampler_that_is_killed_while_it_reads_costs_the_device_that_it_read(node: str, index: int) -> None:
+    sim("fault", "--device", str(index), "hang")
+    source = open_isolated(node, fork=True)
+    channel = source._running()
+    killer = threading.Thread(
+        target=lambda: eventually(lambda: sampler.marked(channel[3])[0] == index) and os.kill(channel[0], 9)
+    )
+    killer.start()
+    found = problems(source)
+    killer.join()
+    source.close()
+
+    assert [index for index, problem in found.items() if problem] == [index]
+
+
+@pytest.fixture
+def silent() -> Iterator[sampler.Channel]:
+    """A sampler that says nothing: a process that sleeps."""
+    process = subprocess.Popen(["sleep", "600"])
+    requests, replies = os.pipe()
+    place = os.memfd_create("place")
+    yield process.pid, replies, requests, place
+    process.kill()
+    process.wait()
+    for each in (requests, replies, place):
+        os.close(each)
+
+
+def test_who_marks_a_device_in_time_is_waited_for(silent: sampler.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = iter(range(5))
+
+    def looked(_: int) -> sampler.Mark:
+        index = next(marks, 5)
+        return index, begun + (0.0 if index == 5 else 60.0)
+
+    begun = time.monotonic() - 1.0
+    monkeypatch.setattr(sampler, "marked", looked)
+
+    assert isolated._overdue(silent, 0.01) == (5, begun)
+
+
+def test_a_mark_that_was_read_half_blames_nobody_and_holds_up_nobody(
+    silent: sampler.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = time.monotonic()
+    half: list[sampler.Mark] = [(7, 0.0), (6, begun + 10_000.0), (7, 0.0)]
+    monkeypatch.setattr(sampler, "marked", lambda _: half.pop(0) if half else (2, begun))
+
+    assert isolated._overdue(silent, 0.01) == (2, begun)
+
+
+def test_a_device_is_not_blamed_when_the_sampler_goes_on_to_the_next_while_it_is_judged(
+    silent: sampler.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, moment = time.monotonic(), [1, 1, 2]
+    monkeypatch.setattr(sampler, "marked", lambda _: (moment.pop(0) if moment else 2, begun))
+
+    assert isolated._overdue(silent, 0.01) == (2, begun)
+
+
+def test_a_sampler_that_gets_no_cpu_has_a_grace_and_no_more(
+    silent: sampler.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolated, "STARVED_SECONDS", 0.5)
+    asked: list[int] = []
+    monkeypatch.setattr(isolated, "_is_runnable", lambda pid: not asked.append(pid))
+    sampler.mark(silent[3], 4)
+    begun = time.monotonic()
+    late = isolated._overdue(silent, 0.01)
+
+    assert (late and late[0], time.monotonic() - begun >= 0.5, set(asked)) == (4, True, {silent[0]})
+
+
+def test_an_answer_that_comes_at_the_last_moment_counts(
+    silent: sampler.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler.mark(silent[3], 0)
+    monkeypatch.setattr(isolated, "_is_runnable", lambda pid: bool(sampler.send(silent[1], ("ready",))))
+
+    assert isolated._overdue(silent, 0.01) is None
+
+
+@pytest.mark.parametrize("index", [None, 0, 3, 4095])
+def test_a_mark_says_which_device_and_since_when(silent: sampler.Channel, index: int | None) -> None:
+    before = time.monotonic()
+    sampler.mark(silent[3], index)
+    told = sampler.marked(silent[3])
+
+    assert (told[0], before <= told[1] <= time.monotonic()) == (index, True)
+
+
+def test_one_look_wakes_the_reader_once(node: str) -> None:
+    """The others go on in the time that it has waited; each wake-up costs a tenth of a millisecond."""
+    source = open_isolated(node, fork=True)
+    source.sample(WHO_FIELDS)
+    channel = source._running()
+    sampler.send(channel[1], (tuple(WHO_FIELDS), None, ()))
+    kind = sampler.receive(channel[2])[0]
+    source.close()
+
+    assert kind == "snapshot"
+
+
 def test_a_sampler_that_never_becomes_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated, "SLOW_SECONDS", 0.1)
     monkeypatch.setattr(isolated, "INIT_SECONDS", 0.2)
     told: list[str] = []
     reply, _hold = os.pipe()
     requests, write = os.pipe()
-    source = Isolated("nvml", lambda name: (os.getppid(), write, reply), None, told.append)
+    place = os.memfd_create("place")
+    source = Isolated("nvml", lambda name: (os.getppid(), write, reply, place), None, told.append)
     with pytest.raises(DriverUnresponsive, match="did not initialise"):
         source.sample(SELECT_FIELDS)
     os.close(requests)

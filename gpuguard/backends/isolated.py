@@ -1,8 +1,8 @@
 """A backend in a process of its own, so that a driver call that hangs or crashes takes nobody along.
 
-Ten other tools were tried: all of them hang when one driver call does.  Here the sampler says which device it is about
-to touch; when it stays silent for too long it is abandoned (its end of the pipe is closed, which ends it), that device
-is called unresponsive, and a new sampler reads the others.  Does not read devices itself: see nvml, simulated.
+Ten other tools were tried: all of them hang when one driver call does.  Here the sampler marks which device it is about
+to touch; when that takes too long it is abandoned (its end of the pipe is closed, which ends it), that device is called
+unresponsive, and a new sampler reads the others.  Does not read devices itself: see nvml, simulated.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Isolated:
             channel = self._running()
             request = (tuple(fields), None if devices is None else tuple(devices), tuple(self._skip))
             try:
+                sampler.mark(channel[3], None)
                 sampler.send(channel[1], request)
                 return self._named(self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS), request[1])
             except _Stuck as stuck:
@@ -111,12 +112,13 @@ class Isolated:
 
     def _await_ready(self, channel: sampler.Channel) -> None:
         try:
-            if not self._wait(channel, SLOW_SECONDS):
+            sampler.mark(channel[3], None)
+            if _overdue(channel, SLOW_SECONDS):
                 if self._on_slow:
                     self._on_slow(
                         "the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ..."
                     )
-                if not self._wait(channel, INIT_SECONDS - SLOW_SECONDS):
+                if _overdue(channel, INIT_SECONDS):
                     raise errors.DriverUnresponsive(
                         f"the driver did not initialise within {INIT_SECONDS:.0f} s.  Try `nvidia-smi`; "
                         "if it hangs too, reboot."
@@ -133,19 +135,14 @@ class Isolated:
     def _reply(self, seconds: float) -> Snapshot:
         channel = self._channel
         assert channel is not None
-        index: int | None = None
-        while True:
-            where = "the driver" if index is None else f"device {index}"
-            if not self._wait(channel, seconds):
-                raise _Stuck(index, f"a driver call did not come back ({where})")
-            reply = sampler.receive(channel[2])
-            if reply is None:
-                raise _Stuck(index, f"the driver library crashed ({where})")
-            if reply[0] == "at":
-                index = reply[1]
-                continue
-            _raise_error(reply)
-            return sampler.unpack(reply[1])
+        if late := _overdue(channel, seconds):
+            raise _Stuck(late[0], f"a driver call did not come back ({_where(late[0])})")
+        reply = sampler.receive(channel[2])
+        if reply is None:
+            index, _ = sampler.marked(channel[3])
+            raise _Stuck(index, f"the driver library crashed ({_where(index)})")
+        _raise_error(reply)
+        return sampler.unpack(reply[1])
 
     def _named(self, snapshot: Snapshot, devices: tuple[str, ...] | None) -> Snapshot:
         """The snapshot with the uuids that a former sampler knew: a new one must not touch what it has to skip."""
@@ -163,24 +160,12 @@ class Isolated:
         gaps += tuple(Gap(uuid, "device", _SILENT) for uuid in wanted.values())
         return replace(snapshot, devices=tuple(sorted(others + gone, key=lambda device: device.index)), gaps=gaps)
 
-    def _wait(self, channel: sampler.Channel, seconds: float) -> bool:
-        """Whether the sampler said something in time; the time in which it only waits for a CPU does not count."""
-        poll = select.poll()
-        poll.register(channel[2], select.POLLIN)
-        if poll.poll(seconds * 1000):
-            return True
-        starved_until = time.monotonic() + STARVED_SECONDS
-        while _is_runnable(channel[0]) and time.monotonic() < starved_until:
-            if poll.poll(200):
-                return True
-        return bool(poll.poll(0))
-
     def _abandon(self) -> None:
         if self._channel:
-            pid, requests, replies = self._channel
+            pid, *descriptors = self._channel
             self._channel, self._ready = None, False
-            os.close(requests)
-            os.close(replies)
+            for each in descriptors:
+                os.close(each)
             _abandoned.append(pid)
         # Never a blocking wait: a sampler in an uninterruptible driver call ends only when the driver lets it.
         _abandoned[:] = [pid for pid in _abandoned if not _reaped(pid)]
@@ -193,6 +178,33 @@ class _Stuck(Exception):
         super().__init__(reason)
         self.index = index
         self.reason = reason
+
+
+def _overdue(channel: sampler.Channel, seconds: float) -> sampler.Mark | None:
+    """The mark of what takes longer than *seconds*; None as soon as the sampler answers, or has ended.
+
+    The time in which it only waits for a CPU does not count.
+    """
+    pid, _, replies, place = channel
+    poll = select.poll()
+    poll.register(replies, select.POLLIN)
+    late: sampler.Mark | None = None
+    starved_until, pause = 0.0, seconds
+    while not poll.poll(pause * 1000):
+        mark, now = sampler.marked(place), time.monotonic()
+        if (left := mark[1] + seconds - now) > 0:
+            pause = min(left, seconds)  # no longer, should the mark have been read half
+        elif mark != late:
+            late, starved_until, pause = mark, now + STARVED_SECONDS, 0.0
+        elif now < starved_until and _is_runnable(pid):
+            pause = 0.2
+        elif sampler.marked(place) == mark:  # else it went on between these lines, and waits for another device
+            return None if poll.poll(0) else mark
+    return None
+
+
+def _where(index: int | None) -> str:
+    return "the driver" if index is None else f"device {index}"
 
 
 def _raise_error(reply: tuple[object, ...]) -> None:

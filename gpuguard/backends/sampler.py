@@ -4,7 +4,8 @@ It imports almost nothing before it forks: `gpuguard run` starts it before it pa
 libnvidia-ml loads (22 ms for the Python bindings alone) on the other core meanwhile.
 
 A frame is a 4-byte length and a marshal of (kind, ...): requests (fields, devices, skip); replies ("ready",),
-("at", index) before a device is touched, ("snapshot", packed), ("error", class, message, attributes).
+("snapshot", packed), ("error", class, message, attributes).  Which device is being read is no frame, of which each
+would wake the reader up: it stands in a file in memory, where the reader looks when it has waited too long.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import marshal
 import os
 import sys
+import time
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
@@ -19,21 +21,24 @@ if TYPE_CHECKING:
 
     from gpuguard.model import Snapshot
 
-Channel = tuple[int, int, int]  # pid of the child, descriptor to write requests to, descriptor to read replies from
+# The pid of the child, and descriptors: to write requests to, to read replies from, and of where it says what it reads.
+Channel = tuple[int, int, int, int]
+Mark = tuple["int | None", float]  # the index of the device that is read, None: none; and since when (monotonic)
 
 
 def start_by_fork(name: str) -> Channel:
     """Start a sampler of backend *name* as a copy of this process: fast, and only for a process without threads."""
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
+    place = os.memfd_create("gpuguard-place")
     pid = os.fork()
     if pid:
         os.close(request_read)
         os.close(reply_write)
-        return pid, request_write, reply_read
+        return pid, request_write, reply_read, place
     try:
-        _leave_the_family(keep=(request_read, reply_write))
-        serve(name, request_read, reply_write)
+        _leave_the_family(keep=(request_read, reply_write, place))
+        serve(name, request_read, reply_write, place)
     finally:
         os._exit(1)
 
@@ -42,8 +47,9 @@ def start_by_spawn(name: str) -> Channel:
     """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else."""
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
+    place = os.memfd_create("gpuguard-place")
     code = (
-        "import sys; sys.path[:] = sys.argv[2:]; from gpuguard.backends.sampler import serve; serve(sys.argv[1], 0, 1)"
+        "import sys; sys.path[:] = sys.argv[2:]; import gpuguard.backends.sampler as s; s.serve(sys.argv[1], 0, 1, 3)"
     )
     from gpuguard import capabilities
 
@@ -62,6 +68,7 @@ def start_by_spawn(name: str) -> Channel:
                 (os.POSIX_SPAWN_DUP2, request_read, 0),
                 (os.POSIX_SPAWN_DUP2, reply_write, 1),
                 (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+                (os.POSIX_SPAWN_DUP2, place, 3),
             ],
             setpgroup=0,
             setsigmask=(),
@@ -71,10 +78,10 @@ def start_by_spawn(name: str) -> Channel:
             capabilities.keep_to_ourselves()
         os.close(request_read)
         os.close(reply_write)
-    return pid, request_write, reply_read
+    return pid, request_write, reply_read, place
 
 
-def serve(name: str, requests: int, replies: int) -> NoReturn:
+def serve(name: str, requests: int, replies: int, place: int) -> NoReturn:
     """Answer requests until the other end is gone.  Never returns."""
     import _thread
 
@@ -82,7 +89,7 @@ def serve(name: str, requests: int, replies: int) -> NoReturn:
     from gpuguard.errors import GpuguardError
 
     try:
-        _answer(name, requests, replies)
+        _answer(name, requests, replies, place)
     except GpuguardError as error:
         send(replies, ("error", type(error).__name__, str(error), vars(error)))
     except BrokenPipeError:
@@ -92,7 +99,7 @@ def serve(name: str, requests: int, replies: int) -> NoReturn:
     os._exit(0)
 
 
-def _answer(name: str, requests: int, replies: int) -> None:
+def _answer(name: str, requests: int, replies: int, place: int) -> None:
     import gc
 
     from gpuguard.backends import open_backend
@@ -107,7 +114,7 @@ def _answer(name: str, requests: int, replies: int) -> None:
     backend: Any = open_backend(name)
     gc.freeze()  # what is loaded stays: no collection need look at it again
     gc.enable()
-    backend.progress = lambda index: send(replies, ("at", index))
+    backend.progress = lambda index: mark(place, index)
     send(replies, ("ready",))
     while request := receive(requests):
         fields, devices, skip = request
@@ -119,7 +126,7 @@ def _answer(name: str, requests: int, replies: int) -> None:
         send(replies, reply)
 
 
-def _leave_the_family(keep: tuple[int, int]) -> None:
+def _leave_the_family(keep: tuple[int, ...]) -> None:
     """Hold nothing of the parent: no claim, no terminal, no pipe that somebody waits for the end of."""
     import signal
 
@@ -144,6 +151,19 @@ def _end_with_the_parent(requests: int) -> None:
     poll.register(requests, 0)  # hang-up alone
     poll.poll()
     os._exit(0)
+
+
+def mark(place: int, index: int | None) -> None:
+    """Say that device *index* is about to be read; None: none of them."""
+    number = -1 if index is None else index
+    os.pwrite(place, number.to_bytes(8, "little", signed=True) + time.monotonic_ns().to_bytes(8, "little"), 0)
+
+
+def marked(place: int) -> Mark:
+    """What was marked last; one that is just being written may be read half."""
+    told = os.pread(place, 16, 0)
+    index = int.from_bytes(told[:8], "little", signed=True)
+    return None if index < 0 else index, int.from_bytes(told[8:], "little") / 1e9
 
 
 def send(descriptor: int, message: Any) -> None:
