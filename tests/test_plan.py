@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +12,10 @@ from lines import HOUR, a_machine, a_ticket, planned, started
 
 from gpuguard.line import plan as plans
 from gpuguard.line.order import Rules, Ticket, order
-from gpuguard.line.plan import Booking, Fit, Machine, Place, plan, promise
+from gpuguard.line.plan import Fit, Machine, Place, plan, promise
 from gpuguard.request import Request
 
 SHARE = Request(share=True, memory=2**30)
-
-
-def a_booking(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> Booking:
-    return Booking("b1", user, f"u{user}", gpus, begins, begins + HOUR, devices or ("d0", "d1"), **fields)
 
 
 def test_whoever_fits_starts_now_on_the_devices_that_he_likes_best() -> None:
@@ -171,82 +166,6 @@ def test_shares_start_beside_each_other_and_not_beside_whoever_wants_the_device_
 
     assert started(planned(line, a_machine(line, 1))) == [line[0].id, line[1].id]
     assert started(planned(line[::-1], a_machine(line, 1))) == [line[2].id]
-
-
-def test_a_reservation_keeps_its_devices_from_jobs_that_may_last_until_then() -> None:
-    def passing(user: int = 1, gpus: int = 2, begins: float = 100.0, **fields: float) -> bool:
-        line = [a_ticket(user, **fields)]
-        machine = Machine(a_machine(line, 2).fits, bookings=(a_booking(gpus, begins),), free=frozenset({"d0", "d1"}))
-        return bool(started(planned(line, machine)))
-
-    assert not passing()
-    assert passing(time_limit=100.0)
-    assert not passing(time_limit=101.0)
-    assert passing(user=9)
-    assert passing(gpus=1)
-    assert passing(begins=plans.HORIZON_SECONDS + 1.0)
-
-
-def test_a_reservation_counts_what_its_user_has_already() -> None:
-    line = [a_ticket()]
-    fits = a_machine(line, ["d1"]).fits
-
-    assert not started(planned(line, Machine(fits, bookings=(a_booking(2, 0.0),), free=frozenset({"d1"}))))
-    assert started(planned(line, Machine(fits, bookings=(a_booking(1, 0.0, held=("d0",)),), free=frozenset({"d1"}))))
-
-
-def test_devices_that_nobody_in_line_wants_are_free_for_a_reservation() -> None:
-    line = [a_ticket(ways=[only := Request(devices=("d0",))])]
-    fits = {only: Fit(("d0",), frozenset({"d0"}))}
-    machine = Machine(fits, bookings=(a_booking(1, 0.0, "d0", "d1"),), free=frozenset({"d0", "d1"}))
-
-    assert started(planned(line, machine)) == [line[0].id]
-
-
-def test_whoever_a_reservation_holds_back_hears_of_the_one_that_has_his_device() -> None:
-    line = [a_ticket(ways=[only := Request(devices=("d0",))])]
-    others = [replace(a_booking(1, 10.0, f"d{number}"), id=f"other {number}") for number in range(1, 8)]
-    bookings = (*others, a_booking(1, 100.0, "d0"))
-    free = frozenset(f"d{number}" for number in range(8))
-    (place,) = planned(line, Machine({only: Fit(("d0",), frozenset({"d0"}))}, bookings=bookings, free=free))
-
-    assert (place.passes, place.start) == ("b1", 100.0 + HOUR)
-
-
-def test_a_reservation_does_not_count_on_a_claim_that_should_have_ended() -> None:
-    def passing(limit: float) -> bool:
-        line = [a_ticket()]
-        limits, booking = {"d1": limit}, a_booking(1, 100.0)
-        return bool(
-            started(
-                planned(
-                    line,
-                    Machine(a_machine(line, ["d0"]).fits, bookings=(booking,), free=frozenset({"d0"}), limits=limits),
-                )
-            )
-        )
-
-    assert passing(1.0)
-    assert not passing(0.0)
-
-
-def test_whoever_uses_no_more_than_his_own_reservation_passes_everybody() -> None:
-    line = [a_ticket(1, 2), a_ticket(9, 1)]
-    machine = a_machine(line, 2, free=frozenset({"d0", "d1"}))
-    his = Machine(machine.fits, bookings=(a_booking(1, 0.0, "d0"),), free=frozenset({"d0", "d1"}))
-
-    assert started(planned(line, machine)) == [line[0].id]
-    assert started(planned(line, his)) == [line[1].id]
-
-
-def test_of_two_devices_neither_may_be_kept_for_somebody_by_the_time_that_the_other_is_free() -> None:
-    line = [a_ticket(1, 2, time_limit=30.0)]
-    fits = a_machine(line, 2, free=["d0"]).fits
-    booking = a_booking(1, 40.0, "d0")
-    machine = Machine(fits, {"d1": 50.0}, bookings=(booking,), free=frozenset({"d0"}))
-    (place,) = planned(line, machine)
-
-    assert (place.start, place.devices) == (booking.ends, ("d1", "d0"))
 
 
 def test_whoever_has_no_place_yet_holds_up_nobody() -> None:
