@@ -85,7 +85,7 @@ def test_of_the_way_that_he_takes_the_device_that_he_likes_least_is_kept_from_hi
 def test_a_reservation_counts_on_the_device_of_a_job_that_starts_now_if_its_limit_ends_before() -> None:
     def passing(**fields: float) -> bool | list[str]:
         line = [a_ticket(1, ways=[only := Request(devices=("d1",))], **fields), a_ticket(2, promise=2 * HOUR)]
-        fits = a_machine(line[1:], 2).fits | {only: Fit(("d1",), frozenset({"d1"}))}
+        fits = {**a_machine(line[1:], 2).fits, only: Fit(("d1",), frozenset({"d1"}))}
         machine = Machine(fits, bookings=(a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
         first, second = planned(line, machine)
         assert first.now
