@@ -205,6 +205,8 @@ def _sites(tree: ast.Module, path: Path) -> tuple[bool, frozenset[int]]:
     around = [one for one in steps if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
     if around:  # a default or a decorator
         return True, frozenset(each.lineno for each in around[0].body)
+    if isinstance(steps[0], ast.ClassDef):
+        return not inside, frozenset()
     names = {one.id for one in ast.walk(steps[0]) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     return not inside, frozenset(_users_of(names, tree))
 

@@ -113,6 +113,16 @@ def test_a_mutant_knows_which_statements_must_run_if_a_test_is_to_notice():
     ]
 
 
+def test_what_is_wrong_with_a_class_any_test_might_notice():
+    source = "@frozen(True)\nclass A:\n    b: int = 2\n\n    def c(self):\n        return self.b\n"
+
+    assert [(one.what, one.at_import, set(one.sites)) for one in mutants.mutants(source)] == [
+        ("number: 2", True, set()),
+        ("return: return self.b", False, {6}),
+        ("truth: True", True, set()),
+    ]
+
+
 # A project of one file: what is loaded with it, what runs in a test, what a child of a test runs.
 PROJECT = {
     "one.py": "LIMIT = 3\n\n\ndef f(x):\n    if x > 9:\n        return LIMIT\n    return x + 1\n\n\n"

@@ -68,10 +68,11 @@ def test_a_driver_that_does_not_answer_changes_nothing_of_what_was_seen(director
     assert waiting._survey(before, closely=False).snapshot is before.snapshot
 
 
-def test_a_survey_reads_what_the_requests_of_the_line_need_and_health_only_when_closely(directory, monkeypatch):
+@pytest.mark.parametrize("way", [{"max_util": 10.0}, {"max_processes": 2}])
+def test_a_survey_reads_what_the_requests_of_the_line_need_and_health_only_when_closely(directory, monkeypatch, way):
     machine = Machine(*DEVICES)
     waiting = in_line(directory, machine)
-    busy = a_line(a_place(ways=(Request(max_util=10.0),)))
+    busy = a_line(a_place(ways=(Request(**way),)))
     monkeypatch.setattr(turn, "stand", lambda *of: busy)
 
     assert waiting._survey(a_line(), closely=False) is busy
