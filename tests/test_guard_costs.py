@@ -39,7 +39,7 @@ def jobs() -> Iterator[list[int]]:
             child.kill()
 
 
-def test_a_sample_opens_two_files_per_process_and_asks_the_driver_no_more_than_it_must(
+def test_a_sample_opens_one_file_per_process_and_asks_the_driver_no_more_than_it_must(
     fake: FakeNvml, jobs: list[int]
 ) -> None:
     for number, pid in enumerate(jobs):
@@ -47,7 +47,7 @@ def test_a_sample_opens_two_files_per_process_and_asks_the_driver_no_more_than_i
     opened, calls = answer_of(fake, OPENED)
 
     # What makes sure that a pid is who it was a second ago: its start, and the program that it runs.
-    assert sorted(opened) == sorted(f"/proc/{pid}/{name}" for pid in jobs for name in ("stat", "cmdline"))
+    assert sorted(opened) == sorted(f"/proc/{pid}/stat" for pid in jobs)
     assert sum(calls.values()) <= 8 * 16
 
 
@@ -104,7 +104,7 @@ def described_pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The pids about which everything was read; every pid is a process."""
     read: list[int] = []
     monkeypatch.setattr(processes, "_kept", processes._Kept())
-    monkeypatch.setattr(processes, "start_time", lambda pid: 1.0)
+    monkeypatch.setattr(processes, "see", lambda pid: (1.0, b"program"))
     monkeypatch.setattr(processes, "read_proc", lambda path, *limit: None)
     monkeypatch.setattr(processes, "_uid", lambda pid: 0)
     monkeypatch.setattr(processes, "_described", lambda pid: read.append(pid) or {})

@@ -217,6 +217,89 @@ def test_the_start_time_tells_a_process_from_an_older_one(job: subprocess.Popen[
     assert started is not None and ours is not None and started > ours
 
 
+CHANGES = {
+    "another program": "os.execv('/bin/cat', ['cat'])",
+    "the same one with as many other words": "os.execv(sys.executable, [sys.executable, '-c', code, 'b'])",
+    "a title that it writes over its words": """
+begin = int(open('/proc/self/stat').read().rpartition(')')[2].split()[45])
+memory = os.open('/proc/self/mem', os.O_RDWR)
+os.pwrite(memory, b'title', begin)
+""",
+}
+CHANGING = """
+import os, sys
+code = os.environ['CODE']
+print(flush=True)
+if os.read(0, 3) and sys.argv[1] == 'a':
+    exec(os.environ['CHANGE'])
+    print(flush=True)
+while os.read(0, 99):
+    pass
+"""
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+
+
+@pytest.fixture
+def described_twice(request: pytest.FixtureRequest) -> Iterator[tuple[GpuProcess, GpuProcess, GpuProcess]]:
+    """A process before it changes, just afterwards, and when its command line is old."""
+    change, places_are_shown = request.param
+    environment = {**os.environ, "CODE": CHANGING, "CHANGE": CHANGES[change]}
+    words = [sys.executable, "-c", CHANGING, "a"]
+    real = processes.see
+    with pytest.MonkeyPatch.context() as patch, subprocess.Popen(words, env=environment, **PIPES) as job:
+        if not places_are_shown:
+            patch.setattr(processes, "see", lambda pid: (seen := real(pid)) and (seen[0], None))
+        assert job.stdin and job.stdout
+        job.stdout.readline()
+        before = processes.described(GpuProcess(job.pid))
+        job.stdin.write(b"go\nthere\n")
+        job.stdout.readline()
+        after = processes.described(GpuProcess(job.pid))
+        patch.setattr(processes, "COMMAND_SECONDS", -1.0)
+        later = processes.described(GpuProcess(job.pid))
+        job.kill()
+        yield before, after, later
+
+
+@pytest.mark.parametrize(
+    "described_twice",
+    [
+        ("another program", True),
+        ("the same one with as many other words", True),
+        *((change, False) for change in CHANGES),
+    ],
+    indirect=True,
+)
+def test_another_command_line_is_seen_at_once(described_twice: tuple[GpuProcess, GpuProcess, GpuProcess]) -> None:
+    before, after, later = described_twice
+
+    assert before.command and after.command and before.start_time == after.start_time
+    assert before.command != after.command == later.command
+
+
+@pytest.mark.parametrize("described_twice", [("a title that it writes over its words", True)], indirect=True)
+def test_a_title_is_seen_when_the_command_line_is_read_again(
+    described_twice: tuple[GpuProcess, GpuProcess, GpuProcess],
+) -> None:
+    before, after, later = described_twice
+
+    assert before.command == after.command
+    assert later.command and later.command[0].startswith("title")
+
+
+def test_a_process_whose_memory_is_not_shown_to_us_is_known_by_its_start_alone(monkeypatch: Any) -> None:
+    told = processes.read_proc(f"/proc/{os.getpid()}/stat") or b""
+    words = told.split()
+    started = int(words[21]) / os.sysconf("SC_CLK_TCK")
+    hidden = b" ".join([*words[:44], *[b"0"] * 7, words[51]])
+
+    for shown in (hidden, b" ".join(words[:44])):  # the kernel before 3.5 shows nobody
+        monkeypatch.setattr(processes, "read_proc", lambda path, shown=shown: shown)
+        assert processes.see(1) == (started, None)
+    monkeypatch.setattr(processes, "read_proc", lambda path: told)
+    assert (processes.see(1) or (0, None))[1] is not None
+
+
 def test_a_process_that_is_gone_is_described_as_what_the_driver_said() -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
@@ -233,7 +316,7 @@ def test_a_number_that_is_no_pid_is_nobody(pid: int) -> None:
 
 def test_a_pid_that_changes_hands_while_we_look_is_nobody(job: subprocess.Popen[bytes], monkeypatch: Any) -> None:
     times = iter([100.0, 200.0])
-    monkeypatch.setattr(processes, "start_time", lambda pid: next(times))
+    monkeypatch.setattr(processes, "see", lambda pid: (next(times), b"program"))
 
     assert processes.described(GpuProcess(job.pid)) == GpuProcess(job.pid)
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from typing import Any
 
+    from gpuguard.backends.processes import Seen
+
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
     "power_draw": (0, 10_000), "power_limit": (0, 10_000), "total_energy": (0, 2**53), "pstate": (0, 15),
@@ -56,7 +58,7 @@ class Reading:
         self.values: dict[str, Any] = {}
         self.gaps: list[Gap] = []
         self.problems: list[str] = []
-        self.starts: dict[int, float] = {}  # when those began that it lists, in seconds since boot
+        self.seen: dict[int, Seen] = {}  # the processes that it lists
         self.memory_doubt: str | None = None  # why the memory of its processes cannot be checked
 
     def ask(self, function: str, *arguments: Any) -> Answer:

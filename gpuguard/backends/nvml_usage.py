@@ -80,7 +80,7 @@ def read_processes(reading: Reading) -> None:
     reading.values["processes_plausible"] = reason is None and all(each.code in NEVER for each in failed.values())
     if reason is None:
         identify = processes.described if details else processes.identified
-        rows = [identify(row, reading.starts.get(row.pid)) for row in rows]
+        rows = [identify(row, reading.seen.get(row.pid)) for row in rows]
         if details and BRIEF not in reading.fields:
             rows = _with_utilization(reading, rows)
     else:
@@ -141,11 +141,11 @@ def _implausibility(reading: Reading, lists: dict[str, list[Any]], used: int | N
     if any(lists.values()) and reading.memory_doubt:
         return reading.memory_doubt
     total = reading.values.get("memory_total")
-    reading.starts = {}
+    reading.seen = {}
     for rows in lists.values():
         reason = processes.implausibility(
             [(row.pid, row.usedGpuMemory) for row in rows],
-            alive=lambda pid: _is_alive(reading.starts, pid),
+            alive=lambda pid: _is_alive(reading.seen, pid),
             pid_max=processes.pid_max(),
             memory_total=total,
             memory_used=used,
@@ -162,12 +162,12 @@ def _implausibility(reading: Reading, lists: dict[str, list[Any]], used: int | N
     return None
 
 
-def _is_alive(starts: dict[int, float], pid: int) -> bool:
-    """As processes.alive(); the start times of those that are go into *starts*, so that nobody reads them again."""
-    start = processes.start_time(pid)
-    if start is None:
+def _is_alive(seen: dict[int, processes.Seen], pid: int) -> bool:
+    """As processes.alive(); what see() says of those that are goes into *seen*, so that nobody asks it again."""
+    told = processes.see(pid)
+    if told is None:
         return processes.alive(pid)
-    starts[pid] = start
+    seen[pid] = told
     return True
 
 

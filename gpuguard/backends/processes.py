@@ -26,23 +26,32 @@ SLACK = 512 * 2**20
 LONGEST = 2**18  # bytes that are read of a command line or an environment; what stands behind is cut off
 LARGEST_MEMORY = 2**44  # bytes: no device has 16 TiB
 
+_HIDDEN = b"0 0 0 0 "
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 # What is read about a process costs 0.5 ms: a daemon that looks once per second keeps it.
 FACTS_SECONDS = 60.0
+COMMAND_SECONDS = (
+    4.0  # a title that a program writes over its command line is seen within them, another program at once
+)
 UID_SECONDS = 10.0  # a process gets another user id while it runs only by dropping privileges, just after its start
 KEPT_AT_MOST = 8192  # processes in each half, 1 KiB each: more than run on 64 devices
+
+
+# When a process started, in seconds since boot, and what is another one when it runs another program; None: not told.
+Seen = tuple[float, "bytes | None"]
 
 
 class _Known:
     """What is kept of a process that runs one program, and when it was read."""
 
-    __slots__ = ("facts", "facts_read", "uid", "uid_read")
+    __slots__ = ("command", "command_read", "facts", "facts_read", "uid", "uid_read")
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
+        self.command: bytes | None = None
         self.uid: int | None = None
-        self.facts_read = self.uid_read = float("-inf")
+        self.facts_read = self.command_read = self.uid_read = float("-inf")
 
 
 class _Kept:
@@ -53,13 +62,13 @@ class _Kept:
     """
 
     def __init__(self) -> None:
-        self.young: dict[tuple[int, float, bytes | None], _Known] = {}
+        self.young: dict[tuple[int, Seen], _Known] = {}
         self.old = self.young
         self.began = 0.0
 
-    def of(self, pid: int, started: float, command: bytes | None, now: float) -> _Known:
+    def of(self, pid: int, seen: Seen, now: float) -> _Known:
         """What is kept of a process, to be filled in."""
-        key = pid, started, command
+        key = pid, seen
         known = self.young.get(key)
         if known is None:
             known = self.old.get(key) or _Known()
@@ -150,31 +159,35 @@ def may_be(pid: int, program: bytes) -> bool:
     return told is None or told.rstrip(b"\n") == program[:15]  # of which a kernel keeps so much
 
 
-def identified(process: GpuProcess, started: float | None = None) -> GpuProcess:
-    """The process with its real user id and its start time, *started* if that was just read; cheap enough to poll."""
-    return replace(process, start_time=started or start_time(process.pid), uid=_uid(process.pid))
+def identified(process: GpuProcess, seen: Seen | None = None) -> GpuProcess:
+    """The process with its real user id and its start time, from *seen* if that was just read; cheap enough to poll."""
+    return replace(process, start_time=seen[0] if seen else start_time(process.pid), uid=_uid(process.pid))
 
 
-def described(process: GpuProcess, started: float | None = None) -> GpuProcess:
-    """The process with everything that can be read about it; *started* is its start time, if that was just read."""
-    started = started or start_time(process.pid)
-    if started is None:
+def described(process: GpuProcess, seen: Seen | None = None) -> GpuProcess:
+    """The process with everything that can be read about it; *seen* is what see() says, if it was just asked."""
+    seen = seen or see(process.pid)
+    if seen is None:
         return identified(process)
-    # Another program under the same pid (exec) has another command line; the rest is read again after a while.
-    command, now = read_proc(f"/proc/{process.pid}/cmdline"), time.monotonic()
-    known = _kept.of(process.pid, started, command, now)
+    now = time.monotonic()
+    known = _kept.of(process.pid, seen, now)
+    if seen[1] is None or now - known.command_read > COMMAND_SECONDS:
+        command = read_proc(f"/proc/{process.pid}/cmdline")
+        if command != known.command:
+            known.uid_read = known.facts_read = float("-inf")
+        known.command, known.command_read = command, now
     before = known.uid
     if before is None or now - known.uid_read > UID_SECONDS:
         known.uid, known.uid_read = _uid(process.pid), now
     if now - known.facts_read > FACTS_SECONDS or known.uid != before:
         facts = _described(process.pid)
-        if start_time(process.pid) != started:
+        if start_time(process.pid) != seen[0]:
             # The pid became another process while we looked: nothing read in between can be told apart.
             known.uid = None
             return process
         known.facts, known.facts_read = facts, now
     uid = known.uid
-    return replace(process, start_time=started, uid=uid, user=None if uid is None else user_name(uid), **known.facts)
+    return replace(process, start_time=seen[0], uid=uid, user=None if uid is None else user_name(uid), **known.facts)
 
 
 def _described(pid: int) -> dict[str, Any]:
@@ -212,8 +225,20 @@ def _variables(environ: bytes) -> dict[str, str]:
 
 def start_time(pid: int) -> float | None:
     """Seconds since boot at which the process started; None: gone or hidden."""
-    fields = (read_proc(f"/proc/{pid}/stat") or b"").rpartition(b")")[2].split(None, 20)
-    return int(fields[19]) / _TICKS if len(fields) > 19 else None
+    seen = see(pid)
+    return seen[0] if seen else None
+
+
+def see(pid: int) -> Seen | None:
+    """What tells a process, and the program that it runs, from any other; None: gone or hidden."""
+    name, _, rest = (read_proc(f"/proc/{pid}/stat") or b"").rpartition(b")")
+    fields = rest.split(None, 42)
+    if len(fields) < 20:
+        return None
+    # Behind the 42nd stands where data, heap, arguments and environment lie: an exec lays them anew, at random places.
+    # With the name they stand for the command line, whose reading takes as long.  Zeros: not shown to this user.
+    places = fields[42] if len(fields) > 42 else _HIDDEN
+    return int(fields[19]) / _TICKS, None if places.startswith(_HIDDEN) else name + places
 
 
 def container_of(cgroup: str) -> str | None:
