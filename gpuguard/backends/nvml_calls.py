@@ -83,8 +83,8 @@ def _call(nvml: Any, function: str, *arguments: Any) -> Answer:
         return Answer(code=BAD_TEXT, reason=REASONS[BAD_TEXT])
 
 
-def _processes(nvml: Any, function: str, handle: Any) -> list[Any]:
-    """A list of processes by the binding's own structures, but in one call.
+def _processes(nvml: Any, function: str, handle: Any) -> list[tuple[int, int | None]]:
+    """The pid and the bytes of each process of a list, by the binding's own structures, but in one call.
 
     The binding asks for its length first, and a real driver takes 4.5 ms each time (see benchmarks/measuring.py).
     Bindings before 12.575 have no function for the second version, whose rows are those of the third.
@@ -101,11 +101,10 @@ def _processes(nvml: Any, function: str, handle: Any) -> list[Any]:
     if code:
         raise nvml.NVMLError(code)
     unknown = nvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value
-    listed = [nvml.nvmlStructToFriendlyObject(row) for row in rows[: min(count.value, room)]]
-    for process in listed:
-        if process.usedGpuMemory == unknown:
-            process.usedGpuMemory = None
-    return listed
+    # The fields themselves: what the binding puts before them looks for text in each, and takes four times as long.
+    pid_of, bytes_of = nvml.c_nvmlProcessInfo_t.pid.__get__, nvml.c_nvmlProcessInfo_t.usedGpuMemory.__get__
+    listed = ((pid_of(row), bytes_of(row)) for row in rows[: min(count.value, room)])
+    return [(pid, None if used == unknown else used) for pid, used in listed]
 
 
 def start() -> Any:

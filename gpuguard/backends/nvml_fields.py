@@ -164,7 +164,11 @@ def _mean_utilization(reading: Reading) -> float | None:
     if samples.code:
         return None
     kind, rows = samples.value
-    numbers = [getattr(row.sampleValue, _SAMPLE_VALUES[kind]) for row in rows] if kind < len(_SAMPLE_VALUES) else []
+    if kind >= len(_SAMPLE_VALUES) or not rows:
+        return None
+    # Past what the binding does at each access, as in nvml_calls: a driver tells a hundred.
+    sample_of, name = type(rows[0]).sampleValue.__get__, _SAMPLE_VALUES[kind]
+    numbers = [getattr(sample_of(row), name) for row in rows]
     sound = [number for number in numbers if 0 <= number <= 100]
     return sum(sound) / len(sound) if sound else None
 

@@ -16,7 +16,7 @@ from gpuguard.nouns import replace
 
 TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
-    from typing import Any
+    Lists = dict[str, list[tuple[int, "int | None"]]]  # by kind: pid and bytes of each process
 
 MEMORY_V2 = 0x02000028  # version 2 of nvmlMemory_t and its size, 40 bytes
 KEPT_SECONDS = 4.0  # twice the shortest time between two samples of the guard: no older sample may lead to an act
@@ -96,7 +96,7 @@ def read_idle_processes(reading: Reading) -> None:
         read_processes(reading)
 
 
-def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list[Any]], dict[str, Answer], str | None]:
+def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[str, Answer], str | None]:
     lists, failed = _lists(reading, kinds)
     reason = _implausibility(reading, lists, reading.values.get("memory_used"))
     if reason:
@@ -110,7 +110,7 @@ def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list
     return lists, failed, reason
 
 
-def _lists(reading: Reading, kinds: list[str]) -> tuple[dict[str, list[Any]], dict[str, Answer]]:
+def _lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[str, Answer]]:
     answers: dict[str, Answer] = {}
     for kind in kinds:
         if BRIEF not in reading.fields or not _must_be_empty(kind, reading, answers.get("compute")):
@@ -124,7 +124,7 @@ def _must_be_empty(kind: str, reading: Reading, computing: Answer | None) -> boo
     if computing is None or computing.code:
         return False
     if kind == "mps":  # a client is listed as a compute process, too, and so is the server that it talks to
-        return not any(processes.may_be(row.pid, MPS_SERVER) for row in computing.value)
+        return not any(processes.may_be(pid, MPS_SERVER) for pid, _ in computing.value)
     # Only where the driver's own memory is not counted: a desktop that shows nothing has 5 MiB (GTX 1080).
     used, kept = reading.values.get("memory_used"), reading.values.get("memory_reserved")
     return not computing.value and kept is not None and used is not None and used < SMALLEST_CONTEXT
@@ -137,14 +137,14 @@ def _list(reading: Reading, kind: str) -> Answer:
     return answer
 
 
-def _implausibility(reading: Reading, lists: dict[str, list[Any]], used: int | None) -> str | None:
+def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | None:
     if any(lists.values()) and reading.memory_doubt:
         return reading.memory_doubt
     total = reading.values.get("memory_total")
     reading.seen = {}
     for rows in lists.values():
         reason = processes.implausibility(
-            [(row.pid, row.usedGpuMemory) for row in rows],
+            rows,
             alive=lambda pid: _is_alive(reading.seen, pid),
             pid_max=processes.pid_max(),
             memory_total=total,
@@ -155,8 +155,8 @@ def _implausibility(reading: Reading, lists: dict[str, list[Any]], used: int | N
     if sum(map(bool, lists.values())) < 2:
         return None  # it has been judged as it is
     most: dict[int, int] = {}
-    for row in (row for rows in lists.values() for row in rows):
-        most[row.pid] = max(row.usedGpuMemory or 0, most.get(row.pid, 0))
+    for pid, memory in (row for rows in lists.values() for row in rows):
+        most[pid] = max(memory or 0, most.get(pid, 0))
     if total is not None and sum(most.values()) > total:
         return "the processes of all kinds have more memory than the device"
     return None
@@ -171,13 +171,12 @@ def _is_alive(seen: dict[int, processes.Seen], pid: int) -> bool:
     return True
 
 
-def _merged(lists: dict[str, list[Any]], memory_total: int | None) -> list[GpuProcess]:
+def _merged(lists: Lists, memory_total: int | None) -> list[GpuProcess]:
     """One process per pid: its kind from all lists, its memory from the list that says most."""
     kinds: dict[int, tuple[str, ...]] = {}
     memory: dict[int, int] = {}
     for kind, rows in lists.items():
-        for row in rows:
-            pid, used = row.pid, row.usedGpuMemory
+        for pid, used in rows:
             kinds[pid] = (*kinds.get(pid, ()), kind)
             if used is not None and (memory_total is None or used <= memory_total):
                 memory[pid] = max(used, memory.get(pid, 0))
