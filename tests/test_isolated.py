@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from builders import a_claim_record, a_device, a_process, a_snapshot
 from nodes import eventually
 
 from gpuguard.backends import isolated, sampler
 from gpuguard.backends.isolated import Isolated, open_isolated
 from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
-from gpuguard.model import ALL_FIELDS, MEMORY, SELECT_FIELDS, WHO_FIELDS
+from gpuguard.model import ALL_FIELDS, MEMORY, SELECT_FIELDS, WHO_FIELDS, Gap
+from gpuguard.nouns import replace
 
 SIM = [sys.executable, "-m", "gpuguard", "sim"]
 
@@ -67,7 +70,15 @@ def test_packing_loses_nothing(node: str) -> None:
 
     snapshot = open_backend(node).sample(ALL_FIELDS)
 
-    assert sampler.unpack(sampler.pack(snapshot)) == snapshot
+    assert sampler.unpack(marshal.loads(marshal.dumps(sampler.pack(snapshot)))) == snapshot
+
+
+def test_a_recording_with_claims_crosses_the_border_and_its_nouns_can_be_looked_up() -> None:
+    device = a_device(processes=(a_process(7, command=("a", "b")),), nvlink_links=((0, "00:01"),))
+    snapshot = replace(a_snapshot(device, a_device(1)), claims=(a_claim_record(),), gaps=(Gap("GPU-1", "device", "x"),))
+    there = sampler.unpack(marshal.loads(marshal.dumps(sampler.pack(snapshot))))
+
+    assert (there, hash(there), repr(there)) == (snapshot, hash(snapshot), repr(snapshot))
 
 
 def test_only_what_was_asked_for_is_read(backend: Isolated) -> None:
