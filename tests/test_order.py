@@ -6,7 +6,7 @@ import pytest
 from lines import a_ticket
 
 from gpuguard.line.order import PRIORITIES, ReservationKeys, Rules, Ticket, due_at, order, overdue, permitted
-from gpuguard.line.plan import Fit, Machine, Place, Planned
+from gpuguard.line.plan import Fit, Machine, Place, Planned, _Way
 from gpuguard.line.standing import Facts, Standing
 from gpuguard.line.turn import Turn
 from gpuguard.request import Request
@@ -136,7 +136,7 @@ def test_a_higher_class_goes_first_and_in_it_the_same_order():
 
 @pytest.mark.parametrize(
     "noun",
-    [Ticket, Rules, ReservationKeys, Fit, Machine, Place, Planned, Facts, Standing, Turn],
+    [Ticket, Rules, ReservationKeys, Fit, Machine, Place, Planned, _Way, Facts, Standing, Turn],
     ids=lambda noun: noun.__name__,
 )
 def test_what_the_line_is_made_of_never_changes(noun):

@@ -89,6 +89,14 @@ def test_a_start_may_be_put_off_until_the_promise_and_no_further() -> None:
     assert not passing(6.5, promised=6.25)
 
 
+def test_whoever_is_put_off_hears_when_he_starts_then() -> None:
+    line = [a_ticket(1, 2, promise=6.25, time_limit=1.0), a_ticket(2, 1, time_limit=6.0)]
+    first, second = planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))
+
+    assert second.now
+    assert (first.in_order, first.start) == (5.0, 6.0)
+
+
 def test_nobody_whose_user_had_more_puts_off_a_start_even_within_the_promise() -> None:
     line = [a_ticket(1, 2, promise=10.0, time_limit=1.0), a_ticket(2, 1, time_limit=6.0)]
     machine = a_machine(line, 2, free=1, ends={"d1": 5.0})
@@ -138,7 +146,7 @@ def test_during_draining_a_job_with_a_limit_may_use_the_device_if_the_end_is_pla
 def test_the_promise_is_a_quarter_more_than_the_planned_wait() -> None:
     (place,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": 8.0}))
 
-    assert promise(place, Rules(), 0.0) == 10.0
+    assert (promise(place, Rules(), 0.0), promise(place, Rules(), 4.0)) == (10.0, 9.0)
     assert promise(Place(line[0], 1, None, None), Rules(), 0.0) is None
 
 
@@ -192,6 +200,10 @@ def test_whoever_stands_too_far_behind_for_a_plan_is_not_refused() -> None:
     last = planned(line, a_machine(line, free=1))[-1]
 
     assert (last.request, last.devices, last.start) == (line[-1].requests[0], (), None)
+
+
+def test_it_is_nobodys_turn_unless_the_plan_says_so() -> None:
+    assert not Place(a_ticket(), 1, None, None).now
 
 
 def test_a_reason_to_wait_is_the_last_one() -> None:

@@ -116,6 +116,13 @@ def test_whoever_uses_no_more_than_his_own_reservation_passes_everybody() -> Non
     assert started(planned(line, his)) == [line[1].id]
 
 
+def test_whose_reservation_has_begun_chooses_before_a_shorter_job_that_came_first() -> None:
+    line = [a_ticket(1, time_limit=1.0), a_ticket(9)]
+    machine = Machine(a_machine(line, 2).fits, bookings=(a_booking(1, 0.0),), free=frozenset({"d0", "d1"}))
+
+    assert [place.devices for place in planned(line, machine)] == [("d1",), ("d0",)]
+
+
 def test_of_two_devices_neither_may_be_kept_for_somebody_by_the_time_that_the_other_is_free() -> None:
     line = [a_ticket(1, 2, time_limit=30.0)]
     fits = a_machine(line, 2, free=["d0"]).fits
