@@ -59,6 +59,7 @@ class Terminal:
     def __init__(self, *shell: str) -> None:
         self.pid, self.master = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which whoever runs the tests under nohup has ignored
             os.execvpe(shell[0], list(shell), {**os.environ, "PS1": PROMPT, "ENV": "", "HISTFILE": ""})
         self.shown = ""
 

@@ -63,10 +63,18 @@ class Witness:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """One for all tests here that leave it as they found it."""
+def one_for_all() -> Iterator[Cluster]:
     with a_cluster(gpus=DEVICES) as found:
         yield found
+
+
+@pytest.fixture
+def cluster(one_for_all: Cluster) -> Iterator[Cluster]:
+    """One for all tests here, without jobs; a test that fails leaves some."""
+    yield one_for_all
+    if left := [job for job in one_for_all.jobs() if not is_over(one_for_all, job)]:
+        one_for_all.slurm("scancel", *left)
+        one_for_all.wait_for(lambda: one_for_all.claims() == {})
 
 
 def events(cluster: Cluster, kind: str, claim: str | None = None) -> list[dict[str, object]]:
@@ -223,6 +231,7 @@ def test_a_policy_cancels_the_job_of_a_process_and_no_other(cluster, monkeypatch
     assert scene.act("cancel", enforce=False).word == "dry run"
     assert scene.act("cancel").word == "sent", scene.events
     cluster.wait_for(lambda: list(cluster.claims()) == [f"slurm{other}"])
+    cluster.wait_for(lambda: is_over(cluster, job))  # COMPLETING while the epilog, which gives the device back, runs
     assert [cluster.jobs()[each][0] for each in (job, other)] == ["CANCELLED", "RUNNING"]
     cluster.slurm("scancel", other)
     cluster.wait_for(lambda: cluster.claims() == {})
