@@ -183,7 +183,7 @@ class _Plans:
         self.machine, self.usage, self.rules, self.now, self.late = machine, usage, rules, now, late
         self.busy = Busy()
         self.started: list[Started] = []
-        self.reserved = {booking.id for booking in machine.bookings}
+        self.reserved = tuple(booking.id for booking in machine.bookings)
         free_at = {uuid: end for uuid, end in machine.limits.items() if end > now} | dict.fromkeys(machine.free, now)
         self.calendars = Calendars(machine.bookings, Prospects(free_at, kin=machine.kin), now)
         self.calendar: Calendar = {}  # what is kept for reservations, as the schedule of the line has it
