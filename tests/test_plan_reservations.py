@@ -123,6 +123,13 @@ def test_whose_reservation_has_begun_chooses_before_a_shorter_job_that_came_firs
     assert [place.devices for place in planned(line, machine)] == [("d1",), ("d0",)]
 
 
+def test_a_request_for_more_than_there_is_never_starts_beside_a_reservation_either() -> None:
+    line = [a_ticket(gpus=9)]
+    machine = Machine(a_machine(line, 2).fits, bookings=(a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
+
+    assert [(place.request, place.devices, place.now) for place in planned(line, machine)] == [(None, (), False)]
+
+
 def test_of_two_devices_neither_may_be_kept_for_somebody_by_the_time_that_the_other_is_free() -> None:
     line = [a_ticket(1, 2, time_limit=30.0)]
     fits = a_machine(line, 2, free=["d0"]).fits
