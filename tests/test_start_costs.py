@@ -97,7 +97,7 @@ nvml.open().sample({'memory', 'processes', 'health'})
         (COMMAND.format(["run", "--", "true"]), 100),
         (COMMAND.format(["select"]), 80),
         (PYTHON, 65),
-        (SAMPLER, 56),
+        (SAMPLER, 40),
     ],
     ids=["run", "select", "select_devices", "sampler"],
 )

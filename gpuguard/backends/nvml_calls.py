@@ -5,6 +5,7 @@ Does not know what the calls mean: see nvml_fields.
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 
@@ -12,6 +13,7 @@ from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, Driver
 
 TYPE_CHECKING = False  # typing and dataclasses cost 12 ms of import, before every job
 if TYPE_CHECKING:
+    from types import ModuleType
     from typing import Any
 
 # Return codes of nvml.h.
@@ -165,26 +167,47 @@ def kernel_version() -> str | None:
 
 
 def load_bindings() -> None:
-    """Import pynvml without what it never needs; only for a process of ours, without threads that import.
+    """Import pynvml without what it hardly needs; only for a process of ours, without threads that import.
 
-    It imports find_library(), which it calls on Windows alone, and the module that has it loads shutil, subprocess and
-    tempfile: 10 ms and 3 MiB in every sampler, before every job.  So it gets one that loads that module when called.
+    Of four modules of the standard library it uses one function each, and they load thirty others: 20 ms and 4 MiB in
+    every sampler, before every job.  So it gets these functions, and whatever else it asks for from the real ones.
     """
-    if "ctypes.util" in sys.modules or "pynvml" in sys.modules:
+    if "pynvml" in sys.modules:
         return
-    stand_in = type(sys)("ctypes.util")
-    stand_in.find_library = _find_library  # type: ignore[attr-defined]
-    sys.modules["ctypes.util"] = stand_in
+    import ctypes  # noqa: F401  (which must not get a stand-in)
+
+    stand_ins = {name: _stand_in(name, own) for name, own in _HARDLY_NEEDED.items() if name not in sys.modules}
+    sys.modules.update(stand_ins)
     try:
         import pynvml  # noqa: F401
     except ImportError:
         return  # start() says so
     finally:
-        sys.modules.pop("ctypes.util", None)
+        for name, module in stand_ins.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
 
 
-def _find_library(name: str) -> str | None:
-    sys.modules.pop("ctypes.util", None)
-    from ctypes.util import find_library
+_HARDLY_NEEDED: dict[str, dict[str, Any]] = {
+    "ctypes.util": {"find_library": lambda name: _real("ctypes.util").find_library(name)},  # called on Windows alone
+    "functools": {"wraps": lambda _: lambda function: function},
+    "string": {"capwords": lambda text, apart: apart.join(map(str.capitalize, text.split(apart)))},
+    "threading": {"Lock": _thread.allocate_lock},
+}
 
-    return find_library(name)
+
+def _stand_in(name: str, own: dict[str, Any]) -> ModuleType:
+    def further(attribute: str) -> Any:
+        if attribute.startswith("__"):  # the import itself asks for __path__
+            raise AttributeError(attribute)
+        return getattr(_real(name), attribute)
+
+    module = type(sys)(name)
+    vars(module).update(own, __getattr__=further)
+    return module
+
+
+def _real(name: str) -> Any:
+    if name in sys.modules and not sys.modules[name].__spec__:
+        del sys.modules[name]
+    return __import__(name, fromlist=[""])
