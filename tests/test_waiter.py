@@ -12,7 +12,7 @@ from lines import a_ticket
 
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.line import waiting
-from gpuguard.line.tickets import Held, ring, ticket_content
+from gpuguard.line.tickets import Held, read_tickets, ring, ticket_content
 from gpuguard.line.waiting import Waiter
 
 UNIX = 1_700_000_000.0
@@ -145,6 +145,16 @@ def test_whoever_leads_sleeps_until_he_must_look_tell_or_end(scene):
     assert scene.naps == [5.0, 3.0, 4.0]
 
 
+def test_whoever_takes_the_lead_gives_a_sign_of_life_before_he_looks(scene):
+    bell, signs = scene.waiter._held._bell, []
+    scene.waiter._takes_the_lead()
+    scene.patch.setattr(scene.leads, "look", lambda own: signs.append(os.stat(bell).st_mtime) or True)
+    os.utime(bell, (1.0, 1.0))
+    scene.sleep()
+
+    assert signs[0] > 2.0
+
+
 @pytest.mark.parametrize(("terminal", "naps"), [(True, [1.0, 1.0, 0.5]), (False, [2.5])])
 def test_whoever_sits_at_a_terminal_hears_of_it_every_second(scene, led, terminal, naps):
     scene.patch.setattr(waiting.os, "isatty", lambda descriptor: terminal and descriptor == 2)
@@ -196,6 +206,23 @@ def test_every_half_minute_a_follower_of_whom_nobody_knows_comes_back_to_look(sc
     scene.sleep()
 
     assert scene.naps == [30.0]
+
+
+def test_he_looks_for_himself_every_half_minute_however_often_he_is_told(scene, led):
+    asked: list[float] = []
+    scene.patch.setattr(scene.waiter, "_is_alone", lambda: asked.append(scene.now - 1000) or len(asked) == 3)
+    scene.sleep(every=10.0)
+
+    assert asked == [30.0, 60.0, 90.0]
+
+
+def test_a_follower_who_heard_nothing_of_the_leaders_end_leads_after_half_a_minute(scene, led):
+    scene.patch.setattr(scene.waiter, "_is_alone", lambda: False)
+    scene.happens = [lambda: ended(led)]
+    scene.turns = [True]
+    scene.sleep()
+
+    assert (scene.naps, len(scene.looks)) == ([30.0], 1)
 
 
 def test_a_leader_who_gives_signs_of_life_is_trusted_for_a_minute_and_a_half(scene, led, other):
@@ -300,6 +327,17 @@ def test_whoever_leaves_while_he_leads_tells_the_three_who_came_last_and_listen(
     os.close(queue)
     for place in places:
         place.leave()
+
+
+def test_whoever_leaves_leaves_no_ticket_and_nothing_open(directory, monkeypatch, led, sleeper):
+    monkeypatch.setattr(waiting, "flock_holder", lambda descriptor: sleeper)
+    before = len(os.listdir("/proc/self/fd"))
+    waiter = Waiter(directory, [], a_ticket(os.geteuid()), no_look)
+    waiter._takes_the_lead()
+    assert waiter._leader.descriptors
+    waiter.leave()
+
+    assert (read_tickets(directory), len(os.listdir("/proc/self/fd"))) == (([], []), before)
 
 
 def test_a_follower_who_leaves_tells_nobody(scene, led, other):
