@@ -118,7 +118,7 @@ class Isolated:
                     self._on_slow(
                         "the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ..."
                     )
-                if _overdue(channel, INIT_SECONDS):
+                if _overdue(channel, INIT_SECONDS - SLOW_SECONDS):
                     raise errors.DriverUnresponsive(
                         f"the driver did not initialise within {INIT_SECONDS:.0f} s.  Try `nvidia-smi`; "
                         "if it hangs too, reboot."
