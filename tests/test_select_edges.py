@@ -111,6 +111,7 @@ def test_one_job_never_gets_a_whole_gpu_and_an_instance():
 
     assert choose(a_snapshot(*devices), Request(num_gpus=2), {}).devices == ()
     assert "1 of them are MIG instances: one job cannot use them together" in said(Request(num_gpus=2), *devices)
+    assert "MIG instances" not in said(Request(num_gpus=2), *devices[1:])  # there is no whole one
 
 
 def test_instances_stand_behind_their_gpu_in_the_order_of_their_numbers():
