@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -66,6 +67,27 @@ def test_what_breaks_is_told_and_counts(program, word, code, tmp_path, monkeypat
     said = capsys.readouterr().out
     assert word in said and "12 holds, 3 kills" in said
     assert "12 holds" in next(tmp_path.glob("gpuguard-torture-*.log")).read_text()
+
+
+ENDS_US = """
+import os, pathlib, signal, sys, time
+try:
+    os.kill(os.getppid(), signal.SIGALRM)
+    time.sleep(600)
+finally:
+    pathlib.Path(sys.argv[1]).write_text("cleaned up")
+"""
+
+
+def test_a_campaign_that_is_ended_ends_its_run_which_cleans_up(tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(7))
+    try:
+        with pytest.raises(SystemExit):
+            torture.outcome([sys.executable, "-c", ENDS_US, str(tmp_path / "end")], os.environ)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+    assert (tmp_path / "end").read_text() == "cleaned up"
 
 
 SOURCE = """
