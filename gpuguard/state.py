@@ -14,7 +14,6 @@ from gpuguard.backends.processes import start_time
 from gpuguard.claims.daemonfiles import DaemonFiles, daemon_files, open_lock_file
 from gpuguard.claims.lockfiles import LockDirectory, try_flock
 from gpuguard.errors import LockDirectoryError
-from gpuguard.nouns import replace
 
 TYPE_CHECKING = False  # typing costs 6 ms of import, and `who` reads this
 if TYPE_CHECKING:
@@ -82,15 +81,9 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
     """
     import json
 
-    from gpuguard.backends.sampler import pack
-
-    packed = pack(snapshot) | {"claims": [vars(record) for record in snapshot.claims]}
-    private = _PRIVATE + ("command",) * _processes_are_hidden()
-    for process in [process for device in packed["devices"] for process in device["processes"] or ()]:
-        for name in private:
-            process.pop(name, None)
     us = [os.getpid(), start_time(os.getpid())]
-    content = {"schema": 1, "daemon": us, "interval_seconds": interval, "snapshot": packed}
+    public = _public(snapshot, _PRIVATE + ("command",) * _processes_are_hidden())
+    content = {"schema": 1, "daemon": us, "interval_seconds": interval, "snapshot": public}
     path = _path(directory, "state.json")
     unfinished = f"{path}.new"
     if os.path.lexists(unfinished):  # of a daemon that was killed
@@ -170,13 +163,33 @@ def _read(path: str, owners: tuple[int, ...]) -> dict[str, Any]:
     return content
 
 
+def _public(snapshot: Snapshot, private: tuple[str, ...]) -> dict[str, Any]:
+    """*snapshot* as plain values, without those that are None and without what is *private* of its processes."""
+    devices = [
+        {**_known(device), "processes": device.processes and [_known(one, private) for one in device.processes]}
+        for device in snapshot.devices
+    ]
+    gaps = [(gap.device, gap.field, gap.reason) for gap in snapshot.gaps]
+    return {**_known(snapshot), "devices": devices, "gaps": gaps, "claims": [vars(one) for one in snapshot.claims]}
+
+
+def _known(noun: object, private: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {name: value for name, value in vars(noun).items() if value is not None and name not in private}
+
+
 def _unpack(packed: dict[str, Any]) -> Snapshot:
-    from gpuguard.backends.sampler import unpack
-    from gpuguard.model import ClaimRecord
+    from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 
     whole = {name: _frozen(value) for name, value in packed.items()}
-    claims = tuple(ClaimRecord(**record) for record in whole.pop("claims"))
-    return replace(unpack(whole), claims=claims)
+    for device in whole["devices"]:
+        if device["processes"] is not None:
+            device["processes"] = tuple(GpuProcess(**process) for process in device["processes"])
+    nouns = {
+        "devices": tuple(Device(**device) for device in whole["devices"]),
+        "gaps": tuple(Gap(*gap) for gap in whole["gaps"]),
+        "claims": tuple(ClaimRecord(**record) for record in whole["claims"]),
+    }
+    return Snapshot(**{**whole, **nouns})
 
 
 def _frozen(value: Any) -> Any:

@@ -107,6 +107,15 @@ def test_what_only_root_may_see_of_a_process_does_not_go_in(directory, alive):
     assert "vault" not in text
 
 
+def test_the_daemon_itself_keeps_what_it_does_not_tell(directory):
+    process = A_SNAPSHOT.devices[0].processes[0]
+    before = dict(vars(process))
+    state.write_state(directory, A_SNAPSHOT, 10.0)
+
+    assert vars(process) == before
+    assert process.executable is not None
+
+
 def test_hidden_processes_stay_hidden(directory, alive, monkeypatch):
     monkeypatch.setattr(state, "_processes_are_hidden", lambda: True)
     state.write_state(directory, A_SNAPSHOT, 10.0)
