@@ -35,6 +35,7 @@ from starters import surroundings
 DEVICES, PROCESSES = 8, 40
 COLUMNS, ROWS = 120, 40
 WARM_UP_SECONDS = 5.0
+END_SECONDS = 10.0  # after which a program that was asked to end is killed
 OURS = {
     "gpuguard top": ["-m", "gpuguard", "top", "--every", "1s", "--fresh"],
     "gpuguard top --plain": ["-m", "gpuguard", "top", "--every", "1s", "--fresh", "--plain"],
@@ -50,9 +51,14 @@ THEIRS = {
 
 
 def measured(
-    command: list[str], environment: dict[str, str], seconds: float, warm_up: float = WARM_UP_SECONDS
+    command: list[str],
+    environment: dict[str, str],
+    seconds: float,
+    warm_up: float = WARM_UP_SECONDS,
+    *,
+    draws: bool = True,
 ) -> tuple[float, float]:
-    """CPU in percent of one core, and memory in MiB, of *command* on a terminal."""
+    """CPU in percent of one core, and memory in MiB, of *command* on a terminal, on which it *draws* or not."""
     port = free_port()
     serves = any("{port}" in word for word in command)
     command = [word.replace("{port}", str(port)) for word in command]
@@ -64,25 +70,35 @@ def measured(
     ) as monitor:
         os.close(follower)
         threading.Thread(target=_drain, args=(leader, written), daemon=True).start()
-        time.sleep(warm_up)
-        url = f"http://127.0.0.1:{port}/metrics"
-        if serves:
-            until_ready(url)
-        if monitor.poll() is not None:
-            sys.exit(f"{command} has ended with status {monitor.returncode}: {_last(written)}")
-        family = [monitor.pid, *children(monitor.pid)]
-        begun, before = time.monotonic(), cpu_ms(family)
-        drawn = len(written)
-        while time.monotonic() < begun + seconds:
-            time.sleep(1.0)
+        try:
+            time.sleep(warm_up)
+            url = f"http://127.0.0.1:{port}/metrics"
             if serves:
-                scrape(url)
-        cpu = (cpu_ms(family) - before) / (time.monotonic() - begun) / 10
-        memory = sum(amount(f"/proc/{pid}/smaps_rollup", "Pss") for pid in family)
-        assert serves or len(written) > drawn, "it has drawn nothing"
-        monitor.terminate()
+                until_ready(url)
+            if monitor.poll() is not None:
+                sys.exit(f"{command} has ended with status {monitor.returncode}: {_last(written)}")
+            family = [monitor.pid, *children(monitor.pid)]
+            begun, before = time.monotonic(), cpu_ms(family)
+            drawn = len(written)
+            while time.monotonic() < begun + seconds:
+                time.sleep(1.0)
+                if serves:
+                    scrape(url)
+            cpu = (cpu_ms(family) - before) / (time.monotonic() - begun) / 10
+            memory = sum(amount(f"/proc/{pid}/smaps_rollup", "Pss") for pid in family)
+            assert serves or not draws or len(written) > drawn, "it has drawn nothing"
+        finally:
+            _end(monitor)
     os.close(leader)
     return cpu, memory
+
+
+def _end(monitor: subprocess.Popen[bytes]) -> None:
+    monitor.terminate()
+    try:
+        monitor.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        monitor.kill()
 
 
 _tail: list[bytes] = []

@@ -152,15 +152,15 @@ def steady(extent: Extent) -> str:
     """Monitors on a terminal, one look per second."""
     left_out = ", ".join(f"`{program.name}`" for program in peers.STEADY[extent.monitors :])
     told = f"\n\nLeft out with `--quick`: {left_out}." if left_out else ""
-    return _watched(peers.STEADY[: extent.monitors], extent) + told
+    return _watched(peers.STEADY[: extent.monitors], extent, draw=True) + told
 
 
 def guard(extent: Extent) -> str:
     """What stays: the daemon with policies and metrics, and the exporters."""
-    return _watched((GUARD, *peers.EXPORTERS), extent)
+    return _watched((GUARD, *peers.EXPORTERS), extent, draw=False)
 
 
-def _watched(programs: Sequence[Program], extent: Extent) -> str:
+def _watched(programs: Sequence[Program], extent: Extent, *, draw: bool) -> str:
     tables = []
     for count, latency in extent.watched:
         with node(count, latency) as on:
@@ -171,9 +171,8 @@ def _watched(programs: Sequence[Program], extent: Extent) -> str:
                 words = placed(program, extent.others)
                 if words is None:
                     continue
-                found = _one_watched(
-                    [word.replace("{policy}", f"{on.place}/policy.yaml") for word in words], on, extent
-                )
+                command = [word.replace("{policy}", f"{on.place}/policy.yaml") for word in words]
+                found = _one_watched(command, on, extent, draws=draw)
                 if isinstance(found, str):
                     rows.append([f"`{program.name}`", found, "", ""])
                     continue
@@ -192,12 +191,12 @@ def _share(amount: float, base: float, form: str) -> str:
     return f"{amount:{form}}{' %' if form == '.2f' else ''}{ratio}"
 
 
-def _one_watched(words: Sequence[str], on: Node, extent: Extent) -> list[float] | str:
+def _one_watched(words: Sequence[str], on: Node, extent: Extent, *, draws: bool) -> list[float] | str:
     """CPU in percent, MiB, driver calls per second; or why it does not run."""
     on.fake.reset_calls()
     begun = time.monotonic()
     try:
-        cpu, memory = measured(list(words), on.environment, extent.seconds, extent.warm_up)
+        cpu, memory = measured(list(words), on.environment, extent.seconds, extent.warm_up, draws=draws)
     except (SystemExit, OSError, AssertionError, subprocess.SubprocessError) as end:
         return last_words(str(end).replace("\r", ""))
     return [cpu, memory, sum(on.fake.calls().values()) / (time.monotonic() - begun)]
