@@ -47,6 +47,9 @@ class Outcome:
         return f"{self.holds:,} holds, {self.kills:,} SIGKILLs: {self.overlaps} overlaps, {self.stale} stale"
 
 
+PF_EXITING = 0x4  # include/linux/sched.h, in the ninth field of /proc/PID/stat; set before the files are closed
+
+
 class IdleMachine:
     """A backend on which all devices are always idle, so that only the locks decide."""
 
@@ -179,11 +182,12 @@ def _leave(board: mmap.mmap, slot: int) -> bool:
 
 
 def _lives(pid: int) -> bool:
+    """Whether it can still run code of its own: a killed process loses its locks before it is a zombie."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
         return False
-    return state not in "ZX"
+    return fields[0] not in "ZX" and not int(fields[6]) & PF_EXITING
 
 
 def main() -> int:
