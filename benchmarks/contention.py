@@ -31,7 +31,7 @@ from gpuguard.model import Device, Snapshot
 from gpuguard.select import Request
 
 GIB = 2**30
-HOLDS, OVERLAPS = 0, 1  # places of the counters behind the slots, one pair per worker
+HOLDS, OVERLAPS, DYING = 0, 1, 2  # places of the counters behind the slots, three per worker
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,13 @@ class Outcome:
     kills: int
     overlaps: int
     stale: int  # locks still held after all workers were dead
+    dying: int  # devices taken from a killed process that had lost its locks, and was no zombie yet
 
     def __str__(self) -> str:
-        return f"{self.holds:,} holds, {self.kills:,} SIGKILLs: {self.overlaps} overlaps, {self.stale} stale"
+        return (
+            f"{self.holds:,} holds, {self.kills:,} SIGKILLs: {self.overlaps} overlaps, {self.stale} stale; "
+            f"{self.dying} taken from a dying process"
+        )
 
 
 PF_EXITING = 0x4  # include/linux/sched.h, in the ninth field of /proc/PID/stat; set before the files are closed
@@ -111,7 +115,7 @@ def fight(
 ) -> Outcome:
     """Let *processes* workers fight for *devices*, kill and replace them at random; returns what was seen."""
     directory = lock_directory(str(place))
-    board = mmap.mmap(-1, 8 * (devices + 2 * processes))
+    board = mmap.mmap(-1, 8 * (devices + 3 * processes))
     dice = random.Random(seed)
     workers = {place: _started(directory, board, devices, place, variant, seed) for place in range(processes)}
     kills = 0
@@ -126,9 +130,11 @@ def fight(
     finally:
         for pid in workers.values():
             _end(pid)
-    counters = struct.unpack(f"{2 * processes}q", board[8 * devices :])
+    counters = struct.unpack(f"{3 * processes}q", board[8 * devices :])
     stale = locked_devices(directory, [f"GPU-{index:08d}" for index in range(devices)])
-    return Outcome(sum(counters[HOLDS::2]), kills, sum(counters[OVERLAPS::2]), len(stale))
+    return Outcome(
+        sum(counters[HOLDS::3]), kills, sum(counters[OVERLAPS::3]), len(stale), dying=sum(counters[DYING::3])
+    )
 
 
 def _started(directory: LockDirectory, board: mmap.mmap, devices: int, place: int, variant: str, seed: int) -> int:
@@ -151,7 +157,7 @@ def _end(pid: int) -> None:
 def _work(directory: LockDirectory, board: mmap.mmap, devices: int, place: int, dice: random.Random) -> None:
     machine = IdleMachine(devices)
     everything = machine.sample(())
-    counters = 8 * (devices + 2 * place)
+    counters = 8 * (devices + 3 * place)
     while True:
         request = Request(num_gpus=dice.choice((1, 1, 1, 2, 4)))
         claim = attempt.lock_best(machine, everything, request, directory, None, {})
@@ -159,19 +165,20 @@ def _work(directory: LockDirectory, board: mmap.mmap, devices: int, place: int, 
             time.sleep(dice.uniform(0.0, 0.1))
             continue
         claim.explain(directory, None, ())
-        overlaps = sum(_enter(board, 8 * device.index) for device in claim)
+        owners = [_enter(board, 8 * device.index) for device in claim]
         time.sleep(dice.uniform(0.0, 0.003))
-        overlaps += sum(_leave(board, 8 * device.index) for device in claim)
-        holds, seen = struct.unpack_from("2q", board, counters)
-        struct.pack_into("2q", board, counters, holds + len(claim), seen + overlaps)
+        overlaps = owners.count("alive") + sum(_leave(board, 8 * device.index) for device in claim)
+        before = struct.unpack_from("3q", board, counters)
+        happened = len(claim), overlaps, owners.count("dying")
+        struct.pack_into("3q", board, counters, *map(sum, zip(before, happened, strict=True)))
         claim.release()
 
 
-def _enter(board: mmap.mmap, slot: int) -> bool:
-    """Write our name into the slot; True when it names another process that lives."""
+def _enter(board: mmap.mmap, slot: int) -> str:
+    """Write our name into the slot; what the process that it names is: "alive", "dying", or "gone"."""
     (before,) = struct.unpack_from("q", board, slot)
     struct.pack_into("q", board, slot, os.getpid())
-    return before not in (0, os.getpid()) and _lives(before)
+    return "gone" if before in (0, os.getpid()) else _state(before)
 
 
 def _leave(board: mmap.mmap, slot: int) -> bool:
@@ -181,13 +188,15 @@ def _leave(board: mmap.mmap, slot: int) -> bool:
     return bool(before != os.getpid())
 
 
-def _lives(pid: int) -> bool:
-    """Whether it can still run code of its own: a killed process loses its locks before it is a zombie."""
+def _state(pid: int) -> str:
+    """Whether it is "alive", and can still run code of its own; "dying": it lost its locks, and is no zombie yet."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
-        return False
-    return fields[0] not in "ZX" and not int(fields[6]) & PF_EXITING
+        return "gone"
+    if fields[0] in "ZX":
+        return "gone"
+    return "dying" if int(fields[6]) & PF_EXITING else "alive"
 
 
 def main() -> int:

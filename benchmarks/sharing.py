@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from contention import GIB, IdleMachine, _end, _lives
+from contention import GIB, IdleMachine, _end, _state
 
 from gpuguard import attempt
 from gpuguard.claims import hold, records, shares
@@ -214,7 +214,7 @@ def _work(
 def _promised(board: mmap.mmap, processes: int, device: int) -> int:
     """Bytes that the living believe to have of the device."""
     rows = [ROW.unpack_from(board, place * ROW.size) for place in range(processes)]
-    return sum(size for pid, index, size in rows if pid and index == device and _lives(pid))
+    return sum(size for pid, index, size in rows if pid and index == device and _state(pid) == "alive")
 
 
 def race(
