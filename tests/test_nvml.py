@@ -237,42 +237,6 @@ def test_a_connection_never_changes_and_is_asked_once(fake: FakeNvml) -> None:
     assert calls == {}
 
 
-def test_the_bindings_load_nothing_that_they_hardly_need_and_get_it_when_they_ask(fake: FakeNvml) -> None:
-    script = """
-names = {"subprocess", "shutil", "tempfile", "ctypes.util", "functools", "collections", "string", "re", "threading"}
-for name in (*names, "pynvml"):  # which the fake machine has loaded
-    sys.modules.pop(name, None)
-from gpuguard.backends import nvml_calls
-nvml_calls.load_bindings()
-heavy = names & set(sys.modules)
-import pynvml
-later = pynvml.threading.Event().is_set(), pynvml.string.digits, hasattr(pynvml.string, "nothing")
-import ctypes.util, functools, string, threading
-kept = [module.__name__ for module in (ctypes.util, functools, string, threading) if not module.__spec__]
-answer = heavy, later, kept, pynvml.find_library("c") == ctypes.util.find_library("c")
-"""
-    heavy, later, kept, same = answer_of(fake, script)
-
-    assert (heavy, kept, same) == (set(), [], True)
-    assert later == (False, "0123456789", False)
-
-
-def test_the_bindings_name_their_errors_as_they_do_with_the_real_modules(fake: FakeNvml) -> None:
-    script = """
-import pynvml
-real = {name for name in vars(pynvml) if name.startswith("NVMLError")}
-for name in ("ctypes.util", "functools", "string", "threading", "pynvml"):
-    sys.modules.pop(name, None)
-from gpuguard.backends import nvml_calls
-nvml_calls.load_bindings()
-import pynvml
-answer = len(real), real ^ {name for name in vars(pynvml) if name.startswith("NVMLError")}
-"""
-    count, different = answer_of(fake, script)
-
-    assert (count > 10, different) == (True, set())
-
-
 def test_what_goes_over_nvlink_is_a_mean_between_two_looks(fake: FakeNvml) -> None:
     for link in range(4):
         fake.connect(0, link, "00000000:1b:00.0")

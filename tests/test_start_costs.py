@@ -84,8 +84,8 @@ print(*sorted(set(sys.modules) - before), file=sys.stderr)
 
 COMMAND = "from gpuguard.cli.dispatch import run_command_line as run\nassert run({!r}) == 0"
 SAMPLER = """
-from gpuguard.backends import nvml, nvml_calls, sampler
-nvml_calls.load_bindings()
+from gpuguard.backends import nvml, nvml_loading, sampler
+nvml_loading.load_bindings()
 nvml.open().sample({'memory', 'processes', 'health'})
 """
 

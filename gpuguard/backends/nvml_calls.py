@@ -5,15 +5,12 @@ Does not know what the calls mean: see nvml_fields.
 
 from __future__ import annotations
 
-import _thread
 import os
-import sys
 
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
 
 TYPE_CHECKING = False  # typing and dataclasses cost 12 ms of import, before every job
 if TYPE_CHECKING:
-    from types import ModuleType
     from typing import Any
 
 # Return codes of nvml.h.
@@ -164,50 +161,3 @@ def kernel_version() -> str | None:
                 words = file.read().partition("\n")[0].split()
             return next((word for word in words if word[0].isdigit() and "." in word), None)
     return None
-
-
-def load_bindings() -> None:
-    """Import pynvml without what it hardly needs; only for a process of ours, without threads that import.
-
-    Of four modules of the standard library it uses one function each, and they load thirty others: 20 ms and 4 MiB in
-    every sampler, before every job.  So it gets these functions, and whatever else it asks for from the real ones.
-    """
-    if "pynvml" in sys.modules:
-        return
-    import ctypes  # noqa: F401  (which must not get a stand-in)
-
-    stand_ins = {name: _stand_in(name, own) for name, own in _HARDLY_NEEDED.items() if name not in sys.modules}
-    sys.modules.update(stand_ins)
-    try:
-        import pynvml  # noqa: F401
-    except ImportError:
-        return  # start() says so
-    finally:
-        for name, module in stand_ins.items():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
-
-
-_HARDLY_NEEDED: dict[str, dict[str, Any]] = {
-    "ctypes.util": {"find_library": lambda name: _real("ctypes.util").find_library(name)},  # called on Windows alone
-    "functools": {"wraps": lambda _: lambda function: function},
-    "string": {"capwords": lambda text, apart: apart.join(map(str.capitalize, text.split(apart)))},
-    "threading": {"Lock": _thread.allocate_lock},
-}
-
-
-def _stand_in(name: str, own: dict[str, Any]) -> ModuleType:
-    def further(attribute: str) -> Any:
-        if attribute.startswith("__"):  # the import itself asks for __path__
-            raise AttributeError(attribute)
-        return getattr(_real(name), attribute)
-
-    module = type(sys)(name)
-    vars(module).update(own, __getattr__=further)
-    return module
-
-
-def _real(name: str) -> Any:
-    if name in sys.modules and not sys.modules[name].__spec__:
-        del sys.modules[name]
-    return __import__(name, fromlist=[""])

@@ -108,7 +108,7 @@ def _answer(name: str, requests: int, replies: int, place: int) -> None:
     gc.disable()  # while the bindings load
 
     if name == "nvml":
-        from gpuguard.backends.nvml_calls import load_bindings
+        from gpuguard.backends.nvml_loading import load_bindings
 
         load_bindings()
     backend: Any = open_backend(name)
