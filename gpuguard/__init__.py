@@ -92,12 +92,11 @@ _FOR_IPYTHON = "load_ipython_extension"  # what `%load_ext gpuguard` looks for
 def __getattr__(name: str) -> object:
     if name not in __all__ and name != _FOR_IPYTHON:
         raise AttributeError(f"module 'gpuguard' has no attribute {name!r}")
-    import importlib
-
     if name == "ray":
-        return importlib.import_module("gpuguard.ray")
+        return __import__("gpuguard.ray", fromlist=[""])
     home = next((home for home, names in _HOMES.items() if name in names), "errors")
-    found: object = getattr(importlib.import_module(f"gpuguard.{home}"), name)
+    # Not by importlib, which a selection needs for nothing else.
+    found: object = getattr(__import__(f"gpuguard.{home}", fromlist=[name]), name)
     globals()[name] = found
     return found
 

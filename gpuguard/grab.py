@@ -7,23 +7,21 @@ Does not start a command: see run.
 from __future__ import annotations
 
 import os
-import warnings
 from _thread import allocate_lock
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
 
-# What is not needed before the other process starts is loaded while that one loads the driver's library.
+# What is not needed before the other process starts is loaded while that one loads the driver's library: 5 ms.
 from gpuguard.errors import BackendError, CudaInitialized, InvalidRequest, NotEnoughGpus
-from gpuguard.model import MODEL, WHO_FIELDS, Device, Snapshot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from typing import Any
 
-    from gpuguard.backends import Backend
+    from gpuguard.backends.isolated import Isolated
     from gpuguard.claims.hold import Claim
     from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.model import Device, Snapshot
     from gpuguard.request import Request
 
 _ALL = -1
@@ -112,14 +110,19 @@ def grab_gpus(
     return claim
 
 
-@contextmanager
-def claim(num_gpus: int = 1, **options: Any) -> Iterator[Claim]:
+def claim(num_gpus: int = 1, **options: Any) -> AbstractContextManager[Claim]:
     """grab_gpus() for a ``with`` block; releases the devices and restores os.environ at its end."""
-    with grab_gpus(num_gpus, **options) as claimed:
-        try:
-            yield claimed
-        finally:
-            _leave(claimed)
+    from contextlib import contextmanager
+
+    @contextmanager
+    def block() -> Iterator[Claim]:
+        with grab_gpus(num_gpus, **options) as claimed:
+            try:
+                yield claimed
+            finally:
+                _leave(claimed)
+
+    return block()
 
 
 def select_devices(
@@ -131,8 +134,8 @@ def select_devices(
         NotEnoughGpus: fewer are eligible.
     """
     name = _backend_name(backend)
-    request = _request(num_gpus=num_gpus, **conditions)
     with _opened(name) as source:
+        request = _request(num_gpus=num_gpus, **conditions)
         from gpuguard.lock import look, look_closely
         from gpuguard.select import not_enough
 
@@ -145,18 +148,20 @@ def select_devices(
     return list(choice.devices)
 
 
-def snapshot(fields: Iterable[str] = WHO_FIELDS, *, backend: str | None = None) -> Snapshot:
+def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None) -> Snapshot:
     """What the machine looks like now.
 
     Args:
-        fields: groups of gpuguard.model: MEMORY, PROCESSES, ...; what is not asked for stays None.
+        fields: groups of gpuguard.model: MEMORY, PROCESSES, ..., None: its WHO_FIELDS; what is not asked for stays None.
         backend: see open_backend.
 
     Raises:
         BackendError: nothing at all can be read.
     """
     with _opened(_backend_name(backend)) as source:
-        return source.sample(frozenset(fields) | {MODEL})
+        from gpuguard.model import MODEL, WHO_FIELDS
+
+        return source.sample(frozenset(WHO_FIELDS if fields is None else fields) | {MODEL})
 
 
 def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot:
@@ -195,6 +200,7 @@ def _claimed(
     directory: str | None,
 ) -> Claim:
     import sys
+    from functools import partial
 
     if len(ways) > _MOST_WAYS:
         raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {_MOST_WAYS - 1}.")
@@ -209,9 +215,13 @@ def _claimed(
         except (NotEnoughGpus, BackendError) as error:
             if strict:
                 raise
+            import warnings
+
             warnings.warn(f"{error}\nGoing on with what there is.", RuntimeWarning, stacklevel=3)
             available = error.available if isinstance(error, NotEnoughGpus) else 0
         if available:
+            from contextlib import suppress
+
             from gpuguard.nouns import replace
 
             with suppress(NotEnoughGpus):  # somebody was quicker
@@ -282,16 +292,11 @@ def _backend_name(backend: str | None) -> str:
     return backend or os.environ.get("GPUGUARD_BACKEND") or "nvml"
 
 
-@contextmanager
-def _opened(name: str) -> Iterator[Backend]:
+def _opened(name: str) -> Isolated:
     """The backend in a process of its own, started afresh: this one may have threads, and NVML must not hang in it."""
     from gpuguard.backends.isolated import open_isolated
 
-    source = open_isolated(name)
-    try:
-        yield source
-    finally:
-        source.close()
+    return open_isolated(name)
 
 
 def cuda_runs() -> bool:

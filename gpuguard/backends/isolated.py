@@ -103,6 +103,12 @@ class Isolated:
         """End the sampler."""
         self._abandon()
 
+    def __enter__(self) -> Isolated:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _running(self) -> sampler.Channel:
         if self._channel is None:
             self._channel = self._start(self.name)
