@@ -154,13 +154,13 @@ def _marks_in(places: Sequence[DaemonFiles], kind: str, now: float) -> dict[str,
         try:
             for mark in [mark for mark in _read(place, kind) if mark.holds(now)]:
                 prolong(found, mark)
-        except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError, RecursionError):
+        except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
             continue
     return found
 
 
 def _read(place: DaemonFiles, kind: str) -> Iterator[Mark]:
-    from gpuguard.claims.plainjson import loads
+    from gpuguard.plainjson import loads
 
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(_path(place, kind), flags)

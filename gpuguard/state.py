@@ -108,7 +108,7 @@ def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Sn
         content = _read(files.file("state.json"), files.owners())
         snapshot, interval = _unpack(content["snapshot"]), float(content["interval_seconds"])
         fresh = 0 <= clock - snapshot.clock <= FRESH_INTERVALS * interval
-    except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
         return None  # of another version, or torn by something else than us
     if not fresh or snapshot.simulated != simulated:
         return None
@@ -152,7 +152,7 @@ def _processes_are_hidden() -> bool:
 
 
 def _read(path: str, owners: tuple[int, ...]) -> dict[str, Any]:
-    from gpuguard.claims.plainjson import loads
+    from gpuguard.plainjson import loads
 
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:

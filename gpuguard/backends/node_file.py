@@ -19,6 +19,7 @@ from typing import Any
 from gpuguard.backends.node import Course, Instance, Node, NodeDevice, Release, Use
 from gpuguard.backends.node_spec import Model
 from gpuguard.errors import BackendError
+from gpuguard.plainjson import loads
 
 STATE = "node.json"
 LOCK = "node.lock"
@@ -34,8 +35,8 @@ def load(directory: str) -> Node | None:
     """
     path = os.path.join(directory, STATE)
     try:
-        with open(path, encoding="utf-8") as file:
-            return _decoded(json.load(file))
+        with open(path, "rb") as file:
+            return _decoded(loads(file.read()))
     except FileNotFoundError:
         return None
     except OSError as error:

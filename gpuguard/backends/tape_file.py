@@ -13,6 +13,7 @@ import os
 import zlib
 
 from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.plainjson import loads
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def read_tape(path: str) -> Iterator[dict[str, Any]]:
     before: Any = None
     for place, line in enumerate(_lines(path)):
         try:
-            content = json.loads(line)
+            content = loads(line)
             if not isinstance(content, dict):
                 raise ValueError("it is no object")
             if place == 0 and "gpuguard_recording" not in content:
@@ -118,7 +119,7 @@ def read_tape(path: str) -> Iterator[dict[str, Any]]:
                 before = None
                 continue
             before = content["whole"] if "whole" in content else _changed(before, content["changed"])
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise BackendError(f"{path}, line {place + 1}: this is no sample: {error!r:.100}.") from None
         yield before
 

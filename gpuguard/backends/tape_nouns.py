@@ -50,7 +50,7 @@ def _noun(kind: type, packed: object) -> Any:
             continue  # of a later version, which only adds
         try:
             values[name] = _checked(annotations[name], value)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             raise BackendError(f"{name} of a {kind.__name__} of this recording cannot be {value!r:.60}.") from None
     try:
         return kind(**values)

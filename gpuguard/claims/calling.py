@@ -18,6 +18,7 @@ from typing import Any
 from gpuguard.claims.daemonfiles import daemon_files
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import GpuguardError
+from gpuguard.plainjson import loads
 
 NAME = "daemon.sock"
 LARGEST = 4096  # bytes of a request, with the end of the line
@@ -94,7 +95,7 @@ def _received(connection: socket.socket) -> tuple[bytes, tuple[int, ...]]:
 
 def _understood(directory: LockDirectory, line: bytes) -> dict[str, Any]:
     try:
-        answer = json.loads(line)
+        answer = loads(line)
     except ValueError as error:  # it hung up
         raise Busy(f"the daemon in {directory.path} is busy.  Try again.") from error
     if not isinstance(answer, dict) or answer.get("ok") is not True:

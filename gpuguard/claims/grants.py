@@ -23,6 +23,7 @@ from gpuguard.claims.lockfiles import BROKERED, LockDirectory, is_same_file, ope
 from gpuguard.errors import GpuguardError, LockDirectoryError
 from gpuguard.model import ClaimRecord
 from gpuguard.nouns import replace as replace_noun
+from gpuguard.plainjson import loads
 
 _MAX_BYTES = 256
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -154,7 +155,7 @@ def _renewed(directory: LockDirectory, name: str, content: bytes) -> int:
 
 def _grant_in(descriptor: int) -> Grant | None:
     try:
-        content = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
+        content = loads(os.pread(descriptor, _MAX_BYTES, 0))
         grant = Grant(int(content["uid"]), str(content["claim"]))
         return replace(grant, **{key: content[key] for key in ("memory", "most", "parent") if key in content})
     except (OSError, ValueError, KeyError, TypeError):

@@ -13,10 +13,10 @@ import stat
 
 from gpuguard.claims.holders import holders_of, remembered
 from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, open_lock, try_flock
-from gpuguard.claims.plainjson import loads
 from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError
 from gpuguard.model import ClaimRecord
+from gpuguard.plainjson import loads
 from gpuguard.users import user_name
 
 TYPE_CHECKING = False
@@ -100,7 +100,7 @@ def descriptors_of(directory: LockDirectory, uid: int, claim_id: str) -> tuple[i
         numbers = content["descriptors"]
         sound = type(numbers) is list and all(type(each) is int and 0 <= each < 2**20 for each in numbers)
         return tuple(numbers) if sound else None
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return None
     finally:
         os.close(descriptor)
@@ -135,7 +135,7 @@ def _decoded(encoded: bytes, uid: int, name: str) -> ClaimRecord:
     encoded = encoded.partition(b"\n")[0]  # behind it are letters: see wishes
     try:
         content = loads(encoded) if len(encoded) <= MAX_BYTES else None
-    except (ValueError, RecursionError):
+    except ValueError:
         content = None
     if not isinstance(content, dict):
         content = {}

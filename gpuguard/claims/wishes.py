@@ -18,6 +18,7 @@ import time
 
 from gpuguard.errors import ClaimError
 from gpuguard.nouns import dataclass
+from gpuguard.plainjson import loads
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -103,11 +104,9 @@ def unanswered(descriptor: int) -> Letter | None:
 
 
 def _letter(line: bytes) -> Letter | None:
-    import json
-
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
+        content = loads(line)
+    except ValueError:
         return None
     what = content.get("what") if isinstance(content, dict) else None
     if not isinstance(what, str) or what not in WORDS:

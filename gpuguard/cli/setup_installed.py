@@ -11,6 +11,7 @@ import os
 from typing import TypedDict
 
 from gpuguard.errors import LockDirectoryError
+from gpuguard.plainjson import loads
 
 LIST = "/etc/gpuguard/installed.json"
 LARGEST = 2**20
@@ -45,7 +46,7 @@ def installed() -> Installed:
     """What stands in the list; nothing when there is none, or it is not one."""
     found = Installed(files={}, folders=[], user=None)
     try:
-        listed = json.loads(content_of(LIST) or b"{}")
+        listed = loads(content_of(LIST) or b"{}")
     except ValueError:
         listed = {}
     listed = listed if isinstance(listed, dict) else {}

@@ -17,6 +17,7 @@ from gpuguard.cli.run import durations_of
 from gpuguard.cli.submit import inner_words
 from gpuguard.clusters import ray_jobs
 from gpuguard.errors import InvalidRequest
+from gpuguard.plainjson import loads
 from gpuguard.views.text import put
 
 STOP_SECONDS = 30  # Ray's own 3 s are short for saving a state; so much has a job under Slurm
@@ -84,7 +85,7 @@ def number(word: str, text: str | None) -> float | None:
 def table(word: str, text: str | None) -> dict[str, object]:
     """A JSON object of *word*."""
     try:
-        found = json.loads(text or "{}")
+        found = loads((text or "{}").encode())
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gpuguard.fleet.asking import Reply
+from gpuguard.plainjson import shallow
 
 DEPTH = 32  # of an answer: `who --json` has 6
 _LINE = 300  # characters of an error that are shown
@@ -92,9 +93,7 @@ def _object(content: bytes) -> Facts:
     if not begin and not content.startswith(b"{"):
         raise ValueError("it is no JSON" if content.strip() else "it is empty")
     try:
-        found = json.loads(content[begin:], parse_constant=_no_number, parse_float=_finite)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        found = json.loads(shallow(content[begin:], DEPTH), parse_constant=_no_number, parse_float=_finite)
     except UnicodeDecodeError:
         raise ValueError("it is no text") from None
     except json.JSONDecodeError:
@@ -103,7 +102,6 @@ def _object(content: bytes) -> Facts:
         raise ValueError(str(error)[:100]) from None
     if not isinstance(found, dict):
         raise ValueError("it is no JSON object")
-    _shallow(found)
     return found
 
 
@@ -116,21 +114,6 @@ def _finite(word: str) -> float:
     if not math.isfinite(number):
         raise ValueError("a number is too large")
     return number
-
-
-def _shallow(content: object) -> None:
-    level, depth = [content], 0
-    while level:
-        depth += 1
-        if depth > DEPTH:
-            raise ValueError("it is nested too deeply")
-        inside: list[object] = []
-        for one in level:
-            if isinstance(one, dict):
-                inside += one.values()
-            elif isinstance(one, list):
-                inside += one
-        level = [one for one in inside if isinstance(one, dict | list)]
 
 
 def text(facts: Facts, name: str) -> str | None:

@@ -7,7 +7,6 @@ have been a deed.  Does not write the log: see history; what follows from deeds 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpuguard.guards.ledger import HOUR, VICTIMS_PER_HOUR, Deed
+from gpuguard.plainjson import loads
 
 OUTCOMES = {"about to": True, "dry run": False}  # of the lines that stand before a deed: whether it was one in earnest
 BEGIN = re.compile(rb'\{"schema": 1, "time_unix_seconds": (\d{1,12}(?:\.\d+)?)[,}]')
@@ -90,7 +90,7 @@ def _lines(path: str) -> Iterator[bytes]:
 def _deed(line: bytes, boot: str, clock: float, now: float) -> Deed | None:
     """The deed that a line announces; None when the line cannot be right."""
     try:
-        event = json.loads(line)
+        event = loads(line)
         facts = event["facts"]
         done_at = float(facts["clock_seconds"])
         same_boot = facts.get("boot") == boot != ""
@@ -106,7 +106,7 @@ def _deed(line: bytes, boot: str, clock: float, now: float) -> Deed | None:
             signature=str(facts.get("signature") or ""),
             policy=str(facts.get("policy") or ""),
         )
-    except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError):
         return None
 
 

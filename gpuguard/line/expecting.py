@@ -5,11 +5,11 @@ Only a hint: a start that is planned by it is no promise that gpuguard can keep,
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 
 from gpuguard.history import events_path
+from gpuguard.plainjson import loads
 
 TAIL_BYTES = 256 * 1024  # about 800 lines
 FEWEST = 3  # jobs of the same program; fewer tell nothing
@@ -30,14 +30,14 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
     lasted: list[float] = []
     for line in _newest(path or events_path()):
         try:
-            event = json.loads(line)
+            event = loads(line)
             claim, kind = event.get("claim"), event["kind"]
             if kind == "claim" and event["outcome"] == "started":
                 commands[claim] = program(event["message"].split(" "))
             elif kind == "release" and commands.pop(claim, None) == wanted:
                 seconds = float(event["facts"]["wall_time_seconds"])
                 lasted += [seconds] if 0 <= seconds < float("inf") else []
-        except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError):
             continue  # torn, or of another program
     lasted = sorted(lasted[-NEWEST:])
     return lasted[len(lasted) // 2] if len(lasted) >= FEWEST else None

@@ -24,6 +24,7 @@ from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.line.booking import Booking
 from gpuguard.line.tickets import Torn, not_too_many, whole
+from gpuguard.plainjson import loads
 from gpuguard.users import user_name
 
 MAX_BYTES = 4096
@@ -200,7 +201,7 @@ def _decoded(encoded: bytes, status: os.stat_result, number: str) -> Reservation
     try:
         if len(encoded) > MAX_BYTES:
             raise ValueError("it is too long")
-        content = json.loads(encoded)
+        content = loads(encoded)
         uid = whole(content["uid"], 0, 2**32 - 2)
         begins, ends = _time(content["begins_unix_seconds"]), _time(content["ends_unix_seconds"])
         devices, note = content["devices"], content.get("note")
@@ -222,7 +223,7 @@ def _decoded(encoded: bytes, status: os.stat_result, number: str) -> Reservation
             status.st_ctime,
             note[:MOST_NOTE] if isinstance(note, str) else None,
         )
-    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         return Torn(status.st_uid, number, f"it cannot be understood: {error}"[:200])
 
 

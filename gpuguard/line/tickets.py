@@ -24,6 +24,7 @@ from gpuguard.claims.lockfiles import LockDirectory, is_same_file, try_flock
 from gpuguard.errors import InvalidRequest
 from gpuguard.line import served
 from gpuguard.line.order import PRIORITIES, Ticket
+from gpuguard.plainjson import loads
 from gpuguard.request import Request
 from gpuguard.users import user_name
 
@@ -232,7 +233,7 @@ def _decoded(encoded: bytes, status: os.stat_result, ticket_id: str) -> Ticket |
     try:
         if len(encoded) > MAX_BYTES:
             raise ValueError("it is too long")
-        content = json.loads(encoded)
+        content = loads(encoded)
         command = content.get("command")
         requests = content["requests"]
         if not isinstance(requests, list) or not 1 <= len(requests) <= MOST_WAYS:
@@ -259,7 +260,6 @@ def _decoded(encoded: bytes, status: os.stat_result, ticket_id: str) -> Ticket |
         LookupError,
         TypeError,
         AttributeError,
-        RecursionError,
         InvalidRequest,
     ) as error:
         return Torn(status.st_uid, ticket_id, f"it cannot be understood: {error}"[:200])

@@ -11,7 +11,6 @@ verbs; the other side is calling.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import socket
@@ -27,6 +26,7 @@ from typing import Any
 from gpuguard.claims.calling import LARGEST, encoded, short_path, uid_behind
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import GpuguardError
+from gpuguard.plainjson import loads
 
 LONGEST_ERROR = 600  # characters: written out as \uXXXX they fit as well
 MOST, MOST_OF_ONE = 32, 4  # connections in all and of one user
@@ -207,7 +207,7 @@ def _request(line: bytes) -> dict[str, Any] | str:
     if len(line) > LARGEST:
         return f"a request has at most {LARGEST} bytes."
     try:
-        request = json.loads(line)
-    except (ValueError, RecursionError):
+        request = loads(line)
+    except ValueError:
         request = None
     return request if isinstance(request, dict) else "a request is one line with one JSON object."

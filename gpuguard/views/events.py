@@ -5,13 +5,13 @@ What users wrote (notes, commands, names) is neutralised.  Does not find or open
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpuguard.model import Event
+from gpuguard.plainjson import loads
 from gpuguard.text import neutralise
 
 Line = Mapping[str, Any]
@@ -48,8 +48,8 @@ def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
     torn = 0
     for encoded in filter(None, map(bytes.strip, lines)):
         try:
-            content = json.loads(encoded)
-        except (ValueError, RecursionError):
+            content = loads(encoded)
+        except ValueError:
             content = None
         if isinstance(content, dict) and _is_number(content.get("time_unix_seconds")) and content.get("schema") == 1:
             events.append(content)
