@@ -84,6 +84,12 @@ def test_the_standard_librarys_functions_work_on_it(point: Any) -> None:
 
 
 @BOTH
+def test_fields_are_made_once_and_apart_for_each_noun(point: Any) -> None:
+    assert dataclasses.fields(point)[0] is dataclasses.fields(point(1))[0]
+    assert dataclasses.fields(Gap) != dataclasses.fields(point)
+
+
+@BOTH
 def test_it_is_a_dataclass_to_whoever_asks(point: Any) -> None:
     kind, noun = dataclasses.is_dataclass(point), dataclasses.is_dataclass(point(1))
 
