@@ -194,6 +194,7 @@ def test_what_a_later_version_adds_is_passed_over_and_another_format_is_not(tmp_
     [(b"", "empty"), (b"time,job\n", "no recording"), (gzip.compress(b'{"a":1}\n'), "no recording"),
      (gzip.compress(b"hello\n"), "no sample"), (gzip.compress(b"[" * 10**6 + b"\n"), "no sample"),
      (gzip.compress(b" " * (40 * 2**20)), "longer than any sample")],
+    ids=("nothing", "text", "no header", "no lines of JSON", "too deep", "too long"),  # gzip's bytes hold the time
 )  # fmt: skip
 def test_a_file_that_is_no_recording_is_a_sentence(tmp_path, content, said):
     (tmp_path / "x").write_bytes(content)
