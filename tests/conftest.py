@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fake_nvml import FakeNvml, library
+from side_by_side import alone, pytest_collection_modifyitems  # noqa: F401
 from surroundings import clean_environment, pytest_runtest_setup, pytest_terminal_summary  # noqa: F401  (hooks)
 
 # A shell starts what runs in the background with these ignored, and our children would inherit that.

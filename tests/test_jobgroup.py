@@ -17,6 +17,9 @@ from wrapped import until
 from gpuguard.errors import GpuguardError
 from gpuguard.isolation import jobgroup
 
+# They count what lies in this process's own cgroup, which all that was started with it share.
+pytestmark = pytest.mark.usefixtures("alone")
+
 DEVICES = 4
 
 

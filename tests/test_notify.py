@@ -122,9 +122,9 @@ def test_after_the_end_nothing_is_taken_and_no_thread_is_left():
 
 
 def test_a_sender_that_has_nothing_to_say_starts_no_thread():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with a_sender({"ops": Email("root")}) as (sender, _):
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
         assert sender.flush(0)
 
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +25,12 @@ import nodes
 import psutil
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    find_spec("ray") is None, reason="NOT TESTED on a real Ray: `.venv/bin/pip install 'ray[default]'` brings it"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="NOT TESTED on a real Ray: `.venv/bin/pip install 'ray[default]'` brings it"
+    ),
+    pytest.mark.usefixtures("alone"),
+]
 
 TASKS = str(Path(__file__).with_name("ray_tasks.py"))
 MARK = "GPUGUARD_TEST_RAY"
@@ -138,14 +142,17 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    # Ray's sockets lie below this directory, and their names must not exceed 107 characters.
-    head = Head(Path(tmp_path_factory.mktemp("r")))
-    try:
-        assert nodes.eventually(head.answers, 60)
-        yield head
-    finally:
-        head.stop()
+def head() -> Iterator[Head]:
+    # Ray's sockets lie 64 characters below this directory, and their names must not exceed 107: pytest's own directory
+    # in a worker adds 40, and $TMPDIR may be long.
+    top = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(prefix="ray-", dir=top if len(top) <= 30 else "/tmp") as place:
+        head = Head(Path(place))
+        try:
+            assert nodes.eventually(head.answers, 60)
+            yield head
+        finally:
+            head.stop()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import socket
@@ -173,20 +174,24 @@ def test_a_peer_that_does_not_read_is_cut_off():
         lazy.sendall(GOOD)
 
         assert eventually(lambda: descriptors() > before)
-        assert eventually(lambda: descriptors() == before)
+        assert eventually(lambda: descriptors() <= before)
 
 
 def test_more_connections_than_there_is_room_for_end_the_silent_ones():
+    others = descriptors()
     with a_server(limit=60.0) as place, ExitStack() as held:
         silent = [held.enter_context(socket.create_connection(place, 10)) for _ in range(2 * MOST_CONNECTIONS)]
-        before = descriptors()
+        ours = descriptors() - others
 
         assert status(ask(place, GOOD)) == 200
         assert silent[0].recv(1) == b""
-        assert before <= 3 * MOST_CONNECTIONS + 60
+        assert (
+            ours <= 3 * MOST_CONNECTIONS + 10
+        )  # each end of those it has, our end of those it hung up on, and its own
 
 
 def descriptors() -> int:
+    gc.collect()  # what other tests have left to it
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -217,13 +222,13 @@ def test_two_thousand_hostile_requests_leave_nothing_behind():
     """No answer but HTTP, no descriptor, no thread, and the next good request is answered."""
     chance = luck(20261120)
     with a_server() as place:
-        before = descriptors(), threading.active_count()
+        before, threads = descriptors(), set(threading.enumerate())
         for _ in range(FUZZED):
             answer = ask(place, a_fuzzed_request(chance), half_close=True)
             assert not answer or (answer.startswith(b"HTTP/1.1 ") and status(answer) in serving._WORDS), answer[:99]
             assert not answer or status(answer) != 500
         assert status(ask(place, GOOD)) == 200
-        assert eventually(lambda: (descriptors(), threading.active_count()) == before)
+        assert eventually(lambda: descriptors() <= before and set(threading.enumerate()) <= threads)
 
 
 def test_hanging_up_at_any_moment_is_no_trouble():
@@ -235,7 +240,7 @@ def test_hanging_up_at_any_moment_is_no_trouble():
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # RST, not FIN
                 connection.sendall(GOOD[: chance.randrange(len(GOOD) + 1)])
         assert status(ask(place, GOOD)) == 200
-        assert eventually(lambda: descriptors() == before)
+        assert eventually(lambda: descriptors() <= before)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from users import ALICE, BOB
 from gpuguard.clusters import slurm_jobs, slurm_node
 from gpuguard.guards import identity
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("alone")]
 
 DEVICES, JOBS, OUTSIDERS = 4, 20, 4
 TESTIFY = """#!/bin/sh

@@ -258,7 +258,8 @@ def test_a_thread_of_its_own_ends_with_the_block(a_watchdog, place):
         assert eventually(lambda: len(seen) > 2)
     number = len(seen)
 
-    assert threading.active_count() == 1
+    # By its name: pytest has threads of its own where tests run side by side.
+    assert "gpuguard-watchdog" not in [thread.name for thread in threading.enumerate()]
     assert len(seen) == number
 
 

@@ -1,0 +1,46 @@
+"""How the files of tests run in several workers at once: the longest first, and what a machine has once in turns.
+
+`scripts/test -n 3 --dist loadfile --no-loadscope-reorder` gives each worker that is free the next file, in this order.
+tests/conftest.py imports these names, which is how pytest learns of them.  A serial run keeps its order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+# A worker that gets one of these last keeps all the others waiting for it.
+LONGEST: tuple[str, ...] = ("test_slurm_cluster", "test_ray_head")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        longest_first(items)
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort the tests by the places of their files in LONGEST; the others stay behind them as they are."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """No other test of this machine that asks for this runs at the same time, in whatever worker or checkout."""
+    with a_turn():
+        yield
+
+
+@contextmanager
+def a_turn() -> Iterator[None]:
+    # The kernel drops it however this process ends, and no file is left.
+    place = os.open("/", os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
