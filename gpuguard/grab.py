@@ -152,7 +152,7 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
     """What the machine looks like now.
 
     Args:
-        fields: groups of gpuguard.model: MEMORY, PROCESSES, ..., None: its WHO_FIELDS; what is not asked for stays None.
+        fields: groups of gpuguard.model: MEMORY, PROCESSES, ..., None: WHO_FIELDS; what is not asked for stays None.
         backend: see open_backend.
 
     Raises:
