@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 
 from gpuguard import errors
+from gpuguard.cli import dispatch
 from gpuguard.cli.dispatch import (
     EXIT_NO,
     EXIT_NO_DRIVER,
@@ -72,3 +76,33 @@ def test_every_error_has_an_exit_code_for_every_kind_of_command(name):
     usual = EXIT_USAGE if name == "InvalidRequest" else EXIT_NO_DRIVER if isinstance(error, BackendError) else EXIT_NO
 
     assert (exit_code("run", error), exit_code("who", error)) == (run, usual)
+
+
+def test_too_few_descriptors_are_told_as_such():
+    def limited(most: int) -> subprocess.CompletedProcess[str]:
+        code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n"
+        words = "from gpuguard.cli import main; import sys; sys.exit(main(['select']))"
+        return subprocess.run([sys.executable, "-c", code + words], capture_output=True, text=True, check=False)
+
+    assert [limited(most).stderr for most in (6, 7)] == [
+        f"gpuguard: no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it.\n"
+        for most in (6, 7)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.EMFILE, "see `ulimit -n`"),
+        (errno.ENFILE, "/proc/sys/fs/file-nr"),
+        (errno.EIO, "an error inside gpuguard"),
+    ],
+)
+def test_a_fault_of_the_machine_is_told_as_such(monkeypatch, capsys, code, said):
+    def fail(*_: object) -> int:
+        raise OSError(code, "planted")
+
+    monkeypatch.setattr(dispatch, "_dispatch", fail)
+
+    assert dispatch.run_command_line(["who"]) == EXIT_NO
+    assert said in capsys.readouterr().err

@@ -157,6 +157,22 @@ def test_a_fault_inside_the_sampler_becomes_a_message(node: str, monkeypatch: py
     source.close()
 
 
+@pytest.mark.parametrize("told", [("ready",), ("ready", "9.9")], ids=["before it was told", "9.9"])
+def test_a_sampler_of_another_version_is_not_talked_to(told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    requests_read, requests = os.pipe()
+    replies, replies_write = os.pipe()
+    sampler.send(replies_write, told)
+    channel = os.getpid(), requests, replies, os.memfd_create("place")
+    source = Isolated("nvml", lambda name: channel, None, None)
+
+    with pytest.raises(BackendError, match=r"was installed while.*Start it again; the guard by `systemctl restart"):
+        source.sample(SELECT_FIELDS)
+    isolated._abandoned.clear()
+    assert os.read(requests_read, 1) == b""  # which ends a sampler
+    os.close(requests_read)
+    os.close(replies_write)
+
+
 def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpuguard.backends.simulated as simulated
 

@@ -11,7 +11,7 @@ import os
 import select
 import time
 
-from gpuguard import errors
+from gpuguard import __version__, errors
 from gpuguard.backends import sampler
 
 TYPE_CHECKING = False  # this file is imported before the sampler starts: see there
@@ -35,7 +35,10 @@ _abandoned: list[int] = []  # pids to reap, also of backends that are closed: wh
 
 def prepare(name: str) -> None:
     """Start the sampler that the next open_isolated(name, fork=True) will use."""
-    _prepared[name] = sampler.start_by_fork(name)
+    try:
+        _prepared[name] = sampler.start_by_fork(name)
+    except OSError:  # too many open files, no further process: whoever needs the sampler tries again, and says so
+        return
 
 
 def prepared(name: str) -> sampler.Channel | None:
@@ -133,6 +136,7 @@ class Isolated:
             if reply is None:
                 raise errors.DriverUnresponsive("the driver library crashed while it initialised.  Try `nvidia-smi`.")
             _raise_error(reply)
+            _refuse_another_version(reply)
         except errors.GpuguardError:
             self._abandon()
             raise
@@ -219,6 +223,16 @@ def _raise_error(reply: tuple[object, ...]) -> None:
         error: errors.GpuguardError = getattr(errors, str(name))(message)
         vars(error).update(attributes)  # type: ignore[call-overload]
         raise error
+
+
+def _refuse_another_version(reply: tuple[object, ...]) -> None:
+    if reply[1:] == (__version__,):
+        return
+    another = f"gpuguard {reply[1]}" if reply[1:] else "another gpuguard"
+    raise errors.BackendError(
+        f"{another} was installed while this program, of gpuguard {__version__}, was running.  "
+        "Start it again; the guard by `systemctl restart gpuguard`."
+    )
 
 
 def _is_runnable(pid: int) -> bool:

@@ -3,7 +3,7 @@
 It imports almost nothing before it forks: `gpuguard run` starts it before it parses its own command line, so that
 libnvidia-ml loads (22 ms for the Python bindings alone) on the other core meanwhile.
 
-A frame is a 4-byte length and a marshal of (kind, ...): requests (fields, devices, skip); replies ("ready",),
+A frame is a 4-byte length and a marshal of (kind, ...): requests (fields, devices, skip); replies ("ready", version),
 ("snapshot", packed), ("error", class, message, attributes).  Which device is being read is no frame, of which each
 would wake the reader up: it stands in a file in memory, where the reader looks when it has waited too long.
 """
@@ -14,6 +14,8 @@ import marshal
 import os
 import sys
 import time
+
+from gpuguard import __version__
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
@@ -28,9 +30,7 @@ Mark = tuple["int | None", float]  # the index of the device that is read, None:
 
 def start_by_fork(name: str) -> Channel:
     """Start a sampler of backend *name* as a copy of this process: fast, and only for a process without threads."""
-    request_read, request_write = os.pipe()
-    reply_read, reply_write = os.pipe()
-    place = os.memfd_create("gpuguard-place")
+    request_read, request_write, reply_read, reply_write, place = _descriptors()
     pid = os.fork()
     if pid:
         os.close(request_read)
@@ -45,9 +45,7 @@ def start_by_fork(name: str) -> Channel:
 
 def start_by_spawn(name: str) -> Channel:
     """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else."""
-    request_read, request_write = os.pipe()
-    reply_read, reply_write = os.pipe()
-    place = os.memfd_create("gpuguard-place")
+    request_read, request_write, reply_read, reply_write, place = _descriptors()
     code = (
         "import sys; sys.path[:] = sys.argv[2:]; import gpuguard.backends.sampler as s; s.serve(sys.argv[1], 0, 1, 3)"
     )
@@ -79,6 +77,20 @@ def start_by_spawn(name: str) -> Channel:
         os.close(request_read)
         os.close(reply_write)
     return pid, request_write, reply_read, place
+
+
+def _descriptors() -> list[int]:
+    """Both ends of a pipe for requests, of one for replies, and a file in memory; all of them or an OSError."""
+    opened: list[int] = []
+    try:
+        opened += os.pipe()
+        opened += os.pipe()
+        opened.append(os.memfd_create("gpuguard-place"))
+    except OSError:
+        for each in opened:
+            os.close(each)
+        raise
+    return opened
 
 
 def serve(name: str, requests: int, replies: int, place: int) -> NoReturn:
@@ -115,7 +127,7 @@ def _answer(name: str, requests: int, replies: int, place: int) -> None:
     gc.freeze()  # what is loaded stays: no collection need look at it again
     gc.enable()
     backend.progress = lambda index: mark(place, index)
-    send(replies, ("ready",))
+    send(replies, ("ready", __version__))
     while request := receive(requests):
         fields, devices, skip = request
         backend.skip = set(skip)

@@ -7,6 +7,7 @@ Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the other
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -84,8 +85,18 @@ def run_command_line(words: list[str]) -> int:
     except Exception as error:  # the border of this process: a user gets a sentence, a developer more
         if "GPUGUARD_DEBUG" in os.environ:
             raise
-        print(f"gpuguard: an error inside gpuguard: {error!r}.  GPUGUARD_DEBUG=1 shows where.", file=sys.stderr)
+        print(f"gpuguard: {_sentence(error)}", file=sys.stderr)
         return EXIT_RUN_FAILED if command in STARTING else EXIT_NO
+
+
+def _sentence(error: Exception) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.EMFILE:
+        most = os.sysconf("SC_OPEN_MAX")
+        return f"no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it."
+    if code == errno.ENFILE:
+        return "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and who opens so many."
+    return f"an error inside gpuguard: {error!r}.  GPUGUARD_DEBUG=1 shows where."
 
 
 def exit_code(command: str, error: GpuguardError) -> int:
