@@ -10,7 +10,7 @@ from gpuguard.model import Snapshot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 Stat = list[bytes]  # the fields of /proc/PID/stat behind the name
 
@@ -26,9 +26,9 @@ def in_first_pid_namespace() -> bool | None:
         return None
 
 
-def stats_of(pids: Iterable[int]) -> dict[int, Stat | None]:
-    """/proc/PID/stat of each of *pids*; None where it cannot be read."""
-    return {pid: _stat(pid) for pid in pids}
+def stats_of(pids: Iterable[int], lines: Mapping[int, bytes] | None = None) -> dict[int, Stat | None]:
+    """/proc/PID/stat of each of *pids*, read unless it is one of *lines*; None where it cannot be read."""
+    return {pid: _fields(lines[pid]) if lines and pid in lines else _stat(pid) for pid in pids}
 
 
 def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> dict[int, Seen | None]:
@@ -65,9 +65,13 @@ def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> 
 
 
 def _stat(pid: int) -> Stat | None:
-    # The name in front may contain blanks and brackets: fields are counted from behind it.
     line = read_proc(f"/proc/{pid}/stat")
-    return None if line is None else line.rpartition(b") ")[2].split(None, 24)
+    return None if line is None else _fields(line)
+
+
+def _fields(line: bytes) -> Stat:
+    # The name in front may contain blanks and brackets: fields are counted from behind it.
+    return line.rpartition(b") ")[2].split(None, 24)
 
 
 def _look(pid: int, stat: Stat | None, inner: bool) -> Seen | None:

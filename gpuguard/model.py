@@ -24,6 +24,7 @@ PCIE = "pcie"  # link and throughput: about 20 ms per device in a real driver
 NVLINK = "nvlink"  # links and peers: up to 18 calls per device
 NVLINK_FLOW = "nvlink_flow"  # 1    what goes over all links; the first look has nothing to go by
 TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
+STATS = "stats"  # Snapshot.stats: for who looks at these processes in /proc anyway, at once
 BRIEF = "brief"  # no group: a backend may leave out of WHO_FIELDS what the text of `gpuguard who` does not show
 
 BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much
@@ -168,6 +169,7 @@ class Snapshot:
     topology: tuple[tuple[str, str, str], ...] | None = None  # (uuid, uuid, NVLINK|PIX|PXB|PHB|NODE|SYS)
     claims: tuple[ClaimRecord, ...] = ()
     recorded: bool = False  # of another time, from a file: to look at, never to act on
+    stats: tuple[tuple[int, bytes], ...] | None = None  # pid and /proc/PID/stat; no part of what is kept or published
 
     def device(self, uuid: str) -> Device | None:
         """The device with that uuid, or None."""

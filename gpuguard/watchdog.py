@@ -23,7 +23,7 @@ from gpuguard.guards.case import Context, Notifier
 from gpuguard.guards.identity import Protected
 from gpuguard.guards.ledger import Deed
 from gpuguard.messages import TEMPLATES
-from gpuguard.model import WHO_FIELDS, ClaimRecord, Event, Gap, Snapshot, Verdict
+from gpuguard.model import STATS, WHO_FIELDS, ClaimRecord, Event, Gap, Snapshot, Verdict
 from gpuguard.nouns import replace
 from gpuguard.policies import engine
 from gpuguard.policies.health import Health
@@ -126,9 +126,9 @@ class Watchdog:
         # while the policies that are judged by are still those which he was protected from.
         protected = self.protected
         policies, before = self.policies, self._view
-        snapshot = self._sample(policies)
+        snapshot, lines = self._sample(policies)
         self._memory.kept = dict(self.kept)
-        self._view = self._look_around(snapshot)
+        self._view = self._look_around(snapshot, policies, lines)
         judgement = engine.evaluate(
             self._view, policies, self._memory, interval=self.interval[1], zone=_zone(snapshot.taken_at)
         )
@@ -204,8 +204,14 @@ class Watchdog:
     ) -> None:
         self.stop()
 
-    def _sample(self, policies: Sequence[Policy]) -> Snapshot:
-        snapshot = self._backend.sample(fields_for(policies) | self.further())
+    def _sample(self, policies: Sequence[Policy]) -> tuple[Snapshot, dict[int, bytes]]:
+        """A snapshot with its claims; apart from it the stat lines of its processes, which go no further than here."""
+        groups = fields_for(policies) | self.further()
+        snapshot = self._backend.sample(groups | {STATS} if policies else groups)
+        lines = dict(snapshot.stats or ())
+        return self._with_claims(replace(snapshot, stats=None)), lines
+
+    def _with_claims(self, snapshot: Snapshot) -> Snapshot:
         try:
             if self._directory is None:
                 raise ClaimError("no directory of claims was named")
@@ -228,11 +234,11 @@ class Watchdog:
             self._probed = snapshot.clock, now, claims
         return claims
 
-    def _look_around(self, snapshot: Snapshot) -> View:
-        if not self.policies:
+    def _look_around(self, snapshot: Snapshot, policies: Sequence[Policy], lines: Mapping[int, bytes]) -> View:
+        if not policies:
             return View(snapshot)
-        by_scheduler = any(isinstance(rule, RULES["outside_scheduler"]) for one in self.policies for rule in one.rules)
-        stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
+        by_scheduler = any(isinstance(rule, RULES["outside_scheduler"]) for one in policies for rule in one.rules)
+        stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()}, lines)
         return View(
             snapshot,
             host=self._host.look(snapshot, stats),

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 from builders import a_device, a_process, a_snapshot
 
-from gpuguard import daemon, watchdog
+from gpuguard import ancestry, daemon, watchdog
+from gpuguard.backends import processes
 from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.model import Snapshot
+from gpuguard.model import STATS, Snapshot
+from gpuguard.nouns import replace
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.processes import Processes
 from gpuguard.watchdog import Watchdog
+
+A_POLICY = Policy("p", (Processes(above=9),), steps=(Step("log"),))
 
 
 class Looked:
@@ -24,11 +30,12 @@ class Looked:
 
     name, simulated = "looked", True
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot
+    def __init__(self, snapshot: Snapshot, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.snapshot, self.meanwhile = snapshot, meanwhile
 
-    def sample(self, fields: object, devices: object = None) -> Snapshot:
-        return self.snapshot
+    def sample(self, fields: Collection[str], devices: object = None) -> Snapshot:
+        self.meanwhile()
+        return self.snapshot if STATS in fields else replace(self.snapshot, stats=None)
 
     def close(self) -> None:
         pass
@@ -65,11 +72,41 @@ def test_what_proc_told_of_the_processes_of_a_sample_is_not_read_again(monkeypat
     first, second = a_snapshot(a_device(0, processes=rows)), a_snapshot(a_device(0))
     asked: list[object] = []
     monkeypatch.setattr(watchdog, "look_up", lambda snapshot, stats=None: asked.append(snapshot) or {1000: None})
-    guard = Watchdog(Looked(first), [Policy("p", (Processes(above=9),), steps=(Step("log"),))])
+    guard = Watchdog(Looked(first), [A_POLICY])
     looked = guard.step() and guard._view.snapshot
 
     assert guard.seen(looked) == guard.seen(second) == {1000: None}
     assert asked == [looked, second]
+
+
+def test_the_state_of_a_process_that_came_with_the_sample_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    us = os.getpid()
+    line = processes.read_proc(f"/proc/{us}/stat") or b""
+    row = a_process(us, start_time=processes.start_time(us))
+    read: list[str] = []
+    real = processes.read_proc
+    monkeypatch.setattr(ancestry, "read_proc", lambda path, *limit: read.append(path) or real(path, *limit))
+    guard = Watchdog(Looked(a_snapshot(a_device(0, processes=(row,)), stats=((us, line),))), [A_POLICY])
+    guard.step()
+
+    assert guard._view and guard._view.host[us, row.start_time].memory
+    assert guard._view.seen[us].parent == os.getppid()
+    assert f"/proc/{os.getppid()}/stat" in read  # of whom the driver says nothing
+    assert f"/proc/{us}/stat" not in read
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 0), (0, 1)])
+def test_what_came_with_the_sample_is_not_published_though_policies_come_and_go(before: int, after: int) -> None:
+    published: list[Snapshot] = []
+    guard = Watchdog(
+        Looked(a_snapshot(stats=((1, b"line"),)), lambda: setattr(guard, "policies", (A_POLICY,) * after)),
+        [A_POLICY] * before,
+        on_sample=lambda snapshot, pause: published.append(snapshot),
+    )
+    guard.step()
+
+    assert [snapshot.stats for snapshot in published] == [None]
+    assert guard._view and guard._view.snapshot.stats is None
 
 
 @pytest.mark.parametrize(("pause", "seconds"), [(1.0, 3), (2.0, 2), (5.0, 5)])

@@ -51,6 +51,24 @@ def test_a_sample_opens_one_file_per_process_and_asks_the_driver_no_more_than_it
     assert sum(calls.values()) <= 8 * 16
 
 
+STATS_OF_TWO = """
+backend = nvml.open()
+answer = [dict(backend.sample(WHO_FIELDS | groups).stats or ()) for groups in ({STATS}, set())]
+"""
+
+
+def test_a_sampler_hands_over_what_it_read_of_each_process_to_who_asks_for_it(fake: FakeNvml, jobs: list[int]) -> None:
+    fake.add_mig(1, "3g.40gb", gi=1)
+    fake.add_process(1, jobs[0], GIB, gi=1, ci=0)
+    for pid in jobs[1:]:
+        fake.add_process(0, pid, GIB)
+    given, unasked = answer_of(fake, STATS_OF_TWO)
+
+    assert unasked == {}
+    assert given.keys() == set(jobs)
+    assert ancestry.stats_of(jobs, given) == ancestry.stats_of(jobs)
+
+
 def test_the_guard_reads_the_state_of_each_process_once_per_look(jobs: list[int], monkeypatch: Any) -> None:
     read: Counter[str] = Counter()
     real = processes.read_proc
@@ -104,7 +122,7 @@ def described_pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The pids about which everything was read; every pid is a process."""
     read: list[int] = []
     monkeypatch.setattr(processes, "_kept", processes._Kept())
-    monkeypatch.setattr(processes, "see", lambda pid: (1.0, b"program"))
+    monkeypatch.setattr(processes, "life_of", lambda pid: (1.0, b"program", b""))
     monkeypatch.setattr(processes, "read_proc", lambda path, *limit: None)
     monkeypatch.setattr(processes, "_uid", lambda pid: 0)
     monkeypatch.setattr(processes, "_described", lambda pid: read.append(pid) or {})

@@ -44,6 +44,7 @@ class Nvml:
         self.progress: Callable[[int], object] = lambda index: None
         self.skip: Collection[int] = ()
         self._pid = 0
+        self._stats: dict[int, bytes] = {}  # of the sample that is under way
         self._start()
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
@@ -54,6 +55,7 @@ class Nvml:
         versions = self._versions(fields) if model.MODEL in fields else {}
         found: list[Device] = []
         gaps: list[Gap] = []
+        self._stats = {}
         seek = None if devices is None else frozenset(devices)
         if any(map(_is_mig, seek or ())):
             fields = {*fields, model.HEALTH}  # which is what finds instances
@@ -75,6 +77,7 @@ class Nvml:
             driver_version=versions.get("driver_version"),
             nvml_version=versions.get("nvml_version"),
             cuda_version=versions.get("cuda_version"),
+            stats=tuple(self._stats.items()) if model.STATS in fields else None,
         )
 
     def close(self) -> None:
@@ -119,7 +122,7 @@ class Nvml:
             return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", place.reason)])]
         if seek is not None and not self._may_be(place, seek):
             return []
-        reading = Reading(self._nvml, place, fields)
+        reading = Reading(self._nvml, place, fields, self._stats)
         try:
             nvml_fields.read(reading)
             instances = list(nvml_mig.instances(reading)) if reading.values.get("mig_mode") else []
@@ -190,7 +193,7 @@ class Nvml:
         return self._ancestors[one, other]
 
     def _bus_id(self, device: Device) -> str | None:
-        reading = Reading(self._nvml, self._places[device.index], ())
+        reading = Reading(self._nvml, self._places[device.index], (), {})
         try:
             nvml_fields.read_row(reading, nvml_fields.PCI_BUS_ID)
         except DeviceLost:
@@ -222,4 +225,4 @@ def _lost(place: Place, fields: Collection[str]) -> tuple[Device, list[Gap]]:
     reason = "the device is lost"
     name = next((answer.value for key, answer in place.static.items() if key.startswith("name ")), None)
     device = Device(place.index, place.uuid, name=name, problems=("lost",))
-    return device, [Gap(place.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF})]
+    return device, [Gap(place.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF, model.STATS})]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from typing import Any
 
-    from gpuguard.backends.processes import Seen
+    from gpuguard.backends.processes import Life
 
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
@@ -51,14 +51,15 @@ class DeviceLost(Exception):
 class Reading:
     """What is known so far of one device in one sample."""
 
-    def __init__(self, nvml: Any, place: Place, fields: Collection[str]) -> None:
+    def __init__(self, nvml: Any, place: Place, fields: Collection[str], stats: dict[int, bytes]) -> None:
         self.nvml = nvml
         self.place = place
         self.fields = fields
+        self.stats = stats  # to be filled in, of all devices of a sample, for STATS
         self.values: dict[str, Any] = {}
         self.gaps: list[Gap] = []
         self.problems: list[str] = []
-        self.seen: dict[int, Seen] = {}  # the processes that it lists
+        self.lives: dict[int, Life] = {}  # the processes that it lists
         self.memory_doubt: str | None = None  # why the memory of its processes cannot be checked
 
     def ask(self, function: str, *arguments: Any) -> Answer:

@@ -11,7 +11,7 @@ import time
 from gpuguard.backends import processes
 from gpuguard.backends.nvml_calls import ABSENT, FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, Answer
 from gpuguard.backends.nvml_reading import Reading
-from gpuguard.model import BRIEF, BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, GpuProcess
+from gpuguard.model import BRIEF, BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, STATS, GpuProcess
 from gpuguard.nouns import replace
 
 TYPE_CHECKING = False  # see nvml_calls
@@ -80,7 +80,9 @@ def read_processes(reading: Reading) -> None:
     reading.values["processes_plausible"] = reason is None and all(each.code in NEVER for each in failed.values())
     if reason is None:
         identify = processes.described if details else processes.identified
-        rows = [identify(row, reading.seen.get(row.pid)) for row in rows]
+        rows = [identify(row, reading.lives.get(row.pid)) for row in rows]
+        if STATS in reading.fields:
+            reading.stats.update((pid, life[2]) for pid, life in reading.lives.items())
         if details and BRIEF not in reading.fields:
             rows = _with_utilization(reading, rows)
     else:
@@ -141,11 +143,11 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
     if any(lists.values()) and reading.memory_doubt:
         return reading.memory_doubt
     total = reading.values.get("memory_total")
-    reading.seen = {}
+    reading.lives = {}
     for rows in lists.values():
         reason = processes.implausibility(
             rows,
-            alive=lambda pid: _is_alive(reading.seen, pid),
+            alive=lambda pid: _is_alive(reading.lives, pid),
             pid_max=processes.pid_max(),
             memory_total=total,
             memory_used=used,
@@ -162,12 +164,12 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
     return None
 
 
-def _is_alive(seen: dict[int, processes.Seen], pid: int) -> bool:
-    """As processes.alive(); what see() says of those that are goes into *seen*, so that nobody asks it again."""
-    told = processes.see(pid)
-    if told is None:
+def _is_alive(lives: dict[int, processes.Life], pid: int) -> bool:
+    """As processes.alive(); what life_of() says of those that are goes into *lives*, so that nobody asks it again."""
+    life = processes.life_of(pid)
+    if life is None:
         return processes.alive(pid)
-    seen[pid] = told
+    lives[pid] = life
     return True
 
 

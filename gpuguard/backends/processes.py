@@ -36,8 +36,9 @@ UID_SECONDS = 10.0  # a process gets another user id while it runs only by dropp
 KEPT_AT_MOST = 8192  # processes in each half, 1 KiB each: more than run on 64 devices
 
 
-# When a process started, in seconds since boot, and what is another one when it runs another program; None: not told.
-Seen = tuple[float, "bytes | None"]
+# When a process started, in seconds since boot; what is another one when it runs another program, None: not told; and
+# the line of /proc/PID/stat that says so.
+Life = tuple[float, "bytes | None", bytes]
 
 
 class _Known:
@@ -60,13 +61,13 @@ class _Kept:
     """
 
     def __init__(self) -> None:
-        self.young: dict[tuple[int, Seen], _Known] = {}
+        self.young: dict[tuple[int, float, bytes | None], _Known] = {}
         self.old = self.young
         self.began = 0.0
 
-    def of(self, pid: int, seen: Seen, now: float) -> _Known:
+    def of(self, pid: int, life: Life, now: float) -> _Known:
         """What is kept of a process, to be filled in."""
-        key = pid, seen
+        key = pid, life[0], life[1]
         known = self.young.get(key)
         if known is None:
             known = self.old.get(key) or _Known()
@@ -161,19 +162,19 @@ def may_be(pid: int, program: bytes) -> bool:
     return told is None or told.rstrip(b"\n") == program[:15]  # of which a kernel keeps so much
 
 
-def identified(process: GpuProcess, seen: Seen | None = None) -> GpuProcess:
-    """The process with its real user id and its start time, from *seen* if that was just read; cheap enough to poll."""
-    return replace(process, start_time=seen[0] if seen else start_time(process.pid), uid=_uid(process.pid))
+def identified(process: GpuProcess, life: Life | None = None) -> GpuProcess:
+    """The process with its real user id and its start time, from *life* if that was just read; cheap enough to poll."""
+    return replace(process, start_time=life[0] if life else start_time(process.pid), uid=_uid(process.pid))
 
 
-def described(process: GpuProcess, seen: Seen | None = None) -> GpuProcess:
-    """The process with everything that can be read about it; *seen* is what see() says, if it was just asked."""
-    seen = seen or see(process.pid)
-    if seen is None:
+def described(process: GpuProcess, life: Life | None = None) -> GpuProcess:
+    """The process with everything that can be read about it; *life* is what life_of() says, if it was just asked."""
+    life = life or life_of(process.pid)
+    if life is None:
         return identified(process)
     now = time.monotonic()
-    known = _kept.of(process.pid, seen, now)
-    if seen[1] is None or now - known.command_read > COMMAND_SECONDS:
+    known = _kept.of(process.pid, life, now)
+    if life[1] is None or now - known.command_read > COMMAND_SECONDS:
         command = read_proc(f"/proc/{process.pid}/cmdline")
         if command != known.command:
             known.uid_read = known.facts_read = float("-inf")
@@ -183,13 +184,13 @@ def described(process: GpuProcess, seen: Seen | None = None) -> GpuProcess:
         known.uid, known.uid_read = _uid(process.pid), now
     if now - known.facts_read > FACTS_SECONDS or known.uid != before:
         facts = _described(process.pid)
-        if start_time(process.pid) != seen[0]:
+        if start_time(process.pid) != life[0]:
             # The pid became another process while we looked: nothing read in between can be told apart.
             known.uid = None
             return process
         known.facts, known.facts_read = facts, now
     uid = known.uid
-    return replace(process, start_time=seen[0], uid=uid, user=None if uid is None else user_name(uid), **known.facts)
+    return replace(process, start_time=life[0], uid=uid, user=None if uid is None else user_name(uid), **known.facts)
 
 
 def _described(pid: int) -> dict[str, Any]:
@@ -227,20 +228,21 @@ def _variables(environ: bytes) -> dict[str, str]:
 
 def start_time(pid: int) -> float | None:
     """Seconds since boot at which the process started; None: gone or hidden."""
-    seen = see(pid)
-    return seen[0] if seen else None
+    life = life_of(pid)
+    return life[0] if life else None
 
 
-def see(pid: int) -> Seen | None:
+def life_of(pid: int) -> Life | None:
     """What tells a process, and the program that it runs, from any other; None: gone or hidden."""
-    name, _, rest = (read_proc(f"/proc/{pid}/stat") or b"").rpartition(b")")
+    line = read_proc(f"/proc/{pid}/stat") or b""
+    name, _, rest = line.rpartition(b")")
     fields = rest.split(None, 42)
     if len(fields) < 20:
         return None
     # Behind the 42nd stands where data, heap, arguments and environment lie: an exec lays them anew, at random places.
     # With the name they stand for the command line, whose reading takes as long.  Zeros: not shown to this user.
     places = fields[42] if len(fields) > 42 else _HIDDEN
-    return int(fields[19]) / _TICKS, None if places.startswith(_HIDDEN) else name + places
+    return int(fields[19]) / _TICKS, None if places.startswith(_HIDDEN) else name + places, line
 
 
 def container_of(cgroup: str) -> str | None:

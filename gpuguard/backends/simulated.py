@@ -138,7 +138,7 @@ class Simulated:
         taken_at, clock = time.time(), _clock()
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
             fields = {*fields, model.HEALTH}
-        fields = set(fields) - {model.BRIEF}  # to leave out what costs nothing would save nothing
+        fields = set(fields) - {model.BRIEF, model.STATS}  # to leave out what costs nothing would save nothing
         node = current(self.directory)
         seen: list[Device] = []
         gaps: list[Gap] = []

@@ -69,7 +69,7 @@ class Smi:
         taken_at, clock = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
             fields = {*fields, model.HEALTH}
-        fields = set(fields) - {model.BRIEF}  # the document has everything
+        fields = set(fields) - {model.BRIEF, model.STATS}  # the document has everything
         root = self.document()
         if self.path:
             then = _time_of(root.word("timestamp") or "") or os.path.getmtime(self.path)
