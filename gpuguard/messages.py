@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import re
 import time
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, GpuProcess, Snapshot, Verdict
-from gpuguard.text import neutral_command, neutralise
+from gpuguard.text import display_width, neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.wording import ENGLISH, WORDS, Words
 
@@ -235,14 +234,10 @@ def _body(template: str, values: Mapping[str, str]) -> str:
         if names and not any(values[name] for name in names):
             continue
         # Several processes stand under each other, as far to the right as the first.
-        margin = "\n" + " " * _columns(line.partition("$")[0])
+        margin = "\n" + " " * display_width(line.partition("$")[0])
         filled = _filled(line, values).replace("\n", margin)
         lines.extend(neutralise(piece).rstrip() for piece in filled.split("\n"))
     return "\n".join(lines) + "\n"
-
-
-def _columns(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from urllib.parse import parse_qs, urlsplit
 
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.text import neutralise
@@ -227,12 +226,11 @@ class Server:
             text = "that host name is not ours; where this is served on purpose, name it when exposing it\n"
             return Page(text, status=421), method == "GET"
         try:
-            parts = urlsplit(target)
-            query = parse_qs(parts.query, max_num_fields=16)
+            path, query = _place(target)
         except ValueError:
             return Page("that address means nothing\n", status=400), True
         try:
-            page = self._pages(parts.path, query)
+            page = self._pages(path, query)
         except GpuguardError as error:
             page = Page(f"{neutralise(' '.join(str(error).split()))}\n", status=503)
         except Exception as error:  # noqa: BLE001  the border to strangers: no request may end the thread of all others
@@ -272,6 +270,16 @@ def _parsed(head: bytes) -> tuple[str, str, list[str]]:
         if name.lower() == "host":
             hosts.append(value.strip())
     return words[0], words[1], hosts
+
+
+def _place(target: str) -> tuple[str, dict[str, list[str]]]:
+    """Path and query of an address."""
+    if target.removeprefix("/").isalnum():
+        return target, {}  # as Prometheus asks: a guard keeps 0.8 MiB for as long as it runs
+    from urllib.parse import parse_qs, urlsplit
+
+    parts = urlsplit(target)
+    return parts.path, parse_qs(parts.query, max_num_fields=16)
 
 
 def _written(page: Page, wanted: bool) -> bytes:

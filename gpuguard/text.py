@@ -28,7 +28,7 @@ def neutralise(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    import unicodedata  # 0.4 ms that plain text need not pay
+    import unicodedata  # 0.4 ms and 0.7 MiB that plain text need not pay
 
     pieces = []
     marks = _MARKS_AT_MOST  # a mark without a letter before it would sit on our own text
@@ -41,6 +41,21 @@ def neutralise(text: str) -> str:
             marks = 0
         pieces.append(character if visible else _written_out(character))
     return "".join(pieces)
+
+
+def display_width(text: str) -> int:
+    """How many columns *text* takes on a terminal: 2 for a wide East Asian character, 0 for a combining mark."""
+    return len(text) if text.isascii() else sum(map(columns_of, text))
+
+
+def columns_of(character: str) -> int:
+    """How many of them one character takes."""
+    import unicodedata
+
+    # Vowels and final consonants of Hangul join the syllable before them.
+    if unicodedata.category(character) in ("Mn", "Me", "Cf") or "\u1160" <= character <= "\u11ff":
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def neutral_command(words: Sequence[str] | None, *, brief: bool = False) -> str:

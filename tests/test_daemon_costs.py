@@ -44,7 +44,19 @@ class Looked:
 # Each is 0.1 to 1 MiB of a daemon for as long as it lives, for what it does once or never.
 HEAVY = {
     *("_hashlib", "asyncio", "bz2", "decimal", "difflib", "email", "fractions", "http.server", "logging", "lzma"),
-    *("multiprocessing", "psutil", "pynvml", "random", "shutil", "statistics", "subprocess", "tempfile", "xml"),
+    *(
+        "multiprocessing",
+        "psutil",
+        "pynvml",
+        "random",
+        "shutil",
+        "statistics",
+        "subprocess",
+        "tempfile",
+        "unicodedata",
+        "urllib",
+        "xml",
+    ),
 }
 LOADED = """
 import json, sys

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from chances import luck
@@ -74,6 +75,13 @@ def test_a_page_comes_whole_and_the_connection_ends():
 
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"Content-Length: 4000" in head
     assert body == b"x 1\n" * 1000
+
+
+@pytest.mark.parametrize("target", ["/metrics", "/", "//metrics", "/metrics?a=1&b=%31&a=2", "/a/b#c", "/%41", "/a;b"])
+def test_an_address_means_what_it_means_to_the_standard_library(target):
+    parts = urlsplit(target)
+
+    assert serving._place(target) == (parts.path, parse_qs(parts.query))
 
 
 def test_head_is_answered_without_a_body():

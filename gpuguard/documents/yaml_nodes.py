@@ -8,13 +8,12 @@ aliases, tags, directives, several documents, deep nesting, characters that nobo
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import yaml
 
-from gpuguard.text import neutralise
+from gpuguard.text import display_width, neutralise
 
 LARGEST = 64 * 1024  # bytes: the longest policy file that we have seen has 6 KiB
 _LONGEST = 300  # characters of a fault, which may repeat a value of any length
@@ -41,7 +40,10 @@ class Fault:
             cut = max(0, self.column - 1 - _WIDTH // 2) if len(self.excerpt) > _WIDTH else 0
             before = ("…" if cut else "") + neutralise(self.excerpt[cut : self.column - 1])
             behind = neutralise(self.excerpt[self.column - 1 : cut + _WIDTH])
-            found += [f"  {before}{behind}{'…' * (len(self.excerpt) > cut + _WIDTH)}", f"  {_blank(before)}^"]
+            found += [
+                f"  {before}{behind}{'…' * (len(self.excerpt) > cut + _WIDTH)}",
+                f"  {' ' * display_width(before)}^",
+            ]
         return [*found, f"  {neutralise(self.hint)}"] if self.hint else found
 
 
@@ -105,6 +107,8 @@ class Source:
             row = row.removesuffix("\r")
             if _PLAIN_ASCII.fullmatch(row):
                 continue
+            import unicodedata  # 0.7 MiB of a daemon, for as long as it runs
+
             for column, character in enumerate(row, 1):
                 if unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character != "\t":
                     self.fault(
@@ -182,8 +186,3 @@ def _advice(error: yaml.MarkedYAMLError) -> str:
     if "mapping values" in problem:
         return "A text with a colon needs quotes; else check the indentation."
     return "Check the indentation, the quotes and the brackets before this place."
-
-
-def _blank(text: str) -> str:
-    """As many columns of blanks as *text* takes on a terminal."""
-    return "".join("  " if unicodedata.east_asian_width(c) in "WF" else " " for c in text)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
-from urllib.parse import urlsplit
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.messages import Message
@@ -59,6 +58,7 @@ def deliver(target: Webhook, message: Message) -> None:
     import ssl
     import urllib.error
     import urllib.request
+    from urllib.parse import urlsplit
 
     url = target.url if isinstance(target.url, str) else target.url.read()
     if fault := _fault(url, target.insecure):
@@ -105,6 +105,8 @@ def content(message: Message) -> bytes:
 def _fault(url: str, insecure: bool) -> str | None:
     if not (url.isascii() and url.isprintable()) or " " in url:
         return "an address has no blanks and nothing but ASCII: write other characters as %XX."
+    from urllib.parse import urlsplit
+
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port

@@ -5,6 +5,8 @@ What strangers wrote passes the neutraliser of gpuguard.text first.  Does not re
 
 from __future__ import annotations
 
+from gpuguard.text import columns_of
+from gpuguard.text import display_width as display_width
 from gpuguard.text import neutral_command as neutral_command
 from gpuguard.text import neutralise as neutralise
 
@@ -22,20 +24,13 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def display_width(text: str) -> int:
-    """How many columns *text* takes on a terminal: 2 for a wide East Asian character, 0 for a combining mark."""
-    if text.isascii():
-        return len(text)
-    return sum(map(_columns, text))
-
-
 def shorten(text: str, width: int) -> str:
     """*text*, or its beginning and ``…``, so that it takes at most *width* columns."""
     if display_width(text) <= width:
         return text
     used, kept = 1, []
     for character in text:
-        used += _columns(character)
+        used += columns_of(character)
         if used > width:
             break
         kept.append(character)
@@ -122,7 +117,7 @@ def _valid(content: Any) -> Any:
     from collections.abc import Mapping
 
     if isinstance(content, str):
-        return "".join("\N{REPLACEMENT CHARACTER}" if "\ud800" <= c <= "\udfff" else c for c in content)
+        return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in content)
     if isinstance(content, Mapping):
         return {key: _valid(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -133,12 +128,3 @@ def _valid(content: Any) -> Any:
 def _padded(cell: str, width: int, right: bool) -> str:
     blanks = " " * (width - display_width(cell))
     return blanks + cell if right else cell + blanks
-
-
-def _columns(character: str) -> int:
-    import unicodedata
-
-    # Vowels and final consonants of Hangul join the syllable before them.
-    if unicodedata.category(character) in ("Mn", "Me", "Cf") or "\u1160" <= character <= "\u11ff":
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
