@@ -72,6 +72,12 @@ def test_help_fits_on_a_terminal_of_120_columns(parser):
         assert max(map(len, parser.format_help().splitlines())) <= 120
 
 
+def test_help_has_no_colours_wherever_it_is_written(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal: since Python 3.14 argparse has some
+
+    assert [name for command in COMMANDS for name, one in parsers(command).items() if "\x1b" in one.format_help()] == []
+
+
 def test_a_changed_option_is_noticed():
     texts = help_texts()
 

@@ -6,6 +6,7 @@ import argparse
 import os
 
 from gpuguard.cli.choice_options import add_choice_options, quantity, request_of
+from gpuguard.cli.parser import HelpFormatter
 from gpuguard.errors import InvalidRequest
 from gpuguard.units import parse_duration
 
@@ -71,7 +72,9 @@ def alternatives_of(args: argparse.Namespace) -> list[Request]:
 def _request(text: str) -> Request:
     import shlex
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False, formatter_class=HelpFormatter
+    )
     add_choice_options(parser)
     try:
         args, unknown = parser.parse_known_args(shlex.split(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 from gpuguard.errors import InvalidRequest
 
@@ -21,6 +22,11 @@ _CLEARER = {
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose faults are InvalidRequest, so that each command can choose its exit code."""
+
+    def __init__(self, **settings: Any) -> None:
+        if sys.version_info >= (3, 14):
+            settings["color"] = False  # it would get into manual pages and whatever else help is written to
+        super().__init__(**settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's own, but each parser complains itself: for `gpuguard sim show x` that is `sim show`."""
@@ -48,6 +54,19 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=_columns() - 2)
+
+    if sys.version_info[:2] == (3, 14):
+
+        def _set_color(self, color: bool) -> None:
+            """Its own loads 27 modules before every job to learn that there is no colour; 3.15 does not."""
+            self._theme, self._decolor = _NoColors(), str
+
+
+class _NoColors:
+    """What stands before and behind each kind of word."""
+
+    def __getattr__(self, kind: str) -> str:
+        return ""
 
 
 def _columns() -> int:

@@ -37,7 +37,9 @@ Options = dict[str, Any]  # keyword arguments of add_argument
 def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, (_, purpose, options) in ACTIONS.items():
-        command = commands.add_parser(name, help=purpose, description=f"{purpose}.", allow_abbrev=False)
+        command = commands.add_parser(
+            name, help=purpose, description=f"{purpose}.", allow_abbrev=False, formatter_class=parser.formatter_class
+        )
         for flags, details in (*options.items(), *_WHERE.items()):
             command.add_argument(*flags.split(), **details)
 
