@@ -44,7 +44,8 @@ def wrapped(tmp_path: Path) -> Iterator[Wrapped]:
 def statuses(place: Path, scripts: list[str]) -> list[int]:
     program = MANY.format(tests=Path(__file__).parent)
     words = [sys.executable, "-c", program, str(place)]
-    done = subprocess.run(words, input="\n".join(scripts), stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    # Against a hang: 256 jobs take 15 s, and were seen to take more than 60 where others compute.
+    done = subprocess.run(words, input="\n".join(scripts), stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     return [int(line) for line in done.stdout.split()]
 
 

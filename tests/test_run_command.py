@@ -42,8 +42,8 @@ def claims(gpuguard: Gpuguard) -> list[dict[str, object]]:
     return [claim for device in seen["devices"] for claim in device["claims"]]
 
 
-def at_terminal(gpuguard: Gpuguard, *words: str) -> str:
-    """What a run shows on a terminal."""
+def at_terminal(gpuguard: Gpuguard, *words: str, behind: subprocess.Popen[str] | None = None) -> str:
+    """What a run shows on a terminal; *behind* a job that ends at the end of its input, once it is said who waits."""
     master, terminal = pty.openpty()
     shown = b""
     with gpuguard.start(*words, stdout=terminal, stderr=terminal):
@@ -51,6 +51,8 @@ def at_terminal(gpuguard: Gpuguard, *words: str) -> str:
         try:
             while piece := os.read(master, 65536):
                 shown += piece
+                if behind and not behind.stdin.closed and b"waiting for" in shown:
+                    behind.stdin.close()
         except OSError:  # how Linux says that nobody has the terminal open any more
             pass
     os.close(master)
@@ -229,9 +231,10 @@ def test_a_pipe_gets_nothing_but_the_output_of_the_job(gpuguard):
 
 @pytest.mark.terminal
 def test_waiting_is_one_line_on_a_terminal_that_goes_away(gpuguard):
-    with gpuguard.start("run", "-n", "2", "--", "sh", "-c", "echo ready; sleep 1.5") as first:
+    job = ("sh", "-c", "echo ready; read x")
+    with gpuguard.start("run", "-n", "2", "--", *job, stdin=subprocess.PIPE) as first:
         first.stdout.readline()
-        shown = at_terminal(gpuguard, "run", "-n", "2", *LOOK)
+        shown = at_terminal(gpuguard, "run", "-n", "2", *LOOK, behind=first)
 
     assert "\r\x1b[Kgpuguard: waiting for" in shown
     assert shown.split("gpuguard: GPU 0,1")[0].endswith("\r\x1b[K")
