@@ -30,7 +30,7 @@ from gpuguard.cli import main
 main(sys.argv[1:])
 """
 
-# Uses the node with memory that grows within 0.6 s; then says its pid.  What a limit may send it is caught first of all.
+# Uses the node with memory that grows within 0.6 s; then says its pid.  What a limit may send it is caught first.
 USER = """
 import os, signal, sys, time
 {setup}
