@@ -293,10 +293,10 @@ def _backend_name(backend: str | None) -> str:
 
 
 def _opened(name: str) -> Isolated:
-    """The backend in a process of its own, started afresh: this one may have threads, and NVML must not hang in it."""
-    from gpuguard.backends.isolated import open_isolated
+    """The backend in a process of its own: NVML must not hang in this one, which may be anything by now."""
+    from gpuguard.backends import isolated, sampler
 
-    return open_isolated(name)
+    return isolated.open_isolated(name, fork=sampler.may_be_copied())
 
 
 def cuda_runs() -> bool:
