@@ -14,7 +14,13 @@ from contextlib import contextmanager
 import pytest
 
 # A worker that gets one of these last keeps all the others waiting for it.
-LONGEST: tuple[str, ...] = ("test_slurm_cluster", "test_ray_head")
+LONGEST = (
+    "test_slurm_cluster", "test_guard_faults", "test_pid_reuse", "test_ray_head", "test_release_two_users",
+    "test_broker_death", "test_flood_two_users", "test_line_torture", "test_docs", "test_sharing_contention",
+    "test_contention", "test_web_browser", "test_usage_live", "test_wrapper_death", "test_fleet_scale",
+    "test_isolation", "test_two_users", "test_guard_costs", "test_start_costs", "test_faulty_drivers",
+    "test_run_limits", "test_campaigns", "test_notebook", "test_exit_status",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ def campaign(fake: FakeNvml, *words: str) -> Any:
         env={**os.environ, **fake.environment()},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,  # against a hang: the longest takes a minute alone, and five where others compute
         check=False,
     )
     assert done.returncode == 0, done.stderr
