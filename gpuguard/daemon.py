@@ -30,7 +30,7 @@ from gpuguard.model import Event, Snapshot
 from gpuguard.notify import Sender, problems
 from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
-from gpuguard.policyfile import PolicyFile, load_policies
+from gpuguard.policychild import PolicyFile, load_apart
 from gpuguard.services.broker import Broker
 from gpuguard.services.door import Door
 from gpuguard.services.keeping import Keeping, Kept
@@ -272,7 +272,7 @@ class Daemon:
         assert self._settings.policy
         self._again.clear()
         self._seen = _look_of(self._settings.policy)
-        file = load_policies(self._settings.policy)
+        file = load_apart(self._settings.policy)
         self._faulty = bool(file.faults)
         for fault in (*file.faults, *file.warnings):
             for line in fault.lines(file.path):

@@ -6,52 +6,22 @@ once, here.  Does not keep the last good file: see daemon.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import marshal
+import os
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 
-from gpuguard import capabilities
 from gpuguard.digests import sha256
 from gpuguard.documents.accounts import Accounts
 from gpuguard.documents.decoding import GROUP, USER, Broken, Decoder, Tag, below
-from gpuguard.documents.rootfile import read_file
 from gpuguard.documents.yaml_nodes import LARGEST, Fault, Source
 from gpuguard.errors import InvalidRequest
 from gpuguard.guards.identity import Protected
-from gpuguard.messages import Template
-from gpuguard.notify import Target
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policychecks import check
+from gpuguard.policychild import PolicyFile, content_of, plain
 from gpuguard.policykeys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ProtectKeys, ScopeKeys
-
-
-@dataclass(frozen=True)
-class PolicyFile:
-    """What a file says.
-
-    Args:
-        path: as it was named.
-        policies: none when there is a fault.
-        notify: target name -> where its messages go.
-        messages: language -> texts of the admin's own.
-        interval: (shortest, longest) seconds between samples.
-        longest_keep: seconds for which users may ask to be left alone.
-        protected: who is never touched.
-        faults: what makes the file useless, in the order of the lines.
-        warnings: what is allowed, but hardly meant.
-        fingerprint: SHA-256 of the text.
-    """
-
-    path: str
-    policies: tuple[Policy, ...] = ()
-    notify: Mapping[str, Target] = field(default_factory=dict)
-    messages: Mapping[str, Template] = field(default_factory=dict)
-    interval: tuple[float, float] = (2.0, 10.0)
-    longest_keep: float = 86400.0
-    protected: Protected = field(default_factory=Protected)
-    faults: tuple[Fault, ...] = ()
-    warnings: tuple[Fault, ...] = ()
-    fingerprint: str = ""
 
 
 def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Accounts | None = None) -> PolicyFile:
@@ -62,15 +32,14 @@ def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Acc
         trusted_owner: nobody but root may be able to change it; None: if we can do something to others by it.
         accounts: who is who; this machine's by default.
     """
-    only_root = capabilities.is_powerful() if trusted_owner is None else trusted_owner
-    try:
-        content = read_file(path, LARGEST, only_root=only_root)
-    except OSError as error:
-        return PolicyFile(path, faults=(Fault(0, 0, f"the file cannot be read: {error.strerror or error}."),))
-    except InvalidRequest as error:
-        text, _, hint = str(error).partition("\n")
-        return PolicyFile(path, faults=(Fault(0, 0, text, hint),))
-    return parse(content, path, accounts=accounts)
+    content = content_of(path, trusted_owner=trusted_owner)
+    return content if isinstance(content, PolicyFile) else parse(content, path, accounts=accounts)
+
+
+def answer(path: str) -> None:
+    """Be the child of policychild: the text is on standard input, and what it says goes to standard output."""
+    content = os.pread(0, LARGEST + 1, 0)
+    os.write(1, marshal.dumps(plain(parse(content, path))))
 
 
 def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | None = None) -> PolicyFile:

@@ -15,7 +15,7 @@ import yaml
 from chances import luck
 from policies import GROUPS, USERS, good, read
 
-from gpuguard.policyfile import PolicyFile
+from gpuguard.policychild import PolicyFile
 
 COUNT = 10_000
 

@@ -75,21 +75,14 @@ def start_by_fork(name: str) -> Channel:
 def start_by_spawn(name: str) -> Channel:
     """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else."""
     request_read, request_write, reply_read, reply_write, place = _descriptors()
-    code = (
-        "import sys; sys.path[:] = sys.argv[2:]; import gpuguard.backends.sampler as s; s.serve(sys.argv[1], 0, 1, 3)"
-    )
+    words = interpreter("import gpuguard.backends.sampler as s; s.serve(sys.argv[1], 0, 1, 3)", name)
     from gpuguard import capabilities
-
-    # -S: what an environment runs at the start of each interpreter is not for this one (11 of 39 million instructions),
-    # and so an editable install must be named.
-    ours = __file__.rpartition("/gpuguard/")[0]
-    path = sys.path if ours in sys.path else [*sys.path, ours]
 
     lent = capabilities.lend_for_looking()
     try:
         pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-S", "-c", code, name, *path],
+            words[0],
+            words,
             os.environ,
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, request_read, 0),
@@ -106,6 +99,15 @@ def start_by_spawn(name: str) -> Channel:
         os.close(request_read)
         os.close(reply_write)
     return pid, request_write, reply_read, place
+
+
+def interpreter(code: str, word: str) -> list[str]:
+    """The words that start an interpreter like this one, for *code*, in which sys.argv[1] is *word*."""
+    # -S: what an environment runs at the start of each interpreter is not for this one (11 of 39 million instructions),
+    # and so an editable install must be named.
+    ours = __file__.rpartition("/gpuguard/")[0]
+    path = sys.path if ours in sys.path else [*sys.path, ours]
+    return [sys.executable, "-S", "-c", f"import sys; sys.path[:] = sys.argv[2:]; {code}", word, *path]
 
 
 def _descriptors() -> list[int]:

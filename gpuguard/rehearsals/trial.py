@@ -16,7 +16,8 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Verdict
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import View
-from gpuguard.policyfile import PolicyFile, load_policies
+from gpuguard.policychild import PolicyFile
+from gpuguard.policyfile import load_policies
 from gpuguard.rehearsals.rehearsal import rehearse
 from gpuguard.rehearsals.scenario import Expected, File, Test, accounts, read_tests, views
 from gpuguard.rehearsals.series_file import people

@@ -28,7 +28,7 @@ from gpuguard.guards.case import boot_clock
 from gpuguard.marks import DENIED, MAX_REASON, QUARANTINED, Mark, change
 from gpuguard.model import Event, Snapshot
 from gpuguard.policies.outlook import Outlook
-from gpuguard.policyfile import load_policies
+from gpuguard.policychild import load_apart
 from gpuguard.request import resolve
 from gpuguard.services.asking import find
 from gpuguard.services.broker import Broker
@@ -156,7 +156,7 @@ def _row(one: Outlook, boot: float) -> dict[str, Any]:
 def _reload(desk: Desk, uid: int, request: Request) -> Mapping[str, Any]:
     if desk.policy is None:
         raise InvalidRequest("this daemon was started without a policy file.")
-    file = load_policies(desk.policy)
+    file = load_apart(desk.policy)
     desk.reload()  # also one with faults: the daemon says so, and keeps the last good one
     first = file.faults[0].lines(file.path)[0] if file.faults else None
     return {"path": file.path, "policies": len(file.policies), "faults": len(file.faults), "first": first}

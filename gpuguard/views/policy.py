@@ -18,7 +18,7 @@ from gpuguard.documents.decoding import keys_of, name_of
 from gpuguard.guards.actiontable import ACTION_KEYS
 from gpuguard.guards.identity import Protected
 from gpuguard.policies.policy import Policy, Scope, Step
-from gpuguard.policyfile import PolicyFile
+from gpuguard.policychild import PolicyFile
 from gpuguard.policykeys import DAYS
 from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_celsius, parse_duration, parse_percent
 from gpuguard.users import user_name

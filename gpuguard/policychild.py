@@ -1,0 +1,144 @@
+"""What a policy file says, found out by another process: YAML and all that reads it stay out of the guard.
+
+They would take 3 MiB of a daemon for as long as it runs, and a fault in them a daemon of root.  The file itself is
+read here, where its owner is checked; the child gets its text, and answers with plain values, of which only nouns of
+our own are made again.  Does not know what may stand in a file: see policyfile.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from gpuguard import capabilities
+from gpuguard.backends.sampler import interpreter
+from gpuguard.documents.faults import LARGEST, Fault
+from gpuguard.documents.rootfile import read_file
+from gpuguard.errors import InvalidRequest
+from gpuguard.guards.identity import Protected
+from gpuguard.messages import Template
+from gpuguard.notify import Target
+from gpuguard.policies.expression_language import Expression, parse_expression
+from gpuguard.policies.policy import Policy
+
+_CHILD = "import gpuguard.policyfile as p; p.answer(sys.argv[1])"
+_SEVERAL = {kind.__name__: kind for kind in (tuple, list, frozenset)}
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """What a file says.
+
+    Args:
+        path: as it was named.
+        policies: none when there is a fault.
+        notify: target name -> where its messages go.
+        messages: language -> texts of the admin's own.
+        interval: (shortest, longest) seconds between samples.
+        longest_keep: seconds for which users may ask to be left alone.
+        protected: who is never touched.
+        faults: what makes the file useless, in the order of the lines.
+        warnings: what is allowed, but hardly meant.
+        fingerprint: SHA-256 of the text.
+    """
+
+    path: str
+    policies: tuple[Policy, ...] = ()
+    notify: Mapping[str, Target] = field(default_factory=dict)
+    messages: Mapping[str, Template] = field(default_factory=dict)
+    interval: tuple[float, float] = (2.0, 10.0)
+    longest_keep: float = 86400.0
+    protected: Protected = field(default_factory=Protected)
+    faults: tuple[Fault, ...] = ()
+    warnings: tuple[Fault, ...] = ()
+    fingerprint: str = ""
+
+
+def load_apart(path: str) -> PolicyFile:
+    """As policyfile.load_policies(), by a process of its own."""
+    content = content_of(path)
+    if isinstance(content, PolicyFile):
+        return content
+    try:
+        told = _told(content, path)
+    except OSError as error:
+        return faulty(path, f"no process could be started that reads the file: {error.strerror}.")
+    if not told:
+        return faulty(path, "the process that reads the file ended by itself.", "Try `gpuguard policy check`.")
+    file: PolicyFile = rebuilt(marshal.loads(told))
+    return file
+
+
+def content_of(path: str, *, trusted_owner: bool | None = None) -> bytes | PolicyFile:
+    """The text of a policy file, or why it cannot be had; *trusted_owner* as for load_policies()."""
+    only_root = capabilities.is_powerful() if trusted_owner is None else trusted_owner
+    try:
+        return read_file(path, LARGEST, only_root=only_root)
+    except OSError as error:
+        return faulty(path, f"the file cannot be read: {error.strerror or error}.")
+    except InvalidRequest as error:
+        text, _, hint = str(error).partition("\n")
+        return faulty(path, text, hint)
+
+
+def faulty(path: str, text: str, hint: str = "") -> PolicyFile:
+    """A file that is of no use as a whole."""
+    return PolicyFile(path, faults=(Fault(0, 0, text, hint),))
+
+
+def _told(content: bytes, path: str) -> bytes:
+    # Files in memory rather than pipes: none of the two ever waits for the other to take something.
+    question, answer = os.memfd_create("gpuguard-policy"), -1
+    try:
+        answer = os.memfd_create("gpuguard-policies")
+        os.pwrite(question, content, 0)
+        words = interpreter(_CHILD, path)
+        places = [(os.POSIX_SPAWN_DUP2, question, 0), (os.POSIX_SPAWN_DUP2, answer, 1)]
+        pid = os.posix_spawn(words[0], words, os.environ, file_actions=places, setsigmask=())
+        status = os.waitpid(pid, 0)[1]
+        return b"" if status else os.pread(answer, os.fstat(answer).st_size, 0)
+    finally:
+        for descriptor in (question, answer):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def plain(value: Any) -> Any:
+    """*value*, made of nouns, as what marshal can write."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, bytes):
+        return value
+    if kind.__name__ in _SEVERAL:
+        return kind.__name__, [plain(one) for one in value]
+    if kind is dict:
+        return "dict", [(plain(name), plain(one)) for name, one in value.items()]
+    if kind is Expression:
+        return "expression", value.text  # the rest of it are functions
+    return f"{kind.__module__}:{kind.__qualname__}", [(name, plain(one)) for name, one in vars(value).items()]
+
+
+def rebuilt(told: Any) -> Any:
+    """What plain() made plain."""
+    if type(told) is not tuple:
+        return told
+    kind, parts = told
+    if kind in _SEVERAL:
+        return _SEVERAL[kind](map(rebuilt, parts))
+    if kind == "expression":
+        return parse_expression(parts)
+    if kind == "dict":
+        return {rebuilt(name): one for name, one in _values(parts)}
+    module, _, name = kind.partition(":")
+    if not module.startswith("gpuguard."):
+        raise ValueError(f"{kind} is no noun of ours")
+    noun = object.__new__(getattr(import_module(module), name))
+    vars(noun).update(_values(parts))
+    return noun
+
+
+def _values(parts: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    return [(name, rebuilt(one)) for name, one in parts]

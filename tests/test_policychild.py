@@ -1,0 +1,102 @@
+"""Policies that another process has read are those that are read here; what goes wrong there is a fault of the file."""
+
+from __future__ import annotations
+
+import marshal
+import os
+from pathlib import Path
+
+import pytest
+from policies import document
+from sources import ROOT
+from test_policyfile import EVERY_KEY
+
+from gpuguard import policychild
+from gpuguard.policychild import load_apart, plain, rebuilt
+from gpuguard.policyfile import load_policies, parse
+
+EXPRESSION = document(when="{expression: {expr: \"memory_used > 30GiB and user not in ('bob',)\"}}")
+JOINED = document(when="{any: [{memory: {above: 1GiB}}, {expression: {expr: temperature > 80C}}]}")
+TARGETS = """\
+version: 1
+policies: [{name: a, for: 1m, when: {memory: {above: 1GiB}}, steps: [{do: notify, to: chat}]}]
+notify:
+  chat: {webhook: "https://chat.example.org/hook", token: {env: TOKEN}}
+messages: {zh: {subject: "$host：$policy"}}
+protect: {executables: [/usr/bin/ssh*]}
+"""
+EXAMPLES = sorted(ROOT.glob("examples/**/*.y*ml"))
+
+
+@pytest.mark.parametrize("text", [EXPRESSION, JOINED, TARGETS, EVERY_KEY.replace("no]", "0]")], ids=range(4))
+def test_what_a_file_says_comes_out_of_the_child_as_it_went_in(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    here, there = parse(text, str(path)), load_apart(str(path))
+
+    assert there == here
+    assert [type(rule) for policy in there.policies for rule in policy.rules] == [
+        type(rule) for policy in here.policies for rule in policy.rules
+    ]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_are_the_same_in_plain_values(path: Path) -> None:
+    file = load_policies(str(path), trusted_owner=False)
+
+    assert rebuilt(marshal.loads(marshal.dumps(plain(file)))) == file
+
+
+def test_a_condition_can_still_be_judged() -> None:
+    [policy] = parse(EXPRESSION).policies
+    [rule] = rebuilt(plain(policy)).rules
+
+    assert rule.expr.of_process and callable(rule.expr.evaluate)
+
+
+def test_faults_come_with_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(document(when="{memory: {abvoe: 1GiB}}"))
+    faults = load_apart(str(path)).faults
+
+    assert faults == load_policies(str(path), trusted_owner=False).faults
+    assert all(fault.line and fault.column and fault.excerpt for fault in faults)
+
+
+def test_a_file_that_is_not_there_or_not_a_file_needs_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policychild, "_told", lambda *_: pytest.fail("a child was started"))
+
+    for path in (tmp_path / "none", tmp_path):
+        assert load_apart(str(path)).faults == load_policies(str(path)).faults != ()
+
+
+@pytest.mark.parametrize(
+    ("child", "said"),
+    [
+        ("import os; os.abort()", "ended by itself"),
+        ("raise SystemExit(3)", "ended by itself"),
+        ("pass", "ended by itself"),
+        (None, "no process could be started that reads the file: Too many open files"),
+    ],
+)
+def test_a_child_that_fails_is_a_fault_of_the_file(
+    child: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(document())
+    before = sorted(os.listdir("/proc/self/fd"))
+    if child is None:
+        monkeypatch.setattr(os, "posix_spawn", lambda *_, **__: (_ for _ in ()).throw(OSError(24, os.strerror(24))))
+    else:
+        monkeypatch.setattr(policychild, "_CHILD", child)
+    [fault] = load_apart(str(path)).faults
+
+    assert said in fault.text
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_nothing_but_nouns_of_ours_is_made() -> None:
+    with pytest.raises(ValueError, match="no noun of ours"):
+        rebuilt(("subprocess:Popen", []))
