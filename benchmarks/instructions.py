@@ -25,14 +25,16 @@ from measuring import node
 from section import table
 
 SELECT = "gpuguard.select_devices(1)"
+# Valgrind makes a process larger than what a sampler is copied from.
+IMPORT = "import gpuguard; from gpuguard.backends import sampler; sampler.SMALL = 2**40"
 COMMANDS: Mapping[str, Sequence[str]] = {
     "`python -c pass`": (sys.executable, "-c", "pass"),
     "`import pynvml; nvmlInit()` (floor)": FLOOR,
     "`gpuguard run --exec`": (*GPUGUARD, "run", "--exec", "--", "/nonexistent"),
     "`gpuguard select`": (*GPUGUARD, "select"),
     "`gpuguard who`": (*GPUGUARD, "who"),
-    "`gpuguard.select_devices`": (sys.executable, "-c", f"import gpuguard; {SELECT}"),
-    "... twice": (sys.executable, "-c", f"import gpuguard; {SELECT}; {SELECT}"),
+    "`gpuguard.select_devices`": (sys.executable, "-c", f"{IMPORT}; {SELECT}"),
+    "... twice": (sys.executable, "-c", f"{IMPORT}; {SELECT}; {SELECT}"),
 }
 
 
