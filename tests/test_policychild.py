@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import marshal
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,16 @@ def test_a_child_that_fails_is_a_fault_of_the_file(
     assert sorted(os.listdir("/proc/self/fd")) == before
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_guard_that_was_started_with_sigchld_ignored_reads_its_file_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(document())
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert load_apart(str(path)).policies
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_nothing_but_nouns_of_ours_is_made() -> None:
