@@ -15,11 +15,12 @@ import pytest
 
 # A worker that gets one of these last keeps all the others waiting for it.
 LONGEST = (
-    "test_slurm_cluster", "test_guard_faults", "test_pid_reuse", "test_ray_head", "test_release_two_users",
-    "test_broker_death", "test_flood_two_users", "test_line_torture", "test_docs", "test_sharing_contention",
-    "test_contention", "test_web_browser", "test_usage_live", "test_wrapper_death", "test_fleet_scale",
-    "test_isolation", "test_two_users", "test_guard_costs", "test_start_costs", "test_faulty_drivers",
-    "test_run_limits", "test_campaigns", "test_notebook", "test_exit_status",
+    "test_guard_faults", "test_ray_head", "test_line_model", "test_policy_mutations", "test_guard_schedules",
+    "test_sharing_contention", "test_contention", "test_dry_equals_live", "test_broker", "test_fleet_ssh",
+    "test_packaging", "test_two_users", "test_faulty_drivers", "test_broker_shares", "test_broker_hostile",
+    "test_mig_profiles", "test_daemon", "test_overtaking", "test_broker_death", "test_reserve_command",
+    "test_web", "test_slurm_cluster", "test_docs", "test_wrapper_death", "test_run",
+    "test_campaigns", "test_isolated", "test_adopt", "test_web_browser", "test_exit_status",
 )  # fmt: skip
 
 

@@ -115,16 +115,18 @@ class Head:
     def stop(self) -> None:
         """End all that came of us: our children's children, and what bears our mark, until nothing is left."""
         mark = f"{MARK}={self.environment[MARK]}".encode()
-        head = psutil.Process(self.child.pid)
-        # Some of them write their names over their environment.
-        left = [head, *head.children(recursive=True)]
-        while left:
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # where Ray could not start
+            # Some of them write their names over their environment.
+            head = psutil.Process(self.child.pid)
+            family = [head, *head.children(recursive=True)]
+        while left := [*family, *(process for process in psutil.process_iter() if bears(process.pid, mark))]:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self.child.poll()
             psutil.wait_procs(left, timeout=5)
-            left = [process for process in psutil.process_iter() if bears(process.pid, mark)]
+            family = []
         self.child.wait()
         self.log.close()
 
