@@ -175,15 +175,15 @@ def guards(world: World, driver: Driver) -> dict[str, Watchdog]:
     return found
 
 
-def surrounded(look_around: Callable[[Snapshot], View], world: World, rule: str) -> Callable[[Snapshot], View]:
+def surrounded(look_around: Callable[..., View], world: World, rule: str) -> Callable[..., View]:
     """What does not come from the driver: claims, and a scheduler."""
 
-    def look(snapshot: Snapshot) -> View:
+    def look(snapshot: Snapshot, *more: Any) -> View:
         uuids = [world.fake.devices[index].uuid for index in range(3)]
         taken = {"trespass": uuids, "unclaimed": uuids[1 if world.second_is == "innocent" else 2 :]}.get(rule, ())
         claims = (a_claim_record(*taken, uid=OTHER, user="bob", pid=None),) if taken else ()
         gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")
-        view = look_around(replace(snapshot, claims=claims, gaps=gaps))
+        view = look_around(replace(snapshot, claims=claims, gaps=gaps), *more)
         return replace_fields(view, scheduled={uuid: frozenset({OTHER}) for uuid in uuids})
 
     return look

@@ -96,7 +96,7 @@ class Troubled:
     def close(self) -> None:
         pass
 
-    def look_around(self, snapshot: Snapshot) -> View:
+    def look_around(self, snapshot: Snapshot, *more: object) -> View:
         """What the watchdog finds beside the driver."""
         given = {device.uuid: frozenset({OTHER}) for device in snapshot.devices}
         return View(replace(self.now, clock=snapshot.clock), host=dict[Any, HostUse](), scheduled=given)
