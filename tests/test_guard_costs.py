@@ -51,6 +51,14 @@ def test_a_sample_opens_one_file_per_process_and_asks_the_driver_no_more_than_it
     assert sum(calls.values()) <= 8 * 16
 
 
+def test_from_the_third_sample_on_no_file_of_a_process_is_opened(fake: FakeNvml, jobs: list[int]) -> None:
+    for pid in jobs:
+        fake.add_process(0, pid, GIB)
+    opened, _ = answer_of(fake, OPENED.replace("fake.reset", "backend.sample(WHO_FIELDS); fake.reset"))
+
+    assert opened == []
+
+
 STATS_OF_TWO = """
 backend = nvml.open()
 answer = [dict(backend.sample(WHO_FIELDS | groups).stats or ()) for groups in ({STATS}, set())]
@@ -135,6 +143,18 @@ def test_a_look_at_five_thousand_processes_knows_them_from_the_look_before(descr
             processes.described(GpuProcess(pid))
 
     assert described_pids == list(range(2, 5002))
+
+
+def test_a_process_is_described_anew_only_when_something_about_it_has_changed(
+    described_pids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = processes.described(GpuProcess(2, 5))
+
+    assert processes.described(GpuProcess(2, 5)) is first
+    assert processes.described(GpuProcess(2, 6)).memory_used == 6
+    monkeypatch.setattr(processes, "_uid", lambda pid: 7)
+    monkeypatch.setattr(processes, "UID_SECONDS", -1.0)
+    assert (first.uid, processes.described(GpuProcess(2, 6)).uid) == (0, 7)
 
 
 def test_processes_that_are_gone_are_forgotten(described_pids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ row = fake._state.devices[0].processes[0]
     [
         ("pass", 30),
         ("nvml_usage.KEPT_SECONDS = -1.0", None),  # too long ago
-        ("processes.life_of = lambda pid: (1.0, None, b'')", None),  # another process has its pid
+        ("processes.life_in = lambda line: (1.0, None, b'')", None),  # another process has its pid
         ("fake.fail('nvmlDeviceGetProcessUtilization', UNKNOWN)", None),
         ("row.sm_utilization, row.time_stamp = 2**32 - 1, 1235", None),
         ("row.sm_utilization, row.time_stamp = 40, 1235", 40),

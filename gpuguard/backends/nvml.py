@@ -15,6 +15,7 @@ from gpuguard import model
 from gpuguard.backends import nvml_fields, nvml_mig
 from gpuguard.backends.nvml_calls import PROBLEMS, Answer, call, start
 from gpuguard.backends.nvml_reading import DeviceLost, Place, Reading
+from gpuguard.backends.statfiles import StatFiles
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import Device, Gap, Snapshot
 
@@ -44,7 +45,6 @@ class Nvml:
         self.progress: Callable[[int], object] = lambda index: None
         self.skip: Collection[int] = ()
         self._pid = 0
-        self._stats: dict[int, bytes] = {}  # of the sample that is under way
         self._start()
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
@@ -55,7 +55,7 @@ class Nvml:
         versions = self._versions(fields) if model.MODEL in fields else {}
         found: list[Device] = []
         gaps: list[Gap] = []
-        self._stats = {}
+        self._files.turn()
         seek = None if devices is None else frozenset(devices)
         if any(map(_is_mig, seek or ())):
             fields = {*fields, model.HEALTH}  # which is what finds instances
@@ -77,7 +77,7 @@ class Nvml:
             driver_version=versions.get("driver_version"),
             nvml_version=versions.get("nvml_version"),
             cuda_version=versions.get("cuda_version"),
-            stats=tuple(self._stats.items()) if model.STATS in fields else None,
+            stats=tuple(self._files.lines.items()) if model.STATS in fields else None,
         )
 
     def close(self) -> None:
@@ -86,11 +86,13 @@ class Nvml:
         if self._pid == os.getpid():
             call(self._nvml, "nvmlShutdown")
         self._pid = 0
+        self._files.close()
 
     def _start(self) -> None:
         if self._pid != os.getpid():
             self._nvml = start()
             self._pid = os.getpid()
+            self._files = StatFiles()
             self._count: int | None = None
             self._places: dict[int, Place] = {}
             self._static: dict[str, str | None] = {}
@@ -122,7 +124,7 @@ class Nvml:
             return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", place.reason)])]
         if seek is not None and not self._may_be(place, seek):
             return []
-        reading = Reading(self._nvml, place, fields, self._stats)
+        reading = Reading(self._nvml, place, fields, self._files)
         try:
             nvml_fields.read(reading)
             instances = list(nvml_mig.instances(reading)) if reading.values.get("mig_mode") else []
@@ -193,7 +195,7 @@ class Nvml:
         return self._ancestors[one, other]
 
     def _bus_id(self, device: Device) -> str | None:
-        reading = Reading(self._nvml, self._places[device.index], (), {})
+        reading = Reading(self._nvml, self._places[device.index], (), self._files)
         try:
             nvml_fields.read_row(reading, nvml_fields.PCI_BUS_ID)
         except DeviceLost:

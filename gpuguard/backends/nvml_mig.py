@@ -36,7 +36,7 @@ def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
         if handle.code:
             parent.gap("mig instances", f"instance {number}: {handle.reason}")
             continue
-        instance = Reading(parent.nvml, Place(parent.place.index, handle.value, ""), parent.fields, parent.stats)
+        instance = Reading(parent.nvml, Place(parent.place.index, handle.value, ""), parent.fields, parent.files)
         uuid = instance.ask("nvmlDeviceGetUUID")
         if uuid.code:
             parent.gap("mig instances", f"instance {number}: {uuid.reason}")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from gpuguard.backends.processes import Life
+    from gpuguard.backends.statfiles import StatFiles
 
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
@@ -51,11 +52,11 @@ class DeviceLost(Exception):
 class Reading:
     """What is known so far of one device in one sample."""
 
-    def __init__(self, nvml: Any, place: Place, fields: Collection[str], stats: dict[int, bytes]) -> None:
+    def __init__(self, nvml: Any, place: Place, fields: Collection[str], files: StatFiles) -> None:
         self.nvml = nvml
         self.place = place
         self.fields = fields
-        self.stats = stats  # to be filled in, of all devices of a sample, for STATS
+        self.files = files  # in which it looks up who its processes are
         self.values: dict[str, Any] = {}
         self.gaps: list[Gap] = []
         self.problems: list[str] = []

@@ -11,7 +11,7 @@ import time
 from gpuguard.backends import processes
 from gpuguard.backends.nvml_calls import ABSENT, FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, Answer
 from gpuguard.backends.nvml_reading import Reading
-from gpuguard.model import BRIEF, BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, STATS, GpuProcess
+from gpuguard.model import BRIEF, BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, GpuProcess
 from gpuguard.nouns import replace
 
 TYPE_CHECKING = False  # see nvml_calls
@@ -81,8 +81,6 @@ def read_processes(reading: Reading) -> None:
     if reason is None:
         identify = processes.described if details else processes.identified
         rows = [identify(row, reading.lives.get(row.pid)) for row in rows]
-        if STATS in reading.fields:
-            reading.stats.update((pid, life[2]) for pid, life in reading.lives.items())
         if details and BRIEF not in reading.fields:
             rows = _with_utilization(reading, rows)
     else:
@@ -147,7 +145,7 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
     for rows in lists.values():
         reason = processes.implausibility(
             rows,
-            alive=lambda pid: _is_alive(reading.lives, pid),
+            alive=lambda pid: _is_alive(reading, pid),
             pid_max=processes.pid_max(),
             memory_total=total,
             memory_used=used,
@@ -164,12 +162,12 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
     return None
 
 
-def _is_alive(lives: dict[int, processes.Life], pid: int) -> bool:
-    """As processes.alive(); what life_of() says of those that are goes into *lives*, so that nobody asks it again."""
-    life = processes.life_of(pid)
+def _is_alive(reading: Reading, pid: int) -> bool:
+    """As processes.alive(); what is read of those that are goes into *reading*, so that nobody asks it again."""
+    life = processes.life_in(reading.files.read(pid) or b"")
     if life is None:
         return processes.alive(pid)
-    lives[pid] = life
+    reading.lives[pid] = life
     return True
 
 

@@ -44,12 +44,14 @@ Life = tuple[float, "bytes | None", bytes]
 class _Known:
     """What is kept of a process that runs one program, and when it was read."""
 
-    __slots__ = ("command", "command_read", "facts", "facts_read", "uid", "uid_read")
+    __slots__ = ("command", "command_read", "facts", "facts_read", "given", "told", "uid", "uid_read")
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
         self.command: bytes | None = None
         self.uid: int | None = None
+        self.given: GpuProcess | None = None  # what was described last with what stands here, ...
+        self.told: GpuProcess | None = None  # ... and how
         self.facts_read = self.command_read = self.uid_read = float("-inf")
 
 
@@ -178,6 +180,7 @@ def described(process: GpuProcess, life: Life | None = None) -> GpuProcess:
         command = read_proc(f"/proc/{process.pid}/cmdline")
         if command != known.command:
             known.uid_read = known.facts_read = float("-inf")
+            known.given = None
         known.command, known.command_read = command, now
     before = known.uid
     if before is None or now - known.uid_read > UID_SECONDS:
@@ -188,9 +191,12 @@ def described(process: GpuProcess, life: Life | None = None) -> GpuProcess:
             # The pid became another process while we looked: nothing read in between can be told apart.
             known.uid = None
             return process
-        known.facts, known.facts_read = facts, now
+        known.facts, known.facts_read, known.given = facts, now, None
     uid = known.uid
-    return replace(process, start_time=life[0], uid=uid, user=None if uid is None else user_name(uid), **known.facts)
+    if known.told is None or known.given != process:
+        user = None if uid is None else user_name(uid)
+        known.given, known.told = process, replace(process, start_time=life[0], uid=uid, user=user, **known.facts)
+    return known.told
 
 
 def _described(pid: int) -> dict[str, Any]:
@@ -234,7 +240,11 @@ def start_time(pid: int) -> float | None:
 
 def life_of(pid: int) -> Life | None:
     """What tells a process, and the program that it runs, from any other; None: gone or hidden."""
-    line = read_proc(f"/proc/{pid}/stat") or b""
+    return life_in(read_proc(f"/proc/{pid}/stat") or b"")
+
+
+def life_in(line: bytes) -> Life | None:
+    """The same from the line of /proc/PID/stat."""
     name, _, rest = line.rpartition(b")")
     fields = rest.split(None, 42)
     if len(fields) < 20:
