@@ -67,6 +67,8 @@ DIAGNOSES = [
     ("driver", {**NO_GPU, "container": "docker"}, FAULT, "container sees no GPU", "--gpus all"),
     ("driver", without_driver(DriverUnresponsive("the driver hangs")), FAULT, "the driver hangs", "dmesg"),
     ("library", without_driver(DriverNotFound("none")), FAULT, "cannot open", "Install"),
+    ("library", {**NO_GPU, "glibc": False, "container": "docker"}, FAULT, "needs glibc", "Debian"),
+    ("driver", {**NO_GPU, "glibc": False, "container": "docker"}, FAULT, "no NVIDIA driver", "gpuguard sim start"),
     (
         "versions",
         without_driver(DriverMismatch("x", "560.1", "550.2")),

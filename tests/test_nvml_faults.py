@@ -247,6 +247,16 @@ def test_a_machine_without_the_library_says_so(fake: FakeNvml, tmp_path: Path) -
     assert "no NVIDIA driver" in text and "--backend simulated" in text
 
 
+@pytest.mark.parametrize("said", ["ValueError('unknown name')", "OSError(22, 'Invalid argument')"])  # musl: the second
+def test_without_glibc_nobody_is_told_to_start_a_container_with_gpus(fake: FakeNvml, tmp_path: Path, said: str) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
+    without = f"def confstr(name): raise {said}\nos.confstr = confstr\n"
+    name, text, _ = answer_of(fake, without + OPEN_ERROR, LD_LIBRARY_PATH=str(tmp_path))
+
+    assert name == "DriverNotFound"
+    assert "needs glibc" in text and "--backend simulated" in text and "--gpus" not in text
+
+
 def test_a_driver_that_cannot_count_its_devices_is_an_error_and_none_is_not(fake: FakeNvml) -> None:
     fake.device_count = 0
     assert sampled(fake).devices == ()

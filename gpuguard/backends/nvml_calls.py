@@ -42,6 +42,11 @@ _ROOM = 64  # processes on one device, as a rule
 
 _KERNEL_VERSION = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 _SIMULATE = "`--backend simulated` tries gpuguard without a GPU."
+# 535.261 loads nowhere else: "dlvsym: symbol not found", and its programs ask for glibc's loader.
+NEEDS_GLIBC = (
+    "NVIDIA's driver library needs glibc, and this Python stands on another C library (musl, as in Alpine).\n"
+    "Use a Python, in a container an image, of a distribution with glibc: Debian, Ubuntu, Rocky."
+)
 
 
 class Answer:
@@ -122,7 +127,17 @@ def start() -> Any:
     return nvml
 
 
+def has_glibc() -> bool:
+    """Whether NVIDIA's library can be loaded at all: asked of the C library itself, at no import."""
+    try:
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (ValueError, OSError):
+        return False
+
+
 def _init_error(nvml: Any, answer: Answer) -> BackendError:
+    if answer.code == LIBRARY_NOT_FOUND and not has_glibc():
+        return DriverNotFound(f"{NEEDS_GLIBC}  {_SIMULATE}")
     if answer.code == LIBRARY_NOT_FOUND:
         return DriverNotFound(
             "libnvidia-ml.so.1 was not found: there is no NVIDIA driver here, or this container was started without "

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuguard.ancestry import in_first_pid_namespace
+from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.daemonfiles import fault_of
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.cli.dispatch import EXIT_NO, EXIT_NO_DRIVER
@@ -57,6 +58,7 @@ def look(args: argparse.Namespace, environ: Mapping[str, str]) -> Facts:
         **_line(),
         outer=_outer(environ, driver["snapshot"]),
         library_error=_library_error(),
+        glibc=has_glibc(),
         kernel_version=_read("/sys/module/nvidia/version"),
         device_nodes=tuple(sorted(name for name in os.listdir("/dev") if name.startswith("nvidia"))),
         first_pid_namespace=in_first_pid_namespace(),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpuguard.backends import is_recorded
+from gpuguard.backends.nvml_calls import NEEDS_GLIBC
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.model import Device, Snapshot
 from gpuguard.views.text import Paint, neutralise, table
@@ -31,6 +32,7 @@ class Facts:
     snapshot: Snapshot | None = None
     answer_seconds: float | None = None  # until the driver had answered
     library_error: str | None = None  # of loading libnvidia-ml.so.1; None: it loads
+    glibc: bool = True  # without it that library loads nowhere
     kernel_version: str | None = None  # of the loaded kernel module
     device_nodes: tuple[str, ...] = ()  # /dev/nvidia0 ...
     lock_path: str | None = None
@@ -91,6 +93,9 @@ def _library(facts: Facts) -> Finding | None:
         return None  # it is not needed
     if facts.library_error is None:
         return OK, "libnvidia-ml.so.1 loads", None
+    if not facts.glibc:
+        found, _, advice = NEEDS_GLIBC.partition("\n")
+        return FAULT, found, advice
     if facts.device_nodes or facts.kernel_version:
         inside = " with --gpus all (NVIDIA Container Toolkit)" if facts.container else ""
         return (
@@ -111,7 +116,7 @@ def _driver(facts: Facts) -> Finding:
             return OK, "a file of another time: no driver is needed", None
         return OK, f"driver {facts.snapshot.driver_version or 'of unknown version'}{seconds}", None
     if isinstance(facts.error, DriverNotFound) and not facts.device_nodes and not facts.kernel_version:
-        if facts.container:
+        if facts.container and facts.glibc:
             advice = f"Start the container with --gpus all (NVIDIA Container Toolkit).  {_SIMULATE}"
             return FAULT, "this container sees no GPU", advice
         return FAULT, "this machine has no NVIDIA driver, and perhaps no NVIDIA GPU", _SIMULATE
