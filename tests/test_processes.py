@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from builders import GIB, TOTAL
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuguard import users
@@ -137,6 +137,7 @@ def drops_what_is_bad(rows: Rows, **facts: Any) -> str | None:
 
 @pytest.mark.parametrize("gate", [judges_the_first_only, forgets_the_upper_bound, believes_the_dead, drops_what_is_bad])
 def test_a_broken_gate_is_caught(gate: Callable[..., str | None]) -> None:
+    @settings(max_examples=2000)  # of 100 there may be none that it gets wrong: seen once
     @given(lists_with_a_bad_element)
     def the_law(rows: Rows) -> None:
         assert is_safe(gate, rows)
