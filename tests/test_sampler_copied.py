@@ -1,0 +1,52 @@
+"""Whether a sampler is a copy of the process that asks: only of one that has hardly begun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nodes
+import pytest
+
+NVIDIA = 'os.readlink = lambda path: "/dev/nvidia0"'
+
+
+@pytest.mark.parametrize(
+    ("before", "may"),
+    [
+        ("", True),
+        ("import json, logging, argparse", True),
+        ("import threading; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", False),
+        ("filled = bytearray(os.urandom(1024)) * 65536", False),
+        ("import pynvml", False),
+        (NVIDIA, False),
+        ("fork = os.fork; os.fork = lambda: fork()", False),
+        ("def hidden(path): raise PermissionError\nos.listdir = hidden", False),
+    ],
+    ids=["new", "a few modules", "a thread", "64 MiB", "the binding", "an open device", "gevent", "no /proc"],
+)
+def test_only_a_process_that_has_hardly_begun_is_copied(before: str, may: bool) -> None:
+    code = f"import os, sys, time\n{before}\nfrom gpuguard.backends import sampler\nprint(sampler.may_be_copied())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stdout == f"{may}\n"
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_selection_in_python_copies_a_process_or_starts_another(tmp_path: Path, thread: bool) -> None:
+    nodes.start(str(tmp_path / "node"), "4xH100-80GB")
+    code = f"""
+import os, threading, time
+ways = []
+os.register_at_fork(before=lambda: ways.append("copied"))
+spawn = os.posix_spawn
+os.posix_spawn = lambda *words, **options: ways.append("started") or spawn(*words, **options)
+if {thread}:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+import gpuguard
+print(len(gpuguard.select_devices(2, backend={f"simulated:{tmp_path}/node"!r})), *ways)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stdout == ("2 started\n" if thread else "2 copied\n")
