@@ -94,6 +94,20 @@ def test_the_guard_reads_the_state_of_each_process_once_per_look(jobs: list[int]
     assert set(read.values()) == {1}
 
 
+def test_the_nouns_of_processes_that_have_not_changed_are_made_once(
+    jobs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ancestry, "_nouns", {})
+    snapshot = a_snapshot(a_device(0, processes=tuple(map(a_process, jobs))))
+    first, again = ancestry.look_up(snapshot), ancestry.look_up(snapshot)
+    assert all(again[pid] is first[pid] for pid in jobs)
+
+    monkeypatch.setattr(ancestry, "_nouns", {(b"S", b"1", b"%d" % number): first[jobs[0]] for number in range(5)})
+    monkeypatch.setattr(ancestry, "_MOST_NOUNS", 5)  # which is no more than there are now
+    assert ancestry.look_up(snapshot).keys() == first.keys()
+    assert (b"S", b"1", b"0") not in ancestry._nouns
+
+
 def test_a_process_in_the_network_of_the_host_is_asked_about_it_once_a_minute(
     jobs: list[int], monkeypatch: Any
 ) -> None:

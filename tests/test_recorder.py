@@ -34,6 +34,7 @@ def path(tmp_path: Path) -> str:
 def _quick(monkeypatch):
     monkeypatch.setattr(recorder_module, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(recorder_module, "SUMS_SHARE", 0)
+    monkeypatch.setattr(recorder_module, "BATCH_SECONDS", 0.01)
 
 
 class Told(list[str]):
@@ -105,6 +106,18 @@ def test_a_gap_of_more_than_some_intervals_is_not_counted(path):
             recorder.record(a_sample(at(0) + clock), LONGEST)
 
     assert claimed(path, 10) == 30
+
+
+def test_the_writer_does_not_wake_up_for_each_snapshot(path, monkeypatch):
+    monkeypatch.setattr(recorder_module, "BATCH_SECONDS", 60.0)
+    with a_recorder(path) as recorder:
+        assert eventually(lambda: recorder.why_unknown(0.0) is None)
+        for number in range(QUEUE):
+            recorder.record(a_sample(at(number)), LONGEST)
+        time.sleep(0.1)
+        assert recorder._queue.qsize() == QUEUE
+
+    assert claimed(path, QUEUE) == 10 * (QUEUE - 1)  # written down at the end
 
 
 def test_recording_never_waits_and_what_does_not_fit_is_unknown(path):

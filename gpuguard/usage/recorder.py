@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 QUEUE = 64  # snapshots; of those that do not fit nothing is known
 PENDING = 720  # slots that wait to be written, 2 hours: some 10 MiB with 8 devices
+BATCH_SECONDS = 3.0  # after which what was recorded is added up, and spent() tells of it
 RETRY_SECONDS = 10.0
 SUMS_SHARE = 100  # the windows of quotas are summed again so seldom that it takes 1 % of the time at most
 
@@ -52,9 +53,9 @@ class Recorder:
         self._summed: tuple[frozenset[float], dict[int, dict[float, float]]] = (frozenset(), {})
         self._newer = False  # something was written since
         self._sum_at = 0.0  # time.monotonic() from which on the windows may be summed again
-        self._queue: queue.Queue[tuple[Snapshot, float, Wanted | None] | None] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[Snapshot, float, Wanted | None]] = queue.Queue(QUEUE)
         self._thread = threading.Thread(target=self._run, name="gpuguard-usage", daemon=True)
-        self._stopping = False
+        self._stopping = threading.Event()
         self._tally = Tally()
         self._connection: sqlite3.Connection | None = None
         self._lock: int | None = None
@@ -94,9 +95,7 @@ class Recorder:
 
     def stop(self, seconds: float) -> None:
         """Write down what there is, and close; that goes on behind us if it takes longer than *seconds*."""
-        self._stopping = True
-        with suppress(queue.Full):
-            self._queue.put_nowait(None)  # else it looks up after the next snapshot
+        self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
 
@@ -104,18 +103,22 @@ class Recorder:
         try:
             self._write()
             self._tried.set()
-            while not (self._stopping and self._queue.empty()):
-                item = self._queue.get()
-                if item:
-                    self._tally.add(*item)
-                    self._write()
-                    self._sum()
+            while not (self._stopping.wait(BATCH_SECONDS) and self._queue.empty()):
+                self._take()
             self._retry_at = 0.0
             self._write(everything=True)
         finally:
             self.trouble, self._spent = self.trouble or "its writer has ended", {}
             self._tried.set()
             self._close()
+
+    def _take(self) -> None:
+        """Add up what was recorded since the last time: to wake up for each snapshot costs as much as to add it."""
+        with suppress(queue.Empty):
+            while True:
+                self._tally.add(*self._queue.get_nowait())
+                self._write()
+        self._sum()
 
     def _write(self, *, everything: bool = False) -> None:
         """Write down what is complete, unless that failed a moment ago."""
