@@ -51,6 +51,7 @@ def to_influx(found: Iterable[Family], host: str, time: float) -> list[str]:
     ]
 
 
+@lru_cache(maxsize=512)  # most are what they were at the last scrape
 def spelled(value: float) -> str:
     """``"3"``, ``"0.25"``: a whole number without a point."""
     return str(int(value)) if value == int(value) and abs(value) < 2**63 else repr(value)

@@ -244,10 +244,8 @@ def _what_devices_are(snapshot: Snapshot) -> Iterator[Family]:
 def _device_values(snapshot: Snapshot) -> Iterator[Family]:
     keys = [(labels(uuid=one.uuid), one) for one in snapshot.devices]
     for name, kind, text, source, factor in DEVICE_VALUES:
-        values = {key: number(getattr(one, source), factor) for key, one in keys}
-        yield Family(
-            f"gpuguard_device_{name}", kind, text, {key: value for key, value in values.items() if value is not None}
-        )
+        values = {key: value for key, one in keys if (value := number(getattr(one, source), factor)) is not None}
+        yield Family(f"gpuguard_device_{name}", kind, text, values)
     for suffix, text, column in (
         ("ecc_errors_total", "Errors of the memory since the driver was loaded.", 1),
         ("ecc_lifetime_errors_total", "Errors of the memory since the device was built.", 2),
@@ -265,7 +263,7 @@ def _device_values(snapshot: Snapshot) -> Iterator[Family]:
 
 def _device_words(facts: Facts) -> Iterator[Family]:
     """What is no number of the driver's: state, health, why it is slow, how many processes."""
-    states = Sums("gpuguard_device_state", "1 for the state that the device is in, 0 for the others.")
+    states: dict[Labels, float] = {}
     healthy = Sums("gpuguard_device_healthy", "1 when nothing is wrong with the device.")
     problems = Sums("gpuguard_device_problem", "1 for each thing that is wrong with the device.")
     throttled = Sums("gpuguard_device_throttled", "1 for each reason for which the clocks are held down.")
@@ -273,8 +271,7 @@ def _device_words(facts: Facts) -> Iterator[Family]:
     quarantined = Sums("gpuguard_device_quarantined", "1 when the device is out of service.")
     for use in {each.device.uuid: each for each in facts.uses}.values():
         device, uuid = use.device, use.device.uuid
-        for state in usage.STATES:
-            states.add(use.state == state, uuid=uuid, state=state)
+        states.update((each, float(use.state == state)) for state, each in _states(uuid))
         if device.problems is not None:
             healthy.add(not device.problems, uuid=uuid)
         for problem in {each if each in _PROBLEMS else "other" for each in device.problems or ()}:
@@ -285,7 +282,14 @@ def _device_words(facts: Facts) -> Iterator[Family]:
             running.add(len(use.processes), uuid=uuid)
         if facts.quarantined is not None:
             quarantined.add(bool(facts.quarantined & {uuid, device.parent_uuid}), uuid=uuid)
-    yield from (each.done() for each in (states, healthy, problems, throttled, running, quarantined))
+    text = "1 for the state that the device is in, 0 for the others."
+    yield Family("gpuguard_device_state", "gauge", text, states)
+    yield from (each.done() for each in (healthy, problems, throttled, running, quarantined))
+
+
+@lru_cache(maxsize=256)
+def _states(uuid: str) -> tuple[tuple[str, Labels], ...]:
+    return tuple((state, labels(uuid=uuid, state=state)) for state in usage.STATES)
 
 
 def _claims(facts: Facts, snapshot: Snapshot) -> Iterator[Family]:
