@@ -22,12 +22,17 @@ _RAISE, _CLEAR_ALL = 2, 4
 
 def has(capability: int) -> bool:
     """Whether the calling thread may use *capability*; False where the kernel does not say."""
+    return bool((_told("CapEff:") or 0) >> capability & 1)
+
+
+def _told(name: str) -> int | None:
+    """A set of capabilities of the calling thread, as bits; None where the kernel does not say."""
     try:
         with open("/proc/thread-self/status", encoding="ascii", errors="replace") as lines:
-            words = next((line.split() for line in lines if line.startswith("CapEff:")), [])
-        return bool(int(words[1], 16) >> capability & 1)
+            words = next((line.split() for line in lines if line.startswith(name)), [])
+        return int(words[1], 16)
     except (OSError, IndexError, ValueError):
-        return False
+        return None
 
 
 def is_powerful() -> bool:
@@ -43,7 +48,8 @@ def may_signal(uids: Iterable[int]) -> bool:
 
 def keep_to_ourselves() -> None:
     """Let no program that this thread and those it starts later run have the capabilities that the service gave us."""
-    _prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
+    if _told("CapAmb:") != 0:  # root has none: its guard does without ctypes, half a MiB
+        _prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
 
 
 def lend_for_looking() -> bool:

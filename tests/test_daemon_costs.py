@@ -43,7 +43,19 @@ class Looked:
 
 # Each is 0.1 to 1 MiB of a daemon for as long as it lives, for what it does once or never.
 HEAVY = {
-    *("_hashlib", "asyncio", "bz2", "decimal", "difflib", "email", "fractions", "http.server", "logging", "lzma"),
+    *(
+        "_hashlib",
+        "asyncio",
+        "bz2",
+        "ctypes",
+        "decimal",
+        "difflib",
+        "email",
+        "fractions",
+        "http.server",
+        "logging",
+        "lzma",
+    ),
     *(
         "multiprocessing",
         "psutil",
@@ -65,7 +77,9 @@ LOADED = """
 import json, sys
 from gpuguard import daemon
 from gpuguard.cli import daemon as command, daemon_metrics
+from gpuguard import capabilities
 from gpuguard.policychild import load_apart
+capabilities.keep_to_ourselves()
 assert load_apart(sys.argv[1]).policies
 print(json.dumps(sorted(sys.modules)))
 """
