@@ -90,14 +90,14 @@ nvml.open().sample({'memory', 'processes', 'health'})
 """
 
 
-# Six more than with Python 3.11: the standard library's own differ.
+# Six more than with Python 3.11: the standard library's own differ.  Since 3.14 ctypes loads sysconfig and threading.
 @pytest.mark.parametrize(
     ("code", "most"),
     [
         (COMMAND.format(["run", "--", "true"]), 100),
         (COMMAND.format(["select"]), 80),
         (PYTHON, 65),
-        (SAMPLER, 40),
+        (SAMPLER, 40 if sys.version_info < (3, 14) else 46),
     ],
     ids=["run", "select", "select_devices", "sampler"],
 )
