@@ -49,6 +49,8 @@ Pages = Callable[[str, Mapping[str, list[str]]], Page]  # path, query -> page
 
 @dataclass(eq=False)
 class _Connection:
+    """Somebody who reads."""
+
     socket: socket.socket
     until: float  # time.monotonic()
     got: bytearray = field(default_factory=bytearray)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import _thread
 import sys
 
+from gpuguard.standins import real, stand_in
+
 TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +26,7 @@ def load_bindings() -> None:
         return
     import ctypes
 
-    stand_ins = {name: _module(name, own) for name, own in _HARDLY_NEEDED.items() if name not in sys.modules}
+    stand_ins = {name: stand_in(name, own) for name, own in _HARDLY_NEEDED.items() if name not in sys.modules}
     try:
         _load({**stand_ins, "ctypes": _putting_off(ctypes)})
     except ImportError:
@@ -44,33 +46,16 @@ def _load(stand_ins: dict[str, ModuleType]) -> None:
         for name, module in stand_ins.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
-            if (real := before[name]) is not None:
-                sys.modules[name] = real
+            if (earlier := before[name]) is not None:
+                sys.modules[name] = earlier
 
 
 _HARDLY_NEEDED: dict[str, dict[str, Any]] = {
-    "ctypes.util": {"find_library": lambda name: _real("ctypes.util").find_library(name)},  # called on Windows alone
+    "ctypes.util": {"find_library": lambda name: real("ctypes.util").find_library(name)},  # called on Windows alone
     "functools": {"wraps": lambda _: lambda function: function},
     "string": {"capwords": lambda text, apart: apart.join(map(str.capitalize, text.split(apart)))},
     "threading": {"Lock": _thread.allocate_lock},
 }
-
-
-def _module(name: str, own: dict[str, Any]) -> ModuleType:
-    def further(attribute: str) -> Any:
-        if attribute.startswith("__"):  # the import itself asks for __path__
-            raise AttributeError(attribute)
-        return getattr(_real(name), attribute)
-
-    module = type(sys)(name)
-    vars(module).update(own, __getattr__=further)
-    return module
-
-
-def _real(name: str) -> Any:
-    if name in sys.modules and not sys.modules[name].__spec__:
-        del sys.modules[name]
-    return __import__(name, fromlist=[""])
 
 
 class Later:

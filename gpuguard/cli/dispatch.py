@@ -53,6 +53,7 @@ COMMANDS = {
     "sim": "steer the simulated node: start, use, set, fault, show, stop",
 }
 
+_SERVICES = ("daemon", "metrics", "web")  # run for months
 _OFTEN_ALONE = ("who",)  # typed without an option, most of the time
 
 EXIT_NO = 1
@@ -141,6 +142,10 @@ def _dispatch(command: str, words: list[str]) -> int:
 
 def _module(command: str) -> ModuleType:
     module = command.replace("-", "_")
+    if command in _SERVICES:
+        from gpuguard.standins import put_off
+
+        put_off("inspect")  # dataclasses imports it, and uses it for classes without a docstring: 1 MiB
     __import__(f"gpuguard.cli.{module}")  # importlib would take 0.4 ms to load
     return sys.modules[f"gpuguard.cli.{module}"]
 

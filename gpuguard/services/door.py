@@ -49,6 +49,8 @@ Answer = Callable[[int, Mapping[str, Any]], Mapping[str, Any] | Handover]
 
 @dataclass
 class _Visitor:
+    """Who asks."""
+
     connection: socket.socket
     uid: int
     deadline: float  # monotonic
