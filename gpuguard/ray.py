@@ -102,7 +102,8 @@ def _held(options: dict[str, Any]) -> Iterator[None]:
 
     def attempt(among: tuple[str, ...], on_wait: Callable[[NotEnoughGpus], None] | None) -> Claim:
         os.environ[engine.VARIABLE] = ",".join(among)
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        # Not 0, which would ask for no waiting: what is raised then is no WaitTimeout.
+        left = None if deadline is None else max(0.001, deadline - time.monotonic())
         seconds = left if on_wait else 0.0
         return stack.enter_context(grab.claim(len(devices), devices=among, wait=seconds, on_wait=on_wait, **conditions))
 

@@ -81,6 +81,11 @@ def test_when_all_devices_are_asked_for_it_waits_for_any_of_them_and_gives_all_b
     assert node.kept == ()
 
 
+def test_a_time_that_is_over_before_anybody_could_wait_is_over_all_the_same():
+    with pytest.raises(WaitTimeout, match="the time to wait is over"):
+        engine.search(("0",), 1, Node().attempt, Node, deadline=0.0)
+
+
 def test_a_device_that_can_never_do_is_no_end_as_long_as_there_are_others(monkeypatch):
     node = Node(free="2")
     node.never = {"0", "1"}

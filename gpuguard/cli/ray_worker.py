@@ -120,7 +120,8 @@ def claim_for(
     def attempt(among: tuple[str, ...], on_wait: Callable[[NotEnoughGpus], None] | None) -> Claim:
         os.environ[engine.VARIABLE] = ",".join(among)
         here = [replace(way, devices=among) for way in ways]
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        # Not 0, which would ask for no waiting: what is raised then is no WaitTimeout.
+        left = None if deadline is None else max(0.001, deadline - time.monotonic())
         if on_wait is None:
             return run.claim_for(args, command, here, directory, backend, 0.0, time_limit)
         return run.claim_for(args, command, here, directory, backend, left, time_limit, on_wait)

@@ -72,7 +72,7 @@ def search(
             except NotEnoughGpus as error:
                 failed = error
             if deadline is not None and time.monotonic() >= deadline:
-                raise failed
+                raise failed if isinstance(failed, ImpossibleRequest) else _late(failed)
             places = places or open_places()
             # One more each time: others may have taken many, and what Ray gives takes it a second.
             more, rounds = places.want(max(1, number - failed.available) + rounds), rounds + 1
@@ -109,9 +109,13 @@ def _wait_for_more(places: Places, more: bool, failed: NotEnoughGpus, deadline: 
         raise failed
     while not (devices := places.arrived()):
         if deadline is not None and time.monotonic() >= deadline:
-            raise WaitTimeout(f"the time to wait is over: {failed}", failed.wanted, failed.available, failed.refused)
+            raise _late(failed)
         time.sleep(POLL_SECONDS)
     return devices
+
+
+def _late(failed: NotEnoughGpus) -> WaitTimeout:
+    return WaitTimeout(f"the time to wait is over: {failed}", failed.wanted, failed.available, failed.refused)
 
 
 def given() -> tuple[str, ...]:
