@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import os
 import sqlite3
 import time
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from chances import luck
 from nodes import eventually
-from stores import FIRST, FORK, a_fork, a_sample, a_slot, at, fill, held
+from stores import FIRST, a_fork, a_sample, a_slot, at, fill, held
 
 from gpuguard.errors import GpuguardError
 from gpuguard.usage import consult as usage
@@ -37,9 +39,14 @@ def write_on(path: str, first: int, written: Any, pause: float) -> None:
         time.sleep(pause)
 
 
+def shared_number() -> ctypes.c_long:
+    """Of this process and its forks.  That of multiprocessing has a directory, which only an orderly end takes away."""
+    return ctypes.c_long.from_buffer(mmap.mmap(-1, ctypes.sizeof(ctypes.c_long)))
+
+
 def killed(path: str, first: int, after: float) -> int:
     """How many slots a writer had written when it was killed, *after* seconds behind its first one."""
-    written = FORK.Value("l", 0)
+    written = shared_number()
     with a_fork(write_on, path, first, written, 0.0) as child:
         assert eventually(lambda: written.value > 0)
         time.sleep(after)
@@ -66,7 +73,7 @@ def test_a_writer_that_is_killed_at_any_moment_loses_at_most_its_last_slot(path)
 
 
 def test_readers_see_whole_writes_while_the_daemon_writes(path):
-    written = FORK.Value("l", 0)
+    written = shared_number()
     with a_fork(write_on, path, FIRST, written, 0.02):
         assert eventually(lambda: written.value > 0)
         for _ in range(50):
