@@ -1,6 +1,6 @@
 """What a policy file says, found out by another process: YAML and all that reads it stay out of the guard.
 
-They would take 3 MiB of a daemon for as long as it runs, and a fault in them a daemon of root.  The file itself is
+They would take 2 MiB of a daemon for as long as it runs, and a fault in them a daemon of root.  The file itself is
 read here, where its owner is checked; the child gets its text, and answers with plain values, of which only nouns of
 our own are made again.  Does not know what may stand in a file: see policyfile.
 """
