@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from functools import partial
 
 from gpuguard.claims.hold import Claim, Lock, unlock
 from gpuguard.claims.lockfiles import Gate, LockDirectory
@@ -145,7 +144,7 @@ def _sharing_now(
         return lambda held, snapshot: {}
     from gpuguard.claims.shares import sharing_now
 
-    return partial(sharing_now, directory)
+    return lambda held, snapshot: sharing_now(directory, held, snapshot)
 
 
 def sharing_of_claims(

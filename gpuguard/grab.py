@@ -200,18 +200,20 @@ def _claimed(
     directory: str | None,
 ) -> Claim:
     import sys
-    from functools import partial
 
     if len(ways) > _MOST_WAYS:
         raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {_MOST_WAYS - 1}.")
 
     name = _backend_name(backend)
     with _opened(name) as source:
+        import json  # noqa: F401  (for the record; for free while the driver initialises in the other process)
+
         from gpuguard.lock import acquire
 
-        take = partial(acquire, directory=_place(directory, name), command=sys.argv, environ=_outer_environment())
+        place, environ = _place(directory, name), _outer_environment()
+        where: dict[str, Any] = {"directory": place, "command": sys.argv, "environ": environ}
         try:
-            return take(source, ways[0], alternatives=ways[1:], **in_line)
+            return acquire(source, ways[0], alternatives=ways[1:], **in_line, **where)
         except (NotEnoughGpus, BackendError) as error:
             if strict:
                 raise
@@ -225,7 +227,8 @@ def _claimed(
             from gpuguard.nouns import replace
 
             with suppress(NotEnoughGpus):  # somebody was quicker
-                return take(source, replace(ways[0], num_gpus=1, max_gpus=available), note=in_line["note"])
+                fewer = replace(ways[0], num_gpus=1, max_gpus=available)
+                return acquire(source, fewer, note=in_line["note"], **where)
     return _no_claim()
 
 

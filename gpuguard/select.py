@@ -9,16 +9,17 @@ Does not claim anything, so what it says may be over a moment later: see lock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from gpuguard.eligibility import OUTER, Reason, Refusal, Terms, foreign, named, reasons_against, shown, terms_of
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.nouns import dataclass
 from gpuguard.request import Request, fields_needed, fields_to_verify, options_of, resolve, spelled
 from gpuguard.sharing import Sharing, is_share_of, memory_left
-from gpuguard.topology import best_connected
 from gpuguard.units import format_bytes, format_duration
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "Choice",
@@ -240,6 +241,8 @@ def _best_set(
     need = wanted - len(fixed)
     if wanted == 1 or need == len(pool):
         return list(eligible[:wanted])
+    from gpuguard.topology import best_connected
+
     return best_connected(fixed, pool, need, snapshot.topology or ())
 
 

@@ -5,11 +5,14 @@ Pure.  Does not know what a good device is: see select.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import combinations
 from math import comb
 
 from gpuguard.model import Device
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # How close two devices are, as the driver calls it; a pair that nobody knows counts as the farthest.
 LEVELS = {"SYS": 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5, "NVLINK": 6}

@@ -11,7 +11,6 @@ import fcntl
 import os
 import time
 from _thread import allocate_lock
-from collections.abc import Sequence
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.claims.records import write_record
@@ -22,10 +21,12 @@ from gpuguard.nouns import dataclass
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from gpuguard.claims.wishes import Letter
+else:
+    from _collections_abc import Sequence  # of the interpreter; the package collections would take 3 ms
 
 _REASSERT_TRIES = 5  # somebody may be looking (see records.locked_devices) for some microseconds
 

@@ -6,11 +6,13 @@ when it has no opinion.  All opinions must agree on a device.  Does not read the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from gpuguard.clusters import containers, cuda, slurm
 from gpuguard.model import Device
 from gpuguard.nouns import dataclass
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 SOURCES = (cuda.allowed, slurm.allowed, containers.allowed)
 

@@ -6,9 +6,11 @@ driver shows only those that were let in, numbered from 0: what is visible is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from gpuguard.model import Device
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 VARIABLE = "NVIDIA_VISIBLE_DEVICES"
 

@@ -7,9 +7,11 @@ others (ConstrainDevices), the visible ones are numbered from 0 again and all of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from gpuguard.model import Device
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 
