@@ -96,9 +96,7 @@ def acquire(
             if isinstance(error, ImpossibleRequest) or wait == 0:
                 raise error
             if outer:
-                from functools import partial  # 3 ms, that no start pays
-
-                _await_sibling(snapshot, request, directory, deadline, on_wait and partial(on_wait, error))
+                _await_sibling(snapshot, request, directory, deadline, error, on_wait)
             elif line is None:
                 line = _in_line(*stand)  # and look once more, at all that its plan goes by
             else:
@@ -209,15 +207,16 @@ def _await_sibling(
     request: Request,
     directory: LockDirectory,
     deadline: float | None,
-    tell: Callable[[], object] | None,
+    error: NotEnoughGpus,
+    on_wait: Callable[[NotEnoughGpus], object] | None,
 ) -> None:
     """Sleep until another command inside the same claim is worth being asked for: there is no line in there."""
     names = [f"{device.uuid}.nested" for device in snapshot.devices]
     locked_before = locked_devices(directory, names)
     ask_at = time.monotonic() + ASK_SECONDS
     while deadline is None or time.monotonic() < deadline:
-        if tell:
-            tell()
+        if on_wait:
+            on_wait(error)
         time.sleep(POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
         locked = locked_devices(directory, names)
         enough = len(names) - len(locked) >= request.num_gpus

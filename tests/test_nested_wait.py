@@ -15,6 +15,8 @@ from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, 
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.request import Request
 
+ERROR = NotEnoughGpus("")
+
 
 class Clock:
     """Time that passes only while somebody sleeps, and what happens at which moment of it."""
@@ -65,7 +67,9 @@ def test_one_comes_back_with_the_look_that_finds_enough_locks_given_up(clock, di
     clock.happens = dict.fromkeys((1.0, 2.0, 3.0), siblings.end)
     told: list[float] = []
 
-    lock._await_sibling(siblings.snapshot, Request(num_gpus=wanted), directory, None, lambda: told.append(clock.now))
+    lock._await_sibling(
+        siblings.snapshot, Request(num_gpus=wanted), directory, None, ERROR, lambda _: told.append(clock.now)
+    )
 
     assert clock.slept == [0.25] * int(4 * back)
     assert told == [0.25 * number for number in range(int(4 * back))]
@@ -74,7 +78,7 @@ def test_one_comes_back_with_the_look_that_finds_enough_locks_given_up(clock, di
 
 
 def test_while_enough_locks_are_free_the_driver_is_asked_again_after_two_seconds(clock, directory):
-    lock._await_sibling(Machine().sample(()), Request(num_gpus=1), directory, None, None)
+    lock._await_sibling(Machine().sample(()), Request(num_gpus=1), directory, None, ERROR, None)
 
     assert clock.slept == [0.25] * 8
 
@@ -82,7 +86,7 @@ def test_while_enough_locks_are_free_the_driver_is_asked_again_after_two_seconds
 def test_nobody_sleeps_longer_than_he_wants_to_wait(clock, directory):
     siblings = Siblings(directory, Machine(a_device(0)))
 
-    lock._await_sibling(siblings.snapshot, Request(), directory, 0.625, None)
+    lock._await_sibling(siblings.snapshot, Request(), directory, 0.625, ERROR, None)
 
     assert clock.slept == [0.25, 0.25, 0.125]
     siblings.end()
