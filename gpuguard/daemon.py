@@ -14,28 +14,24 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from gpuguard import capabilities, history
 from gpuguard.backends import Backend
 from gpuguard.backends.isolated import open_isolated
 from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.clusters import slurm_node
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.guards.case import boot_clock
 from gpuguard.guards.recall import recalled
 from gpuguard.line.tickets import wanted
 from gpuguard.messages import TEMPLATES
 from gpuguard.model import Event, Snapshot
-from gpuguard.notify import Sender, problems
 from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
 from gpuguard.policychild import PolicyFile, load_apart
-from gpuguard.services.broker import Broker
-from gpuguard.services.door import Door
 from gpuguard.services.keeping import Keeping, Kept
 from gpuguard.services.systemd import signals, tell_systemd
-from gpuguard.services.verbs import Desk, answer
 from gpuguard.state import lock_daemon, write_state
 from gpuguard.usage.consult import consult, store_path
 from gpuguard.usage.recorder import Recorder
@@ -57,6 +53,12 @@ PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 # What could put a stranger's code into a daemon of root: a fake driver library, a module, a start-up file.
 _DANGEROUS = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT")
+
+if TYPE_CHECKING:  # loaded by those who need them: 1.5 MiB together
+    from gpuguard.clusters.slurm_node import SlurmNode
+    from gpuguard.notify import Sender
+    from gpuguard.services.broker import Broker
+    from gpuguard.services.door import Door
 
 Say = Callable[[str], object]
 
@@ -139,10 +141,11 @@ class Daemon:
             append=append,
             share_host_pids=settings.share_host_pids,
         )
-        self._slurm = slurm_node.SlurmNode(say=say)
-        self._watchdog.scheduled = self._slurm.given
+        self._watchdog.scheduled = lambda snapshot: self._slurm.given(snapshot)
         self._broker: Broker | None = None  # where this process alone opens the lock files
         if directory.keeper is not None:
+            from gpuguard.services.broker import Broker
+
             self._broker = Broker(directory, lambda: open_isolated(backend.name))
         self._keeping = Keeping(directory, self._leave_alone, lambda: self.last.devices, self._report)
 
@@ -238,17 +241,24 @@ class Daemon:
             return None
         if self._broker and (trouble := self._broker.trouble()):
             self._say(trouble)
+        from gpuguard.services.door import Door
+        from gpuguard.services.verbs import Desk, answer
+
+        dog, settings = self._watchdog, self._settings
+        looks = lambda: self.last, lambda: max(dog.interval[1], dog.pause), lambda: dog.outlook
+        does, policy = (self._report, self._again.set), settings.policy
+        desk = Desk(self._directory, self._keeping, *looks, *does, policy, settings.enforce, self._broker)
         try:
-            return Door(self._directory, partial(answer, self._desk()))
+            return Door(self._directory, partial(answer, desk))
         except OSError as error:
             self._say(f"`gpuguard keep` does not work: the socket cannot be made: {error}")
             return None
 
-    def _desk(self) -> Desk:
-        dog, settings = self._watchdog, self._settings
-        looks = lambda: self.last, lambda: max(dog.interval[1], dog.pause), lambda: dog.outlook
-        does, policy = (self._report, self._again.set), settings.policy
-        return Desk(self._directory, self._keeping, *looks, *does, policy, settings.enforce, self._broker)
+    @cached_property
+    def _slurm(self) -> SlurmNode:
+        from gpuguard.clusters.slurm_node import SlurmNode
+
+        return SlurmNode(say=self._say)
 
     def _tend(self) -> None:
         if self._broker:
@@ -283,14 +293,19 @@ class Daemon:
             return file
         if file.fingerprint != self._fingerprint:
             self._use(file)
-        for problem in problems(file.notify):  # said now, not when the first alarm is lost
-            self._record("notify", "will fail", problem)
+        if file.notify:
+            from gpuguard.notify import problems
+
+            for problem in problems(file.notify):  # said now, not when the first alarm is lost
+                self._record("notify", "will fail", problem)
         return file
 
     def _use(self, file: PolicyFile) -> None:
         former, self._sender = self._sender, None
         templates = {**TEMPLATES, **file.messages}
         if file.notify:
+            from gpuguard.notify import Sender
+
             self._sender = Sender(file.notify, self._report, templates=templates)
         self._watchdog.templates = templates
         self._watchdog.language = next(iter(file.messages)) if len(file.messages) == 1 else ENGLISH

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuguard import capabilities
 from gpuguard.backends.sampler import interpreter
@@ -21,11 +21,13 @@ from gpuguard.documents.rootfile import read_file
 from gpuguard.errors import InvalidRequest
 from gpuguard.guards.identity import Protected
 from gpuguard.messages import Template
-from gpuguard.notify import Target
-from gpuguard.policies.expression_language import Expression, parse_expression
 from gpuguard.policies.policy import Policy
 
+if TYPE_CHECKING:
+    from gpuguard.notify import Target
+
 _CHILD = "import gpuguard.policyfile as p; p.answer(sys.argv[1])"
+_EXPRESSION = "gpuguard.policies.expression_language:Expression"
 _SEVERAL = {kind.__name__: kind for kind in (tuple, list, frozenset)}
 
 
@@ -119,9 +121,10 @@ def plain(value: Any) -> Any:
         return kind.__name__, [plain(one) for one in value]
     if kind is dict:
         return "dict", [(plain(name), plain(one)) for name, one in value.items()]
-    if kind is Expression:
-        return "expression", value.text  # the rest of it are functions
-    return f"{kind.__module__}:{kind.__qualname__}", [(name, plain(one)) for name, one in vars(value).items()]
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if name == _EXPRESSION:
+        return name, value.text  # the rest of it are functions
+    return name, [(name, plain(one)) for name, one in vars(value).items()]
 
 
 def rebuilt(told: Any) -> Any:
@@ -131,7 +134,9 @@ def rebuilt(told: Any) -> Any:
     kind, parts = told
     if kind in _SEVERAL:
         return _SEVERAL[kind](map(rebuilt, parts))
-    if kind == "expression":
+    if kind == _EXPRESSION:
+        from gpuguard.policies.expression_language import parse_expression
+
         return parse_expression(parts)
     if kind == "dict":
         return {rebuilt(name): one for name, one in _values(parts)}

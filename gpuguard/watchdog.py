@@ -28,8 +28,8 @@ from gpuguard.nouns import replace
 from gpuguard.policies import engine
 from gpuguard.policies.health import Health
 from gpuguard.policies.outlook import Outlook, outlook
+from gpuguard.policies.outside_scheduler import OutsideScheduler
 from gpuguard.policies.policy import Judgement, Note, Policy
-from gpuguard.policies.rules import RULES
 from gpuguard.policies.sight import SubjectIdentity, identity_of
 from gpuguard.policies.view import View
 from gpuguard.readings.hostuse import HostUses
@@ -237,7 +237,7 @@ class Watchdog:
     def _look_around(self, snapshot: Snapshot, policies: Sequence[Policy], lines: Mapping[int, bytes]) -> View:
         if not policies:
             return View(snapshot)
-        by_scheduler = any(isinstance(rule, RULES["outside_scheduler"]) for one in policies for rule in one.rules)
+        by_scheduler = any(isinstance(rule, OutsideScheduler) for one in policies for rule in one.rules)
         stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()}, lines)
         return View(
             snapshot,

@@ -60,7 +60,7 @@ def test_totals_by(path, by, count):
     assert [(one.claimed, one.unknown) for one in found] == [(10, 0)] * count
 
 
-@pytest.mark.parametrize("metric", usage.METRICS)
+@pytest.mark.parametrize("metric", questions.METRICS)
 def test_a_value_that_was_never_known_is_none(path, metric):
     connection = storefile.opened(path, check=True)
     row = tuple(None if name.endswith("_max") else 10_000.0 * name.endswith("_ms") for name in DEVICE_COLUMNS)

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuguard import actions
 from gpuguard.ancestry import look_up
@@ -31,10 +31,12 @@ from gpuguard.policies.outlook import Outlook
 from gpuguard.policychild import load_apart
 from gpuguard.request import resolve
 from gpuguard.services.asking import find
-from gpuguard.services.broker import Broker
 from gpuguard.services.door import Handover
 from gpuguard.services.keeping import LONGEST_OF_ROOT, Keeping
 from gpuguard.users import user_name
+
+if TYPE_CHECKING:
+    from gpuguard.services.broker import Broker
 
 INTERVALS = 2  # how old a sample may be to act by
 ROOM = 3600  # characters of an answer, which has 4 KiB, for its rows

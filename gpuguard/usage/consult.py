@@ -19,8 +19,6 @@ from gpuguard.claims.daemonfiles import daemon_files
 from gpuguard.claims.lockfiles import ADMIN_DIRECTORY, LockDirectory
 from gpuguard.errors import GpuguardError
 from gpuguard.nouns import dataclass
-from gpuguard.usage.questions import METRICS as METRICS
-from gpuguard.usage.questions import Usage as Usage
 from gpuguard.usage.tables import COARSEST as COARSEST
 from gpuguard.usage.tables import SLOTS as SLOTS
 from gpuguard.usage.tables import VERSION
@@ -30,6 +28,8 @@ if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Callable, Mapping
     from typing import TypeAlias, TypeVar
+
+    from gpuguard.usage.questions import Usage
 
     SpentSeconds = Mapping[int, Mapping[float, float]]  # uid -> (window in seconds -> GPU-seconds claimed in it)
     _Answer = TypeVar("_Answer")
@@ -127,6 +127,8 @@ def _marks(found: os.stat_result) -> tuple[int, ...]:
 def _ask(path: str, options: str, question: Callable[[Usage], _Answer], now: float) -> _Reply[_Answer]:
     import sqlite3
     from urllib.parse import quote
+
+    from gpuguard.usage.questions import Usage
 
     try:
         connection = sqlite3.connect(f"file:{quote(path)}{options}", uri=True)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from gpuguard.errors import GpuguardError
 from gpuguard.model import Snapshot
 from gpuguard.usage import storefile
-from gpuguard.usage.consult import Usage
 from gpuguard.usage.tally import WIDTH, Tally
 
 if TYPE_CHECKING:
@@ -187,6 +186,8 @@ class Recorder:
             return
         begun = time.monotonic()
         if self._summed[0] != windows or (self._newer and begun >= self._sum_at):
+            from gpuguard.usage.questions import Usage
+
             try:
                 self._summed = windows, Usage(self._connection, now.taken_at).gpu_seconds(windows)
             except sqlite3.Error as error:

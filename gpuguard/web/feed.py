@@ -22,7 +22,8 @@ from gpuguard.line.file import read_line_file
 from gpuguard.line.turn import stand
 from gpuguard.model import Gap, Snapshot
 from gpuguard.text import neutralise
-from gpuguard.usage.consult import Usage, consult, store_path
+from gpuguard.usage.consult import consult, store_path
+from gpuguard.usage.questions import Usage
 from gpuguard.views import queue, usage, who
 from gpuguard.web.host import Host
 from gpuguard.web.memory import METRICS, RINGS, Ring, Series
