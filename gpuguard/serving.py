@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import selectors
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -23,8 +24,8 @@ from gpuguard.text import neutralise
 
 MOST_CONNECTIONS = 64
 MOST_BYTES = 8192  # of a request
-SECONDS = 10.0  # for a connection, without the time in which its page is made
-LINGER_SECONDS = 1.0  # in which the peer takes what it was sent: to close at once would tear that
+SECONDS = 10.0  # for a connection, without the time in which a page is made
+LINGER_SECONDS = 1.0  # in which a peer that says more than it should takes what it was sent: to close would tear that
 _BACKLOG = 512  # who does not fit in it waits for a second until the kernel asks again
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _WORDS = {
@@ -47,15 +48,22 @@ class Page(NamedTuple):
 Pages = Callable[[str, Mapping[str, list[str]]], Page]  # path, query -> page
 
 
+class _Answer(NamedTuple):
+    page: Page
+    whole: bool = True  # with its body
+    lingers: bool = True  # whoever asked may say more, and to close would tear what he is sent
+
+
 @dataclass(eq=False)
 class _Connection:
     """Somebody who reads."""
 
     socket: socket.socket
     until: float  # time.monotonic()
-    got: bytearray = field(default_factory=bytearray)
+    got: bytes = b""
     rest: memoryview | None = None  # of the answer
     told: bool = False
+    lingers: bool = True  # see _Answer
 
 
 def listen(address: str, *, exposed: bool) -> socket.socket:
@@ -115,8 +123,8 @@ class Server:
         name = listener.getsockname()
         self.address = f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
         self._bell, self._ringer = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._connections: dict[_Connection, None] = {}  # the one that has been silent for longest first
+        self._poll = select.poll()
+        self._connections: dict[int, _Connection] = {}  # by descriptor; who has been silent for longest comes first
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -134,31 +142,33 @@ class Server:
 
     def run(self) -> None:
         """Serve until close(), in this thread."""
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._poll.register(self._listener, select.POLLIN)
+        self._poll.register(self._bell, select.POLLIN)
         try:
             while self._round():
                 pass
         finally:
-            for connection in tuple(self._connections):
-                self._drop(connection)
-            self._selector.close()
+            for descriptor in tuple(self._connections):
+                self._drop(descriptor)
             self._listener.close()
             self._bell.close()
 
     def _round(self) -> bool:
-        soonest = min((each.until for each in self._connections), default=None)
-        wait = None if soonest is None else max(0.0, soonest - time.monotonic())
-        for key, events in self._selector.select(wait):
-            if key.fileobj is self._bell:
+        wait = None
+        if self._connections:
+            soonest = min(each.until for each in self._connections.values())
+            wait = max(0.0, soonest - time.monotonic()) * 1000
+        for descriptor, _ in self._poll.poll(wait):
+            if descriptor == self._bell.fileno():
                 return False
-            if key.fileobj is self._listener:
+            if descriptor == self._listener.fileno():
                 self._accept()
-            elif key.data in self._connections:
-                self._serve(key.data, events)
-        now = time.monotonic()
-        for connection in [each for each in self._connections if each.until <= now]:
-            self._drop(connection)
+            elif descriptor in self._connections:
+                self._serve(descriptor)
+        if self._connections:
+            now = time.monotonic()
+            for descriptor in [descriptor for descriptor, each in self._connections.items() if each.until <= now]:
+                self._drop(descriptor)
         return True
 
     def _accept(self) -> None:
@@ -172,74 +182,81 @@ class Server:
         peer.setblocking(False)
         if len(self._connections) >= MOST_CONNECTIONS:
             self._drop(next(iter(self._connections)))
-        connection = _Connection(peer, time.monotonic() + self._limit)
-        self._connections[connection] = None
-        self._selector.register(peer, selectors.EVENT_READ, connection)
+        descriptor = peer.fileno()
+        self._connections[descriptor] = _Connection(peer, time.monotonic() + self._limit)
+        self._poll.register(descriptor, select.POLLIN)
+        self._serve(descriptor)  # its request is mostly there
 
-    def _drop(self, connection: _Connection) -> None:
-        del self._connections[connection]
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
+    def _drop(self, descriptor: int) -> None:
+        self._poll.unregister(descriptor)
+        self._connections.pop(descriptor).socket.close()
 
-    def _serve(self, connection: _Connection, events: int) -> None:
+    def _serve(self, descriptor: int) -> None:
+        connection = self._connections[descriptor]
         try:
-            if events & selectors.EVENT_WRITE:
-                self._send(connection)
+            if connection.rest:
+                self._send(descriptor, connection)
             elif not (got := connection.socket.recv(MOST_BYTES)):
-                self._drop(connection)
+                self._drop(descriptor)
             elif not connection.told:
-                self._take(connection, got)
+                self._connections[descriptor] = self._connections.pop(descriptor)
+                connection.got += got
+                self._take(descriptor, connection)
         except BlockingIOError:
             return
         except OSError:  # it hung up
-            if connection in self._connections:
-                self._drop(connection)
+            if descriptor in self._connections:
+                self._drop(descriptor)
 
-    def _take(self, connection: _Connection, got: bytes) -> None:
-        self._connections[connection] = self._connections.pop(connection)
-        connection.got += got
-        head, end, _ = bytes(connection.got).replace(b"\r\n", b"\n").lstrip(b"\n").partition(b"\n\n")
+    def _take(self, descriptor: int, connection: _Connection) -> None:
+        head, end, more = connection.got.replace(b"\r\n", b"\n").lstrip(b"\n").partition(b"\n\n")
         if not end and len(connection.got) <= MOST_BYTES:
             return
         begun = time.monotonic()
-        page = self._answer(head) if end else (Page("the request is too long\n", status=431), True)
-        connection.until += time.monotonic() - begun
-        connection.rest, connection.told = memoryview(_written(*page)), True
-        self._selector.modify(connection.socket, selectors.EVENT_WRITE, connection)
-        self._send(connection)
+        answer = self._answer(head) if end else _Answer(Page("the request is too long\n", status=431))
+        deaf = time.monotonic() - begun
+        for each in self._connections.values():
+            each.until += deaf
+        connection.rest, connection.told = memoryview(_written(answer.page, answer.whole)), True
+        connection.lingers = bool(more) or answer.lingers
+        self._poll.modify(descriptor, select.POLLOUT)
+        self._send(descriptor, connection)
 
-    def _send(self, connection: _Connection) -> None:
+    def _send(self, descriptor: int, connection: _Connection) -> None:
         assert connection.rest is not None
         connection.rest = connection.rest[connection.socket.send(connection.rest) :]
-        if not connection.rest:
-            connection.socket.shutdown(socket.SHUT_WR)
-            connection.until = time.monotonic() + LINGER_SECONDS
-            self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
+        if connection.rest:
+            return
+        if not connection.lingers:
+            self._drop(descriptor)
+            return
+        connection.socket.shutdown(socket.SHUT_WR)
+        connection.until = time.monotonic() + LINGER_SECONDS
+        self._poll.modify(descriptor, select.POLLIN)
 
-    def _answer(self, head: bytes) -> tuple[Page, bool]:
-        """The page for a request, and whether its body is wanted."""
+    def _answer(self, head: bytes) -> _Answer:
         try:
-            method, target, hosts = _parsed(head)
+            method, target, hosts, more = _parsed(head)
         except ValueError as error:
-            return Page(f"{neutralise(str(error))}\n", status=400), True
+            return _Answer(Page(f"{neutralise(str(error))}\n", status=400))
         if method not in ("GET", "HEAD"):
-            return Page("only GET and HEAD\n", status=405), True
+            return _Answer(Page("only GET and HEAD\n", status=405))
         if not self._is_us(hosts):
             text = "that host name is not ours; where this is served on purpose, name it when exposing it\n"
-            return Page(text, status=421), method == "GET"
+            return _Answer(Page(text, status=421), method == "GET")
         try:
             path, query = _place(target)
         except ValueError:
-            return Page("that address means nothing\n", status=400), True
+            return _Answer(Page("that address means nothing\n", status=400))
         try:
             page = self._pages(path, query)
         except GpuguardError as error:
             page = Page(f"{neutralise(' '.join(str(error).split()))}\n", status=503)
         except Exception as error:  # noqa: BLE001  the border to strangers: no request may end the thread of all others
             page = Page(f"a fault inside gpuguard: {type(error).__name__}\n", status=500)
-        return page, method == "GET"
+        return _Answer(page, method == "GET", lingers=more)
 
-    def _is_us(self, hosts: list[str]) -> bool:
+    def _is_us(self, hosts: tuple[str, ...]) -> bool:
         if len(hosts) != 1:
             return False
         name, colon, port = hosts[0].lower().rpartition(":")
@@ -256,22 +273,24 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _parsed(head: bytes) -> tuple[str, str, list[str]]:
-    """Method, target and the values of Host."""
+@lru_cache(maxsize=8)  # Prometheus asks in the same words each time
+def _parsed(head: bytes) -> tuple[str, str, tuple[str, ...], bool]:
+    """Method, target, the values of Host, and whether more is to come behind the head."""
     first, *rest = head.decode("ascii", "surrogateescape").split("\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[0] or not set(words[0]) <= _TOKEN:
         raise ValueError("that is no request of HTTP/1.1")
     if not words[1].startswith("/") or not words[1].isprintable() or not words[1].isascii():
         raise ValueError("the address must begin with a slash, and be plain text")
-    hosts = []
+    hosts, more = [], False
     for line in rest:
         name, colon, value = line.partition(":")
         if not colon or not name or not set(name) <= _TOKEN:
             raise ValueError("a header makes no sense")
         if name.lower() == "host":
             hosts.append(value.strip())
-    return words[0], words[1], hosts
+        more = more or name.lower() in ("content-length", "transfer-encoding")
+    return words[0], words[1], tuple(hosts), more
 
 
 def _place(target: str) -> tuple[str, dict[str, list[str]]]:

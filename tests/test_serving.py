@@ -198,6 +198,58 @@ def test_more_connections_than_there_is_room_for_end_the_silent_ones():
         )  # each end of those it has, our end of those it hung up on, and its own
 
 
+def test_who_was_told_is_hung_up_on_at_once(monkeypatch):
+    monkeypatch.setattr(serving, "LINGER_SECONDS", 60.0)
+    with a_server(limit=60.0) as place, ExitStack() as held:
+        idle = descriptors()
+        connection = held.enter_context(socket.create_connection(place, 10))
+        assert eventually(lambda: descriptors() == idle + 2)  # his end and ours
+        connection.sendall(GOOD)
+        while connection.recv(65536):
+            pass
+
+        assert eventually(lambda: descriptors() == idle + 1)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        GOOD + GOOD,
+        request("GET /metrics HTTP/1.1", "Host: localhost", "Content-Length: 2"),
+        request("GET /metrics HTTP/1.1", "Host: localhost", "transfer-encoding: chunked"),
+        request("POST /metrics HTTP/1.1", "Host: localhost"),
+        request("HELO"),
+    ],
+)
+def test_who_says_more_than_a_request_can_still_take_his_answer(monkeypatch, asked):
+    monkeypatch.setattr(serving, "LINGER_SECONDS", 60.0)
+    with a_server(limit=60.0) as place, socket.create_connection(place, 10) as connection:
+        connection.sendall(asked)
+        got = b""
+        while part := connection.recv(65536):
+            got += part
+        connection.sendall(b"x")
+        connection.sendall(b"y")  # to a connection that is closed this would be refused
+
+        assert got.startswith(b"HTTP/1.1 ")
+
+
+def test_the_time_in_which_a_page_is_made_is_taken_from_nobody():
+    def slow(path: str, query: object) -> Page:
+        time.sleep(1.5 if path == "/slow" else 0.0)
+        return Page("here\n")
+
+    with a_server(slow, limit=1.4) as place, ExitStack() as held:
+        idle = descriptors()
+        slow_one, *others = (held.enter_context(socket.create_connection(place, 10)) for _ in range(3))
+        assert eventually(lambda: descriptors() == idle + 6)
+        slow_one.sendall(GOOD.replace(b"/metrics", b"/slow"))
+        for each in others:
+            each.sendall(GOOD)
+
+        assert all(status(each.recv(65536)) == 200 for each in (*others, slow_one))
+
+
 def descriptors() -> int:
     gc.collect()  # what other tests have left to it
     return len(os.listdir("/proc/self/fd"))
