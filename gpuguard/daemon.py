@@ -245,7 +245,7 @@ class Daemon:
         from gpuguard.services.verbs import Desk, answer
 
         dog, settings = self._watchdog, self._settings
-        looks = lambda: self.last, lambda: max(dog.interval[1], dog.pause), lambda: dog.outlook
+        looks = lambda: self.last, lambda: max(dog.interval[1], dog.pause), dog.outlook
         does, policy = (self._report, self._again.set), settings.policy
         desk = Desk(self._directory, self._keeping, *looks, *does, policy, settings.enforce, self._broker)
         try:

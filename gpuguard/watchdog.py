@@ -23,12 +23,11 @@ from gpuguard.guards.case import Context, Notifier
 from gpuguard.guards.identity import Protected
 from gpuguard.guards.ledger import Deed
 from gpuguard.messages import TEMPLATES
-from gpuguard.model import STATS, WHO_FIELDS, ClaimRecord, Event, Gap, Snapshot, Verdict
+from gpuguard.model import STATS, ClaimRecord, Event, Gap, Snapshot, Verdict
 from gpuguard.nouns import replace
 from gpuguard.policies import engine
-from gpuguard.policies.health import Health
+from gpuguard.policies.needs import needs_of
 from gpuguard.policies.outlook import Outlook, outlook
-from gpuguard.policies.outside_scheduler import OutsideScheduler
 from gpuguard.policies.policy import Judgement, Note, Policy
 from gpuguard.policies.sight import SubjectIdentity, identity_of
 from gpuguard.policies.view import View
@@ -69,7 +68,6 @@ class Watchdog:
         share_host_pids: act although this is not the first pid namespace, because its pids are the driver's.
     """
 
-    outlook: tuple[Outlook, ...] = ()  # what stands against whom since the last sample
     further: Callable[[], frozenset[str]] = frozenset  # groups of fields that others want in the next sample, too
 
     def __init__(
@@ -97,6 +95,9 @@ class Watchdog:
         self._backend, self._directory = backend, directory
         self._on_event, self._on_sample, self._append = on_event, on_sample, append
         self._memory, self._host = engine.Memory(), HostUses()
+        self._needs = needs_of(())
+        self._judging = threading.Lock()  # held while the memory changes, and ...
+        self._judged_by: Sequence[Policy] = ()  # ... the policies that it is about
         self._view: View | None = None
         self._probed: tuple[float, object, tuple[ClaimRecord, ...]] = (0.0, None, ())
         self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
@@ -126,22 +127,29 @@ class Watchdog:
         # while the policies that are judged by are still those which he was protected from.
         protected = self.protected
         policies, before = self.policies, self._view
+        if policies is not self._needs.policies:
+            self._needs = needs_of(policies)
         snapshot, lines = self._sample(policies)
         self._memory.kept = dict(self.kept)
         self._view = self._look_around(snapshot, policies, lines)
-        judgement = engine.evaluate(
-            self._view, policies, self._memory, interval=self.interval[1], zone=_zone(snapshot.taken_at)
-        )
+        zone = _zone(snapshot.taken_at)
+        with self._judging:
+            judgement = engine.evaluate(self._view, policies, self._memory, interval=self.interval[1], zone=zone)
+            self._judged_by = policies
         if any(note.kind == "resampling" for note in judgement.notes) and not _is_same(before, self._view):
             self._due.clear()  # what waited through a pause in which nobody looked has no reason any more
         self._act(judgement.verdicts, policies, protected)
         self._note(judgement.notes)
-        self.outlook = outlook(policies, self._memory)
         self.pause = pace(before.snapshot if before else None, snapshot, self.pause, self.interval)
         self._tell()
         if self._on_sample:
             self._on_sample(snapshot, self.pause)
         return judgement
+
+    def outlook(self) -> tuple[Outlook, ...]:
+        """What stands against whom since the last sample; from any thread."""
+        with self._judging:
+            return outlook(self._judged_by, self._memory)
 
     def seen(self, snapshot: Snapshot) -> Processes:
         """What /proc told of the processes of *snapshot*: just now, if the last step did not ask."""
@@ -206,7 +214,7 @@ class Watchdog:
 
     def _sample(self, policies: Sequence[Policy]) -> tuple[Snapshot, dict[int, bytes]]:
         """A snapshot with its claims; apart from it the stat lines of its processes, which go no further than here."""
-        groups = fields_for(policies) | self.further()
+        groups = self._needs.fields | self.further()
         snapshot = self._backend.sample(groups | {STATS} if policies else groups)
         lines = dict(snapshot.stats or ())
         return self._with_claims(replace(snapshot, stats=None)), lines
@@ -237,13 +245,12 @@ class Watchdog:
     def _look_around(self, snapshot: Snapshot, policies: Sequence[Policy], lines: Mapping[int, bytes]) -> View:
         if not policies:
             return View(snapshot)
-        by_scheduler = any(isinstance(rule, OutsideScheduler) for one in policies for rule in one.rules)
         stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()}, lines)
         return View(
             snapshot,
-            host=self._host.look(snapshot, stats),
+            host=self._host.look(snapshot, stats) if self._needs.host else self._host.rest(),
             groups=self._host.groups(snapshot),
-            scheduled=self.scheduled(snapshot) if by_scheduler else None,
+            scheduled=self.scheduled(snapshot) if self._needs.scheduler else None,
             seen=look_up(snapshot, stats),
             gpu_seconds=self.gpu_seconds(),
         )
@@ -264,7 +271,7 @@ class Watchdog:
             interval=max(self.interval[1], self.pause),
             protected=protected.uids_of(_people(self._view.snapshot), self._view.groups),
             protected_executables=protected.executables,
-            alarm=_told(policies),
+            alarm=self._needs.targets,
         )
         give_up(context, self._view.snapshot)
         for key, due in tuple(self._due.items()):
@@ -337,22 +344,10 @@ class Watchdog:
                 self._on_event(event)
 
 
-def fields_for(policies: Sequence[Policy]) -> frozenset[str]:
-    """The field groups that these policies can judge by."""
-    rules = (rule for policy in policies for rule in policy.rules)
-    return WHO_FIELDS.union(*(rule.further_fields for rule in rules if isinstance(rule, Health)))
-
-
 def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[float, float]) -> float:
     """Seconds until the next sample: at once when something rises, later and later while nothing does."""
     shortest, longest = interval
     return shortest if before is None or _rises(before, now) else min(longest, max(pause, shortest) * SLOWER)
-
-
-def _told(policies: Sequence[Policy]) -> tuple[str, ...]:
-    """The targets that any policy tells of anything."""
-    options = [dict(step.options) for policy in policies for step in policy.steps]
-    return tuple(sorted({str(name) for each in options if (name := each.get("to") or each.get("hook"))}))
 
 
 def _people(snapshot: Snapshot) -> frozenset[int]:

@@ -18,11 +18,13 @@ from gpuguard.backends import processes
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.model import STATS, Snapshot
 from gpuguard.nouns import replace
+from gpuguard.policies.idle import Idle
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.processes import Processes
 from gpuguard.watchdog import Watchdog
 
 A_POLICY = Policy("p", (Processes(above=9),), steps=(Step("log"),))
+ABOUT_THE_HOST = Policy("h", (Idle(below=5.0, cpu_below=2.0),), steps=(Step("log"),))
 
 
 class Looked:
@@ -130,13 +132,30 @@ def test_the_state_of_a_process_that_came_with_the_sample_is_not_read_again(monk
     read: list[str] = []
     real = processes.read_proc
     monkeypatch.setattr(ancestry, "read_proc", lambda path, *limit: read.append(path) or real(path, *limit))
-    guard = Watchdog(Looked(a_snapshot(a_device(0, processes=(row,)), stats=((us, line),))), [A_POLICY])
+    guard = Watchdog(Looked(a_snapshot(a_device(0, processes=(row,)), stats=((us, line),))), [ABOUT_THE_HOST])
     guard.step()
 
     assert guard._view and guard._view.host[us, row.start_time].memory
     assert guard._view.seen[us].parent == os.getppid()
     assert f"/proc/{os.getppid()}/stat" in read  # of whom the driver says nothing
     assert f"/proc/{us}/stat" not in read
+
+
+def test_the_host_is_looked_at_only_while_a_policy_judges_by_it() -> None:
+    us = os.getpid()
+    row = a_process(us, start_time=processes.start_time(us))
+    looked = Looked(a_snapshot(a_device(0, processes=(row,))))
+    guard = Watchdog(looked)
+    rates = []
+    for policy in ABOUT_THE_HOST, ABOUT_THE_HOST, A_POLICY, ABOUT_THE_HOST, ABOUT_THE_HOST:
+        guard.policies = (policy,)
+        looked.snapshot = replace(looked.snapshot, clock=looked.snapshot.clock + 1.0)
+        guard.step()
+        assert guard._view
+        rates.append([use.cpu is not None for use in guard._view.host.values()])
+
+    # A rate is never one over the time in which nobody looked.
+    assert rates == [[False], [True], [], [False], [True]]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 0), (0, 1)])

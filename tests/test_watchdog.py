@@ -24,10 +24,11 @@ from gpuguard.policies import expression_names
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.health import Health
 from gpuguard.policies.memory import Memory
+from gpuguard.policies.needs import needs_of
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.rules import RULES
 from gpuguard.select import Request
-from gpuguard.watchdog import Watchdog, fields_for, pace
+from gpuguard.watchdog import Watchdog, pace
 
 HOGS = Policy("hogs", (Memory(above=parse_memory_amount("20GiB")),), hold=0.0, steps=(Step("terminate"),), enforce=True)
 
@@ -360,7 +361,7 @@ def test_a_claim_is_seen_and_missed_at_the_next_sample(a_watchdog, place):
     ],
 )
 def test_what_no_rule_judges_by_is_not_read(rule, further):
-    assert fields_for([Policy("p", (rule,), steps=(Step("log"),))]) == WHO_FIELDS | further
+    assert needs_of([Policy("p", (rule,), steps=(Step("log"),))]).fields == WHO_FIELDS | further
 
 
 def test_what_rules_judge_by_is_read(place):
@@ -377,7 +378,7 @@ def test_what_rules_judge_by_is_read(place):
         )
         words = set(re.findall(r"[a-z_]+", text))
         rule = Health(throttle_reasons=("*",), retired_pages_above=0) if kind is Health else object.__new__(kind)
-        asked = fields_for([Policy("p", (rule,), steps=(Step("log"),))])
+        asked = needs_of([Policy("p", (rule,), steps=(Step("log"),))]).fields
         known = set().union(*(groups[group] for group in asked))
 
         assert words & (set(vars(a_device())) - identity) & set().union(*groups.values()) <= known, name

@@ -10,7 +10,18 @@ from gpuguard.attribution import places
 from gpuguard.model import Finding
 from gpuguard.policies.expression_language import Expression as Condition
 from gpuguard.policies.expression_language import parse_expression
-from gpuguard.policies.expression_names import BYTES, CELSIUS, NAMES, PERCENT, RATE, SECONDS, WATTS, Place, Value
+from gpuguard.policies.expression_names import (
+    BYTES,
+    CELSIUS,
+    NAMES,
+    NAMES_OF_HOST,
+    PERCENT,
+    RATE,
+    SECONDS,
+    WATTS,
+    Place,
+    Value,
+)
 from gpuguard.policies.people import computing
 from gpuguard.policies.view import View, device_subject, process_subject
 from gpuguard.units import format_bytes, format_duration
@@ -42,6 +53,11 @@ class Expression:
     """
 
     expr: Annotated[Condition, parse_expression]
+
+    @property
+    def looks_at_host(self) -> bool:
+        """Whether it judges by View.host."""
+        return not NAMES_OF_HOST.isdisjoint(self.expr.names)
 
     def check(self, view: View) -> Iterator[Finding]:
         """A finding per process and device, or per device."""

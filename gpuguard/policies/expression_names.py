@@ -116,3 +116,4 @@ NAMES: dict[str, Name] = {
     "claimed": Name(TRUTH, False, "whether somebody has claimed the device", _claimed),
     "claimed_by": Name(TEXTS, False, "names of the users who have claimed it: user not in claimed_by", _claimed_by),
 }
+NAMES_OF_HOST = frozenset({"cpu", "host_memory", "network"})  # those that View.host is wanted for

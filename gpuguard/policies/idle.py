@@ -55,6 +55,11 @@ class Idle:
         """The series of utilization, for a sliding window."""
         return (("utilization", self.over),) if self.over is not None else ()
 
+    @property
+    def looks_at_host(self) -> bool:
+        """Whether it judges by View.host."""
+        return self.cpu_below is not None or self.network_below is not None
+
     def check(self, view: View) -> Iterator[Finding]:
         """Who holds a device that rests."""
         for device in places(view.snapshot):
@@ -85,7 +90,7 @@ class Idle:
 
     def _quiet(self, view: View, device: Device) -> bool:
         """Whether the processes rest beside the GPU too, as far as that was asked for."""
-        if self.cpu_below is None and self.network_below is None:
+        if not self.looks_at_host:
             return True
         if not device.processes_plausible or device.processes is None:
             return False

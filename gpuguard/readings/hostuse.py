@@ -67,6 +67,11 @@ class HostUses:
             )
         return found
 
+    def rest(self) -> dict[Identity, HostUse]:
+        """Nobody wants to know: nothing is told, and the next look knows no rates, as the first."""
+        self._cpu, self._network, self._in_host = {}, {}, {}
+        return {}
+
     def _received(self, identity: Identity, clock: float, host: str | None, asked: float | None) -> int | None:
         """Bytes so far over a network of its own; at *asked* the process had none."""
         if asked is not None and clock - asked < NETWORK_SECONDS:
