@@ -26,6 +26,9 @@ FRESH_INTERVALS = 2.0
 LATELY_SECONDS = 120.0
 _PRIVATE = ("executable", "working_directory", "conda_environment")  # of a process: only root may see them
 
+_starts: dict[int, float | None] = {}  # when we started; a copy of us is somebody else
+_hidden: dict[bytes, bool] = {}  # what the last mountinfo says
+
 
 def lock_daemon(directory: LockDirectory) -> int | None:
     """Become the one daemon of this directory, until the returned descriptor is closed; None: another one is.
@@ -81,17 +84,20 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
     """
     import json
 
-    us = [os.getpid(), start_time(os.getpid())]
     public = _public(snapshot, _PRIVATE + ("command",) * _processes_are_hidden())
-    content = {"schema": 1, "daemon": us, "interval_seconds": interval, "snapshot": public}
+    content = {"schema": 1, "daemon": _us(), "interval_seconds": interval, "snapshot": public}
+    encoded = memoryview(json.dumps(content, separators=(",", ":")).encode("ascii"))
     path = _path(directory, "state.json")
     unfinished = f"{path}.new"
     if os.path.lexists(unfinished):  # of a daemon that was killed
         os.unlink(unfinished)
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    with os.fdopen(descriptor, "wb") as file:
+    try:
         os.fchmod(descriptor, 0o644)
-        file.write(json.dumps(content, separators=(",", ":")).encode("ascii"))
+        while encoded:
+            encoded = encoded[os.write(descriptor, encoded) :]
+    finally:
+        os.close(descriptor)
     os.rename(unfinished, path)
 
 
@@ -140,15 +146,32 @@ def _owner_of(files: DaemonFiles) -> str:
     return "the owner of the directory" if files.owner is None else user_name(files.owner)
 
 
+def _us() -> list[float | None]:
+    """This process, as _runs() asks."""
+    pid = os.getpid()
+    if pid not in _starts:
+        _starts[pid] = start_time(pid)
+    return [pid, _starts[pid]]
+
+
 def _processes_are_hidden() -> bool:
-    """Whether /proc is mounted so that users do not see each other's command lines (hidepid)."""
+    """Whether /proc is mounted so that users do not see each other's command lines."""
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-            mount = [line.split() for line in lines if " /proc " in line and line.split()[4] == "/proc"]
-    except (OSError, IndexError):
+        with open("/proc/self/mountinfo", "rb", buffering=0) as mounts:
+            now = mounts.readall()
+    except OSError:
         return True
-    options = mount[-1][-1].split(",") if mount else []
-    return any(option.startswith("hidepid=") and option not in ("hidepid=0", "hidepid=off") for option in options)
+    if now not in _hidden:  # they hardly ever change, and to look through them takes a fifth of what all the rest does
+        _hidden.clear()
+        _hidden[now] = _hide(now)
+    return _hidden[now]
+
+
+def _hide(mounts: bytes) -> bool:
+    """Whether a mountinfo says hidepid of /proc."""
+    proc = [words for words in map(bytes.split, mounts.splitlines()) if words[4:5] == [b"/proc"]]
+    options = proc[-1][-1].split(b",") if proc else []
+    return any(one.startswith(b"hidepid=") and one not in (b"hidepid=0", b"hidepid=off") for one in options)
 
 
 def _read(path: str, owners: tuple[int, ...]) -> dict[str, Any]:

@@ -123,6 +123,38 @@ def test_hidden_processes_stay_hidden(directory, alive, monkeypatch):
     assert seen.devices[0].processes[0].command is None
 
 
+@pytest.mark.parametrize(
+    ("mounts", "hidden"),
+    [
+        ("22 27 0:21 / /proc rw,relatime - proc proc rw", False),
+        ("22 27 0:21 / /proc rw,relatime - proc proc rw,hidepid=0", False),
+        ("22 27 0:21 / /proc rw,relatime - proc proc rw,hidepid=off", False),
+        ("22 27 0:21 / /proc rw,relatime - proc proc rw,hidepid=2", True),
+        ("22 27 0:21 / /proc rw,relatime - proc proc rw,gid=4,hidepid=invisible", True),
+        ("22 27 0:21 / /proc rw - proc proc rw,hidepid=2\n30 22 0:30 / /proc rw - proc proc rw", False),
+        ("22 27 0:21 / /proc rw - proc proc rw\n30 22 0:30 / /proc rw - proc proc rw,hidepid=1", True),
+        ("22 27 0:21 / /srv/proc rw - proc proc rw,hidepid=2", False),
+        ("22 27 0:21 / /proc/fs rw - proc proc rw,hidepid=2", False),
+        ("", False),
+    ],
+)
+def test_the_last_mount_on_proc_says_whether_it_hides_processes(mounts, hidden):
+    assert state._hide(mounts.encode()) is hidden
+
+
+def test_a_proc_that_hides_processes_from_now_on_is_noticed_at_once(monkeypatch, tmp_path):
+    mounts, real = tmp_path / "mountinfo", open
+    monkeypatch.setattr("builtins.open", lambda path, *rest, **more: real(
+        mounts if path == "/proc/self/mountinfo" else path, *rest, **more))  # fmt: skip
+    told = []
+    for options in "rw", "rw", "rw,hidepid=2", "rw":
+        mounts.write_text(f"22 27 0:21 / /proc rw - proc proc {options}")
+        told.append(state._processes_are_hidden())
+    mounts.unlink()
+
+    assert [*told, state._processes_are_hidden()] == [False, False, True, False, True]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"snapshot": 1}', '{"interval_seconds": "x"}', "[" * 5000])
 def test_a_damaged_state_is_no_state(directory, alive, text):
     Path(directory.path, "state.json").write_text(text)
