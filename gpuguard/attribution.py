@@ -27,6 +27,8 @@ class Seen:
     inner_pid: int | None = None  # its pid in its own pid namespace
 
 
+_NONE = {None}
+
 if TYPE_CHECKING:
     # pids that were looked up: None is "there is no such process", an absent one could not be told.
     Processes = Mapping[int, Seen | None]
@@ -42,15 +44,16 @@ def claims_readable(snapshot: Snapshot) -> bool:
 def claims_on(snapshot: Snapshot, device: Device) -> tuple[ClaimRecord, ...]:
     """The living claims that name *device*, or the device that it is a part of."""
     uuid, parent = device.uuid, device.parent_uuid
-    return tuple(
-        record for record in snapshot.claims if record.alive and (uuid in record.devices or parent in record.devices)
-    )
+    claims = snapshot.claims
+    return tuple([one for one in claims if one.alive and (uuid in one.devices or parent in one.devices)])
 
 
 def places(snapshot: Snapshot) -> tuple[Device, ...]:
     """The devices on which somebody can compute: not those that are divided into instances, which stand for them."""
     divided = {device.parent_uuid for device in snapshot.devices}
-    return tuple(device for device in snapshot.devices if device.uuid not in divided)
+    if divided == _NONE:  # as on most machines, of which every rule asks it
+        return snapshot.devices
+    return tuple([device for device in snapshot.devices if device.uuid not in divided])
 
 
 def computes(process: GpuProcess) -> bool:

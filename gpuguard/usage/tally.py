@@ -16,7 +16,9 @@ from gpuguard.request import idle_limit
 
 TYPE_CHECKING = False  # whoever waits in line loads this
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from gpuguard.model import ClaimRecord
 
     Row = tuple[float | None, ...]
     Wanted = Mapping[int, int]
@@ -99,15 +101,15 @@ class Tally:
 def rates_of(before: Snapshot, now: Snapshot) -> Slot:
     """What one second between these two snapshots adds to a slot."""
     readable = claims_readable(now)
-    rates = Slot()
+    rates, formers, undivided = Slot(), {one.uuid: one for one in before.devices}, {one.uuid for one in places(now)}
     for device in now.devices:
-        former = before.device(device.uuid)
+        former = formers.get(device.uuid)
         if former is not None:
             energy = _energy(former, device, now.clock - before.clock)
-            claimed = bool(claims_on(now, device)) if readable else None
-            rates.devices[device.uuid] = _device_row(device, energy, claimed)
+            around = claims_on(now, device)
+            rates.devices[device.uuid] = _device_row(device, energy, bool(around) if readable else None)
             if readable:
-                rates.users.update(_user_rows(device, now))
+                rates.users.update(_user_rows(device, now, around if device.uuid in undivided else None))
     return rates
 
 
@@ -121,12 +123,15 @@ def _device_row(device: Device, watts: float | None, claimed: bool | None) -> Ro
     return tuple(row)
 
 
-def _user_rows(device: Device, snapshot: Snapshot) -> Iterator[tuple[tuple[int, str], tuple[float, ...]]]:
+def _user_rows(
+    device: Device, snapshot: Snapshot, around: Sequence[ClaimRecord] | None
+) -> Iterator[tuple[tuple[int, str], tuple[float, ...]]]:
     """Per second of each user of *device*.  A claim counts once, on the device that it names, and whole.
 
-    How much of a shared device it takes is only its own word.
+    How much of a shared device it takes is only its own word.  Whoever is under none of the claims *around* is there
+    without any; None: the device is divided, and its instances tell.
     """
-    instances = [other for other in snapshot.devices if other.parent_uuid == device.uuid]
+    instances = [other for other in snapshot.devices if other.parent_uuid == device.uuid] if around is None else []
     here = [record for record in snapshot.claims if record.alive and device.uuid in record.devices]
     listed = _listed([device, *instances])
     owners: dict[int, set[str]] = {}
@@ -139,8 +144,7 @@ def _user_rows(device: Device, snapshot: Snapshot) -> Iterator[tuple[tuple[int, 
         if works is False and _hides_use(device, listed):
             works = None
         yield (uid, device.uuid), (1000.0, 1000.0 * (works is True), 1000.0 * (works is False), 0.0)
-    if any(place.uuid == device.uuid for place in places(snapshot)):
-        around = claims_on(snapshot, device)
+    if around is not None:
         strangers = {process.uid for process in listed or () if claim_of(process, around, {}) is None}
         for stranger in strangers:
             if stranger is not None and stranger not in owners:
