@@ -42,7 +42,7 @@ from gpuguard.wording import ENGLISH
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
 GAP_INTERVALS = 3  # between two samples, from which on nobody knows what GPUs were used for
 PUBLISH_SECONDS = 3.0  # nobody needs to know who uses what more exactly than that
-TICK_SECONDS = 1.0  # how often the policy file is looked at
+TICK_SECONDS = 2.0  # how often the policy file is looked at; a signal is heard at once
 END_SECONDS = 0.6  # for a step that is under way when the daemon is told to end
 OPEN_SECONDS = 2.0  # for the usage store, whose trouble is told with the policies that need it
 SEND_SECONDS = 0.2  # and for what is still to be sent

@@ -8,10 +8,10 @@ tally.  Does not know the file: see storefile.
 from __future__ import annotations
 
 import os
-import queue
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -52,7 +52,7 @@ class Recorder:
         self._summed: tuple[frozenset[float], dict[int, dict[float, float]]] = (frozenset(), {})
         self._newer = False  # something was written since
         self._sum_at = 0.0  # time.monotonic() from which on the windows may be summed again
-        self._queue: queue.Queue[tuple[Snapshot, float, Wanted | None]] = queue.Queue(QUEUE)
+        self._queue: deque[tuple[Snapshot, float, Wanted | None]] = deque()
         self._thread = threading.Thread(target=self._run, name="gpuguard-usage", daemon=True)
         self._stopping = threading.Event()
         self._tally = Tally()
@@ -74,8 +74,8 @@ class Recorder:
             longest: of more than so many seconds before it nothing is known.
             wanted: uid -> GPUs that the user waits for now; None: nobody can tell.
         """
-        with suppress(queue.Full):
-            self._queue.put_nowait((snapshot, longest, wanted))
+        if len(self._queue) < QUEUE:
+            self._queue.append((snapshot, longest, wanted))
 
     def spent(self) -> SpentSeconds:
         """GPU-seconds that each user has claimed in each of the windows; {} when that cannot be told."""
@@ -102,7 +102,7 @@ class Recorder:
         try:
             self._write()
             self._tried.set()
-            while not (self._stopping.wait(BATCH_SECONDS) and self._queue.empty()):
+            while not (self._stopping.wait(BATCH_SECONDS) and not self._queue):
                 self._take()
             self._retry_at = 0.0
             self._write(everything=True)
@@ -113,10 +113,9 @@ class Recorder:
 
     def _take(self) -> None:
         """Add up what was recorded since the last time: to wake up for each snapshot costs as much as to add it."""
-        with suppress(queue.Empty):
-            while True:
-                self._tally.add(*self._queue.get_nowait())
-                self._write()
+        while self._queue:
+            self._tally.add(*self._queue.popleft())
+        self._write()
         self._sum()
 
     def _write(self, *, everything: bool = False) -> None:
