@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pynvml
 import pytest
 from fake_nvml import FakeNvml
 from nvml_child import answer_of
@@ -63,6 +64,7 @@ def test_everything_else_is_there_too(fake: FakeNvml) -> None:
     script = (
         BOTH
         + """
+pynvml.NVMLError(3)  # whereupon it makes the classes of its errors
 values = {name: value for name, value in vars(full).items() if isinstance(value, (int, str, bytes))}
 answer = set(vars(full)) ^ set(vars(pynvml)), {name for name in values if vars(pynvml).get(name) != values[name]}
 """
@@ -162,17 +164,52 @@ answer = heavy, later, kept, pynvml.find_library("c") == ctypes.util.find_librar
     assert later == (False, "0123456789", False)
 
 
-def test_the_bindings_name_their_errors_as_they_do_with_the_real_modules(fake: FakeNvml) -> None:
-    script = """
+def test_the_binding_has_the_classes_of_its_errors_when_it_raises_one_and_not_before(fake: FakeNvml) -> None:
+    script = (
+        BOTH
+        + """
 import pynvml
-real = {name for name in vars(pynvml) if name.startswith("NVMLError")}
-for name in ("ctypes.util", "functools", "string", "threading", "pynvml"):
-    sys.modules.pop(name, None)
+def named():
+    return {name for name in vars(pynvml) if name.startswith("NVMLError_")}
+def told(binding, code):
+    try:
+        binding._nvmlCheckReturn(code)
+    except binding.NVMLError as error:
+        return type(error).__name__, error.value, str(error)
+before = named()
+codes = sorted(full.NVMLError._valClassMapping)
+sys.modules["pynvml"] = full  # in which it looks for itself
+wanted = [told(full, code) for code in codes]
+sys.modules["pynvml"] = pynvml
+same = [told(pynvml, code) for code in codes] == wanted
+real = {name for name in vars(full) if name.startswith("NVMLError_")}
+answer = before, len(codes), same, named() ^ real, pynvml.nvmlExceptionClass(3).__name__
+"""
+    )
+    before, count, same, different, third = answer_of(fake, script)
+
+    assert (before, same, different, third) == (set(), True, set(), "NVMLError_NotSupported")
+    assert count > 10
+
+
+def test_ctypes_loads_nothing_that_it_hardly_needs_and_is_ctypes_all_the_same() -> None:
+    code = """
+import sys
 from gpuguard.backends import nvml_loading
 nvml_loading.load_bindings()
-import pynvml
-answer = len(real), real ^ {name for name in vars(pynvml) if name.startswith("NVMLError")}
+print(sorted({"struct", "_struct", "types", "ctypes._endian"} & set(sys.modules)))
+import ctypes, struct, types
+print({name for name in ("struct", "types") if not sys.modules[name].__spec__})
+class Big(ctypes.BigEndianStructure):
+    _fields_ = [("number", ctypes.c_uint16)]
+print(bytes(nvml_loading.made(Big)(1)), ctypes.Array[int], ctypes.c_long(-1).value, ctypes.sizeof(ctypes.c_void_p))
 """
-    count, different = answer_of(fake, script)
+    words = [sys.executable, "-S", "-c", code]
+    environment = {"PYTHONPATH": f"{ROOT}:{Path(pynvml.__file__).parent}"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
 
-    assert (count > 10, different) == (True, set())
+    early = str(["_struct", "struct"] if sys.version_info[:2] == (3, 14) else [])  # for complex numbers
+    assert (done.stdout.splitlines(), done.stderr) == (
+        [early, "set()", "b'\\x00\\x01' _ctypes.Array[int] -1 8"],
+        "",
+    )

@@ -1,9 +1,9 @@
 """Loads nvidia-ml-py for a sampler: without the modules and the structures that a sampler does not use.
 
 The binding makes 206 structures of ctypes (21 of the 117 million instructions of a sampler, before every job), of which
-a dozen are used, and loads thirty modules of the standard library (20 ms, 4 MiB), of which four have one function each
-that is used.  So while it loads, it gets stand-ins that make the real thing when it is first used.  What cannot be put
-off is loaded in full.
+a dozen are used, and a class for each of 28 errors, and loads thirty modules of the standard library (20 ms, 4 MiB), of
+which four have one function each that is used.  So while it loads, it gets stand-ins that make the real thing when it
+is first used.  What cannot be put off is loaded in full.
 Only for a process of ours, without threads that import: see sampler.  Calls nothing: see nvml_calls.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import sys
+from _frozen_importlib import module_from_spec  # importlib would be read from its file
 
 from gpuguard.standins import real, stand_in
 
@@ -25,33 +26,76 @@ def load_bindings() -> None:
     """Import pynvml, if it is not yet; nothing happens where it is missing, which nvml_calls.start() tells."""
     if "pynvml" in sys.modules:
         return
-    import ctypes
-
-    stand_ins = {name: stand_in(name, own) for name, own in _HARDLY_NEEDED.items() if name not in sys.modules}
     try:
-        _load({**stand_ins, "ctypes": _putting_off(ctypes)})
+        with _Standing(_stand_ins({**_OF_CTYPES, "ctypes._endian": _other_endian()})):
+            import ctypes
+        with _Standing({**_stand_ins(_OF_PYNVML), "ctypes": _putting_off(ctypes)}):
+            _load("pynvml")
     except ImportError:
-        return
-    except Exception:  # noqa: BLE001  whatever a binding of another version does with its structures while it loads
         sys.modules.pop("pynvml", None)
-        _load({})
-
-
-def _load(stand_ins: dict[str, ModuleType]) -> None:
-    """Import pynvml while these modules stand for the real ones."""
-    before = {name: sys.modules.get(name) for name in stand_ins}
-    sys.modules.update(stand_ins)
-    try:
+    except Exception:  # noqa: BLE001  whatever a binding of another version does while it loads
+        sys.modules.pop("pynvml", None)
         import pynvml  # noqa: F401
-    finally:
-        for name, module in stand_ins.items():
+
+
+def _load(name: str) -> None:
+    """Import the binding without the classes of its errors, which it makes of the names that dir() tells."""
+    spec = next(filter(None, (finder.find_spec(name, None) for finder in sys.meta_path)), None)
+    if spec is None or spec.loader is None:
+        raise ImportError(name)
+    module: Any = module_from_spec(spec)
+    module.dir = lambda module: ()
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    del module.dir
+    module.NVMLError._valClassMapping = _Errors()
+
+
+class _Errors(dict[int, type]):
+    """The classes of the errors, which the binding makes when it raises one: 3 million instructions."""
+
+    def get(self, code: int, default: Any = None) -> Any:
+        """The class of that error; what the binding asks for whenever it raises one."""
+        if not self:
+            sys.modules["pynvml"]._extractNVMLErrorsAsClasses()
+        return super().get(code, default)
+
+
+class _Standing:
+    """While it lasts, these modules stand for the real ones."""
+
+    def __init__(self, stand_ins: dict[str, ModuleType]) -> None:
+        self._stand_ins = stand_ins
+
+    def __enter__(self) -> None:
+        self._before = {name: sys.modules.get(name) for name in self._stand_ins}
+        sys.modules.update(self._stand_ins)
+
+    def __exit__(self, *_: object) -> None:
+        for name, module in self._stand_ins.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
-            if (earlier := before[name]) is not None:
+            if (earlier := self._before[name]) is not None:
                 sys.modules[name] = earlier
 
 
-_HARDLY_NEEDED: dict[str, dict[str, Any]] = {
+def _stand_ins(hardly_needed: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
+    return {name: stand_in(name, own) for name, own in hardly_needed.items() if name not in sys.modules}
+
+
+def _calcsize(code: Any) -> Any:
+    try:
+        return memoryview(bytes(16)).cast(code).itemsize
+    except ValueError:  # complex numbers, since Python 3.14
+        return real("struct").calcsize(code)
+
+
+_OF_CTYPES: dict[str, dict[str, Any]] = {
+    "struct": {"calcsize": _calcsize},
+    "types": {"GenericAlias": type(list[int])},
+}
+_OTHER_ENDIAN = ("BigEndianStructure", "BigEndianUnion", "LittleEndianStructure", "LittleEndianUnion")
+_OF_PYNVML: dict[str, dict[str, Any]] = {
     "ctypes.util": {"find_library": lambda name: real("ctypes.util").find_library(name)},  # called on Windows alone
     "functools": {"wraps": lambda _: lambda function: function},
     "string": {"capwords": lambda text, apart: apart.join(map(str.capitalize, text.split(apart)))},
@@ -118,6 +162,15 @@ def _structure(later: Later, name: str, bases: tuple[Any, ...], space: dict[str,
     if where.get(name) is later:
         where[name] = real  # methods name their own class, as in super()
     return real
+
+
+def _other_endian() -> dict[str, Any]:
+    """What ctypes has for numbers of other machines."""
+
+    def later(name: str) -> Later:
+        return Later(lambda: getattr(real("ctypes._endian"), name))
+
+    return {name: later(name) for name in _OTHER_ENDIAN}
 
 
 def _putting_off(ctypes: ModuleType) -> ModuleType:
