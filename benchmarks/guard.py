@@ -27,9 +27,12 @@ from starters import surroundings
 
 DEVICES, PROCESSES, CLAIMS = 8, 40, 4
 WARM_UP_SECONDS = 5.0
-# As root the command refuses a library of its caller's choice, which the fake driver is.
+# As root the command refuses a library of its caller's choice, which the fake driver is.  What loads the daemon knows
+# what must not be loaded with it.
 DAEMON = """
 import sys
+from gpuguard.cli import dispatch
+dispatch._module("daemon")
 from gpuguard import daemon
 daemon.clean_environment = lambda environ, root: None
 from gpuguard.cli import main

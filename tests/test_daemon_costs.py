@@ -47,6 +47,7 @@ class Looked:
 HEAVY = {
     *(
         "_hashlib",
+        "argparse",
         "asyncio",
         "bz2",
         "ctypes",
@@ -89,9 +90,13 @@ ASKED_FOR = {
     "gpuguard.views.metrics_compat",
 }
 LOADED = """
-import json, sys
+import gc, json, sys
 from gpuguard.cli import dispatch
-dispatch._module("daemon")
+module = dispatch._module("daemon")
+args = dispatch._parsed_once(module, "daemon", ["--metrics", "--interval", "1s"])
+assert (args.metrics, args.interval) == ("127.0.0.1:9835", "1s")
+READERS = ("argparse", "gpuguard.cli.parser")
+print([one for one in gc.get_objects() if isinstance(one, type) and one.__module__ in READERS])
 from gpuguard import capabilities, daemon
 from gpuguard.cli import daemon_metrics
 from gpuguard.policychild import load_apart
@@ -106,8 +111,10 @@ def test_a_daemon_with_metrics_and_policies_loads_nothing_heavy(tmp_path: Any) -
     (tmp_path / "policy.yaml").write_text(POLICY)
     words = [sys.executable, "-c", LOADED, str(tmp_path / "policy.yaml")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
-    loaded = set(json.loads(done.stdout))
+    readers, modules = done.stdout.splitlines()
+    loaded = set(json.loads(modules))
 
+    assert readers == "[]", "what reads words is still in memory"
     assert "gpuguard.policychild" in loaded
     # From Python 3.13 on, dataclasses asks inspect for the annotations of each class.
     assert loaded & (HEAVY | ASKED_FOR | ({"ast", "dis"} if sys.version_info < (3, 13) else set())) == set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 
@@ -12,6 +11,7 @@ from gpuguard.units import parse_bytes, parse_celsius, parse_percent
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Mapping, Sequence
     from typing import TypeVar
 

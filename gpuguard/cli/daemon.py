@@ -15,7 +15,6 @@ Exit codes: 0, 1 the file has faults (--once), 2 usage, 3 a daemon runs already,
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -32,6 +31,8 @@ from gpuguard.units import parse_duration
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import argparse
+
     from gpuguard.claims.lockfiles import LockDirectory
     from gpuguard.cli.daemon_metrics import Telling
 

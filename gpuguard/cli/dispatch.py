@@ -131,7 +131,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         raise InvalidRequest(_unknown(command))
     module = _module(command)
     try:
-        args = _parsed(module, command, words[1:])
+        args = (_parsed_once if command == "daemon" else _parsed)(module, command, words[1:])
     except SystemExit as end:  # --help
         return end.code if isinstance(end.code, int) else EXIT_USAGE
     gc.freeze()  # what is loaded stays: no collection need look at it again
@@ -158,6 +158,19 @@ def _parsed(module: ModuleType, command: str, words: list[str]) -> Any:
     from gpuguard.cli.parser import parse
 
     return parse(module, command, words)
+
+
+def _parsed_once(module: ModuleType, command: str, words: list[str]) -> Any:
+    """As _parsed(), and what was loaded to read words is unloaded: 1 MiB, of which the rest of the daemon is made."""
+    from types import SimpleNamespace
+
+    fresh = [name for name in ("argparse", "gettext", "locale", "gpuguard.cli.parser") if name not in sys.modules]
+    args = SimpleNamespace(**vars(_parsed(module, command, words)))
+    for name in fresh:
+        sys.modules.pop(name, None)
+    vars(sys.modules["gpuguard.cli"]).pop("parser", None)
+    gc.collect()
+    return args
 
 
 def overview() -> str:

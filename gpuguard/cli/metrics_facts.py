@@ -5,7 +5,6 @@ What a daemon tells of itself is in daemon_metrics.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import time
@@ -29,6 +28,10 @@ from gpuguard.state import daemon_lives, read_state
 from gpuguard.views.exposition import CONTENT_TYPE, to_prometheus
 from gpuguard.views.metrics import Facts, Family, families
 from gpuguard.views.usage import uses
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import argparse
 
 ERRORS = ("ecc_mode", "ecc_corrected_volatile", "ecc_uncorrected_volatile", "ecc_corrected_aggregate",
           "ecc_uncorrected_aggregate", "retired_pages", "remapped_rows")  # fmt: skip

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import argparse
+
     from gpuguard.serving import Pages, Server
 
 ADDRESS = "127.0.0.1:9835"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from gpuguard.attribution import claims_readable, computes
@@ -110,7 +110,7 @@ _THROTTLES = frozenset(
 _PROBLEMS = frozenset(
     ("lost", "unresponsive", "reset required", "page retirement pending", "row remap pending", "row remap failed")
 )
-_GAPS = frozenset({"claims", "device", *(each.name for each in fields(Device))})
+_GAPS = frozenset({"claims", "device", *Device.__match_args__})
 
 
 def families(facts: Facts) -> list[Family]:
