@@ -103,13 +103,9 @@ class Watchdog:
         self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._untold: list[Event] = []
+        tell, true = self._record, self._still_true
         self._context = Context(
-            backend,
-            self._record,
-            self._still_true,
-            enforce=enforce,
-            share_host_pids=share_host_pids,
-            directory=directory,
+            backend, tell, true, enforce=enforce, share_host_pids=share_host_pids, directory=directory
         )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
