@@ -9,6 +9,7 @@ from builders import a_claim_record, a_device, a_mig_instance, a_process, a_uuid
 from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
 
 from gpuguard.model import Finding, Subject
+from gpuguard.policies import scope
 from gpuguard.policies.engine import Scope
 from gpuguard.policies.occasion import is_within, on_enough_devices
 from gpuguard.policies.sight import look, reach_of
@@ -368,3 +369,31 @@ def test_what_is_done_to_a_process_reaches_all_its_devices_and_an_unknown_one_re
 
     assert reach_of(here, (known,), sight) == (a_uuid(0), a_uuid(1))
     assert reach_of(here, (unknown,), sight) == (a_uuid(0),)
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        a_process(1, uid=ALICE),
+        a_process(1, uid=ALICE, start_time=None),
+        a_process(1, uid=None),
+        a_process(1, uid=BOB),
+        a_process(2, uid=ALICE),
+        a_process(1, uid=ALICE, start_time=SINCE_BOOT + 1),
+        a_process(9, uid=ALICE),  # which is not there any more
+    ],
+)
+@pytest.mark.parametrize("accused", [0, 1])
+@pytest.mark.parametrize("policy", [a_policy("warn"), a_policy("warn", start_grace=10.0), a_policy(only=users(BOB))])
+def test_a_process_that_means_itself_is_judged_as_any_other(process, accused, policy, monkeypatch):
+    device = BOTH if accused else a_device(processes=())
+    subject = Subject("process", device=device.uuid, pid=process.pid, start_time=process.start_time, uid=process.uid)
+    sight = look(View(busy(50, device)))
+    outcomes = []
+    for short in (True, False):
+        if not short:
+            monkeypatch.setattr(scope, "_is_itself", lambda finding: False)
+        for means in (process, a_process(1, uid=ALICE), a_process(9, uid=ALICE)):
+            outcomes.append(scope.narrowed(Finding("rule", subject, "why", (means,)), policy, sight, {}))
+
+    assert outcomes[:3] == outcomes[3:]

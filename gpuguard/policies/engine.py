@@ -154,7 +154,9 @@ def _standing_long_enough(
         if until is not None:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
             continue
-        standing = standings.setdefault(identity, Standing(finding.subject, clock))
+        standing = standings.get(identity)
+        if standing is None:
+            standing = standings[identity] = Standing(finding.subject, clock)
         standing.samples += 1
         standing.reach = reach_of(finding.subject, finding.processes, sight)
         step = next_step(standing, policy, clock)

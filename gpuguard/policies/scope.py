@@ -32,6 +32,8 @@ def narrowed(finding: Finding, policy: Policy, sight: Sight, kept: Kept) -> Find
     if not named:
         against = _protection(bystander(finding.subject, sight), policy, sight, kept)
         return finding if against is None else _note(against, policy, finding.subject)
+    if _is_itself(finding) and _may_be_anybody(policy, kept):
+        return finding  # as nearly all: it was seen a moment ago, and nothing can speak for it
     against_each = [_protection_of_process(process, finding.subject, policy, sight, kept) for process in named]
     left = [process for process, against in zip(named, against_each, strict=True) if against is None]
     if not left:
@@ -67,6 +69,22 @@ def _unseen(subject: Subject, sight: Sight) -> Protection | None:
     return None
 
 
+def _is_itself(finding: Finding) -> bool:
+    """Whether a finding about a process means that process and no other."""
+    subject, processes = finding.subject, finding.processes
+    if subject.kind != "process" or len(processes) != 1:
+        return False
+    return (processes[0].pid, processes[0].start_time, processes[0].uid) == (
+        subject.pid,
+        subject.start_time,
+        subject.uid,
+    )
+
+
+def _may_be_anybody(policy: Policy, kept: Kept) -> bool:
+    return not (kept or policy.exempt or policy.start_grace or policy.only != _EVERYBODY)
+
+
 def _itself(subject: Subject, sight: Sight) -> tuple[GpuProcess, ...]:
     if subject.kind != "process" or subject.pid is None or subject.start_time is None:
         return ()
@@ -82,7 +100,7 @@ def _protection_of_process(
     if not places or (subject.device is not None and subject.device not in places):
         blind = sight.blindness(subject.device) if subject.device is not None else None
         return "gap", blind or f"process {process.pid} is missing from the sample"
-    if not (kept or policy.exempt or policy.start_grace or policy.only != _EVERYBODY):
+    if _may_be_anybody(policy, kept):
         return None
     return _protection(party_of(process, subject, sight), policy, sight, kept)
 
