@@ -56,6 +56,7 @@ HEAVY = {
         "email",
         "fractions",
         "http.server",
+        "ipaddress",
         "logging",
         "lzma",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import ipaddress
 import os
 import random
 import socket
@@ -304,26 +305,47 @@ def test_hanging_up_at_any_moment_is_no_trouble():
 
 
 @pytest.mark.parametrize(
-    "address", ["", "9835", ":9835", "somewhere:9835", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:65536", "1.2.3:1"]
-)
+    "address",
+    ["", "9835", ":9835", "somewhere:9835", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:65536", "1.2.3:1", "127.1:1",
+     "0177.0.0.1:1", "2130706433:1", "1.2.3.4\0:1", "[::1]]:1", "\udc80:1"],
+)  # fmt: skip
 def test_an_address_that_means_nothing_is_refused_with_advice(address):
     with pytest.raises(InvalidRequest, match=r"127\.0\.0\.1:9835"):
         listen(address, exposed=True)
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "[7f00::1]:0", "[::ffff:127.0.0.1]:0", "[fe80::1%lo]:0"])
 def test_others_are_let_in_only_on_purpose(address):
     with pytest.raises(InvalidRequest, match="no password"):
         listen(address, exposed=False)
     try:
         listen(address, exposed=True).close()
-    except InvalidRequest as error:  # a machine without IPv6
-        assert "::" in str(error)
+    except InvalidRequest as error:  # a machine without IPv6, or without that address
+        assert "::" in str(error) and "cannot be had" in str(error)
 
 
 def test_an_address_that_is_taken_is_said():
     with a_server() as (host, port), pytest.raises(InvalidRequest, match="another port"):
         listen(f"{host}:{port}", exposed=False)
+
+
+@pytest.mark.parametrize("length", [4, 16])
+def test_what_is_an_address_is_what_the_standard_library_says(length):
+    chance = random.Random(length)
+    for _ in range(2000):
+        packed = bytes(chance.choice([0, 0, 1, 127, 255]) for _ in range(length))
+        text = str(ipaddress.ip_address(packed))
+        broken = text.replace(chance.choice(".:"), chance.choice([".0", ":", "..", "1"]), 1)
+
+        assert serving._numbers(text)[1] == packed
+        assert serving._is_address(broken) == _is_address(broken)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
 
 
 def test_localhost_is_an_address():
