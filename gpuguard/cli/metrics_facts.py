@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace as replace_fields
+from operator import attrgetter
 
 from gpuguard import __version__
 from gpuguard.ancestry import look_up
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 ERRORS = ("ecc_mode", "ecc_corrected_volatile", "ecc_uncorrected_volatile", "ecc_corrected_aggregate",
           "ecc_uncorrected_aggregate", "retired_pages", "remapped_rows")  # fmt: skip
+_errors = attrgetter(*ERRORS)
+_NOTHING = (None,) * len(ERRORS)
 ERRORS_SECONDS = 60.0
 ASKED_SECONDS = 300.0  # who has not asked for so long does not ask any more
 PAGE_SECONDS = 1.0  # for so long a page is not made anew: who asks a thousand times costs no more than who asks once
@@ -64,8 +66,9 @@ class Seldom:
     def filled(self, snapshot: Snapshot) -> Snapshot:
         """*snapshot* with the errors that were read last."""
         now = time.monotonic()
-        read = [getattr(device, name) for device in snapshot.devices for name in ERRORS]
-        if any(value is not None for value in read) or any(gap.field in ERRORS for gap in snapshot.gaps):
+        if any(_errors(device) != _NOTHING for device in snapshot.devices) or any(
+            gap.field in ERRORS for gap in snapshot.gaps
+        ):
             self._known, self._seen_at = {device.uuid: device for device in snapshot.devices}, now
         elif now - self._seen_at < 3 * ERRORS_SECONDS:
             return replace(snapshot, devices=tuple(map(self._with_errors, snapshot.devices)))
@@ -73,7 +76,7 @@ class Seldom:
 
     def _with_errors(self, device: Device) -> Device:
         known = self._known.get(device.uuid, device)
-        return replace(device, **{name: getattr(known, name) for name in ERRORS})
+        return replace(device, **dict(zip(ERRORS, _errors(known), strict=True)))
 
 
 class Looking:
@@ -98,7 +101,7 @@ class Looking:
         snapshot = self._last
         facts = Facts(time.time(), __version__, snapshot, current=not self.trouble, driver_up=not self.trouble)
         if snapshot and not self.trouble:
-            facts = replace_fields(facts, uses=uses(snapshot, look_up(snapshot)))
+            facts = replace(facts, uses=uses(snapshot, look_up(snapshot)))
         return with_directory(facts, directory)
 
     def close(self) -> None:
@@ -136,7 +139,7 @@ def with_directory(facts: Facts, directory: LockDirectory | None) -> Facts:
     waiting: tuple[tuple[str, float], ...] | None = None
     with suppress(ClaimError, OSError):
         waiting = tuple((ticket.user, ticket.since) for ticket in read_tickets(directory)[0])
-    return replace_fields(
+    return replace(
         facts,
         waiting=waiting,
         quarantined=frozenset(read_marks(directory, QUARANTINED, facts.now)),

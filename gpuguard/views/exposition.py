@@ -21,10 +21,13 @@ _SPECIAL = re.compile(r"([,= ])")
 
 def to_prometheus(found: Iterable[Family]) -> str:
     """The page that Prometheus reads."""
-    lines = []
-    for family in found:
-        lines += [f"# HELP {family.name} {_help(family.help)}", f"# TYPE {family.name} {family.kind}"]
-        lines += [f"{family.name}{_labels(each)} {spelled(value)}" for each, value in family.values.items()]
+    return "".join(map(_block, found))
+
+
+@lru_cache(maxsize=128)
+def _block(family: Family) -> str:
+    lines = [f"# HELP {family.name} {_help(family.help)}", f"# TYPE {family.name} {family.kind}"]
+    lines += [f"{family.name}{_labels(each)} {spelled(value)}" for each, value in family.values.items()]
     return "".join(f"{line}\n" for line in lines)
 
 

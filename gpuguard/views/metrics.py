@@ -3,6 +3,9 @@
 What is unknown is absent, never 0.  No label holds a pid, and no more than MOST_USERS names of users appear, so that
 a machine keeps few series for ever.  Does not spell them: see exposition.  Names of other programs are in
 metrics_compat.
+
+Most numbers are at a scrape what they were at the one before.  So what makes a family of them is a function of values
+that remembers its results: the family is then the same object, and its text is known, too.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 
 from gpuguard.attribution import claims_readable, computes
 from gpuguard.clusters.slurm_jobs import job_of_claim
 from gpuguard.model import Device, Snapshot
+from gpuguard.nouns import dataclass as noun
 from gpuguard.text import neutralise
 from gpuguard.views import usage
 from gpuguard.views.usage import DeviceUse
@@ -28,9 +33,9 @@ Labels = tuple[tuple[str, str], ...]
 Action = tuple[str, str, str]  # policy, action, outcome
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
-    """Numbers of one name: what it means, and a value per set of labels."""
+    """Numbers of one name: what it means, and a value per set of labels.  One is equal to itself alone."""
 
     name: str
     kind: str  # gauge, counter
@@ -38,7 +43,7 @@ class Family:
     values: Mapping[Labels, float]
 
 
-@dataclass(frozen=True)
+@noun(frozen=True)
 class Facts:
     """All that is told.  None: unknown, or known only to the daemon.
 
@@ -102,6 +107,10 @@ _ECC = (  # error, field since the driver was loaded, field since the device was
     ("corrected", "ecc_corrected_volatile", "ecc_corrected_aggregate"),
     ("uncorrected", "ecc_uncorrected_volatile", "ecc_uncorrected_aggregate"),
 )
+_MEASURED = (*(row[3] for row in DEVICE_VALUES), *(each for row in _ECC for each in row[1:]))
+_measured = attrgetter(*_MEASURED)
+_IDENTITY = ("uuid", "index", "name", "pci_bus_id", "parent_uuid", "mig_profile")
+_identity = attrgetter(*_IDENTITY)
 _THROTTLES = frozenset(
     ("applications_clocks_setting", "display_clock_setting", "gpu_idle", "hw_power_brake_slowdown", "hw_slowdown",
      "hw_thermal_slowdown", "sw_power_cap", "sw_thermal_slowdown", "sync_boost")
@@ -117,7 +126,7 @@ def families(facts: Facts) -> list[Family]:
     """Every family that has a value, in a fixed order."""
     found = [*_health(facts), *_waiting(facts)]
     if facts.snapshot:
-        found += _what_devices_are(facts.snapshot)
+        found += _what_devices_are(tuple(map(_identity, facts.snapshot.devices)))
     if facts.snapshot and facts.current:
         found += [*_device_values(facts.snapshot), *_device_words(facts), *_claims(facts, facts.snapshot)]
     return [family for family in found if family.values]
@@ -164,6 +173,7 @@ class Sums:
         )
 
 
+@lru_cache(maxsize=64)
 def _one(name: str, help_text: str, value: object, kind: str = "gauge", **named: object) -> Family:
     known = number(value)
     return Family(name, kind, help_text, {} if known is None else {labels(**named): known})
@@ -229,67 +239,91 @@ def _waiting(facts: Facts) -> Iterator[Family]:
     yield each.done()
 
 
-def _what_devices_are(snapshot: Snapshot) -> Iterator[Family]:
+@lru_cache(maxsize=2)
+def _what_devices_are(identities: tuple[tuple[object, ...], ...]) -> tuple[Family, ...]:
     found = Sums("gpuguard_device_info", "What a device is; join it by uuid.")
-    for device in {each.uuid: each for each in snapshot.devices}.values():
-        found.add(
-            1, uuid=device.uuid, index=device.index, name=device.name, pci_bus_id=device.pci_bus_id,
-            parent_uuid=device.parent_uuid, mig_profile=device.mig_profile,
-        )  # fmt: skip
-    yield found.done()
-    yield _one("gpuguard_devices", "Devices of this machine; parts of divided ones do not count.",
-               sum(device.parent_uuid is None for device in snapshot.devices))  # fmt: skip
+    for identity in {each[0]: each for each in identities}.values():
+        found.add(1, **dict(zip(_IDENTITY, identity, strict=True)))
+    parent = _IDENTITY.index("parent_uuid")
+    count = sum(each[parent] is None for each in identities)
+    return found.done(), _one("gpuguard_devices", "Devices of this machine; parts of divided ones do not count.", count)
 
 
 def _device_values(snapshot: Snapshot) -> Iterator[Family]:
-    keys = [(labels(uuid=one.uuid), one) for one in snapshot.devices]
+    uuids = tuple([one.uuid for one in snapshot.devices])
+    columns = dict(zip(_MEASURED, zip(*map(_measured, snapshot.devices), strict=True), strict=False))
+    if not columns:
+        return
     for name, kind, text, source, factor in DEVICE_VALUES:
-        values = {key: value for key, one in keys if (value := number(getattr(one, source), factor)) is not None}
-        yield Family(f"gpuguard_device_{name}", kind, text, values)
-    for suffix, text, column in (
+        yield _numbers(f"gpuguard_device_{name}", kind, text, factor, uuids, columns[source])
+    for suffix, text, place in (
         ("ecc_errors_total", "Errors of the memory since the driver was loaded.", 1),
         ("ecc_lifetime_errors_total", "Errors of the memory since the device was built.", 2),
     ):
-        counted = {
-            labels(uuid=one.uuid, error=row[0]): number(getattr(one, row[column]))
-            for one in snapshot.devices
-            for row in _ECC
-        }
-        yield Family(
-            f"gpuguard_device_{suffix}", "counter", text,
-            {key: value for key, value in counted.items() if value is not None},
-        )  # fmt: skip
+        yield _errors(f"gpuguard_device_{suffix}", text, uuids, *(columns[row[place]] for row in _ECC))
+
+
+@lru_cache(maxsize=64)
+def _numbers(
+    name: str, kind: str, text: str, factor: float, uuids: tuple[str, ...], column: tuple[object, ...]
+) -> Family:
+    found = ((uuid, number(value, factor)) for uuid, value in zip(uuids, column, strict=True))
+    return Family(name, kind, text, {labels(uuid=uuid): value for uuid, value in found if value is not None})
+
+
+@lru_cache(maxsize=4)
+def _errors(name: str, text: str, uuids: tuple[str, ...], *columns: tuple[object, ...]) -> Family:
+    counted = {
+        labels(uuid=uuid, error=row[0]): number(value)
+        for uuid, *values in zip(uuids, *columns, strict=True)
+        for row, value in zip(_ECC, values, strict=True)
+    }
+    return Family(name, "counter", text, {key: value for key, value in counted.items() if value is not None})
 
 
 def _device_words(facts: Facts) -> Iterator[Family]:
     """What is no number of the driver's: state, health, why it is slow, how many processes."""
-    states: dict[Labels, float] = {}
-    healthy = Sums("gpuguard_device_healthy", "1 when nothing is wrong with the device.")
-    problems = Sums("gpuguard_device_problem", "1 for each thing that is wrong with the device.")
-    throttled = Sums("gpuguard_device_throttled", "1 for each reason for which the clocks are held down.")
-    running = Sums("gpuguard_device_processes", "Processes on the device.")
-    quarantined = Sums("gpuguard_device_quarantined", "1 when the device is out of service.")
-    for use in {each.device.uuid: each for each in facts.uses}.values():
-        device, uuid = use.device, use.device.uuid
-        states.update((each, float(use.state == state)) for state, each in _states(uuid))
-        if device.problems is not None:
-            healthy.add(not device.problems, uuid=uuid)
-        for problem in {each if each in _PROBLEMS else "other" for each in device.problems or ()}:
-            problems.add(1, uuid=uuid, problem=problem)
-        for reason in {each if each in _THROTTLES else "other" for each in device.throttle_reasons or ()}:
-            throttled.add(1, uuid=uuid, reason=reason)
-        if use.processes is not None and device.processes_plausible:
-            running.add(len(use.processes), uuid=uuid)
-        if facts.quarantined is not None:
-            quarantined.add(bool(facts.quarantined & {uuid, device.parent_uuid}), uuid=uuid)
-    text = "1 for the state that the device is in, 0 for the others."
-    yield Family("gpuguard_device_state", "gauge", text, states)
-    yield from (each.done() for each in (healthy, problems, throttled, running, quarantined))
+    found = tuple({each.device.uuid: each for each in facts.uses}.values())
+    uuids = tuple([use.device.uuid for use in found])
+    yield _states(uuids, tuple([use.state for use in found]))
+    problems = tuple([use.device.problems for use in found])
+    healthy = tuple([None if each is None else not each for each in problems])
+    text = "1 when nothing is wrong with the device."
+    yield _numbers("gpuguard_device_healthy", "gauge", text, 1, uuids, healthy)
+    yield _words("gpuguard_device_problem", "1 for each thing that is wrong with the device.", uuids, problems,
+                 "problem", _PROBLEMS)  # fmt: skip
+    yield _words("gpuguard_device_throttled", "1 for each reason for which the clocks are held down.", uuids,
+                 tuple([use.device.throttle_reasons for use in found]), "reason", _THROTTLES)  # fmt: skip
+    running = tuple([len(use.processes) if use.processes is not None and use.device.processes_plausible else None
+                     for use in found])  # fmt: skip
+    yield _numbers("gpuguard_device_processes", "gauge", "Processes on the device.", 1, uuids, running)
+    if (out := facts.quarantined) is not None:
+        quarantined = tuple([use.device.uuid in out or use.device.parent_uuid in out for use in found])
+        text = "1 when the device is out of service."
+        yield _numbers("gpuguard_device_quarantined", "gauge", text, 1, uuids, quarantined)
 
 
-@lru_cache(maxsize=256)
-def _states(uuid: str) -> tuple[tuple[str, Labels], ...]:
-    return tuple((state, labels(uuid=uuid, state=state)) for state in usage.STATES)
+@lru_cache(maxsize=2)
+def _states(uuids: tuple[str, ...], states: tuple[str, ...]) -> Family:
+    found = {
+        labels(uuid=uuid, state=each): float(each == state)
+        for uuid, state in zip(uuids, states, strict=True)
+        for each in usage.STATES
+    }
+    return Family("gpuguard_device_state", "gauge", "1 for the state that the device is in, 0 for the others.", found)
+
+
+@lru_cache(maxsize=4)
+def _words(
+    name: str, text: str, uuids: tuple[str, ...], column: tuple[tuple[str, ...] | None, ...], called: str,
+    known: frozenset[str],
+) -> Family:  # fmt: skip
+    """1 for each word of a device, where those that are not *known* are one."""
+    found = Sums(name, text)
+    for uuid, words in zip(uuids, column, strict=True):
+        for word in {each if each in known else "other" for each in words or ()}:
+            found.add(1, **{"uuid": uuid, called: word})
+    return found.done()
 
 
 def _claims(facts: Facts, snapshot: Snapshot) -> Iterator[Family]:
@@ -307,30 +341,37 @@ def _claims(facts: Facts, snapshot: Snapshot) -> Iterator[Family]:
             if job := job_of_claim(claim.record.id):
                 jobs.add(1, uuid=use.device.uuid, user=spoken(claim.user), job=job)
     yield from (each.done() for each in (held, idle, jobs))
-    columns: tuple[tuple[str, str, Callable[[usage.UserTotal], object]], ...] = (
-        ("claimed_devices", "Devices that a user has claimed.", lambda row: row.claimed),
-        ("idle_devices", "Devices that a user has claimed, and nothing works there.", lambda row: row.idle),
-        ("used_devices", "Devices on which a user has processes.", lambda row: row.devices),
-        ("memory_used_bytes", "Memory that a user's processes have on devices.", lambda row: row.memory_used),
-    )
-    for name, text, value in columns:
-        each = Sums(f"gpuguard_user_{name}", text)
-        for row in totals:
-            each.add(value(row), user=spoken(row.user))
-        yield each.done()
+    users = tuple([spoken(row.user) for row in totals])
+    for name, text, source in _USER_VALUES:
+        yield _per_user(f"gpuguard_user_{name}", text, users, tuple([getattr(row, source) for row in totals]))
     yield _unclaimed(facts.uses, spoken)
 
 
+_USER_VALUES = (  # name behind gpuguard_user_, help, field of UserTotal
+    ("claimed_devices", "Devices that a user has claimed.", "claimed"),
+    ("idle_devices", "Devices that a user has claimed, and nothing works there.", "idle"),
+    ("used_devices", "Devices on which a user has processes.", "devices"),
+    ("memory_used_bytes", "Memory that a user's processes have on devices.", "memory_used"),
+)
+
+
+@lru_cache(maxsize=8)
+def _per_user(name: str, text: str, users: tuple[str, ...], column: tuple[int | None, ...]) -> Family:
+    each = Sums(name, text)
+    for user, value in zip(users, column, strict=True):
+        each.add(value, user=user)
+    return each.done()
+
+
 def _unclaimed(found: Iterable[DeviceUse], spoken: Callable[[str | None], str]) -> Family:
-    strangers = {
-        (spoken(running.process.user), use.device.uuid)
-        for use in found
-        if use.device.processes_plausible
-        for running in use.processes or ()
-        if running.claim is None and computes(running.process)
-    }
+    strangers: set[tuple[str | None, str]] = set()
+    for use in found:
+        for running in (use.processes or ()) if use.device.processes_plausible else ():
+            stranger = running.process.user, use.device.uuid
+            if running.claim is None and stranger not in strangers and computes(running.process):
+                strangers.add(stranger)
     each = Sums("gpuguard_user_unclaimed_devices", "Devices that a user computes on without a claim.")
-    for user, _ in strangers:
+    for user, _ in sorted({(spoken(user), uuid) for user, uuid in strangers}):
         each.add(1, user=user)
     return each.done()
 

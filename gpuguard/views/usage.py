@@ -95,8 +95,7 @@ def uses(snapshot: Snapshot, seen: Processes | None = None) -> tuple[DeviceUse, 
 
 def user_totals(found: tuple[DeviceUse, ...]) -> tuple[UserTotal, ...]:
     """One row per user, the one with the most devices first.  A memory sum with an unknown part is unknown."""
-    devices: dict[str | None, set[str]] = {}
-    memory: dict[str | None, dict[tuple[int, str], int | None]] = {}
+    memory: dict[str | None, dict[tuple[int, str], int | None]] = {}  # of a pid on a device
     claimed: dict[str | None, set[str]] = {}
     idle: dict[str | None, set[str]] = {}
     for use in found:
@@ -107,16 +106,17 @@ def user_totals(found: tuple[DeviceUse, ...]) -> tuple[UserTotal, ...]:
                 idle.setdefault(held.user, set()).add(uuid)
         for running in use.processes or ():
             process = running.process
-            devices.setdefault(process.user, set()).add(uuid)
-            memory.setdefault(process.user, {})[process.pid, uuid] = process.memory_used
+            if process.user not in memory:
+                memory[process.user] = {}
+            memory[process.user][process.pid, uuid] = process.memory_used
     rows = []
-    for user in {*devices, *claimed}:
+    for user in {*memory, *claimed}:
         used = memory.get(user, {})
         known = [bytes_used for bytes_used in used.values() if bytes_used is not None]
         rows.append(
             UserTotal(
                 user,
-                devices=len(devices.get(user, ())),
+                devices=len({uuid for _, uuid in used}),
                 processes=len({pid for pid, _ in used}),
                 memory_used=sum(known) if len(known) == len(used) else None,
                 claimed=len(claimed.get(user, ())),
@@ -145,10 +145,12 @@ def _processes_on(device: Device, here: tuple[ClaimRecord, ...], seen: Processes
         return None
     # The owner and the ancestors of a pid from another namespace are those of some other process.
     owners = here if device.processes_plausible else ()
-    return tuple(
-        ProcessUse(process, claim_of(process, owners, seen), _stopped([process.pid], seen))
-        for process in device.processes
-    )
+    found = []
+    for process in device.processes:
+        claim = claim_of(process, owners, seen) if owners else None
+        one = seen.get(process.pid)
+        found.append(ProcessUse(process, claim, one.state in "Tt" if one else None))
+    return tuple(found)
 
 
 def _claim_use(record: ClaimRecord, state: str, snapshot: Snapshot, seen: Processes) -> ClaimUse:
@@ -167,8 +169,8 @@ def _state(
         return UNHEALTHY, "its compute mode is 'prohibited'"
     if not readable:
         return UNKNOWN, "the claims cannot be read"
-    listed = [one for one in processes or () if computes(one.process)] if device.processes_plausible else []
-    if not listed:
+    listed = processes or () if device.processes_plausible else ()
+    if not any(computes(one.process) for one in listed):
         hidden = _hidden_use(device)
         if hidden is None:
             return UNKNOWN, "no process list" if processes is None else "the process list makes no sense"
@@ -176,7 +178,7 @@ def _state(
             return (CLAIMED if claimed else FREE), None
         if not claimed:
             return UNCLAIMED_USE, "memory is in use, by processes that are not listed"
-    elif not claimed or all(one.claim is None for one in listed):
+    elif not claimed or not any(one.claim is not None and computes(one.process) for one in listed):
         return UNCLAIMED_USE, None
     idle = device.utilization is not None and device.utilization < IDLE_BELOW
     return (IDLE if idle else IN_USE), None
