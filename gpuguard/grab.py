@@ -297,9 +297,13 @@ def _backend_name(backend: str | None) -> str:
 
 def _opened(name: str) -> Isolated:
     """The backend in a process of its own: NVML must not hang in this one, which may be anything by now."""
-    from gpuguard.backends import isolated, sampler
+    from gpuguard.backends import sampler
 
-    return isolated.open_isolated(name, fork=sampler.may_be_copied())
+    if copied := sampler.may_be_copied():
+        sampler.prepare(name)
+    from gpuguard.backends import isolated
+
+    return isolated.open_isolated(name, fork=copied)
 
 
 def cuda_runs() -> bool:

@@ -150,15 +150,15 @@ os.register_at_fork(before=look)
 
     assert {name for name in first if name.startswith("gpuguard.")} == {
         *("gpuguard.grab", "gpuguard.errors"),
-        *("gpuguard.backends", "gpuguard.backends.isolated", "gpuguard.backends.sampler"),
+        *("gpuguard.backends", "gpuguard.backends.sampler"),
     }
-    assert first.isdisjoint({"collections", "contextlib", "functools", "importlib", "types", "warnings"})
+    assert first.isdisjoint({"collections", "contextlib", "functools", "importlib", "select", "types", "warnings"})
 
 
 def test_a_copy_that_becomes_a_sampler_loads_next_to_nothing_before_it_serves(fake: FakeNvml, tmp_path: Path) -> None:
     code = """
 from gpuguard.backends import sampler
-sampler.serve = lambda name, requests, replies, place: sampler.send(replies, sorted(sys.modules))
+sampler.serve = lambda name, requests, replies, *_: sampler.send(replies, sorted(sys.modules))
 channel = sampler.start_by_fork("nvml")
 for name in set(sampler.receive(channel[2])) - set(sys.modules):
     sys.modules["copy." + name] = None

@@ -29,21 +29,7 @@ RETRY_SECONDS = 60.0  # when an unresponsive device is tried again
 
 _SILENT = "a driver call did not come back"
 
-_prepared: dict[str, sampler.Channel] = {}
 _abandoned: list[int] = []  # pids to reap, also of backends that are closed: who looks every minute leaves no zombies
-
-
-def prepare(name: str) -> None:
-    """Start the sampler that the next open_isolated(name, fork=True) will use."""
-    try:
-        _prepared[name] = sampler.start_by_fork(name)
-    except OSError:  # too many open files, no further process: whoever needs the sampler tries again, and says so
-        return
-
-
-def prepared(name: str) -> sampler.Channel | None:
-    """The sampler that was prepared and not used yet, if there is one."""
-    return _prepared.pop(name, None)
 
 
 def open_isolated(name: str, *, fork: bool = False, on_slow: Callable[[str], None] | None = None) -> Isolated:
@@ -55,7 +41,7 @@ def open_isolated(name: str, *, fork: bool = False, on_slow: Callable[[str], Non
         on_slow: told, in words, when the driver takes longer than SLOW_SECONDS to initialise.
     """
     start = sampler.start_by_fork if fork else sampler.start_by_spawn
-    return Isolated(name, start, prepared(name) if fork else None, on_slow)
+    return Isolated(name, start, sampler.prepared(name) if fork else None, on_slow)
 
 
 class Isolated:
@@ -82,11 +68,9 @@ class Isolated:
         self._skip = {index: until for index, until in self._skip.items() if until > time.monotonic()}
         hung_before = bool(self._skip)
         while True:
-            channel = self._running()
             request = (tuple(fields), None if devices is None else tuple(devices), tuple(self._skip))
             try:
-                sampler.mark(channel[3], None)
-                sampler.send(channel[1], request)
+                self._ask(request)
                 return self._named(self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS), request[1])
             except _Stuck as stuck:
                 self._abandon()
@@ -112,16 +96,21 @@ class Isolated:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _running(self) -> sampler.Channel:
+    def _ask(self, request: tuple[object, ...]) -> None:
         if self._channel is None:
             self._channel = self._start(self.name)
-        if not self._ready:
-            self._await_ready(self._channel)
-        return self._channel
+        channel = self._channel
+        sampler.mark(channel[3], None)
+        try:
+            sampler.send(channel[1], request)
+        except BrokenPipeError:
+            if self._ready:
+                raise
+        if not self._ready:  # then the request waits for it; and one that has ended has said why
+            self._await_ready(channel)
 
     def _await_ready(self, channel: sampler.Channel) -> None:
         try:
-            sampler.mark(channel[3], None)
             if _overdue(channel, SLOW_SECONDS):
                 if self._on_slow:
                     self._on_slow(
@@ -195,7 +184,7 @@ def _overdue(channel: sampler.Channel, seconds: float) -> sampler.Mark | None:
 
     The time in which it only waits for a CPU does not count.
     """
-    pid, _, replies, place = channel
+    pid, _, replies, place, _ = channel
     poll = select.poll()
     poll.register(replies, select.POLLIN)
     late: sampler.Mark | None = None

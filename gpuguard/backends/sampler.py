@@ -23,12 +23,28 @@ if TYPE_CHECKING:
 
     from gpuguard.model import Snapshot
 
-# The pid of the child, and descriptors: to write requests to, to read replies from, and of where it says what it reads.
-Channel = tuple[int, int, int, int]
+# The pid of the child, and descriptors: to write requests to, to read replies from, of where it says what it reads, and
+# one that nobody writes to: when it is closed, the child ends.
+Channel = tuple[int, int, int, int, int]
 SMALL = 32 * 2**20  # bytes resident: a script before its imports has 13 MiB, and much more when it has begun to compute
 _DEVICES = ("/dev/nvidia", "/dev/infiniband", "/dev/dri", "/dev/kfd")
 
 Mark = tuple["int | None", float]  # the index of the device that is read, None: none; and since when (monotonic)
+
+_prepared: dict[str, Channel] = {}
+
+
+def prepare(name: str) -> None:
+    """Start the sampler that the next open_isolated(name, fork=True) will use."""
+    try:
+        _prepared[name] = start_by_fork(name)
+    except OSError:  # too many open files, no further process: whoever needs the sampler tries again, and says so
+        return
+
+
+def prepared(name: str) -> Channel | None:
+    """The sampler that was prepared and not used yet, if there is one."""
+    return _prepared.pop(name, None)
 
 
 def may_be_copied() -> bool:
@@ -59,23 +75,23 @@ def _is_of_a_device(descriptor: str) -> bool:
 
 def start_by_fork(name: str) -> Channel:
     """Start a sampler of backend *name* as a copy of this process: fast, and only for a process without threads."""
-    request_read, request_write, reply_read, reply_write, place = _descriptors()
+    request_read, request_write, reply_read, reply_write, life, life_held, place = _descriptors()
     pid = os.fork()
     if pid:
-        os.close(request_read)
-        os.close(reply_write)
-        return pid, request_write, reply_read, place
+        for each in (request_read, reply_write, life):
+            os.close(each)
+        return pid, request_write, reply_read, place, life_held
     try:
-        _leave_the_family(keep=(request_read, reply_write, place))
-        serve(name, request_read, reply_write, place)
+        _leave_the_family(keep=(request_read, reply_write, place, life))
+        serve(name, request_read, reply_write, place, life)
     finally:
         os._exit(1)
 
 
 def start_by_spawn(name: str) -> Channel:
     """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else."""
-    request_read, request_write, reply_read, reply_write, place = _descriptors()
-    words = interpreter("import gpuguard.backends.sampler as s; s.serve(sys.argv[1], 0, 1, 3)", name)
+    request_read, request_write, reply_read, reply_write, life, life_held, place = _descriptors()
+    words = interpreter("import gpuguard.backends.sampler as s; s.serve(sys.argv[1], 0, 1, 3, 4)", name)
     from gpuguard import capabilities
 
     lent = capabilities.lend_for_looking()
@@ -88,7 +104,9 @@ def start_by_spawn(name: str) -> Channel:
                 (os.POSIX_SPAWN_DUP2, request_read, 0),
                 (os.POSIX_SPAWN_DUP2, reply_write, 1),
                 (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+                # No number is overwritten before it is used: the later ones were given out later, so they are higher.
                 (os.POSIX_SPAWN_DUP2, place, 3),
+                (os.POSIX_SPAWN_DUP2, life, 4),
             ],
             setpgroup=0,
             setsigmask=(),
@@ -96,9 +114,9 @@ def start_by_spawn(name: str) -> Channel:
     finally:
         if lent:
             capabilities.keep_to_ourselves()
-        os.close(request_read)
-        os.close(reply_write)
-    return pid, request_write, reply_read, place
+        for each in (request_read, reply_write, life):
+            os.close(each)
+    return pid, request_write, reply_read, place, life_held
 
 
 def interpreter(code: str, word: str) -> list[str]:
@@ -111,11 +129,11 @@ def interpreter(code: str, word: str) -> list[str]:
 
 
 def _descriptors() -> list[int]:
-    """Both ends of a pipe for requests, of one for replies, and a file in memory; all of them or an OSError."""
+    """Both ends of pipes for requests, for replies and for life, and a file in memory; all of them or an OSError."""
     opened: list[int] = []
     try:
-        opened += os.pipe()
-        opened += os.pipe()
+        for _ in range(3):
+            opened += os.pipe()
         opened.append(os.memfd_create("gpuguard-place"))
     except OSError:
         for each in opened:
@@ -124,11 +142,11 @@ def _descriptors() -> list[int]:
     return opened
 
 
-def serve(name: str, requests: int, replies: int, place: int) -> NoReturn:
+def serve(name: str, requests: int, replies: int, place: int, life: int) -> NoReturn:
     """Answer requests until the other end is gone.  Never returns."""
     import _thread
 
-    _thread.start_new_thread(_end_with_the_parent, (requests,))
+    _thread.start_new_thread(_end_with_the_parent, (life,))
     from gpuguard.errors import GpuguardError
 
     try:
@@ -158,6 +176,7 @@ def _answer(name: str, requests: int, replies: int, place: int) -> None:
     gc.freeze()  # what is loaded stays: no collection need look at it again
     gc.enable()
     backend.progress = lambda index: mark(place, index)
+    mark(place, None)  # the first request is there already
     send(replies, ("ready", __version__))
     while request := receive(requests):
         fields, devices, skip = request
@@ -186,13 +205,9 @@ def _leave_the_family(keep: tuple[int, ...]) -> None:
                 continue
 
 
-def _end_with_the_parent(requests: int) -> None:
+def _end_with_the_parent(life: int) -> None:
     """End this process when the parent closes its end or dies, even while a driver call hangs in the main thread."""
-    import select
-
-    poll = select.poll()
-    poll.register(requests, 0)  # hang-up alone
-    poll.poll()
+    os.read(life, 1)
     os._exit(0)
 
 

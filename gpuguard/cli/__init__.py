@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _fill_standard_streams()
     gc.disable()  # until all is loaded: it would look for garbage where there is none (6 % of the start)
     if head_start.is_due(words):
-        from gpuguard.backends.isolated import prepare
+        from gpuguard.backends.sampler import prepare
 
         prepare("nvml")
     from gpuguard.cli.dispatch import run_command_line

@@ -98,11 +98,11 @@ def main(args: argparse.Namespace) -> int:
 def _opened(name: str) -> Backend:
     """The backend behind a process border: copied off while there are no threads, a new interpreter later on."""
     from gpuguard.backends import sampler
-    from gpuguard.backends.isolated import Isolated, prepared
+    from gpuguard.backends.isolated import Isolated
 
     if threading.active_count() > 1:
         return Isolated(name, sampler.start_by_spawn, None, None)
-    return Isolated(name, sampler.start_by_spawn, prepared(name) or sampler.start_by_fork(name), _slow)
+    return Isolated(name, sampler.start_by_spawn, sampler.prepared(name) or sampler.start_by_fork(name), _slow)
 
 
 def _slow(text: str) -> None:

@@ -1,0 +1,57 @@
+"""Before a sampler is ready: it is asked already, and may end, be of another version, or never be."""
+
+from __future__ import annotations
+
+import os
+import select
+
+import pytest
+
+from gpuguard.backends import isolated, sampler
+from gpuguard.backends.isolated import Isolated, open_isolated
+from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
+from gpuguard.model import SELECT_FIELDS
+
+
+@pytest.mark.parametrize("told", [("ready",), ("ready", "9.9")], ids=["before it was told", "9.9"])
+def test_a_sampler_of_another_version_is_not_believed(told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    requests_read, requests = os.pipe()
+    replies, replies_write = os.pipe()
+    life, life_held = os.pipe()
+    sampler.send(replies_write, told)
+    channel = os.getpid(), requests, replies, os.memfd_create("place"), life_held
+    source = Isolated("nvml", lambda name: channel, None, None)
+
+    with pytest.raises(BackendError, match=r"was installed while.*Start it again; the guard by `systemctl restart"):
+        source.sample(SELECT_FIELDS)
+    isolated._abandoned.clear()
+    assert os.read(life, 1) == b""  # which ends a sampler
+    for each in (requests_read, replies_write, life):
+        os.close(each)
+
+
+def test_a_sampler_that_has_ended_before_it_is_asked_has_said_why() -> None:
+    source = open_isolated("nothing", fork=True)
+    assert source._channel
+    end = os.pidfd_open(source._channel[0])
+    assert select.select([end], [], [], 30)[0]
+    os.close(end)
+
+    with pytest.raises(InvalidRequest, match="no backend 'nothing'"):
+        source.sample(SELECT_FIELDS)
+
+
+def test_a_sampler_that_never_becomes_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(isolated, "INIT_SECONDS", 0.2)
+    told: list[str] = []
+    reply, _hold = os.pipe()
+    requests, write = os.pipe()
+    place = os.memfd_create("place")
+    source = Isolated("nvml", lambda name: (os.getppid(), write, reply, place, os.dup(place)), None, told.append)
+    with pytest.raises(DriverUnresponsive, match="did not initialise"):
+        source.sample(SELECT_FIELDS)
+    os.close(requests)
+    os.close(_hold)
+
+    assert len(told) == 1
