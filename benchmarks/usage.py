@@ -9,7 +9,6 @@ is written by the daemon's own code, three slots per quarter of an hour, the las
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
 import statistics
@@ -83,14 +82,12 @@ def milliseconds(act: Callable[[], Any], rounds: int = ROUNDS) -> str:
 
 
 def measure_writing(path: str, now: int) -> None:
-    """Print what a sample costs: to whoever samples, to the writer's thread, and a slot on the disk."""
+    """Print what a sample costs whoever samples, and a slot the writer's thread."""
     chance = random.Random(2)
     snapshots = [a_busy_snapshot(chance, now + WIDTH * number) for number in range(ROUNDS + 1)]
     recorder = Recorder(path, print)
-    queued = milliseconds(lambda: recorder.record(snapshots[0], 30.0))
-    show("a sample, for whoever samples", queued)
-    pairs = itertools.pairwise(snapshots)
-    show("a sample, adding up", milliseconds(lambda: rates_of(*next(pairs))))
+    samples = iter(snapshots)
+    show("a sample, for whoever samples", milliseconds(lambda: recorder.record(next(samples), 30.0)))
     begun = time.perf_counter()
     connection = storefile.opened(path, check=True)
     show("opening, with a look through it", f"{(time.perf_counter() - begun) * 1000:8.2f} ms")

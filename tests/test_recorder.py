@@ -7,6 +7,7 @@ import resource
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from stores import ALICE, FIRST, a_sample, at, fill, held
 from gpuguard.usage import recorder as recorder_module
 from gpuguard.usage import storefile
 from gpuguard.usage.consult import SLOTS, consult
-from gpuguard.usage.recorder import QUEUE, Recorder
+from gpuguard.usage.recorder import Recorder
 
 LONGEST = 30.0
 HOUR = 3600.0
@@ -34,7 +35,7 @@ def path(tmp_path: Path) -> str:
 def _quick(monkeypatch):
     monkeypatch.setattr(recorder_module, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(recorder_module, "SUMS_SHARE", 0)
-    monkeypatch.setattr(recorder_module, "BATCH_SECONDS", 0.01)
+    monkeypatch.setattr(recorder_module, "WRITE_SECONDS", 0.01)
 
 
 class Told(list[str]):
@@ -49,6 +50,7 @@ def a_recorder(path: str, say: Told | None = None, *windows: float) -> Iterator[
     recorder = Recorder(path, say if say is not None else Told())
     recorder.windows = frozenset(windows)
     recorder.start()
+    recorder.why_unknown(20.0)  # waits until the store was tried
     try:
         yield recorder
     finally:
@@ -56,11 +58,9 @@ def a_recorder(path: str, say: Told | None = None, *windows: float) -> Iterator[
 
 
 def feed(recorder: Recorder, first: int, last: int, **fields: float) -> None:
-    """A sample at the begin of each of these slots; waits until all were taken note of."""
+    """A sample at the begin of each of these slots."""
     for number in range(first, last):
-        assert eventually(lambda: len(recorder._queue) < QUEUE)
         recorder.record(a_sample(at(number), **fields), LONGEST)
-    assert eventually(lambda: not recorder._queue)
 
 
 def claimed(path: str, now: int) -> float:
@@ -109,29 +109,53 @@ def test_a_gap_of_more_than_some_intervals_is_not_counted(path):
 
 
 def test_the_writer_does_not_wake_up_for_each_snapshot(path, monkeypatch):
-    monkeypatch.setattr(recorder_module, "BATCH_SECONDS", 60.0)
+    monkeypatch.setattr(recorder_module, "WRITE_SECONDS", 60.0)
     with a_recorder(path) as recorder:
-        assert eventually(lambda: recorder.why_unknown(0.0) is None)
-        for number in range(QUEUE):
-            recorder.record(a_sample(at(number)), LONGEST)
+        assert recorder.why_unknown(20.0) is None
+        feed(recorder, 0, 60)
         time.sleep(0.1)
-        assert len(recorder._queue) == QUEUE
+        assert claimed(path, 60) == 0
 
-    assert claimed(path, QUEUE) == 10 * (QUEUE - 1)  # written down at the end
+    assert claimed(path, 60) == 590  # written down at the end
 
 
-def test_recording_never_waits_and_what_does_not_fit_is_unknown(path):
-    recorder = Recorder(path, Told())  # not started: nobody takes anything out
-    begun = time.monotonic()
-    for number in range(10 * QUEUE):
-        recorder.record(a_sample(at(number)), LONGEST)
+def test_whoever_samples_does_not_wait_for_a_disk_that_hangs_and_nothing_is_lost(path, monkeypatch):
+    real, disk, reached = storefile.write, threading.Event(), threading.Event()
 
-    assert len(recorder._queue) == QUEUE
-    assert time.monotonic() - begun < 5.0
-    recorder.start()
-    assert eventually(lambda: not recorder._queue)
-    recorder.stop(20.0)
-    assert held(path, at(QUEUE))[10][1] == 10 * (QUEUE - 1)
+    def hangs(*about):
+        reached.set()
+        assert disk.wait(20.0)
+        return real(*about)
+
+    monkeypatch.setattr(storefile, "write", hangs)
+    with a_recorder(path) as recorder:
+        feed(recorder, 0, 10)
+        assert reached.wait(20.0)
+        begun = time.monotonic()
+        feed(recorder, 10, 60)
+        assert time.monotonic() - begun < 5.0
+        disk.set()
+
+    assert claimed(path, 60) == 590
+
+
+def test_what_is_added_to_a_slot_whose_writing_fails_counts_once(path, monkeypatch):
+    """As after a clock that was set back."""
+    real, failing = storefile.write, [True]
+
+    def fails(connection, slots, devices):
+        if failing and failing.pop():
+            recorder.record(a_sample(at(1) + 2.0, clock=at(6) + 2.0), LONGEST)
+            raise sqlite3.OperationalError("disk I/O error")
+        return real(connection, slots, devices)
+
+    monkeypatch.setattr(storefile, "write", fails)
+    with a_recorder(path) as recorder:
+        for number in range(7):
+            recorder.record(a_sample(at(number), clock=at(number)), LONGEST)
+        assert eventually(lambda: not failing and recorder.trouble is None)
+
+    assert claimed(path, 60) == 62
 
 
 def test_a_store_that_another_daemon_writes_is_told_once_and_nothing_is_lost(path):
@@ -144,7 +168,7 @@ def test_a_store_that_another_daemon_writes_is_told_once_and_nothing_is_lost(pat
         assert (len(said), recorder.spent()) == (1, {})
         os.close(other)
         feed(recorder, 30, 40)
-        assert eventually(lambda: os.path.exists(path) and claimed(path, 60) >= 380)
+        assert eventually(lambda: recorder.trouble is None and claimed(path, 60) >= 380)
 
     assert [text for text in said if "written again" in text] == said[1:]
     assert claimed(path, 60) == 390
@@ -248,7 +272,7 @@ import resource, sys
 sys.path[:0] = sys.argv[2:]
 import test_recorder as tests
 from gpuguard.usage import recorder as module
-module.RETRY_SECONDS = 0.0
+module.RETRY_SECONDS, module.WRITE_SECONDS = 0.0, 0.01
 path, said = sys.argv[1], tests.Told()
 with tests.a_recorder(path, said, tests.HOUR) as recorder:
     tests.feed(recorder, 0, 10)
