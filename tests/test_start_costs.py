@@ -97,7 +97,7 @@ nvml.open().sample({'memory', 'processes', 'health'})
         (COMMAND.format(["run", "--", "true"]), 100),
         (COMMAND.format(["select"]), 80),
         (PYTHON, 40),
-        (SAMPLER, 40 if sys.version_info < (3, 14) else 46),
+        (SAMPLER, 28 if sys.version_info < (3, 14) else 42),
     ],
     ids=["run", "select", "select_devices", "sampler"],
 )
@@ -134,6 +134,14 @@ gpuguard.grab_gpus(1)
     loaded = loaded_by(code, Gpuguard(tmp_path, fake).environment)
 
     assert {name for name in loaded if not name.startswith("seen.") and f"seen.{name}" not in loaded} == set()
+
+
+def test_a_sampler_loads_nothing_for_instances_and_names_of_users_until_there_are_some(
+    fake: FakeNvml, tmp_path: Path
+) -> None:
+    loaded = loaded_by(SAMPLER, Gpuguard(tmp_path, fake).environment)
+
+    assert loaded.isdisjoint({"gpuguard.backends.nvml_mig", "gpuguard.users", "select"})
 
 
 def test_a_selection_in_python_starts_its_sampler_before_it_loads_anything_else(fake: FakeNvml, tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from itertools import combinations
 
 from gpuguard import model
-from gpuguard.backends import nvml_fields, nvml_mig
+from gpuguard.backends import nvml_fields
 from gpuguard.backends.nvml_calls import PROBLEMS, Answer, call, start
 from gpuguard.backends.nvml_reading import DeviceLost, Place, Reading
 from gpuguard.backends.statfiles import StatFiles
@@ -127,7 +126,7 @@ class Nvml:
         reading = Reading(self._nvml, place, fields, self._files)
         try:
             nvml_fields.read(reading)
-            instances = list(nvml_mig.instances(reading)) if reading.values.get("mig_mode") else []
+            instances = _instances(reading) if reading.values.get("mig_mode") else []
         except DeviceLost:
             return [_lost(place, fields)]
         return [(_device(reading), reading.gaps), *instances]
@@ -168,6 +167,8 @@ class Nvml:
 
     def _connections(self, devices: list[Device]) -> tuple[tuple[tuple[str, str, str], ...], list[Gap]]:
         """Snapshot.topology of the devices that can be asked, and what could not be learned."""
+        from itertools import combinations  # which no start needs
+
         healthy = [device for device in devices if device.index in self._places and not device.parent_uuid]
         healthy = [device for device in healthy if not {"lost", "unresponsive"} & set(device.problems or ())]
         linked = any(device.nvlink_links for device in healthy)
@@ -210,6 +211,12 @@ def _by_nvlink(one: Device, other: Device, buses: Mapping[str, str | None]) -> b
         return True
     devices = set(buses.values())
     return bool(ends - devices) and bool(other_ends - devices)
+
+
+def _instances(reading: Reading) -> list[_Read]:
+    from gpuguard.backends.nvml_mig import instances  # which few devices have
+
+    return list(instances(reading))
 
 
 def _is_mig(uuid: str) -> bool:

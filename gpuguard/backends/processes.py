@@ -13,7 +13,6 @@ import time
 
 from gpuguard.model import GpuProcess
 from gpuguard.nouns import replace
-from gpuguard.users import user_name
 
 TYPE_CHECKING = False  # typing costs 6 ms of import, before every job
 if TYPE_CHECKING:
@@ -194,6 +193,8 @@ def described(process: GpuProcess, life: Life | None = None) -> GpuProcess:
         known.facts, known.facts_read, known.given = facts, now, None
     uid = known.uid
     if known.told is None or known.given != process:
+        from gpuguard.users import user_name  # who starts a job looks at devices without processes
+
         user = None if uid is None else user_name(uid)
         known.given, known.told = process, replace(process, start_time=life[0], uid=uid, user=user, **known.facts)
     return known.told
