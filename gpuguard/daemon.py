@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 from gpuguard import capabilities, history
 from gpuguard.backends import Backend
@@ -24,6 +23,7 @@ from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.guards.case import boot_clock
 from gpuguard.guards.recall import recalled
+from gpuguard.hints import TYPE_CHECKING
 from gpuguard.line.tickets import wanted
 from gpuguard.messages import TEMPLATES
 from gpuguard.model import Event, Snapshot

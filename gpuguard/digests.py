@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from typing import Any
+
+from gpuguard.hints import Any
 
 
 def sha256(content: bytes) -> str:

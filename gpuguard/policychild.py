@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from gpuguard import capabilities
 from gpuguard.backends.sampler import interpreter
@@ -20,6 +19,7 @@ from gpuguard.documents.faults import LARGEST, Fault
 from gpuguard.documents.rootfile import read_file
 from gpuguard.errors import InvalidRequest
 from gpuguard.guards.identity import Protected
+from gpuguard.hints import TYPE_CHECKING, Any
 from gpuguard.messages import Template
 from gpuguard.policies.policy import Policy
 

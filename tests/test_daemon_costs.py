@@ -69,6 +69,7 @@ HEAVY = {
         "statistics",
         "subprocess",
         "tempfile",
+        "typing",
         "unicodedata",
         "urllib",
         "xml",

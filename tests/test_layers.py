@@ -11,8 +11,8 @@ import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "errors", "units", "text", "plainjson", "digests", "users", "capabilities", "markup", "standins", "nouns", "model",
-    "backends", "clusters", "request",
+    "hints", "errors", "units", "text", "plainjson", "digests", "users", "capabilities", "markup", "standins", "nouns",
+    "model", "backends", "clusters", "request",
     "sharing", "eligibility", "topology", "select", "attribution", "ancestry", "policies", "claims", "documents",
     "usage", "marks", "state", "history", "line", "petition", "attempt", "lock", "grab", "ray", "wording", "messages",
     "notify", "guards", "actions", "unkillable", "byhand", "policychild", "policykeys", "policypairs", "policychecks",

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from gpuguard.backends import Backend, processes
 from gpuguard.claims.lockfiles import LockDirectory
@@ -19,6 +18,7 @@ from gpuguard.digests import sha256
 from gpuguard.guards.identity import Facts
 from gpuguard.guards.ledger import Against, Deed, Ledger
 from gpuguard.guards.recall import facts_of
+from gpuguard.hints import Protocol
 from gpuguard.messages import TEMPLATES, Template
 from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.wording import ENGLISH

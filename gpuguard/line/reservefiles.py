@@ -18,10 +18,10 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.errors import InvalidRequest, LockDirectoryError
+from gpuguard.hints import Any
 from gpuguard.line.booking import Booking
 from gpuguard.line.tickets import Torn, not_too_many, whole
 from gpuguard.plainjson import loads

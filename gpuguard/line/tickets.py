@@ -18,10 +18,10 @@ import termios
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, try_flock
 from gpuguard.errors import InvalidRequest
+from gpuguard.hints import Any
 from gpuguard.line import served
 from gpuguard.line.order import PRIORITIES, Ticket
 from gpuguard.plainjson import loads

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.hints import TYPE_CHECKING, Annotated, Literal
 from gpuguard.messages import Message
 from gpuguard.notify.secret import Secret, Undelivered
 from gpuguard.units import parse_duration

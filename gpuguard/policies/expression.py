@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
 from gpuguard.attribution import places
+from gpuguard.hints import Annotated
 from gpuguard.model import Finding
 from gpuguard.policies.expression_language import Expression as Condition
 from gpuguard.policies.expression_language import parse_expression

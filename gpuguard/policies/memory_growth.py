@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 from gpuguard.attribution import places
+from gpuguard.hints import Annotated, Literal
 from gpuguard.model import Finding
 from gpuguard.policies.amounts import Rate, parse_rate
 from gpuguard.policies.holders import USES

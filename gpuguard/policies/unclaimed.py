@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
 from gpuguard.attribution import claims_on, claims_readable, places
+from gpuguard.hints import Annotated
 from gpuguard.model import Finding
 from gpuguard.policies.people import computing
 from gpuguard.policies.view import View, process_subject

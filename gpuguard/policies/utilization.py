@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 from gpuguard.attribution import places
 from gpuguard.errors import InvalidRequest
+from gpuguard.hints import Annotated, Literal
 from gpuguard.model import Finding
 from gpuguard.policies.holders import USES
 from gpuguard.policies.view import View

@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from gpuguard.backends import Backend
 from gpuguard.claims.calling import MOST_DESCRIPTORS
@@ -23,6 +22,7 @@ from gpuguard.claims.grants import Grant, give, look, names_of
 from gpuguard.claims.lockfiles import Gate, LockDirectory
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.guards import identity
+from gpuguard.hints import Any
 from gpuguard.line import served
 from gpuguard.line.file import read_line_file
 from gpuguard.line.order import PRIORITIES, Ticket

@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from gpuguard import actions
 from gpuguard.ancestry import look_up
@@ -25,6 +24,7 @@ from gpuguard.claims.releasing import gripped, let_go, listens, users_of
 from gpuguard.claims.wishes import RELEASED, Letter
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.guards.case import boot_clock
+from gpuguard.hints import TYPE_CHECKING, Any
 from gpuguard.marks import DENIED, MAX_REASON, QUARANTINED, Mark, change
 from gpuguard.model import Event, Snapshot
 from gpuguard.policies.outlook import Outlook
