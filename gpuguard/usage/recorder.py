@@ -1,6 +1,6 @@
 """Writes the usage store, in a thread of its own: a full, locked or slow disk holds up nobody.
 
-Whoever samples adds the snapshot to the sums, in 0.1 ms, and never waits for a disk.  Slots are written when they are
+Whoever samples adds the snapshot to the sums, in 0.2 ms, and never waits for a disk.  Slots are written when they are
 complete, so that a crash loses the one that is under way; what cannot be written waits in memory, and an admin is told
 once.  Does not add up: see tally.  Does not know the file: see storefile.
 """
