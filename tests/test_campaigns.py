@@ -7,13 +7,13 @@ import importlib.util
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 
 import mutants
 import pytest
+from nodes import eventually
 from sources import ROOT, modules
 
 
@@ -69,10 +69,10 @@ def test_what_breaks_is_told_and_counts(program, word, code, tmp_path, monkeypat
     assert "12 holds" in next(tmp_path.glob("gpuguard-torture-*.log")).read_text()
 
 
-ENDS_US = """
-import os, pathlib, signal, sys, time
+CLEANS_UP = """
+import pathlib, sys, time
 try:
-    os.kill(os.getppid(), signal.SIGALRM)
+    pathlib.Path(sys.argv[1]).write_text("begun")
     time.sleep(600)
 finally:
     pathlib.Path(sys.argv[1]).write_text("cleaned up")
@@ -80,14 +80,19 @@ finally:
 
 
 def test_a_campaign_that_is_ended_ends_its_run_which_cleans_up(tmp_path, monkeypatch):
-    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(7))
-    try:
-        with pytest.raises(SystemExit):
-            torture.outcome([sys.executable, "-c", ENDS_US, str(tmp_path / "end")], os.environ)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    file, real = tmp_path / "file", subprocess.Popen.communicate
 
-    assert (tmp_path / "end").read_text() == "cleaned up"
+    def communicate(run, timeout=None):
+        if timeout is None:  # the first time: while it runs
+            assert eventually(lambda: file.exists() and file.read_text() == "begun")
+            sys.exit(7)
+        return real(run, timeout=timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    with pytest.raises(SystemExit):
+        torture.outcome([sys.executable, "-c", CLEANS_UP, str(file)], os.environ)
+
+    assert file.read_text() == "cleaned up"
 
 
 SOURCE = """

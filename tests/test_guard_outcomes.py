@@ -103,6 +103,7 @@ def test_a_priority_that_cannot_be_changed_is_said_and_written_down(scene, monke
     def fail(*of: int) -> None:
         raise error
 
+    monkeypatch.setattr(os, "getpriority", lambda *of: 0)  # whatever these tests are run with
     monkeypatch.setattr(os, "setpriority", fail)
 
     assert scene.act("renice", options=(("niceness", 19),)).word == word

@@ -96,6 +96,7 @@ def test_a_job_that_ends_before_the_other_starts_is_not_held_back(directory: Loc
 # A reservation
 
 
+@pytest.mark.root  # nobody else can reserve for others
 def test_a_look_leaves_out_what_is_reserved_for_somebody_else(directory: LockDirectory) -> None:
     machine, now = two(), time.time()
     wanted = Reservation(
