@@ -240,6 +240,17 @@ def test_the_counters_of_dcgm_are_called_as_they_are_there():
     assert "\nDCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION{" in page
 
 
+def test_errors_of_memory_are_those_that_were_read_last():
+    before, now = a_device(**FULL | {"temperature": 30.0}), a_device(temperature=40.0)
+    facts = facts_about(a_snapshot(now), errors=(before,))
+    page = told([*families(facts), *dcgm(facts)])
+
+    assert the_one(page, "gpuguard_device_temperature_celsius", uuid=now.uuid) == 40
+    assert the_one(page, "gpuguard_device_remapped_rows", uuid=now.uuid) == 6
+    assert the_one(page, "gpuguard_device_ecc_lifetime_errors_total", uuid=now.uuid, error="uncorrected") == 4
+    assert list(page["DCGM_FI_DEV_ECC_SBE_VOL_TOTAL_total"].values()) == [1]
+
+
 def test_a_part_of_a_divided_device_bears_its_uuid_and_its_own_number():
     whole = a_device(mig_mode=True)
     part = a_mig_instance(whole, memory_used=GIB)

@@ -148,15 +148,15 @@ def test_errors_of_memory_are_read_each_minute_and_only_while_somebody_asks(monk
 
     seldom.asked()
     assert seldom.groups() == {CLOCKS, ECC}
-    assert seldom.filled(without).devices[0].remapped_rows is None
-    seldom.filled(a_snapshot(a_device(remapped_rows=3)))
+    assert seldom.errors(without)[0].remapped_rows is None
+    seldom.errors(a_snapshot(a_device(remapped_rows=3)))
     assert seldom.groups() == {CLOCKS}
-    assert seldom.filled(without).devices[0].remapped_rows == 3
+    assert seldom.errors(without)[0].remapped_rows == 3
 
     now += 61
     assert seldom.groups() == {CLOCKS, ECC}
-    seldom.filled(a_snapshot(a_device(), gaps=(Gap(a_device().uuid, "remapped_rows", "not supported"),)))
-    assert seldom.groups() == {CLOCKS} and seldom.filled(without).devices[0].remapped_rows is None
+    seldom.errors(a_snapshot(a_device(), gaps=(Gap(a_device().uuid, "remapped_rows", "not supported"),)))
+    assert seldom.groups() == {CLOCKS} and seldom.errors(without)[0].remapped_rows is None
 
     now += 301
     assert seldom.groups() == frozenset()

@@ -110,8 +110,9 @@ def facts_of(guard: Daemon, directory: LockDirectory, counting: Counting, seldom
         found = Facts(
             time.time(),
             __version__,
-            seldom.filled(snapshot) if seen else None,
+            snapshot if seen else None,
             current=current,
+            errors=seldom.errors(snapshot),
             uses=known[1] if current else (),
             driver_up=current if seen or dog.trouble else None,  # None: it has not been asked yet
             interval=longest,

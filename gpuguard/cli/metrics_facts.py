@@ -26,15 +26,13 @@ from gpuguard.nouns import replace
 from gpuguard.serving import Page, Pages
 from gpuguard.state import daemon_lives, read_state
 from gpuguard.views.exposition import CONTENT_TYPE, to_prometheus
-from gpuguard.views.metrics import Facts, Family, families
+from gpuguard.views.metrics import ERRORS, Facts, Family, families
 from gpuguard.views.usage import uses
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
 
-ERRORS = ("ecc_mode", "ecc_corrected_volatile", "ecc_uncorrected_volatile", "ecc_corrected_aggregate",
-          "ecc_uncorrected_aggregate", "retired_pages", "remapped_rows")  # fmt: skip
 _errors = attrgetter(*ERRORS)
 _NOTHING = (None,) * len(ERRORS)
 ERRORS_SECONDS = 60.0
@@ -63,20 +61,16 @@ class Seldom:
         """Somebody asks."""
         self._asked_at = time.monotonic()
 
-    def filled(self, snapshot: Snapshot) -> Snapshot:
-        """*snapshot* with the errors that were read last."""
+    def errors(self, snapshot: Snapshot) -> tuple[Device, ...]:
+        """The devices of *snapshot* as they were when their errors were read last."""
         now = time.monotonic()
         if any(_errors(device) != _NOTHING for device in snapshot.devices) or any(
             gap.field in ERRORS for gap in snapshot.gaps
         ):
             self._known, self._seen_at = {device.uuid: device for device in snapshot.devices}, now
-        elif now - self._seen_at < 3 * ERRORS_SECONDS:
-            return replace(snapshot, devices=tuple(map(self._with_errors, snapshot.devices)))
-        return snapshot
-
-    def _with_errors(self, device: Device) -> Device:
-        known = self._known.get(device.uuid, device)
-        return replace(device, **dict(zip(ERRORS, _errors(known), strict=True)))
+        if now - self._seen_at >= 3 * ERRORS_SECONDS:
+            return snapshot.devices
+        return tuple([self._known.get(device.uuid, device) for device in snapshot.devices])
 
 
 class Looking:
@@ -101,7 +95,7 @@ class Looking:
         snapshot = self._last
         facts = Facts(time.time(), __version__, snapshot, current=not self.trouble, driver_up=not self.trouble)
         if snapshot and not self.trouble:
-            facts = replace(facts, uses=uses(snapshot, look_up(snapshot)))
+            facts = replace(facts, uses=uses(snapshot, look_up(snapshot)), errors=self._seldom.errors(snapshot))
         return with_directory(facts, directory)
 
     def close(self) -> None:
@@ -123,7 +117,7 @@ class Looking:
                 return seen
         self._backend = self._backend or backend_of(self._args)
         self._seldom.asked()
-        snapshot = self._seldom.filled(self._backend.sample(WHO_FIELDS | self._seldom.groups()))
+        snapshot = self._backend.sample(WHO_FIELDS | self._seldom.groups())
         try:
             if directory is None:
                 raise ClaimError("there is no directory of claims that can be used")

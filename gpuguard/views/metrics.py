@@ -52,6 +52,7 @@ class Facts:
         version: of gpuguard.
         snapshot: the last one.
         current: whether its values still count; otherwise only what a device is is told of it.
+        errors: its devices as they were when the errors of their memory were read last; (): as they are there.
         uses: what goes on on its devices.
         waiting: who waits, and since when (unix time).
         quarantined: uuids that are out of service.
@@ -67,6 +68,7 @@ class Facts:
     version: str
     snapshot: Snapshot | None = None
     current: bool = False
+    errors: tuple[Device, ...] = ()
     uses: tuple[DeviceUse, ...] = ()
     waiting: Sequence[tuple[str, float]] | None = None
     quarantined: frozenset[str] | None = None
@@ -107,7 +109,10 @@ _ECC = (  # error, field since the driver was loaded, field since the device was
     ("corrected", "ecc_corrected_volatile", "ecc_corrected_aggregate"),
     ("uncorrected", "ecc_uncorrected_volatile", "ecc_uncorrected_aggregate"),
 )
-_MEASURED = (*(row[3] for row in DEVICE_VALUES), *(each for row in _ECC for each in row[1:]))
+# Fields of Device that change once in months, and are not read at each look.
+ERRORS = ("ecc_mode", *(each for row in _ECC for each in row[1:]), "retired_pages", "remapped_rows")
+_errors_of = attrgetter(*ERRORS)
+_MEASURED = tuple(row[3] for row in DEVICE_VALUES)
 _measured = attrgetter(*_MEASURED)
 _IDENTITY = ("uuid", "index", "name", "pci_bus_id", "parent_uuid", "mig_profile")
 _identity = attrgetter(*_IDENTITY)
@@ -128,7 +133,7 @@ def families(facts: Facts) -> list[Family]:
     if facts.snapshot:
         found += _what_devices_are(tuple(map(_identity, facts.snapshot.devices)))
     if facts.snapshot and facts.current:
-        found += [*_device_values(facts.snapshot), *_device_words(facts), *_claims(facts, facts.snapshot)]
+        found += [*_device_values(facts, facts.snapshot), *_device_words(facts), *_claims(facts, facts.snapshot)]
     return [family for family in found if family.values]
 
 
@@ -211,8 +216,8 @@ def _health(facts: Facts) -> Iterator[Family]:
     )  # fmt: skip
     gaps = Sums("gpuguard_sample_gaps", "Devices of which a field could not be read, 1 for the machine.")
     for gap in snapshot.gaps:
-        if gap.field.startswith("ecc_") or gap.field in ("retired_pages", "remapped_rows"):
-            continue  # these are not read each time, so they would come and go
+        if gap.field in ERRORS:
+            continue  # it would come and go
         gaps.add(1, field=gap.field if gap.field in _GAPS else "other")
     yield gaps.done()
 
@@ -249,11 +254,13 @@ def _what_devices_are(identities: tuple[tuple[object, ...], ...]) -> tuple[Famil
     return found.done(), _one("gpuguard_devices", "Devices of this machine; parts of divided ones do not count.", count)
 
 
-def _device_values(snapshot: Snapshot) -> Iterator[Family]:
-    uuids = tuple([one.uuid for one in snapshot.devices])
-    columns = dict(zip(_MEASURED, zip(*map(_measured, snapshot.devices), strict=True), strict=False))
-    if not columns:
+def _device_values(facts: Facts, snapshot: Snapshot) -> Iterator[Family]:
+    if not snapshot.devices:
         return
+    uuids = tuple([one.uuid for one in snapshot.devices])
+    columns = dict(zip(_MEASURED, zip(*map(_measured, snapshot.devices), strict=True), strict=True))
+    errors = zip(*map(_errors_of, facts.errors or snapshot.devices), strict=True)
+    columns.update(zip(ERRORS, errors, strict=True))
     for name, kind, text, source, factor in DEVICE_VALUES:
         yield _numbers(f"gpuguard_device_{name}", kind, text, factor, uuids, columns[source])
     for suffix, text, place in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpuguard.model import Device, Snapshot
-from gpuguard.views.metrics import Facts, Family, Labels, labels, number
+from gpuguard.views.metrics import ERRORS, Facts, Family, Labels, labels, number
 from gpuguard.views.who import device_label
 
 _MIB = 2**-20
@@ -56,7 +56,8 @@ def dcgm(facts: Facts) -> list[Family]:
     places = {device.uuid: _dcgm_labels(device, snapshot) for device in snapshot.devices}
     for name, kind, text, source, factor in DCGM:
         values = {}
-        for device in snapshot.devices:
+        read = facts.errors or snapshot.devices if source in ERRORS else snapshot.devices
+        for device in read:
             value = number(getattr(device, source), factor)
             if value is not None:
                 values[places[device.uuid]] = float(int(value)) if name in _WHOLE else value
