@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 from gpuguard import capabilities, history
@@ -27,6 +26,7 @@ from gpuguard.hints import TYPE_CHECKING
 from gpuguard.line.tickets import wanted
 from gpuguard.messages import TEMPLATES
 from gpuguard.model import Event, Snapshot
+from gpuguard.nouns import dataclass
 from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
 from gpuguard.policychild import PolicyFile, load_apart

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from gpuguard.nouns import dataclass
 
 ENGLISH = "en"
 

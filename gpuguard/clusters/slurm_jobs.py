@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.model import Device
+from gpuguard.nouns import dataclass
 
 SECONDS = 20.0  # for an answer of the controller
 _OVER = frozenset({
