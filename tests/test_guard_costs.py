@@ -144,7 +144,7 @@ def described_pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The pids about which everything was read; every pid is a process."""
     read: list[int] = []
     monkeypatch.setattr(processes, "_kept", processes._Kept())
-    monkeypatch.setattr(processes, "life_of", lambda pid: (1.0, b"program", b""))
+    monkeypatch.setattr(processes, "life_of", lambda pid: (1.0, b"name", b"places"))
     monkeypatch.setattr(processes, "read_proc", lambda path, *limit: None)
     monkeypatch.setattr(processes, "_uid", lambda pid: 0)
     monkeypatch.setattr(processes, "_described", lambda pid: read.append(pid) or {})
@@ -209,3 +209,45 @@ def test_what_only_a_poll_of_the_details_keeps_is_never_kept_where_it_decides(jo
             processes.identified(GpuProcess(jobs[0]))
 
     assert len(read) == 3
+
+
+SETTINGS = """
+FIELDS = WHO_FIELDS | {CLOCKS}
+backend = nvml.open()
+def asked(devices=None):
+    fake.reset_calls()
+    found = backend.sample(FIELDS, devices).devices[0]
+    short = {name.removeprefix("nvmlDeviceGet"): count for name, count in fake.calls().items()}
+    names = "ComputeMode EnforcedPowerLimit PersistenceMode RemappedRows".split()
+    return [short.get(name, 0) for name in names], short["MigMode"], found
+"""
+
+
+def test_what_only_an_administrator_changes_is_not_asked_at_every_look(fake: FakeNvml) -> None:
+    first, again = answer_of(fake, f"{SETTINGS}\nanswer = asked(), asked()")
+
+    assert first[:2] == ([8, 8, 8, 8], 8)
+    assert again[:2] == ([0, 0, 0, 0], 8)  # which instances there are is asked each time
+    assert first[2] == again[2]
+
+
+@pytest.mark.parametrize("look", ["[first[2].uuid]", "after ten seconds"])
+def test_a_setting_is_asked_anew_by_who_names_a_device_and_after_a_while(fake: FakeNvml, look: str) -> None:
+    change = "row = fake.devices[0]; row.compute_mode, row.power_limit_mw, row.remap_pending = 2, 300_000, 1"
+    if look == "after ten seconds":
+        look, change = "", f"{change}; nvml.SETTINGS_SECONDS = -1.0"
+    then, now, later = answer_of(
+        fake, f"{SETTINGS}\nfirst = asked()\n{change}\nanswer = first[2], asked({look})[2], asked()[2]"
+    )
+
+    assert (then.compute_mode, then.power_limit, then.problems) == ("default", 700, ())
+    assert (now.compute_mode, now.power_limit, now.problems) == ("prohibited", 300, ("row remap pending",))
+    assert later == now
+
+
+def test_a_setting_that_could_not_be_read_is_asked_at_the_next_look(fake: FakeNvml) -> None:
+    fault = "fake.fail('nvmlDeviceGetComputeMode', UNKNOWN, device=0)"
+    before, after = answer_of(fake, f"{SETTINGS}\n{fault}\nanswer = asked()[2], [fake.heal(), asked()[2]][1]")
+
+    assert before.compute_mode is None and before.problems
+    assert (after.compute_mode, after.problems) == ("default", ())

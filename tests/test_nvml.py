@@ -151,7 +151,8 @@ def test_sm_utilization_is_asked_since_the_last_time_and_kept_for_the_next_look(
 
 
 UTILIZATION = """
-from gpuguard.backends import nvml_usage, processes
+from gpuguard.backends import nvml_usage
+from gpuguard.backends.statfiles import StatFiles
 backend = nvml.open()
 utilization = lambda: backend.sample(WHO_FIELDS).devices[0].processes[0].utilization
 row = fake._state.devices[0].processes[0]
@@ -163,7 +164,7 @@ row = fake._state.devices[0].processes[0]
     [
         ("pass", 30),
         ("nvml_usage.KEPT_SECONDS = -1.0", None),  # too long ago
-        ("processes.life_in = lambda line: (1.0, None, b'')", None),  # another process has its pid
+        ("StatFiles.life = lambda files, pid: (1.0, b'', None)", None),  # another process has its pid
         ("fake.fail('nvmlDeviceGetProcessUtilization', UNKNOWN)", None),
         ("row.sm_utilization, row.time_stamp = 2**32 - 1, 1235", None),
         ("row.sm_utilization, row.time_stamp = 40, 1235", 40),

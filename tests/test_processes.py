@@ -249,7 +249,7 @@ def described_twice(request: pytest.FixtureRequest) -> Iterator[tuple[GpuProcess
     real = processes.life_of
     with pytest.MonkeyPatch.context() as patch, subprocess.Popen(words, env=environment, **PIPES) as job:
         if not places_are_shown:
-            patch.setattr(processes, "life_of", lambda pid: (life := real(pid)) and (life[0], None, life[2]))
+            patch.setattr(processes, "life_of", lambda pid: (life := real(pid)) and (*life[:2], None))
         assert job.stdin and job.stdout
         job.stdout.readline()
         before = processes.described(GpuProcess(job.pid))
@@ -296,9 +296,9 @@ def test_a_process_whose_memory_is_not_shown_to_us_is_known_by_its_start_alone(m
 
     for shown in (hidden, b" ".join(words[:44])):  # the kernel before 3.5 shows nobody
         monkeypatch.setattr(processes, "read_proc", lambda path, shown=shown: shown)
-        assert (processes.life_of(1) or ())[:2] == (started, None)
+        assert (processes.life_of(1) or ())[::2] == (started, None)
     monkeypatch.setattr(processes, "read_proc", lambda path: told)
-    assert (processes.life_of(1) or (0, None))[1] is not None
+    assert (processes.life_of(1) or (0, b"", None))[2] is not None
 
 
 def test_a_process_that_is_gone_is_described_as_what_the_driver_said() -> None:
@@ -317,7 +317,7 @@ def test_a_number_that_is_no_pid_is_nobody(pid: int) -> None:
 
 def test_a_pid_that_changes_hands_while_we_look_is_nobody(job: subprocess.Popen[bytes], monkeypatch: Any) -> None:
     times = iter([100.0, 200.0])
-    monkeypatch.setattr(processes, "life_of", lambda pid: (next(times), b"program", b""))
+    monkeypatch.setattr(processes, "life_of", lambda pid: (next(times), b"name", b"places"))
 
     assert processes.described(GpuProcess(job.pid)) == GpuProcess(job.pid)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from gpuguard.backends import statfiles
-from gpuguard.backends.processes import life_in, life_of
+from gpuguard.backends.processes import Life, life_in, life_of
 from gpuguard.backends.statfiles import StatFiles
 
 
@@ -34,10 +35,10 @@ def opened() -> list[str]:
     return sorted(os.readlink(link) for link in links if os.path.lexists(link) and "/stat" in os.readlink(link))
 
 
-def looked(files: StatFiles, pids: list[int], times: int = 3) -> list[bytes | None]:
+def looked(files: StatFiles, pids: list[int], times: int = 3) -> list[Life | None]:
     for _ in range(times):
         files.turn()
-        found = [files.read(pid) for pid in pids]
+        found = [files.life(pid) for pid in pids]
     return found
 
 
@@ -56,13 +57,13 @@ def test_an_open_file_says_what_one_that_is_opened_now_says(
     files: StatFiles, jobs: list[subprocess.Popen[bytes]]
 ) -> None:
     pids = [job.pid for job in jobs]
-    lines = looked(files, pids)
-    assert [life_in(line or b"") for line in lines] == [life_of(pid) for pid in pids]
-    assert files.lines == dict(zip(pids, lines, strict=True))
+    assert looked(files, pids) == [life_of(pid) for pid in pids]
+    assert {pid: life_in(line) for pid, line in files.lines.items()} == {pid: life_of(pid) for pid in pids}
 
     jobs[0].kill()
     os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
-    assert (looked(files, pids, times=1)[0] or b"").rpartition(b") ")[2][:1] == b"Z"
+    looked(files, pids, times=1)
+    assert files.lines[pids[0]].rpartition(b") ")[2][:1] == b"Z"
 
 
 def test_who_has_ended_is_gone_and_the_next_one_with_his_pid_is_read_himself(
@@ -81,7 +82,8 @@ def test_who_has_ended_is_gone_and_the_next_one_with_his_pid_is_read_himself(
     # The kernel gives a pid anew after 32,000 others: the file that is open for it is still that of who has ended.
     files._open[third] = files._open.pop(second)
     files._before[third] = b""
-    assert (files.read(third) or b"").startswith(b"%d " % third)
+    assert files.life(third) == life_of(third)
+    assert files.lines[third].startswith(b"%d " % third)
 
 
 def test_whoever_is_not_looked_at_is_forgotten(files: StatFiles, jobs: list[subprocess.Popen[bytes]]) -> None:
@@ -103,3 +105,27 @@ def test_no_more_stay_open_than_there_is_room_for(
     assert len(opened()) == 2
     del files
     assert opened() == []
+
+
+ANOTHER_NAME = "import ctypes; ctypes.CDLL(None).prctl(15, b'a)b S 1')"
+ANOTHER_PROGRAM = "os.execvp('cat', ['cat'])"
+
+
+@pytest.mark.parametrize("change", [ANOTHER_NAME, ANOTHER_PROGRAM])
+def test_an_open_file_tells_another_program_and_another_name_at_once(files: StatFiles, change: str) -> None:
+    script = f"import os; print(flush=True); os.read(0, 3); {change}; print(flush=True); os.read(0, 9)"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as job:
+        assert job.stdin and job.stdout
+        job.stdout.readline()
+        before, again = looked(files, [job.pid]) + looked(files, [job.pid])
+        job.stdin.write(b"go\nthere\n")
+        job.stdout.readline()
+        (after,) = looked(files, [job.pid], times=1)
+        now = life_of(job.pid)
+        job.kill()
+
+    assert before is again  # nothing has changed, so nothing was made anew
+    assert before != after == now
+    assert (before or ())[:1] == (after or ())[:1]

@@ -65,7 +65,8 @@ def test_a_look_that_follows_asks_only_for_what_can_change(busy: FakeNvml) -> No
     twice = "held = nvml.open(); held.sample(TEXT_FIELDS); fake.reset_calls(); held.sample(TEXT_FIELDS)"
     calls = answer_of(busy, f"{twice}; answer = fake.calls()")
 
-    assert calls == {f"nvmlDeviceGet{name}": 8 * EACH_LOOK.count(name) for name in EACH_LOOK}
+    asked = [name for name in EACH_LOOK if name not in ("ComputeMode", "RemappedRows")]  # within ten seconds
+    assert calls == {f"nvmlDeviceGet{name}": 8 * asked.count(name) for name in asked}
 
 
 def test_a_device_without_any_memory_in_use_has_no_graphics_process_either(fake: FakeNvml) -> None:

@@ -22,6 +22,10 @@ TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Set
 
+# How old what ask_seldom() tells may be for who looks at all devices again and again: limits and modes, which an
+# administrator sets, and replaced rows, for which nobody is stopped.  Whoever names devices is about to act on what he
+# sees, so he is told what is true now.  The MIG mode is not kept: it says which devices there are.
+SETTINGS_SECONDS = 10.0
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
 
 _Read = tuple[Device, list[Gap]]
@@ -55,6 +59,8 @@ class Nvml:
         found: list[Device] = []
         gaps: list[Gap] = []
         self._files.turn()
+        if devices is not None or clock - self._settings_read > SETTINGS_SECONDS:
+            self._forget_settings(clock)
         seek = None if devices is None else frozenset(devices)
         if any(map(_is_mig, seek or ())):
             fields = {*fields, model.HEALTH}  # which is what finds instances
@@ -94,8 +100,14 @@ class Nvml:
             self._files = StatFiles()
             self._count: int | None = None
             self._places: dict[int, Place] = {}
+            self._settings_read = float("-inf")
             self._static: dict[str, str | None] = {}
             self._ancestors: dict[tuple[int, int], Answer] = {}
+
+    def _forget_settings(self, clock: float) -> None:
+        self._settings_read = clock
+        for place in self._places.values():
+            place.settings.clear()
 
     def _devices(self, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
         """The devices with their gaps, in index order; of the uuids to *seek* those and their families."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 
+from gpuguard.backends.nvml_direct import DIRECT
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
 
 TYPE_CHECKING = False  # typing and dataclasses cost 12 ms of import, before every job
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from typing import Any
 
 # Return codes of nvml.h.
@@ -37,9 +39,6 @@ NEVER = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND, DEPRECATED})
 # Calls in all before the code is believed.  INSUFFICIENT_SIZE: a list grew faster than the buffer for it.
 _TRIES = {INSUFFICIENT_SIZE: 4, TIMEOUT: 2, IN_USE: 2, NOT_READY: 2, UNKNOWN: 2}
 
-_LISTS = ("RunningProcesses_v2", "RunningProcesses_v3")
-_ROOM = 64  # processes on one device, as a rule
-
 _KERNEL_VERSION = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 _SIMULATE = "`--backend simulated` tries gpuguard without a GPU."
 # 535.261 loads nowhere else: "dlvsym: symbol not found", and its programs ask for glibc's loader.
@@ -61,54 +60,36 @@ class Answer:
         self.reason = reason
 
 
-def call(nvml: Any, function: str, *arguments: Any) -> Answer:
-    """Call a function of nvidia-ml-py; *function* may be missing in the binding as well as in the driver."""
-    answer = _call(nvml, function, *arguments)
-    if not answer.code:
-        return answer
-    tries = 1
-    while tries < _TRIES.get(answer.code, 1):
-        answer = _call(nvml, function, *arguments)
-        tries += 1
-    return answer
+def call(nvml: Any, function: str, *arguments: Any, tries: Mapping[int, int] = _TRIES) -> Answer:
+    """Call a function of the driver; it may be missing in nvidia-ml-py as well as in the driver itself."""
+    made = 0
+    while True:
+        made += 1
+        try:
+            return Answer((_known.get(function) or _found(nvml, function))(*arguments))
+        except nvml.NVMLError as error:
+            code, reason = error.value, REASONS.get(error.value) or f"{error} (code {error.value})"
+        except UnicodeDecodeError:
+            code, reason = BAD_TEXT, REASONS[BAD_TEXT]
+        except _Missing:
+            code, reason = FUNCTION_NOT_FOUND, "this nvidia-ml-py does not have it"
+        if made >= tries.get(code, 1):
+            return Answer(None, code, reason)
 
 
-def _call(nvml: Any, function: str, *arguments: Any) -> Answer:
-    bound = getattr(nvml, function, None)
-    try:
-        if function.endswith(_LISTS):
-            return Answer(_processes(nvml, function, *arguments))
-        if bound is None:
-            return Answer(code=FUNCTION_NOT_FOUND, reason="this nvidia-ml-py does not have it")
-        return Answer(bound(*arguments))
-    except nvml.NVMLError as error:
-        return Answer(code=error.value, reason=REASONS.get(error.value) or f"{error} (code {error.value})")
-    except UnicodeDecodeError:
-        return Answer(code=BAD_TEXT, reason=REASONS[BAD_TEXT])
+class _Missing(Exception):
+    """The binding is older than a function."""
 
 
-def _processes(nvml: Any, function: str, handle: Any) -> list[tuple[int, int | None]]:
-    """The pid and the bytes of each process of a list, by the binding's own structures, but in one call.
+_known: dict[str, Callable[..., Any]] = {}  # the functions that were called, by their names
 
-    The binding asks for its length first, and a real driver takes 4.5 ms each time (see benchmarks/measuring.py).
-    Bindings before 12.575 have no function for the second version, whose rows are those of the third.
-    """
-    import ctypes  # which pynvml has loaded
 
-    entry, room, code = nvml._nvmlGetFunctionPointer(function), _ROOM, INSUFFICIENT_SIZE
-    for _ in range(2):
-        rows, count = (nvml.c_nvmlProcessInfo_t * room)(), ctypes.c_uint(room)
-        code = entry(handle, ctypes.byref(count), rows)
-        if code != INSUFFICIENT_SIZE:
-            break
-        room = max(_ROOM, count.value) * 2  # more may begin meanwhile
-    if code:
-        raise nvml.NVMLError(code)
-    unknown = nvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value
-    # The fields themselves: what the binding puts before them looks for text in each, and takes four times as long.
-    pid_of, bytes_of = nvml.c_nvmlProcessInfo_t.pid.__get__, nvml.c_nvmlProcessInfo_t.usedGpuMemory.__get__
-    listed = ((pid_of(row), bytes_of(row)) for row in rows[: min(count.value, room)])
-    return [(pid, None if used == unknown else used) for pid, used in listed]
+def _found(nvml: Any, function: str) -> Callable[..., Any]:
+    found = DIRECT[function](nvml, function) if function in DIRECT else getattr(nvml, function, None)
+    if found is None:
+        raise _Missing
+    _known[function] = found
+    return found
 
 
 def start() -> Any:
@@ -121,7 +102,7 @@ def start() -> Any:
         import pynvml as nvml
     except ImportError:
         raise DriverNotFound("the Python package nvidia-ml-py is missing: `pip install nvidia-ml-py`.") from None
-    answer = _call(nvml, "nvmlInit")
+    answer = call(nvml, "nvmlInit", tries={})
     if answer.code:
         raise _init_error(nvml, answer)
     return nvml
@@ -144,7 +125,7 @@ def _init_error(nvml: Any, answer: Answer) -> BackendError:
             f"it.\nInstall the driver, or start the container with `--gpus all`.  {_SIMULATE}"
         )
     # This one answers without an initialisation: "13.580.65.06" is CUDA 13, driver 580.65.06.
-    library = str(_call(nvml, "nvmlSystemGetNVMLVersion").value or "").partition(".")[2] or None
+    library = str(call(nvml, "nvmlSystemGetNVMLVersion").value or "").partition(".")[2] or None
     kernel = kernel_version()
     if answer.code == DRIVER_NOT_LOADED:
         return DriverNotFound(

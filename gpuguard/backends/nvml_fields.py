@@ -35,6 +35,7 @@ class Row:
     arguments: tuple[Any, ...] = ()
     convert: Callable[[Any], Any] | None = None
     static: bool = False
+    setting: bool = False  # asked seldom
     brief: bool = False  # read although only BRIEF is wanted
 
 
@@ -58,7 +59,13 @@ def kibibytes(number: int) -> float:
 
 def bits(words: Collection[int]) -> list[int]:
     """The numbers of the set bits in an array of 64-bit words, the lowest first."""
-    return [64 * place + bit for place, word in enumerate(words) if word for bit in range(64) if word >> bit & 1]
+    found = []
+    for place, word in enumerate(words):
+        while word:
+            lowest = word & -word
+            found.append(64 * place + lowest.bit_length() - 1)
+            word ^= lowest
+    return found
 
 
 def number_ranges(numbers: list[int]) -> str | None:
@@ -74,7 +81,7 @@ def number_ranges(numbers: list[int]) -> str | None:
 
 def throttle_reasons(mask: int) -> tuple[str, ...]:
     """Names of the set bits; a bit that is newer than this table by its number."""
-    return tuple(_THROTTLE_REASONS.get(bit, f"bit_{bit}") for bit in range(64) if mask >> bit & 1)
+    return tuple(_THROTTLE_REASONS.get(bit, f"bit_{bit}") for bit in bits([mask]))
 
 
 PCI_BUS_ID = Row("pci_bus_id", ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo"), (), bus_id, True)
@@ -96,7 +103,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     model.POWER: (
         Row("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth, brief=True),
-        Row("power_limit", ("nvmlDeviceGetEnforcedPowerLimit",), (), thousandth),
+        Row("power_limit", ("nvmlDeviceGetEnforcedPowerLimit",), (), thousandth, setting=True),
         Row("total_energy", ("nvmlDeviceGetTotalEnergyConsumption",), (), thousandth),
     ),
     model.CLOCKS: (
@@ -111,7 +118,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             (),
             throttle_reasons,
         ),
-        Row("persistence_mode", ("nvmlDeviceGetPersistenceMode",), (), bool),
+        Row("persistence_mode", ("nvmlDeviceGetPersistenceMode",), (), bool, setting=True),
     ),
     model.PCIE: (
         Row("pcie_generation", ("nvmlDeviceGetCurrPcieLinkGeneration",)),
@@ -124,26 +131,27 @@ ROWS: dict[str, tuple[Row, ...]] = {
 
 def read_rows(reading: Reading, group: str) -> None:
     """Read the fields of *group* that are one call each."""
+    values, constants = reading.values, reading.place.constants
     for row in ROWS[group]:
-        if row.brief or model.BRIEF not in reading.fields:
+        if row.field in constants:
+            values[row.field] = constants[row.field]
+        elif row.brief or model.BRIEF not in reading.fields:
             read_row(reading, row)
 
 
 def read_row(reading: Reading, row: Row) -> None:
     """Read one field."""
-    constants = reading.place.constants
-    if row.static and row.field in constants:
-        reading.values[row.field] = constants[row.field]
-        return
     for function in row.functions:
         if row.static:
             answer = reading.ask_once(f"{row.field} {function}", function, *row.arguments)
+        elif row.setting:
+            answer = reading.ask_seldom(function)
         else:
             answer = reading.ask(function, *row.arguments)
         if answer.code != FUNCTION_NOT_FOUND:
             break
     if reading.take(row.field, answer, row.convert) and row.static:
-        constants[row.field] = reading.values[row.field]
+        reading.place.constants[row.field] = reading.values[row.field]
 
 
 def read_utilization(reading: Reading) -> None:
@@ -161,21 +169,13 @@ def read_utilization(reading: Reading) -> None:
 
 def _mean_utilization(reading: Reading) -> float | None:
     samples = reading.ask("nvmlDeviceGetSamples", UTILIZATION_SAMPLES, 0)
-    if samples.code:
-        return None
-    kind, rows = samples.value
-    if kind >= len(_SAMPLE_VALUES) or not rows:
-        return None
-    # Past what the binding does at each access, as in nvml_calls: a driver tells a hundred.
-    sample_of, name = type(rows[0]).sampleValue.__get__, _SAMPLE_VALUES[kind]
-    numbers = [getattr(sample_of(row), name) for row in rows]
-    sound = [number for number in numbers if 0 <= number <= 100]
+    sound = [number for number in samples.value or () if 0 <= number <= 100]
     return sum(sound) / len(sound) if sound else None
 
 
 def read_health(reading: Reading) -> None:
     """problems, compute_mode, mig_mode."""
-    mode = reading.ask("nvmlDeviceGetComputeMode")
+    mode = reading.ask_seldom("nvmlDeviceGetComputeMode")
     reading.take("compute_mode", mode, _COMPUTE_MODES.get)
     reading.fault("nvmlDeviceGetComputeMode", mode)
 
@@ -203,7 +203,7 @@ def read_health(reading: Reading) -> None:
 
 def remapped_rows(reading: Reading) -> Answer:
     """(corrected, uncorrected, pending, failed) of a device with row remapping (Ampere and later)."""
-    return reading.ask_unless_never("nvmlDeviceGetRemappedRows")
+    return reading.ask_seldom("nvmlDeviceGetRemappedRows")
 
 
 def read_ecc(reading: Reading) -> None:

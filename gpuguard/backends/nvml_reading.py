@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from gpuguard.backends.processes import Life
     from gpuguard.backends.statfiles import StatFiles
+    from gpuguard.model import GpuProcess
 
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
@@ -39,7 +40,10 @@ class Place:
         self.uuid = uuid
         self.static: dict[str, Answer] = {}
         self.constants: dict[str, Any] = {}  # fields of the device that never change
+        self.settings: dict[str, Answer] = {}  # answers that are kept for a while: see ask_seldom
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
+        self.told: Any = None  # its lists of processes as they were the last time, ...
+        self.listed: list[GpuProcess] = []  # ... and who stands in them
         self.utilization_seen = 0  # time stamp of the newest process utilization sample
         self.flow: tuple[float, dict[str, int]] | None = None  # (when, KiB since ever) of what goes over NVLink
         self.utilizations: dict[tuple[int, float | None], tuple[float, float]] = {}  # (read at, percent), of processes
@@ -84,6 +88,13 @@ class Reading:
         answer = self.place.static.get(function) or self.ask(function, *arguments)
         if answer.code in NEVER:
             self.place.static[function] = answer
+        return answer
+
+    def ask_seldom(self, function: str) -> Answer:
+        """As ask_unless_never(), but an answer is kept for a while: see nvml.SETTINGS_SECONDS."""
+        answer = self.place.settings.get(function) or self.ask_unless_never(function)
+        if answer.code == 0:
+            self.place.settings[function] = answer
         return answer
 
     def take(self, name: str, answer: Answer, convert: Callable[[Any], Any] | None = None) -> bool:

@@ -75,7 +75,10 @@ def read_processes(reading: Reading) -> None:
     lists, failed, reason = _plausible_lists(reading, list(_LISTS) if details else ["compute"])
     if "compute" not in lists:
         return
-    rows = _merged(lists, reading.values.get("memory_total"))
+    told = lists, reading.values.get("memory_total")
+    if told != reading.place.told:  # else they are the same objects, too
+        reading.place.told, reading.place.listed = told, _merged(*told)
+    rows = reading.place.listed
     # A desktop looks like a job when the list of graphics processes exists and could not be read.
     reading.values["processes_plausible"] = reason is None and all(each.code in NEVER for each in failed.values())
     if reason is None:
@@ -164,7 +167,7 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
 
 def _is_alive(reading: Reading, pid: int) -> bool:
     """As processes.alive(); what is read of those that are goes into *reading*, so that nobody asks it again."""
-    life = processes.life_in(reading.files.read(pid) or b"")
+    life = reading.files.life(pid)
     if life is None:
         return processes.alive(pid)
     reading.lives[pid] = life

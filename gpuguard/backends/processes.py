@@ -30,14 +30,14 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 # What is read about a process costs 0.5 ms: a daemon that looks once per second keeps it.
 FACTS_SECONDS = 60.0
-COMMAND_SECONDS = 4.0  # within which a title is seen that a program writes over its command line; another one at once
+COMMAND_SECONDS = 10.0  # within which a title is seen that a program writes over its command line; another one at once
 UID_SECONDS = 10.0  # a process gets another user id while it runs only by dropping privileges, just after its start
 KEPT_AT_MOST = 8192  # processes in each half, 1 KiB each: more than run on 64 devices
 
 
-# When a process started, in seconds since boot; what is another one when it runs another program, None: not told; and
-# the line of /proc/PID/stat that says so.
-Life = tuple[float, "bytes | None", bytes]
+# When a process started, in seconds since boot; and what is another one when it runs another program: its name, and
+# where its data lie, None: not told.
+Life = tuple[float, bytes, "bytes | None"]
 
 
 class _Known:
@@ -62,13 +62,13 @@ class _Kept:
     """
 
     def __init__(self) -> None:
-        self.young: dict[tuple[int, float, bytes | None], _Known] = {}
+        self.young: dict[tuple[int, Life], _Known] = {}
         self.old = self.young
         self.began = 0.0
 
     def of(self, pid: int, life: Life, now: float) -> _Known:
         """What is kept of a process, to be filled in."""
-        key = pid, life[0], life[1]
+        key = pid, life
         known = self.young.get(key)
         if known is None:
             known = self.old.get(key) or _Known()
@@ -175,7 +175,7 @@ def described(process: GpuProcess, life: Life | None = None) -> GpuProcess:
         return identified(process)
     now = time.monotonic()
     known = _kept.of(process.pid, life, now)
-    if life[1] is None or now - known.command_read > COMMAND_SECONDS:
+    if life[2] is None or now - known.command_read > COMMAND_SECONDS:
         command = read_proc(f"/proc/{process.pid}/cmdline")
         if command != known.command:
             known.uid_read = known.facts_read = float("-inf")
@@ -192,7 +192,7 @@ def described(process: GpuProcess, life: Life | None = None) -> GpuProcess:
             return process
         known.facts, known.facts_read, known.given = facts, now, None
     uid = known.uid
-    if known.told is None or known.given != process:
+    if known.told is None or (known.given is not process and known.given != process):
         from gpuguard.users import user_name  # who starts a job looks at devices without processes
 
         user = None if uid is None else user_name(uid)
@@ -244,16 +244,18 @@ def life_of(pid: int) -> Life | None:
     return life_in(read_proc(f"/proc/{pid}/stat") or b"")
 
 
-def life_in(line: bytes) -> Life | None:
-    """The same from the line of /proc/PID/stat."""
+def life_in(line: bytes, before: Life | None = None) -> Life | None:
+    """The same from the line of /proc/PID/stat; *before*: what an earlier line of the same process told."""
     name, _, rest = line.rpartition(b")")
+    if before and before[1] == name and before[2] and rest.endswith(before[2]):
+        return before  # for a fourth of the time: it started when it did
     fields = rest.split(None, 42)
     if len(fields) < 20:
         return None
     # Behind the 42nd stands where data, heap, arguments and environment lie: an exec lays them anew, at random places.
     # With the name they stand for the command line, whose reading takes as long.  Zeros: not shown to this user.
     places = fields[42] if len(fields) > 42 else _HIDDEN
-    return int(fields[19]) / _TICKS, None if places.startswith(_HIDDEN) else name + places, line
+    return int(fields[19]) / _TICKS, name, None if places.startswith(_HIDDEN) else b" " + places
 
 
 def container_of(cgroup: str) -> str | None:

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 
-from gpuguard.backends.processes import read_proc
+from gpuguard.backends.processes import life_in, read_proc
+
+TYPE_CHECKING = False  # typing costs 6 ms of import, before every job
+if TYPE_CHECKING:
+    from gpuguard.backends.processes import Life
 
 MOST = 256  # files, and no more than a quarter of those that this process may have open
 _LONGEST = 4096  # bytes
@@ -18,7 +22,7 @@ class StatFiles:
     """Those of one backend, from one sample to the next."""
 
     def __init__(self) -> None:
-        self._open: dict[int, int] = {}  # pid -> descriptor
+        self._open: dict[int, tuple[int, Life | None]] = {}  # by pid: descriptor, and what was read from it last
         self.lines: dict[int, bytes] = {}  # that were read for the sample that is under way, by pid
         self._before = self.lines  # and for the one before it
         self._most = min(MOST, os.sysconf("SC_OPEN_MAX") // 4)
@@ -27,29 +31,35 @@ class StatFiles:
         """A new sample begins: whoever the one before it did not read is forgotten."""
         self._before, self.lines = self.lines, {}
         for pid in self._open.keys() - self._before.keys():
-            os.close(self._open.pop(pid))
+            os.close(self._open.pop(pid)[0])
 
-    def read(self, pid: int) -> bytes | None:
-        """The line of *pid* as it is now; None: gone or hidden."""
-        line = self._line(pid)
+    def life(self, pid: int) -> Life | None:
+        """Who *pid* is now, as life_of() says; None: gone or hidden."""
+        known, line = self._open.get(pid) or self._opened(pid), None
+        if known:
+            try:
+                line = os.pread(known[0], _LONGEST, 0)
+            except OSError:  # it has ended, and another process may have its pid
+                os.close(self._open.pop(pid)[0])
+                known = None
+        if not known:
+            line = read_proc(f"/proc/{pid}/stat")
         if line is None:
             self.lines.pop(pid, None)
-        else:
-            self.lines[pid] = line
-        return line
+            return None
+        self.lines[pid] = line
+        life = life_in(line, known and known[1])
+        if known and life is not known[1]:
+            self._open[pid] = known[0], life
+        return life
 
-    def _line(self, pid: int) -> bytes | None:
-        path = f"/proc/{pid}/stat"
-        try:
-            if pid in self._open:
-                return os.pread(self._open[pid], _LONGEST, 0)
-            if pid in self._before and len(self._open) < self._most:
-                self._open[pid] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                return os.pread(self._open[pid], _LONGEST, 0)
-        except OSError:  # it has ended, and another process may have its pid
-            if pid in self._open:
-                os.close(self._open.pop(pid))
-        return read_proc(path)
+    def _opened(self, pid: int) -> tuple[int, Life | None] | None:
+        if pid in self._before and len(self._open) < self._most:
+            try:
+                self._open[pid] = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC), None
+            except OSError:
+                return None
+        return self._open.get(pid)
 
     def close(self) -> None:
         """Keep none open."""
