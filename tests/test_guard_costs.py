@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -34,9 +35,15 @@ answer = [path for path in opened if path.startswith("/proc/")], fake.calls()
 def jobs() -> Iterator[list[int]]:
     with ExitStack() as stack:
         children = [stack.enter_context(subprocess.Popen(["sleep", "600"])) for _ in range(6)]
+        while not all(_sleeps(child.pid) for child in children):  # one that only begins changes from look to look
+            time.sleep(0.01)
         yield [child.pid for child in children]
         for child in children:
             child.kill()
+
+
+def _sleeps(pid: int) -> bool:
+    return (processes.read_proc(f"/proc/{pid}/stat") or b"").rpartition(b") ")[2].startswith(b"S")
 
 
 def test_a_sample_opens_one_file_per_process_and_asks_the_driver_no_more_than_it_must(
