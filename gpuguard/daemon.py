@@ -23,7 +23,7 @@ from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.guards.case import boot_clock
 from gpuguard.guards.recall import recalled
 from gpuguard.hints import TYPE_CHECKING
-from gpuguard.line.tickets import wanted
+from gpuguard.line.tickets import wanted, who_waits
 from gpuguard.messages import TEMPLATES
 from gpuguard.model import Event, Snapshot
 from gpuguard.nouns import dataclass
@@ -56,6 +56,7 @@ _DANGEROUS = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT")
 
 if TYPE_CHECKING:  # loaded by those who need them: 1.5 MiB together
     from gpuguard.clusters.slurm_node import SlurmNode
+    from gpuguard.line.order import Ticket
     from gpuguard.notify import Sender
     from gpuguard.services.broker import Broker
     from gpuguard.services.door import Door
@@ -127,7 +128,8 @@ class Daemon:
         self._fingerprint: str | None = None  # of the policies in force
         self._faulty = False
         self._published, self._published_at = True, 0.0
-        self.last = Snapshot("", backend.name, 0.0, 0.0, ())  # sample
+        self.last = Snapshot("", backend.name, 0.0, 0.0, ())  # sample, and ...
+        self.waiting: tuple[Ticket, ...] | None = None  # ... who waited then; None: the line could not be read
         self._again = threading.Event()  # somebody asks that the policy file be read again
         self._recorder = Recorder(store_path(directory), say)
         self.watchdog = self._watchdog = Watchdog(
@@ -324,7 +326,8 @@ class Daemon:
 
     def _publish(self, snapshot: Snapshot, pause: float) -> None:
         self.last = snapshot
-        self._recorder.record(snapshot, GAP_INTERVALS * self._watchdog.interval[1], wanted(self._directory))
+        self.waiting = who_waits(self._directory)
+        self._recorder.record(snapshot, GAP_INTERVALS * self._watchdog.interval[1], wanted(self.waiting))
         if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no look comes on the dot
             return
         try:

@@ -11,6 +11,7 @@ from builders import a_device, a_snapshot
 from commands import Gpuguard
 from daemons import DaemonUnderTest, a_daemon
 from exporters import fetch
+from lines import a_ticket
 from nodes import GIB, a_user, eventually
 from test_metrics import the_one
 from test_metrics_command import read
@@ -113,7 +114,7 @@ class AGuard:
 
     def __init__(self, age: float, trouble: str | None = None) -> None:
         now = daemon_metrics.time.clock_gettime(daemon_metrics.time.CLOCK_BOOTTIME)
-        self.last = a_snapshot(clock=now - age)
+        self.last, self.waiting = a_snapshot(clock=now - age), (a_ticket(),)
         dog = {"interval": (1.0, 2.0), "pause": 2.0, "trouble": trouble, "seen": lambda snapshot: {}}
         self.watchdog = type("Dog", (), dog)
 
@@ -124,6 +125,7 @@ def test_a_sample_counts_for_three_intervals(tmp_path, monkeypatch, age, trouble
     facts = daemon_metrics.facts_of(AGuard(age, trouble), None, daemon_metrics.Counting(), metrics_facts.Seldom())()
 
     assert (facts.current, facts.driver_up, bool(facts.uses)) == (current, current, current)
+    assert (facts.waiting is not None) == current  # else the line is read again
 
 
 def test_only_what_a_policy_did_is_counted_as_such(monkeypatch):

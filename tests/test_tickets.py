@@ -37,6 +37,7 @@ from gpuguard.line.tickets import (
     ticket_content,
     unheard_since,
     wanted,
+    who_waits,
 )
 from gpuguard.lock import someone_waits
 from gpuguard.request import Request
@@ -351,22 +352,22 @@ def test_who_was_served_is_known_to_the_others(directory: LockDirectory, held: H
 
 
 def test_what_a_user_wants_is_the_sum_of_his_requests(directory):
-    assert wanted(directory) == {}
+    assert wanted(who_waits(directory)) == {}
     held = [Held(directory, ticket_content(a_ticket(gpus=gpus))) for gpus in (2, 3)]
-    found = wanted(directory)
+    found = wanted(who_waits(directory))
     for ticket in held:
         ticket.leave()
 
-    assert (found, wanted(directory)) == ({ME: 5}, {})
+    assert (found, wanted(who_waits(directory))) == ({ME: 5}, {})
 
 
 def test_a_ticket_that_asks_for_more_than_there_can_be_counts_for_no_more(directory):
     held = Held(directory, ticket_content(a_ticket(gpus=2**62)))
-    found = wanted(directory)
+    found = wanted(who_waits(directory))
     held.leave()
 
     assert found == {ME: tickets.MOST_WANTED}
 
 
 def test_of_a_line_that_cannot_be_read_nobody_knows_what_is_wanted(directory):
-    assert wanted(replace(directory, records=f"{directory.records}/gone")) is None
+    assert wanted(who_waits(replace(directory, records=f"{directory.records}/gone"))) is None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from gpuguard import __version__, history
 from gpuguard.actions import ACTIONS
 from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.cli.metrics_facts import Seldom, pages, with_directory
+from gpuguard.cli.metrics_facts import Seldom, pages, told_of, with_directory
 from gpuguard.cli.serving_options import server_at
 from gpuguard.daemon import Daemon
 from gpuguard.model import Event, Snapshot
@@ -99,7 +99,7 @@ def facts_of(guard: Daemon, directory: LockDirectory, counting: Counting, seldom
 
     def facts() -> Facts:
         nonlocal known
-        dog, snapshot, counted = guard.watchdog, guard.last, counting.counted()
+        dog, snapshot, waiting, counted = guard.watchdog, guard.last, guard.waiting, counting.counted()
         longest = max(dog.interval[1], dog.pause)
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - snapshot.clock
         current = dog.trouble is None and age <= STALE_INTERVALS * longest
@@ -114,6 +114,7 @@ def facts_of(guard: Daemon, directory: LockDirectory, counting: Counting, seldom
             current=current,
             errors=seldom.errors(snapshot),
             uses=known[1] if current else (),
+            waiting=told_of(waiting) if current else None,
             driver_up=current if seen or dog.trouble else None,  # None: it has not been asked yet
             interval=longest,
             troubles=counted.troubles,

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 
 from gpuguard import __version__
@@ -19,7 +18,7 @@ from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.lookout import Lookout
 from gpuguard.cli.options import backend_of, directory_of
 from gpuguard.errors import BackendError, ClaimError
-from gpuguard.line.tickets import read_tickets
+from gpuguard.line.tickets import who_waits
 from gpuguard.marks import QUARANTINED, read_marks
 from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device, Gap, Snapshot
 from gpuguard.nouns import replace
@@ -32,6 +31,8 @@ from gpuguard.views.usage import uses
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
+
+    from gpuguard.line.order import Ticket
 
 _errors = attrgetter(*ERRORS)
 _NOTHING = (None,) * len(ERRORS)
@@ -127,18 +128,20 @@ class Looking:
 
 
 def with_directory(facts: Facts, directory: LockDirectory | None) -> Facts:
-    """*facts* with what lies among the claims: who waits, what is out of service, whether a daemon lives."""
+    """*facts* with what lies among the claims and is not known yet: who waits, what is out of service, and a daemon."""
     if directory is None:
         return facts
-    waiting: tuple[tuple[str, float], ...] | None = None
-    with suppress(ClaimError, OSError):
-        waiting = tuple((ticket.user, ticket.since) for ticket in read_tickets(directory)[0])
     return replace(
         facts,
-        waiting=waiting,
+        waiting=facts.waiting if facts.waiting is not None else told_of(who_waits(directory)),
         quarantined=frozenset(read_marks(directory, QUARANTINED, facts.now)),
         daemon_up=facts.daemon_up or daemon_lives(directory),
     )
+
+
+def told_of(waiting: Iterable[Ticket] | None) -> tuple[tuple[str, float], ...] | None:
+    """What Facts tell of those who wait."""
+    return None if waiting is None else tuple([(ticket.user, ticket.since) for ticket in waiting])
 
 
 def text_of(facts: Facts, compat: list[str]) -> str:

@@ -15,12 +15,12 @@ import os
 import stat
 import struct
 import termios
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, try_flock
-from gpuguard.errors import InvalidRequest
+from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.hints import Any
 from gpuguard.line import served
 from gpuguard.line.order import PRIORITIES, Ticket
@@ -186,14 +186,21 @@ def not_too_many(directory: LockDirectory, names: list[str], most: int) -> tuple
     return [name for uid, own in of_user.items() for _, name in sorted(own)[: most if uid else None]], torn
 
 
-def wanted(directory: LockDirectory) -> dict[int, int] | None:
-    """uid -> GPUs that all requests of that user ask for now; None: the line cannot be read."""
-    found: dict[int, int] = {}
+def who_waits(directory: LockDirectory) -> tuple[Ticket, ...] | None:
+    """All who wait now, in no order; None: the line cannot be read."""
     try:
-        for ticket in read_tickets(directory)[0]:
-            found[ticket.uid] = found.get(ticket.uid, 0) + min(max(0, ticket.num_gpus), MOST_WANTED)
-    except OSError:
+        return tuple(read_tickets(directory)[0])
+    except (ClaimError, OSError):
         return None
+
+
+def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
+    """uid -> GPUs that all requests of that user ask for; None: of whom nobody knows."""
+    if waiting is None:
+        return None
+    found: dict[int, int] = {}
+    for ticket in waiting:
+        found[ticket.uid] = found.get(ticket.uid, 0) + min(max(0, ticket.num_gpus), MOST_WANTED)
     return found
 
 
