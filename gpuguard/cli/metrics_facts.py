@@ -161,17 +161,18 @@ def _compat() -> Mapping[str, Callable[[Facts], list[Family]]]:
 def pages(facts: Callable[[], Facts], compat: list[str]) -> Pages:
     """/metrics, in which ?compat=dcgm adds names to those of *compat*."""
     made: dict[tuple[str, ...], tuple[float, str]] = {}
+    usual = tuple(name for name in _compat() if name in compat) if compat else ()
 
-    def page(path: str, query: object) -> Page:
+    def page(path: str, query: Mapping[str, list[str]]) -> Page:
         if path == "/":
             return Page(f"gpuguard {__version__} on {os.uname().nodename}: the numbers are at /metrics\n")
         if path != "/metrics":
             return Page("there is only /metrics\n", status=404)
-        asked = dict(query)["compat"] if isinstance(query, dict) and "compat" in query else []
-        known = _compat() if asked or compat else {}
-        if unknown := set(asked) - set(known):
-            return Page(f"compat: there is no {min(unknown)!r}, but {' and '.join(known)}\n", status=400)
-        names = tuple(name for name in known if name in (*compat, *asked))
+        names = usual
+        if asked := query.get("compat"):
+            if unknown := set(asked) - set(_compat()):
+                return Page(f"compat: there is no {min(unknown)!r}, but {' and '.join(_compat())}\n", status=400)
+            names = tuple(name for name in _compat() if name in (*compat, *asked))
         now = time.monotonic()
         if names not in made or now - made[names][0] >= PAGE_SECONDS:
             made[names] = now, text_of(facts(), list(names))
