@@ -36,12 +36,12 @@ def a_page(path: str, query: object) -> Page:
 
 
 @contextmanager
-def a_server(pages=a_page, limit=5.0, names=()) -> Iterator[tuple[str, int]]:
-    server = Server(listen("127.0.0.1:0", exposed=False), pages, host_names(names), limit)
+def a_server(pages=a_page, limit=5.0, names=(), at="127.0.0.1:0") -> Iterator[tuple[str, int]]:
+    server = Server(listen(at, exposed=False), pages, host_names(names), limit)
     server.start()
     host, _, port = server.address.rpartition(":")
     try:
-        yield host, int(port)
+        yield host.strip("[]"), int(port)
     finally:
         server.close(5.0)
     assert not any(thread.name == "gpuguard-pages" for thread in threading.enumerate())
@@ -76,6 +76,14 @@ def test_a_page_comes_whole_and_the_connection_ends():
 
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"Content-Length: 4000" in head
     assert body == b"x 1\n" * 1000
+
+
+def test_it_serves_by_ipv6_too():
+    try:
+        with a_server(at="[::1]:0") as place:
+            assert status(ask(place, GOOD)) == 200
+    except InvalidRequest as error:  # a machine without IPv6
+        assert "::1" in str(error)
 
 
 @pytest.mark.parametrize("target", ["/metrics", "/", "//metrics", "/metrics?a=1&b=%31&a=2", "/a/b#c", "/%41", "/a;b"])
