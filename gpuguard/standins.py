@@ -27,9 +27,9 @@ def stand_in(name: str, own: dict[str, Any]) -> ModuleType:
     return module
 
 
-def put_off(name: str) -> None:
-    """Let the next `import name` load nothing, unless it is loaded already."""
-    sys.modules.setdefault(name, stand_in(name, {}))
+def put_off(name: str, **own: Any) -> None:
+    """Let the next `import name` load nothing, unless it is loaded already; *own* as for stand_in()."""
+    sys.modules.setdefault(name, stand_in(name, own))
 
 
 def real(name: str) -> Any:

@@ -118,8 +118,8 @@ def test_a_daemon_with_metrics_and_policies_loads_nothing_heavy(tmp_path: Any) -
 
     assert readers == "[]", "what reads words is still in memory"
     assert "gpuguard.policychild" in loaded
-    # From Python 3.13 on, dataclasses asks inspect for the annotations of each class.
-    assert loaded & (HEAVY | ASKED_FOR | ({"ast", "dis"} if sys.version_info < (3, 13) else set())) == set()
+    # From Python 3.14 on, dataclasses asks annotationlib for the annotations of each class.
+    assert loaded & (HEAVY | ASKED_FOR | ({"ast", "dis"} if sys.version_info < (3, 14) else set())) == set()
 
 
 def test_what_proc_told_of_the_processes_of_a_sample_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

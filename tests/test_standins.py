@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
 import pytest
+
+from gpuguard.cli import dispatch
 
 
 def said(code: str) -> str:
@@ -43,3 +46,21 @@ def test_what_is_loaded_already_stays() -> None:
     assert said(
         "import colorsys; standins.put_off('colorsys'); print('ONE_THIRD' in vars(sys.modules['colorsys']))"
     ) == ("True")
+
+
+class Above:
+    x: int = 1
+    y: str
+
+
+class Below(Above):
+    pass
+
+
+def made(x: int) -> str:
+    return str(x)
+
+
+@pytest.mark.parametrize("noun", [Above, Below, int, made])
+def test_what_dataclasses_asks_of_inspect_is_what_inspect_says(noun: object) -> None:
+    assert dispatch._annotations(noun) == inspect.get_annotations(noun)  # type: ignore[arg-type]
