@@ -328,7 +328,7 @@ class _Job:
                 self.backend,
                 pause=self.pause,
                 say=self.say,
-                seen=self.meter.add_last,
+                seen=self.meter.add_last if self.meter.counts else None,
                 tolerance=tolerance,
                 longest=settle.SETTLE_SECONDS if self.claim.memory is None else settle.SHARED_SETTLE_SECONDS,
             )

@@ -39,6 +39,11 @@ class Meter:
                 self._first_energy.setdefault(device.uuid, device.total_energy)
                 self._last_energy[device.uuid] = device.total_energy
 
+    @property
+    def counts(self) -> bool:
+        """Whether there is a sample of the time of the job, without which no energy can be told."""
+        return bool(self._samples and self._uuids)
+
     def utilization(self) -> float | None:
         """Percent, mean over samples and devices."""
         return sum(self._utilization) / len(self._utilization) if self._utilization else None
@@ -46,5 +51,5 @@ class Meter:
     def energy(self) -> float | None:
         """Joules of all devices together; None when one of them does not count, or counted backwards."""
         used = [self._last_energy[uuid] - self._first_energy[uuid] for uuid in self._first_energy]
-        known = self._samples and used and len(used) == len(self._uuids) and min(used) >= 0
+        known = self.counts and len(used) == len(self._uuids) and min(used) >= 0
         return sum(used) if known else None

@@ -51,7 +51,7 @@ def wait_until_free(
     *,
     pause: Callable[[float], int | None],
     say: Callable[[str], None],
-    seen: Callable[[Snapshot], None],
+    seen: Callable[[Snapshot], None] | None,
     tolerance: int,
     longest: float = SETTLE_SECONDS,
 ) -> str:
@@ -62,7 +62,7 @@ def wait_until_free(
         backend: read at least once.
         pause: waits up to so many seconds, less when a child ends; returns a signal that asks us to stop waiting.
         say: told, in words, when somebody would wonder why it takes so long.
-        seen: gets each snapshot.
+        seen: gets each snapshot, with the energy that its devices have used; None: nobody wants to know.
         tolerance: bytes above the state before the job that count as free.
         longest: seconds to wait for memory that no process holds any more.
 
@@ -86,7 +86,7 @@ def _wait_for_users(
     backend: Backend,
     pause: Callable[[float], int | None],
     say: Callable[[str], None],
-    seen: Callable[[Snapshot], None],
+    seen: Callable[[Snapshot], None] | None,
 ) -> Snapshot:
     told: set[int] = set()
     while users := users_of(snapshot, devices):
@@ -108,7 +108,7 @@ def _wait_for_memory(
     backend: Backend,
     pause: Callable[[float], int | None],
     say: Callable[[str], None],
-    seen: Callable[[Snapshot], None],
+    seen: Callable[[Snapshot], None] | None,
     tolerance: int,
     longest: float,
 ) -> str:
@@ -171,10 +171,12 @@ def status_of(pid: int) -> tuple[str, int, int] | None:
         return None
 
 
-def _sample(devices: Sequence[Device], backend: Backend, seen: Callable[[Snapshot], None]) -> Snapshot:
-    fields = {MEMORY, PROCESSES, POWER} | ({HEALTH} if any(device.parent_uuid for device in devices) else set())
+def _sample(devices: Sequence[Device], backend: Backend, seen: Callable[[Snapshot], None] | None) -> Snapshot:
+    fields = {MEMORY, PROCESSES} | ({POWER} if seen else set())
+    fields |= {HEALTH} if any(device.parent_uuid for device in devices) else set()
     snapshot = backend.sample(fields, [device.uuid for device in devices])
-    seen(snapshot)
+    if seen:
+        seen(snapshot)
     return snapshot
 
 
