@@ -119,6 +119,7 @@ class LineMachine(RuleBasedStateMachine):
         else:
             assert fits
             self.taken(claim, job)
+        self.serve()  # he had a ticket if anybody waits, and when that goes the line looks again
 
     @precondition(lambda self: self.claims)
     @rule(data=st.data())

@@ -8,7 +8,7 @@ from typing import Any
 from lines import HOUR, a_machine, a_ticket, planned, started
 
 from gpuguard.line import plan as plans
-from gpuguard.line.plan import Booking, Fit, Machine
+from gpuguard.line.plan import Booking, Fit, Machine, Place
 from gpuguard.request import Request
 
 
@@ -138,3 +138,33 @@ def test_of_two_devices_neither_may_be_kept_for_somebody_by_the_time_that_the_ot
     (place,) = planned(line, machine)
 
     assert (place.start, place.devices) == (booking.ends, ("d1", "d0"))
+
+
+def a_guest_beside(**fields: Any) -> list[Place]:
+    """The plan for one who could have d0, and another one who may share d1 and for whom one of both is reserved."""
+    line = [a_ticket(1), a_ticket(9, ways=[share := Request(share=True, memory=2**30)])]
+    fits = {
+        line[0].requests[0]: Fit(("d0", "d1"), frozenset({"d0"})),
+        share: Fit(("d1", "d0"), frozenset({"d0", "d1"})),
+    }
+    return planned(line, Machine(fits, bookings=(a_booking(1, 0.0, **fields),), free=frozenset({"d0"})))
+
+
+def test_nobody_takes_what_is_reserved_because_its_user_is_about_to_claim_another_device() -> None:
+    other, guest = a_guest_beside()
+
+    assert (guest.now, guest.devices) == (True, ("d1",))  # he may be gone before he claims it
+    assert (other.now, other.passes, set(other.kept)) == (False, "b1", {"d0", "d1"})
+
+
+def test_what_its_user_has_claimed_sets_the_other_device_free() -> None:
+    assert [place.now for place in a_guest_beside(held=("d1",))] == [True, True]
+
+
+def test_a_job_with_a_limit_that_joins_one_without_does_not_make_its_end_known() -> None:
+    joins = Request(share=True, memory=2**30, devices=("d1",))
+    line = [a_ticket(1, ways=[joins], time_limit=50.0), a_ticket(2)]
+    fits = {joins: Fit(("d1",), frozenset({"d1"})), line[1].requests[0]: Fit(("d0", "d1"), frozenset({"d0"}))}
+    first, second = planned(line, Machine(fits, bookings=(a_booking(1, 100.0),), free=frozenset({"d0"})))
+
+    assert (first.now, second.now, second.passes) == (True, False, "b1")

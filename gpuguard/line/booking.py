@@ -205,6 +205,22 @@ class Calendars:
             self._known[key] = calendar(others, self._prospects(started), self._now, last)
         return self._known[key]
 
+    def left_alone(self, started: Sequence[Started], wanted: Sequence[str], uid: int) -> Calendar:
+        """What a user has to leave alone if he starts beside *started*, who have claimed nothing yet.
+
+        Nobody counts on it that those come for whom devices are reserved: what they are about to claim is kept for them
+        only when they have it, and until then what else there is.
+        """
+        found = self.after(started, wanted, uid)
+        guests = {job.uid for job in started} & {booking.uid for booking in self._bookings} - {uid}
+        for guest in guests:
+            absent = [job for job in started if job.uid != guest]
+            theirs = {uuid for job in started if job.uid == guest for uuid in job.devices}  # to be kept first of all
+            others = sorted([uuid for uuid in wanted if uuid not in theirs], key=lambda uuid: uuid in found)
+            without = self.after(absent, others, uid)
+            found = {uuid: _merged(found.get(uuid, ()), without.get(uuid, ())) for uuid in [*found, *without]}
+        return found
+
     def _prospects(self, started: Sequence[Started]) -> Prospects:
         free_at = dict(self._before.free_at)
         users = {uuid: set(uids) for uuid, uids in self._before.users.items()}
@@ -215,7 +231,7 @@ class Calendars:
             for uuid in job.devices:
                 users.setdefault(uuid, set()).add(job.uid)
                 for each in (uuid, *self._before.kin.get(uuid, ())):
-                    free_at[each] = max(job.until, free_at.get(each, job.until))
+                    free_at[each] = max(job.until, free_at.get(each, FOR_EVER))  # it may join one that has no limit
         return Prospects(free_at, users, self._before.kin)
 
     def guests(self, uid: int) -> list[Booking]:
@@ -229,6 +245,10 @@ class Calendars:
         used = {uuid for one in own for uuid in one.held}
         used |= {uuid for job in started if job.uid == uid for uuid in job.devices} & reserved
         return reserved.issuperset(devices) and len(used.union(devices)) <= sum(one.num_gpus for one in own)
+
+
+def _merged(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    return sorted([*some, *others], key=lambda span: span.begins)
 
 
 def in_words(booking: Booking, now: float) -> str:

@@ -210,7 +210,7 @@ class _Plans:
             free = (
                 [taken.get(uuid, first) for uuid, first in zip(uuids, way.first, strict=True)] if taken else way.first
             )
-            spans = self.calendars.after(self.started, uuids, ticket.uid) if kept is None else kept
+            spans = self.calendars.left_alone(self.started, uuids, ticket.uid) if kept is None else kept
             places, start = _soonest(ticket, free, uuids, spans, way.request.num_gpus)
             if best.request is None or start < best.start:
                 best = Planned(start, way.request, tuple([uuids[place] for place in places]))
@@ -329,7 +329,7 @@ class _Plans:
         """uuid -> the reservation for which this ticket must leave the device alone if it starts now."""
         fit = self.machine.fits.get(it.request or ticket.requests[0])
         others = [job for job in self.started if job.id != ticket.id]
-        spans = self.calendars.after(others, fit.eligible if fit else (), ticket.uid)
+        spans = self.calendars.left_alone(others, fit.eligible if fit else (), ticket.uid)
         lasts = surely_over_after(ticket)
         found = {uuid: in_the_way(each, ticket.uid, self.now, lasts) for uuid, each in spans.items()}
         return {uuid: booking for uuid, booking in found.items() if booking}
