@@ -176,6 +176,33 @@ def test_shares_start_beside_each_other_and_not_beside_whoever_wants_the_device_
     assert started(planned(line[::-1], a_machine(line, 1))) == [line[2].id]
 
 
+def beside_an_endless_share(*line: Ticket) -> list[Place]:
+    """The plan where d1 is somebody's, and shares fit beside the one on d0, both without end; d1 is liked best."""
+    fits = dict.fromkeys((way for ticket in line for way in ticket.requests), Fit(("d1", "d0"), frozenset()))
+    return planned(line, Machine(fits | {SHARE: Fit(("d0",), frozenset({"d0"}))}))
+
+
+def test_the_end_of_a_share_that_joins_another_one_tells_nothing_of_the_device() -> None:
+    share, alone = beside_an_endless_share(a_ticket(1, ways=[SHARE], time_limit=2.0), a_ticket(2))
+
+    assert (share.now, alone.start, alone.in_order) == (True, None, None)
+
+
+def test_two_shares_are_not_held_back_for_each_other_by_one_who_wants_the_device_alone() -> None:
+    line = [a_ticket(1), a_ticket(2, ways=[SHARE], time_limit=9.0), a_ticket(3, ways=[SHARE], time_limit=2.0)]
+
+    assert started(beside_an_endless_share(*line)) == [line[1].id, line[2].id]
+
+
+def test_a_gpu_is_shared_when_the_last_of_its_instances_is_free() -> None:
+    part = Request(mig="3g.40gb")
+    line = [*(a_ticket(1, ways=[part], time_limit=seconds) for seconds in (9.0, 5.0)), a_ticket(2, ways=[SHARE])]
+    fits = {part: Fit(("m1", "m2"), frozenset({"m1", "m2"})), SHARE: Fit(("g",), frozenset("g"))}
+    kin = {"g": ("m1", "m2"), "m1": ("g",), "m2": ("g",)}
+
+    assert planned(line, Machine(fits, kin=kin))[2].start == 9.0
+
+
 def test_whoever_has_no_place_yet_holds_up_nobody() -> None:
     line = [a_ticket(1, 2, after="4711"), a_ticket(2, 1)]
 

@@ -207,9 +207,9 @@ class _Plans:
         best = NEVER
         for way in self.ways(ticket):
             uuids, taken = way.fit.eligible, busy.until(shared=way.request.share)
-            free = (
-                [taken.get(uuid, first) for uuid, first in zip(uuids, way.first, strict=True)] if taken else way.first
-            )
+            free = way.first
+            if taken:  # one that shares may be over before those that are there already
+                free = [max(first, taken.get(uuid, first)) for uuid, first in zip(uuids, free, strict=True)]
             spans = self.calendars.left_alone(self.started, uuids, ticket.uid) if kept is None else kept
             places, start = _soonest(ticket, free, uuids, spans, way.request.num_gpus)
             if best.request is None or start < best.start:
@@ -383,6 +383,5 @@ class Busy:
         until = UNKNOWN if lasts is None else it.start + lasts
         for uuid in it.devices:
             for each in (uuid, *kin.get(uuid, ())):
-                self._alone[each] = max(until, self._alone.get(each, until))
-                if not it.request.share:
-                    self._shared[each] = until
+                for taken in (self._alone,) if it.request.share else (self._alone, self._shared):
+                    taken[each] = max(until, taken.get(each, until))
