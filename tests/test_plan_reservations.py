@@ -157,6 +157,18 @@ def test_nobody_takes_what_is_reserved_because_its_user_is_about_to_claim_anothe
     assert (other.now, other.passes, set(other.kept)) == (False, "b1", {"d0", "d1"})
 
 
+def test_nobody_takes_what_is_reserved_because_the_users_of_two_reservations_are_about_to_claim_others() -> None:
+    shares = [Request(share=True, memory=2**30, devices=(uuid,)) for uuid in ("d2", "d3")]
+    line = [a_ticket(1), a_ticket(8, ways=[shares[0]]), a_ticket(9, ways=[shares[1]])]
+    fits = {line[0].requests[0]: Fit(("d0", "d1"), frozenset({"d0", "d1"}))}
+    fits |= {way: Fit(way.devices, frozenset(way.devices)) for way in shares}
+    bookings = tuple(replace(a_booking(1, 0.0, "d0", "d1", "d2", "d3", user=uid), id=f"b{uid}") for uid in (8, 9))
+    other, *guests = planned(line, Machine(fits, bookings=bookings, free=frozenset({"d0", "d1"})))
+
+    assert [guest.now for guest in guests] == [True, True]  # both may be gone before they claim
+    assert (other.now, set(other.kept) >= {"d0", "d1"}) == (False, True)
+
+
 def test_what_its_user_has_claimed_sets_the_other_device_free() -> None:
     assert [place.now for place in a_guest_beside(held=("d1",))] == [True, True]
 

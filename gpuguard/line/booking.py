@@ -209,15 +209,15 @@ class Calendars:
         """What a user has to leave alone if he starts beside *started*, who have claimed nothing yet.
 
         Nobody counts on it that those come for whom devices are reserved: what they are about to claim is kept for them
-        only when they have it, and until then what else there is.
+        only when they have it, and until then what else there is, should one of them be gone, or all.
         """
         found = self.after(started, wanted, uid)
         guests = {job.uid for job in started} & {booking.uid for booking in self._bookings} - {uid}
-        for guest in guests:
-            absent = [job for job in started if job.uid != guest]
-            theirs = {uuid for job in started if job.uid == guest for uuid in job.devices}  # to be kept first of all
+        for gone in [{guest} for guest in guests] + [guests] * (len(guests) > 1):
+            there = [job for job in started if job.uid not in gone]
+            theirs = {uuid for job in started if job.uid in gone for uuid in job.devices}  # to be kept first of all
             others = sorted([uuid for uuid in wanted if uuid not in theirs], key=lambda uuid: uuid in found)
-            without = self.after(absent, others, uid)
+            without = self.after(there, others, uid)
             found = {uuid: _merged(found.get(uuid, ()), without.get(uuid, ())) for uuid in [*found, *without]}
         return found
 
