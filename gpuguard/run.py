@@ -164,6 +164,7 @@ class _Job:
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
         self.sample_at, self.sample_every = self.tick_at, 0.0 if limits else SAMPLE_SECONDS
         self.limited = False  # whether the time limit ended it
+        self.others = settle.children() or frozenset()
         self.pid, self.report = start(command, environment, claim.pass_fds, FETCHED, enter)
         self.pidfd = os.pidfd_open(self.pid)
         signal.signal(actions.LETTER, lambda *_: None)  # fetched like the others; a handler is what others can see
@@ -330,6 +331,7 @@ class _Job:
                 say=self.say,
                 seen=self.meter.add_last if self.meter.counts else None,
                 tolerance=tolerance,
+                others=self.others,
                 longest=settle.SETTLE_SECONDS if self.claim.memory is None else settle.SHARED_SETTLE_SECONDS,
             )
             self.claim.release()

@@ -6,13 +6,17 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
-from builders import GIB
+from builders import GIB, MIB, a_device, a_snapshot
 from wrapped import Wrapped, content, end, first_line, python, until
+
+from gpuguard.jobs import settle
+from gpuguard.model import MEMORY, PROCESSES, Snapshot
 
 # Leaves a process in a session of its own behind, prints its pid, and ends when PLACE/go is there.
 LEAVING = """
@@ -160,6 +164,87 @@ def test_a_signal_while_the_memory_settles_releases_at_once(wrapped):
 
     assert (wrapper.returncode, wrapped.is_claimed()) == (9, False)
     assert wrapped.events()[-1]["outcome"] == "interrupted"
+
+
+# What the driver is asked after the job: its list of processes is the dearest of all
+
+
+class Driver:
+    """One device, on which nobody is listed; notes what it is asked."""
+
+    name, simulated = "simulated", True
+
+    def __init__(self, memory_used: int | None) -> None:
+        self.memory_used = memory_used
+        self.asked: list[set[str]] = []
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        self.asked.append(set(fields))
+        processes = () if PROCESSES in fields else None
+        return a_snapshot(a_device(0, memory_used=self.memory_used, processes=processes))
+
+    def close(self) -> None:
+        pass
+
+
+def asked_after_a_job(memory_used: int | None, *left: int) -> list[set[str]]:
+    """What a driver is asked whose device held 4 MiB before a job that has left these children."""
+    driver = Driver(memory_used)
+    there = settle.children() or frozenset()
+    outcome = settle.wait_until_free(
+        (a_device(0, memory_used=4 * MIB, processes=()),),
+        driver,
+        pause=lambda seconds: None,
+        say=lambda text: None,
+        seen=None,
+        tolerance=512 * MIB,
+        others=there - set(left),
+        longest=0.0,
+    )
+    assert outcome == ("settled" if not memory_used or memory_used < GIB else "memory did not settle")
+    return driver.asked
+
+
+def test_where_nothing_of_a_job_is_left_no_list_of_processes_is_asked_for():
+    assert asked_after_a_job(300 * MIB) == [{MEMORY}]
+
+
+@pytest.mark.parametrize("memory_used", [GIB, None])
+def test_memory_that_is_more_than_before_or_unknown_is_judged_with_the_processes(memory_used):
+    assert asked_after_a_job(memory_used)[:2] == [{MEMORY}, {MEMORY, PROCESSES}]
+
+
+def test_while_something_of_the_job_lives_the_processes_are_asked_for(stranger):
+    assert asked_after_a_job(4 * MIB, stranger.pid) == [{MEMORY, PROCESSES}]
+
+
+def test_where_the_kernel_does_not_tell_children_the_processes_are_asked_for(monkeypatch):
+    monkeypatch.setattr(settle, "children", lambda: None)
+
+    assert asked_after_a_job(4 * MIB) == [{MEMORY, PROCESSES}]
+
+
+def test_children_are_those_of_every_thread_until_they_are_reaped():
+    before = settle.children()
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    started: list[subprocess.Popen[bytes]] = []
+    done = threading.Event()
+
+    def start() -> None:
+        started.append(subprocess.Popen(["sleep", "60"]))
+        done.wait(60)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    until(lambda: started)
+    assert before is not None and settle.children() == before | {ended.pid, started[0].pid}
+    started[0].kill()
+    started[0].wait()
+    ended.wait()
+    done.set()
+    thread.join()
+    assert settle.children() == before
 
 
 # The time limit

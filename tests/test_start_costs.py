@@ -20,7 +20,7 @@ ONCE = ["InitWithFlags", "GetCount_v2"] + ["GetHandleByIndex_v2", "GetUUID"] * D
 WINNER = [  # the second look, behind the lock
     "GetMemoryInfo_v2", "GetComputeRunningProcesses_v3", "GetComputeMode", "GetMigMode", "GetRemappedRows",
 ]  # fmt: skip
-AFTERWARDS = ["GetMemoryInfo_v2", "GetComputeRunningProcesses_v3"]  # whether it is free again
+AFTERWARDS = ["GetMemoryInfo_v2"]  # whether it is free again
 PYTHON = "import gpuguard; gpuguard.select_devices(1)"
 
 
