@@ -73,6 +73,36 @@ def test_graphics_and_mps_processes_come_with_the_details_only(fake: FakeNvml, k
     assert [process.kind for process in sampled(fake, "WHO_FIELDS").devices[0].processes or ()] == [kind]
 
 
+@pytest.mark.parametrize(
+    ("between", "asked"),
+    [
+        ("pass", 0),
+        ("fake.clear_processes(0)", 0),
+        ("fake.add_process(0, os.getpid(), GIB)", 1),
+        ("backend.sample({MEMORY, PROCESSES})", 2),
+        ("nvml.SETTINGS_SECONDS = -1.0", 2),
+        ("uuids = [device.uuid for device in backend.sample(WHO_FIELDS).devices]", 2),
+    ],
+)
+def test_for_clients_of_mps_nobody_is_asked_again_who_had_none_unless_somebody_new_computes(
+    tmp_path: Path, between: str, asked: int
+) -> None:
+    with FakeNvml(tmp_path, devices=2) as fake:
+        for index in (0, 1):
+            fake.add_process(index, os.getpid(), GIB)
+        answer = answer_of(
+            fake,
+            f"backend, uuids = nvml.open(), None; backend.sample(WHO_FIELDS); fake.reset_calls(); {between}\n"
+            "backend.sample(WHO_FIELDS, uuids)\n"
+            "count = fake.calls().get('nvmlDeviceGetMPSComputeRunningProcesses_v3', 0)\n"
+            "fake.add_process(0, os.getpid(), GIB, 'mps'); nvml.SETTINGS_SECONDS = -1.0\n"
+            "answer = count, {each.kind for each in backend.sample(WHO_FIELDS).devices[0].processes}",
+        )
+
+    assert answer[0] == asked
+    assert "mps" in answer[1]
+
+
 def test_a_choice_on_eight_idle_devices_costs_few_calls(fake: FakeNvml) -> None:
     first, then = answer_of(
         fake,

@@ -117,7 +117,7 @@ def _lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[str, Answer]
     answers: dict[str, Answer] = {}
     for kind in kinds:
         if BRIEF not in reading.fields or not _must_be_empty(kind, reading, answers.get("compute")):
-            answers[kind] = _list(reading, _LISTS[kind])
+            answers[kind] = _kept_list(reading, kind, answers.get("compute")) or _list(reading, kind)
     lists = {kind: answer.value for kind, answer in answers.items() if not answer.code}
     return lists, {kind: answer for kind, answer in answers.items() if answer.code}
 
@@ -133,10 +133,24 @@ def _must_be_empty(kind: str, reading: Reading, computing: Answer | None) -> boo
     return not computing.value and kept is not None and used is not None and used < SMALLEST_CONTEXT
 
 
+def _kept_list(reading: Reading, kind: str, computing: Answer | None) -> Answer | None:
+    """The list of MPS clients if it was empty and nobody has come since, for as long as a setting is kept.
+
+    A client is listed as a compute process, too, so who was listed as one then is none now.
+    """
+    before: Lists = reading.place.told[0] if reading.place.told else {}
+    if kind != "mps" or kind not in before or computing is None or computing.code:
+        return None
+    known = {pid for pid, _ in before["compute"]}
+    return reading.place.settings.get(kind) if known.issuperset(pid for pid, _ in computing.value) else None
+
+
 def _list(reading: Reading, kind: str) -> Answer:
-    answer = reading.ask(f"nvmlDeviceGet{kind}RunningProcesses_v3")
+    answer = reading.ask(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses_v3")
     if answer.code == FUNCTION_NOT_FOUND:
-        answer = reading.ask(f"nvmlDeviceGet{kind}RunningProcesses_v2")
+        answer = reading.ask(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses_v2")
+    if kind == "mps" and not answer.code and not answer.value:
+        reading.place.settings[kind] = answer
     return answer
 
 
