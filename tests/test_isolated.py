@@ -18,7 +18,7 @@ from nodes import eventually
 from gpuguard.backends import isolated, sampler
 from gpuguard.backends.isolated import Isolated, open_isolated
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.model import ALL_FIELDS, MEMORY, SELECT_FIELDS, WHO_FIELDS, Gap
+from gpuguard.model import ALL_FIELDS, MEMORY, SELECT_FIELDS, WHO_FIELDS, Gap, Snapshot
 from gpuguard.nouns import replace
 
 SIM = [sys.executable, "-m", "gpuguard", "sim"]
@@ -65,20 +65,56 @@ def test_a_snapshot_crosses_the_border_unchanged(backend: Isolated, node: str) -
     assert (there.host, there.simulated, there.driver_version) == (here.host, here.simulated, here.driver_version)
 
 
+def crossed(snapshot: Snapshot, sent: sampler.Told, received: sampler.Told) -> Snapshot:
+    """*snapshot* at the other end of the pipe."""
+    return sampler.unpack(marshal.loads(marshal.dumps(sampler.pack(snapshot, sent))), received)
+
+
 def test_packing_loses_nothing(node: str) -> None:
     from gpuguard.backends import open_backend
 
     snapshot = open_backend(node).sample(ALL_FIELDS)
 
-    assert sampler.unpack(marshal.loads(marshal.dumps(sampler.pack(snapshot)))) == snapshot
+    assert crossed(snapshot, {}, {}) == snapshot
 
 
 def test_a_recording_with_claims_crosses_the_border_and_its_nouns_can_be_looked_up() -> None:
     device = a_device(processes=(a_process(7, command=("a", "b")),), nvlink_links=((0, "00:01"),))
     snapshot = replace(a_snapshot(device, a_device(1)), claims=(a_claim_record(),), gaps=(Gap("GPU-1", "device", "x"),))
-    there = sampler.unpack(marshal.loads(marshal.dumps(sampler.pack(snapshot))))
+    there = crossed(snapshot, {}, {})
 
     assert (there, hash(there), repr(there)) == (snapshot, hash(snapshot), repr(snapshot))
+
+
+def test_processes_that_are_as_before_do_not_cross_the_border_again_and_those_that_are_not_do() -> None:
+    sent: sampler.Told = {}
+    received: sampler.Told = {}
+    one, other = a_process(7), a_process(8)
+    looks = [
+        [(one,), (other,)], [(one,), (other, one)], [(one,), None], [(one,), (other, one)], [(), (other,)],
+        [(one,), (other,)], [(replace(one, memory_used=1),), (other,)], [(one,), (replace(other, start_time=2.0),)],
+    ]  # fmt: skip
+    there = []
+    for lists in looks:
+        snapshot = a_snapshot(*(a_device(index, processes=rows) for index, rows in enumerate(lists)))
+        there.append([device.processes for device in crossed(snapshot, sent, received).devices])
+
+    assert there == looks
+    assert there[1][0] is there[0][0] and there[3][1] is there[1][1]
+    few = len(marshal.dumps(sampler.pack(snapshot, sent)))
+    assert few < len(marshal.dumps(sampler.pack(snapshot, {})))
+
+
+def test_a_new_sampler_tells_anew_what_the_one_before_it_had_told(backend: Isolated) -> None:
+    with subprocess.Popen([*SIM, "use", "--device", "1", "--memory", "1GiB"], stdout=subprocess.DEVNULL) as job:
+        try:
+            eventually(lambda: bool(backend.sample(WHO_FIELDS).devices[1].processes))
+            backend.close()
+            again = backend.sample(WHO_FIELDS).devices[1].processes
+            assert again and again[0].pid == job.pid
+            assert backend.sample(WHO_FIELDS).devices[1].processes == again
+        finally:
+            job.kill()
 
 
 def test_only_what_was_asked_for_is_read(backend: Isolated) -> None:

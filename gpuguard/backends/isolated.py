@@ -59,6 +59,7 @@ class Isolated:
         self._start = start
         self._channel: sampler.Channel | None = channel or start(name)
         self._ready = False
+        self._told: sampler.Told = {}  # what the sampler takes for known
         self._on_slow = on_slow
         self._skip: dict[int, float] = {}  # device index -> when to try it again (monotonic)
         self._uuids: dict[int, str] = {}  # of all devices seen so far, by index
@@ -141,7 +142,7 @@ class Isolated:
             index, _ = sampler.marked(channel[3])
             raise _Stuck(index, f"the driver library crashed ({_where(index)})")
         _raise_error(reply)
-        return sampler.unpack(reply[1])
+        return sampler.unpack(reply[1], self._told)
 
     def _named(self, snapshot: Snapshot, devices: tuple[str, ...] | None) -> Snapshot:
         """The snapshot with the uuids that a former sampler knew: a new one must not touch what it has to skip."""
@@ -162,7 +163,7 @@ class Isolated:
     def _abandon(self) -> None:
         if self._channel:
             pid, *descriptors = self._channel
-            self._channel, self._ready = None, False
+            self._channel, self._ready, self._told = None, False, {}
             for each in descriptors:
                 os.close(each)
             _abandoned.append(pid)

@@ -21,7 +21,9 @@ TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-    from gpuguard.model import Snapshot
+    from gpuguard.model import Device, GpuProcess, Snapshot
+
+    Told = dict[str, tuple[GpuProcess, ...]]  # by uuid: the processes of a device that crossed last
 
 # The pid of the child, and descriptors: to write requests to, to read replies from, of where it says what it reads, and
 # one that nobody writes to: when it is closed, the child ends.
@@ -178,11 +180,12 @@ def _answer(name: str, requests: int, replies: int, place: int) -> None:
     backend.progress = lambda index: mark(place, index)
     mark(place, None)  # the first request is there already
     send(replies, ("ready", __version__))
+    told: Told = {}
     while request := receive(requests):
         fields, devices, skip = request
         backend.skip = set(skip)
         try:
-            reply = ("snapshot", pack(backend.sample(fields, devices)))
+            reply = ("snapshot", pack(backend.sample(fields, devices), told))
         except BackendError as error:
             reply = ("error", type(error).__name__, str(error), vars(error))  # type: ignore[assignment]
         send(replies, reply)
@@ -249,23 +252,39 @@ def _read(descriptor: int, count: int) -> bytes:
     return parts
 
 
-def pack(snapshot: Snapshot) -> dict[str, Any]:
-    """A snapshot as plain values, with all fields of all nouns: who leaves out what is None takes twice the time."""
-    devices = [
-        {**vars(device), "processes": device.processes and [vars(process) for process in device.processes]}
-        for device in snapshot.devices
-    ]
+def pack(snapshot: Snapshot, told: Told) -> dict[str, Any]:
+    """A snapshot as plain values, with all fields of all nouns: who leaves out what is None takes twice the time.
+
+    Processes that are as they were the last time are only named, by True: most are, and that is most of a snapshot.
+
+    Args:
+        snapshot: to send.
+        told: what each device's were the last time; changed in place, and so at the other end by unpack().
+    """
+    devices = [{**vars(device), "processes": _packed(device, told)} for device in snapshot.devices]
     further = {"gaps": [vars(gap) for gap in snapshot.gaps], "claims": [vars(claim) for claim in snapshot.claims]}
     return {**vars(snapshot), "devices": devices, **further}
 
 
-def unpack(packed: dict[str, Any]) -> Snapshot:
-    """The snapshot that *pack* made plain."""
+def _packed(device: Device, told: Told) -> Any:
+    processes = device.processes
+    if not processes:
+        return processes
+    if told.get(device.uuid) == processes:
+        return True
+    told[device.uuid] = processes
+    return [vars(process) for process in processes]
+
+
+def unpack(packed: dict[str, Any], told: Told) -> Snapshot:
+    """The snapshot that pack() made plain; its processes are the same objects as the last time, if they may be."""
     from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 
     for device in packed["devices"]:
-        if device["processes"]:
-            device["processes"] = _nouns(GpuProcess, device["processes"])
+        if processes := device["processes"]:
+            if processes is not True:
+                told[device["uuid"]] = _nouns(GpuProcess, processes)
+            device["processes"] = told[device["uuid"]]
     packed["devices"] = _nouns(Device, packed["devices"])
     packed["gaps"] = _nouns(Gap, packed["gaps"])
     packed["claims"] = _nouns(ClaimRecord, packed["claims"])  # of a recording: drivers know of none
