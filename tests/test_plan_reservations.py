@@ -56,6 +56,15 @@ def test_whoever_a_reservation_holds_back_hears_of_the_one_that_has_his_device()
     assert (place.passes, place.start) == ("b1", 100.0 + HOUR)
 
 
+def test_so_does_he_who_would_have_to_wait_like_many_shorter_jobs_too() -> None:
+    line = [a_ticket(1, 2, time_limit=20.0), *(a_ticket(2, time_limit=6.0 + n) for n in range(100))]
+    fits = a_machine(line, 2, free=1).fits
+    machine = Machine(fits, {"d1": 5.0}, bookings=(a_booking(1, 100.0, "d0"),), free=frozenset({"d0"}))
+    places = planned(line, machine)
+
+    assert [place.passes for place in places] == [None, *[line[0].id] * 95, *["b1"] * 5]
+
+
 def test_a_reservation_does_not_count_on_a_claim_that_should_have_ended() -> None:
     def passing(limit: float) -> bool:
         line = [a_ticket()]
@@ -114,6 +123,15 @@ def test_whoever_uses_no_more_than_his_own_reservation_passes_everybody() -> Non
 
     assert started(planned(line, machine)) == [line[0].id]
     assert started(planned(line, his)) == [line[1].id]
+
+
+def test_of_two_who_are_held_back_for_each_other_the_first_in_line_starts() -> None:
+    """When the first has started his reservation keeps other devices: then the second starts later than was planned."""
+    line = [a_ticket(1, 2, time_limit=2.0), a_ticket(2, time_limit=9.0)]
+    fits = a_machine(line, ["d1", "d0", "d2"], free=["d0", "d2"]).fits
+    booking = a_booking(2, 0.0, "d0", "d1", "d2", user=1, held=("d1",))
+
+    assert started(planned(line, Machine(fits, bookings=(booking,), free=frozenset({"d0", "d2"})))) == [line[0].id]
 
 
 def test_whose_reservation_has_begun_chooses_before_a_shorter_job_that_came_first() -> None:

@@ -263,14 +263,26 @@ class _Plans:
             alike = (ways, ticket.uid, ticket.priority, ticket.time_limit is None, stands[ticket.id])
             kind = (*alike, ticket.lasts) if len(refused) < MOST_TRIED else alike
             it = self.earliest(ticket, self.busy)
-            against = None if base[ticket.id].start <= self.now else refused.get(kind)
+            against = refused.get(kind) if it.start <= self.now < base[ticket.id].start else None
             against = against or self._against(ticket, it, waiting, base)
             if against is None:
-                self.busy.add(it, ticket.lasts, self.machine.kin)
-                self.started.append(self._starting(ticket, it))
-                return ticket, it
+                return self._start(ticket, it)
             refused[kind] = refused[alike] = self.against[ticket.id] = against
-        return None
+        # Reservations move with a start, so two can be held back for each other: then the first of them in line starts.
+        stuck = next((one for one in waiting if self._in_circle(one.id)), None)
+        return self._start(stuck, self.earliest(stuck, self.busy)) if stuck else None
+
+    def _start(self, ticket: Ticket, it: Planned) -> tuple[Ticket, Planned]:
+        self.busy.add(it, ticket.lasts, self.machine.kin)
+        self.started.append(self._starting(ticket, it))
+        return ticket, it
+
+    def _in_circle(self, name: str) -> bool:
+        """Whether it is held back for somebody who is held back for it, perhaps over others."""
+        chain = [name]
+        while (other := self.against.get(chain[-1])) and other not in chain:
+            chain.append(other)
+        return other == name
 
     def _behind_how_many(self, waiting: Sequence[Ticket]) -> dict[str, int]:
         """id -> how many who have waited longer than they should stand before it."""
