@@ -103,6 +103,41 @@ def test_for_clients_of_mps_nobody_is_asked_again_who_had_none_unless_somebody_n
     assert "mps" in answer[1]
 
 
+@pytest.mark.parametrize(
+    ("between", "described"),
+    [
+        ("pass", 0),
+        ("fake.add_process(0, os.getpid(), GIB)", 2),
+        ("late = processes.COMMAND_SECONDS + 0.1", 2),
+        ("change = b'go'", 1),
+    ],
+)
+def test_a_process_is_described_again_when_it_or_its_list_is_another_or_it_is_long_ago(
+    fake: FakeNvml, between: str, described: int
+) -> None:
+    found, before, after = answer_of(
+        fake,
+        "import subprocess, time\n"
+        "from gpuguard.backends import processes\n"
+        "job = subprocess.Popen(['sh', '-c', 'read word; exec sleep 60'], stdin=subprocess.PIPE)\n"
+        "fake.add_process(0, job.pid, GIB); fake.add_process(1, os.getppid(), GIB)\n"
+        "backend, change, late, real, clock = nvml.open(), None, 0.0, processes.described, time.monotonic\n"
+        "before = backend.sample(WHO_FIELDS).devices[0].processes[0].command; told = []\n"
+        "processes.described = lambda process, life: (told.append(process.pid), real(process, life))[1]\n"
+        f"{between}\n"
+        "time.monotonic = lambda: clock() + late\n"
+        "if change:\n"
+        "    job.stdin.write(change + b'\\n'); job.stdin.flush()\n"
+        "    while processes.read_proc(f'/proc/{job.pid}/comm') != b'sleep\\n': time.sleep(0.01)\n"
+        "after = backend.sample(WHO_FIELDS).devices[0].processes[0].command\n"
+        "job.kill(); job.wait(); answer = len(told), before, after",
+    )
+
+    assert found == described
+    assert before[:2] == ("sh", "-c")
+    assert after == (("sleep", "60") if "change" in between else before)
+
+
 def test_a_choice_on_eight_idle_devices_costs_few_calls(fake: FakeNvml) -> None:
     first, then = answer_of(
         fake,

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,35 @@ def test_a_title_is_seen_when_the_command_line_is_read_again(
 
     assert before.command == after.command
     assert later.command and later.command[0].startswith("title")
+
+
+@pytest.mark.parametrize("name", ["COMMAND_SECONDS", "UID_SECONDS", "FACTS_SECONDS"])
+def test_what_was_described_holds_until_some_of_it_is_read_again(
+    job: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    lives = {pid: life for pid in (job.pid, os.getpid()) if (life := processes.life_of(pid))}
+    listed = [GpuProcess(pid) for pid in lives]
+    before = time.monotonic()
+    for process in listed:
+        processes.described(process, lives[process.pid])
+    monkeypatch.setattr(processes, name, 5.0)
+
+    assert processes.described_until(listed, lives) <= time.monotonic() + 5.0
+    monkeypatch.setattr(processes, name, 1e9)
+    assert before < processes.described_until(listed, lives) < before + 100.0
+
+
+def test_whom_nobody_knows_well_is_described_each_time(job: subprocess.Popen[bytes]) -> None:
+    life = processes.life_of(job.pid)
+    assert life
+    told = [processes.described(GpuProcess(job.pid), one) for one in (life, (*life[:2], None))]
+    never, nobody = float("-inf"), GpuProcess(2**22 + 1)
+
+    assert told[0] == told[1]
+    assert processes.described_until([GpuProcess(job.pid)], {job.pid: life}) > time.monotonic()
+    assert processes.described_until([GpuProcess(job.pid)], {}) == never  # hidden from us
+    assert processes.described_until([GpuProcess(job.pid)], {job.pid: (*life[:2], None)}) == never
+    assert processes.described_until([GpuProcess(job.pid), nobody], {job.pid: life, nobody.pid: life}) == never
 
 
 def test_a_process_whose_memory_is_not_shown_to_us_is_known_by_its_start_alone(monkeypatch: Any) -> None:

@@ -43,7 +43,8 @@ class Place:
         self.settings: dict[str, Answer] = {}  # answers that are kept for a while: see ask_seldom
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
         self.told: Any = None  # its lists of processes as they were the last time, ...
-        self.listed: list[GpuProcess] = []  # ... and who stands in them
+        self.listed: list[GpuProcess] = []  # ... who stands in them, and who that is: see nvml_usage._described
+        self.described: tuple[object, dict[int, Life], float, list[GpuProcess]] = (None, {}, 0.0, [])
         self.utilization_seen = 0  # time stamp of the newest process utilization sample
         self.flow: tuple[float, dict[str, int]] | None = None  # (when, KiB since ever) of what goes over NVLink
         self.utilizations: dict[tuple[int, float | None], tuple[float, float]] = {}  # (read at, percent), of processes

@@ -82,14 +82,24 @@ def read_processes(reading: Reading) -> None:
     # A desktop looks like a job when the list of graphics processes exists and could not be read.
     reading.values["processes_plausible"] = reason is None and all(each.code in NEVER for each in failed.values())
     if reason is None:
-        identify = processes.described if details else processes.identified
-        rows = [identify(row, reading.lives.get(row.pid)) for row in rows]
+        lives = reading.lives
+        rows = _described(reading) if details else [processes.identified(row, lives.get(row.pid)) for row in rows]
         if details and BRIEF not in reading.fields:
             rows = _with_utilization(reading, rows)
     else:
         # Whoever has these pids here is not who the driver means: they stay numbers.
         reading.gap("processes", f"implausible list: {reason}")
     reading.values["processes"] = tuple(rows)
+
+
+def _described(reading: Reading) -> list[GpuProcess]:
+    """Who is listed, described: as the last time while it is the same and nothing of it is to be read anew."""
+    place, lives, now = reading.place, reading.lives, time.monotonic()
+    listed, lived, until, found = place.described
+    if listed is not place.listed or lived != lives or now >= until:
+        found = [processes.described(row, lives.get(row.pid)) for row in place.listed]
+        place.described = place.listed, lives, processes.described_until(place.listed, lives), found
+    return found
 
 
 def read_idle_processes(reading: Reading) -> None:

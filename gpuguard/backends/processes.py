@@ -16,7 +16,7 @@ from gpuguard.nouns import replace
 
 TYPE_CHECKING = False  # typing costs 6 ms of import, before every job
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
 # What the sum of the processes' memory may exceed the device's used memory by.  The two are read by different calls, a
@@ -198,6 +198,19 @@ def described(process: GpuProcess, life: Life | None = None) -> GpuProcess:
         user = None if uid is None else user_name(uid)
         known.given, known.told = process, replace(process, start_time=life[0], uid=uid, user=user, **known.facts)
     return known.told
+
+
+def described_until(listed: Iterable[GpuProcess], lives: Mapping[int, Life]) -> float:
+    """The time.monotonic() at which described() will read something anew of one of them; -inf: each time."""
+    until = float("inf")
+    for process in listed:
+        life = lives.get(process.pid)
+        known = _kept.young.get((process.pid, life)) if life else None
+        if known is None or known.uid is None or life is None or life[2] is None:
+            return float("-inf")
+        read = known.command_read + COMMAND_SECONDS, known.uid_read + UID_SECONDS, known.facts_read + FACTS_SECONDS
+        until = min(until, *read)
+    return until
 
 
 def _described(pid: int) -> dict[str, Any]:
