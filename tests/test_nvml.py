@@ -108,6 +108,7 @@ def test_for_clients_of_mps_nobody_is_asked_again_who_had_none_unless_somebody_n
     [
         ("pass", 0),
         ("fake.add_process(0, os.getpid(), GIB)", 2),
+        ("fake.clear_processes(0); fake.add_process(0, job.pid, 2 * GIB)", 1),
         ("late = processes.COMMAND_SECONDS + 0.1", 2),
         ("change = b'go'", 1),
     ],
