@@ -238,13 +238,15 @@ def test_children_are_those_of_every_thread_until_they_are_reaped():
     thread = threading.Thread(target=start)
     thread.start()
     until(lambda: started)
-    assert before is not None and settle.children() == before | {ended.pid, started[0].pid}
+    there = settle.children()
+    assert before is not None and there is not None
+    assert there - before == {ended.pid, started[0].pid}
     started[0].kill()
     started[0].wait()
     ended.wait()
     done.set()
     thread.join()
-    assert settle.children() == before
+    assert (settle.children() or set()) <= before
 
 
 # The time limit
