@@ -89,6 +89,12 @@ def test_a_start_may_be_put_off_until_the_promise_and_no_further() -> None:
     assert not passing(6.5, promised=6.25)
 
 
+def test_of_two_that_fit_the_shorter_one_goes_first_if_the_other_one_can_wait_by_his_promise() -> None:
+    line = [a_ticket(1, time_limit=50.0, promise=5.0), a_ticket(2, time_limit=5.0)]
+
+    assert started(planned(line, a_machine(line, 1))) == [line[1].id]
+
+
 def test_whoever_is_put_off_hears_when_he_starts_then() -> None:
     line = [a_ticket(1, 2, promise=6.25, time_limit=1.0), a_ticket(2, 1, time_limit=6.0)]
     first, second = planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))
