@@ -15,7 +15,7 @@ import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from nodes import eventually
 
-from gpuguard.backends import isolated, sampler
+from gpuguard.backends import isolated, open_backend, sampler
 from gpuguard.backends.isolated import Isolated, open_isolated
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, MEMORY, SELECT_FIELDS, WHO_FIELDS, Gap, Snapshot
@@ -56,8 +56,6 @@ def problems(source: Isolated) -> dict[int, tuple[str, ...] | None]:
 
 
 def test_a_snapshot_crosses_the_border_unchanged(backend: Isolated, node: str) -> None:
-    from gpuguard.backends import open_backend
-
     here, there = open_backend(node).sample(ALL_FIELDS), backend.sample(ALL_FIELDS)
 
     assert [device.uuid for device in there.devices] == [device.uuid for device in here.devices]
@@ -71,8 +69,6 @@ def crossed(snapshot: Snapshot, sent: sampler.Told, received: sampler.Told) -> S
 
 
 def test_packing_loses_nothing(node: str) -> None:
-    from gpuguard.backends import open_backend
-
     snapshot = open_backend(node).sample(ALL_FIELDS)
 
     assert crossed(snapshot, {}, {}) == snapshot
@@ -101,8 +97,7 @@ def test_processes_that_are_as_before_do_not_cross_the_border_again_and_those_th
 
     assert there == looks
     assert there[1][0] is there[0][0] and there[3][1] is there[1][1]
-    few = len(marshal.dumps(sampler.pack(snapshot, sent)))
-    assert few < len(marshal.dumps(sampler.pack(snapshot, {})))
+    assert len(marshal.dumps(sampler.pack(snapshot, sent))) < len(marshal.dumps(sampler.pack(snapshot, {})))
 
 
 def test_a_new_sampler_tells_anew_what_the_one_before_it_had_told(backend: Isolated) -> None:
