@@ -27,13 +27,7 @@ ALIVE = range(2, 5000)  # the pids that exist in these tests
 
 
 def judged(rows: Rows, **facts: Any) -> str | None:
-    known: dict[str, Any] = {
-        "alive": ALIVE.__contains__,
-        "pid_max": PID_MAX,
-        "memory_total": TOTAL,
-        "memory_used": TOTAL,
-        **facts,
-    }
+    known = {"alive": ALIVE.__contains__, "pid_max": PID_MAX, "memory_total": TOTAL, "memory_used": TOTAL, **facts}
     return processes.implausibility(rows, **known)
 
 
