@@ -22,8 +22,9 @@ def directory(tmp_path: Path) -> LockDirectory:
 
 
 @pytest.fixture
-def alive(directory):
-    """A daemon that lives."""
+def alive(directory, monkeypatch):
+    """A daemon that lives, where users see each other's processes: this machine may hide them."""
+    monkeypatch.setattr(state, "_processes_are_hidden", lambda: False)
     descriptor = state.lock_daemon(directory)
     yield descriptor
     os.close(descriptor)
