@@ -29,7 +29,8 @@ class Extent:
     Args:
         others: the environment of the other programs; None: they are not there.
         pairs: rounds of commands that end by themselves.
-        seconds: how long each steady monitor is watched.
+        seconds: how long each steady monitor is watched, ...
+        turns: ... in so many turns: a machine is not as fast in one minute as in the next.
         warm_up: seconds before that.
         machines: devices and latency, for commands that end by themselves.
         watched: the same, for steady monitors.
@@ -42,6 +43,7 @@ class Extent:
     others: Path | None
     pairs: int = 11
     seconds: float = 60.0
+    turns: int = 3
     warm_up: float = 5.0
     machines: Sequence[tuple[int, str]] = tuple((count, latency) for count in (8, 16) for latency in LATENCIES)
     watched: Sequence[tuple[int, str]] = ((8, "0 us"), (16, "realistic"))
@@ -54,6 +56,7 @@ class Extent:
 QUICK = {
     "pairs": 2,
     "seconds": 2.0,
+    "turns": 1,
     "warm_up": 3.0,
     "watched": ((8, "0 us"),),
     "monitors": 3,
@@ -165,20 +168,31 @@ def _watched(programs: Sequence[Program], extent: Extent, *, draw: bool) -> str:
     for count, latency in extent.watched:
         with node(count, latency) as on:
             (on.place / "policy.yaml").write_text(POLICIES)
-            rows: list[list[str]] = []
-            base: list[float] = []
-            for program in programs:
-                words = placed(program, extent.others)
-                if words is None:
-                    continue
-                command = [word.replace("{policy}", f"{on.place}/policy.yaml") for word in words]
-                found = _one_watched(command, on, extent, draws=draw)
-                if isinstance(found, str):
-                    rows.append([f"`{program.name}`", found, "", ""])
-                    continue
-                base = base or found
-                rows.append([f"`{program.name}`", *(_share(*each) for each in zip(found, base, UNITS, strict=True))])
-        header = [f"{on.title}, {extent.seconds:.0f} s each", "CPU of one core", "MiB (Pss)", "driver calls a second"]
+            found: dict[str, list[list[float]]] = {}
+            errors: dict[str, str] = {}
+            for program in [*programs] * extent.turns:  # A B A B
+                if (words := placed(program, extent.others)) and program.name not in errors:
+                    command = [word.replace("{policy}", f"{on.place}/policy.yaml") for word in words]
+                    one = _one_watched(command, on, extent, draws=draw)
+                    if isinstance(one, str):
+                        errors[program.name] = one
+                    else:
+                        found.setdefault(program.name, []).append(one)
+        means = {name: [statistics.mean(figure) for figure in zip(*each, strict=True)] for name, each in found.items()}
+        base = next(iter(means.values()), [])
+        rows = []
+        for program in programs:
+            if program.name in errors:
+                rows.append([f"`{program.name}`", errors[program.name], "", ""])
+            elif mean := means.get(program.name):
+                rows.append([f"`{program.name}`", *(_share(*each) for each in zip(mean, base, UNITS, strict=True))])
+        turns = f" in {extent.turns} turns" if extent.turns > 1 else ""
+        header = [
+            f"{on.title}, {extent.seconds:.0f} s each{turns}",
+            "CPU of one core",
+            "MiB (Pss)",
+            "driver calls a second",
+        ]
         tables.append(table(header, rows))
     return "\n\n".join(tables)
 
@@ -196,7 +210,7 @@ def _one_watched(words: Sequence[str], on: Node, extent: Extent, *, draws: bool)
     on.fake.reset_calls()
     begun = time.monotonic()
     try:
-        cpu, memory = measured(list(words), on.environment, extent.seconds, extent.warm_up, draws=draws)
+        cpu, memory = measured(list(words), on.environment, extent.seconds / extent.turns, extent.warm_up, draws=draws)
     except (SystemExit, OSError, AssertionError, subprocess.SubprocessError) as end:
         return last_words(str(end).replace("\r", ""))
     return [cpu, memory, sum(on.fake.calls().values()) / (time.monotonic() - begun)]
