@@ -187,8 +187,8 @@ class Driver:
         pass
 
 
-def asked_after_a_job(memory_used: int | None, *left: int) -> list[set[str]]:
-    """What a driver is asked whose device held 4 MiB before a job that has left these children."""
+def asked_after_a_job(memory_used: int | None, others: Collection[tuple[int, int]] | None = None) -> list[set[str]]:
+    """What a driver is asked whose device held 4 MiB before a job that left all children but *others*; None: none."""
     driver = Driver(memory_used)
     there = settle.children() or frozenset()
     outcome = settle.wait_until_free(
@@ -198,7 +198,7 @@ def asked_after_a_job(memory_used: int | None, *left: int) -> list[set[str]]:
         say=lambda text: None,
         seen=None,
         tolerance=512 * MIB,
-        others=there - set(left),
+        others=there if others is None else frozenset(others),
         longest=0.0,
     )
     assert outcome == ("settled" if not memory_used or memory_used < GIB else "memory did not settle")
@@ -215,11 +215,25 @@ def test_memory_that_is_more_than_before_or_unknown_is_judged_with_the_processes
 
 
 def test_while_something_of_the_job_lives_the_processes_are_asked_for(stranger):
-    assert asked_after_a_job(4 * MIB, stranger.pid) == [{MEMORY, PROCESSES}]
+    others = {each for each in settle.children() or () if each[0] != stranger.pid}
+
+    assert asked_after_a_job(4 * MIB, others) == [{MEMORY, PROCESSES}]
+
+
+def test_one_of_the_job_that_got_the_pid_of_a_child_from_before_it_is_of_the_job(stranger):
+    before = {(pid, start - (pid == stranger.pid)) for pid, start in settle.children() or ()}
+
+    assert asked_after_a_job(4 * MIB, before) == [{MEMORY, PROCESSES}]
 
 
 def test_where_the_kernel_does_not_tell_children_the_processes_are_asked_for(monkeypatch):
     monkeypatch.setattr(settle, "children", lambda: None)
+
+    assert asked_after_a_job(4 * MIB) == [{MEMORY, PROCESSES}]
+
+
+def test_a_child_of_which_proc_tells_nothing_may_be_of_the_job(stranger, monkeypatch):
+    monkeypatch.setattr(settle, "status_of", lambda pid: None)
 
     assert asked_after_a_job(4 * MIB) == [{MEMORY, PROCESSES}]
 
@@ -240,7 +254,7 @@ def test_children_are_those_of_every_thread_until_they_are_reaped():
     until(lambda: started)
     there = settle.children()
     assert before is not None and there is not None
-    assert there - before == {ended.pid, started[0].pid}
+    assert {pid for pid, _ in there - before} == {ended.pid, started[0].pid}
     started[0].kill()
     started[0].wait()
     ended.wait()

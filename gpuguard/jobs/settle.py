@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.model import Device, Snapshot
 
+    Process = tuple[int, int]  # pid, start time in clock ticks since boot: a pid alone may be given to one of the job
+
 SETTLED = "settled"
 NOT_SETTLED = "memory did not settle"
 DRIVER_UNREACHABLE = "driver unreachable"
@@ -53,7 +55,7 @@ def wait_until_free(
     say: Callable[[str], None],
     seen: Callable[[Snapshot], None] | None,
     tolerance: int,
-    others: frozenset[int] = frozenset(),
+    others: frozenset[Process] = frozenset(),
     longest: float = SETTLE_SECONDS,
 ) -> str:
     """Wait until no process of the job uses *devices* and their memory is back where it was.
@@ -65,7 +67,7 @@ def wait_until_free(
         say: told, in words, when somebody would wonder why it takes so long.
         seen: gets each snapshot, with the energy that its devices have used; None: nobody wants to know.
         tolerance: bytes above the state before the job that count as free.
-        others: children of this process that are not of the job.
+        others: children of this process that are not of the job, from before it.
         longest: seconds to wait for memory that no process holds any more.
 
     Returns:
@@ -177,19 +179,24 @@ def status_of(pid: int) -> tuple[str, int, int] | None:
         return None
 
 
-def children() -> frozenset[int] | None:
-    """Pids that this process started or adopted and has not reaped; None: the kernel does not tell."""
-    found: set[int] = set()
+def children() -> frozenset[Process] | None:
+    """What this process started or adopted and has not reaped; None: the kernel does not tell."""
+    pids: set[int] = set()
+    known: set[Process] = set()
     try:
         for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/children", "rb") as pids:  # only with CONFIG_PROC_CHILDREN
-                found.update(map(int, pids.read().split()))
+            with open(f"/proc/self/task/{thread}/children", "rb") as found:  # only with CONFIG_PROC_CHILDREN
+                pids.update(map(int, found.read().split()))
     except OSError:
         return None
-    return frozenset(found)
+    for pid in pids:
+        if (facts := status_of(pid)) is None:
+            return None  # /proc with hidepid keeps a child of another user from us
+        known.add((pid, facts[2]))
+    return frozenset(known)
 
 
-def _only(others: frozenset[int]) -> bool:
+def _only(others: frozenset[Process]) -> bool:
     """Whether no child lives but *others*."""
     living = children()
     return living is not None and living <= others
