@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from lines import a_ticket
 
+from gpuguard.line.busy import Planned
 from gpuguard.line.order import PRIORITIES, ReservationKeys, Rules, Ticket, due_at, order, overdue, permitted
-from gpuguard.line.plan import Fit, Machine, Place, Planned, _Way
+from gpuguard.line.plan import Fit, Machine, Place, _Way
 from gpuguard.line.standing import Facts, Standing
 from gpuguard.line.turn import Turn
 from gpuguard.request import Request

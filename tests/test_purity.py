@@ -13,7 +13,7 @@ IMPURE = {
 }  # fmt: skip
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval"}
 
-NAMES = ("request", "sharing", "eligibility", "topology", "select", "line/order", "line/plan")
+NAMES = ("request", "sharing", "eligibility", "topology", "select", "line/order", "line/busy", "line/plan")
 CHOOSING = [PACKAGE / f"{name}.py" for name in NAMES]
 PURE = [*CHOOSING, *sorted((PACKAGE / "policies").glob("*.py"))]
 

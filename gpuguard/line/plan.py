@@ -26,13 +26,13 @@ from gpuguard.line.booking import (
     clear_at,
     in_the_way,
 )
+from gpuguard.line.busy import NEVER, UNKNOWN, Busy, Planned
 from gpuguard.line.order import Rules, Ticket, due_at, overdue
 from gpuguard.request import Request
 
 MOST_PLANNED = 256  # places of the line; whoever stands behind them can wait to hear when his turn will be
 FIRST_OF_USER = 4  # places of each user that are planned wherever they stand: nobody can fill the line before him
 MOST_TRIED = 64  # lengths that are tried one by one
-UNKNOWN = float("inf")
 
 
 @dataclass(frozen=True)
@@ -146,18 +146,6 @@ def planned_for(line: Sequence[Ticket]) -> list[Ticket]:
             if len(waiting) < MOST_PLANNED or of_user[ticket.uid] <= FIRST_OF_USER:
                 waiting.append(ticket)
     return waiting
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A start on devices: inf is some day, None for the request never."""
-
-    start: float
-    request: Request | None = None
-    devices: tuple[str, ...] = ()
-
-
-NEVER = Planned(UNKNOWN)
 
 
 def _known(start: float) -> float | None:
@@ -372,28 +360,3 @@ def _soonest(
 def surely_over_after(ticket: Ticket) -> float:
     """Seconds after which a reservation can count on its devices: only a time limit is kept."""
     return max(HORIZON_SECONDS, ticket.expected or 0.0) if ticket.time_limit is None else ticket.time_limit
-
-
-class Busy:
-    """Until when the devices of a plan are busy: for whoever wants one alone, and for whoever shares."""
-
-    def __init__(self, alone: dict[str, float] | None = None, shared: dict[str, float] | None = None) -> None:
-        self._alone, self._shared = alone or {}, shared or {}
-
-    def copy(self) -> Busy:
-        """One that can be filled further."""
-        return Busy(dict(self._alone), dict(self._shared))
-
-    def until(self, *, shared: bool) -> Mapping[str, float]:
-        """uuid -> unix time, of those on which something is planned."""
-        return self._shared if shared else self._alone
-
-    def add(self, it: Planned, lasts: float | None, kin: Mapping[str, tuple[str, ...]]) -> None:
-        """Something runs on its devices from its start on."""
-        if it.request is None:
-            return
-        until = UNKNOWN if lasts is None else it.start + lasts
-        for uuid in it.devices:
-            for each in (uuid, *kin.get(uuid, ())):
-                for taken in (self._alone,) if it.request.share else (self._alone, self._shared):
-                    taken[each] = max(until, taken.get(each, until))
