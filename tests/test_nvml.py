@@ -79,7 +79,8 @@ def test_graphics_and_mps_processes_come_with_the_details_only(fake: FakeNvml, k
         ("pass", 0),
         ("fake.clear_processes(0)", 0),
         ("fake.add_process(0, os.getpid(), GIB)", 1),
-        ("backend.sample({MEMORY, PROCESSES})", 2),
+        ("backend.sample({MEMORY, PROCESSES})", 0),
+        ("fake.add_process(0, os.getpid(), GIB); backend.sample({MEMORY, PROCESSES})", 1),
         ("nvml.SETTINGS_SECONDS = -1.0", 2),
         ("uuids = [device.uuid for device in backend.sample(WHO_FIELDS).devices]", 2),
     ],
@@ -101,6 +102,38 @@ def test_for_clients_of_mps_nobody_is_asked_again_who_had_none_unless_somebody_n
 
     assert answer[0] == asked
     assert "mps" in answer[1]
+
+
+@pytest.mark.parametrize(
+    ("between", "asked"),
+    [
+        ("pass", 0),
+        ("fake.devices[0].memory_used -= GIB", 0),
+        ("fake.devices[0].memory_used += 1", 1),
+        ("fake.devices[0].memory_used += GIB; backend.sample({MEMORY, PROCESSES})", 1),
+        ("fake.add_process(0, os.getpid(), GIB)", 1),
+        ("fake.fail('nvmlDeviceGetMemoryInfo', 999, device=0); backend.sample({MEMORY, PROCESSES}); fake.heal()", 1),
+        ("nvml.SETTINGS_SECONDS = -1.0", 2),
+        ("uuids = [device.uuid for device in backend.sample(WHO_FIELDS).devices]", 2),
+    ],
+)
+def test_who_draws_is_asked_again_where_nobody_did_only_when_somebody_may_have_begun(
+    tmp_path: Path, between: str, asked: int
+) -> None:
+    with FakeNvml(tmp_path, devices=2) as fake:
+        for row in fake.devices[:2]:
+            row.memory_used = 10 * GIB
+        answer = answer_of(
+            fake,
+            f"backend, uuids = nvml.open(), None; backend.sample(WHO_FIELDS); {between}\n"
+            "fake.reset_calls(); backend.sample(WHO_FIELDS, uuids)\n"
+            "count = fake.calls().get('nvmlDeviceGetGraphicsRunningProcesses_v3', 0)\n"
+            "fake.add_process(0, os.getpid(), GIB, 'graphics'); fake.devices[0].memory_used += GIB\n"
+            "answer = count, {each.kind for each in backend.sample(WHO_FIELDS).devices[0].processes}",
+        )
+
+    assert answer[0] == asked
+    assert "graphics" in str(answer[1])
 
 
 @pytest.mark.parametrize(

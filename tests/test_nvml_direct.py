@@ -80,3 +80,22 @@ def test_a_list_that_is_longer_than_its_room_is_asked_for_again(fake: FakeNvml) 
 
     assert rows == [(os.getpid(), GIB)] * 100
     assert calls == 2
+
+
+@pytest.mark.parametrize(
+    ("now", "calls"),
+    [([10] * 4, 1), ([10] * 7, 1), ([10] * 8, 3), ([10, 90] * 10, 3)],
+)
+def test_a_buffer_of_samples_is_read_in_one_call_and_whole_when_it_has_grown(
+    fake: FakeNvml, now: list[int], calls: int
+) -> None:
+    fake.devices[0].samples = [50] * 4
+    again = f"fake.devices[0].samples = {now}"
+    ask = "nvml_calls.call(binding, 'nvmlDeviceGetSamples', handle, 1, 0).value"
+    first, second, count = answer_of(
+        fake, f"{BOTH_WAYS}\nfirst = {ask}\n{again}\nfake.reset_calls()\nanswer = first, {ask}, fake.calls()"
+    )
+
+    assert first == [50] * 4
+    assert second == now
+    assert count == {"nvmlDeviceGetSamples": calls}

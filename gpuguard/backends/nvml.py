@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Set
 
 # How old what ask_seldom() tells may be for who looks at all devices again and again: limits and modes, which an
-# administrator sets, and replaced rows, for which nobody is stopped; and that those who compute are no clients of MPS.
-# Whoever names devices is about to act on what he sees, so he is told what is true now.  The MIG mode is not kept: it
-# says which devices there are.
+# administrator sets, and replaced rows, for which nobody is stopped; and that nobody draws or is a client of MPS.  Less
+# where somebody new computes: nvml_usage._forget.  Whoever names devices is about to act on what he sees, so he is told
+# what is true now.
 SETTINGS_SECONDS = 10.0
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
 

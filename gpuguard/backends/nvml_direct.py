@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-INSUFFICIENT_SIZE = 7
+INVALID_ARGUMENT, INSUFFICIENT_SIZE = 2, 7
 _ROOM = 64  # processes on one device, as a rule
 
 
@@ -59,17 +59,26 @@ def _processes(nvml: Any, function: str) -> Callable[[Any], list[tuple[int, int 
 
 
 def _samples(nvml: Any, function: str) -> Callable[..., list[float]]:
-    """The numbers in a buffer of samples; [] of a type that is newer than this."""
+    """The numbers in a buffer of samples; [] of a type that is newer than this.
+
+    The binding asks for its length each time; here that is done once, and again when there may be more than fit.
+    """
     entry, byref, failed = nvml._nvmlGetFunctionPointer(function), nvml.byref, nvml.NVMLError
+    room = 0
 
     def ask(handle: Any, sampled: int, since: int) -> list[float]:
-        kind, count, rows = nvml.c_uint(), nvml.c_uint(), None
-        for _ in range(2):  # its length first
-            if code := entry(handle, sampled, nvml.c_ulonglong(since), byref(kind), byref(count), rows):
+        nonlocal room
+        kind, count, rows = nvml.c_uint(), nvml.c_uint(room), (nvml.c_nvmlSample_t * room)()
+        arguments = handle, sampled, nvml.c_ulonglong(since), byref(kind), byref(count)
+        code = entry(*arguments, rows) if room else INSUFFICIENT_SIZE
+        if code in (INVALID_ARGUMENT, INSUFFICIENT_SIZE) or count.value >= room:
+            if code := entry(*arguments, None):
                 raise failed(code)
-            rows = rows or (nvml.c_nvmlSample_t * count.value)()
-        known = kind.value < len(_KINDS)
-        return _column(rows, "sampleValue", _KINDS[kind.value], count.value) if known else []
+            room, rows = 2 * count.value, (nvml.c_nvmlSample_t * count.value)()
+            code = entry(*arguments, rows)
+        if code:
+            raise failed(code)
+        return _column(rows, "sampleValue", _KINDS[kind.value], count.value) if kind.value < len(_KINDS) else []
 
     return ask
 

@@ -179,7 +179,7 @@ def read_health(reading: Reading) -> None:
     reading.take("compute_mode", mode, _COMPUTE_MODES.get)
     reading.fault("nvmlDeviceGetComputeMode", mode)
 
-    mig = reading.ask_unless_never("nvmlDeviceGetMigMode")
+    mig = reading.ask_seldom("nvmlDeviceGetMigMode")
     reading.fault("nvmlDeviceGetMigMode", mig)
     if mig.code in NEVER:
         reading.values["mig_mode"] = False  # a device or driver without MIG is not in MIG mode

@@ -41,6 +41,7 @@ class Place:
         self.static: dict[str, Answer] = {}
         self.constants: dict[str, Any] = {}  # fields of the device that never change
         self.settings: dict[str, Answer] = {}  # answers that are kept for a while: see ask_seldom
+        self.used: int | None = None  # bytes in use when its processes were last listed
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
         self.told: Any = None  # its lists of processes as they were the last time, ...
         self.listed: list[GpuProcess] = []  # ... who stands in them, and who that is: see nvml_usage._described

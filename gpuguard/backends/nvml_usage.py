@@ -124,17 +124,29 @@ def _plausible_lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[st
 
 
 def _lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[str, Answer]]:
-    answers: dict[str, Answer] = {}
-    for kind in kinds:
-        if BRIEF not in reading.fields or not _must_be_empty(kind, reading, answers.get("compute")):
-            answers[kind] = _kept_list(reading, kind, answers.get("compute")) or _list(reading, kind)
+    answers = {"compute": _list(reading, "compute")}
+    _forget(reading, answers["compute"])
+    for kind in kinds[1:]:
+        if BRIEF not in reading.fields or not _must_be_empty(kind, reading, answers["compute"]):
+            answers[kind] = reading.place.settings.get(kind) or _list(reading, kind)
     lists = {kind: answer.value for kind, answer in answers.items() if not answer.code}
     return lists, {kind: answer for kind, answer in answers.items() if answer.code}
 
 
-def _must_be_empty(kind: str, reading: Reading, computing: Answer | None) -> bool:
+def _forget(reading: Reading, computing: Answer) -> None:
+    """Forget what is kept of the device if somebody may have come since the last look."""
+    place, used = reading.place, reading.values.get("memory_used")
+    known = {pid for pid, _ in place.told[0]["compute"]} if place.told else ()
+    if computing.code or not all(pid in known for pid, _ in computing.value):
+        place.settings.clear()  # clients of MPS are listed as compute processes, too
+    elif used is None or place.used is None or used > place.used:
+        place.settings.pop("graphics", None)  # who draws needs memory
+    place.used = used
+
+
+def _must_be_empty(kind: str, reading: Reading, computing: Answer) -> bool:
     """Whether a list other than that of who is *computing* need not be asked for: a third of what a look waits for."""
-    if computing is None or computing.code:
+    if computing.code:
         return False
     if kind == "mps":  # a client is listed as a compute process, too, and so is the server that it talks to
         return not any(processes.may_be(pid, MPS_SERVER) for pid, _ in computing.value)
@@ -143,24 +155,12 @@ def _must_be_empty(kind: str, reading: Reading, computing: Answer | None) -> boo
     return not computing.value and kept is not None and used is not None and used < SMALLEST_CONTEXT
 
 
-def _kept_list(reading: Reading, kind: str, computing: Answer | None) -> Answer | None:
-    """The list of MPS clients if it was empty and nobody has come since, for as long as a setting is kept.
-
-    A client is listed as a compute process, too, so who was listed as one then is none now.
-    """
-    before: Lists = reading.place.told[0] if reading.place.told else {}
-    if kind != "mps" or kind not in before or computing is None or computing.code:
-        return None
-    known = {pid for pid, _ in before["compute"]}
-    return reading.place.settings.get(kind) if known.issuperset(pid for pid, _ in computing.value) else None
-
-
 def _list(reading: Reading, kind: str) -> Answer:
     answer = reading.ask(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses_v3")
     if answer.code == FUNCTION_NOT_FOUND:
         answer = reading.ask(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses_v2")
-    if kind == "mps" and not answer.code and not answer.value:
-        reading.place.settings[kind] = answer
+    if kind != "compute" and not answer.code and not answer.value:
+        reading.place.settings[kind] = answer  # nobody: until somebody may have come, see _forget
     return answer
 
 
