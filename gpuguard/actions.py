@@ -136,10 +136,10 @@ def _on_process(verdict: Verdict, snapshot: Snapshot, context: Context, target: 
         context.ledger.settle(verdict, target.process)
         if not case.live:
             return Outcome(DRY_RUN, pid=target.pid)
-        word = _SIGNALS[verdict.action](case)
+        word, why = _SIGNALS[verdict.action](case)
         if word != SENT:
-            context.append(_event(verdict, word, target))
-        return Outcome(word, pid=target.pid)
+            context.append(_event(verdict, word, target, why))
+        return Outcome(word, why, target.pid)
 
 
 def _refused(case: Case) -> Outcome:
@@ -160,22 +160,27 @@ def _refusal(
 
 
 # Each of these is the last call of a preflight that found nothing: they are reached from _on_process alone.
+# What became of it is a word, and why, where the word does not tell.
 
 
-def _terminate(case: Case) -> str:
+def _signal(case: Case, signum: int) -> tuple[str, str]:
+    return forward(case.pidfd, signum), ""
+
+
+def _terminate(case: Case) -> tuple[str, str]:
     word = forward(case.pidfd, signal.SIGTERM)
     if word == SENT:  # a stopped process sees SIGTERM only when it goes on
         forward(case.pidfd, signal.SIGCONT)
-    return word
+    return word, ""
 
 
-def _checkpoint(case: Case) -> str:
+def _checkpoint(case: Case) -> tuple[str, str]:
     from gpuguard.guards.case import checkpoint_signal
 
-    return forward(case.pidfd, checkpoint_signal(case.verdict))
+    return _signal(case, checkpoint_signal(case.verdict))
 
 
-def _renice(case: Case) -> str:
+def _renice(case: Case) -> tuple[str, str]:
     """Lower the priority of every thread; never raises one.
 
     Only pids reach a priority.  A process that is alive afterwards has kept its pid all the time; a thread that is not
@@ -192,27 +197,28 @@ def _renice(case: Case) -> str:
                 if has_ended(case.pidfd) or not os.path.exists(f"/proc/{pid}/task/{thread}"):
                     os.setpriority(os.PRIO_PROCESS, thread, before)
     except PermissionError:
-        return NOT_PERMITTED
+        return NOT_PERMITTED, ""
     except OSError:
-        return GONE
-    return SENT
+        return GONE, ""
+    return SENT, ""
 
 
-def _cancel(case: Case) -> str:
+def _cancel(case: Case) -> tuple[str, str]:
     """End the Slurm job that the process belongs to; whose it is was asked by preflight."""
     from gpuguard.clusters import slurm_jobs
     from gpuguard.guards import identity
 
     job = slurm_jobs.job_of((case.target.pid, *identity.ancestors(case.target.pid)))
-    return FAILED if job is None or slurm_jobs.cancel(job) else SENT
+    fault = "its job has ended" if job is None else slurm_jobs.cancel(job)
+    return (FAILED, fault) if fault else (SENT, "")
 
 
-_SIGNALS: Mapping[str, Callable[[Case], str]] = {
+_SIGNALS: Mapping[str, Callable[[Case], tuple[str, str]]] = {
     "checkpoint": _checkpoint,
     "terminate": _terminate,
-    "kill": lambda case: forward(case.pidfd, signal.SIGKILL),
-    "pause": lambda case: forward(case.pidfd, signal.SIGSTOP),
-    "resume": lambda case: forward(case.pidfd, signal.SIGCONT),
+    "kill": lambda case: _signal(case, signal.SIGKILL),
+    "pause": lambda case: _signal(case, signal.SIGSTOP),
+    "resume": lambda case: _signal(case, signal.SIGCONT),
     "renice": _renice,
     "cancel": _cancel,
 }

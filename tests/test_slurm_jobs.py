@@ -32,11 +32,12 @@ class Programs:
         for name in ("scontrol", "scancel"):
             self.say(name)
 
-    def say(self, name: str, text: str = "", status: int = 0) -> None:
+    def say(self, name: str, text: str = "", status: int = 0, fault: str = "") -> None:
         path = self.place / name
         (self.place / f"{name}.says").write_text(text)
+        (self.place / f"{name}.complains").write_text(fault)
         path.write_text(
-            f'#!/bin/sh\necho "{name} $*" >> {self.place}/called\ncat {path}.says\n'
+            f'#!/bin/sh\necho "{name} $*" >> {self.place}/called\ncat {path}.says\ncat {path}.complains >&2\n'
             f'case "$*" in requeue*) exit $(cat {self.place}/requeue 2>/dev/null || echo 0);; esac\nexit {status}\n'
         )
         path.chmod(0o755)
@@ -209,14 +210,27 @@ def test_cancel_ends_the_job_of_the_process_and_writes_that_down_before(slurm, m
         assert [(event.kind, event.outcome) for event in scene.events] == [("cancel", "about to")]
 
 
-def test_a_job_that_slurm_does_not_cancel_is_no_success(slurm, monkeypatch):
+DENIED = "scancel: error: Kill job error on job id 12: Access/permission denied"
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("", "it ends with 1"),
+        (f"{DENIED}\nmore of it\n", DENIED),
+        ("\x1b[2Jnothing\n", r"\x1b[2Jnothing"),
+    ],
+)
+def test_a_job_that_slurm_does_not_cancel_is_no_success_and_says_why(slurm, monkeypatch, fault, why):
     monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
-    slurm.say("scancel", status=1)
+    slurm.say("scancel", status=1, fault=fault)
     with a_scene() as scene:
         a_job(slurm, scene.process.uid or 0)
+        outcome = scene.act("cancel")
 
-        assert scene.act("cancel").word == "failed"
+        assert (outcome.word, outcome.why) == ("failed", f"scancel fails ({why}): try `scancel 12` by hand")
         assert [event.outcome for event in scene.events] == ["about to", "failed"]
+        assert (scene.events[-1].message or "").endswith(outcome.why)
 
 
 def test_a_dry_run_of_cancel_leaves_out_the_last_call(slurm, monkeypatch):

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.model import Device
 from gpuguard.nouns import dataclass
+from gpuguard.text import neutralise
 
 SECONDS = 20.0  # for an answer of the controller
 _OVER = frozenset({
@@ -52,6 +53,11 @@ class Answer:
     status: int
     output: str
     fault: str
+
+    @property
+    def reason(self) -> str:
+        """Why it failed: the first line of what it complained of, made harmless."""
+        return neutralise(self.fault.partition("\n")[0]) or f"it ends with {self.status}"
 
 
 def claim_id(job: str) -> str:
@@ -185,7 +191,7 @@ def against_cancelling(job: str | None, uid: int | None) -> str | None:
         return "it belongs to no Slurm job"
     answer = ask("scontrol", "show", "job", "-o", job)
     if answer is None or answer.status:
-        return f"Slurm says nothing about job {job}: {answer.fault if answer else 'it does not answer'}"
+        return f"Slurm says nothing about job {job}: {answer.reason if answer else 'it does not answer'}"
     # What users write into their jobs can only add to these, and then nobody is meant.
     if set(re.findall(r"(?:^|\s)UserId=\S*\((\d+)\)", answer.output)) != {str(uid)}:
         return f"job {job} is not the one of uid {uid}"
@@ -197,8 +203,8 @@ def cancel(job: str) -> str | None:
     """End a job; None when Slurm does it, else why not."""
     answer = ask("scancel", job)
     if answer is None:
-        return "scancel cannot be called"
-    return (answer.fault or f"scancel ends with {answer.status}") if answer.status else None
+        return f"scancel cannot be called, or does not answer in {SECONDS:.0f} s: try `scancel {job}` by hand"
+    return f"scancel fails ({answer.reason}): try `scancel {job}` by hand" if answer.status else None
 
 
 def contains() -> bool:
