@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import marshal
 import os
+import select
+import signal
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from gpuguard import capabilities
+from gpuguard import actions, capabilities
 from gpuguard.backends.sampler import interpreter
 from gpuguard.documents.faults import LARGEST, Fault
 from gpuguard.documents.rootfile import read_file
@@ -28,6 +31,12 @@ if TYPE_CHECKING:
 
 _CHILD = "import gpuguard.policyfile as p; p.answer(sys.argv[1])"
 _EXPRESSION = "gpuguard.policies.expression_language:Expression"
+READ_SECONDS = 20.0  # it takes 0.2 s; systemd starts a daemon anew that shows no sign of life for 60
+KILL_SECONDS = 1.0
+TOO_LONG = (
+    "What was in force stays so.  Names of users and groups may come from a server that does not answer: see whether "
+    "`gpuguard policy check` takes as long, then try `gpuguard daemon --reload`."
+)
 _SEVERAL = {kind.__name__: kind for kind in (tuple, list, frozenset)}
 
 
@@ -69,6 +78,8 @@ def load_apart(path: str) -> PolicyFile:
         told = _told(content, path)
     except OSError as error:
         return faulty(path, f"no process could be started that reads the file: {error.strerror}.")
+    if told is None:
+        return faulty(path, f"the process that reads the file took more than {READ_SECONDS:.0f} s.", TOO_LONG)
     if not told:
         return faulty(path, "the process that reads the file ended by itself.", "Try `gpuguard policy check`.")
     file: PolicyFile = rebuilt(marshal.loads(told))
@@ -92,7 +103,8 @@ def faulty(path: str, text: str, hint: str = "") -> PolicyFile:
     return PolicyFile(path, faults=(Fault(0, 0, text, hint),))
 
 
-def _told(content: bytes, path: str) -> bytes:
+def _told(content: bytes, path: str) -> bytes | None:
+    """What the child says, None when it takes too long."""
     # Files in memory rather than pipes: none of the two ever waits for the other to take something.
     question, answer = os.memfd_create("gpuguard-policy"), -1
     try:
@@ -100,16 +112,37 @@ def _told(content: bytes, path: str) -> bytes:
         os.pwrite(question, content, 0)
         words = interpreter(_CHILD, path)
         places = [(os.POSIX_SPAWN_DUP2, question, 0), (os.POSIX_SPAWN_DUP2, answer, 1)]
-        pid = os.posix_spawn(words[0], words, os.environ, file_actions=places, setsigmask=())
-        try:
-            status = os.waitpid(pid, 0)[1]
-        except ChildProcessError:  # whoever started us ignores SIGCHLD: it has ended, and nobody is told how
-            status = 0
+        status = _status_of(os.posix_spawn(words[0], words, os.environ, file_actions=places, setsigmask=()))
+        if status is None:
+            return None
         return b"" if status else os.pread(answer, os.fstat(answer).st_size, 0)
     finally:
         for descriptor in (question, answer):
             if descriptor >= 0:
                 os.close(descriptor)
+
+
+def _status_of(child: int) -> int | None:
+    """How it ended, by itself; None: it took too long, and was killed."""
+    status, late = 0, False
+    # Where whoever started us ignores SIGCHLD, one that has ended is gone, and nobody is told how.
+    with suppress(ChildProcessError, ProcessLookupError):
+        pidfd = os.pidfd_open(child)
+        try:
+            late = not _ends_within(pidfd, READ_SECONDS)
+            if late:
+                actions.forward(pidfd, signal.SIGKILL)
+                _ends_within(pidfd, KILL_SECONDS)
+        finally:
+            os.close(pidfd)
+        status = os.waitpid(child, os.WNOHANG if late else 0)[1]  # nobody waits for one that outlives SIGKILL
+    return None if late else status
+
+
+def _ends_within(pidfd: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def plain(value: Any) -> Any:

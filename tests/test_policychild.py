@@ -5,6 +5,8 @@ from __future__ import annotations
 import marshal
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -100,14 +102,42 @@ def test_a_child_that_fails_is_a_fault_of_the_file(
     assert len(started) == (child is not None)
 
 
-def test_a_guard_that_was_started_with_sigchld_ignored_reads_its_file_all_the_same(tmp_path: Path) -> None:
+@pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN], ids=["", "ignored"])
+def sigchld(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As whoever starts a guard may leave it."""
+    before = signal.signal(signal.SIGCHLD, request.param)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_guard_that_was_started_with_sigchld_ignored_reads_its_file_all_the_same(
+    tmp_path: Path, sigchld: None
+) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(document())
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        assert load_apart(str(path)).policies
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+
+    assert load_apart(str(path)).policies
+
+
+def test_a_child_that_takes_too_long_is_killed_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sigchld: None
+) -> None:
+    path, pid = tmp_path / "policy.yaml", tmp_path / "pid"
+    path.write_text(document())
+    slow = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    monkeypatch.setattr(policychild, "_CHILD", slow)
+    monkeypatch.setattr(policychild, "READ_SECONDS", 1.0)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with subprocess.Popen(["sleep", "60"]) as other:
+        [fault] = load_apart(str(path)).faults
+        spared = other.poll() is None
+        other.kill()
+
+    assert "took more than 1 s" in fault.text
+    assert "gpuguard policy check" in fault.hint
+    assert spared
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert not os.path.exists(f"/proc/{pid.read_text()}")  # nor is it a zombie
 
 
 def test_nothing_but_nouns_of_ours_is_made() -> None:
