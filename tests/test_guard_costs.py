@@ -18,6 +18,7 @@ from nvml_child import answer_of
 
 from gpuguard import ancestry
 from gpuguard.backends import processes
+from gpuguard.backends.nvml_calls import NOT_SUPPORTED
 from gpuguard.model import GpuProcess
 from gpuguard.readings import hostuse
 from gpuguard.readings.hostuse import HostUses
@@ -264,3 +265,20 @@ def test_a_setting_that_could_not_be_read_is_asked_at_the_next_look(fake: FakeNv
 
     assert before.compute_mode is None and before.problems
     assert (after.compute_mode, after.problems) == ("default", ())
+
+
+@pytest.mark.parametrize(
+    ("between", "asked"), [("pass", 7), ("nvml.SETTINGS_SECONDS = -1.0", 8), ("uuids = [first[1].uuid]", 1)]
+)
+def test_a_device_without_a_fan_is_asked_for_its_speed_again_only_after_a_while_or_by_its_name(
+    fake: FakeNvml, between: str, asked: int
+) -> None:
+    fake.fail("nvmlDeviceGetFanSpeed", NOT_SUPPORTED, device=0)
+    count, clock = answer_of(
+        fake,
+        f"{SETTINGS}\nfirst, uuids = asked(), None\n{between}\nfound = asked(uuids)[1]\n"
+        "answer = fake.calls()['nvmlDeviceGetFanSpeed'], found.clock_memory",
+    )
+
+    assert count == asked
+    assert clock is not None

@@ -147,7 +147,7 @@ def read_row(reading: Reading, row: Row) -> None:
         elif row.setting:
             answer = reading.ask_seldom(function)
         else:
-            answer = reading.ask(function, *row.arguments)
+            answer = reading.ask_where_told(function, *row.arguments, key=row.field + function)
         if answer.code != FUNCTION_NOT_FOUND:
             break
     if reading.take(row.field, answer, row.convert) and row.static:
@@ -168,7 +168,7 @@ def read_utilization(reading: Reading) -> None:
 
 
 def _mean_utilization(reading: Reading) -> float | None:
-    samples = reading.ask("nvmlDeviceGetSamples", UTILIZATION_SAMPLES, 0)
+    samples = reading.ask_where_told("nvmlDeviceGetSamples", UTILIZATION_SAMPLES, 0)
     sound = [number for number in samples.value or () if 0 <= number <= 100]
     return sum(sound) / len(sound) if sound else None
 

@@ -99,6 +99,14 @@ class Reading:
             self.place.settings[function] = answer
         return answer
 
+    def ask_where_told(self, function: str, *arguments: Any, key: str = "") -> Answer:
+        """As ask(), but a device that does not tell it is asked again only after a while: see nvml.SETTINGS_SECONDS."""
+        key = key or function
+        answer = self.place.settings.get(key) or self.ask(function, *arguments)
+        if answer.code in NEVER:
+            self.place.settings[key] = answer
+        return answer
+
     def take(self, name: str, answer: Answer, convert: Callable[[Any], Any] | None = None) -> bool:
         """Set a field of the device, or leave a gap."""
         if answer.code:

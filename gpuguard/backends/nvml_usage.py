@@ -220,7 +220,7 @@ def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProce
     if not rows:
         place.utilizations = {}
         return rows
-    answer = reading.ask("nvmlDeviceGetProcessUtilization", place.utilization_seen)
+    answer = reading.ask_where_told("nvmlDeviceGetProcessUtilization", place.utilization_seen)
     if answer.code and answer.code != NOT_FOUND:  # NOT_FOUND: no sample since the last time
         reading.gap("processes (utilization)", answer.reason)
         return rows
