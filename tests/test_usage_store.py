@@ -323,6 +323,26 @@ def test_a_store_of_an_earlier_version_is_no_answer_and_says_what_becomes_of_it(
         consult(path, lambda each: None)
 
 
+def with_no_tables_yet(path: str) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    connection.close()
+
+
+@pytest.mark.parametrize("begun", [lambda path: Path(path).touch(), with_no_tables_yet])
+def test_a_store_that_is_just_being_made_is_waited_for_and_is_of_no_other_version(path, begun, monkeypatch):
+    os.makedirs(os.path.dirname(path))
+    begun(path)
+    monkeypatch.setattr("gpuguard.usage.consult.READ_PAUSE", 0.001)
+    with pytest.raises(GpuguardError, match=r"nothing is in it\.  Try again in a minute; .* start the daemon anew"):
+        consult(path, lambda each: None)
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", lambda seconds: pauses.append(seconds) or fill(path, [FIRST]))
+
+    assert consult(path, lambda each: each.gpu_seconds({3600.0}), at(1)) == {1001: {3600.0: 10.0}}
+    assert pauses == [0.001]
+
+
 # --- where it lies --------------------------------------------------------------------------------------------------
 
 

@@ -81,7 +81,10 @@ def consult(path: str, question: Callable[[Usage], _Answer], now: float | None =
             return _told(answer, path)
         former = look
         time.sleep(READ_PAUSE)
-    raise GpuguardError(f"{path} is being written all the time.  Try again in a minute.")
+    raise GpuguardError(
+        f"{path} is being written all the time, or nothing is in it.  Try again in a minute; if it stays so, start the "
+        "daemon anew, which says what is wrong with it."
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def _marks(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _ask(path: str, options: str, question: Callable[[Usage], _Answer], now: float) -> _Reply[_Answer]:
+def _ask(path: str, options: str, question: Callable[[Usage], _Answer], now: float) -> _Reply[_Answer] | None:
     import sqlite3
     from urllib.parse import quote
 
@@ -134,6 +137,8 @@ def _ask(path: str, options: str, question: Callable[[Usage], _Answer], now: flo
         connection = sqlite3.connect(f"file:{quote(path)}{options}", uri=True)
         try:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                return None  # a daemon is just making it: the tables come with their version
             return (question(Usage(connection, now)),) if version == VERSION else version
         finally:
             connection.close()
