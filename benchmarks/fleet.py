@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -70,6 +71,8 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=15, help="seconds between two scrapes of a node (default: 15)")
     parser.add_argument("--timeout", type=float, default=20, help="seconds per host (default: 20)")
     args = parser.parse_args()
+    # As an exception it ends on its way out what was started: by itself it would leave sshd or Prometheus behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if args.what == "hosts":
         hosts(args.timeout)
         return 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from nodes import eventually
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 WORDS = [sys.executable, str(BENCHMARKS / "run"), "--quick", "--peers", "none"]
@@ -51,3 +54,25 @@ def test_growth_is_fitted() -> None:
     said = subprocess.run([*PYTHON, script], check=True, capture_output=True, text=True, timeout=60).stdout
 
     assert said == "1.0 2.0\n"
+
+
+def test_a_fleet_that_is_told_to_end_leaves_no_prometheus_behind(tmp_path: Path) -> None:
+    pid, program = tmp_path / "pid", tmp_path / "prometheus"
+    program.write_text(f"#!/bin/sh\necho $$ >{pid}.new\nmv {pid}.new {pid}\nexec sleep 60\n")
+    program.chmod(0o755)
+    script = BESIDE + (
+        "import fleet\nfleet.fleet_store.per_page = fleet.fleet_store.on_disk = lambda: None\n"
+        "sys.argv[1:] = ['nodes', '1']\nfleet.main()\n"
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*PYTHON, script], env=environment) as running:
+        try:
+            assert eventually(pid.exists)
+            running.terminate()
+            status = running.wait(30)
+        finally:
+            running.kill()
+
+    assert status == 143
+    assert not os.path.exists(f"/proc/{pid.read_text().strip()}")
+    assert {each.name for each in tmp_path.iterdir()} == {"pid", "prometheus"}
