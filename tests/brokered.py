@@ -21,6 +21,7 @@ from typing import Any
 
 from commands import SECONDS
 from nodes import eventually, remove, start
+from proc import born_with
 from users import HOLD, interpreter
 
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory
@@ -54,6 +55,8 @@ def a_machine(site: Path, kind: str, *node: str) -> Iterator[Brokered]:
         yield made
     finally:
         made.close()
+        # A sampler that has just been started makes the directory of its node anew.
+        assert eventually(lambda: not born_with(f"GPUGUARD_DIR={place}/claims")), f"something runs on in {place}"
         remove(place)
 
 

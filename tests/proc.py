@@ -18,6 +18,16 @@ def children_of(pid: int | str) -> dict[int, str]:
     return found
 
 
+def born_with(variable: str) -> list[int]:
+    """All processes that were started with this ``NAME=value`` in their environment."""
+    found, mark = [], variable.encode()
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if mark in place.read_bytes().split(b"\0"):
+                found.append(int(place.parent.name))
+    return found
+
+
 def kinds_of_files(pid: int) -> list[str]:
     """What a process has open, sorted: "pipe", "anon_inode", or the name of the file."""
     found = []

@@ -11,6 +11,7 @@ import pytest
 from commands import Gpuguard
 from fake_nvml import FakeNvml
 from nodes import eventually, start
+from proc import born_with
 
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.claims.records import locked_devices
@@ -21,6 +22,7 @@ MINUS = (
     if sys.version_info >= (3, 14)
     else "a value is missing (it cannot begin with a dash)"
 )
+NODE = "GPUGUARD_SIM_DIR={}/node"  # in the environment of what is started at a place
 LINES = 4  # of a message, without a list of devices
 
 # run, then what the message must contain.  PLACE is a directory of the test's own.
@@ -181,19 +183,6 @@ def words_of(line: str, place: Path) -> list[str]:
     return [word.replace("PLACE", str(place)) for word in shlex.split(line)]
 
 
-def processes_of(place: Path) -> list[str]:
-    """The pids of all processes that were started with the node of this place in their environment."""
-    found, mark = [], f"GPUGUARD_SIM_DIR={place / 'node'}\0".encode()
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if mark in file.read() + b"\0":
-                    found.append(pid)
-        except OSError:
-            continue
-    return found
-
-
 def complaint(stderr: str) -> list[str]:
     """The lines of the message, without the list of devices that may be part of it."""
     return [line for line in stderr.splitlines() if not line.startswith("  ")]
@@ -213,7 +202,7 @@ def test_bad_input_is_one_clear_message(place: Path, code: int, line: str, messa
     assert line == "" or (len(lines) <= LINES and "usage:" not in done.stderr)
     assert "\x1b" not in done.stderr
     assert locked_devices(lock_directory(str(place / "claims")), uuids(place)) == set()
-    assert eventually(lambda: processes_of(place) == [])
+    assert eventually(lambda: born_with(NODE.format(place)) == [])
 
 
 def test_the_beginning_of_several_uuids_is_answered_with_those_that_it_could_be(fake: FakeNvml, tmp_path: Path) -> None:
@@ -249,7 +238,7 @@ def test_a_process_that_is_left_and_a_device_that_stays_claimed_would_be_seen(pl
 
     with gpuguard.start("run", "--", "sh", "-c", "echo ready; exec sleep 60") as wrapper:
         wrapper.stdout.readline()  # type: ignore[union-attr]
-        seen = processes_of(place), locked_devices(lock_directory(str(place / "claims")), uuids(place))
+        seen = born_with(NODE.format(place)), locked_devices(lock_directory(str(place / "claims")), uuids(place))
         wrapper.terminate()
 
     assert all(seen)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +36,14 @@ def broker(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
 def own(site: Path) -> Iterator[Brokered]:
     with a_machine(site, "keeper") as made:
         yield made
+
+
+def test_what_still_starts_when_a_machine_ends_leaves_nothing_of_it(site):
+    with a_machine(site, "everybody") as machine:
+        makes = f"import os, time; time.sleep(0.3); os.makedirs({str(machine.place / 'node')!r}, exist_ok=True)"
+        late = subprocess.Popen([sys.executable, "-c", makes], env=machine.environment)
+
+    assert (late.wait(), machine.place.exists()) == (0, False)
 
 
 # The same commands as everywhere
