@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
-from builders import GIB, MIB, a_device, a_snapshot
+from builders import GIB, MIB, a_device, a_process, a_snapshot
 from wrapped import Wrapped, content, end, first_line, python, until
 
 from gpuguard.jobs import settle
-from gpuguard.model import MEMORY, PROCESSES, Snapshot
+from gpuguard.model import MEMORY, PROCESSES, GpuProcess, Snapshot
 
 # Leaves a process in a session of its own behind, prints its pid, and ends when PLACE/go is there.
 LEAVING = """
@@ -187,12 +187,16 @@ class Driver:
         pass
 
 
-def asked_after_a_job(memory_used: int | None, others: Collection[tuple[int, int]] | None = None) -> list[set[str]]:
+def asked_after_a_job(
+    memory_used: int | None,
+    others: Collection[tuple[int, int]] | None = None,
+    before: Collection[GpuProcess] = (),
+) -> list[set[str]]:
     """What a driver is asked whose device held 4 MiB before a job that left all children but *others*; None: none."""
     driver = Driver(memory_used)
     there = settle.children() or frozenset()
     outcome = settle.wait_until_free(
-        (a_device(0, memory_used=4 * MIB, processes=()),),
+        (a_device(0, memory_used=4 * MIB, processes=tuple(before)),),
         driver,
         pause=lambda seconds: None,
         say=lambda text: None,
@@ -214,6 +218,12 @@ def test_memory_that_is_more_than_before_or_unknown_is_judged_with_the_processes
     assert asked_after_a_job(memory_used)[:2] == [{MEMORY}, {MEMORY, PROCESSES}]
 
 
+def test_beside_a_process_of_unknown_memory_nobody_knows_what_there_was_before():
+    before = [a_process(os.getpid(), memory_used=None)]
+
+    assert asked_after_a_job(4 * MIB, before=before) == [{MEMORY}, {MEMORY, PROCESSES}]
+
+
 def test_while_something_of_the_job_lives_the_processes_are_asked_for(stranger):
     others = {each for each in settle.children() or () if each[0] != stranger.pid}
 
@@ -227,7 +237,10 @@ def test_one_of_the_job_that_got_the_pid_of_a_child_from_before_it_is_of_the_job
 
 
 def test_where_the_kernel_does_not_tell_children_the_processes_are_asked_for(monkeypatch):
-    monkeypatch.setattr(settle, "children", lambda: None)
+    def refused(*_: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(settle, "open", refused, raising=False)
 
     assert asked_after_a_job(4 * MIB) == [{MEMORY, PROCESSES}]
 
