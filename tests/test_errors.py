@@ -95,6 +95,7 @@ def test_too_few_descriptors_are_told_as_such():
     [
         (errno.EMFILE, "see `ulimit -n`"),
         (errno.ENFILE, "/proc/sys/fs/file-nr"),
+        (errno.EDQUOT, "Make room"),
         (errno.EIO, "an error inside gpuguard"),
     ],
 )
@@ -106,3 +107,14 @@ def test_a_fault_of_the_machine_is_told_as_such(monkeypatch, capsys, code, said)
 
     assert dispatch.run_command_line(["who"]) == EXIT_NO
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--version"], ["policy", "rules"]], ids=["a line", "more than a buffer"])
+def test_an_answer_for_which_the_disk_is_full_is_no_success_and_no_fault_of_gpuguard(words):
+    with open("/dev/full", "w") as full:
+        call = [sys.executable, "-m", "gpuguard", *words]
+        done = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+
+    told = "what this command prints could not be written: No space left on device."
+    assert done.returncode == EXIT_NO
+    assert done.stderr.startswith(f"gpuguard: {told}") and done.stderr.count("\n") == 1

@@ -97,6 +97,9 @@ def _sentence(error: Exception) -> str:
         return f"no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it."
     if code == errno.ENFILE:
         return "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and who opens so many."
+    if isinstance(error, OSError) and code in (errno.ENOSPC, errno.EDQUOT):
+        what = error.filename or "what this command prints"
+        return f"{what} could not be written: {error.strerror}.  Make room (see `df` and `quota`), or write elsewhere."
     return f"an error inside gpuguard: {error!r}.  GPUGUARD_DEBUG=1 shows where."
 
 
