@@ -50,14 +50,14 @@ def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> 
     read = stats or {}
     pids = {process.pid for device in snapshot.devices for process in device.processes or ()}
     pids.update(pid for record in snapshot.claims for pid in (*record.holders, record.pid) if pid is not None)
-    holders = {pid for record in snapshot.claims for pid in record.holders}
+    people = {pid for record in snapshot.claims for pid in record.holders or (record.pid,)}
     seen: dict[int, Seen | None] = {}
     todo = list(pids)
     while todo:
         pid = todo.pop()
         if pid not in seen and pid > 0:
             stat = read[pid] if pid in read else _stat(pid)
-            seen[pid] = process = _look(pid, stat, inner=pid in holders)
+            seen[pid] = process = _look(pid, stat, closely=pid in people)
             if process:
                 todo.append(process.parent)
     gone = {pid for pid, process in seen.items() if process is None}
@@ -78,14 +78,14 @@ def _fields(line: bytes) -> Stat:
     return line.rpartition(b") ")[2].split(None, 24)
 
 
-def _look(pid: int, stat: Stat | None, inner: bool) -> Seen | None:
+def _look(pid: int, stat: Stat | None, closely: bool) -> Seen | None:
     try:
         if stat is None:
             return None
-        if not inner:
+        if not closely:
             return _made(stat[0], stat[1], stat[19])
-        own = _status(pid)
-        return replace(_made(stat[0], stat[1], stat[19]), inner_pid=own[1] if own else None)
+        uid, inner = _status(pid) or (None, None)
+        return replace(_made(stat[0], stat[1], stat[19]), inner_pid=inner, uid=uid)
     except (IndexError, ValueError):
         return None
 

@@ -3,7 +3,9 @@
 A process belongs to the claim on the same device whose lock it holds; else to the one that an ancestor of it holds or
 made (a child started with close_fds does not inherit the lock); else to the claim of the same user; else, when it is
 root's (a container) or nobody's that we may know, to the only claim there.  The last two are guesses, in favour of the
-process.  Does not read anything: /proc comes in as `Seen`.
+process.  A record says what its owner likes: the pid in it counts only where the holders cannot be seen, and never for
+a process of somebody else; and an id alone is no claim, since others may have copied it.  Does not read anything: /proc
+comes in as `Seen`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class Seen:
     state: str  # R S D T t Z, as in /proc/PID/stat
     start_time: float | None = None  # seconds since boot
     inner_pid: int | None = None  # its pid in its own pid namespace
+    uid: int | None = None  # asked of those alone who hold or made a claim
 
 
 _NONE = {None}
@@ -62,22 +65,30 @@ def computes(process: GpuProcess) -> bool:
     return process.kind != "graphics" and not (process.kind == "compute+graphics" and small)
 
 
-def claim_of(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> str | None:
-    """The id of the claim, of those *here*, that *process* belongs to; None: of none."""
+def claim_of(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> ClaimRecord | None:
+    """The claim, of those *here*, that *process* belongs to; None: to none."""
     if record := started_by(process, here, seen):
-        return record.id
+        return record
     if process.uid:
-        return next((record.id for record in here if process.uid == record.uid), None)
-    return here[0].id if len(here) == 1 else None
+        return next((record for record in here if process.uid == record.uid), None)
+    return here[0] if len(here) == 1 else None
 
 
 def started_by(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> ClaimRecord | None:
     """The claim, of those *here*, whose lock the process or an ancestor of it holds, or whose maker that is."""
     for pid in _line_of(process.pid, seen) if here else ():
         for record in here:
-            if pid == record.pid or pid in record.holders:
+            if pid in record.holders or (pid == record.pid and _may_have_made(record, pid, process, seen)):
                 return record
     return None
+
+
+def _may_have_made(record: ClaimRecord, pid: int, process: GpuProcess, seen: Processes) -> bool:
+    if record.holders:
+        return False  # who made it is one of them, or has ended; in a container its pid is another one
+    there = seen.get(pid)
+    uid = process.uid if pid == process.pid else there.uid if there else None
+    return uid is None or uid == record.uid
 
 
 def _line_of(pid: int, seen: Processes) -> Iterator[int]:

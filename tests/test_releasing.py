@@ -342,7 +342,7 @@ def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_letters():
 
 # --- who computes under a claim -----------------------------------------------------------------------------------
 
-MINE = ClaimRecord("c", 1001, "alice", ("GPU-A",), pid=50)
+MINE = ClaimRecord("c", 1001, "alice", ("GPU-A",), pid=50, holders=(50,))
 
 
 @pytest.mark.parametrize(

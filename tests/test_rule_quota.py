@@ -41,6 +41,16 @@ def test_an_action_means_the_processes_of_the_claim_in_excess_and_no_others():
     assert pids(found(Quota(claims=1), *devices, claims=claims)) == [3]
 
 
+@pytest.mark.parametrize("his", [0, 1])
+def test_whoever_copies_the_id_of_a_claim_has_none_of_its_processes_accused(his):
+    devices = [used_by(a_process(2, **ALICE), index=0), a_device(1)]
+    hers = a_claim("c0ffee", devices[0], age=9000)
+    copied = [a_claim("c0ffee", *devices[1:][:his], age=100, **BOB), a_claim("b", age=200, **BOB)]
+
+    accused = found(Quota(claims=1), *devices, claims=[hers, *copied])
+    assert [(finding.subject.user, finding.processes) for finding in accused] == [("bob", ())]
+
+
 def test_processes_without_a_claim_count_too():
     devices = [used_by(a_process(2 + index, start_time=1000.0 + index), index=index) for index in range(3)]
 

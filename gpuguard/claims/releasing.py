@@ -117,7 +117,7 @@ def users_of(claim: ClaimRecord, snapshot: Snapshot, seen: Processes) -> tuple[t
             if device.processes is None or not device.processes_plausible:
                 return (), f"the driver gives no list of the processes on device {device.index} that could be believed"
             for process in filter(computes, device.processes):
-                if not process.uid or process.uid == claim.uid or claim_of(process, (claim,), seen) == claim.id:
+                if not process.uid or process.uid == claim.uid or claim_of(process, (claim,), seen):
                     found[process.pid] = process
     return tuple(found.values()), None
 

@@ -54,7 +54,7 @@ def per_claim(view: View, device: Device) -> Iterator[Use]:
         if claim.uid < 0:
             continue
         if sum(other.uid == claim.uid for other in claims) == 1:
-            found = tuple(one for one in computing(device) if claim_of(one, claims, view.seen) == claim.id)
+            found = tuple(one for one in computing(device) if claim_of(one, claims, view.seen) == claim)
             yield claim_here(device, claim), known_sum(found), found
         elif claim.slots:
             found = tuple(one for one in computing(device) if started_by(one, claims, view.seen) == claim)

@@ -34,7 +34,7 @@ def holdings(view: View) -> dict[int, list[Holding]]:
     for record in view.snapshot.claims:
         if record.alive and record.uid > 0:
             since = ALWAYS if record.since is None else record.since - boot
-            found[record.id] = Holding(claim_subject(record), since, frozenset(record.devices))
+            found[record.uid, record.id] = Holding(claim_subject(record), since, frozenset(record.devices))
     for device in places(view.snapshot):
         here = claims_on(view.snapshot, device)
         for process in computing(device):
@@ -42,7 +42,8 @@ def holdings(view: View) -> dict[int, list[Holding]]:
                 continue
             own = [record for record in here if record.uid == process.uid]
             claim = claim_of(process, own, view.seen) if own else None
-            key = claim or (process.pid, process.start_time)
+            # By its owner, too: an id alone could be copied, to have the processes of its claim counted as another's.
+            key: object = (claim.uid, claim.id) if claim else (process.pid, process.start_time)
             held = found.get(key)
             if held is None:
                 here_only = process_subject(device, process), process.start_time, frozenset((device.uuid,))

@@ -134,13 +134,14 @@ def _user_rows(
     instances = [other for other in snapshot.devices if other.parent_uuid == device.uuid] if around is None else []
     here = [record for record in snapshot.claims if record.alive and device.uuid in record.devices]
     listed = _listed([device, *instances])
-    owners: dict[int, set[str]] = {}
+    owners: dict[int, list[ClaimRecord]] = {}
     for record in here:
         if record.uid >= 0:
-            owners.setdefault(record.uid, set()).add(record.id)
-    working = {claim_of(process, here, {}) for process in listed or ()}
-    for uid, ids in owners.items():
-        works = _works(device, listed, divided=bool(instances)) if listed is None or ids & working else False
+            owners.setdefault(record.uid, []).append(record)
+    working = [claim_of(process, here, {}) for process in listed or ()]
+    for uid, own in owners.items():
+        some = listed is None or any(record in working for record in own)
+        works = _works(device, listed, divided=bool(instances)) if some else False
         if works is False and _hides_use(device, listed):
             works = None
         yield (uid, device.uuid), (1000.0, 1000.0 * (works is True), 1000.0 * (works is False), 0.0)

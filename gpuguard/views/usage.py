@@ -149,7 +149,7 @@ def _processes_on(device: Device, here: tuple[ClaimRecord, ...], seen: Processes
     for process in device.processes:
         claim = claim_of(process, owners, seen) if owners else None
         one = seen.get(process.pid)
-        found.append(ProcessUse(process, claim, one.state in "Tt" if one else None))
+        found.append(ProcessUse(process, claim.id if claim else None, one.state in "Tt" if one else None))
     return tuple(found)
 
 
