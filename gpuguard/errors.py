@@ -89,6 +89,19 @@ class ImpossibleRequest(NotEnoughGpus):
 class WaitTimeout(NotEnoughGpus):
     """The time to wait is over and there are still not enough devices."""
 
+    @classmethod
+    def after(cls, missing: NotEnoughGpus) -> WaitTimeout:
+        """For what was still missing when it was over."""
+        return cls(f"{_OVER}{missing}", missing.wanted, missing.available, missing.refused)
+
+    @property
+    def missing(self) -> NotEnoughGpus:
+        """The same for whoever was not asked to wait."""
+        return NotEnoughGpus(str(self).removeprefix(_OVER), self.wanted, self.available, self.refused)
+
+
+_OVER = "the time to wait is over: "
+
 
 class ClaimError(GpuguardError):
     """A claim cannot be made or kept."""

@@ -102,7 +102,7 @@ def acquire(
             else:
                 line.sleep(snapshot, bounded, deadline, error, on_wait)
             if deadline is not None and time.monotonic() >= deadline:
-                raise WaitTimeout(f"the time to wait is over: {error}", error.wanted, error.available, error.refused)
+                raise WaitTimeout.after(error)
     finally:
         if line:
             line.leave()

@@ -37,7 +37,7 @@ def guarded(thing: Any = None, /, *, wait: float | None = None, note: str | None
 
     Args:
         thing: a function, a generator or a class.
-        wait: seconds until NotEnoughGpus is raised when devices are taken; None: never.
+        wait: seconds until WaitTimeout is raised when devices are taken, 0: NotEnoughGpus at once; None: never.
         note: for the colleagues who look at `gpuguard who`; the name of the task by default.
         **conditions: as for grab_gpus: min_free (bytes), max_util (percent), share=True with memory (bytes) for a
             part of each device ...
@@ -47,7 +47,8 @@ def guarded(thing: Any = None, /, *, wait: float | None = None, note: str | None
 
     Raises:
         InvalidRequest: in the task, when Ray gave it no device.
-        NotEnoughGpus: in the task, after *wait*; Ray runs it again where its retry_exceptions names it.
+        NotEnoughGpus: in the task, after *wait*, and its kind WaitTimeout if that is more than 0; Ray runs it again
+            where its retry_exceptions names it.
     """
     if thing is None:
         return functools.partial(guarded, wait=wait, note=note, **conditions)
@@ -111,7 +112,7 @@ def _held(options: dict[str, Any]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_restore, before)
         opened = functools.partial(engine.NodePlaces, len(devices))
-        claim, places = engine.search(devices, len(devices), attempt, opened, deadline)
+        claim, places = engine.search(devices, len(devices), attempt, opened, deadline, waits=wait != 0)
         if places:
             places.keep([name for device in claim for name in (str(device.index), device.uuid)])
             stack.callback(places.keep, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -84,6 +85,30 @@ def test_when_all_devices_are_asked_for_it_waits_for_any_of_them_and_gives_all_b
 def test_a_time_that_is_over_before_anybody_could_wait_is_over_all_the_same():
     with pytest.raises(WaitTimeout, match="the time to wait is over"):
         engine.search(("0",), 1, Node().attempt, Node, deadline=0.0)
+
+
+@pytest.mark.parametrize(
+    ("wait", "kind", "said"), [(0, NotEnoughGpus, "none"), (0.001, WaitTimeout, "the time to wait is over: none")]
+)
+def test_a_task_that_is_not_asked_to_wait_does_not_fail_for_the_time_to_wait(monkeypatch, wait, kind, said):
+    monkeypatch.setattr(engine, "given", lambda: ("0",))
+    monkeypatch.setattr(engine, "is_part", lambda: False)
+    monkeypatch.setenv(engine.VARIABLE, "0")
+    monkeypatch.setattr(
+        "gpuguard.grab.claim", lambda number, *, devices, on_wait, **_: Node().attempt(devices, on_wait)
+    )
+    monkeypatch.setattr("time.monotonic", itertools.count().__next__)
+    with pytest.raises(NotEnoughGpus) as failed:
+        guarded(wait=wait)(lambda: None)()
+
+    assert (failed.type, str(failed.value)) == (kind, said)
+
+
+def test_who_only_looks_for_another_device_hears_nothing_of_a_time_to_wait():
+    with pytest.raises(NotEnoughGpus, match=r"^too late$") as failed:
+        engine.search(("0",), 1, Node().attempt, Node, waits=False)
+
+    assert failed.type is NotEnoughGpus
 
 
 def test_a_device_that_can_never_do_is_no_end_as_long_as_there_are_others(monkeypatch):

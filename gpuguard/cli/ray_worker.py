@@ -24,7 +24,7 @@ from gpuguard.cli import run
 from gpuguard.cli.dispatch import build_parser, exit_code
 from gpuguard.cli.telling import Telling, say
 from gpuguard.clusters import ray as engine
-from gpuguard.errors import GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.errors import GpuguardError, InvalidRequest, NotEnoughGpus
 from gpuguard.nouns import replace
 from gpuguard.request import Request
 
@@ -126,13 +126,8 @@ def claim_for(
             return run.claim_for(args, command, here, directory, backend, 0.0, time_limit)
         return run.claim_for(args, command, here, directory, backend, left, time_limit, on_wait)
 
-    try:
-        tell, opened = Telling(quiet=False).missing, partial(PlacesProcess, len(given))
-        claim, places = engine.search(given, len(given), attempt, opened, deadline, tell)
-    except WaitTimeout as late:
-        if not args.no_wait:
-            raise
-        raise NotEnoughGpus(str(late), late.wanted, late.available, late.refused) from None
+    tell, opened = Telling(quiet=False).missing, partial(PlacesProcess, len(given))
+    claim, places = engine.search(given, len(given), attempt, opened, deadline, tell, waits=not args.no_wait)
     if places:
         places.keep([name for device in claim for name in (str(device.index), device.uuid)])
         _kept.append(places)

@@ -46,6 +46,8 @@ def search(
     open_places: Callable[[], Places],
     deadline: float | None = None,
     tell: Callable[[NotEnoughGpus], None] = lambda missing: None,
+    *,
+    waits: bool = True,
 ) -> tuple[T, Places | None]:
     """Try with the devices that Ray gave, and with more of them as long as somebody else has too many of those.
 
@@ -57,6 +59,7 @@ def search(
         open_places: how to get more.
         deadline: monotonic, of the waiting that *attempt* does; None: never.
         tell: is called while it waits, for people.
+        waits: whether somebody wants to wait, so that what is raised after the deadline is a WaitTimeout.
 
     Returns:
         What *attempt* returned, and what must be kept as long as that; None when Ray's own choice did.
@@ -72,7 +75,7 @@ def search(
             except NotEnoughGpus as error:
                 failed = error
             if deadline is not None and time.monotonic() >= deadline:
-                raise failed if isinstance(failed, ImpossibleRequest) else _late(failed)
+                raise failed if isinstance(failed, ImpossibleRequest) else WaitTimeout.after(failed)
             places = places or open_places()
             # One more each time: others may have taken many, and what Ray gives takes it a second.
             more, rounds = places.want(max(1, number - failed.available) + rounds), rounds + 1
@@ -82,9 +85,11 @@ def search(
                 have += _wait_for_more(places, more, failed, deadline)
             except _More as found:
                 have += found.args
-    except BaseException:
+    except BaseException as error:
         if places:
             places.keep(())
+        if isinstance(error, WaitTimeout) and not waits:
+            raise error.missing from None
         raise
 
 
@@ -109,13 +114,9 @@ def _wait_for_more(places: Places, more: bool, failed: NotEnoughGpus, deadline: 
         raise failed
     while not (devices := places.arrived()):
         if deadline is not None and time.monotonic() >= deadline:
-            raise _late(failed)
+            raise WaitTimeout.after(failed)
         time.sleep(POLL_SECONDS)
     return devices
-
-
-def _late(failed: NotEnoughGpus) -> WaitTimeout:
-    return WaitTimeout(f"the time to wait is over: {failed}", failed.wanted, failed.available, failed.refused)
 
 
 def given() -> tuple[str, ...]:
