@@ -162,9 +162,14 @@ def _executable(pid: int) -> tuple[str | None, int | None]:
     # A process whose first thread has ended shows its program only in the others.
     for place in (f"/proc/{pid}", *_threads(pid)):
         try:
-            path, seen = os.readlink(f"{place}/exe"), os.stat(f"{place}/exe")
+            path = os.readlink(f"{place}/exe")
         except OSError:
             continue
+        try:
+            seen = os.stat(f"{place}/exe")
+        except OSError:
+            # Files of FUSE tell even root nothing but their path: whoever runs one must not be spared for that.
+            return path, None
         return (path, seen.st_uid) if stat.S_ISREG(seen.st_mode) else (None, None)
     return None, None
 
@@ -172,14 +177,19 @@ def _executable(pid: int) -> tuple[str | None, int | None]:
 def _has_open(pid: int, path: str) -> bool | None:
     try:
         wanted = os.stat(path).st_rdev
-        names = os.listdir(f"/proc/{pid}/fd")
+        if any(_device_of(f"/proc/{pid}/fd/{name}") == wanted for name in os.listdir(f"/proc/{pid}/fd")):
+            return True
+        absent: bool | None = False
     except PermissionError:
-        # Only CAP_DAC_READ_SEARCH opens that directory, and every file of the machine with it.  CAP_SYS_PTRACE is
-        # enough for the mappings: the driver's library maps its devices.  Without any nothing is known.
-        return True if re.search(r" /dev/nvidia\S*$", _read(f"/proc/{pid}/maps") or "", re.MULTILINE) else None
+        absent = None  # only CAP_DAC_READ_SEARCH opens that directory, and every file of the machine with it
     except OSError:
         return None
-    return any(_device_of(f"/proc/{pid}/fd/{name}") == wanted for name in names)
+    # CAP_SYS_PTRACE is enough for the mappings: the driver's library maps its devices.  And the files are those of the
+    # first thread, which may have ended, or have other ones than those that compute; what is mapped is everybody's.
+    for place in (f"/proc/{pid}", *_threads(pid)[-2:]):
+        if re.search(r" /dev/nvidia\S*$", _read(f"{place}/maps") or "", re.MULTILINE):
+            return True
+    return absent
 
 
 def _device_of(path: str) -> int | None:
