@@ -233,6 +233,17 @@ def test_a_job_that_slurm_does_not_cancel_is_no_success_and_says_why(slurm, monk
         assert (scene.events[-1].message or "").endswith(outcome.why)
 
 
+def test_a_job_that_ends_before_it_is_cancelled_is_told(slurm, monkeypatch):
+    found = iter(("12", None))
+    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: next(found))
+    with a_scene() as scene:
+        a_job(slurm, scene.process.uid or 0)
+        outcome = scene.act("cancel")
+
+        assert (outcome.word, outcome.why) == ("failed", "its job has ended")
+        assert slurm.called() == ["scontrol show job -o 12"]
+
+
 def test_a_dry_run_of_cancel_leaves_out_the_last_call(slurm, monkeypatch):
     monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
     with a_scene() as scene:
