@@ -46,6 +46,15 @@ def test_what_still_starts_when_a_machine_ends_leaves_nothing_of_it(site):
     assert (late.wait(), machine.place.exists()) == (0, False)
 
 
+def test_what_another_user_left_who_was_killed_while_he_changed_the_node_is_in_nobody_s_way(site):
+    with a_machine(site, "everybody") as machine:
+        left = machine.place / "node" / "node.json.new"
+        left.write_text("half")
+        done = machine(ALICE, "sim", "set", "--device", "0", "--utilization", "5%")
+
+        assert (done.returncode, left.exists()) == (0, False), done.stderr
+
+
 # The same commands as everywhere
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -123,8 +123,10 @@ def _try_lock(lock: int) -> bool:
 def _save(directory: str, node: Node) -> None:
     path = os.path.join(directory, STATE)
     try:
-        # One name for all: whoever writes holds the lock, and what a killed writer left is written over.
-        with open(f"{path}.new", "w", encoding="utf-8") as file:
+        # One name for all: whoever writes holds the lock.  What a killed writer left may be another user's.
+        with suppress(FileNotFoundError):
+            os.unlink(f"{path}.new")
+        with open(f"{path}.new", "x", encoding="utf-8") as file:
             json.dump({"schema": _SCHEMA, **asdict(node)}, file)
         os.replace(f"{path}.new", path)
     except OSError as error:
