@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gpuguard.claims.grants import Grant
 
 MAX_BYTES = 4096
+MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have no details
 _NOBODY = -1
 
 
@@ -75,8 +76,27 @@ def read_records(directory: LockDirectory) -> list[ClaimRecord]:
     start = f"{directory.prefix}claim."
     with os.scandir(directory.records) as entries:
         names = [entry.name for entry in entries if entry.name.startswith(start) and entry.name.endswith(".json")]
+    names, _ = first_of_each(directory, names, MOST_OF_ONE)
     records = [record for name in names if (record := _read_record(f"{directory.records}/{name}", name, start))]
     return sorted(records, key=lambda record: (record.since or 0, record.id))
+
+
+def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], dict[int, int]]:
+    """Of each user's files the first *most*, and uid -> how many there are beyond; root's are not counted.
+
+    Everybody reads them all (30 us each), and anybody can make any number.
+    """
+    if len(names) <= most:
+        return names, {}
+    of_user: dict[int, list[tuple[float, str]]] = {}
+    for name in names:
+        try:
+            status = os.lstat(f"{directory.records}/{name}")
+        except OSError:
+            continue  # it has just ended
+        of_user.setdefault(status.st_uid, []).append((status.st_ctime, name))
+    beyond = {uid: len(own) - most for uid, own in of_user.items() if uid and len(own) > most}
+    return [name for uid, own in of_user.items() for _, name in sorted(own)[: most if uid else None]], beyond
 
 
 def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecord | None:

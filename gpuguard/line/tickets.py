@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, try_flock
+from gpuguard.claims.records import first_of_each
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.hints import Any
 from gpuguard.line import served
@@ -173,17 +174,9 @@ def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[Torn]]:
 
 
 def not_too_many(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], list[Torn]]:
-    """Of each user's files the first *most*: everybody reads them all (30 us each), and anybody can make any number."""
-    if len(names) <= most:
-        return names, []
-    of_user: dict[int, list[tuple[float, str]]] = {}
-    for name in names:
-        with suppress(OSError):
-            status = os.lstat(f"{directory.records}/{name}")
-            of_user.setdefault(status.st_uid, []).append((status.st_ctime, name))
-    beyond = {uid: len(own) - most for uid, own in of_user.items() if uid and len(own) > most}
-    torn = [Torn(uid, f"{n} more", f"{user_name(uid)} has {most} before them") for uid, n in beyond.items()]
-    return [name for uid, own in of_user.items() for _, name in sorted(own)[: most if uid else None]], torn
+    """Of each user's files the first *most*, and what is said of the others."""
+    names, beyond = first_of_each(directory, names, most)
+    return names, [Torn(uid, f"{n} more", f"{user_name(uid)} has {most} before them") for uid, n in beyond.items()]
 
 
 def who_waits(directory: LockDirectory) -> tuple[Ticket, ...] | None:
