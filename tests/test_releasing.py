@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -264,6 +265,25 @@ def test_a_record_that_lists_any_number_of_files_fills_nobodys_table_of_open_fil
             pass
 
     assert len(seen) > 100 and max(seen) < before + 10
+
+
+def test_a_file_that_does_not_answer_holds_up_one_thread_and_nobody_who_asks(directory, monkeypatch):
+    """One of FUSE, say, whose owner never lets go whoever closes a copy of it."""
+    answers, really, before = threading.Event(), releasing._is_lock, len(os.listdir("/proc/self/fd"))
+    with a_holder(directory, GPUS[0]) as holder, monkeypatch.context() as patch:
+        patch.setattr(releasing, "LEND_SECONDS", 0.1)
+        patch.setattr(releasing, "_is_lock", lambda *some: answers.wait(60) and really(*some))
+        for _ in range(3):
+            with pytest.raises(ClaimError, match="does not answer"), gripped(directory, holder.record()):
+                pass
+        (waiting,) = [one for one in threading.enumerate() if one.name == "gpuguard-lent"]
+        answers.set()
+        waiting.join()
+        with gripped(directory, holder.record()) as grip:
+            let_go(grip, BY_ROOT)
+
+        assert is_free(directory, GPUS[0]), "and what came too late was given back"
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_descriptor_that_is_closed_while_it_is_borrowed_is_no_fault(directory, monkeypatch):

@@ -195,7 +195,8 @@ def test_a_lock_without_a_record_is_shown_to_root_with_its_holder(machine):
 def test_any_number_of_descriptors_of_one_user_hides_nobody_elses_lock_and_costs_a_bounded_time(machine, monkeypatch):
     asked, really, sleeping = [], holders._descriptors, "import time; print('ready', flush=True); time.sleep(100)"
     monkeypatch.setattr(holders, "MOST_SECONDS", 1e-9)  # the first process of each has passed it
-    monkeypatch.setattr(holders, "_descriptors", lambda pid: asked.append(os.stat(f"/proc/{pid}").st_uid) or really(pid))
+    note = lambda pid: asked.append(os.stat(f"/proc/{pid}").st_uid) or really(pid)  # noqa: E731
+    monkeypatch.setattr(holders, "_descriptors", note)
     assert machine(ALICE, "run", "--no-wait", "--", "true").returncode == 0
     with (
         machine.program(BOB, sleeping),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpuguard.claims.lockfiles import LockDirectory
     from gpuguard.model import ClaimRecord
 
-# For the processes of one user: with limits as they come, 100 of his can have 50 million descriptors, which is a minute.
+# For the processes of one user: with the usual limits 100 of them can have 50 million descriptors, which is a minute.
 MOST_SECONDS = 1.0
 
 

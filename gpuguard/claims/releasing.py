@@ -13,6 +13,7 @@ import fcntl
 import os
 import signal
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,9 +29,11 @@ from gpuguard.model import ClaimRecord, GpuProcess, Snapshot
 
 MOST_LOCKS = 256  # of one claim: a record says what its owner likes
 SEARCH_SECONDS = 2.0  # among the owner's processes, of which he can have any number
+LEND_SECONDS = 2.0  # for a file to be looked at
 
 _PIDFD_GETFD = 438  # the same number on every architecture: include/uapi/asm-generic/unistd.h
 _LIBRARY: list[object] = []
+_held_up: dict[int, threading.Thread] = {}  # uid -> who still waits for a file of that user
 
 
 class NotPermitted(ClaimError):
@@ -139,10 +142,10 @@ def _borrow(
             continue  # it has ended
         borrowed.append(pidfd)
         for each in sorted(wanted - locks.keys()):
-            if (lock := _lent(pidfd, each, partial(_is_lock, directory))) is not None:
+            if (lock := _lent(claim, pidfd, each, partial(_is_lock, directory))) is not None:
                 borrowed.append(lock)
                 locks[each] = lock
-        if grip is None and (record := _lent(pidfd, number, is_record)) is not None:
+        if grip is None and (record := _lent(claim, pidfd, number, is_record)) is not None:
             borrowed.append(record)
             grip = Grip(record, path, (), pid, pidfd)
         if grip and not wanted - locks.keys():
@@ -152,12 +155,45 @@ def _borrow(
     raise ClaimError(f"no process has the locks of the claim {claim.id} open: it is just ending.  Look again.")
 
 
-def _lent(pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
+def _lent(claim: ClaimRecord, pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
     """A copy of a descriptor of another process if it is open and the right one.
+
+    In a thread: a file of FUSE may be anything's but a lock's, and even closing our copy of it waits for as long as its
+    owner likes.  So each user can hold up one thread, and nobody who waits for an answer.
 
     Raises:
         NotPermitted: the kernel does not allow it.
+        ClaimError: a file of that user's cannot be closed.
     """
+    found: list[int | NotPermitted | None] = []
+    deciding, late = threading.Lock(), threading.Event()
+
+    def look() -> None:
+        try:
+            lent: int | NotPermitted | None = _looked_at(pidfd, number, is_wanted)
+        except NotPermitted as error:
+            lent = error
+        with deciding:
+            if late.is_set() and isinstance(lent, int):
+                os.close(lent)
+            found.append(lent)
+
+    if claim.uid not in _held_up or not _held_up[claim.uid].is_alive():
+        thread = _held_up[claim.uid] = threading.Thread(target=look, name="gpuguard-lent", daemon=True)
+        thread.start()
+        thread.join(LEND_SECONDS)
+    with deciding:
+        if not found:
+            late.set()
+            raise ClaimError(
+                f"a file that the claim {claim.id} names as its own does not answer: end its processes instead."
+            )
+    if isinstance(found[0], NotPermitted):
+        raise found[0]
+    return found[0]
+
+
+def _looked_at(pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
     with suppress(OSError):  # closed meanwhile, or the process has ended
         descriptor = _getfd(pidfd, number)
         try:
