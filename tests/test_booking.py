@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,9 +13,11 @@ from lines import a_ticket
 
 from gpuguard.line import plan as plans
 from gpuguard.line.booking import (
-    HORIZON_SECONDS,
     Booking,
+    Calendars,
     Prospects,
+    Span,
+    Started,
     calendar,
     can_be_met,
     clear_at,
@@ -66,6 +70,42 @@ def test_what_its_user_holds_is_kept_first_and_then_what_is_free_in_time_by_a_li
     assert kept([a_booking(3)], limited) == {"d0": {9}, "d2": {9}, "d3": {9}}
 
 
+def test_reservations_one_after_the_other_keep_the_same_device_although_not_all_of_them_could_have_it_always() -> None:
+    first, second = a_booking(1, 1, 2), a_booking(1, 2, 3, "d3", user=7)
+
+    assert kept([first, second]) == kept([second, first]) == {"d3": {7, 9}}
+
+
+def test_nothing_is_kept_for_a_reservation_past_its_end() -> None:
+    assert kept([a_booking(1, 1, 2), a_booking(1, 1, 3, user=7)]) == {"d3": {7, 9}, "d2": {7}}
+    assert kept([a_booking(1, -1, 0), a_booking(1, -1, 0, "d3", user=7)]) == {}
+
+
+def test_whoever_needs_a_device_gets_it_over_several_who_can_have_others() -> None:
+    line = [a_booking(1, 1, 2, "d3", "d1", user=1), a_booking(1, 1, 2, "d3", "d2", user=2)]
+
+    assert kept([*line, a_booking(1, 1, 2, "d2", user=3)]) == {"d1": {1}, "d3": {2}, "d2": {3}}
+
+
+def test_what_a_user_may_leave_behind_is_kept_where_something_is_kept_for_him_already() -> None:
+    calendars = Calendars([a_booking(2, 0, 1)], FREE, 0.0)
+    coming = [Started("job", 9, ("d3",), float("inf"))]
+
+    assert set(calendars.left_alone(coming, NAMES, 1)) == {"d2", "d3"}
+
+
+@pytest.mark.parametrize("noun", [a_booking(), Span(0.0, 1.0, a_booking()), FREE, Started("job", 9, ("d3",), 1.0)])
+def test_what_a_calendar_is_made_of_never_changes(noun: Any) -> None:
+    with pytest.raises(FrozenInstanceError):
+        setattr(noun, fields(noun)[0].name, None)
+
+
+def test_a_reservation_has_begun_from_its_begin_until_its_end() -> None:
+    booking = a_booking(1, 1, 2)
+
+    assert [Calendars([booking], FREE, hour * HOUR).guests(9) for hour in (0.9, 1, 2)] == [[], [booking], []]
+
+
 def test_what_is_missing_is_kept_as_soon_as_a_limit_sets_it_free() -> None:
     (span,) = calendar([a_booking(2)], Prospects({"d0": 0.0, "d1": 1.5 * HOUR}), 0.0)["d1"]
 
@@ -87,6 +127,7 @@ def test_a_job_finds_its_devices_before_between_and_after_reservations() -> None
     assert clear_at(spans, 9, 1.0, HOUR + 1) == 1.0
     assert in_the_way(spans, 1, 0.0, HOUR) is None
     assert (booking := in_the_way(spans, 1, 0.0, HOUR + 1)) and booking.begins == HOUR
+    assert in_the_way(spans, 1, 2 * HOUR, HOUR) is None
 
 
 def test_what_can_be_met_together() -> None:
@@ -111,7 +152,9 @@ def test_words_name_the_day_where_it_is_not_today() -> None:
 
     assert in_words(booking, before) == f"kept for u9's reservation from {clock_text(booking.begins, before)}"
     assert in_words(booking, booking.begins) == f"kept for u9's reservation until {clock_text(booking.ends, before)}"
-    assert len(clock_text(booking.begins, before - 3 * 86400)) > len("09:00")
+    nine = time.mktime((2026, 11, 21, 9, 0, 0, 0, 0, -1))
+    assert clock_text(nine, nine - HOUR) == "09:00"
+    assert clock_text(nine, nine - 24 * HOUR) == "Sat 21 Nov 09:00"
 
 
 # The plan
@@ -271,8 +314,8 @@ def test_the_property_can_fail(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_job_of_unknown_length_may_start_a_day_before() -> None:
-    day = HORIZON_SECONDS / HOUR
+    day = 24.0
 
     assert planned([a_ticket(1, 4)], [a_booking(1, day, day + 1)])[0].now
     assert not planned([a_ticket(1, 4)], [a_booking(1, day - 0.1, day + 1)])[0].now
-    assert not planned([a_ticket(1, 4, expected=2 * HORIZON_SECONDS)], [a_booking(1, day + 1, day + 2)])[0].now
+    assert not planned([a_ticket(1, 4, expected=2 * day * HOUR)], [a_booking(1, day + 1, day + 2)])[0].now

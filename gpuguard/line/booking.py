@@ -30,11 +30,6 @@ class Booking:
     devices: tuple[str, ...]  # uuids of those that will do
     held: tuple[str, ...] = ()  # those of them in claims of that user now
 
-    @property
-    def used(self) -> int:
-        """How many of them are in claims of that user now."""
-        return min(self.num_gpus, len(self.held))
-
 
 @dataclass(frozen=True)
 class Span:
