@@ -83,7 +83,8 @@ def is_a_record(record: ClaimRecord) -> bool:
     numbers = [each for each in (record.since, record.ends, record.expected) if each is not None]
     whole = [each for each in (record.pid, record.memory, record.most) if each is not None]
     sound = all(type(each) is str for each in texts) and all(type(each) is int for each in whole)
-    return sound and record.uid == os.geteuid() and all(type(each) in (int, float) for each in numbers)
+    usable = all(type(each) in (int, float) for each in numbers) and all(0 <= each < 2**53 for each in numbers + whole)
+    return sound and usable and record.uid == os.geteuid()
 
 
 def a_damaged_record(directory: LockDirectory, number: int) -> None:
@@ -142,7 +143,7 @@ def test_what_is_damaged_is_read_as_what_it_says_or_as_nothing(directory, kind):
 
 @pytest.mark.parametrize(
     ("kind", "module", "name"),
-    [("record", records, "_typed"), ("ticket", tickets, "whole")],
+    [("record", records, "_number"), ("ticket", tickets, "whole")],
 )
 def test_a_reader_that_believes_any_type_is_found(directory, kind, module, name, monkeypatch):
     monkeypatch.setattr(module, name, lambda value, *_: value)

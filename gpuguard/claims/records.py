@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gpuguard.claims.grants import Grant
 
 MAX_BYTES = 4096
+LARGEST = 2**50  # of a number in a record: a time, or the bytes of a device
 MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have no details
 _NOBODY = -1
 
@@ -165,20 +166,22 @@ def _decoded(encoded: bytes, uid: int, name: str) -> ClaimRecord:
         uid=uid,
         user=user_name(uid),
         devices=tuple(each for each in devices if isinstance(each, str)) if isinstance(devices, list) else (),
-        pid=_typed(content.get("pid"), int),
-        since=_typed(content.get("since"), (int, float)),
-        note=_typed(content.get("note"), str),
+        pid=_number(content.get("pid"), int),
+        since=_number(content.get("since"), (int, float)),
+        note=note if isinstance(note := content.get("note"), str) else None,
         command=tuple(str(word) for word in command) if isinstance(command, list) else None,
-        ends=_typed(content.get("ends"), (int, float)),
-        expected=_typed(content.get("expected"), (int, float)),
-        memory=_typed(content.get("memory"), int),
+        ends=_number(content.get("ends"), (int, float)),
+        expected=_number(content.get("expected"), (int, float)),
+        memory=_number(content.get("memory"), int),
         slots=tuple(each for each in slots if isinstance(each, str)) if isinstance(slots, list) else (),
-        most=_typed(content.get("most"), int),
+        most=_number(content.get("most"), int),
     )
 
 
-def _typed(value: Any, kind: type | tuple[type, ...]) -> Any:
-    return value if isinstance(value, kind) and not isinstance(value, bool) else None
+def _number(value: Any, kind: type | tuple[type, ...]) -> Any:
+    """*value* if others can calculate with it: one that is no float could end whoever subtracts it from a time."""
+    sound = isinstance(value, kind) and not isinstance(value, bool) and 0 <= value <= LARGEST
+    return value if sound else None
 
 
 def probe(
