@@ -12,8 +12,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from daemons import SOMEBODY, a_daemon, somebodys
-from nodes import GIB, eventually
+from nodes import eventually
+
+from gpuguard.attribution import Seen
+from gpuguard.policies.amounts import parse_memory_amount
+from gpuguard.policies.memory import Memory
+from gpuguard.policies.view import View
 
 MALLORY = 20002
 QUOTA = """
@@ -23,8 +29,6 @@ policies:
   - {name: quota, for: 400ms, when: {quota: {claims: 1}}, steps: [terminate]}
   - {name: hogs, for: 400ms, when: {memory: {above: 35GiB}}, steps: [terminate]}
 """
-
-pytestmark = pytest.mark.root
 
 
 @contextmanager
@@ -39,6 +43,7 @@ def a_record(place: Path, uid: int, name: str, since: float, *devices: str) -> I
         yield
 
 
+@pytest.mark.root
 def test_who_gives_a_claim_in_excess_the_id_of_hers_has_her_job_live(tmp_path: Path) -> None:
     with a_daemon(tmp_path, QUOTA, "--enforce", named=True) as daemon, ExitStack() as stack:
         hers, records, now = daemon.uuid(0), tmp_path / "claims" / "claims", time.time()
@@ -51,6 +56,7 @@ def test_who_gives_a_claim_in_excess_the_id_of_hers_has_her_job_live(tmp_path: P
         assert (job.poll(), daemon.events("terminate")) == (None, [])
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("since", [10**400, float("nan")], ids=["huge", "none"])
 def test_no_record_switches_the_guard_off(tmp_path: Path, since: float) -> None:
     with a_daemon(tmp_path, QUOTA, "--enforce", named=True) as daemon:
@@ -60,3 +66,30 @@ def test_no_record_switches_the_guard_off(tmp_path: Path, since: float) -> None:
             somebodys(daemon.node, "0", 40 * GIB, lock) as offender,
         ):
             assert offender.wait(20) == -signal.SIGTERM, daemon.said()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"id": "c1"},  # that of her claim
+        {"pid": 21},  # her process
+        {"pid": 11},  # what started it
+        {"pid": 11, "holders": (31,)},  # the same by somebody whose own processes can be seen
+    ],
+)
+def test_what_a_record_copies_from_another_accuses_nobody(forged):
+    device = a_device(processes=(a_process(21, memory_used=12 * GIB),))
+    slot = f"{device.uuid}.slot"
+    hers = a_claim_record(device, id="c1", memory=20 * GIB, slots=(f"{slot}0",), holders=(11,), since=2.0)
+    bobs = {"id": "c2", "uid": 1002, "user": "bob", "pid": 31, "since": 1.0, "memory": GIB, "slots": (f"{slot}1",)}
+    his = a_claim_record(device, **{**bobs, **forged})
+    seen = {21: Seen(parent=11, state="S"), 11: Seen(parent=0, state="S", uid=1001)}
+
+    assert (
+        list(
+            Memory(parse_memory_amount("share"), per="claim").check(
+                View(a_snapshot(device, claims=(his, hers)), seen=seen)
+            )
+        )
+        == []
+    )

@@ -180,8 +180,10 @@ def _decoded(encoded: bytes, uid: int, name: str) -> ClaimRecord:
 
 def _number(value: Any, kind: type | tuple[type, ...]) -> Any:
     """*value* if others can calculate with it: one that is no float could end whoever subtracts it from a time."""
-    sound = isinstance(value, kind) and not isinstance(value, bool) and 0 <= value <= LARGEST
-    return value if sound else None
+    if not isinstance(value, kind) or isinstance(value, bool):
+        return None
+    number: Any = value
+    return number if 0 <= number <= LARGEST else None
 
 
 def probe(
