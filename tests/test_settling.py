@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot
 from wrapped import Wrapped, content, end, first_line, python, until
@@ -191,12 +192,13 @@ def asked_after_a_job(
     memory_used: int | None,
     others: Collection[tuple[int, int]] | None = None,
     before: Collection[GpuProcess] = (),
+    held: int = 4 * MIB,
 ) -> list[set[str]]:
-    """What a driver is asked whose device held 4 MiB before a job that left all children but *others*; None: none."""
+    """What a driver is asked whose device *held* so much before a job that left all children but *others*: none."""
     driver = Driver(memory_used)
     there = settle.children() or frozenset()
     outcome = settle.wait_until_free(
-        (a_device(0, memory_used=4 * MIB, processes=tuple(before)),),
+        (a_device(0, memory_used=held, processes=tuple(before)),),
         driver,
         pause=lambda seconds: None,
         say=lambda text: None,
@@ -205,7 +207,7 @@ def asked_after_a_job(
         others=there if others is None else frozenset(others),
         longest=0.0,
     )
-    assert outcome == ("settled" if not memory_used or memory_used < GIB else "memory did not settle")
+    assert outcome == ("settled" if not memory_used or memory_used <= held + 512 * MIB else "memory did not settle")
     return driver.asked
 
 
@@ -216,6 +218,21 @@ def test_where_nothing_of_a_job_is_left_no_list_of_processes_is_asked_for():
 @pytest.mark.parametrize("memory_used", [GIB, None])
 def test_memory_that_is_more_than_before_or_unknown_is_judged_with_the_processes(memory_used):
     assert asked_after_a_job(memory_used)[:2] == [{MEMORY}, {MEMORY, PROCESSES}]
+
+
+def test_what_a_device_held_before_a_job_is_no_residue_of_it(stranger):
+    others = {each for each in settle.children() or () if each[0] != stranger.pid}
+
+    assert asked_after_a_job(5 * GIB + 512 * MIB, held=5 * GIB) == [{MEMORY}]
+    assert asked_after_a_job(5 * GIB + 512 * MIB, others, held=5 * GIB) == [{MEMORY, PROCESSES}]
+
+
+def test_the_start_time_of_a_process_is_in_clock_ticks_since_boot(stranger):
+    status = settle.status_of(stranger.pid)
+
+    assert status and status[1] == os.getpid()
+    since_boot = psutil.Process(stranger.pid).create_time() - psutil.boot_time()
+    assert status[2] / os.sysconf("SC_CLK_TCK") == pytest.approx(since_boot, abs=2.0)
 
 
 def test_beside_a_process_of_unknown_memory_nobody_knows_what_there_was_before():
