@@ -22,7 +22,8 @@ from starters import surroundings
 PROCESSES_EACH = 5
 # Microseconds.  Process lists, fan, memory and utilization: driver 610 on an RTX 4090 (flightlessmango/MangoHud#2104);
 # power: 2,743 answers a second from a K40m (wookayin/gpustat#76); PCIe: the reference of NVML says that each answer is
-# counted over 20 ms.  Whatever nobody has told of is taken to cost what memory does.
+# counted over 20 ms.  Whatever nobody has told of is taken to cost what memory does.  And nobody has told how much a
+# driver does for several threads at once, so here it is nothing; where each call takes 500 us they wait side by side.
 REALISTIC = {
     "": 12,
     "nvmlDeviceGetComputeRunningProcesses": 4491,
@@ -73,6 +74,7 @@ def node(devices: int, latency: str = "0 us", busy: int | None = None) -> Iterat
             stack.callback(job.kill)
             # stays: else the fake library itself looks into /proc at each call, which is no cost of anybody's.
             fake.add_process(number // PROCESSES_EACH, job.pid, GIB, stays=1)
+        fake.one_at_a_time = latency == "realistic"
         for function, microseconds in LATENCIES[latency].items():
             if function:
                 fake.slow(function, microseconds)

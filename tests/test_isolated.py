@@ -331,7 +331,7 @@ def test_one_look_wakes_the_reader_once(node: str) -> None:
     source.sample(WHO_FIELDS)
     channel = source._channel
     assert channel
-    sampler.send(channel[1], (tuple(WHO_FIELDS), None, ()))
+    sampler.send(channel[1], (tuple(WHO_FIELDS), None, (), False))
     kind = sampler.receive(channel[2])[0]
     source.close()
 

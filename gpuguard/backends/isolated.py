@@ -68,13 +68,18 @@ class Isolated:
         """As Backend.sample; also BackendError when the driver does not answer or crashes outside any device."""
         self._skip = {index: until for index, until in self._skip.items() if until > time.monotonic()}
         hung_before = bool(self._skip)
+        suspect: int | None = None
         while True:
-            request = (tuple(fields), None if devices is None else tuple(devices), tuple(self._skip))
+            ahead = not (self._ready or self._skip)
+            request = (tuple(fields), None if devices is None else tuple(devices), tuple(self._skip), ahead)
             try:
                 self._ask(request)
                 return self._named(self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS), request[1])
             except _Stuck as stuck:
                 self._abandon()
+                if suspect is not None and stuck.index is not None:
+                    del self._skip[suspect]
+                suspect = stuck.index if ahead else None  # where several are asked at once, another may be at fault
                 if stuck.index is None or stuck.index in self._skip:
                     raise errors.DriverUnresponsive(
                         f"{stuck.reason}.  Try `nvidia-smi`; if it hangs too, reboot."

@@ -22,6 +22,8 @@ TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Set
 
+    from gpuguard.backends.nvml_ahead import Ahead
+
 # How old what ask_seldom() tells may be for who looks at all devices again and again: limits and modes, which an
 # administrator sets, and replaced rows, for which nobody is stopped; and that nobody draws or is a client of MPS.  Less
 # where somebody new computes: nvml_usage._forget.  Whoever names devices is about to act on what he sees, so he is told
@@ -40,7 +42,11 @@ def open(spec: str = "") -> Nvml:
 
 
 class Nvml:
-    """A Backend.  `progress` is told each device before it is touched; devices in `skip` are never touched."""
+    """A Backend.
+
+    `progress` is told each device before it is read; devices in `skip` are never touched.  With `ahead` several threads
+    ask those that it sees for the first time.
+    """
 
     name = "nvml"
     simulated = False
@@ -48,6 +54,7 @@ class Nvml:
     def __init__(self) -> None:
         self.progress: Callable[[int], object] = lambda index: None
         self.skip: Collection[int] = ()
+        self.ahead = False
         self._pid = 0
         self._start()
 
@@ -101,6 +108,7 @@ class Nvml:
             self._files = StatFiles()
             self._count: int | None = None
             self._places: dict[int, Place] = {}
+            self._asked: Ahead | None = None
             self._settings_read = float("-inf")
             self._static: dict[str, str | None] = {}
             self._ancestors: dict[tuple[int, int], Answer] = {}
@@ -115,11 +123,15 @@ class Nvml:
         found: list[_Read] = []
         for index in range(self._device_count()):
             place = self._places.get(index)
+            # Not the first one: what the binding makes only when it is needed is not made for several threads.
+            if index == 1 and self.ahead and seek is None and not place:
+                self._asked = self._ask_ahead(fields)
             if seek is not None and not (self._may_be(place, seek) if place else self._unknown(seek)):
                 continue
             readings = self._read(index, fields, seek)
             if seek is None or any(device.uuid in seek for device, _ in readings):
                 found += readings
+        self._asked = None
         return found
 
     def _read(self, index: int, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
@@ -130,7 +142,8 @@ class Nvml:
             gap = Gap(uuid, "device", "a driver call did not come back")
             return [(Device(index, uuid, problems=("unresponsive",)), [gap])]
         self.progress(index)
-        place = known or self._place(index)
+        asked = self._asked and self._asked.of(index)
+        place = known or asked or self._place(index)
         if isinstance(place, Answer):
             problem = PROBLEMS.get(place.code, f"cannot be opened: {place.reason}")
             return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", place.reason)])]
@@ -142,7 +155,20 @@ class Nvml:
             instances = _instances(reading) if reading.values.get("mig_mode") else []
         except DeviceLost:
             return [_lost(place, fields)]
+        finally:
+            place.ahead.clear()
         return [(_device(reading), reading.gaps), *instances]
+
+    def _ask_ahead(self, fields: Collection[str]) -> Ahead:
+        from gpuguard.backends import nvml_ahead  # which only a first look needs
+
+        def ask(index: int) -> Place | Answer:
+            place = self._place(index)
+            if isinstance(place, Place):
+                nvml_ahead.ask_all(nvml_ahead.Asking(self._nvml, place, fields, self._files))
+            return place
+
+        return nvml_ahead.Ahead([index for index in range(1, self._device_count()) if index not in self.skip], ask)
 
     def _may_be(self, place: Place, seek: Set[str]) -> bool:
         """Whether the device is one of *seek*, or may have an instance that is: which has been seen nowhere yet."""

@@ -72,7 +72,7 @@ def _fits(total: int, used: int, free: int, reserved: int) -> bool:
 def read_processes(reading: Reading) -> None:
     """processes and processes_plausible; PROCESS_DETAILS adds graphics and MPS processes and who they all are."""
     details = PROCESS_DETAILS in reading.fields
-    lists, failed, reason = _plausible_lists(reading, list(_LISTS) if details else ["compute"])
+    lists, failed, reason = _plausible_lists(reading, _kinds(reading))
     if "compute" not in lists:
         return
     told = lists, reading.values.get("memory_total")
@@ -90,6 +90,15 @@ def read_processes(reading: Reading) -> None:
         # Whoever has these pids here is not who the driver means: they stay numbers.
         reading.gap("processes", f"implausible list: {reason}")
     reading.values["processes"] = tuple(rows)
+
+
+def ask_processes(reading: Reading) -> None:
+    """Ask what read_processes() asks at first."""
+    _lists(reading, _kinds(reading))
+
+
+def _kinds(reading: Reading) -> list[str]:
+    return list(_LISTS) if PROCESS_DETAILS in reading.fields else ["compute"]
 
 
 def _described(reading: Reading) -> list[GpuProcess]:

@@ -3,7 +3,8 @@
 It imports almost nothing before it forks: `gpuguard run` starts it before it parses its own command line, so that
 libnvidia-ml loads (22 ms for the Python bindings alone) on the other core meanwhile.
 
-A frame is a 4-byte length and a marshal of (kind, ...): requests (fields, devices, skip); replies ("ready", version),
+A frame is a 4-byte length and a marshal of (kind, ...): requests (fields, devices, skip,
+ahead); replies ("ready", version),
 ("snapshot", packed), ("error", class, message, attributes).  Which device is being read is no frame, of which each
 would wake the reader up: it stands in a file in memory, where the reader looks when it has waited too long.
 """
@@ -182,7 +183,7 @@ def _answer(name: str, requests: int, replies: int, place: int) -> None:
     send(replies, ("ready", __version__))
     told: Told = {}
     while request := receive(requests):
-        fields, devices, skip = request
+        fields, devices, skip, backend.ahead = request
         backend.skip = set(skip)
         try:
             reply = ("snapshot", pack(backend.sample(fields, devices), told))

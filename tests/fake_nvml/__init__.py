@@ -112,7 +112,7 @@ class Fault(ctypes.Structure):
     _fields_ = [("code", Number), ("after", Number), ("times", Number)]
 
 
-_MACHINE_NUMBERS = ("device_count", "latency_us", "init_delay_ms", "cuda_version")
+_MACHINE_NUMBERS = ("device_count", "latency_us", "init_delay_ms", "cuda_version", "one_at_a_time")
 
 
 class State(ctypes.Structure):
@@ -314,7 +314,7 @@ def build(directory: Path, driver: int = 580) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "state.h").write_text(_header())
     temporary = directory / f"library.{os.getpid()}"
-    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-fno-sanitize=undefined", f"-I{directory}"]
+    options = ["-shared", "-fPIC", "-pthread", "-O1", "-Wall", "-Werror", "-fno-sanitize=undefined", f"-I{directory}"]
     command = [*_compiler(), *options, f"-DDRIVER={driver}", "-o", str(temporary), str(SOURCE)]
     # zig keeps its cache in the home directory, which may not be writable.
     environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(directory / "zig")}

@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,10 +45,7 @@ static void map_state(void) {
   if (state == MAP_FAILED) abort();
 }
 
-// What a function does before its work: it counts the call, takes its time, and fails where it shall.
-static int enter(int function, int device) {
-  if (!state) map_state();
-  __atomic_fetch_add(&state->calls[function], 1, __ATOMIC_RELAXED);
+static int take_time(int function, int device) {
   int64_t latency_us = state->latencies_us[function] ? state->latencies_us[function] : state->latency_us;
   if (latency_us > 0) pause_us(latency_us);
   Fault *fault = &state->faults[function][device];
@@ -60,6 +58,18 @@ static int enter(int function, int device) {
     return fault->code;
   }
   return device < NO_DEVICE ? state->devices[device].error : OK;
+}
+
+// What a function does before its work: it counts the call, takes its time, and fails where it shall.
+static int enter(int function, int device) {
+  static pthread_mutex_t entrance = PTHREAD_MUTEX_INITIALIZER;
+  if (!state) map_state();
+  __atomic_fetch_add(&state->calls[function], 1, __ATOMIC_RELAXED);
+  if (!state->one_at_a_time) return take_time(function, device);
+  pthread_mutex_lock(&entrance);
+  int code = take_time(function, device);
+  pthread_mutex_unlock(&entrance);
+  return code;
 }
 
 // A library that was initialised by another process (before a fork) is not initialised.
