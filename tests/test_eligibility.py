@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import product
 
 import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
 from gpuguard import model
-from gpuguard.eligibility import is_model, named, used_by
+from gpuguard.eligibility import _fits, is_model, named, used_by
 from gpuguard.errors import InvalidRequest
+from gpuguard.line.tickets import as_json, as_request
 from gpuguard.model import Gap
 from gpuguard.request import SLOTS, fields_to_verify
 from gpuguard.select import Request, choose, fields_needed, resolve, taken_by
@@ -236,6 +240,29 @@ def test_a_selector_that_is_not_clear_is_refused(selectors, message):
 )
 def test_a_model_is_meant_by_its_name_from_some_word_on(name, glob, fits):
     assert is_model(name, glob) is fits
+
+
+GLOBS = ("", "*", "**", "?", "a*", "*a", "*b*", "a?b", "[ab]*", "*[!a]", "[a-c]?*", "*[]b]", "a[b", "*a*b*", "*[")
+
+
+@pytest.mark.parametrize("glob", GLOBS)
+def test_a_glob_is_what_it_is_everywhere_else(glob):
+    texts = ["".join(letters) for length in range(5) for letters in product("abd][", repeat=length)]
+
+    assert [text for text in texts if _fits(text, glob)] == [text for text in texts if fnmatchcase(text, glob)]
+
+
+def test_any_number_of_globs_in_tickets_costs_those_in_line_a_bounded_time():
+    tickets = [{"models": [f"{number}{place}{'*a?' * 150}" for place in range(16)]} for number in range(50)]
+    begun = time.process_time()
+    for ticket in tickets:
+        assert not any(is_model("NVIDIA H100 80GB HBM3", glob) for glob in as_request(ticket).models)
+
+    assert time.process_time() - begun < 1.0, "2.6 s where each was compiled"
+    with pytest.raises(ValueError, match="too many models"):
+        as_request({"models": ["A100"] * 17})
+    with pytest.raises(InvalidRequest, match="at most 16 names"):
+        as_json(Request(models=("A100",) * 17))
 
 
 # Requests

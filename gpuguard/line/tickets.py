@@ -31,6 +31,7 @@ from gpuguard.users import user_name
 
 MAX_BYTES = 8192
 MOST_WAYS = 4  # alternatives of one request
+MOST_MODELS = 16  # globs of one: everybody in line compares them with the names of all devices
 MOST_UNHEARD = 4
 MOST_OF_ONE = 1000  # tickets of one user; who waits by so many scripts can wait with the next one, too
 MOST_WANTED = 1024  # GPUs: a ticket may say what it likes, and sums of it are kept
@@ -147,6 +148,8 @@ def ticket_content(ticket: Ticket) -> dict[str, Any]:
 
 def as_json(request: Request) -> dict[str, Any]:
     """The conditions of a request, as they stand in a ticket."""
+    if len(request.models) > MOST_MODELS:
+        raise InvalidRequest(f"--model: at most {MOST_MODELS} names; a glob as 'A100*' stands for several.")
     blank = vars(Request())
     facts = {name: value for name, value in vars(request).items() if value != blank[name]}
     return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in facts.items()}
@@ -277,6 +280,8 @@ def as_request(content: Mapping[str, Any]) -> Request:
             if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
                 raise ValueError(f"{name} is no list of names")
             facts[name] = tuple(value)
+            if name == "models" and len(value) > MOST_MODELS:
+                raise ValueError("it names too many models")
         elif name in _WHOLE:
             facts[name] = whole(value, -(2**63), 2**63)
         elif name in _NUMBERS:
