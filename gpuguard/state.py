@@ -84,9 +84,14 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
     """
     import json
 
-    public = _public(snapshot, _PRIVATE + ("command",) * _processes_are_hidden())
-    content = {"schema": 1, "daemon": _us(), "interval_seconds": interval, "snapshot": public}
-    encoded = memoryview(json.dumps(content, separators=(",", ":")).encode("ascii"))
+    content: dict[str, Any] = {"schema": 1, "daemon": _us(), "interval_seconds": interval}
+    less = (*_PRIVATE, "command")
+    for private in (less,) if _processes_are_hidden() else (_PRIVATE, less):
+        content["snapshot"] = _public(snapshot, private)
+        whole = json.dumps(content, separators=(",", ":")).encode("ascii")
+        if len(whole) <= MAX_BYTES:  # users write their command lines themselves: nobody would read more
+            break
+    encoded = memoryview(whole)
     path = _path(directory, "state.json")
     unfinished = f"{path}.new"
     if os.path.lexists(unfinished):  # of a daemon that was killed

@@ -108,6 +108,15 @@ def test_what_only_root_may_see_of_a_process_does_not_go_in(directory, alive):
     assert "vault" not in text
 
 
+def test_command_lines_of_any_length_hide_the_state_from_nobody(directory, alive):
+    longest = tuple(a_process(2 + number, command=("\udcff" * 4096,)) for number in range(400))
+    state.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=longest),)), 10.0)
+
+    found = state.read_state(directory, A_SNAPSHOT.clock, simulated=True)
+    assert found is not None
+    assert {(process.user, process.command) for process in found.devices[0].processes or ()} == {("alice", None)}
+
+
 def test_the_daemon_itself_keeps_what_it_does_not_tell(directory):
     process = a_process(executable="/home/alice/x")
     before = dict(vars(process))

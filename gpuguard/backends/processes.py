@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # What the sum of the processes' memory may exceed the device's used memory by.  The two are read by different calls, a
 # process may grow in between, and drivers round each process up to pages of 2 MiB; a scrambled list is off by far more.
 SLACK = 512 * 2**20
-LONGEST = 2**18  # bytes that are read of a command line or an environment; what stands behind is cut off
+LONGEST = 2**18  # bytes that are read of an environment; what stands behind is cut off
+LONGEST_COMMAND = 4096  # and of a command line, as much as policies look at: each look hands over those of everybody
 LARGEST_MEMORY = 2**44  # bytes: no device has 16 TiB
 
 _HIDDEN = b"0 0 0 0 "
@@ -216,7 +217,7 @@ def described_until(listed: Iterable[GpuProcess], lives: Mapping[int, Life]) -> 
 def _described(pid: int) -> dict[str, Any]:
     # Not with psutil: its import takes 12 ms and 3 MiB, which every sampler would pay.
     return {
-        "command": _words(read_proc(f"/proc/{pid}/cmdline", LONGEST) or b"") or None,
+        "command": _words(read_proc(f"/proc/{pid}/cmdline", LONGEST_COMMAND) or b"") or None,
         "executable": _linked(f"/proc/{pid}/exe"),
         "working_directory": _linked(f"/proc/{pid}/cwd"),
         "conda_environment": environment_of(_variables(read_proc(f"/proc/{pid}/environ", LONGEST) or b"")),
