@@ -194,9 +194,15 @@ def test_a_lock_without_a_record_is_shown_to_root_with_its_holder(machine):
 
 def test_any_number_of_descriptors_of_one_user_hides_nobody_elses_lock_and_costs_a_bounded_time(machine, monkeypatch):
     asked, really, sleeping = [], holders._descriptors, "import time; print('ready', flush=True); time.sleep(100)"
-    monkeypatch.setattr(holders, "MOST_SECONDS", 1e-9)  # the first process of each has passed it
-    note = lambda pid: asked.append(os.stat(f"/proc/{pid}").st_uid) or really(pid)  # noqa: E731
-    monkeypatch.setattr(holders, "_descriptors", note)
+
+    def slowly(pid: str) -> list[str]:
+        if os.stat(f"/proc/{pid}").st_uid == BOB.pw_uid:
+            asked.append(pid)
+            time.sleep(0.2)
+        return really(pid)
+
+    monkeypatch.setattr(holders, "MOST_SECONDS", 0.1)
+    monkeypatch.setattr(holders, "_descriptors", slowly)
     assert machine(ALICE, "run", "--no-wait", "--", "true").returncode == 0
     with (
         machine.program(BOB, sleeping),
@@ -205,7 +211,7 @@ def test_any_number_of_descriptors_of_one_user_hides_nobody_elses_lock_and_costs
     ):
         found = holders.holders_of(machine.directory, {machine.uuids[7]}, {ALICE.pw_uid, BOB.pw_uid}.__contains__)
 
-    assert ([*found[machine.uuids[7]].values()], asked.count(BOB.pw_uid)) == ([ALICE.pw_uid], 1)
+    assert ([*found[machine.uuids[7]].values()], len(asked)) == ([ALICE.pw_uid], 1)
 
 
 RECORDS = """
