@@ -155,6 +155,16 @@ def test_of_two_shares_of_one_user_each_answers_for_what_was_started_below_it():
     assert (finding.subject.claim, pids([finding])) == ("c1", [21])
 
 
+def test_where_the_holders_of_a_claim_can_be_seen_the_pid_in_its_record_says_nothing():
+    device = a_device(processes=(a_process(21, memory_used=12 * GIB),))
+
+    def blamed(**fields: object) -> list[int]:
+        claims = (a_share(device, "c1", 10, pid=21, **fields), a_share(device, "c2", 10, pid=12))
+        return pids(OVER_SHARE.check(View(a_snapshot(device, claims=claims))))
+
+    assert (blamed(), blamed(holders=(99,))) == ([21], [])
+
+
 def test_the_memory_of_a_device_is_nobodys_fault_in_particular():
     device = a_device(memory_used=79 * GIB, processes=(a_process(),))
 
