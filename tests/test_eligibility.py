@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import product
@@ -252,13 +252,14 @@ def test_a_glob_is_what_it_is_everywhere_else(glob):
     assert [text for text in texts if _fits(text, glob)] == [text for text in texts if fnmatchcase(text, glob)]
 
 
-def test_any_number_of_globs_in_tickets_costs_those_in_line_a_bounded_time():
+def test_no_glob_of_a_ticket_is_compiled_and_there_are_not_many(monkeypatch):
+    """Compiled, those of 50 tickets took 2.6 s of everybody who stands in line."""
     tickets = [{"models": [f"{number}{place}{'*a?' * 150}" for place in range(16)]} for number in range(50)]
-    begun = time.process_time()
-    for ticket in tickets:
-        assert not any(is_model("NVIDIA H100 80GB HBM3", glob) for glob in as_request(ticket).models)
+    with monkeypatch.context() as patch:
+        patch.setattr(re, "compile", None)
+        for ticket in tickets:
+            assert not any(is_model("NVIDIA H100 80GB HBM3", glob) for glob in as_request(ticket).models)
 
-    assert time.process_time() - begun < 1.0, "2.6 s where each was compiled"
     with pytest.raises(ValueError, match="too many models"):
         as_request({"models": ["A100"] * 17})
     with pytest.raises(InvalidRequest, match="at most 16 names"):
