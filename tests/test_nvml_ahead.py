@@ -22,6 +22,7 @@ from gpuguard.nouns import replace
 from gpuguard.backends import nvml_calls
 def looked(ahead):
     nvml_calls._known.clear()
+    nvml.SLOW_SECONDS = -1.0
     fake.reset_calls()
     backend = nvml.open()
     backend.ahead = ahead
@@ -56,10 +57,10 @@ def test_several_are_asked_at_once_each_when_its_turn_comes_at_the_latest() -> N
         asked.append(index)
         return 10 * index
 
-    ahead = Ahead(range(11), ask)
+    ahead = Ahead(range(21), ask)
 
-    assert [ahead.of(index) for index in range(11)] == [10 * index for index in range(11)]
-    assert sorted(asked) == list(range(11))
+    assert [ahead.of(index) for index in range(21)] == [10 * index for index in range(21)]
+    assert sorted(asked) == list(range(21))
     assert (ahead.of(3), ahead.of(99)) == (None, None), "there is nothing more to wait for"
 
 
@@ -73,10 +74,11 @@ def test_where_no_more_threads_may_begin_the_others_are_not_waited_for(monkeypat
         return real(*arguments)
 
     monkeypatch.setattr(nvml_ahead._thread, "start_new_thread", start)
-    ahead = Ahead(range(1, 9), lambda index: asked.append(index) or index)
+    ahead = Ahead(range(2 * THREADS), lambda index: asked.append(index) or index + 1)
 
-    assert [ahead.of(index) for index in range(1, 9)] == [1, None, None, None, 5, None, None, None]
-    assert asked == [1, 1 + THREADS]
+    told = {index: answer for index in range(2 * THREADS) if (answer := ahead.of(index))}
+    assert told == {0: 1, THREADS: THREADS + 1}
+    assert asked == [0, THREADS]
 
 
 def test_an_ask_that_fails_holds_nobody_up(capfd: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +89,14 @@ def test_an_ask_that_fails_holds_nobody_up(capfd: pytest.CaptureFixture[str]) ->
 
     assert [ahead.of(index) for index in range(8)] == [None] * 8
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("slow", "threads"), [(-1.0, True), (30.0, False)])
+def test_a_driver_that_answers_at_once_is_asked_by_one_thread(fake: FakeNvml, slow: float, threads: bool) -> None:
+    look = "backend = nvml.open(); backend.ahead = True; backend.sample({MEMORY})"
+    loaded = f"nvml.SLOW_SECONDS = {slow}; {look}; answer = 'gpuguard.backends.nvml_ahead' in sys.modules"
+
+    assert answer_of(fake, loaded) is threads
 
 
 @pytest.mark.parametrize("one_at_a_time", [0, 1])

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # where somebody new computes: nvml_usage._forget.  Whoever names devices is about to act on what he sees, so he is told
 # what is true now.
 SETTINGS_SECONDS = 10.0
+SLOW_SECONDS = 0.0005  # for the first device; below that the others are read before threads have begun
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
 
 _Read = tuple[Device, list[Gap]]
@@ -45,7 +46,7 @@ class Nvml:
     """A Backend.
 
     `progress` is told each device before it is read; devices in `skip` are never touched.  With `ahead` several threads
-    ask those that it sees for the first time.
+    ask those that it sees for the first time, where the driver is slow.
     """
 
     name = "nvml"
@@ -121,10 +122,11 @@ class Nvml:
     def _devices(self, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
         """The devices with their gaps, in index order; of the uuids to *seek* those and their families."""
         found: list[_Read] = []
-        for index in range(self._device_count()):
+        count, begun = self._device_count(), time.monotonic()
+        for index in range(count):
             place = self._places.get(index)
-            # Not the first one: what the binding makes only when it is needed is not made for several threads.
-            if index == 1 and self.ahead and seek is None and not place:
+            # Never the first one: what the binding makes only when it is needed is not made for several threads.
+            if index == 1 and self.ahead and seek is None and not place and time.monotonic() - begun > SLOW_SECONDS:
                 self._asked = self._ask_ahead(fields)
             if seek is not None and not (self._may_be(place, seek) if place else self._unknown(seek)):
                 continue

@@ -1,8 +1,8 @@
-"""The first look at many devices: a few threads ask the driver ahead, while the devices are read one after the other.
+"""The first look at many devices: several threads ask the driver ahead, while the devices are read one after the other.
 
 NVML may be called from several threads at once, and whoever looks only once mostly waits for it.  The answers lie with
 the device until it is read in its turn, as if it were asked only then: what they mean, and which device a driver hangs
-on, is found out there.  A later look asks alone, because threads cost CPU time, and nobody waits for it.
+on, is found out there.  A later look asks alone: threads cost CPU time, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-THREADS = 4
+THREADS = 8
 
 
 class Ahead:
