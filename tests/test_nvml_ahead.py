@@ -32,7 +32,7 @@ answer = looked(False), looked(True)
 """
 
 
-@pytest.mark.parametrize("fields", ["SELECT_FIELDS", "WHO_FIELDS", "TEXT_FIELDS", "ALL_FIELDS - {NVLINK_FLOW}"])
+@pytest.mark.parametrize("fields", ["SELECT_FIELDS", "WHO_FIELDS", "TEXT_FIELDS", "ALL_FIELDS"])
 @pytest.mark.parametrize("code", [0, NOT_SUPPORTED, UNKNOWN, LOST])
 def test_whoever_asks_ahead_sees_the_same_and_asks_no_more(fake: FakeNvml, fields: str, code: int) -> None:
     for index in (0, 3, 4, 7):

@@ -242,7 +242,7 @@ def read_nvlink(reading: Reading) -> None:
 def read_nvlink_flow(reading: Reading) -> None:
     """nvlink_tx, nvlink_rx: from counters, so the mean since this backend looked last."""
     links = range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18))
-    wanted = [(number, link) for number in _NVLINK_COUNTERS for link in links]
+    wanted = tuple([(number, link) for number in _NVLINK_COUNTERS for link in links])
     answer = reading.ask_unless_never("nvmlDeviceGetFieldValues", wanted)
     told = [] if answer.code else [each for each in answer.value if each.nvmlReturn == 0]
     sums = dict.fromkeys(_NVLINK_COUNTERS.values(), 0)
