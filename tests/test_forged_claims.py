@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from commands import Gpuguard
 from daemons import SOMEBODY, a_daemon, somebodys
+from fake_nvml import FakeNvml
 from nodes import eventually
 
 from gpuguard.attribution import Seen
@@ -93,3 +95,21 @@ def test_what_a_record_copies_from_another_accuses_nobody(forged):
         )
         == []
     )
+
+
+@pytest.mark.parametrize("torn", ['{"id": "c0', "{", '{"since": "\\q"}', "{1: 2}", "[" * 4000])
+@pytest.mark.parametrize("words", [["who"], ["select"], ["explain"], ["queue"], ["run", "--", "true"], ["release"]])
+def test_a_file_that_is_no_json_stops_nobody(fake: FakeNvml, tmp_path: Path, torn: str, words: list[str]) -> None:
+    """In a process that has not loaded json the parser has another error of its own: this stopped everybody once."""
+    gpuguard = Gpuguard(tmp_path, fake)
+    with gpuguard.start("run", "--", "sleep", "60") as job, ExitStack() as stack:
+        stack.callback(job.terminate)
+        assert eventually(lambda: any((tmp_path / "claims" / "claims").glob("claim.*")))
+        for kind in ("claim", "ticket", "reserve"):
+            file = stack.enter_context((tmp_path / f"claims/claims/{kind}.{os.getuid()}.torn.json").open("x"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(torn)
+            file.flush()
+        done = gpuguard(*words)
+
+    assert (done.returncode, "inside gpuguard" in done.stderr) == (0, False), done.stderr
