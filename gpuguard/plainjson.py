@@ -48,7 +48,7 @@ def loads(encoded: bytes) -> Any:
     text = text.strip(" \t\n\r")
     try:
         value, end = scan(text, 0)
-    except (StopIteration, SystemError):  # the latter before Python 3.13: its own error is one of json, not loaded here
+    except (StopIteration, SystemError):  # the latter before Python 3.12: its own error is one of json, not loaded here
         raise ValueError("not JSON") from None
     if end != len(text):
         raise ValueError("more than one JSON value")
