@@ -146,6 +146,8 @@ def test_a_socket_of_somebody_else_is_not_the_daemon(directory, monkeypatch):
         b"garbage\n",
         b"[]\n",
         b"1\n",
+        b'{"do": []}\n',
+        b'{"do": {"keep": 1}}\n',
         b"\xff\xfe\n",
         b"[" * (LARGEST - 1) + b"\n",
         b'{"a": ' * 600 + b"\n",

@@ -212,4 +212,7 @@ def _request(line: bytes) -> dict[str, Any] | str:
         request = loads(line)
     except ValueError:
         request = None
-    return request if isinstance(request, dict) else "a request is one line with one JSON object."
+    if not isinstance(request, dict):
+        return "a request is one line with one JSON object."
+    # Whatever cannot be looked up would end the thread that listens to everybody.
+    return request if isinstance(request.get("do", ""), str) else 'a request says what to "do", in one word.'
