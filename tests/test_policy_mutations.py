@@ -156,9 +156,13 @@ DEFAULTS = {  # key -> what its absence means, where it can stand in a file like
 def reading(value: object, key: str = "") -> object:
     """A value that is equal for two files that say the same; hashable."""
     if isinstance(value, dict):
-        inside = {name: reading(each, name) for name, each in value.items()}
         if key == "":  # a policy without a mode has the file's
-            inside.setdefault("mode", "observe")
+            value = {"mode": "observe", **value}
+            policies = value.get("policies")
+            if isinstance(policies, list):
+                own = [{"mode": value["mode"], **each} if isinstance(each, dict) else each for each in policies]
+                value = {**value, "policies": own}
+        inside = {name: reading(each, name) for name, each in value.items()}
         if key == "policies":
             inside = {"for": 30.0, **inside}
         if key == "at_most":
