@@ -162,13 +162,47 @@ PROJECT = {
 }
 
 
-def test_what_a_test_sees_is_killed_and_what_none_sees_survives_and_must_be_listed(tmp_path):
-    project = tmp_path / "project"
-    shutil.copytree(ROOT / "scripts", project / "scripts")
+def a_project(place, **files):
+    """It, in *place*; returns the words that damage it."""
+    project = place / "project"
+    shutil.copytree(ROOT / "scripts", project / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     (project / "tests").mkdir()
-    for name, text in PROJECT.items():
+    for name, text in (PROJECT | files).items():
         (project / name).write_text(text)
-    words = [sys.executable, project / "scripts" / "mutate", "one.py", "--tests", "test_one"]
+    return [sys.executable, "-B", project / "scripts" / "mutate", "one.py", "--tests", "test_one"]
+
+
+SLEEPS = """
+import os, pathlib, subprocess
+from one import f
+
+def test_it():
+    if f(0) != {sound}:
+        with subprocess.Popen(["sleep", "600"]) as asleep:
+            pathlib.Path("{pids}.new").write_text(f"{{os.getpid()}} {{asleep.pid}}")
+            os.rename("{pids}.new", "{pids}")
+"""
+
+
+@pytest.mark.parametrize("sound", [0, 1], ids=["while it measures", "while it damages"])
+def test_damage_that_is_told_to_end_leaves_no_copy_and_no_process_behind(tmp_path, sound):
+    pids = tmp_path / "pids"
+    words = a_project(tmp_path, **{"tests/test_one.py": SLEEPS.format(sound=sound, pids=pids)})
+    with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL) as running:
+        try:
+            assert eventually(pids.exists, 60)
+            running.terminate()
+            status = running.wait(30)
+        finally:
+            running.kill()
+
+    assert status == 143
+    assert [pid for pid in pids.read_text().split() if os.path.exists(f"/proc/{pid}")] == []
+    assert {each.name for each in tmp_path.iterdir()} == {"pids", "project"}
+
+
+def test_what_a_test_sees_is_killed_and_what_none_sees_survives_and_must_be_listed(tmp_path):
+    words = a_project(tmp_path)
 
     done = subprocess.run(words, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True)
 
