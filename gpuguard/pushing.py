@@ -9,11 +9,10 @@ from collections import deque
 from urllib.parse import urlsplit
 
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.notify.webhook import no_redirects
+from gpuguard.notify.posting import LOOPBACK, posted
 
 MOST_BATCHES = 120  # an hour at one per 30 s; the oldest go first
 TIMEOUT_SECONDS = 10.0
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LONGEST_ANSWER = 300
 
 
@@ -59,27 +58,34 @@ class Outbox:
         Raises:
             GpuguardError: it may be taken later.
         """
-        import urllib.error
-        import urllib.request
+        from http.client import HTTPException
 
         headers = {"Content-Type": "text/plain; charset=utf-8", "User-Agent": "gpuguard"}
         if self._token:
             headers["Authorization"] = f"Token {self._token}"
-        proxy = urllib.request.ProxyHandler({} if urlsplit(self._url).hostname in _LOOPBACK else None)
-        opener = urllib.request.build_opener(proxy, no_redirects())
-        request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
         try:
-            with opener.open(request, timeout=self._timeout):
-                return None
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(_LONGEST_ANSWER).decode("utf-8", "replace")
-            answer = f"{error.code} {' '.join(said.split())}"
-            if 400 <= error.code < 500 and error.code not in (408, 429):
-                return answer
-            raise GpuguardError(f"{self._place()} answers {answer}") from None
+            code, said = self._answer(body, headers)
+        except HTTPException as error:
+            raise GpuguardError(f"{self._place()} answers nonsense: {type(error).__name__}") from None
         except (OSError, ValueError) as error:
             raise GpuguardError(f"{self._place()} cannot be reached: {getattr(error, 'reason', error)}") from None
+        if code is None:
+            return None
+        answer = f"{code} {' '.join(said.split())}"
+        if 400 <= code < 500 and code not in (408, 429):
+            return answer
+        raise GpuguardError(f"{self._place()} answers {answer}")
+
+    def _answer(self, body: bytes, headers: dict[str, str]) -> tuple[int | None, str]:
+        """The code of a refusal, and what is said about it; None: it was taken."""
+        import urllib.error
+
+        try:
+            posted(self._url, body, headers, self._timeout).close()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read(_LONGEST_ANSWER).decode("utf-8", "replace")
+        return None, ""
 
     def _place(self) -> str:
         return urlsplit(self._url).netloc
@@ -100,5 +106,5 @@ def _check(url: str, token: str | None) -> None:
         raise InvalidRequest("--influx: a password does not belong into an address: see --token-file.")
     if token is not None and (not token.isascii() or not token.isprintable()):
         raise InvalidRequest("--influx: the token is more than one line of ASCII.")
-    if token and parts.scheme == "http" and host not in _LOOPBACK:
+    if token and parts.scheme == "http" and host not in LOOPBACK:
         raise InvalidRequest("--influx: http:// would send the token in clear text: use https://.")

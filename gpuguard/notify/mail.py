@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gpuguard.errors import InvalidRequest
 from gpuguard.hints import TYPE_CHECKING, Annotated, Literal
 from gpuguard.messages import Message
+from gpuguard.notify.limited import Limits, connected, encrypting
 from gpuguard.notify.secret import Secret, Undelivered
 from gpuguard.units import parse_duration
 
@@ -148,6 +149,9 @@ def _by_smtp(target: Email, letter: EmailMessage, recipients: list[str]) -> str 
         # The text of the answer stays out: it can repeat what we said, and that may be the password.
         raise Undelivered(f"the mail server answers {int(error.smtp_code)}") from None
     except smtplib.SMTPException as error:
+        cause = error.__context__
+        if isinstance(cause, OSError) and not isinstance(cause, smtplib.SMTPException):
+            raise cause from None  # what happened to the connection: no word of the server's
         raise Undelivered(f"the mail server does not play along ({type(error).__name__})") from None
     return f"the mail server refuses {', '.join(sorted(refused))}" if refused else None
 
@@ -156,13 +160,21 @@ def _connected(target: Email) -> smtplib.SMTP:
     import smtplib
     import ssl
 
-    port = target.port or _PORTS[target.security]
+    port, limits = target.port or _PORTS[target.security], Limits(target.timeout)
+
+    class Plain(smtplib.SMTP):
+        def _get_socket(self, host: str, port: int, _: float) -> socket.socket:
+            return connected(host, port, limits)
+
+    class Encrypted(smtplib.SMTP_SSL, Plain):
+        pass
+
     if target.security == "none":
-        return smtplib.SMTP(target.server, port, timeout=target.timeout)
-    trusted = ssl.create_default_context(cafile=target.ca_file or None)
+        return Plain(target.server, port, timeout=target.timeout)
+    trusted = encrypting(ssl.create_default_context(cafile=target.ca_file or None), limits)
     if target.security == "tls":
-        return smtplib.SMTP_SSL(target.server, port, timeout=target.timeout, context=trusted)
-    server = smtplib.SMTP(target.server, port, timeout=target.timeout)
+        return Encrypted(target.server, port, timeout=target.timeout, context=trusted)
+    server = Plain(target.server, port, timeout=target.timeout)
     try:
         server.starttls(context=trusted)  # raises when the server has none: nothing goes out in clear text
     except (OSError, ValueError):

@@ -13,15 +13,11 @@ import json
 from dataclasses import dataclass
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.hints import TYPE_CHECKING, Annotated, Literal
+from gpuguard.hints import Annotated, Literal
 from gpuguard.messages import Message
+from gpuguard.notify.posting import LOOPBACK, posted
 from gpuguard.notify.secret import Secret, Undelivered
 from gpuguard.units import parse_duration
-
-if TYPE_CHECKING:
-    from urllib.request import HTTPRedirectHandler
-
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -55,10 +51,7 @@ def deliver(target: Webhook, message: Message) -> None:
     Raises:
         Undelivered: and why.
     """
-    import ssl
     import urllib.error
-    import urllib.request
-    from urllib.parse import urlsplit
 
     url = target.url if isinstance(target.url, str) else target.url.read()
     if fault := _fault(url, target.insecure):
@@ -66,27 +59,11 @@ def deliver(target: Webhook, message: Message) -> None:
     headers = {"Content-Type": "application/json", "User-Agent": "gpuguard"}
     if target.token:
         headers["Authorization"] = f"Bearer {_header(target.token.read())}"
-    proxy = urllib.request.ProxyHandler({} if urlsplit(url).hostname in _LOOPBACK else None)
-    trusted = ssl.create_default_context(cafile=target.ca_file or None)
-    opener = urllib.request.build_opener(proxy, urllib.request.HTTPSHandler(context=trusted), no_redirects())
-    request = urllib.request.Request(url, data=content(message), headers=headers, method="POST")
     try:
-        with opener.open(request, timeout=target.timeout):
-            pass
+        posted(url, content(message), headers, target.timeout, target.ca_file).close()
     except urllib.error.HTTPError as error:
         error.close()
         raise Undelivered(f"the web server answers {int(error.code)}") from None
-
-
-def no_redirects() -> HTTPRedirectHandler:
-    """A redirect would carry the token to wherever the answer says: it counts as an error."""
-    import urllib.request
-
-    class NoRedirects(urllib.request.HTTPRedirectHandler):
-        def redirect_request(self, *_: object) -> None:
-            return None
-
-    return NoRedirects()
 
 
 def content(message: Message) -> bytes:
@@ -116,7 +93,7 @@ def _fault(url: str, insecure: bool) -> str | None:
         return "this is not an address: write it like https://chat.example.org/hook."
     if parts.username is not None:
         return "a password does not belong into an address: use token: {file: PATH}."
-    if parts.scheme == "http" and host not in _LOOPBACK and not insecure:
+    if parts.scheme == "http" and host not in LOOPBACK and not insecure:
         return "http:// sends the message in clear text: use https://, or add insecure: true."
     return None
 
