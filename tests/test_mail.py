@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from builders import a_device, a_process, a_snapshot
 from endpoints import a_certificate, a_mail_server
@@ -106,9 +108,17 @@ def test_a_mail_can_go_to_the_user_himself():
 def test_a_user_with_an_odd_name_gets_no_mail_and_nobody_else_gets_it(user):
     with a_mail_server() as server:
         message = message_for(a_verdict(a_process(user=user)), a_snapshot(a_device(3)))
-        assert attempt(by_smtp(server, "$user@example.org"), message) == (False, "there is no user to write to")
+        assert attempt(by_smtp(server, "$user@example.org"), message) == (None, "there is no user to write to")
 
     assert server.letters == []
+
+
+@pytest.mark.parametrize(("answer", "went_out"), [("550 no such user", None), ("451 later", False)])
+def test_a_user_without_a_mailbox_is_not_written_to_again(answer, went_out):
+    with a_mail_server(answers={"RCPT": answer}) as server:
+        told = attempt(by_smtp(server, "$user@example.org"), a_message())
+        assert told == (went_out, "the mail server refuses every address")
+        assert attempt(by_smtp(server), a_message())[0] is False, "an admin's own address may be put right"
 
 
 def test_sendmail_gets_the_letter_and_the_addresses_as_words(tmp_path):
@@ -118,6 +128,13 @@ def test_sendmail_gets_the_letter_and_the_addresses_as_words(tmp_path):
     assert attempt(target, a_message()) == (True, "")
     assert (tmp_path / "words").read_text().split() == ["-i", "-f", "gpu@example.org", "--", "ops@example.org", "root"]
     assert "Subject: [gpuguard]" in (tmp_path / "letter").read_text()
+
+
+def test_a_sendmail_that_knows_no_such_user_is_not_asked_again(tmp_path):
+    program = a_script(tmp_path / "sendmail", f"cat >/dev/null; exit {os.EX_NOUSER}")
+
+    assert attempt(Email("$user", sendmail=program), a_message())[0] is None
+    assert attempt(Email("root", sendmail=program), a_message())[0] is False
 
 
 def test_a_sendmail_that_fails_or_is_missing_is_told(tmp_path):

@@ -110,6 +110,20 @@ def test_at_the_end_everything_goes_out_in_one_message_per_recipient():
     assert "3 findings" in bodies["ops@example.org"]
 
 
+def test_whoever_cannot_be_written_to_keeps_no_message_from_anybody_else():
+    # Anybody can run as a uid without a name, as in a user namespace; and a name may have no mailbox.
+    with a_mail_server() as server, a_sender({"owner": by_smtp(server, "$user@example.org")}) as (sender, events):
+        for user in (None, "nobody", "alice"):
+            message = message_for(a_verdict(a_process(user=user)), a_snapshot(a_device(3)))
+            assert sender.send("owner", message) == "queued"
+        wait_until(lambda: len(events) == 3)
+
+    assert [letter.recipients for letter in server.letters] == [["alice@example.org"]]
+    assert [(event.outcome, dict(event.facts)["retry_after_seconds"]) for event in events] == [
+        ("given up", None), ("given up", None), ("sent", None),
+    ]  # fmt: skip
+
+
 def test_after_the_end_nothing_is_taken_and_no_thread_is_left():
     with a_web_server() as web:
         sender = Sender({"ops": Webhook(web.url)}, lambda event: None)

@@ -108,8 +108,37 @@ def test_nothing_is_lost_while_a_target_fails():
     pace.failed(batch, 3.0)
 
     assert pace.take(3.0 + FIRST_PAUSE - 0.1) is None
-    assert [count for _, count in sent(pace, 3.0 + FIRST_PAUSE, 5)] == [2, 1]
+    assert [count for _, count in sent(pace, 3.0 + FIRST_PAUSE, 5)] == [1, 2]
     assert pace.pause == 0.0
+
+
+def test_a_message_that_always_fails_does_not_keep_the_others_back():
+    # A server that refuses one message is no target that is away; nobody can tell which it is before the next goes.
+    pace, out = Pace(), []
+    pace.put(a_message_of("bad"), 0.0)
+    for second in range(3600):
+        if second % 120 == 60:
+            pace.put(a_message_of(f"good {second}"), float(second))
+        if batch := pace.take(float(second)):
+            good = batch.key[0] != "bad"
+            (pace.succeeded if good else pace.failed)(batch, float(second))
+            out.append(good)
+
+    assert out.count(True) == 30
+    assert out.count(False) < 15, "and it is tried less and less often"
+
+
+def test_a_message_that_never_can_go_out_is_told_once_a_minute_and_stops_nothing():
+    pace, dropped = Pace(personal=True), 0
+    for second in range(600):
+        pace.put(a_message_of("p", None), float(second))
+        if batch := pace.take(float(second)):
+            pace.dropped(batch, float(second))
+            dropped += 1
+    pace.put(a_message_of("p", "alice"), 600.0)
+
+    assert dropped == 10
+    assert ("p", "alice") in [pace.take(600.0 + SETTLE).key for _ in range(2)]
 
 
 def test_a_full_queue_refuses_what_is_new_and_still_counts_what_it_knows():

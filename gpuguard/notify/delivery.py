@@ -14,7 +14,7 @@ from gpuguard.notify import chat, hook, mail, webhook
 from gpuguard.notify.chat import Apprise
 from gpuguard.notify.hook import Hook
 from gpuguard.notify.mail import Email
-from gpuguard.notify.secret import Secret, Undelivered
+from gpuguard.notify.secret import Secret, Undeliverable, Undelivered
 from gpuguard.notify.webhook import Webhook
 from gpuguard.text import neutralise
 
@@ -29,15 +29,15 @@ DELIVER: dict[type, Callable[[Any, Message], str | None]] = {
 }
 
 
-def attempt(target: Target, message: Message) -> tuple[bool, str]:
-    """Deliver *message* now: whether it went out, and what there is to say about that."""
+def attempt(target: Target, message: Message) -> tuple[bool | None, str]:
+    """Deliver *message* now: whether it went out (None: it never will), and what there is to say about that."""
     import subprocess
     from http.client import HTTPException
 
     try:
         return True, DELIVER[type(target)](target, message) or ""
     except Undelivered as error:
-        return False, neutralise(str(error))
+        return None if isinstance(error, Undeliverable) else False, neutralise(str(error))
     except (TimeoutError, subprocess.TimeoutExpired):
         return False, "no answer in time"
     except OSError as error:

@@ -6,6 +6,7 @@ ops: {email: {to: [ops@example.org, $user@example.org], server: smtp.example.org
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.hints import TYPE_CHECKING, Annotated, Literal
 from gpuguard.messages import Message
 from gpuguard.notify.limited import Limits, connected, encrypting
-from gpuguard.notify.secret import Secret, Undelivered
+from gpuguard.notify.secret import Secret, Undeliverable, Undelivered
 from gpuguard.units import parse_duration
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _recipients(target: Email, user: str | None) -> list[str]:
     plain = user if user and _NAME.fullmatch(user) else None
     found = [each.replace(_USER, plain or "") for each in target.addresses if plain or _USER not in each]
     if not found:
-        raise Undelivered("there is no user to write to")
+        raise Undeliverable("there is no user to write to")
     return found
 
 
@@ -141,8 +142,10 @@ def _by_smtp(target: Email, letter: EmailMessage, recipients: list[str]) -> str 
             if target.password:
                 server.login(target.user, target.password.read())
             refused = server.send_message(letter, _sender(target), recipients)
-    except smtplib.SMTPRecipientsRefused:
-        raise Undelivered("the mail server refuses every address") from None
+    except smtplib.SMTPRecipientsRefused as error:
+        # A user without a mailbox will have none in a minute either; the admin's own address may be put right.
+        lasts = target.personal and all(500 <= code < 600 for code, _ in error.recipients.values())
+        raise (Undeliverable if lasts else Undelivered)("the mail server refuses every address") from None
     except smtplib.SMTPAuthenticationError:
         raise Undelivered("the mail server refuses user and password") from None
     except smtplib.SMTPResponseException as error:
@@ -192,4 +195,5 @@ def _by_sendmail(target: Email, letter: EmailMessage, recipients: list[str]) -> 
         timeout=target.timeout, check=False, cwd="/", env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
     )  # fmt: skip
     if ended.returncode:
-        raise Undelivered(f"{target.sendmail} ends with status {ended.returncode}")
+        lasts = target.personal and ended.returncode == os.EX_NOUSER
+        raise (Undeliverable if lasts else Undelivered)(f"{target.sendmail} ends with status {ended.returncode}")

@@ -2,7 +2,8 @@
 
 The first message waits SETTLE for the others of the same moment.  After that a policy gets one message per INTERVAL,
 and what comes meanwhile is joined; a target gets at most MOST_PER_INTERVAL in all.  A target that fails is left alone
-for a time that doubles, and nothing of what is waiting gets lost over that.
+for a time that doubles, and nothing of what is waiting gets lost over that.  What has failed goes behind what has not:
+it may be the message that cannot be delivered, and not the target that is away.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Batch:
     messages: tuple[Message, ...]  # the oldest ones; the others only count
     count: int
     since: float
+    failures: int = 0
+    again: float = 0.0  # not to be tried before
 
     def joined(self) -> Message:
         """The one message."""
@@ -64,7 +67,7 @@ class Pace:
     def take(self, now: float) -> Batch | None:
         """The batch that may go now, or None."""
         due = [batch for batch in self.waiting.values() if self._time_of(batch) <= now]
-        return self.waiting.pop(min(due, key=lambda batch: batch.since).key) if due else None
+        return self.waiting.pop(min(due, key=lambda batch: (batch.failures, batch.since)).key) if due else None
 
     def take_all(self) -> list[Batch]:
         """Everything, in one batch for each recipient, without regard to the pace: for the end."""
@@ -83,25 +86,38 @@ class Pace:
     def succeeded(self, batch: Batch, now: float) -> None:
         """*batch* has gone out."""
         self.failures, self.pause, self._not_before = 0, 0.0, 0.0
-        self._last = {key: then for key, then in self._last.items() if then > now - INTERVAL} | {batch.key: now}
+        self._done(batch, now)
         self._sent.append(now)
+
+    def dropped(self, batch: Batch, now: float) -> None:
+        """*batch* can never go out, which says nothing about the target."""
+        self._done(batch, now)
 
     def failed(self, batch: Batch, now: float) -> None:
         """*batch* has not gone out: it waits again, before what came meanwhile."""
-        self.pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures, 20))
+        own = _pause(batch.failures)
+        self._not_before = now + _pause(self.failures)
+        self.pause = max(own, _pause(self.failures))
         self.failures += 1
-        self._not_before = now + self.pause
         later = self.waiting.pop(batch.key, None)
-        self.waiting[batch.key] = batch.with_more(later) if later else batch
+        failed = replace(batch, failures=batch.failures + 1, again=now + own)
+        self.waiting[batch.key] = failed.with_more(later) if later else failed
+
+    def _done(self, batch: Batch, now: float) -> None:
+        self._last = {key: then for key, then in self._last.items() if then > now - INTERVAL} | {batch.key: now}
 
     def _add(self, batch: Batch) -> None:
         before = self.waiting.get(batch.key)
         self.waiting[batch.key] = before.with_more(batch) if before else batch
 
     def _time_of(self, batch: Batch) -> float:
-        times = [batch.since + SETTLE, self._not_before]
+        times = [batch.since + SETTLE, batch.again, self._not_before]
         if batch.key in self._last:
             times.append(self._last[batch.key] + INTERVAL)
         if len(self._sent) == MOST_PER_INTERVAL:
             times.append(self._sent[0] + INTERVAL)
         return max(times)
+
+
+def _pause(failures: int) -> float:
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 20))

@@ -23,6 +23,10 @@ class Undelivered(Exception):
     """
 
 
+class Undeliverable(Undelivered):
+    """It is about this message and whom it would go to, and not about the way there: no second try would help."""
+
+
 @dataclass(frozen=True)
 class Secret:
     """The place of a secret: exactly one of the two."""

@@ -156,8 +156,9 @@ class _Lane:
         message = batch.joined()
         went_out, remark = attempt(self.target, message)
         with self._changed:
-            (self._pace.succeeded if went_out else self._pace.failed)(batch, self.clock())
-            pause, given_up = self._pace.pause, self._closed and not went_out
+            pace = self._pace
+            {True: pace.succeeded, False: pace.failed, None: pace.dropped}[went_out](batch, self.clock())
+            pause, given_up = pace.pause, went_out is None or (self._closed and not went_out)
         outcome = "sent" if went_out else "given up" if given_up else "failed"
         facts = (
             ("target", self.name),
