@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
 
 import pytest
 
@@ -68,3 +71,42 @@ def test_a_terminal_that_may_not_be_opened_takes_no_messages(monkeypatch):
     assert write(number, uid, "hello", last=True) == "the terminal takes no messages"
     os.close(ours)
     os.close(theirs)
+
+
+MOUNTED = 'mount --bind "$0" /usr/bin/login && exec /usr/bin/login -c "import time; print(flush=True); time.sleep(600)"'
+# From outside of that namespace: whoever runs it there sees what everybody sees.
+THROUGH = r"""
+unshare -Urm sh -c 'mount --bind "$0" /usr/bin/login && exec sleep 600' "$0" &
+until cmp -s "$0" /proc/$!/root/usr/bin/login; do kill -0 $! || exit; sleep 0.01; done
+exec /proc/$!/root/usr/bin/login -c "import time; print(flush=True); time.sleep(600)"
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("way", ["mounted", "through", "in a container"])
+def test_a_program_of_roots_that_somebody_mounted_at_the_path_of_another_is_not_that_one(way):
+    """In a namespace of one's own /usr/bin/login can be Python: whoever ran that was out of every policy's reach."""
+    python = os.path.realpath("/usr/bin/python3")
+    if not os.path.exists("/usr/bin/login") or not os.path.exists(python):
+        pytest.skip("no login or no Python of the system's")
+    own = ["setpriv", "--reuid=20001", "--regid=20001", "--clear-groups"]
+    words = {
+        "mounted": [*own, "unshare", "-Urm", "sh", "-c", MOUNTED, python],
+        "through": [*own, "sh", "-c", THROUGH, python],
+        # Root made what it sees, so its paths are what root says.
+        "in a container": ["unshare", "-m", "sh", "-c", MOUNTED.replace("exec", f"exec {' '.join(own)}"), python],
+    }[way]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(words, **pipes) as child:
+        try:
+            if not child.stdout.readline():
+                pytest.skip(f"no namespaces here: {child.stderr.read().decode()}")
+            facts = identity.facts_of(child.pid)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+    assert (facts.executable, facts.executable_owner, facts.uids[0]) == ("/usr/bin/login", 0, 20001)
+    of_root = way == "in a container"
+    assert identity.belongs_to_the_system(facts) is of_root
+    assert identity.runs_one_of(facts, ("/usr/bin/login",)) is of_root

@@ -155,7 +155,7 @@ def of_nobody(scene: Scene, patch: Patch) -> None:
 
 
 def program_unreadable(scene: Scene, patch: Patch) -> None:
-    patch.setattr(identity, "_executable", lambda pid: (None, None))
+    patch.setattr(identity, "_executable", lambda pid: (None, None, False))
 
 
 def of_a_protected_program(scene: Scene, patch: Patch) -> None:

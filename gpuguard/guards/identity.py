@@ -6,6 +6,7 @@ Does not judge: see preflight.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import re
@@ -29,6 +30,7 @@ SYSTEM_PROGRAMS = (
 DRIVER_FILE = "/dev/nvidiactl"  # every process that computes on an NVIDIA device has it open
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
+_NS_GET_USERNS = 0xB701  # ioctl_nsfs(2): a descriptor of the user namespace that owns another namespace
 _STAT_PARENT, _STAT_GROUP, _STAT_TERMINAL, _STAT_START = 1, 2, 4, 19  # fields of /proc/PID/stat behind the name
 
 
@@ -48,6 +50,7 @@ class Facts:
     command: str | None
     uses_driver: bool | None  # has DRIVER_FILE open
     cgroup: str | None  # without the ids of containers, which change with each start
+    in_place: bool = True  # its program is the file at that path; False also where that cannot be seen
 
     @property
     def interactive(self) -> str | None:
@@ -64,7 +67,7 @@ def facts_of(pid: int) -> Facts | None:
     fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
     status = dict(line.partition(":")[::2] for line in (_read(f"/proc/{pid}/status") or "").splitlines())
     command, cgroup = _read(f"/proc/{pid}/cmdline"), _read(f"/proc/{pid}/cgroup")
-    executable, owner = _executable(pid)
+    executable, owner, in_place = _executable(pid)
     try:
         return Facts(
             start_time=int(fields[_STAT_START]) / os.sysconf("SC_CLK_TCK"),
@@ -79,6 +82,7 @@ def facts_of(pid: int) -> Facts | None:
             command=None if command is None else command.replace("\0", " "),
             uses_driver=_has_open(pid, DRIVER_FILE),
             cgroup=None if cgroup is None else re.sub(r"[0-9a-f]{12,}", "*", cgroup),
+            in_place=in_place,
         )
     except (IndexError, KeyError, ValueError):
         return None
@@ -87,14 +91,16 @@ def facts_of(pid: int) -> Facts | None:
 def belongs_to_the_system(facts: Facts) -> bool:
     """Whether it runs a program of SYSTEM_PROGRAMS, as root or from where only root can put it.
 
-    A file of that name in somebody's home directory protects nobody; a hard link to a program of root there neither.
+    A file of that name in somebody's home directory protects nobody; a hard link to a program of root there neither,
+    nor another program of root's that somebody has mounted at that path for himself.
     """
     if facts.executable is None:
         return False
     name = os.path.basename(facts.executable.removesuffix(" (deleted)"))
     if not any(fnmatchcase(name, pattern) for pattern in SYSTEM_PROGRAMS):
         return False
-    return 0 in facts.uids or (facts.executable.startswith(SYSTEM_PLACES) and facts.executable_owner == 0)
+    put_there_by_root = facts.executable.startswith(SYSTEM_PLACES) and facts.executable_owner == 0 and facts.in_place
+    return 0 in facts.uids or put_there_by_root
 
 
 @dataclass(frozen=True)
@@ -120,12 +126,12 @@ class Protected:
 def runs_one_of(facts: Facts, globs: Collection[str]) -> bool:
     """Whether its program is one of *globs*: a file of root's, or of whoever owns what lies there for us.
 
-    In a mount namespace of one's own a file of one's own can have any path.
+    In a mount namespace of one's own a file of one's own can have any path, and so can a file of root's.
     """
     if facts.executable is None:
         return bool(globs)
     path = facts.executable.removesuffix(" (deleted)")
-    if not any(fnmatchcase(path, glob) for glob in globs):
+    if not facts.in_place or not any(fnmatchcase(path, glob) for glob in globs):
         return False
     try:
         return facts.executable_owner in (0, os.stat(path).st_uid)
@@ -158,7 +164,8 @@ def overflow_uid() -> int:
     return int(text) if text.isdigit() else 65534
 
 
-def _executable(pid: int) -> tuple[str | None, int | None]:
+def _executable(pid: int) -> tuple[str | None, int | None, bool]:
+    """(path, uid of its owner, whether that file lies at that path)."""
     # A process whose first thread has ended shows its program only in the others.
     for place in (f"/proc/{pid}", *_threads(pid)):
         try:
@@ -169,9 +176,39 @@ def _executable(pid: int) -> tuple[str | None, int | None]:
             seen = os.stat(f"{place}/exe")
         except OSError:
             # Files of FUSE tell even root nothing but their path: whoever runs one must not be spared for that.
-            return path, None
-        return (path, seen.st_uid) if stat.S_ISREG(seen.st_mode) else (None, None)
-    return None, None
+            return path, None, False
+        if not stat.S_ISREG(seen.st_mode):
+            return None, None, False
+        return path, seen.st_uid, _lies_at(path, seen, pid)
+    return None, None, False
+
+
+def _lies_at(path: str, seen: os.stat_result, pid: int) -> bool:
+    """Whether a file is the one at *path*, as its process sees it unless it made what it sees itself."""
+    if not seen.st_nlink:
+        return True  # of a package that was upgraded since
+    try:
+        return os.path.samestat(os.stat(f"/proc/{pid}/root{path}" if _sees_what_root_made(pid) else path), seen)
+    except OSError:
+        return False
+
+
+def _sees_what_root_made(pid: int) -> bool:
+    """Whether its mount namespace is the machine's, or one that root made: a container's, a service's."""
+    try:
+        mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        owner = fcntl.ioctl(mounts, _NS_GET_USERNS)
+    except OSError:
+        return False
+    finally:
+        os.close(mounts)
+    try:
+        return os.path.samestat(os.fstat(owner), os.stat("/proc/self/ns/user"))
+    finally:
+        os.close(owner)
 
 
 def _has_open(pid: int, path: str) -> bool | None:
