@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 from builders import GIB, a_device, a_process
 from machines import Machine
 
@@ -31,6 +34,17 @@ SLEEP = ("sleep", "600")
 def somebody() -> int | None:
     """A user who is not root, to run a child as: another one where this is root."""
     return SOMEBODY if os.geteuid() == 0 else None
+
+
+def set_user_id_program(place: Path) -> str:
+    """A program that is root in effect, whoever runs it, as `su` and `passwd` are: it sleeps."""
+    for folder in (place, place.parent, place.parent.parent):
+        folder.chmod(0o755)  # pytest's own let nobody else in
+    program = shutil.copy("/usr/bin/sleep", place / "sleep")
+    os.chmod(program, 0o4755)
+    if os.statvfs(place).f_flag & os.ST_NOSUID:
+        pytest.skip("no set-user-ID bits here")
+    return str(program)
 
 
 def until(holds: Callable[[], object], seconds: float = 10.0) -> None:

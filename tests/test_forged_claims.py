@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,9 +18,14 @@ from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from commands import Gpuguard
 from daemons import SOMEBODY, a_daemon, somebodys
 from fake_nvml import FakeNvml
+from guarded import set_user_id_program
 from nodes import eventually
 
 from gpuguard.attribution import Seen
+from gpuguard.claims.lockfiles import lock_directory, open_lock
+from gpuguard.claims.records import probe
+from gpuguard.claims.releasing import gripped, let_go
+from gpuguard.claims.wishes import Letter
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.memory import Memory
 from gpuguard.policies.view import View
@@ -95,6 +102,41 @@ def test_what_a_record_copies_from_another_accuses_nobody(forged):
         )
         == []
     )
+
+
+# A claim of somebody's, whose only holder is a program that is root in effect.
+HELD_BY_ROOTS_PROGRAM = """
+import fcntl, json, os, pwd, sys
+from types import SimpleNamespace
+from gpuguard.claims.hold import Claim, take_lock
+from gpuguard.claims.lockfiles import lock_directory
+path, uuid, program = sys.argv[1:]
+os.setgroups([]); os.setresgid(*[20001] * 3); os.setresuid(*[20001] * 3)
+directory = lock_directory(path)
+claim = Claim("c0ffee", (SimpleNamespace(uuid=uuid, index=0),), (take_lock(directory, uuid, fcntl.LOCK_EX),))
+claim.explain(directory, None, ["x"])
+for descriptor in claim.pass_fds:
+    os.set_inheritable(descriptor, True)
+os.execv(program, ["sleep", "600"])
+"""
+
+
+@pytest.mark.root
+def test_a_claim_held_by_a_program_with_the_set_user_id_bit_is_not_roots(tmp_path: Path) -> None:
+    """It was, to the guard: and what is root's is out of every policy's reach."""
+    program, place = set_user_id_program(tmp_path), tmp_path / "claims"
+    directory = lock_directory(str(place))
+    os.close(open_lock(directory, "GPU-a"))
+    with subprocess.Popen([sys.executable, "-c", HELD_BY_ROOTS_PROGRAM, str(place), "GPU-a", program]) as holder:
+        try:
+            assert eventually(lambda: Path(f"/proc/{holder.pid}/comm").read_text() == "sleep\n")
+            [claim] = probe(directory, ["GPU-a"])
+            with gripped(directory, claim) as grip:
+                let_go(grip, Letter("released", "root"))
+        finally:
+            holder.kill()
+
+    assert (claim.uid, claim.id, claim.holders, grip.holder) == (SOMEBODY, "c0ffee", (holder.pid,), holder.pid)
 
 
 @pytest.mark.parametrize("torn", ['{"id": "c0', "{", '{"since": "\\q"}', "{1: 2}", "[" * 4000])

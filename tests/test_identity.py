@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,7 @@ def test_a_program_of_roots_that_somebody_mounted_at_the_path_of_another_is_not_
         # Root made what it sees, so its paths are what root says.
         "in a container": ["unshare", "-m", "sh", "-c", MOUNTED.replace("exec", f"exec {' '.join(own)}"), python],
     }[way]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(words, **pipes) as child:
         try:
             if not child.stdout.readline():

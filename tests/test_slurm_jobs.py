@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from builders import a_device
 from commands import Gpuguard
-from guarded import a_scene, until
+from guarded import a_scene, set_user_id_program, until
 
 from gpuguard.cli import slurm_setup
 from gpuguard.cli.dispatch import build_parser
@@ -156,12 +156,19 @@ def test_a_process_belongs_to_the_job_of_its_slurmstepd():
 
 
 @pytest.mark.root
-def test_who_only_calls_himself_slurmstepd_is_none():
-    script = 'exec -a "slurmstepd: [12.batch]" sleep 600'
-    with subprocess.Popen(["bash", "-c", script], user=20001, group=20001) as somebody:
-        until(lambda: b"slurmstepd" in Path(f"/proc/{somebody.pid}/cmdline").read_bytes())
-        assert slurm_jobs.step_of(somebody.pid) is None
-        somebody.kill()
+@pytest.mark.parametrize("program", ["of his own", "that is root's for as long as it runs"])
+def test_who_only_calls_himself_slurmstepd_is_none(tmp_path, program):
+    sleep = str(tmp_path / "sleep") if "root" in program else "/usr/bin/sleep"
+    if "root" in program:
+        set_user_id_program(tmp_path)
+    words = ["slurmstepd: [12.batch]", "600"]
+    with subprocess.Popen(words, executable=sleep, user=20001, group=20001, cwd="/") as somebody:
+        try:
+            until(lambda: b"slurmstepd" in Path(f"/proc/{somebody.pid}/cmdline").read_bytes())
+            assert os.stat(f"/proc/{somebody.pid}").st_uid == (0 if "root" in program else 20001)
+            assert slurm_jobs.step_of(somebody.pid) is None
+        finally:
+            somebody.kill()
 
 
 # What becomes of a job.

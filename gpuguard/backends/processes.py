@@ -296,6 +296,16 @@ def _uid(pid: int) -> int | None:
     return int(words[0]) if words else None
 
 
+def uid_behind(pid: int) -> int | None:
+    """The uid of whoever a process acts for; None: gone or hidden.
+
+    Root in effect alone is anybody who runs a program with the set-user-ID bit, with the name that he likes, and with
+    whatever he had open.  Root who has become another user in effect acts for that one.
+    """
+    words = (read_proc(f"/proc/{pid}/status") or b"").partition(b"\nUid:")[2].split(maxsplit=2)
+    return (int(words[0]) or int(words[1])) if len(words) > 1 else None
+
+
 def read_proc(path: str, limit: int = 4096) -> bytes | None:
     """The first *limit* bytes of a file, for less than half of what a file object costs; None: gone or hidden."""
     try:

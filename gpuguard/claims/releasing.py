@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpuguard.attribution import Processes, claim_of, computes
+from gpuguard.backends.processes import uid_behind
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.claims.records import descriptors_of, record_path
 from gpuguard.claims.wishes import Letter, write
@@ -217,7 +218,8 @@ def _holders(claim: ClaimRecord, path: str) -> Iterator[tuple[int, int]]:
     pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {own}
     for pid in sorted(pids, key=lambda pid: pid != claim.pid):
         with suppress(OSError):
-            if os.stat(f"/proc/{pid}").st_uid == claim.uid:
+            # In effect it may be root: whoever runs a program with the set-user-ID bit keeps what he has open.
+            if (os.stat(f"/proc/{pid}").st_uid or uid_behind(pid)) == claim.uid:
                 for number in os.listdir(f"/proc/{pid}/fdinfo"):
                     if time.monotonic() > until:
                         return

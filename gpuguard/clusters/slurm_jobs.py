@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from gpuguard.backends.processes import read_proc, uid_behind
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.model import Device
 from gpuguard.nouns import dataclass
@@ -125,15 +126,12 @@ def steps(job: str | None = None) -> dict[int, tuple[str, str]]:
 
 def step_of(pid: int) -> tuple[str, str] | None:
     """The job and the step for which a process is slurmstepd; None when it is none."""
-    try:
-        # Its title is written over its command line.  Only root's counts: anybody can call himself so.
-        with open(f"/proc/{pid}/cmdline", "rb") as words:
-            title = _TITLE.match(words.read(200))
-        if title is None or os.stat(f"/proc/{pid}").st_uid not in (0, os.getuid()):
-            return None
-    except OSError:
+    # Its title is written over its command line.  Only root's counts: anybody can call himself so, and a program of
+    # root's with the set-user-ID bit, too.
+    if uid_behind(pid) not in (0, os.getuid()):
         return None
-    return title[1].decode(), title[2].decode()
+    title = _TITLE.match(read_proc(f"/proc/{pid}/cmdline", 200) or b"")
+    return (title[1].decode(), title[2].decode()) if title else None
 
 
 def ask(*words: str, seconds: float = SECONDS) -> Answer | None:
