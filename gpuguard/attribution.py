@@ -67,6 +67,8 @@ def computes(process: GpuProcess) -> bool:
 
 def claim_of(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> ClaimRecord | None:
     """The claim, of those *here*, that *process* belongs to; None: to none."""
+    if not here:
+        return None
     if record := started_by(process, here, seen):
         return record
     if process.uid:
@@ -76,7 +78,7 @@ def claim_of(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) 
 
 def started_by(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> ClaimRecord | None:
     """The claim, of those *here*, whose lock the process or an ancestor of it holds, or whose maker that is."""
-    for pid in _line_of(process.pid, seen) if here else ():
+    for pid in _line_of(process.pid, seen):
         for record in here:
             if pid in record.holders or (pid == record.pid and _may_have_made(record, pid, process, seen)):
                 return record

@@ -392,8 +392,8 @@ def test_a_process_that_means_itself_is_judged_as_any_other(process, accused, po
     outcomes = []
     for short in (True, False):
         if not short:
-            monkeypatch.setattr(scope, "_is_itself", lambda finding: False)
+            monkeypatch.setattr(scope, "_is_itself", lambda finding, sight: False)
         for means in (process, a_process(1, uid=ALICE), a_process(9, uid=ALICE)):
-            outcomes.append(scope.narrowed(Finding("rule", subject, "why", (means,)), policy, sight, {}))
+            outcomes.append(scope.unprotected([Finding("rule", subject, "why", (means,))], policy, sight, {}))
 
     assert outcomes[:3] == outcomes[3:]

@@ -27,7 +27,7 @@ from gpuguard.policies.policy import Scope as Scope
 from gpuguard.policies.policy import Step as Step
 from gpuguard.policies.policy import meaningless
 from gpuguard.policies.restraint import Due, restrained
-from gpuguard.policies.scope import narrowed
+from gpuguard.policies.scope import unprotected
 from gpuguard.policies.sight import Sight, SubjectIdentity, identity_of, look, reach_of
 from gpuguard.policies.view import View, key_of
 
@@ -78,7 +78,7 @@ def evaluate(
         verdicts.append(_verdict(one, len(bundle) - 1))
         for member in bundle:
             climb(member.standing, member.policy, memory, member.identity, view.clock)
-    memory.gaps = frozenset((gap.device, gap.field) for gap in view.snapshot.gaps)
+    memory.sight = sight
     return Judgement(tuple(verdicts), tuple(sorted(notes, key=_note_order)))
 
 
@@ -119,18 +119,11 @@ def _resample(view: View, policies: Sequence[Policy], memory: Memory, interval: 
 
 def _condition(policy: Policy, sight: Sight, memory: Memory) -> tuple[Sequence[Finding], list[Note]]:
     """For whom everything that the policy says holds in this sample, and who is left out for which reason."""
-    notes: list[Note] = []
     findings = findings_of(policy, sight)
     against = out_of_season(policy, sight) if findings else None
     if against is not None:
         return (), [against]
-    left = []
-    for finding in findings:
-        outcome = narrowed(finding, policy, sight, memory.kept)
-        if isinstance(outcome, Finding):
-            left.append(outcome)
-        elif outcome is not None:
-            notes.append(outcome)
+    left, notes = unprotected(findings, policy, sight, memory.kept)
     enough, more = on_enough_devices(left, policy, sight)
     return enough, [*notes, *more]
 
@@ -150,18 +143,18 @@ def _standing_long_enough(
     for identity in [identity for identity in standings if identity not in current]:
         notes += _cancel(policy, standings.pop(identity), against, sight, memory)
     for identity, finding in current.items():
-        until = memory.cooling.get((policy.name, identity))
-        if until is not None:
+        if memory.cooling and (policy.name, identity) in memory.cooling:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
             continue
         standing = standings.get(identity)
         if standing is None:
             standing = standings[identity] = Standing(finding.subject, clock)
         standing.samples += 1
-        standing.reach = reach_of(finding.subject, finding.processes, sight)
+        standing.processes = finding.processes
         step = next_step(standing, policy, clock)
         if step is None:
             continue
+        standing.reach = reach_of(finding.subject, finding.processes, sight)
         nobody = meaningless(step[0], finding)
         if nobody and not any(map(sight.blindness, standing.reach)):
             notes.append(Note("nobody", nobody, policy.name, finding.subject))
@@ -202,7 +195,7 @@ def _cancel(policy: Policy, ended: Standing, against: Sequence[Note], sight: Sig
     """Why a condition that held a sample ago does not hold now."""
     if any(note.subject in (None, ended.subject) for note in against):
         return []  # that is said already
-    gap = _gap(ended.subject, ended.reach, sight, memory)
+    gap = _gap(ended, sight, memory.sight) if memory.sight else None
     if gap is not None:
         return [Note("gap", f"{gap}: the time starts anew", policy.name, ended.subject)]
     if ended.done:
@@ -210,15 +203,16 @@ def _cancel(policy: Policy, ended: Standing, against: Sequence[Note], sight: Sig
     return []
 
 
-def _gap(subject: Subject, reach: Iterable[str], sight: Sight, memory: Memory) -> str | None:
+def _gap(ended: Standing, sight: Sight, before: Sight) -> str | None:
     """What could not be read of a subject in this sample, though it could a sample ago."""
+    reach = reach_of(ended.subject, ended.processes, before)
     for uuid in reach:
         blind = sight.blindness(uuid)
         if blind is not None:
             return blind
     for place in (*reach, None):
         for field, reason in sight.gaps.get(place, {}).items():
-            if (place, field) not in memory.gaps:
+            if field not in before.gaps.get(place, {}):
                 return f"{field} could not be read, {reason}"
     return None
 

@@ -113,7 +113,7 @@ class Idle:
             yield process_subject(device, process), view.clock - (process.start_time or view.clock), (process,)
         if not device.processes_plausible or len(present) < sum(map(computes, device.processes or ())):
             return  # somebody is there whom nobody knows: the claim may be his
-        used = [claim_of(process, claims, view.seen) for process in present]
+        used = [claim_of(process, claims, view.seen) for process in present] if claims else ()
         for claim in claims:
             if claim.uid >= 0 and claim not in used:
                 since = None if claim.since is None else view.snapshot.taken_at - claim.since

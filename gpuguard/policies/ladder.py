@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpuguard.model import Subject
+from gpuguard.model import GpuProcess, Subject
 from gpuguard.policies.past import Past, Rhythm
 from gpuguard.policies.policy import KILL_AFTER, Policy, Step
-from gpuguard.policies.sight import SubjectIdentity
+from gpuguard.policies.sight import Sight, SubjectIdentity
 
 FEWEST_SAMPLES = 2  # a condition that was seen once never fires, however short `for` is
 
@@ -21,7 +21,8 @@ class Standing:
 
     subject: Subject
     since: float  # clock
-    reach: tuple[str, ...] = ()  # uuids, as of the last sample
+    processes: tuple[GpuProcess, ...] = ()  # that were meant, as of the last sample
+    reach: tuple[str, ...] = ()  # uuids, as of the sample in which a step was due
     samples: int = 0
     done: int = 0  # steps
     stepped_at: float = 0.0  # clock of the last step
@@ -51,7 +52,7 @@ class Memory:
     cooling: dict[tuple[str, SubjectIdentity], float] = field(default_factory=dict)  # until which clock
     effects: dict[tuple[bool, str], Effect] = field(default_factory=dict)  # by (enforced, uuid)
     kept: dict[tuple[str, int | str], float] = field(default_factory=dict)  # until which clock
-    gaps: frozenset[tuple[str | None, str]] = frozenset()  # of the last sample
+    sight: Sight | None = None  # of the last sample
 
     def keep(
         self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None

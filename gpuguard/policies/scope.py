@@ -6,7 +6,7 @@ looked at.  Whatever cannot be seen in this sample is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gpuguard.eligibility import is_model
 from gpuguard.model import Device, Finding, GpuProcess, Subject
@@ -23,6 +23,21 @@ Match = Callable[[Device, str], bool]
 _EVERYBODY = Scope()
 
 
+def unprotected(
+    findings: Iterable[Finding], policy: Policy, sight: Sight, kept: Kept
+) -> tuple[list[Finding], list[Note]]:
+    """*findings* with those whom nothing protects, and what protects the others."""
+    left, notes, anybody = [], [], _may_be_anybody(policy, kept)
+    for finding in findings:
+        if anybody and _is_itself(finding, sight):  # as nearly all: nothing can speak for it
+            left.append(finding)
+        elif isinstance(outcome := narrowed(finding, policy, sight, kept), Finding):
+            left.append(outcome)
+        elif outcome is not None:
+            notes.append(outcome)
+    return left, notes
+
+
 def narrowed(finding: Finding, policy: Policy, sight: Sight, kept: Kept) -> Finding | Note | None:
     """*finding* with those whom nothing protects; else a note what protects them, None when it is out of scope."""
     unseen = _unseen(finding.subject, sight)
@@ -32,8 +47,6 @@ def narrowed(finding: Finding, policy: Policy, sight: Sight, kept: Kept) -> Find
     if not named:
         against = _protection(bystander(finding.subject, sight), policy, sight, kept)
         return finding if against is None else _note(against, policy, finding.subject)
-    if _is_itself(finding) and _may_be_anybody(policy, kept):
-        return finding  # as nearly all: it was seen a moment ago, and nothing can speak for it
     against_each = [_protection_of_process(process, finding.subject, policy, sight, kept) for process in named]
     left = [process for process, against in zip(named, against_each, strict=True) if against is None]
     if not left:
@@ -69,16 +82,13 @@ def _unseen(subject: Subject, sight: Sight) -> Protection | None:
     return None
 
 
-def _is_itself(finding: Finding) -> bool:
-    """Whether a finding about a process means that process and no other."""
+def _is_itself(finding: Finding, sight: Sight) -> bool:
+    """Whether a finding about a process, as it was seen on one device, means that process and no other."""
     subject, processes = finding.subject, finding.processes
-    if subject.kind != "process" or len(processes) != 1:
+    if subject.kind != "process" or subject.claim is not None or len(processes) != 1:
         return False
-    return (processes[0].pid, processes[0].start_time, processes[0].uid) == (
-        subject.pid,
-        subject.start_time,
-        subject.uid,
-    )
+    there = sight.processes.get((subject.pid, subject.start_time))  # type: ignore[arg-type]  # unknown: not there
+    return there is not None and there.get(subject.device) is processes[0] and processes[0].uid == subject.uid  # type: ignore[arg-type]
 
 
 def _may_be_anybody(policy: Policy, kept: Kept) -> bool:

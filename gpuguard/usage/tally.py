@@ -48,6 +48,7 @@ USER_COLUMNS = ("claimed_ms", "used_ms", "idle_ms", "unclaimed_ms")
 WAITING_COLUMNS = ("waiting_ms", "wanted_gpu_seconds")
 NOBODY_KNOWS = -1  # in the place of a uid: the time in which the waiting line could not be read
 _HIGHEST = tuple(name.endswith("_max") for name in DEVICE_COLUMNS)
+_NOTHING = (None,) * len(DEVICE_COLUMNS)
 
 
 class Slot:
@@ -188,17 +189,20 @@ def _waiting(wanted: Wanted | None) -> dict[int, tuple[float, ...]]:
 
 
 def _sum(former: tuple[float, ...] | None, rate: tuple[float, ...], seconds: float) -> tuple[float, ...]:
-    return tuple(old + seconds * new for old, new in zip(former or (0.0,) * len(rate), rate, strict=True))
+    if former is None:
+        return tuple([seconds * new for new in rate])
+    return tuple([old + seconds * new for old, new in zip(former, rate, strict=True)])
 
 
 def _plus(former: Row | None, rate: Row, seconds: float) -> Row:
-    row: list[float | None] = []
-    for highest, old, new in zip(_HIGHEST, former or (None,) * len(rate), rate, strict=True):
-        if highest:
-            row.append(max((each for each in (old, new) if each is not None), default=None))
-        else:
-            row.append((old or 0.0) + (new or 0.0) * seconds)
-    return tuple(row)
+    return tuple([
+        _larger(old, new) if highest else (old or 0.0) + (new or 0.0) * seconds
+        for highest, old, new in zip(_HIGHEST, former or _NOTHING, rate, strict=True)
+    ])  # fmt: skip
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    return other if one is None or (other is not None and other > one) else one
 
 
 def _pieces(begin: float, end: float) -> Iterator[tuple[int, float]]:
