@@ -36,7 +36,7 @@ def stats_of(pids: Iterable[int], lines: Mapping[int, bytes] | None = None) -> d
 
 
 def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> dict[int, Seen | None]:
-    """All processes of *snapshot* and of its claims, with their ancestors.
+    """All processes of *snapshot* and of its claims; where there are claims, with their ancestors: whose job is it?
 
     None is "there is no such process".  A pid is left out where its absence proves nothing: /proc is mounted with
     hidepid, we are in a pid namespace of our own, or the pid is one that a container gave.
@@ -58,7 +58,7 @@ def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> 
         if pid not in seen and pid > 0:
             stat = read[pid] if pid in read else _stat(pid)
             seen[pid] = process = _look(pid, stat, closely=pid in people)
-            if process:
+            if process and snapshot.claims:
                 todo.append(process.parent)
     gone = {pid for pid, process in seen.items() if process is None}
     uncertain = {pid for pid in gone if not in_first_pid_namespace() or alive(pid)}

@@ -75,10 +75,11 @@ class Reading:
         ahead = self.place.ahead
         told = ahead.pop((function, *arguments), None) if ahead else None
         answer = told or call(self.nvml, function, self.place.handle, *arguments)
-        if answer.code == LOST:
-            raise DeviceLost
-        if answer.code == RESET_REQUIRED:
-            self.problem(PROBLEMS[RESET_REQUIRED])
+        if answer.code:
+            if answer.code == LOST:
+                raise DeviceLost
+            if answer.code == RESET_REQUIRED:
+                self.problem(PROBLEMS[RESET_REQUIRED])
         return answer
 
     def ask_once(self, key: str, function: str, *arguments: Any) -> Answer:
@@ -116,8 +117,8 @@ class Reading:
             self.gap(name, answer.reason)
             return False
         value = convert(answer.value) if convert else answer.value
-        low, high = PLAUSIBLE.get(name, (None, None))
-        if value is None or (low is not None and high is not None and not low <= value <= high):
+        bounds = PLAUSIBLE.get(name)
+        if value is None or (bounds and not bounds[0] <= value <= bounds[1]):
             self.gap(name, f"implausible value {answer.value!r:.40}")
             return False
         self.values[name] = value

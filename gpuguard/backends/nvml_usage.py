@@ -178,7 +178,7 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
         return reading.memory_doubt
     total = reading.values.get("memory_total")
     reading.lives = {}
-    for rows in lists.values():
+    for rows in filter(None, lists.values()):
         reason = processes.implausibility(
             rows,
             alive=lambda pid: _is_alive(reading, pid),

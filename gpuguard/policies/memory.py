@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gpuguard.attribution import claims_on, places
 from gpuguard.hints import Annotated, Literal
-from gpuguard.model import Finding
+from gpuguard.model import ClaimRecord, Finding, Subject
 from gpuguard.nouns import dataclass
 from gpuguard.policies.amounts import Amount, parse_memory_amount
 from gpuguard.policies.holders import USES
@@ -36,10 +36,14 @@ class Memory:
         for device in places(view.snapshot):
             claims = claims_on(view.snapshot, device) if self.above.promised else ()
             for subject, used, processes in USES[self.per](view, device):
-                share = next((one.memory for one in claims if (one.uid, one.id) == (subject.uid, subject.claim)), None)
+                share = _share_of(subject, claims) if claims else None
                 limit = self.above.of(device.memory_total, share)
                 if used is not None and limit is not None and used > limit >= 0:
                     whole = f" of {format_bytes(device.memory_total)}" if self.above.relative else ""
                     allowed = f"its share of {format_bytes(share)}" if self.above.promised else self.above.text
                     why = f"uses {format_bytes(used)} of device {device.index}, {allowed}{whole} is allowed"
                     yield Finding("memory", subject, why, processes)
+
+
+def _share_of(subject: Subject, claims: Sequence[ClaimRecord]) -> int | None:
+    return next((one.memory for one in claims if (one.uid, one.id) == (subject.uid, subject.claim)), None)
