@@ -118,7 +118,7 @@ class Usage:
     def decayed(self, half_life: float) -> dict[int, float]:
         """GPU-seconds that each user has had, claimed or not; those of *half_life* seconds ago count half."""
         begin = self.now - HALF_LIVES * half_life
-        width = self._width(begin)
+        width = self.width(begin)
         bucket = max(1, round(half_life / SHARES / width))
         columns = f"slot / {bucket} AS bucket, uid, SUM(claimed_ms + unclaimed_ms)"
         found: dict[int, float] = {}
@@ -136,7 +136,7 @@ class Usage:
 
     def watched(self, begin: float, end: float) -> Watch:
         """How much of the time between two unix times was seen."""
-        width = self._width(begin)
+        width = self.width(begin)
         (seen,) = self._connection.execute(
             f"SELECT SUM(most) FROM (SELECT MAX(seen_ms) AS most FROM ({rows('devices', width)}) GROUP BY slot)",
             _keys(begin, end, width),
@@ -162,7 +162,7 @@ class Usage:
         What a device takes in a slot is divided by the time that each user claimed it, or used it without a claim.
         What it took while nobody had it is nobody's.
         """
-        width = self._width(begin)
+        width = self.width(begin)
         found = self._connection.execute(
             "SELECT uid, SUM(CASE WHEN unknown < seen THEN 1.0 * joules * had / MAX(total, seen) END) FROM ("
             " SELECT *, SUM(had) OVER (PARTITION BY slot, device) AS total"
@@ -186,7 +186,7 @@ class Usage:
         if metric not in METRICS:
             raise InvalidRequest(f"there is no metric {metric!r}.  There are {', '.join(METRICS)}.")
         value, highest, unknown = METRICS[metric]
-        width = self._width(begin)
+        width = self.width(begin)
         columns = f"slot, {value}, {highest}, seen_ms - {unknown}"
         chosen = "WHERE device = (SELECT id FROM devices WHERE uuid = ?) ORDER BY slot"
         found = []
@@ -243,12 +243,12 @@ class Usage:
             found.append(DeviceTotal(uuid, name, parent, place, *times, mean, energy, unmeasured / 1000))
         return found
 
-    def _width(self, begin: float) -> int:
-        """Of the finest slots that are kept as far back as *begin*."""
+    def width(self, begin: float) -> int:
+        """Of the finest slots that are kept as far back as *begin*, in seconds."""
         return next((width for width, kept in SLOTS.items() if self.now - begin <= width * kept), COARSEST)
 
     def _rows(self, kind: str, columns: str, begin: float, end: float, further: str, *values: object) -> sqlite3.Cursor:
-        width = self._width(begin)
+        width = self.width(begin)
         return self._connection.execute(
             f"SELECT {columns} FROM ({rows(kind, width)}) {further}", (*_keys(begin, end, width), *values)
         )

@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from gpuguard.line.turn import stand
 from gpuguard.model import Gap, Snapshot
 from gpuguard.text import neutralise
 from gpuguard.usage.consult import consult, store_path
-from gpuguard.usage.questions import Usage
+from gpuguard.usage.questions import Point, Usage
 from gpuguard.views import queue, usage, who
 from gpuguard.web.host import Host
 from gpuguard.web.memory import METRICS, RINGS, Ring, Series
@@ -31,7 +32,7 @@ from gpuguard.web.memory import METRICS, RINGS, Ring, Series
 WATCHED_SECONDS = 2.0  # between two looks while somebody watches
 UNWATCHED_SECONDS = 10.0  # and else
 MOST_POINTS = 600  # of a chart: a screen has few more columns
-MOST_CHARTS = 32  # that are kept for the next who asks
+MOST_CHARTS = 32  # that are drawn between two looks, or wait to be: one of 400 days takes a second
 LONGEST_SECONDS = 400 * 86400.0
 STORED = {  # metric -> its name in the usage store, and what to multiply by
     "utilization": ("utilization_percent", 1.0),
@@ -60,8 +61,14 @@ class Frame:
     event: bytes
 
 
+class Busy(Exception):
+    """So many charts are asked for that another one would only make all of them wait."""
+
+
 class Feed:
-    """Looks and remembers, until stop().
+    """Looks and remembers, until close().
+
+    One thread looks and one draws charts: whoever asks for charts without end takes one thread, and delays no look.
 
     Args:
         source: of snapshots; it is used by one thread at a time.
@@ -77,7 +84,9 @@ class Feed:
         self._host = Host()
         self._lookout = Lookout()
         self._lock = threading.Lock()  # the rings are written and read by threads
-        self._charts: dict[tuple[str, float], bytes] = {}  # drawn since the last look
+        self._charts: dict[tuple[str, float], asyncio.Future[bytes]] = {}  # asked for since the last look
+        self._looking = ThreadPoolExecutor(1, "gpuguard-look")
+        self._drawing = ThreadPoolExecutor(1, "gpuguard-draw")
         self.viewers = 0
         self.curious = 0  # viewers that want to see what goes over PCIe and NVLink
         self.frame = Frame(0, b"{}", b"")
@@ -87,15 +96,20 @@ class Feed:
         """Look again and again."""
         while True:
             began = time.monotonic()
-            text = await asyncio.to_thread(self._look)
+            text = await asyncio.get_running_loop().run_in_executor(self._looking, self._look)
             self.frame = Frame(self.frame.number + 1, text, b"data: " + text + b"\n\n")
-            self._charts = {}
+            self._charts = {key: drawn for key, drawn in self._charts.items() if not drawn.done()}
             self._came.set()
             self._came = asyncio.Event()
             pause = WATCHED_SECONDS if self.viewers else UNWATCHED_SECONDS
             while time.monotonic() - began < pause:
                 await asyncio.sleep(0.25 if self.viewers else 1.0)
                 pause = WATCHED_SECONDS if self.viewers else UNWATCHED_SECONDS
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        for worker in (self._looking, self._drawing):
+            worker.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def watched(self, *, curious: bool) -> Iterator[None]:
@@ -166,19 +180,22 @@ class Feed:
             return replace(snapshot, gaps=(*gaps, Gap(None, "claims", " ".join(str(error).split()))))
         return replace(snapshot, claims=claims, gaps=gaps)
 
-    def chart(self, metric: str, seconds: float) -> bytes:
+    async def chart(self, metric: str, seconds: float) -> bytes:
         """The last *seconds* of a metric: the store of the daemon where it reaches further back than we do.
 
         Raises:
             KeyError: there is no such metric.
+            Busy: too many are asked for.
         """
         if metric not in METRICS:
             raise KeyError(metric)
         seconds = min(max(60.0, seconds), LONGEST_SECONDS)
-        charts = self._charts
-        if (metric, seconds) not in charts and len(charts) < MOST_CHARTS:
-            charts[metric, seconds] = self._drawn(metric, seconds)
-        return charts.get((metric, seconds)) or self._drawn(metric, seconds)
+        charts, key = self._charts, (metric, seconds)
+        if key not in charts:
+            if len(charts) >= MOST_CHARTS:
+                raise Busy
+            charts[key] = asyncio.get_running_loop().run_in_executor(self._drawing, self._drawn, metric, seconds)
+        return await asyncio.shield(charts[key])  # whoever leaves takes it from nobody else
 
     def _drawn(self, metric: str, seconds: float) -> bytes:
         begin = time.time() - seconds
@@ -201,22 +218,27 @@ class Feed:
 def _series_of(store: Usage, uuids: Sequence[str], metric: str, begin: float) -> Series | None:
     """What the store has, in at most MOST_POINTS steps; None when it has nothing of that time."""
     name, factor = STORED[metric]
-    points = {uuid: store.series(uuid, name, begin, store.now) for uuid in uuids}
-    found = [point for each in points.values() for point in each]
+    width = max(store.width(begin), (store.now - begin) / MOST_POINTS)
+    values, found = {}, False
+    for uuid in uuids:  # one after the other: each has 38,400 points
+        points = store.series(uuid, name, begin, store.now)
+        values[uuid], found = _means(points, begin, width, factor), found or bool(points)
     if not found:
         return None
-    width = max(max(point.seconds for point in found), (store.now - begin) / MOST_POINTS)
     steps = range(int((store.now - begin) / width) + 1)
-    values: dict[str, list[float | None]] = {}
-    for uuid, each in points.items():
-        sums = [(0.0, 0)] * len(steps)
-        for point in each:
+    drawn = {uuid: [each.get(step) for step in steps] for uuid, each in values.items()}
+    return Series([begin + (step + 0.5) * width for step in steps], drawn)
+
+
+def _means(points: Sequence[Point], begin: float, width: float, factor: float) -> dict[int, float]:
+    """By the step in which they lie."""
+    sums: dict[int, tuple[float, int]] = {}
+    for point in points:
+        if point.mean is not None:
             at = int((point.time - begin) / width)
-            if point.mean is not None and 0 <= at < len(sums):
-                total, count = sums[at]
-                sums[at] = total + factor * point.mean, count + 1
-        values[uuid] = [total / count if count else None for total, count in sums]
-    return Series([begin + (step + 0.5) * width for step in steps], values)
+            total, count = sums.get(at, (0.0, 0))
+            sums[at] = total + factor * point.mean, count + 1
+    return {at: total / count for at, (total, count) in sums.items()}
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:

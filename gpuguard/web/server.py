@@ -12,7 +12,6 @@ import hmac
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -22,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from gpuguard.web.feed import Feed
+from gpuguard.web.feed import Busy, Feed
 
 PAGE = Path(__file__).parent / "page"
 FILES = {  # path -> (file, type)
@@ -66,6 +65,7 @@ def application(feed: Feed, hosts: frozenset[str], token: str | None = None) -> 
             yield
         finally:
             task.cancel()
+            feed.close()
 
     async def now(_: Request) -> Response:
         return Response((await feed.next(0)).text, media_type="application/json")
@@ -75,7 +75,10 @@ def application(feed: Feed, hosts: frozenset[str], token: str | None = None) -> 
             seconds = float(request.query_params.get("seconds", "600"))
             if not math.isfinite(seconds):
                 raise ValueError
-            text = await asyncio.to_thread(feed.chart, request.query_params.get("metric", "utilization"), seconds)
+            text = await feed.chart(request.query_params.get("metric", "utilization"), seconds)
+        except (Busy, asyncio.CancelledError):  # nobody but the end of the server cancels a request
+            reason = "too many charts are asked for: try again in a moment\n"
+            return PlainTextResponse(reason, 503, {"retry-after": "5"})
         except (ValueError, KeyError, OverflowError):
             return PlainTextResponse("metric and seconds make no chart\n", 400)
         return Response(text, media_type="application/json")
@@ -189,11 +192,16 @@ def _asked(scope: Scope) -> list[str]:
 
 
 def _cookie(headers: dict[bytes, bytes]) -> str:
-    try:
-        found = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE)
-    except CookieError:
-        return ""
-    return found.value if found else ""
+    """Ours, among those that others on this host have set.
+
+    By hand: SimpleCookie takes seconds for 60 KB of backslashes, from whoever knows no token, and finds nothing behind
+    a cookie that it does not understand.
+    """
+    for one in headers.get(b"cookie", b"").decode("latin-1").split(";"):
+        name, _, value = one.partition("=")
+        if name.strip() == COOKIE:
+            return value.strip()
+    return ""
 
 
 def _without_port(host: str) -> str:

@@ -1,0 +1,126 @@
+"""Whoever asks `gpuguard web` for charts without end delays no look, fills no memory, and is told to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from builders import a_device
+from stores import FIRST, at, fill
+
+pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
+
+from gpuguard.usage.consult import consult
+from gpuguard.web import feed as feeds
+from gpuguard.web.feed import MOST_CHARTS, Feed
+from gpuguard.web.server import application
+
+MANY = 100
+PATIENCE = 20.0
+
+
+async def asked(app, path):
+    """The status of an answer."""
+    path, _, query = path.partition("?")
+    statuses = []
+
+    async def receive():
+        await asyncio.sleep(PATIENCE)
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    headers = [(b"host", b"localhost")]
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": query.encode(), "headers": headers}
+    await app(scope, receive, send)
+    return statuses[0]
+
+
+@pytest.fixture(name="feed")
+def _feed(monkeypatch):
+    monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
+    monkeypatch.setattr(Feed, "_look", lambda _: b"{}")
+    return Feed(None, None, lambda: [])
+
+
+def drawn_when(feed, monkeypatch, go_on):
+    """How many charts are drawn at the same time, at most; each waits for *go_on*."""
+    at_once, most = [], []
+
+    def drawn(metric, seconds):
+        at_once.append(seconds)
+        most.append(len(at_once))
+        go_on.wait(PATIENCE)
+        at_once.pop()
+        return b"{}"
+
+    monkeypatch.setattr(feed, "_drawn", drawn)
+    return most
+
+
+def test_a_hundred_charts_delay_no_look_and_are_drawn_one_by_one(feed, monkeypatch):
+    go_on = threading.Event()
+    most, app = drawn_when(feed, monkeypatch, go_on), application(feed, frozenset({"localhost"}))
+
+    async def everybody():
+        looking = asyncio.create_task(feed.run())
+        paths = [f"/api/chart?metric=power&seconds={seconds}" for seconds in range(1000, 1000 + MANY)]
+        asking = [asyncio.create_task(asked(app, path)) for path in paths]
+        try:
+            for _ in range(3):
+                await asyncio.wait_for(feed.next(feed.frame.number), PATIENCE)
+        finally:
+            go_on.set()
+        statuses = await asyncio.gather(*asking)
+        looking.cancel()
+        return statuses
+
+    statuses = asyncio.run(everybody())
+    assert sorted(set(statuses)) == [200, 503]
+    assert statuses.count(200) <= MOST_CHARTS
+    assert max(most) == 1
+
+
+def test_the_same_chart_is_drawn_once_for_all_who_ask(feed, monkeypatch):
+    go_on = threading.Event()
+    go_on.set()
+    most, app = drawn_when(feed, monkeypatch, go_on), application(feed, frozenset({"localhost"}))
+
+    async def everybody():
+        return await asyncio.gather(*(asked(app, "/api/chart?metric=power&seconds=600") for _ in range(MANY)))
+
+    assert set(asyncio.run(everybody())) == {200}
+    assert len(most) == 1
+
+
+def test_the_end_waits_for_no_chart_but_the_one_that_is_drawn(feed, monkeypatch):
+    go_on = threading.Event()
+    most, app = drawn_when(feed, monkeypatch, go_on), application(feed, frozenset({"localhost"}))
+
+    async def everybody():
+        asking = [asyncio.create_task(asked(app, f"/api/chart?seconds={seconds}")) for seconds in range(600, 620)]
+        while not most:
+            await asyncio.sleep(0.01)
+        feed.close()
+        go_on.set()
+        return await asyncio.gather(*asking)
+
+    assert sorted(set(asyncio.run(everybody()))) == [200, 503]
+    assert len(most) == 1
+
+
+@pytest.mark.parametrize("slots", [60, 6 * 60])
+def test_a_chart_of_the_store_has_the_means_of_what_was_seen(tmp_path, slots):
+    path = str(tmp_path / "usage.db")
+    fill(path, range(FIRST, FIRST + slots), together=1000)
+    uuid, begin, now = a_device().uuid, at(0) - 1000, at(slots)
+
+    series = consult(path, lambda store: feeds._series_of(store, [uuid, "GPU-never"], "utilization", begin), now)
+
+    known = [value for value in series.values[uuid] if value is not None]
+    assert known and set(known) == {50.0}
+    assert len(series.times) == len(series.values[uuid]) == len(series.values["GPU-never"])
+    assert None in series.values[uuid], "nobody watched before"
+    assert set(series.values["GPU-never"]) == {None}
+    assert consult(path, lambda store: feeds._series_of(store, ["GPU-never"], "power", begin), now) is None
