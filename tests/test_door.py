@@ -7,13 +7,14 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -285,3 +286,45 @@ def test_a_fault_of_ours_ends_one_request_and_not_the_service(directory, monkeyp
         assert [each.exc_type for each in told] == [TypeError]
     finally:
         one.close()
+
+
+@contextmanager
+def a_full_socket() -> Iterator[socket.socket]:
+    """One to which was written what nobody takes."""
+    with socket.socket() as listener, socket.socket() as ours:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        ours.connect(listener.getsockname())
+        with listener.accept()[0]:
+            ours.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    ours.send(bytes(65536))
+            yield ours
+
+
+@pytest.mark.parametrize("kernel", ["as it is", "before 6.16"])
+@pytest.mark.parametrize("first", [b"", b"{", b'{"do": "x"}\n'], ids=["alone", "behind a half", "behind a request"])
+def test_open_files_that_somebody_sends_hold_up_nobody(directory, monkeypatch, kernel, first):
+    """A socket can let its last holder wait for days when he closes it, and that one was the thread that listens."""
+    if kernel != "as it is":
+        monkeypatch.setattr(door, "_PASS_RIGHTS", 0x7FFF)
+    until_all_is_sent = threading.Event()
+    with ExitStack() as stack:
+        one = Door(directory, lambda uid, request: {"waited": until_all_is_sent.wait(60)})
+        stack.callback(one.close)
+        with connect(directory) as busy:
+            busy.send(b"{}\n")
+            for _ in range(MOST_OF_ONE - 1):
+                lingers = stack.enter_context(a_full_socket())
+                with connect(directory) as connection, suppress(PermissionError):  # of a kernel that passes none on
+                    if first:
+                        connection.send(first)
+                    socket.send_fds(connection, [b"{"], [lingers.fileno()])
+                    lingers.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 600))
+                lingers.close()
+            until_all_is_sent.set()
+            assert said(busy)
+
+        assert all(ask(directory, {"do": str(number)})["ok"] for number in range(MOST))

@@ -2,8 +2,8 @@
 
 One request and one answer per connection, each one line of JSON of at most 4 KiB.  Who asks is what the kernel says
 (SO_PEERCRED), never what he writes.  A thread of its own listens, and never waits for anybody: whoever sends nothing,
-too much, or keeps many connections open loses his own ones and nobody else's.  Knows nothing of what is asked for: see
-verbs; the other side is calling.
+too much, or open files, or keeps many connections open loses his own ones and nobody else's.  Knows nothing of what is
+asked for: see verbs; the other side is calling.
 
     {"do": "keep", "for_seconds": 14400, "reason": "paper deadline"}
     {"ok": true, "until_unix_seconds": 1795212345.0}
@@ -31,8 +31,10 @@ from gpuguard.plainjson import loads
 LONGEST_ERROR = 600  # characters: written out as \uXXXX they fit as well
 MOST, MOST_OF_ONE = 32, 4  # connections in all and of one user
 PATIENCE_SECONDS = 2.0  # for a request to be complete
+MOST_HANGING = 64  # threads that wait for what somebody has sent to be closed
 PAUSE_SECONDS = 0.005  # after each connection: somebody who never stops connecting costs little
 
+_PASS_RIGHTS = 83  # SO_PASSRIGHTS of Linux 6.16, asm-generic: every machine that NVIDIA has drivers for
 SLOW = frozenset({"claim"})  # what may ask the driver: answered one after the other by a thread of their own
 
 
@@ -74,6 +76,7 @@ class Door:
         self._visitors: dict[int, _Visitor] = {}
         self._inside: SimpleQueue[tuple[_Visitor, bytes] | None] = SimpleQueue()
         self._served: list[_Visitor] = []  # whose requests lie in there, or are being answered
+        self._hanging: list[tuple[int, threading.Thread]] = []  # uid -> who closes what he has sent
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with short_path(directory) as path:
             # Only one daemon holds the directory's lock, so this socket is that of one that is dead.
@@ -85,6 +88,8 @@ class Door:
                 self._listener.bind(path)
             finally:
                 os.umask(before)
+        with suppress(OSError):  # an older kernel: see _part
+            self._listener.setsockopt(socket.SOL_SOCKET, _PASS_RIGHTS, 0)
         self._listener.listen(64)
         self._wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gpuguard-door", daemon=True)
@@ -132,8 +137,10 @@ class Door:
         uid = uid_behind(connection)
         here = [*self._visitors.values(), *self._served]
         full = len(here) >= MOST
-        if sum(visitor.uid == uid for visitor in here) >= MOST_OF_ONE or (full and not self._visitors):
-            connection.close()
+        self._hanging = [(whose, thread) for whose, thread in self._hanging if thread.is_alive()]
+        his = [*(visitor.uid for visitor in here), *(whose for whose, _ in self._hanging)].count(uid)
+        if his >= MOST_OF_ONE or (full and not self._visitors):
+            self._part(connection, uid)
         else:
             if full:  # whoever may use user namespaces has 65536 uids: the one that says nothing for longest makes room
                 self._send_away(next(iter(self._visitors.values())))
@@ -143,10 +150,12 @@ class Door:
 
     def _listen_to(self, visitor: _Visitor) -> None:
         try:
-            more = visitor.connection.recv(LARGEST + 1 - len(visitor.received))
+            more = _bytes_alone(visitor.connection, LARGEST + 1 - len(visitor.received))
         except BlockingIOError:
             return
         except OSError:
+            more = None
+        if more is None:
             self._send_away(visitor)
             return
         visitor.received += more
@@ -168,7 +177,7 @@ class Door:
                 self._reply(visitor, _request(line))
             finally:
                 self._served.remove(visitor)
-                visitor.connection.close()
+                self._part(visitor.connection, visitor.uid)
 
     def _reply(self, visitor: _Visitor, request: dict[str, Any] | str) -> None:
         answer = self._answered(visitor.uid, request)
@@ -201,7 +210,34 @@ class Door:
 
     def _send_away(self, visitor: _Visitor) -> None:
         del self._visitors[visitor.connection.fileno()]
-        visitor.connection.close()
+        self._part(visitor.connection, visitor.uid)
+
+    def _part(self, connection: socket.socket, uid: int) -> None:
+        """Hang up.
+
+        With the connection goes what was sent and not read.  If open files are among it and nobody else has them open,
+        they are closed, and a socket with SO_LINGER lets whoever does that wait for as long as its sender likes.
+        """
+        with suppress(OSError, RuntimeError):  # the latter: there are too many threads
+            connection.shutdown(socket.SHUT_RDWR)  # no more can come
+            while more := _bytes_alone(connection, 65536):
+                continue
+            if more is None and len(self._hanging) < MOST_HANGING:
+                thread = threading.Thread(target=connection.close, name="gpuguard-goodbye", daemon=True)
+                thread.start()
+                self._hanging.append((uid, thread))
+                return
+        connection.close()
+
+
+def _bytes_alone(connection: socket.socket, most: int) -> bytes | None:
+    """What was sent, at most so many bytes; None, and nothing is taken, when open files came with it.
+
+    Raises:
+        OSError: nothing was sent yet, or he has gone.
+    """
+    seen, _, flags, _ = connection.recvmsg(most, 0, socket.MSG_PEEK)
+    return None if flags & socket.MSG_CTRUNC else connection.recv(len(seen)) if seen else b""
 
 
 def _request(line: bytes) -> dict[str, Any] | str:
