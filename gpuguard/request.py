@@ -222,8 +222,10 @@ def _number(value: float | None, unit: str) -> str:
 def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:
     wanted = selector.strip().lower()
     if wanted.isdecimal():
-        # A MIG instance carries the index of its GPU: the index means the GPU.
-        matches = [device for device in devices if device.index == int(wanted) and device.parent_uuid is None]
+        # A MIG instance carries the index of its GPU: the index means the GPU.  As text: of 5,000 digits, which a
+        # ticket of anybody may have, Python makes no number.
+        number = wanted.lstrip("0") or "0"
+        matches = [device for device in devices if str(device.index) == number and device.parent_uuid is None]
     elif "." in wanted:
         matches = [device for device in devices if f"{device.index}.{device.gpu_instance_id}" == wanted]
     else:

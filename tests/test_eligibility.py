@@ -219,7 +219,9 @@ def test_selectors_are_indices_uuids_and_beginnings_of_uuids():
         (("GPU-0",), "could be GPU-00000000"),
         (("GPU-",), "names no device"),
         (("-1",), "names no device"),
+        (("9" * 5000,), "names no device"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_selector_that_is_not_clear_is_refused(selectors, message):
     with pytest.raises(InvalidRequest, match=message):

@@ -40,7 +40,9 @@ def test_without_any_variable_there_is_no_limit():
         ("1,,2", [1]),
         ("2,2", []),
         ("all", []),
+        ("9" * 5000, []),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(value, allowed):
     assert indices({"CUDA_VISIBLE_DEVICES": value}) == allowed
@@ -93,7 +95,10 @@ def test_a_gpu_that_is_allowed_allows_its_instances():
         ({"SLURM_JOB_GPUS": "1-2"}, [1, 2]),
         ({"SLURM_JOB_GPUS": "4,5,6,7"}, None),  # Slurm hides the others: the four that are visible are the job's
         ({"GPU_DEVICE_ORDINAL": "0"}, None),
+        ({"SLURM_JOB_GPUS": "9" * 5000}, []),
+        ({"SLURM_JOB_GPUS": "1-99999999999"}, []),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_slurm_job_has_what_slurm_gave_it(environ, allowed):
     assert indices({"SLURM_JOB_ID": "7", **environ}) == allowed

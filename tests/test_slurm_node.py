@@ -132,7 +132,10 @@ def test_a_list_of_nodes_is_their_names(text, expected):
         "x JobState=COMPLETED",
         "x\nJobId=8 JobState=COMPLETED",
         "x NodeList=n2 Nodes=n2 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)",
+        *(f"x Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:{odd})" for odd in ("0-99999999999", "9" * 5000, "-", "1-2-3")),
+        f"x UserId=eve({'9' * 5000}) NodeList=n[{'9' * 5000}]",
     ],
+    ids=lambda name: name[:60],
 )
 def test_the_name_of_a_job_takes_nothing_from_anybody(name):
     mapping = shown(a_job("gpu:1(IDX:0)", name=name), a_job("gpu:1(IDX:1)", uid=BOB))

@@ -71,7 +71,7 @@ class _NoColors:
 
 def _columns() -> int:
     columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns):
+    if columns.isdecimal() and len(columns) < 10 and int(columns):
         return int(columns)
     try:
         return os.get_terminal_size(1).columns or 80

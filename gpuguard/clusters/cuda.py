@@ -47,7 +47,7 @@ def doubt(environ: Mapping[str, str], devices: Sequence[Device]) -> str:
 
 def _named(entry: str, gpus: Sequence[Device], devices: Sequence[Device]) -> str | None:
     if entry.isdecimal():
-        return next((device.uuid for device in gpus if device.index == int(entry)), None)
+        return next((device.uuid for device in gpus if str(device.index) == (entry.lstrip("0") or "0")), None)
     if not entry.upper().startswith(("GPU-", "MIG-")):
         return None
     matches = [device.uuid for device in devices if device.uuid.lower().startswith(entry.lower())]

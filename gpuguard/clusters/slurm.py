@@ -13,6 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+_MOST = 1024  # GPUs of a node
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 
 
@@ -43,7 +44,7 @@ def whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> Mapp
     """
     visible, claim = environ.get("CUDA_VISIBLE_DEVICES", ""), environ.get("GPUGUARD_CLAIM", "")
     variable = next((name for name in GPU_VARIABLES[1:3] if name in environ), None)
-    if variable is None or "SLURM_JOB_ID" not in environ or not all(map(str.isdecimal, visible.split(","))):
+    if variable is None or "SLURM_JOB_ID" not in environ or not all(map(_is_number, visible.split(","))):
         return environ
     given, shown = _numbers(environ[variable]), sum(device.parent_uuid is None for device in devices)
     # What Slurm itself wrote stands in GPU_DEVICE_ORDINAL, too; `gpuguard run` writes the numbers that it sees.
@@ -62,6 +63,10 @@ def _numbers(text: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
-        if first.isdecimal() and (not last or last.isdecimal()):
-            numbers += range(int(first), int(last or first) + 1)
+        if _is_number(first) and _is_number(last or first):
+            numbers += range(int(first), min(int(last or first), int(first) + _MOST) + 1)
     return numbers
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10  # Python makes none of 5,000 digits

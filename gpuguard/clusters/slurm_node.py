@@ -37,6 +37,9 @@ _OVER = frozenset({
 })  # fmt: skip
 _OUT_OF_SERVICE = ("DOWN", "DRAIN", "FAIL", "MAINT", "RESERVED", "UNKNOWN", "FUTURE", "POWER")
 _DETAIL = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
+_UID = re.compile(r"(?:^|\s)UserId=\S*\((\d{1,10})\)", re.ASCII)
+# Of at most three digits, or the name of a job could make the guard count until its memory is gone.
+_INDEX = re.compile(r"\(IDX:((?:(?:\d{1,3}(?:-\d{1,3})?)?(?:,|(?=\))))*)\)", re.ASCII)
 _GRES = re.compile(r"(?:^|,)(gpu|mps|shard)\b([^,()]*)(\([^)]*\))?")
 
 
@@ -71,7 +74,7 @@ def node_of(text: str, host: str) -> Node | None:
     facts: dict[str, str] = dict(re.findall(r"(?:^|\s)(NodeName|NodeHostName|Gres|State)=(\S+)", text))
     if "NodeName" not in facts or facts.get("NodeHostName", facts["NodeName"]).partition(".")[0] != host:
         return None
-    gpus = [re.fullmatch(r"gpu(?::[^:()]+)*?:(\d+)(?:\(.*\))?", one) for one in _listed(facts.get("Gres", ""))]
+    gpus = [re.fullmatch(r"gpu(?::[^:()]+)*?:(\d{1,6})(?:\(.*\))?", one) for one in _listed(facts.get("Gres", ""))]
     state = facts.get("State", "UNKNOWN")
     counts = [int(one[1]) for one in gpus if one]
     return Node(
@@ -93,7 +96,7 @@ def jobs_on(text: str, node: str) -> tuple[Job, ...]:
         told = [numbers for gres in details for numbers in _gpus_in(gres)]
         known = bool(details) and None not in told
         gpus = frozenset(number for numbers in told for number in numbers or ()) if known else None
-        jobs.append(Job(frozenset(map(int, re.findall(r"(?:^|\s)UserId=\S*\((\d+)\)", line))), gpus))
+        jobs.append(Job(frozenset(map(int, _UID.findall(line))), gpus))
     return tuple(jobs)
 
 
@@ -140,7 +143,9 @@ def names(hostlist: str) -> list[str]:
             found.append(part)
         for numbers in inner.split(",") if bracket else ():
             first, _, last = numbers.partition("-")
-            if first.isdecimal() and (last or first).isdecimal() and int(last or first) - int(first) < 10_000:
+            if not (first.isdecimal() and (last or first).isdecimal() and len(numbers) < 40):
+                continue
+            if int(last or first) - int(first) < 10_000:
                 found += [f"{start}{n:0{len(first)}}{end}" for n in range(int(first), int(last or first) + 1)]
     return found
 
@@ -152,8 +157,7 @@ def _listed(gres: str) -> list[str]:
 def _gpus_in(gres: str) -> Iterator[frozenset[int] | None]:
     """The numbers that each GPU resource of "gpu:tesla:2(IDX:0-1),shard:1(1/8,0/8)" names, None where it names none."""
     for _, count, place in _GRES.findall(gres):
-        index = re.fullmatch(r"\(IDX:([\d,-]*)\)", place)
-        if index:
+        if index := _INDEX.fullmatch(place):
             spans = [one.partition("-") for one in index[1].split(",") if one]
             yield frozenset(n for first, _, last in spans for n in range(int(first), int(last or first) + 1))
         elif not count.endswith(":0"):

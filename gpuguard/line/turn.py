@@ -273,7 +273,7 @@ def _facts(directory: LockDirectory, snapshot: Snapshot, rules: Rules) -> Facts:
     return Facts(
         claims=claims,
         barred={uuid: quarantine(marks[uuid]) for uuid in uuids if uuid in marks},
-        denied=frozenset(int(uid) for uid in denials if uid.isdecimal()),
+        denied=frozenset(int(uid) for uid in denials if uid.isdecimal() and len(uid) <= 10),
         usage=_usage(directory, rules) if rules.fair_share else {},
         bookings=booked.bookings,
         reserved=booked,

@@ -189,8 +189,8 @@ def _any_matches(patterns: tuple[str, ...] | None, uuids: tuple[str, ...], sight
 
 
 def _is_device(device: Device, text: str) -> bool:
-    if text.isdigit():
-        return device.index == int(text)
+    if text.isdecimal():
+        return str(device.index) == (text.lstrip("0") or "0")
     wanted = text.lower()
     own = (device.uuid, device.parent_uuid or "", f"{device.index}.{device.gpu_instance_id}")
     return any(name.lower().startswith(wanted) for name in own[:2]) or own[2] == text

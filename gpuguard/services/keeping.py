@@ -166,6 +166,6 @@ def _name(whom: int | None, uuid: str | None) -> str:
 def _parts(name: str) -> tuple[int | None, str | None]:
     """(uid, uuid) of the name of a mark."""
     first, _, second = name.partition(" ")
-    if first.isdecimal():
+    if first.isdecimal() and len(first) <= 10:
         return int(first), second or None
     return None, first or None
