@@ -11,6 +11,7 @@ from builders import a_device, a_mig_instance, a_process, a_snapshot
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.room import Room, Taken
 from gpuguard.cli.dispatch import run_command_line
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, Facts, checks, to_json, to_text, worst
@@ -61,6 +62,8 @@ def test_without_the_library_the_program_is_named():
     assert "library" not in {check.name for check in checks(replace(HEALTHY, backend="smi", library_error="none"))}
 
 
+ROOM = Room("/run/gpuguard/claims", True, 64 * 2**20, 63 * 2**20, 16384, 16372, (Taken(0, 11, 2**20),))
+FILLED = replace(ROOM, files_free=2000, taken=(Taken(2**22 + 7, 14000, 2 * 2**20), Taken(0, 11, 2**20)))
 NO_GPU = without_driver(DriverNotFound("none"), device_nodes=(), kernel_version=None)
 DIAGNOSES = [
     ("driver", NO_GPU, FAULT, "no NVIDIA driver", "gpuguard sim start"),
@@ -109,6 +112,24 @@ DIAGNOSES = [
         "of uid 1001 alone",
         "sudo gpuguard setup",
     ),
+    (
+        "room",
+        {"room": replace(ROOM, own=False)},
+        WARNING,
+        "on /run, which any user can fill",
+        "`sudo gpuguard setup` gives",
+    ),
+    ("room", {"room": replace(ROOM, own=False), "container": "docker"}, WARNING, "can fill", "on the host"),
+    ("room", {"room": ROOM}, OK, "system of its own: 12 of 16,384 files and 1MiB of 64MiB are taken", None),
+    (
+        "room",
+        {"room": FILLED},
+        WARNING,
+        "4194311 has 14,000 of 16,384 files and 2MiB of 64MiB",
+        "-user 4194311 -delete",
+    ),
+    ("room", {"room": replace(FILLED, files_free=0)}, FAULT, "has 14,000", "place in line"),
+    ("room", {"room": replace(ROOM, size_free=0)}, FAULT, "63MiB by files without a name", "lsof +L1"),
     ("daemon", {"daemon_fault": "/run/gpuguard/daemon is no directory"}, FAULT, "no directory", "sudo gpuguard setup"),
     ("waiting line", {"line_path": "/etc/gpuguard/line.yaml"}, OK, "as /etc/gpuguard/line.yaml says", None),
     (

@@ -263,6 +263,7 @@ def test_the_package_lays_its_files_where_they_belong(packages):
         "/usr/bin/gpuguard",
         "/etc/gpuguard/policy.yaml",
         "/lib/systemd/system/gpuguard.service",
+        "/lib/systemd/system/run-gpuguard-claims.mount",
         "/usr/lib/sysusers.d/gpuguard.conf",
         "/usr/lib/tmpfiles.d/gpuguard.conf",
     }

@@ -17,7 +17,7 @@ from commands import Gpuguard
 from fake_nvml import FakeNvml
 from sources import ROOT
 
-from gpuguard.cli import setup_installed, setup_remove, setup_service, setup_systemd
+from gpuguard.cli import setup_installed, setup_remove, setup_room, setup_service, setup_systemd
 from gpuguard.errors import LockDirectoryError
 from gpuguard.policyfile import load_policies
 
@@ -37,6 +37,13 @@ class Machine:
         monkeypatch.setattr(setup_systemd, "POLICY", str(self.policy))
         monkeypatch.setattr(setup_systemd, "PACKED", (str(place / "lib/systemd/system/gpuguard.service"),))
         monkeypatch.setattr(setup_systemd, "BOOTED", str(place))
+        self.mount = self.unit.with_name("run-gpuguard-claims.mount")
+        self.fstab = place / "etc/fstab"
+        monkeypatch.setattr(setup_room, "UNIT", str(self.mount))
+        monkeypatch.setattr(setup_room, "PACKED", (str(place / "lib/systemd/system/run-gpuguard-claims.mount"),))
+        monkeypatch.setattr(setup_room, "FSTAB", str(self.fstab))
+        monkeypatch.setattr(setup_room, "mount_now", lambda path: self.not_now)
+        self.not_now: str | None = None
         monkeypatch.setattr(setup_systemd, "systemctl", lambda *words, advice="": self.asked.append(" ".join(words)))
         monkeypatch.setattr(setup_systemd, "_open_to_others", lambda *paths: None)
         monkeypatch.setattr(setup_service, "doubts_about", lambda executable: None)
@@ -50,6 +57,7 @@ class Machine:
     def install(self) -> None:
         setup_systemd.refuse_where_it_cannot_work("gpuguard")
         setup_installed.write(str(self.tmpfiles), "d /run/gpuguard\n")
+        self.told = setup_room.make_room(str(self.run))
         setup_systemd.install("gpuguard")
 
     def remove(self) -> int:
@@ -79,8 +87,47 @@ def test_the_service_is_started_and_stopped(machine):
     started, machine.asked = machine.asked, []
     machine.remove()
 
-    assert started == ["enable gpuguard.service", "daemon-reload", "restart gpuguard.service"]
-    assert machine.asked == ["disable --now gpuguard.service", "daemon-reload"]
+    mount = "run-gpuguard-claims.mount"
+    assert started == [f"enable {mount}", "enable gpuguard.service", "daemon-reload", "restart gpuguard.service"]
+    assert sorted(machine.asked) == [
+        "daemon-reload",
+        "daemon-reload",
+        "disable --now gpuguard.service",
+        f"disable {mount}",
+    ]
+
+
+def test_what_users_write_gets_a_file_system_at_boot_or_setup_says_when(machine):
+    machine.install()
+    now, machine.not_now = machine.told, "somebody has a claim"
+    (machine.run / "claims").mkdir(parents=True, mode=0o755)
+    machine.install()
+
+    assert (machine.run / "claims").stat().st_mode & 0o7777 == 0o1777
+    assert now is None and machine.mount.read_text() == (ROOT / "packaging" / machine.mount.name).read_text()
+    assert f"lies on {machine.run.parent}, which any user can fill, until the next boot: somebody has" in str(
+        machine.told
+    )
+
+
+def test_without_systemd_it_says_what_must_be_done_at_each_boot(machine, monkeypatch):
+    monkeypatch.setattr(setup_room.shutil, "which", lambda name: None)
+
+    assert "run `gpuguard setup` at each boot" in str(setup_room.make_room(str(machine.run)))
+    assert not machine.mount.exists() and machine.asked == []
+
+
+def test_a_mount_of_the_admins_own_is_left_as_it_is(machine):
+    machine.fstab.write_text(f"# {machine.run}/claims\ntmpfs\t{machine.run}/claims tmpfs size=1m 0 0\n")
+    machine.install()
+    by_fstab = machine.mount.exists()
+    machine.fstab.write_text("# none\n\n")
+    machine.mount.write_text("[Mount]\n")
+    machine.install()
+    machine.remove()
+
+    assert not by_fstab and machine.mount.read_text() == "[Mount]\n"
+    assert not [words for words in machine.asked if words.endswith("claims.mount")]
 
 
 def test_a_second_removal_says_that_nothing_is_there(machine, capsys):
@@ -127,7 +174,7 @@ def test_a_service_whose_unit_is_somebodys_own_goes_on(machine, capsys):
     machine.asked.clear()
     machine.remove()
 
-    assert machine.asked == [] and machine.unit.exists()
+    assert not [words for words in machine.asked if "gpuguard.service" in words] and machine.unit.exists()
     assert "The service goes on" in capsys.readouterr().out
 
 

@@ -217,9 +217,10 @@ class Claim(Sequence[Device]):
             if before:
                 os.close(before[1])
         except OSError as error:  # a full disk: the lock is the claim, the record only explains it
-            self.warning = (
-                f"others cannot see what this claim is for: no record in {directory.records} ({error.strerror})"
-            )
+            from gpuguard.claims.room import why_full
+
+            why = why_full(directory, error)
+            self.warning = f"others cannot see what this claim is for: no record in {directory.records} ({why})"
 
 
 SHARE_VARIABLES = ("GPUGUARD_MEMORY", "TF_FORCE_GPU_ALLOW_GROWTH", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -7,6 +7,7 @@ names without their locks being held are left out.  Unreadable means "claimed, n
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -44,13 +45,19 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any]) -> tuple[
     try:
         os.fchmod(descriptor, 0o644)
         try_flock(descriptor)
-        os.write(descriptor, _encoded(content))
+        write_whole(descriptor, _encoded(content))
         os.rename(unfinished, path)  # readers see it whole, and already locked
     except BaseException:
         os.unlink(unfinished)
         os.close(descriptor)
         raise
     return path, descriptor
+
+
+def write_whole(descriptor: int, encoded: bytes) -> None:
+    """Write all of it; a disk with room for a part of it raises OSError like one with none."""
+    if os.write(descriptor, encoded) < len(encoded):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def record_path(directory: LockDirectory, uid: int, claim_id: str) -> str:

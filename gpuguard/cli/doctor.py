@@ -16,6 +16,7 @@ from gpuguard.ancestry import in_first_pid_namespace
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.daemonfiles import fault_of
 from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.room import Room, room_for_records
 from gpuguard.cli.dispatch import EXIT_NO, EXIT_NO_DRIVER
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import BackendError, ClaimError
@@ -99,8 +100,16 @@ def _lock(args: argparse.Namespace) -> dict[str, Any]:
         "file_system": file_system(directory.locks),
         "keeper": directory.keeper,
         "broker_error": _broker_error(directory),
+        "room": _room(directory),
         "daemon_fault": fault_of(directory),
     }
+
+
+def _room(directory: LockDirectory) -> Room | None:
+    try:
+        return room_for_records(directory)
+    except OSError:
+        return None
 
 
 def _line() -> dict[str, Any]:

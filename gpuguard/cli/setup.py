@@ -3,6 +3,7 @@
 It is /run/gpuguard: root's, with one lock file per GPU that everybody can lock and nobody can remove.  A tmpfiles.d
 file makes it again after each boot.  Without it claims work too, by files in /run/lock or /tmp, but containers and
 services with a private /tmp would not share them.  The daemon gets a user of its own, gpuguard, with a directory in it.
+What users write there (records, places in line) lies on a small file system of its own, so that nobody can fill /run.
 
   sudo gpuguard setup              install /etc/tmpfiles.d/gpuguard.conf and make user and directories now
   sudo gpuguard setup --systemd    and the service that guards them: it only observes, by /etc/gpuguard/policy.yaml
@@ -22,7 +23,7 @@ import sys
 from gpuguard.claims.daemonfiles import USER
 from gpuguard.claims.lockfiles import ADMIN_DIRECTORY, lock_directory, open_lock
 from gpuguard.claims.slots import slot_names
-from gpuguard.cli import setup_broker, setup_installed, setup_remove, setup_service, setup_systemd
+from gpuguard.cli import setup_broker, setup_installed, setup_remove, setup_room, setup_service, setup_systemd
 from gpuguard.cli.options import add_source_options, backend_of
 from gpuguard.cli.setup_broker import is_brokered, keeper_of
 from gpuguard.cli.setup_service import make_user
@@ -95,6 +96,8 @@ def main(args: argparse.Namespace) -> int:
     if broker or is_brokered(path):
         setup_broker.change(path, user, brokered=broker)
     print(f"{path} is ready: {len(uuids)} GPU{'s' * (len(uuids) != 1)}." + _next_step(args, uuids))
+    if args.dir is None and (told := setup_room.make_room(path)):
+        print(told)
     if args.systemd:
         setup_systemd.install(user)
     if broker:
@@ -199,6 +202,8 @@ def _make_lock_files(path: str | None, uuids: list[str]) -> int:
     directory = lock_directory(path)
     for name in lock_names(uuids):
         os.close(open_lock(directory, name))
+    if path is None and (told := setup_room.keep_room(directory.path)):
+        print(f"gpuguard: {told}", file=sys.stderr)
     return 0
 
 

@@ -8,6 +8,7 @@ lets a second one in.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pwd
 import resource
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 
 from gpuguard.claims.lockfiles import is_same_file, lock_directory, try_flock
-from gpuguard.cli import setup_installed, setup_service, setup_systemd
+from gpuguard.cli import setup_installed, setup_room, setup_service, setup_systemd
 from gpuguard.cli.setup_installed import Installed
 from gpuguard.errors import LockDirectoryError
 from gpuguard.history import MACHINE_EVENTS
@@ -38,6 +39,7 @@ def remove(directory: str, tmpfiles: str) -> int:
         return 1
     if setup_systemd.UNIT in found["files"]:
         _stop(found)
+    setup_room.disable()
     changed = [path for path in found["files"] if not _remove_file(path, found)]
     _clear(directory)
     if found["user"]:
@@ -56,7 +58,7 @@ def remove(directory: str, tmpfiles: str) -> int:
 def _found(tmpfiles: str) -> Installed:
     """The list, and what was installed before there was one."""
     found = setup_installed.installed()
-    known = (setup_systemd.UNIT, setup_systemd.POLICY, setup_service.SYSUSERS, tmpfiles)
+    known = (setup_systemd.UNIT, setup_systemd.POLICY, setup_room.UNIT, setup_service.SYSUSERS, tmpfiles)
     # Whatever somebody wrote into the list: nothing but these is ever removed.
     found["files"] = {path: digest for path, digest in found["files"].items() if path in known}
     found["folders"] = [folder for folder in found["folders"] if folder in map(os.path.dirname, known)]
@@ -92,7 +94,11 @@ def _remove_file(path: str, found: Installed) -> bool:
     except OSError as error:
         raise LockDirectoryError(f"{path} cannot be removed: {error.strerror}.") from error
     print(f"{path} is removed.")
-    if path == setup_systemd.UNIT and os.path.isdir(setup_systemd.BOOTED) and shutil.which("systemctl"):
+    if (
+        path in (setup_systemd.UNIT, setup_room.UNIT)
+        and os.path.isdir(setup_systemd.BOOTED)
+        and shutil.which("systemctl")
+    ):
         setup_systemd.systemctl("daemon-reload")
     return True
 
@@ -105,9 +111,10 @@ def _clear(path: str) -> None:
     held: list[int] = []
     try:
         if busy := _lock_all(path, held):
-            print(f"{path} stays until the next boot: {busy} is held, by a claim, somebody in line, or a daemon.")
+            print(f"{path} stays until the next boot: {busy}.")
             return
         # With all locks in our hands nobody can claim; who waits for one finds then that its file is gone.
+        setup_room.unmount(path)
         shutil.rmtree(path)
     except OSError as error:
         raise LockDirectoryError(f"{path} cannot be removed: {error.strerror}.") from error
@@ -118,7 +125,7 @@ def _clear(path: str) -> None:
 
 
 def _lock_all(path: str, held: list[int]) -> str | None:
-    """Lock all files in *path*, their descriptors into *held*; returns the first that somebody else holds."""
+    """Lock all files in *path*, their descriptors into *held*; returns what somebody else holds, in words."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a machine with MIG has more than the usual 1024
     for folder, _, names in os.walk(path):
@@ -126,11 +133,13 @@ def _lock_all(path: str, held: list[int]) -> str | None:
             place = f"{folder}/{name}"
             try:
                 descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError:
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    return f"whether {place} is held cannot be seen ({error.strerror})"
                 continue  # a socket, a link, a file that is gone meanwhile: nobody locks those
             held.append(descriptor)
             if not try_flock(descriptor) or not is_same_file(descriptor, place):
-                return place
+                return f"{place} is held, by a claim, somebody in line, or a daemon"
     return None
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import read_record, read_records, record_path
+from gpuguard.claims.room import why_full
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.line.order import Ticket
 from gpuguard.line.tickets import Held, ticket_content
@@ -121,7 +122,8 @@ def _seen_to_wait(directory: LockDirectory, ticket: Ticket) -> Iterator[None]:
     try:
         held = Held(directory, ticket_content(ticket))
     except OSError as error:
-        raise LockDirectoryError(f"no ticket can be written into {directory.records}: {error.strerror}.") from error
+        why = why_full(directory, error)
+        raise LockDirectoryError(f"no ticket can be written into {directory.records}: {why}.") from error
     try:
         yield
     finally:

@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
+from gpuguard.claims.records import write_whole
+from gpuguard.claims.room import why_full
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.hints import Any
 from gpuguard.line.booking import Booking
@@ -106,7 +108,7 @@ def write(directory: LockDirectory, wanted: Reservation) -> Reservation:
         descriptor = os.open(f"{path}.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             os.fchmod(descriptor, 0o644)  # whatever the umask
-            os.write(descriptor, encoded)
+            write_whole(descriptor, encoded)
             os.rename(f"{path}.new", path)  # others see it whole
             found = _decoded(encoded, os.fstat(descriptor), number)
         except BaseException:
@@ -116,7 +118,8 @@ def write(directory: LockDirectory, wanted: Reservation) -> Reservation:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise LockDirectoryError(f"no reservation can be made in {directory.records}: {error.strerror}.") from error
+        why = why_full(directory, error)
+        raise LockDirectoryError(f"no reservation can be made in {directory.records}: {why}.") from error
     assert isinstance(found, Reservation), found
     return found
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, try_flock
-from gpuguard.claims.records import first_of_each
+from gpuguard.claims.records import first_of_each, write_whole
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.hints import Any
 from gpuguard.line import served
@@ -86,7 +86,7 @@ class Held:
         try:
             os.fchmod(self._descriptor, 0o644)
             try_flock(self._descriptor)
-            os.write(self._descriptor, encoded)
+            write_whole(self._descriptor, encoded)
             os.rename(unfinished, self._ticket)  # others see it whole, and already locked
         except BaseException:
             os.unlink(unfinished)

@@ -16,6 +16,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.hold import Claim
 from gpuguard.claims.lockfiles import Gate, LockDirectory
 from gpuguard.claims.records import probe_in_gate
+from gpuguard.claims.room import why_full
 from gpuguard.errors import BackendError, GpuguardError, ImpossibleRequest, LockDirectoryError, NotEnoughGpus
 from gpuguard.line.booking import Booking, clock_text
 from gpuguard.line.file import read_line_file
@@ -164,8 +165,9 @@ class InLine:
                 self._directory, [device.uuid for device in snapshot.devices], mine, partial(self._survey, line)
             )
         except OSError as error:
+            why = why_full(self._directory, error)
             raise LockDirectoryError(
-                f"no place in line can be had in {self._directory.records}: {error.strerror}.  Try --no-wait."
+                f"no place in line can be had in {self._directory.records}: {why}.  Try --no-wait."
             ) from error
 
     def _survey(self, before: Standing, closely: bool) -> Standing:

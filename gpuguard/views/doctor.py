@@ -12,6 +12,8 @@ from typing import Any
 
 from gpuguard.backends import is_recorded
 from gpuguard.backends.nvml_calls import NEEDS_GLIBC
+from gpuguard.claims.lockfiles import ADMIN_DIRECTORY
+from gpuguard.claims.room import SCARCE, Room
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.model import Device, Snapshot
 from gpuguard.views.text import Paint, neutralise, table
@@ -44,6 +46,7 @@ class Facts:
     line_path: str | None = None  # of the site's file for the waiting line, where there is one
     line_faults: tuple[str, ...] = ()  # in it
     file_system: str | None = None  # of lock_path
+    room: Room | None = None  # for what users write in lock_path
     first_pid_namespace: bool | None = None
     hidepid: str | None = None  # "" or "0": nothing is hidden
     container: str | None = None  # its kind
@@ -210,6 +213,28 @@ def _lock_directory(facts: Facts) -> Finding | None:
     return WARNING, f"{facts.lock_path}, files of all users in a sticky directory", advice
 
 
+def _room(facts: Facts) -> Finding | None:
+    room = facts.room
+    if room is None or facts.lock_owner != 0 or facts.lock_path != ADMIN_DIRECTORY or facts.simulated:
+        return None
+    if not room.own:
+        found = f"{room.path} lies on /run, which any user can fill by writing there"
+        on = ", on the host" if facts.container else ""
+        return WARNING, found, f"`sudo gpuguard setup`{on} gives it a file system of its own, or says why not yet."
+    found = f"{room.path}, a file system of its own: {room.in_words()}"
+    if room.used < SCARCE:
+        return OK, found, None
+    if room.who:
+        uid = room.who.uid
+        advice = (
+            f"`sudo find {room.path} -xdev -mindepth 1 -user {uid} -delete` takes away what uid {uid} wrote: claims "
+            "hold without it, who waits gets a new place in line.  `sudo gpuguard deny` keeps him from new claims."
+        )
+    else:
+        advice = f"`sudo ls -l {room.path}` shows whose files these are; `sudo lsof +L1`, those without a name."
+    return (FAULT if room.used >= 1 else WARNING), found, advice
+
+
 def _daemon(facts: Facts) -> Finding | None:
     if facts.daemon_fault is None:
         return None
@@ -304,6 +329,7 @@ CHECKS: Mapping[str, Callable[[Facts], Finding | None]] = {
     "processes": _processes,
     "persistence mode": _persistence,
     "lock directory": _lock_directory,
+    "room": _room,
     "daemon": _daemon,
     "waiting line": _waiting_line,
     "file system": _file_system,

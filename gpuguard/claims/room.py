@@ -1,0 +1,127 @@
+"""How much room there is for the files that users write beside each other's claims, and who has taken it.
+
+`gpuguard setup` gives the directory of the records a small file system of its own, so that who fills it fills nothing
+else: see cli/setup_room.  Claims need none of these files.  Makes no room: root decides whose files go.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.nouns import dataclass
+from gpuguard.units import format_bytes
+from gpuguard.users import user_name
+
+MOST_FILES = 100_000  # that are counted, where the number is not bounded
+SCARCE = 0.8  # taken of what there is: then it is time to look who has it
+_PAGE = 4096  # without one no record can be written
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What the files of one user take that have a name."""
+
+    uid: int
+    files: int
+    size: int  # bytes of memory
+
+
+@dataclass(frozen=True)
+class Room:
+    """*own*: it is a file system of its own.  Sizes in bytes; *taken*: whoever has most of it first."""
+
+    path: str
+    own: bool
+    size: int
+    size_free: int
+    files: int
+    files_free: int
+    taken: tuple[Taken, ...] = ()
+
+    @property
+    def used(self) -> float:
+        """The part that is taken, of files or of bytes: whichever is scarcer; 1.0: nobody can write a record."""
+        if (self.files and not self.files_free) or self.size_free < _PAGE:
+            return 1.0
+        return max(_part(self.files - self.files_free, self.files), _part(self.size - self.size_free, self.size))
+
+    @property
+    def who(self) -> Taken | None:
+        """Whoever has most of it, where it is scarce and he has at least half of what is taken."""
+        most = next(iter(self.taken), None)
+        return most if most and self.used >= SCARCE and self._of(most) >= self.used / 2 else None
+
+    def in_words(self) -> str:
+        """``"bin has 16,000 of 16,384 files and 61MiB of 64MiB there"``."""
+        if most := self.who:
+            return (
+                f"{user_name(most.uid)} has {most.files:,} of {self.files:,} files and {self._sizes(most.size)} there"
+            )
+        files, size = self.files - self.files_free, self.size - self.size_free
+        said = f"{files:,} of {self.files:,} files and {self._sizes(size)} are taken"
+        lost = size - sum(each.size for each in self.taken)
+        return f"{said}, {format_bytes(lost)} by files without a name" if lost > self.size / 2 else said
+
+    def _sizes(self, size: int) -> str:
+        return f"{format_bytes(size)} of {format_bytes(self.size)}"
+
+    def _of(self, taken: Taken) -> float:
+        return max(_part(taken.files, self.files), _part(taken.size, self.size))
+
+
+def room_for_records(directory: LockDirectory) -> Room:
+    """What there is, and who has it.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    path = directory.records
+    found = os.statvfs(path)
+    own = os.lstat(path).st_dev != os.lstat(os.path.dirname(path)).st_dev
+    size, free = found.f_blocks * found.f_frsize, found.f_bfree * found.f_frsize
+    room = Room(path, own, size, free, found.f_files, found.f_ffree, tuple(_takers(path)))
+    taken = sorted(room.taken, key=lambda each: (-room._of(each), each.uid))
+    return Room(path, own, size, free, found.f_files, found.f_ffree, tuple(taken))
+
+
+def why_full(directory: LockDirectory, error: OSError) -> str:
+    """What *error* says; where no room is left, also who has it, if that can be told."""
+    said = error.strerror or str(error)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return said
+    try:
+        room = room_for_records(directory)
+    except OSError:
+        return said
+    return f"{said}: {room.in_words()}" if room.own else said
+
+
+def _part(some: int, whole: int) -> float:
+    return some / whole if whole else 0.0
+
+
+def _takers(path: str) -> list[Taken]:
+    """What each user has, also in folders that he made there; what cannot be looked at counts for nobody."""
+    files: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    counted, folders = 0, [path]
+    while folders and counted < MOST_FILES:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except OSError:
+                        continue  # it has just ended
+                    counted += 1
+                    files[status.st_uid] = files.get(status.st_uid, 0) + 1
+                    sizes[status.st_uid] = sizes.get(status.st_uid, 0) + status.st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    if counted >= MOST_FILES:
+                        break
+        except OSError:
+            continue
+    return [Taken(uid, files[uid], sizes[uid]) for uid in files]
