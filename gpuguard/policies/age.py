@@ -46,9 +46,10 @@ class Age:
             yield from self._claims(view, self.claim_without_process_above)
 
     def _processes(self, view: View, limit: float) -> Iterator[Finding]:
+        now = view.clock
         for device, process in everywhere(view):
             assert process.start_time is not None  # judged() leaves out the others
-            run_time = view.clock - process.start_time
+            run_time = now - process.start_time
             if run_time > limit:
                 why = f"has run for {format_duration(run_time)}, {format_duration(limit)} are allowed"
                 yield Finding("age", process_subject(device, process), why, (process,))

@@ -108,9 +108,9 @@ class Idle:
         claims = claims_on(view.snapshot, device)
         if not claims and (device.memory_used is None or device.memory_used <= self.memory_above):
             return
-        present = computing(device)
+        present, now = computing(device), view.clock
         for process in present:
-            yield process_subject(device, process), view.clock - (process.start_time or view.clock), (process,)
+            yield process_subject(device, process), now - (process.start_time or now), (process,)
         if not device.processes_plausible or len(present) < sum(map(computes, device.processes or ())):
             return  # somebody is there whom nobody knows: the claim may be his
         used = [claim_of(process, claims, view.seen) for process in present] if claims else ()

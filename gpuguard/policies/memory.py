@@ -35,9 +35,10 @@ class Memory:
         """Whose use is above the limit."""
         for device in places(view.snapshot):
             claims = claims_on(view.snapshot, device) if self.above.promised else ()
+            for_all = self.above.of(device.memory_total)
             for subject, used, processes in USES[self.per](view, device):
                 share = _share_of(subject, claims) if claims else None
-                limit = self.above.of(device.memory_total, share)
+                limit = for_all if share is None else share
                 if used is not None and limit is not None and used > limit >= 0:
                     whole = f" of {format_bytes(device.memory_total)}" if self.above.relative else ""
                     allowed = f"its share of {format_bytes(share)}" if self.above.promised else self.above.text

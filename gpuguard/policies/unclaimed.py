@@ -30,12 +30,12 @@ class Unclaimed:
         """A finding per process and device."""
         if not claims_readable(view.snapshot):
             return
+        limit = f", {format_bytes(self.min_memory)} are too much for that" if self.min_memory else ""
         for device in places(view.snapshot):
             if claims_on(view.snapshot, device):
                 continue
             for process in computing(device):
                 if self.min_memory and (process.memory_used is None or process.memory_used < self.min_memory):
                     continue
-                limit = f", {format_bytes(self.min_memory)} are too much for that" if self.min_memory else ""
                 why = f"uses {format_bytes(process.memory_used)} of a device that nobody has claimed{limit}"
                 yield Finding("unclaimed", process_subject(device, process), why, (process,))
