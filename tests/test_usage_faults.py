@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from chances import luck
 from nodes import eventually
-from stores import FIRST, a_fork, a_sample, a_slot, at, fill, held
+from stores import ALICE, FIRST, a_fork, a_sample, a_slot, at, fill, held
 
 from gpuguard.errors import GpuguardError
 from gpuguard.usage import consult as usage
@@ -91,6 +91,43 @@ def test_a_file_that_is_being_written_all_the_time_is_an_error_and_no_guess(path
     monkeypatch.setattr(usage, "READ_PAUSE", 0.0)
     with pytest.raises(GpuguardError, match="being written all the time"):
         consult(path, lambda each: each.gpu_seconds({10.0}))
+
+
+def test_uids_without_a_name_take_the_room_of_nobody_who_has_one(path, monkeypatch):
+    # Of 65536 uids in a user namespace each may have a ticket, and a claim.
+    monkeypatch.setattr(storefile, "MOST_NUMBERS", 600)
+    monkeypatch.setattr(storefile, "user_name", lambda uid: "alice" if uid == ALICE else str(uid), raising=False)
+    uuid = a_sample(0.0).devices[0].uuid
+    connection = storefile.opened(path, check=False)
+    for number in range(5):
+        slot = a_slot(uid=ALICE)
+        crowd = range(100_000 + 1000 * number, 101_000 + 1000 * number)
+        slot.waiting |= dict.fromkeys([ALICE, *crowd], (10_000.0, 10.0))
+        slot.users |= dict.fromkeys([(uid, uuid) for uid in crowd], slot.users[ALICE, uuid])
+        storefile.write(connection, {FIRST + number: slot}, a_sample(0.0).devices)
+        storefile.settle(connection)
+    connection.close()
+
+    totals = consult(path, lambda usage: usage.totals("user", at(0), at(5)), at(5))
+    waiting = consult(path, lambda usage: usage.waiting(at(0), at(5)), at(5))
+    assert next(each.claimed for each in totals if each.uid == ALICE) == 50.0
+    assert next(each.waiting for each in waiting if each.uid == ALICE) == 50.0
+    assert len(totals) + len(waiting) <= 300 + 2
+
+
+def test_the_uids_of_one_slot_are_bounded_and_whoever_has_a_name_is_among_them(path, monkeypatch):
+    monkeypatch.setattr(storefile, "user_name", lambda uid: "alice" if uid == ALICE else str(uid), raising=False)
+    slot = a_slot(uid=99)
+    slot.waiting |= dict.fromkeys([*range(100_000, 110_000), ALICE], (10_000.0, 10.0))
+    connection = storefile.opened(path, check=False)
+    storefile.write(connection, {FIRST: slot}, a_sample(0.0).devices)
+    storefile.settle(connection)
+    connection.close()
+
+    waiting = consult(path, lambda usage: usage.waiting(at(0), at(1)), at(1))
+    assert len(waiting) <= storefile.MOST_NAMELESS + 1
+    assert ALICE in {each.uid for each in waiting}
+    assert [each.uid for each in consult(path, lambda usage: usage.totals("user", at(0), at(1)), at(1))] == [99]
 
 
 @pytest.mark.parametrize("damage", ["short", "torn", "noise", "text"])

@@ -176,6 +176,7 @@ def test_a_device_is_known_by_the_index_that_it_had_last(path):
 
 def test_numbers_of_what_no_row_tells_any_more_are_given_again(path, monkeypatch):
     monkeypatch.setattr(storefile, "MOST_NUMBERS", 4)
+    monkeypatch.setattr(storefile, "user_name", lambda uid: f"user {uid}")
     small = {10: 2, 60: 2, 900: 2}
     monkeypatch.setattr(questions, "SLOTS", small)
     monkeypatch.setattr(storefile, "SLOTS", small)

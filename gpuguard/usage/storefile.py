@@ -32,9 +32,12 @@ from gpuguard.usage.tables import (
     stored,
 )
 from gpuguard.usage.tally import WIDTH, Slot
+from gpuguard.users import user_name
 
 LOCK_SECONDS = 1.0
 MOST_BYTES = 256 * 2**20  # 8 devices with 3 users each take 36 MB; from here on the oldest days make room
+# Whoever may use user namespaces has 65536 uids without a name, and a ticket of each would take the room of all others.
+MOST_NAMELESS = 256  # in one slot, and none that is new once half of the numbers are taken
 EXPIRED = 2  # expired slots that each new one removes: a clock that is wrong for a while does not empty the store
 DAY = 86400 // COARSEST
 # Of each column: its unit, and whether it is a highest value.
@@ -118,6 +121,7 @@ def set_aside(path: str, why: str = "damaged") -> str:
 def write(connection: sqlite3.Connection, slots: Mapping[int, Slot], devices: Iterable[Device]) -> None:
     """Add *slots* to all resolutions, all or nothing; *devices* gives their names to new ones."""
     with _transaction(connection):
+        slots = {number: _without_crowd(slot) for number, slot in slots.items()}
         numbers = _numbers(connection, {uuid for slot in slots.values() for uuid in slot.devices}, devices)
         holders = _holders(connection, slots.values(), numbers)
         for width, kept in SLOTS.items():
@@ -238,6 +242,24 @@ def _numbers(connection: sqlite3.Connection, uuids: set[str], devices: Iterable[
     return found
 
 
+def _without_crowd(slot: Slot) -> Slot:
+    """*slot* with at most so many uids that have no name, and those first that have a device."""
+    holding = {uid for uid, _ in slot.users}
+    uids = holding | slot.waiting.keys()
+    if len(uids) <= MOST_NAMELESS:
+        return slot
+    nameless = sorted((uid for uid in uids if not _has_name(uid)), key=lambda uid: (uid not in holding, uid))
+    beyond, thin = set(nameless[MOST_NAMELESS:]), Slot()
+    thin.devices = slot.devices
+    thin.users = {whose: row for whose, row in slot.users.items() if whose[0] not in beyond}
+    thin.waiting = {uid: row for uid, row in slot.waiting.items() if uid not in beyond}
+    return thin
+
+
+def _has_name(uid: int) -> bool:
+    return uid < 0 or user_name(uid) != str(uid)
+
+
 def _holders(
     connection: sqlite3.Connection, slots: Iterable[Slot], numbers: Mapping[str, int]
 ) -> dict[tuple[int, int], int]:
@@ -245,7 +267,7 @@ def _holders(
     found = {(uid, device): number for number, uid, device in connection.execute("SELECT id, uid, device FROM holders")}
     for slot in slots:
         for uid, device in (*((uid, numbers[uuid]) for uid, uuid in slot.users), *((uid, 0) for uid in slot.waiting)):
-            if (uid, device) not in found:
+            if (uid, device) not in found and (len(found) < MOST_NUMBERS // 2 or _has_name(uid)):
                 found[uid, device] = number = _free_number(connection, "holders")
                 connection.execute("INSERT INTO holders VALUES (?, ?, ?)", (number, uid, device))
     return found
@@ -274,9 +296,11 @@ def _rows(
             rows["devices"].append(((slot, numbers[uuid]), _kept("devices", row)))
         for (uid, uuid), (claimed, used, idle, unclaimed) in one.users.items():
             parts = _kept("users", (used, idle, max(0.0, claimed - used - idle), unclaimed))
-            rows["users"].append(((slot, holders[uid, numbers[uuid]]), parts))
+            if (holder := holders.get((uid, numbers[uuid]))) is not None:
+                rows["users"].append(((slot, holder), parts))
         for uid, row in one.waiting.items():
-            rows["waiting"].append(((slot, holders[uid, 0]), _kept("waiting", row)))
+            if (holder := holders.get((uid, 0))) is not None:
+                rows["waiting"].append(((slot, holder), _kept("waiting", row)))
     return rows
 
 
