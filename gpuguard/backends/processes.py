@@ -177,7 +177,7 @@ def described(process: GpuProcess, life: Life | None = None) -> GpuProcess:
     now = time.monotonic()
     known = _kept.of(process.pid, life, now)
     if life[2] is None or now - known.command_read > COMMAND_SECONDS:
-        command = read_proc(f"/proc/{process.pid}/cmdline")
+        command = read_memory(process.pid, "cmdline")
         if command != known.command:
             known.uid_read = known.facts_read = float("-inf")
             known.given = None
@@ -217,10 +217,10 @@ def described_until(listed: Iterable[GpuProcess], lives: Mapping[int, Life]) -> 
 def _described(pid: int) -> dict[str, Any]:
     # Not with psutil: its import takes 12 ms and 3 MiB, which every sampler would pay.
     return {
-        "command": _words(read_proc(f"/proc/{pid}/cmdline", LONGEST_COMMAND) or b"") or None,
+        "command": _words(read_memory(pid, "cmdline", LONGEST_COMMAND) or b"") or None,
         "executable": _linked(f"/proc/{pid}/exe"),
         "working_directory": _linked(f"/proc/{pid}/cwd"),
-        "conda_environment": environment_of(_variables(read_proc(f"/proc/{pid}/environ", LONGEST) or b"")),
+        "conda_environment": environment_of(_variables(read_memory(pid, "environ", LONGEST) or b"")),
         "container": container_of(_read(f"/proc/{pid}/cgroup") or ""),
     }
 
@@ -318,6 +318,13 @@ def read_proc(path: str, limit: int = 4096) -> bytes | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def read_memory(pid: int, name: str, limit: int = 4096) -> bytes | None:
+    """The same of a file of /proc/PID that lies in the memory of the process; None also where it keeps us waiting."""
+    from gpuguard.backends.apart import in_time  # who starts a job reads nobody's
+
+    return in_time(pid, "memory", lambda: read_proc(f"/proc/{pid}/{name}", limit))
 
 
 def _read(path: str) -> str | None:

@@ -16,7 +16,7 @@ from gpuguard.actions import Outcome
 from gpuguard.ancestry import look_up
 from gpuguard.attribution import Seen
 from gpuguard.backends import Backend, is_recorded
-from gpuguard.backends.processes import read_proc
+from gpuguard.backends.processes import read_memory
 from gpuguard.byhand import Hand, signal_process
 from gpuguard.claims.lookout import Lookout
 from gpuguard.cli import mark_options, top_rota
@@ -151,7 +151,7 @@ class Feed:
             identity = (pid, process.start_time)
             known = self._ancestors.get(identity)
             if known is None:
-                words = (read_proc(f"/proc/{pid}/cmdline", 4096) or b"").rstrip(b"\0")
+                words = (read_memory(int(pid), "cmdline") or b"").rstrip(b"\0")
                 command = (
                     tuple(word.decode("utf-8", "surrogateescape") for word in words.split(b"\0")) if words else None
                 )

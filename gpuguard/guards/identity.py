@@ -14,6 +14,8 @@ import stat
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from gpuguard.backends.apart import in_time
+from gpuguard.backends.processes import LONGEST, read_memory
 from gpuguard.nouns import dataclass
 
 # Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
@@ -27,6 +29,7 @@ SYSTEM_PROGRAMS = (
     "systemd*", "sshd*", "tmux*", "screen", "login", "init", "vmware-vmx",
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
+_LOOKS = 5  # of _facts_of, which may each not come back
 DRIVER_FILE = "/dev/nvidiactl"  # every process that computes on an NVIDIA device has it open
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
@@ -63,10 +66,14 @@ class Facts:
 
 
 def facts_of(pid: int) -> Facts | None:
-    """The facts about a process; None when it is gone or hidden."""
+    """The facts about a process; None when it is gone or hidden, or a file of it keeps whoever looks at it waiting."""
+    return in_time(pid, "facts", lambda: _facts_of(pid), _LOOKS)
+
+
+def _facts_of(pid: int) -> Facts | None:
     fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
     status = dict(line.partition(":")[::2] for line in (_read(f"/proc/{pid}/status") or "").splitlines())
-    command, cgroup = _read(f"/proc/{pid}/cmdline"), _read(f"/proc/{pid}/cgroup")
+    command, cgroup = read_memory(pid, "cmdline", LONGEST), _read(f"/proc/{pid}/cgroup")
     executable, owner, in_place = _executable(pid)
     try:
         return Facts(
@@ -79,7 +86,7 @@ def facts_of(pid: int) -> Facts | None:
             caught=int(status["SigCgt"], 16),
             executable=executable,
             executable_owner=owner,
-            command=None if command is None else command.replace("\0", " "),
+            command=None if command is None else command.replace(b"\0", b" ").decode(errors="replace"),
             uses_driver=_has_open(pid, DRIVER_FILE),
             cgroup=None if cgroup is None else re.sub(r"[0-9a-f]{12,}", "*", cgroup),
             in_place=in_place,
@@ -224,7 +231,8 @@ def _has_open(pid: int, path: str) -> bool | None:
     # CAP_SYS_PTRACE is enough for the mappings: the driver's library maps its devices.  And the files are those of the
     # first thread, which may have ended, or have other ones than those that compute; what is mapped is everybody's.
     for place in (f"/proc/{pid}", *_threads(pid)[-2:]):
-        if re.search(r" /dev/nvidia\S*$", _read(f"{place}/maps") or "", re.MULTILINE):
+        maps = in_time(pid, "maps", functools.partial(_read, f"{place}/maps"))
+        if re.search(r" /dev/nvidia\S*$", maps or "", re.MULTILINE):
             return True
     return absent
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from gpuguard.backends.processes import read_proc, start_time
+from gpuguard.backends.processes import read_memory, start_time
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.views.bars import sparkline
 from gpuguard.views.text import neutralise
@@ -78,7 +78,7 @@ def environment(row: Row, *, hide: bool = True) -> str:
     """The variables of a process, one per line; why not, for one that is not ours."""
     if row.identity is None or start_time(row.pid) != row.identity[1]:
         return "it has ended"
-    text = read_proc(f"/proc/{row.pid}/environ", _LARGEST)
+    text = read_memory(row.pid, "environ", _LARGEST)
     if text is None:
         return "its environment cannot be read: it belongs to somebody else, or has ended"
     found = []

@@ -1,0 +1,112 @@
+"""What a process has in its memory keeps nobody waiting who asks for it, however long its owner lets him wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from builders import a_process
+from guarded import SLEEP, a_child
+
+from gpuguard.backends import apart, processes
+from gpuguard.backends.apart import MOST_HANGING, in_time
+from gpuguard.guards import identity
+
+UNKNOWN = 20002  # another user
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "SECONDS", 0.1)
+    monkeypatch.setattr(apart, "_hanging", {})
+    monkeypatch.setattr(apart, "_free", [])
+
+
+@pytest.fixture
+def comes_back() -> Iterator[threading.Event]:
+    """What a look that hangs waits for."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def hangs(event: threading.Event) -> Callable[[], bytes]:
+    return lambda: b"late" if event.wait(20) else b"never"
+
+
+def test_a_look_that_hangs_finds_nothing_and_no_other_one_of_its_kind_is_tried(comes_back):
+    assert in_time(os.getpid(), "memory", hangs(comes_back)) is None
+    assert in_time(os.getpid(), "memory", lambda: pytest.fail("who hangs once is not asked again")) is None
+    assert in_time(os.getpid(), "facts", lambda: "found") == "found"
+
+
+@pytest.mark.root
+def test_other_users_are_looked_at_meanwhile(comes_back):
+    with a_child(*SLEEP, uid=UNKNOWN) as other:
+        in_time(other.pid, "memory", hangs(comes_back))
+
+        assert in_time(os.getpid(), "memory", lambda: "found") == "found"
+
+
+def test_who_came_back_is_looked_at_again_by_the_same_thread(comes_back):
+    in_time(os.getpid(), "memory", hangs(comes_back))
+    threads = threading.active_count()
+    comes_back.set()
+    while (found := in_time(os.getpid(), "memory", lambda: "found")) is None:
+        continue
+
+    assert (found, threading.active_count()) == ("found", threads)
+
+
+def test_many_who_hang_take_a_bounded_time_and_number_of_threads(comes_back):
+    for number in range(2 * MOST_HANGING):
+        in_time(os.getpid(), str(number), hangs(comes_back))
+
+    assert len(apart._hanging) == MOST_HANGING
+
+
+def test_a_copy_of_a_process_has_a_thread_of_its_own(comes_back):
+    in_time(os.getpid(), "memory", hangs(comes_back))
+    in_time(os.getpid(), "facts", lambda: "found")
+    if (child := os.fork()) == 0:
+        found = [in_time(os.getpid(), kind, lambda: 5) for kind in ("facts", "memory")]
+        os._exit(sum(one or 0 for one in found))
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
+
+
+def test_an_error_is_that_of_whoever_asked_and_what_cannot_be_read_is_nothing():
+    with pytest.raises(ZeroDivisionError):
+        in_time(os.getpid(), "memory", lambda: 1 // 0)
+    assert in_time(os.getpid(), "memory", lambda: os.stat("/proc/0")) is None
+    assert in_time(os.getpid(), "memory", lambda: "found") == "found"
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch, comes_back: threading.Event) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose memory keeps its readers waiting, as one can that maps a file of FUSE."""
+    read_proc = processes.read_proc
+
+    def read(path: str, limit: int = 4096) -> bytes | None:
+        own = [f"/proc/{child.pid}/{name}" for name in ("cmdline", "environ")]
+        return hangs(comes_back)() if path in own else read_proc(path, limit)
+
+    monkeypatch.setattr(processes, "read_proc", read)
+    with a_child(*SLEEP) as child:
+        yield child
+
+
+def test_a_process_whose_command_line_keeps_its_readers_waiting_is_described_without_it(silent):
+    found = processes.described(a_process(silent.pid, uid=None, start_time=None, command=None))
+
+    assert (found.pid, found.command, found.conda_environment) == (silent.pid, None, None)
+    assert found.uid is not None and found.start_time is not None and found.executable
+
+
+def test_the_guard_knows_it_by_everything_else(silent):
+    facts = identity.facts_of(silent.pid)
+
+    assert facts is not None and facts.command is None and facts.executable and facts.uids
