@@ -33,6 +33,10 @@ LONGEST_SUBJECT = 200
 MOST_PROCESSES = 5
 MOST_LINES = 20  # of further findings in one message
 
+# What a chat program makes a call to somebody or a link of: <!channel>, <at user_id="all">, @everyone, [text](address).
+_CALL = re.compile(r"<(?=\S)|@|\](?=\()")
+_CALLED = {"<": "\u2039", "@": "@ ", "]": "] "}
+_OURS = frozenset({"action", "since", "time", "next", "stop"})  # no word of these is a stranger's
 _NAME = re.compile(r"\$(?:(\$)|([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\}|)", re.ASCII)
 
 
@@ -95,6 +99,8 @@ def message_for(
     snapshot: Snapshot,
     language: str = ENGLISH,
     templates: Mapping[str, Template] = TEMPLATES,
+    *,
+    chat: bool = False,
 ) -> Message:
     """The message about *verdict* in *language*, or in English where there are no words in it.
 
@@ -103,11 +109,14 @@ def message_for(
         snapshot: that it was judged by: names the device and the host.
         language: en or zh.
         templates: by language, those of the admin; a language that is missing has its own texts.
+        chat: whether it may come to a chat program: then what strangers wrote calls nobody there, and is no link.
     """
     language = language if language in WORDS else ENGLISH
     own, template = TEMPLATES[language], templates.get(language, TEMPLATES[language])
     values = {name: neutralise(text)[:LONGEST_VALUE] for name, text in _values(verdict, snapshot, language).items()}
     values["processes"] = "\n".join(_processes(verdict.finding.processes, WORDS[language]))
+    if chat:
+        values |= {name: _CALL.sub(lambda m: _CALLED[m[0]], text) for name, text in values.items() if name not in _OURS}
     subject = _filled(
         template.subject or own.subject, {name: text.replace("\n", ", ") for name, text in values.items()}
     )

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import pytest
 from builders import a_device, a_process, a_snapshot
 from endpoints import a_mail_server, a_web_server, wait_until
 from sources import ROOT
@@ -41,6 +42,28 @@ def test_a_target_gets_its_message_in_its_own_language_from_the_admins_texts():
 
         assert sorted(json.loads(body)["subject"] for _, body in web.requests) == ["hello alice", "你好 alice"]
         assert [event.outcome for event in events] == ["sent", "sent"]
+
+
+CALLS = ["<!channel>", "@everyone", "x@here", "<@U123>", '<at user_id="all">x</at>', "[log in](http://e)", "<a|b>"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_users_write_calls_nobody_in_a_chat_and_is_no_link_there(call):
+    process = a_process(command=("train.py", call), user=call)
+    templates = {"en": Template("<!here> $user", "<!here> $why\n$processes\n$device\n$host")}
+    verdict, snapshot = a_verdict(process, why=call), a_snapshot(a_device(3, name=call), host=call)
+    with a_web_server() as web, a_mail_server() as mail:
+        targets = {"chat": Webhook(web.url), "mail": by_smtp(mail)}
+        with a_sender(targets, templates=templates) as (sender, _):
+            for name in targets:
+                sender.notify(name, verdict, snapshot)
+            assert sender.flush(10)
+
+    told = json.loads(web.requests[0][1])
+    assert call not in told["text"] + told["subject"]
+    assert told["text"].startswith("<!here> ") and told["subject"].startswith("<!here> "), "the admin's own words"
+    assert told["facts"]["why"] == call
+    assert call in mail.letters[0].body
 
 
 def test_a_name_that_is_no_target_is_told_and_nothing_is_sent():

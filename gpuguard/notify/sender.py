@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from gpuguard.messages import TEMPLATES, Message, Template, message_for
 from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.notify.delivery import Target, attempt
+from gpuguard.notify.mail import Email
 from gpuguard.notify.pace import Batch, Pace
 
 QUEUED = "queued"
@@ -54,7 +55,10 @@ class Sender:
         """Tell the target *name* about *verdict*, in its language; returns at once what became of that."""
         if name not in self._targets:
             return UNKNOWN
-        return self.send(name, message_for(verdict, snapshot, self._targets[name].language, self._templates))
+        target = self._targets[name]
+        # A mail is read as it is; all else may end in a chat program, by a webhook of its or by the admin's own script.
+        chat = not isinstance(target, Email)
+        return self.send(name, message_for(verdict, snapshot, target.language, self._templates, chat=chat))
 
     def send(self, name: str, message: Message) -> str:
         """Queue *message* for the target *name*; returns at once what became of that."""
