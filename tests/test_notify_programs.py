@@ -100,6 +100,7 @@ def test_other_services_are_reached_through_apprise(tmp_path, monkeypatch, capfd
     ("False", "chat://x", "the service did not take the message"),
     ("True", "nonsense://x", "apprise knows no service with such an address"),
     ("1 / 0", "chat://x", "apprise ends with status 1"),
+    ("len(bytes(2**30)) > 0", "chat://x", "apprise ends with status 1"),  # an answer that unpacks to so much
     ("__import__('time').sleep(60)", "chat://x", "no answer in time"),
 ])  # fmt: skip
 def test_what_goes_wrong_in_apprise_is_told_in_words(tmp_path, monkeypatch, answer, url, why):

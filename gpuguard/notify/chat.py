@@ -2,8 +2,8 @@
 
     chat: {apprise: {url: {file: /etc/gpuguard/chat-url}}}      the file holds an address of https://appriseit.com
 
-apprise runs in a process of its own: it has no time-out for the whole, and takes 115 ms and 15 MB that the daemon does
-not need to carry.
+apprise runs in a process of its own: it has no bound for the whole, neither of time nor of memory, and takes 115 ms and
+15 MB that the daemon does not need to carry.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from gpuguard.notify.secret import Secret, Undelivered
 from gpuguard.units import parse_duration
 
 INSTALL = "apprise is missing: pip install 'gpuguard[notify]'"
+MOST_BYTES = 512 * 2**20  # of memory: 2 MB of an answer can be packed so that they are 2 GiB
 _MISSING, _NO_SERVICE, _REFUSED = 10, 11, 12
 _ENDS = {
     _MISSING: INSTALL,
@@ -26,7 +27,8 @@ _ENDS = {
 }
 # The address comes by standard input: a command line can be read by everybody.
 _PROGRAM = f"""
-import json, sys
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, ({MOST_BYTES}, {MOST_BYTES}))
 asked = json.load(sys.stdin)
 sys.path[:] = asked["path"]
 try:
