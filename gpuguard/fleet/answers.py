@@ -17,6 +17,7 @@ from gpuguard.fleet.asking import Reply
 from gpuguard.plainjson import shallow
 
 DEPTH = 32  # of an answer: `who --json` has 6
+ROWS = 4096  # of a list; whoever sends a million would hold up the answers of all other hosts
 _LINE = 300  # characters of an error that are shown
 _SSH_FAILED = 255
 _NOT_FOUND = 127
@@ -64,7 +65,7 @@ def answer_of(reply: Reply) -> Answer:
 
 def _judged(reply: Reply, facts: Facts) -> Answer:
     if "refused" in facts:
-        reason = text(facts, "reason") or "it does not answer that"
+        reason = " ".join((text(facts, "reason") or "it does not answer that").split())  # one line, as each error
         return Answer(reply.host, reply.seconds, error=f"refused there: {reason[:_LINE]}")
     if facts.get("schema") != 1:
         return Answer(reply.host, reply.seconds, error="its gpuguard is of another version: its JSON has not schema 1")
@@ -131,12 +132,12 @@ def number(facts: Facts, name: str) -> float | None:
 
 
 def rows(facts: Facts, name: str) -> list[Facts]:
-    """The objects in a list of *facts*."""
+    """The objects in a list of *facts*, the first ROWS."""
     value = facts.get(name)
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [one for one in value[:ROWS] if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def texts(facts: Facts, name: str) -> list[str]:
-    """The texts in a list of *facts*."""
+    """The texts in a list of *facts*, the first ROWS."""
     value = facts.get(name)
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+    return [one for one in value[:ROWS] if isinstance(one, str)] if isinstance(value, list) else []

@@ -24,7 +24,7 @@ from gpuguard.units import format_duration
 
 TIMEOUT = 10.0  # seconds per host
 PARALLEL = 64  # a fleet of up to 64 answers within one time-out, however many of it hang
-OUT_MOST = 8 * 2**20  # bytes; `who --json` with 8 devices and 40 processes has 40 KB
+OUT_MOST = 2 * 2**20  # bytes; `who --json` with 8 devices and 40 processes has 40 KB, with 2,000 processes 1 MB
 ERR_MOST = 8 * 2**10
 _KILL_AFTER = 1.0  # seconds between the two signals to an ssh whose time is over
 
