@@ -19,9 +19,10 @@ from gpuguard.backends import Backend
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import locked_devices, probe, read_records
 from gpuguard.errors import BackendError, ClaimError
-from gpuguard.guards.case import Context, Notifier
+from gpuguard.guards.case import Context, Notifier, boot_clock
 from gpuguard.guards.identity import Protected
 from gpuguard.guards.ledger import Deed
+from gpuguard.guards.lines import Lines
 from gpuguard.messages import TEMPLATES
 from gpuguard.model import STATS, ClaimRecord, Event, Gap, Snapshot, Verdict
 from gpuguard.nouns import replace
@@ -103,6 +104,7 @@ class Watchdog:
         self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._untold: list[Event] = []
+        self._lines = Lines()
         tell, true = self._record, self._still_true
         self._context = Context(
             backend, tell, true, enforce=enforce, share_host_pids=share_host_pids, directory=directory
@@ -328,11 +330,15 @@ class Watchdog:
             self._tell()
 
     def _record(self, event: Event) -> bool:
-        written = self._append(event)
+        # What is left out of the log still goes to whoever listens: metrics count it.
+        written = not self._lines.admits(event, boot_clock()) or self._append(event)
         self._untold.append(event if written else replace(event, outcome=f"{event.outcome} (not recorded)"))
         return written
 
     def _tell(self) -> None:
+        for event in self._lines.left_out(boot_clock()):
+            self._untold.append(event)
+            self._append(event)
         # Only after everything is done: a callback that fails must not come between a line of the log and its signal.
         told, self._untold = self._untold, []
         for event in told:

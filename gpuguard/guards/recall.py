@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 
 from gpuguard.guards.ledger import HOUR, VICTIMS_PER_HOUR, Deed
+from gpuguard.model import Event
 from gpuguard.nouns import dataclass
 from gpuguard.plainjson import loads
 
@@ -63,6 +64,11 @@ def recalled(path: str, clock: float, now: float) -> Recalled:
 def facts_of(deed: Deed) -> dict[str, float | str | None]:
     """What the line of a deed says of it, beside what every line says."""
     return {"signature": deed.signature or None, "clock_seconds": deed.clock, "boot": boot_id()}
+
+
+def is_deed(event: Event) -> bool:
+    """Whether it is the line of a deed: those are read again after a restart."""
+    return any(name == "clock_seconds" for name, _ in event.facts)
 
 
 def boot_id() -> str:
