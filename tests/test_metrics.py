@@ -16,6 +16,8 @@ from gpuguard.views.exposition import spelled, to_influx, to_prometheus
 from gpuguard.views.metrics import (
     DEVICE_VALUES,
     LONGEST_LABEL,
+    MOST_JOBS,
+    MOST_NAMELESS,
     MOST_USERS,
     Facts,
     Family,
@@ -177,6 +179,26 @@ def test_so_many_users_make_no_more_series():
 
     assert len(page["gpuguard_user_used_devices"]) == MOST_USERS + 1
     assert the_one(page, "gpuguard_user_used_devices", user="(others)") == 2 * MOST_USERS
+
+
+def test_uids_without_a_name_are_few_and_keep_nobody_off_the_page():
+    # Somebody in a user namespace has 65536 of them, and each may have more devices than alice.
+    crowd = [a_process(100 + place, user=str(100_000 + place), uid=100_000 + place) for place in range(3 * MOST_USERS)]
+    devices = a_device(0, processes=tuple(crowd)), a_device(1, processes=(a_process(99, user="alice"), *crowd))
+    page = told(families(facts_about(a_snapshot(*devices))))
+
+    assert the_one(page, "gpuguard_user_used_devices", user="alice") == 1
+    assert len(page["gpuguard_user_used_devices"]) == MOST_NAMELESS + 2
+
+
+def test_claims_that_call_themselves_jobs_of_slurm_make_few_series():
+    device = a_device(0)
+    ids = ["slurm" + "9" * 100, "slurm\u0661\u0662", *(f"slurm{number}" for number in range(1000, 1500))]
+    claims = tuple(a_claim_record(device, id=each) for each in ids)
+    page = told(families(facts_about(a_snapshot(device, claims=claims))))
+
+    assert len(page["gpuguard_device_slurm_job"]) == MOST_JOBS
+    assert {len(dict(each)["job"]) for each in page["gpuguard_device_slurm_job"]} == {4}
 
 
 def test_names_that_look_alike_when_they_are_harmless_are_one():

@@ -71,7 +71,7 @@ def job_of_claim(claim: str) -> str | None:
 
     ``slurm12`` is the prolog's, ``slurm12.5f0e`` lies inside of it, and a program made ``slurm12-5f0e`` without one.
     """
-    found = re.fullmatch(r"slurm(\d+)(?:[.-][\w.]+)?", claim)
+    found = re.fullmatch(r"slurm([0-9]{1,10})(?:[.-][\w.]+)?", claim)
     return found[1] if found else None
 
 

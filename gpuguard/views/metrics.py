@@ -25,6 +25,8 @@ from gpuguard.views import usage
 from gpuguard.views.usage import DeviceUse
 
 MOST_USERS = 100  # the others are summed up
+MOST_NAMELESS = 10  # of them: whoever may use user namespaces has 65536 uids without a name
+MOST_JOBS = 4  # of one device: a user may give his claims any ids, and hundreds
 MOST_ACTIONS = 500  # series of gpuguard_policy_actions_total
 OTHERS, NOBODY_KNOWN = "(others)", "(unknown)"  # no name of a user has parentheses
 LONGEST_LABEL = 128  # characters
@@ -342,10 +344,13 @@ def _claims(facts: Facts, snapshot: Snapshot) -> Iterator[Family]:
     totals = usage.user_totals(facts.uses)
     spoken = namer(row.user for row in totals)
     for use in facts.uses:
+        named: set[str] = set()
         for claim in use.claims:
             held.add(1, uuid=use.device.uuid, user=spoken(claim.user))
             idle.add(claim.idle, uuid=use.device.uuid, user=spoken(claim.user))
-            if job := job_of_claim(claim.record.id):
+            job = job_of_claim(claim.record.id)
+            if job and (job in named or len(named) < MOST_JOBS):
+                named.add(job)
                 jobs.add(1, uuid=use.device.uuid, user=spoken(claim.user), job=job)
     yield from (each.done() for each in (held, idle, jobs))
     users = tuple([spoken(row.user) for row in totals])
@@ -386,5 +391,6 @@ def _unclaimed(found: Iterable[DeviceUse], spoken: Callable[[str | None], str]) 
 def namer(users: Iterable[str | None]) -> Callable[[str | None], str]:
     """How each of *users* is called in labels: the first MOST_USERS by name, those behind them OTHERS."""
     known = dict.fromkeys(user for user in users if user is not None)
-    told = frozenset(tuple(known)[:MOST_USERS])
+    nameless = [user for user in known if user.isdecimal()][:MOST_NAMELESS]
+    told = frozenset([*(user for user in known if not user.isdecimal()), *nameless][:MOST_USERS])
     return lambda user: NOBODY_KNOWN if user is None else label(user) if user in told else OTHERS
