@@ -7,6 +7,7 @@ import os
 import tempfile
 import termios
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from nodes import remove
 from gpuguard import actions
 from gpuguard.claims import releasing
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock
-from gpuguard.claims.records import locked_devices, probe
+from gpuguard.claims.records import locked_devices, probe, record_path
+from gpuguard.claims.wishes import FULL_BYTES
 from gpuguard.clusters import slurm_jobs
 from gpuguard.errors import ClaimError
 from gpuguard.guards import identity
@@ -250,12 +252,19 @@ def test_the_rate_of_the_guard_holds_for_releases_and_the_step_is_tried_again(cl
     assert limited.wait is not None and limited.wait > 0
 
 
-def test_a_claim_that_names_what_it_does_not_hold_is_left_alone(claimed):
+@pytest.mark.parametrize("lie", ['"devices": ["GPU-of-nobody", ', '"descriptors": [], "devices": ['])
+def test_a_record_that_lies_about_what_its_claim_holds_keeps_nothing(claimed, lie):
+    """One that named a device which it did not hold was left alone, for ever."""
     with a_holder(claimed.directory, *claimed.uuids[:2], uid=SOMEBODY) as one:
         one.does("fcntl.flock(locks[0].descriptor, fcntl.LOCK_UN)")
+        path = Path(record_path(claimed.directory, SOMEBODY, one.id))
+        path.write_text(path.read_text().replace('"devices": [', lie).replace('"descriptors": [3', '"x": [3'))
+        with open(path, "a") as file:
+            file.write("\n" + "junk" * FULL_BYTES)
         outcome = claimed.act(one)
 
-        assert outcome.word == actions.REFUSED and "does not hold what it says" in outcome.why
+        assert (outcome.word, claimed.locked()) == (actions.DONE, 0)
+        assert one.does("claim.reassert()").startswith("ClaimLost: the claim 1dea1234 was released by the policy")
 
 
 def test_a_bystanders_claim_stays(claimed, holder):

@@ -28,7 +28,7 @@ def holders_of(
     Whoever has so much open that it takes too long hides his own processes alone.
     """
     paths = {os.path.realpath(directory.lock_path(uuid)): uuid for uuid in uuids}
-    paths |= {inode: uuid for uuid in uuids if (inode := _inode_of(directory.lock_path(uuid)))}
+    paths |= {inode: uuid for uuid in uuids if (inode := inode_of(directory.lock_path(uuid)))}
     found: dict[str, dict[int, int]] = {}
     spent: dict[int, float] = {}
     for entry in os.listdir("/proc"):
@@ -78,12 +78,12 @@ def _target(pid: str, descriptor: str) -> str:
     try:
         return os.readlink(f"/proc/{pid}/fd/{descriptor}")
     except PermissionError:
-        return _locked_inode(pid, descriptor)
+        return locked_inode(pid, descriptor)
     except OSError:
         return ""
 
 
-def _locked_inode(pid: str, descriptor: str) -> str:
+def locked_inode(pid: str, descriptor: str) -> str:
     """The "major:minor:inode" of the file that is locked through it, as the kernel writes it; "" without a lock."""
     try:
         with open(f"/proc/{pid}/fdinfo/{descriptor}", encoding="ascii", errors="replace") as lines:
@@ -92,11 +92,17 @@ def _locked_inode(pid: str, descriptor: str) -> str:
         return ""
 
 
-def _inode_of(path: str) -> str:
+def inode_of(path: str) -> str:
+    """The file that lies there, as the kernel writes it; "" where none does."""
     try:
         found = os.stat(path)
     except OSError:
         return ""
+    return as_written(found)
+
+
+def as_written(found: os.stat_result) -> str:
+    """A file as the kernel writes it in /proc/PID/fdinfo: "major:minor:inode"."""
     return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
 
 

@@ -115,7 +115,10 @@ def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecor
 
 
 def descriptors_of(directory: LockDirectory, uid: int, claim_id: str) -> tuple[int, ...] | None:
-    """The numbers under which the processes of a living claim have its locks open, as its record says, or None."""
+    """The numbers under which the processes of a living claim have its locks open, as its record says; None: it ended.
+
+    () where the record says nothing that could be such numbers.
+    """
     path = record_path(directory, uid, claim_id)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -127,9 +130,9 @@ def descriptors_of(directory: LockDirectory, uid: int, claim_id: str) -> tuple[i
         content = loads(os.read(descriptor, MAX_BYTES + 1).partition(b"\n")[0])
         numbers = content["descriptors"]
         sound = type(numbers) is list and all(type(each) is int and 0 <= each < 2**20 for each in numbers)
-        return tuple(numbers) if sound else None
+        return tuple(numbers) if sound else ()
     except (ValueError, TypeError, KeyError):
-        return None
+        return ()
     finally:
         os.close(descriptor)
 

@@ -4,6 +4,8 @@ A lock belongs to an open file, which every process of the job shares.  pidfd_ge
 whom the kernel lets look into the process: its owner (unless Yama forbids it) and CAP_SYS_PTRACE.  Unlocking it there
 frees the device for all of them at once.  The decision is written behind the record first (see wishes), so that a claim
 which was given up is not taken again, and whoever comes after a killed releaser finishes what he began.
+Which files these are says the kernel; what the record says of it only adds to that.  Where the daemon gives the locks
+it makes their files anew as well, so nobody need lend them, and whoever locks his old one again has nothing.
 Does not decide whether a claim may be released: see vacancy, and the command release.
 """
 
@@ -21,20 +23,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpuguard.attribution import Processes, claim_of, computes
+from gpuguard.backends.apart import in_time
 from gpuguard.backends.processes import uid_behind
-from gpuguard.claims.lockfiles import LockDirectory, is_same_file
-from gpuguard.claims.records import descriptors_of, record_path
+from gpuguard.claims.holders import as_written, inode_of, locked_inode
+from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file
+from gpuguard.claims.records import descriptors_of, probe, read_record, record_path
 from gpuguard.claims.wishes import Letter, write
 from gpuguard.errors import ClaimError
 from gpuguard.model import ClaimRecord, GpuProcess, Snapshot
 
 MOST_LOCKS = 256  # of one claim: a record says what its owner likes
 SEARCH_SECONDS = 2.0  # among the owner's processes, of which he can have any number
-LEND_SECONDS = 2.0  # for a file to be looked at
+LEND_TIMES = 4  # as long as another look, for a file to be looked at
 
 _PIDFD_GETFD = 438  # the same number on every architecture: include/uapi/asm-generic/unistd.h
 _LIBRARY: list[object] = []
-_held_up: dict[int, threading.Thread] = {}  # uid -> who still waits for a file of that user
 
 
 class NotPermitted(ClaimError):
@@ -46,11 +49,12 @@ class Grip:
     """The open files of a claim, lent by its holders; nothing is changed yet.
 
     Args:
-        record: the descriptor of its record.
+        record: the descriptor of its record; -1: nobody lends it.
         path: of the record.
         locks: descriptors of its lock files.
-        holder: pid of the process that lent the record.
+        holder: pid of the process that lent the record; 0: none.
         pidfd: of that process.
+        given: takes back what this daemon has given to the claim.
     """
 
     record: int
@@ -58,6 +62,7 @@ class Grip:
     locks: tuple[int, ...]
     holder: int
     pidfd: int
+    given: Callable[[], object] | None = None
 
 
 @contextmanager
@@ -69,14 +74,18 @@ def gripped(directory: LockDirectory, claim: ClaimRecord) -> Iterator[Grip]:
         ClaimError: they cannot be found.
     """
     path = record_path(directory, claim.uid, claim.id)
-    wanted = descriptors_of(directory, claim.uid, claim.id)
-    if wanted is None or len(wanted) > MOST_LOCKS:
-        raise ClaimError(
-            f"the claim {claim.id} has ended, or it does not say what it holds: end its processes instead."
-        )
+    named, given = descriptors_of(directory, claim.uid, claim.id), _given(directory, claim)
+    if named is None and not given:
+        raise ClaimError(f"the claim {claim.id} has ended, or it has no record: end its processes instead.")
     borrowed: list[int] = []
     try:
-        yield _borrow(directory, claim, path, frozenset(wanted), borrowed)
+        try:
+            grip = _borrow(directory, claim, path, frozenset(named or ()), borrowed)
+        except ClaimError:
+            if not given:
+                raise
+            grip = Grip(-1, path, (), 0, -1)
+        yield replace(grip, given=partial(_take_back, directory, claim) if given else None)
     finally:
         for descriptor in borrowed:
             os.close(descriptor)
@@ -88,9 +97,14 @@ def let_go(grip: Grip, letter: Letter) -> None:
     Raises:
         OSError: the decision could not be written down, so nothing was done.
     """
-    write(grip.record, letter)
+    if grip.record >= 0:
+        write(grip.record, letter)
     for descriptor in grip.locks:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
+    if grip.given:
+        grip.given()
+    if grip.record < 0:
+        return
     with suppress(OSError):  # only its owner and root may; a record that is not locked counts for nothing
         if is_same_file(grip.record, grip.path):
             os.unlink(grip.path)
@@ -126,41 +140,84 @@ def users_of(claim: ClaimRecord, snapshot: Snapshot, seen: Processes) -> tuple[t
     return tuple(found.values()), None
 
 
+def _given(directory: LockDirectory, claim: ClaimRecord) -> tuple[str, ...]:
+    """The names of the locks that the daemon has given to *claim*, if this process is that daemon, or root."""
+    if directory.keeper is None or directory.closed:
+        return ()
+    from gpuguard.claims import grants
+
+    with Gate(directory):
+        held = grants.look(directory, grants.names_of(directory))
+    return tuple(name for name, to in held.items() if to and (to.uid, to.claim) == (claim.uid, claim.id))
+
+
+def _take_back(directory: LockDirectory, claim: ClaimRecord) -> None:
+    from gpuguard.claims import grants
+
+    for name in _given(directory, claim):  # asked again: it may be somebody else's by now
+        with Gate(directory):
+            to = grants.look(directory, [name]).get(name)
+            if to and (to.uid, to.claim) == (claim.uid, claim.id):
+                grants.replace_file(directory, name)
+
+
 def _borrow(
-    directory: LockDirectory, claim: ClaimRecord, path: str, wanted: frozenset[int], borrowed: list[int]
+    directory: LockDirectory, claim: ClaimRecord, path: str, named: frozenset[int], borrowed: list[int]
 ) -> Grip:
     grip: Grip | None = None
-    locks: dict[int, int] = {}
+    record, missing = inode_of(path), _held(directory, claim)
+    wanted, locks = set(named if len(named) <= MOST_LOCKS else ()), list[int]()
 
     def is_record(descriptor: int) -> bool:
         # The path may name another claim by now; the file that is locked is what counts.
         return is_same_file(descriptor, path) and os.fstat(descriptor).st_uid == claim.uid
 
-    for pid, number in _holders(claim, path):
+    for pid, found in _holders(claim, {record, *missing}):
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
             continue  # it has ended
         borrowed.append(pidfd)
-        for each in sorted(wanted - locks.keys()):
-            if (lock := _lent(claim, pidfd, each, partial(_is_lock, directory))) is not None:
+        has_record = next((number for number, inode in found.items() if inode == record), None)
+        numbers = {number for number, inode in found.items() if inode in missing}
+        for each in sorted(numbers if has_record is None else numbers | wanted):
+            if (lock := _lent(claim, pid, pidfd, each, partial(_is_lock, directory))) is not None:
                 borrowed.append(lock)
-                locks[each] = lock
-        if grip is None and (record := _lent(claim, pidfd, number, is_record)) is not None:
-            borrowed.append(record)
-            grip = Grip(record, path, (), pid, pidfd)
-        if grip and not wanted - locks.keys():
-            return replace(grip, locks=tuple(locks.values()))
+                locks.append(lock)
+                wanted.discard(each)
+                missing.discard(as_written(os.fstat(lock)))
+        if grip is None and has_record is not None:
+            lent = _lent(claim, pid, pidfd, has_record, is_record)
+            if lent is not None:
+                borrowed.append(lent)
+                grip = Grip(lent, path, (), pid, pidfd)
+        if grip and not missing and not wanted:
+            break
         if grip is None or grip.pidfd != pidfd:  # one could have so many processes that we have no descriptors left
             os.close(borrowed.pop(borrowed.index(pidfd)))
+    if grip and not missing:
+        return replace(grip, locks=tuple(locks))
     raise ClaimError(f"no process has the locks of the claim {claim.id} open: it is just ending.  Look again.")
 
 
-def _lent(claim: ClaimRecord, pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
+def _held(directory: LockDirectory, claim: ClaimRecord) -> set[str]:
+    """The lock files that it alone has locked, as the kernel writes them, whatever its record says of descriptors."""
+    outer = claim.id.partition(".")[0]
+    if outer != claim.id and read_record(directory, claim.uid, outer):
+        return set()  # inside of another one, whose the locks of these devices are
+    for one in probe(directory, claim.devices):
+        if (one.uid, one.id) == (claim.uid, claim.id):
+            shared = {name.partition(".slot")[0] for name in one.slots}
+            names = [*one.slots, *(uuid for uuid in one.devices if uuid not in shared)]
+            return {inode for name in names if (inode := inode_of(directory.lock_path(name)))}
+    return set()
+
+
+def _lent(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
     """A copy of a descriptor of another process if it is open and the right one.
 
-    In a thread: a file of FUSE may be anything's but a lock's, and even closing our copy of it waits for as long as its
-    owner likes.  So each user can hold up one thread, and nobody who waits for an answer.
+    Looked at apart: a file of FUSE may be anything's but a lock's, and even closing our copy of it waits for as long as
+    its owner likes.
 
     Raises:
         NotPermitted: the kernel does not allow it.
@@ -179,13 +236,12 @@ def _lent(claim: ClaimRecord, pidfd: int, number: int, is_wanted: Callable[[int]
                 os.close(lent)
             found.append(lent)
 
-    if claim.uid not in _held_up or not _held_up[claim.uid].is_alive():
-        thread = _held_up[claim.uid] = threading.Thread(target=look, name="gpuguard-lent", daemon=True)
-        thread.start()
-        thread.join(LEND_SECONDS)
+    in_time(pid, "lent", look, LEND_TIMES)
     with deciding:
         if not found:
             late.set()
+            if not os.path.exists(f"/proc/{pid}"):
+                return None
             raise ClaimError(
                 f"a file that the claim {claim.id} names as its own does not answer: end its processes instead."
             )
@@ -206,31 +262,25 @@ def _looked_at(pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int
     return None
 
 
-def _holders(claim: ClaimRecord, path: str) -> Iterator[tuple[int, int]]:
-    """(pid, descriptor) of the processes of its owner that have the record open with its lock; first its supervisor."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return
-    # fdinfo opens to CAP_SYS_PTRACE; to fd belongs CAP_DAC_READ_SEARCH, and every file of the machine with it.
-    inode = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino} "
+def _holders(claim: ClaimRecord, inodes: set[str]) -> Iterator[tuple[int, dict[int, str]]]:
+    """The processes of its owner that have one of *inodes* locked: pid, and by which descriptor; first its supervisor.
+
+    In effect they may be root: whoever runs a program with the set-user-ID bit keeps what he has open.
+    """
     until, own = time.monotonic() + SEARCH_SECONDS, os.getpid()  # we have what we borrowed
     pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {own}
     for pid in sorted(pids, key=lambda pid: pid != claim.pid):
+        found: dict[int, str] = {}
         with suppress(OSError):
-            # In effect it may be root: whoever runs a program with the set-user-ID bit keeps what he has open.
             if (os.stat(f"/proc/{pid}").st_uid or uid_behind(pid)) == claim.uid:
+                # fdinfo opens to CAP_SYS_PTRACE; to fd belongs CAP_DAC_READ_SEARCH, and every file of the machine too.
                 for number in os.listdir(f"/proc/{pid}/fdinfo"):
                     if time.monotonic() > until:
                         return
-                    if _locks(f"/proc/{pid}/fdinfo/{number}", inode):
-                        yield pid, int(number)
-
-
-def _locks(facts: str, inode: str) -> bool:
-    with suppress(OSError), open(facts, encoding="ascii", errors="replace") as lines:
-        return any(line.startswith("lock:") and inode in line for line in lines)
-    return False
+                    if (inode := locked_inode(str(pid), number)) in inodes:
+                        found[int(number)] = inode
+        if found:
+            yield pid, found
 
 
 def _is_lock(directory: LockDirectory, descriptor: int) -> bool:

@@ -31,6 +31,7 @@ WORDS = frozenset({RELEASED, YIELD, STOP, REFUSED, ENDING})
 LONGEST = 400  # characters of a reason: there is one, and it is for people
 READ_BYTES = 16_384  # from the end: a record has 4 KiB, a letter less than 3
 FULL_BYTES = 65_536
+RECORD_BYTES = 4096  # of which the record itself has at most so many
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,15 @@ def write(descriptor: int, letter: Letter) -> None:
     """Put a letter behind a record.
 
     Raises:
-        ClaimError: it is full of them.
+        ClaimError: it is full of them; a decision finds room, whatever its owner has written there.
         OSError: it cannot be written.
     """
     import json
 
     end = os.fstat(descriptor).st_size
+    if end > FULL_BYTES and letter.what == RELEASED:
+        end = RECORD_BYTES
+        os.ftruncate(descriptor, end)
     if end > FULL_BYTES:
         raise ClaimError("the record of this claim is full of letters: end its processes instead.")
     content = {

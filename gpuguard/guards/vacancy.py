@@ -51,7 +51,7 @@ class Vacancy:
 def examined(verdict: Verdict, snapshot: Snapshot, context: Context) -> Iterator[Vacancy]:
     """The claim of *verdict* with its files borrowed, and everything that speaks against releasing it."""
     case = Vacancy(verdict, enforced(verdict, context))
-    claim = _claim(verdict, context)
+    claim = _claim(verdict, snapshot, context)
     if isinstance(claim, Against):
         yield replace(case, against=(claim,))
         return
@@ -78,7 +78,8 @@ def examined(verdict: Verdict, snapshot: Snapshot, context: Context) -> Iterator
         yield replace(case, against=tuple(_said(case, snapshot, again, context)))
 
 
-def _claim(verdict: Verdict, context: Context) -> ClaimRecord | Against:
+def _claim(verdict: Verdict, snapshot: Snapshot, context: Context) -> ClaimRecord | Against:
+    """The claim that is meant, with what it really holds: its record may name whatever devices it likes."""
     subject = verdict.finding.subject
     if subject.claim is None or subject.uid is None or subject.uid < 0 or "/" in subject.claim:
         return Against("claim", "no claim is meant")
@@ -86,8 +87,12 @@ def _claim(verdict: Verdict, context: Context) -> ClaimRecord | Against:
         return Against("claim", "processes use it: they are ended by `terminate`")
     if context.directory is None:
         return Against("claim", "there is no directory of claims")
-    claim = read_record(context.directory, subject.uid, subject.claim)
-    return claim or Against("claim", "it has ended")
+    meant = subject.uid, subject.claim
+    claim = read_record(context.directory, *meant)
+    if claim is None and context.directory.keeper is not None:  # the daemon knows to whom it gave a lock
+        claim = next((each for each in snapshot.claims if (each.uid, each.id) == meant), None)
+    held = probe(context.directory, claim.devices) if claim else ()
+    return next((each for each in held if (each.uid, each.id) == meant), Against("claim", "it has ended"))
 
 
 def _said(case: Vacancy, snapshot: Snapshot, again: Snapshot, context: Context) -> Iterator[Against]:
@@ -95,7 +100,7 @@ def _said(case: Vacancy, snapshot: Snapshot, again: Snapshot, context: Context) 
     claims = probe(context.directory, case.claim.devices)
     claim = next((each for each in claims if (each.uid, each.id) == (case.claim.uid, case.claim.id)), None)
     if claim is None or set(claim.devices) != set(case.claim.devices):
-        yield Against("claim", "it does not hold what it says")
+        yield Against("claim", "it does not hold what it held just now")
         return
     if again.clock < snapshot.clock:
         yield Against("unused", "the driver gave no newer list")
