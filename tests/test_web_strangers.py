@@ -109,6 +109,16 @@ def test_a_flood_of_viewers_is_refused_beyond_the_cap_and_forgotten_when_it_ends
         assert viewer.recv(12)[9:] == b"200"
 
 
+def test_however_many_say_nothing_who_asks_is_answered(server):
+    port, process = server
+    with ExitStack() as held:
+        for _ in range(2):
+            silent = [held.enter_context(socket.create_connection(("127.0.0.1", port), 30)) for _ in range(320)]
+            assert ask(port, "/api/now")[0].status == 200
+        assert process.num_fds() < 400
+        assert connected(process.pid, silent[-1]), "the oldest make room"
+
+
 def test_who_says_nothing_or_half_a_request_is_hung_up_on(server):
     port, process = server
     before = process.num_fds()

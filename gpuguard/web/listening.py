@@ -88,12 +88,11 @@ class Connection(H11Protocol):
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Let one in, if there is room."""
+        """Let one in: whoever has said nothing for longest makes room."""
         super().connection_made(transport)
+        self._expect_request()
         if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._expect_request()
+            self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
@@ -132,6 +131,23 @@ class Connection(H11Protocol):
         if self._stalled:
             self._stalled.cancel()
         super().resume_writing()
+
+    def _make_room(self) -> None:
+        waits = {one: one.asked_by for one in self.connections if isinstance(one, Connection) and one is not self}
+        silent = [(until, one) for one, until in waits.items() if until is not None]
+        longest = min(silent, key=lambda pair: pair[0], default=(0.0, self))[1]
+        longest.end()
+
+    def end(self) -> None:
+        """Hang up."""
+        if self._arriving:
+            self._arriving.cancel()
+        self.transport.abort()
+
+    @property
+    def asked_by(self) -> float | None:
+        """When it must have asked; None while it is answered."""
+        return None if self._arriving is None or self._arriving.cancelled() else self._arriving.when()
 
     def _expect_request(self) -> None:
         if self._arriving:
