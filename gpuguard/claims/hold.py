@@ -188,10 +188,12 @@ class Claim(Sequence[Device]):
         *,
         ends: float | None = None,
         expected: float | None = None,
+        owner: int | None = None,
     ) -> None:
         """Write the record that tells others whose claim this is, what it is for, and when (unix time) it ends.
 
-        Again: the new one takes the place of the first, and nobody sees the claim without one.
+        Again: the new one takes the place of the first, and nobody sees the claim without one.  Root can write it for
+        its *owner*, another uid.
         """
         self.since = self.since or round(time.time(), 3)
         content = {
@@ -213,7 +215,7 @@ class Claim(Sequence[Device]):
             content = {key: value for key, value in content.items() if key not in ("memory", "most", "slots")}
         before = self._record
         try:
-            self._record = write_record(directory, content)
+            self._record = write_record(directory, content, owner)
             if before:
                 os.close(before[1])
         except OSError as error:  # a full disk: the lock is the claim, the record only explains it

@@ -33,25 +33,52 @@ MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have 
 _NOBODY = -1
 
 
-def write_record(directory: LockDirectory, content: Mapping[str, Any]) -> tuple[str, int]:
+def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: int | None = None) -> tuple[str, int]:
     """Write a record that lives as long as the returned descriptor, or a copy of it in a job, does.
+
+    Args:
+        directory: of the claims.
+        content: with the id of the claim.
+        owner: uid of whose it is, where root writes it for him.
 
     Returns:
         The path of the record and its locked descriptor (close-on-exec).
     """
-    path = record_path(directory, os.geteuid(), str(content["id"]))
-    unfinished = f"{path}.new"
+    path = record_path(directory, os.geteuid() if owner is None else owner, str(content["id"]))
+    unfinished = unfinished_path(directory)
     descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         os.fchmod(descriptor, 0o644)
+        if owner is not None:
+            os.fchown(descriptor, owner, -1)
         try_flock(descriptor)
         write_whole(descriptor, _encoded(content))
-        os.rename(unfinished, path)  # readers see it whole, and already locked
+        _put_there(unfinished, path)  # readers see it whole, and already locked
     except BaseException:
         os.unlink(unfinished)
         os.close(descriptor)
         raise
     return path, descriptor
+
+
+def unfinished_path(directory: LockDirectory) -> str:
+    """Where a file is written that gets its name when it is whole.
+
+    Nobody learns that name from it: who makes a file of that name just before keeps the finished one away.
+    """
+    return f"{directory.records}/{directory.prefix}unfinished.{os.urandom(8).hex()}.new"
+
+
+def _put_there(unfinished: str, path: str) -> None:
+    """Give a file its name; what somebody has put there makes way for root's."""
+    try:
+        os.rename(unfinished, path)
+    except IsADirectoryError:
+        import ctypes
+
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.renameat2(-100, os.fsencode(unfinished), -100, os.fsencode(path), 2):  # AT_FDCWD, RENAME_EXCHANGE
+            raise
 
 
 def write_whole(descriptor: int, encoded: bytes) -> None:
@@ -85,7 +112,8 @@ def read_records(directory: LockDirectory) -> list[ClaimRecord]:
     with os.scandir(directory.records) as entries:
         names = [entry.name for entry in entries if entry.name.startswith(start) and entry.name.endswith(".json")]
     names, _ = first_of_each(directory, names, MOST_OF_ONE)
-    records = [record for name in names if (record := _read_record(f"{directory.records}/{name}", name, start))]
+    root = os.lstat(directory.records).st_uid
+    records = [record for name in names if (record := _read_record(f"{directory.records}/{name}", name, start, root))]
     return sorted(records, key=lambda record: (record.since or 0, record.id))
 
 
@@ -111,33 +139,10 @@ def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecor
     """The record of one living claim of one user; None when there is none."""
     start = f"{directory.prefix}claim."
     path = record_path(directory, uid, claim_id)
-    return _read_record(path, os.path.basename(path), start)
+    return _read_record(path, os.path.basename(path), start, os.lstat(directory.records).st_uid)
 
 
-def descriptors_of(directory: LockDirectory, uid: int, claim_id: str) -> tuple[int, ...] | None:
-    """The numbers under which the processes of a living claim have its locks open, as its record says; None: it ended.
-
-    () where the record says nothing that could be such numbers.
-    """
-    path = record_path(directory, uid, claim_id)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        if os.fstat(descriptor).st_uid != uid or try_flock(descriptor, fcntl.LOCK_SH):
-            return None
-        content = loads(os.read(descriptor, MAX_BYTES + 1).partition(b"\n")[0])
-        numbers = content["descriptors"]
-        sound = type(numbers) is list and all(type(each) is int and 0 <= each < 2**20 for each in numbers)
-        return tuple(numbers) if sound else ()
-    except (ValueError, TypeError, KeyError):
-        return ()
-    finally:
-        os.close(descriptor)
-
-
-def _read_record(path: str, name: str, start: str) -> ClaimRecord | None:
+def _read_record(path: str, name: str, start: str, root: int) -> ClaimRecord | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -149,7 +154,11 @@ def _read_record(path: str, name: str, start: str) -> ClaimRecord | None:
         if try_flock(descriptor, fcntl.LOCK_SH):
             _remove_stale(path, descriptor, status.st_uid)
             return None
-        return _decoded(os.read(descriptor, MAX_BYTES + 1), status.st_uid, name[len(start) : -len(".json")])
+        place = name[len(start) : -len(".json")]
+        # Or it stands where that of another user is looked for.  In a namespace of users all others look like one.
+        if place.partition(".")[0] != str(status.st_uid) and status.st_uid != root:
+            return None
+        return _decoded(os.read(descriptor, MAX_BYTES + 1), status.st_uid, place)
     finally:
         os.close(descriptor)
 

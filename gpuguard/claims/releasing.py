@@ -26,11 +26,12 @@ from gpuguard.attribution import Processes, claim_of, computes
 from gpuguard.backends.apart import in_time
 from gpuguard.backends.processes import uid_behind
 from gpuguard.claims.holders import as_written, inode_of, locked_inode
-from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file
-from gpuguard.claims.records import descriptors_of, probe, read_record, record_path
+from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, try_flock
+from gpuguard.claims.records import MAX_BYTES, probe, read_record, record_path
 from gpuguard.claims.wishes import Letter, write
 from gpuguard.errors import ClaimError
 from gpuguard.model import ClaimRecord, GpuProcess, Snapshot
+from gpuguard.plainjson import loads
 
 MOST_LOCKS = 256  # of one claim: a record says what its owner likes
 SEARCH_SECONDS = 2.0  # among the owner's processes, of which he can have any number
@@ -74,7 +75,7 @@ def gripped(directory: LockDirectory, claim: ClaimRecord) -> Iterator[Grip]:
         ClaimError: they cannot be found.
     """
     path = record_path(directory, claim.uid, claim.id)
-    named, given = descriptors_of(directory, claim.uid, claim.id), _given(directory, claim)
+    named, given = _descriptors_of(directory, claim.uid, claim.id), _given(directory, claim)
     if named is None and not given:
         raise ClaimError(f"the claim {claim.id} has ended, or it has no record: end its processes instead.")
     borrowed: list[int] = []
@@ -138,6 +139,29 @@ def users_of(claim: ClaimRecord, snapshot: Snapshot, seen: Processes) -> tuple[t
                 if not process.uid or process.uid == claim.uid or claim_of(process, (claim,), seen):
                     found[process.pid] = process
     return tuple(found.values()), None
+
+
+def _descriptors_of(directory: LockDirectory, uid: int, claim_id: str) -> tuple[int, ...] | None:
+    """The numbers under which the processes of a living claim have its locks open, as its record says; None: it ended.
+
+    () where the record says nothing that could be such numbers.
+    """
+    path = record_path(directory, uid, claim_id)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.fstat(descriptor).st_uid != uid or try_flock(descriptor, fcntl.LOCK_SH):
+            return None
+        content = loads(os.read(descriptor, MAX_BYTES + 1).partition(b"\n")[0])
+        numbers = content["descriptors"]
+        sound = type(numbers) is list and all(type(each) is int and 0 <= each < 2**20 for each in numbers)
+        return tuple(numbers) if sound else ()
+    except (ValueError, TypeError, KeyError):
+        return ()
+    finally:
+        os.close(descriptor)
 
 
 def _given(directory: LockDirectory, claim: ClaimRecord) -> tuple[str, ...]:

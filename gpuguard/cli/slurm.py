@@ -106,9 +106,10 @@ def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
         claim = slurm_claim.take(backend, directory, given, wait=wait)
     finally:
         backend.close()
-    slurm_claim.become(given.uid)
     name = os.environ.get("SLURM_JOB_NAME", "")
-    claim.explain(directory, f"Slurm job {given.job}" + (f": {name}" if name else ""), ())
+    # As root: the number of a job is no secret, and anybody can put a file where its record is looked for.
+    claim.explain(directory, f"Slurm job {given.job}" + (f": {name}" if name else ""), (), owner=given.uid)
+    slurm_claim.become(given.uid)
     return claim
 
 

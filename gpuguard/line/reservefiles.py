@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
-from gpuguard.claims.records import write_whole
+from gpuguard.claims.records import unfinished_path, write_whole
 from gpuguard.claims.room import why_full
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.hints import Any
@@ -103,17 +103,17 @@ def write(directory: LockDirectory, wanted: Reservation) -> Reservation:
     if len(encoded) > MAX_BYTES:
         raise InvalidRequest("the reservation is too long to be written: name fewer devices with --gpus.")
     number = os.urandom(4).hex()
-    path = _path(directory, os.geteuid(), number)
+    path, unfinished = _path(directory, os.geteuid(), number), unfinished_path(directory)
     try:
-        descriptor = os.open(f"{path}.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             os.fchmod(descriptor, 0o644)  # whatever the umask
             write_whole(descriptor, encoded)
-            os.rename(f"{path}.new", path)  # others see it whole
+            os.rename(unfinished, path)  # others see it whole
             found = _decoded(encoded, os.fstat(descriptor), number)
         except BaseException:
             with suppress(OSError):
-                os.unlink(f"{path}.new")
+                os.unlink(unfinished)
             raise
         finally:
             os.close(descriptor)
@@ -170,8 +170,8 @@ def _read_all(directory: LockDirectory, names: Sequence[str], now: float) -> tup
             found.append(one)
         elif one:
             torn.append(one)
-    for name in own:
-        if not name.endswith(".json"):
+    for name in names:
+        if name.startswith(f"{directory.prefix}unfinished.") or (name in own and not name.endswith(".json")):
             _remove_leftover(f"{directory.records}/{name}")
     return found, torn
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, try_flock
-from gpuguard.claims.records import first_of_each, write_whole
+from gpuguard.claims.records import first_of_each, unfinished_path, write_whole
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.hints import Any
 from gpuguard.line import served
@@ -67,30 +67,29 @@ class Held:
     def __init__(self, directory: LockDirectory, content: Mapping[str, Any]) -> None:
         # With the uid: else anybody could make a ticket with the number of somebody else's, and stand in his place.
         self.id = f"{os.geteuid()}.{os.urandom(4).hex()}"
-        self._ticket = _path(directory, "ticket", self.id)
-        self._bell = _path(directory, "bell", self.id)
+        self._ticket, self._bell = (_path(directory, kind, self.id) for kind in ("ticket", "bell"))
         self._descriptor = self.bell = -1
+        unfinished = ticket, bell = unfinished_path(directory), unfinished_path(directory)
         try:
-            self.bell = _new_bell(self._bell)
+            self.bell = _new_bell(bell)
             os.fchmod(self.bell, 0o622)
-            self._write(json.dumps(dict(content)).encode())
+            self._write(ticket, json.dumps(dict(content)).encode())
+            os.rename(bell, self._bell)
+            os.rename(ticket, self._ticket)  # others see it whole, and already locked
         except BaseException:
+            for path in unfinished:
+                with suppress(OSError):
+                    os.unlink(path)
             self.leave()
             raise
 
-    def _write(self, encoded: bytes) -> None:
+    def _write(self, path: str, encoded: bytes) -> None:
         if len(encoded) > MAX_BYTES:
             raise InvalidRequest("the request is too long to wait with: name fewer devices or models.")
-        unfinished = f"{self._ticket}.new"
-        self._descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            os.fchmod(self._descriptor, 0o644)
-            try_flock(self._descriptor)
-            write_whole(self._descriptor, encoded)
-            os.rename(unfinished, self._ticket)  # others see it whole, and already locked
-        except BaseException:
-            os.unlink(unfinished)
-            raise
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        os.fchmod(self._descriptor, 0o644)
+        try_flock(self._descriptor)
+        write_whole(self._descriptor, encoded)
 
     @property
     def counts(self) -> bool:

@@ -1,0 +1,94 @@
+"""Files that somebody puts where those of others are looked for, in the directory into which everybody may write."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from nodes import remove
+
+from gpuguard.claims.hold import Claim
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.records import read_record, read_records, record_path, write_record
+from gpuguard.clusters.slurm_jobs import Allocation
+from gpuguard.jobs import slurm_claim
+from gpuguard.line import reservefiles, tickets
+
+ALICE, MALLORY = 20001, 20002
+JOB = Allocation("7", ALICE, ("0",))
+
+
+@pytest.fixture
+def directory() -> Iterator[LockDirectory]:
+    place = tempfile.mkdtemp(prefix="gpuguard-planted-")
+    os.chmod(place, 0o755)
+    yield lock_directory(f"{place}/claims")
+    remove(Path(place))
+
+
+def a_locked_file(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+PLANTS: dict[str, Callable[[Path], object]] = {
+    "a record": a_locked_file,
+    "a directory": lambda path: (path / "full").mkdir(parents=True),
+    "a pipe": os.mkfifo,
+    "a link": lambda path: path.symlink_to("/etc/passwd"),
+}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("plant", PLANTS)
+def test_nobody_keeps_the_claim_of_a_slurm_job_from_being_made_or_taken_back(directory, plant):
+    """The number of a job is no secret.  Slurm puts a job back whose prolog fails, and drains a node for its epilog."""
+    path = Path(record_path(directory, ALICE, JOB.claim))
+    planted = PLANTS[plant](path)
+    os.chown(path, MALLORY, MALLORY, follow_symlinks=False)
+    assert slurm_claim.find(directory, JOB) is None
+    assert slurm_claim.drop(directory, JOB) is None
+
+    claim = Claim(JOB.claim, (), ())
+    claim.explain(directory, "Slurm job 7", (), owner=ALICE)
+    found = slurm_claim.find(directory, JOB)
+    assert found is not None and (found.uid, found.note, claim.warning) == (ALICE, "Slurm job 7", None)
+    claim.release()
+    assert slurm_claim.find(directory, JOB) is None
+    if isinstance(planted, int):
+        os.close(planted)
+
+
+@pytest.mark.root
+def test_a_record_at_the_place_of_another_users_is_nobodys(directory):
+    path, descriptor = write_record(directory, {"id": "c0ffee", "devices": ["GPU-a"]}, ALICE)
+    assert [claim.uid for claim in read_records(directory)] == [ALICE]
+    os.chown(path, MALLORY, MALLORY)
+
+    assert read_records(directory) == [] and read_record(directory, ALICE, "c0ffee") is None
+    os.close(descriptor)
+
+
+def test_nobody_learns_the_name_of_a_file_before_it_is_there(directory, monkeypatch):
+    """Who knows it can make one of that name first, and then the request fails."""
+    before, real = [], os.rename
+
+    def rename(old: str, new: str) -> None:
+        number = os.path.basename(new).removesuffix(".json").rpartition(".")[2]
+        before.append(
+            (os.path.basename(new).split(".")[0], [name for name in os.listdir(directory.records) if number in name])
+        )
+        real(old, new)
+
+    monkeypatch.setattr(os, "rename", rename)
+    Claim("c0ffee", (), ()).explain(directory, None, ())
+    tickets.Held(directory, {"requests": [{}]}).leave()
+    reservefiles.write(directory, reservefiles.Reservation("", 0, os.geteuid(), "", 1, 1.0, 2.0, ("GPU-a",)))
+
+    assert dict(before[:2]) == {"claim": [], "bell": []}
+    assert before[3] == ("reserve", [])
