@@ -73,6 +73,30 @@ def test_it_is_mounted_where_nothing_lives_and_what_is_dead_takes_no_room(tmp_pa
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("what", ["mount", "remove"])
+def test_folders_in_folders_keep_nothing_from_being_taken_away(tmp_path, what):
+    told = in_a_namespace(
+        tmp_path,
+        """
+        old = os.open(claims, os.O_RDONLY)
+        os.chdir(claims)
+        for _ in range(3000):
+            os.mkdir("a")
+            os.chdir("a")
+        os.chdir("/")
+        if sys.argv[2] == "mount":
+            told["why"] = setup_room.mount_now(path)
+        else:
+            setup_remove._clear(path)
+            told["why"] = Path(path).exists() or None
+        told["left"] = os.listdir(old)
+        """,
+        what,
+    )
+
+    assert told == {"why": None, "left": []}
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 @pytest.mark.parametrize("what", ["claim.1.abcd.json", "reserve.0.abcd.json"])
 def test_it_is_not_mounted_over_what_lives(tmp_path, what, when):

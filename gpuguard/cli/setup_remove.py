@@ -115,7 +115,9 @@ def _clear(path: str) -> None:
             return
         # With all locks in our hands nobody can claim; who waits for one finds then that its file is gone.
         setup_room.unmount(path)
-        shutil.rmtree(path)
+        held.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        setup_room.empty(held[-1])
+        os.rmdir(path)
     except OSError as error:
         raise LockDirectoryError(f"{path} cannot be removed: {error.strerror}.") from error
     finally:
@@ -128,15 +130,18 @@ def _lock_all(path: str, held: list[int]) -> str | None:
     """Lock all files in *path*, their descriptors into *held*; returns what somebody else holds, in words."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a machine with MIG has more than the usual 1024
-    for folder, _, names in os.walk(path):
-        for name in sorted(names):
-            place = f"{folder}/{name}"
+    for folder in (path, *(f"{path}/{one}" for one in ("lock", "claims", "daemon"))):  # deeper down nobody locks one
+        if not os.path.isdir(folder):
+            continue
+        with os.scandir(folder) as entries:
+            places = sorted(entry.path for entry in entries if entry.is_file(follow_symlinks=False))
+        for place in places:
             try:
                 descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                     return f"whether {place} is held cannot be seen ({error.strerror})"
-                continue  # a socket, a link, a file that is gone meanwhile: nobody locks those
+                continue  # it is gone meanwhile
             held.append(descriptor)
             if not try_flock(descriptor) or not is_same_file(descriptor, place):
                 return f"{place} is held, by a claim, somebody in line, or a daemon"

@@ -72,8 +72,8 @@ def mount_now(path: str) -> str | None:
                 os.fchmod(old, 0o1777)
                 _umount(directory.records)
                 return why
-        with contextlib.suppress(OSError, RecursionError):  # nobody finds them any more, but they take room
-            _empty(old)
+        with contextlib.suppress(OSError):  # nobody finds them any more, but they take room
+            empty(old)
     finally:
         os.close(old)
     return None
@@ -164,12 +164,33 @@ def _run(*words: str) -> str | None:
     return " ".join(done.stderr.split()).rstrip(".") or f"{words[0]} failed" if done.returncode else None
 
 
-def _empty(folder: int) -> None:
-    for _, folders, files, here in os.fwalk(".", topdown=False, dir_fd=folder):
-        for name in files:
-            os.unlink(name, dir_fd=here)
+def empty(folder: int) -> None:
+    """Remove all that lies in an open directory.
+
+    Users may have made folders in folders, deeper than Python, or a path, can reach: what lies in one is moved up.
+
+    Raises:
+        OSError: some of it stays.
+    """
+    while folders := _without_files(folder):
         for name in folders:
-            os.rmdir(name, dir_fd=here)
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                for one in _without_files(inner):
+                    os.rename(one, os.urandom(8).hex(), src_dir_fd=inner, dst_dir_fd=folder)
+            finally:
+                os.close(inner)
+            os.rmdir(name, dir_fd=folder)
+
+
+def _without_files(folder: int) -> list[str]:
+    """Remove what is no folder; the folders."""
+    with os.scandir(folder) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        if not is_folder:
+            os.unlink(name, dir_fd=folder)
+    return [name for name, is_folder in found if is_folder]
 
 
 @dataclass(frozen=True)
