@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
-from builders import a_device, a_process, a_snapshot
+from builders import a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard import ancestry, daemon, watchdog
 from gpuguard.backends import processes
@@ -141,7 +141,8 @@ def test_the_state_of_a_process_that_came_with_the_sample_is_not_read_again(monk
     read: list[str] = []
     real = processes.read_proc
     monkeypatch.setattr(ancestry, "read_proc", lambda path, *limit: read.append(path) or real(path, *limit))
-    guard = Watchdog(Looked(a_snapshot(a_device(0, processes=(row,)), stats=((us, line),))), [ABOUT_THE_HOST])
+    claimed = a_snapshot(a_device(0, processes=(row,)), stats=((us, line),), claims=(a_claim_record(pid=us),))
+    guard = Watchdog(Looked(claimed), [ABOUT_THE_HOST])
     guard.step()
 
     assert guard._view and guard._view.host[us, row.start_time].memory
