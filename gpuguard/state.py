@@ -206,24 +206,9 @@ def _known(noun: object, private: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _unpack(packed: dict[str, Any]) -> Snapshot:
-    from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
+    from gpuguard.model import Snapshot
+    from gpuguard.typed import noun
 
-    whole = {name: _frozen(value) for name, value in packed.items()}
-    for device in whole["devices"]:
-        if device["processes"] is not None:
-            device["processes"] = tuple(GpuProcess(**process) for process in device["processes"])
-    nouns = {
-        "devices": tuple(Device(**device) for device in whole["devices"]),
-        "gaps": tuple(Gap(*gap) for gap in whole["gaps"]),
-        "claims": tuple(ClaimRecord(**record) for record in whole["claims"]),
-    }
-    return Snapshot(**{**whole, **nouns})
-
-
-def _frozen(value: Any) -> Any:
-    """*value* with tuples where JSON has lists."""
-    if isinstance(value, list):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return {name: _frozen(one) for name, one in value.items()}
-    return value
+    names = ("device", "field", "reason")
+    gaps = [dict(zip(names, gap, strict=True)) for gap in packed["gaps"]]
+    return noun(Snapshot, {**packed, "gaps": gaps}, exact=True)  # type: ignore[no-any-return]

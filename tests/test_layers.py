@@ -12,7 +12,7 @@ from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
     "hints", "errors", "units", "text", "plainjson", "digests", "users", "capabilities", "markup", "standins", "nouns",
-    "model", "backends", "clusters", "request",
+    "typed", "model", "backends", "clusters", "request",
     "sharing", "eligibility", "topology", "select", "attribution", "ancestry", "policies", "claims", "documents",
     "usage", "marks", "state", "history", "line", "petition", "attempt", "lock", "grab", "ray", "wording", "messages",
     "notify", "guards", "actions", "unkillable", "byhand", "policychild", "policykeys", "policypairs", "policychecks",

@@ -16,15 +16,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
-from gpuguard.backends.node import Course, Instance, Node, NodeDevice, Release, Use
-from gpuguard.backends.node_spec import Model
+from gpuguard.backends.node import Node
+from gpuguard.backends.node_spec import DEVICES_AT_MOST, LANES_BYTES
 from gpuguard.errors import BackendError
 from gpuguard.plainjson import loads
+from gpuguard.typed import noun
 
 STATE = "node.json"
 LOCK = "node.lock"
 LOCK_SECONDS = 10.0  # a change takes a millisecond; only a stopped process can hold the lock for longer
 _SCHEMA = 1
+_LONGEST = 86400.0  # seconds of a device's answer
 
 
 def load(directory: str) -> Node | None:
@@ -136,16 +138,12 @@ def _save(directory: str, node: Node) -> None:
 def _decoded(raw: dict[str, Any]) -> Node:
     if raw["schema"] != _SCHEMA:
         raise ValueError(f"written by another version, schema {raw['schema']}")
-    return Node(
-        spec=str(raw["spec"]),
-        devices=tuple(_device(device) for device in raw["devices"]),
-        uses=tuple(Use(**{**use, "memory": Course(**use["memory"])}) for use in raw["uses"]),
-        releases=tuple(Release(**release) for release in raw["releases"]),
-        release_delay=float(raw["release_delay"]),
-    )
-
-
-def _device(raw: dict[str, Any]) -> NodeDevice:
-    courses = {name: raw[name] and Course(**raw[name]) for name in ("temperature", "utilization", "memory")}
-    nouns = {"model": Model(**raw["model"]), "instances": tuple(Instance(**each) for each in raw["instances"])}
-    return NodeDevice(**{**raw, **courses, **nouns, "faults": tuple(raw["faults"]), "unknown": tuple(raw["unknown"])})
+    node: Node = noun(Node, raw)
+    if len(node.devices) > DEVICES_AT_MOST or any(len(device.instances) > DEVICES_AT_MOST for device in node.devices):
+        raise ValueError(f"no node has more than {DEVICES_AT_MOST} devices")
+    for device in node.devices:
+        if not 0 <= device.latency <= _LONGEST:
+            raise ValueError(f"device {device.index} cannot take {device.latency} s")
+        if device.model.pcie_generation not in LANES_BYTES:
+            raise ValueError(f"there is no PCIe {device.model.pcie_generation}")
+    return node

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from gpuguard import model
 from gpuguard.backends import node, processes
 from gpuguard.backends.node import Instance, Node, NodeDevice, Use
+from gpuguard.backends.node_spec import LANES_BYTES
 from gpuguard.model import Device, Gap, GpuProcess
 
 # The bus numbers of a real 8-GPU board; more devices are in further domains.
 _BUSES = (0x1B, 0x43, 0x52, 0x61, 0x9D, 0xC3, 0xD1, 0xDF)
-_LANES_BYTES = {3: 985e6, 4: 1969e6, 5: 3938e6}  # bytes per second of one lane, by PCIe generation
 _BUSY_PCIE_SHARE = 0.12  # of the link, at 100 % utilization
 _BUSY_LINK = 6e9  # bytes per second over one NVLink, at 100 % utilization
 
@@ -213,7 +213,7 @@ def _ecc(place: Place) -> Values:
 def _pcie(place: Place) -> Values:
     facts = place.device.model
     flow = node.utilization(place.node, place.device, place.clock) / 100 * _BUSY_PCIE_SHARE
-    flow *= 16 * _LANES_BYTES[facts.pcie_generation]
+    flow *= 16 * LANES_BYTES[facts.pcie_generation]
     return {"pcie_generation": facts.pcie_generation, "pcie_width": 16, "pcie_tx": flow, "pcie_rx": flow * 2.5}
 
 

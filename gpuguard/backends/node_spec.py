@@ -14,6 +14,7 @@ from gpuguard.errors import InvalidRequest
 
 MiB = 2**20
 DEVICES_AT_MOST = 64
+LANES_BYTES = {3: 985e6, 4: 1969e6, 5: 3938e6}  # per second of one lane, by PCIe generation
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,8 @@ def read_tape(path: str) -> Iterator[dict[str, Any]]:
                 before = None
                 continue
             before = content["whole"] if "whole" in content else _changed(before, content["changed"])
+            if not isinstance(before, dict):
+                raise ValueError("it is no object")
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise BackendError(f"{path}, line {place + 1}: this is no sample: {error!r:.100}.") from None
         yield before

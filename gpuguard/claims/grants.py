@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpuguard.claims.calling import call
 from gpuguard.claims.lockfiles import BROKERED, LockDirectory, is_same_file, open_lock, try_flock
@@ -24,6 +24,7 @@ from gpuguard.errors import GpuguardError, LockDirectoryError
 from gpuguard.model import ClaimRecord
 from gpuguard.nouns import replace as replace_noun
 from gpuguard.plainjson import loads
+from gpuguard.typed import noun
 
 _MAX_BYTES = 256
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -117,9 +118,9 @@ def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
     """The same for all names, as the daemon says; None: it does not answer."""
     try:
         answer, _ = call(directory, {"do": "claims"})
-        rows = answer["held"].items()
-        return {str(name): None if row is None else Grant(int(row[0]), str(row[1]), *row[2:4]) for name, row in rows}
-    except (GpuguardError, AttributeError, KeyError, TypeError, ValueError, IndexError):
+        names, rows = ("uid", "claim", "memory", "most"), answer["held"].items()
+        return {name: None if row is None else noun(Grant, dict(zip(names, row, strict=False))) for name, row in rows}
+    except (GpuguardError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -156,7 +157,6 @@ def _renewed(directory: LockDirectory, name: str, content: bytes) -> int:
 def _grant_in(descriptor: int) -> Grant | None:
     try:
         content = loads(os.pread(descriptor, _MAX_BYTES, 0))
-        grant = Grant(int(content["uid"]), str(content["claim"]))
-        return replace(grant, **{key: content[key] for key in ("memory", "most", "parent") if key in content})
-    except (OSError, ValueError, KeyError, TypeError):
+        return noun(Grant, content)  # type: ignore[no-any-return]
+    except (OSError, ValueError):
         return None

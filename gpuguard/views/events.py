@@ -34,9 +34,10 @@ class Wanted:
         assert isinstance(line, Mapping)
         if self.since is not None and line["time_unix_seconds"] < self.since:
             return False
-        if self.users and line.get("user") not in self.users:
+        # In a tuple: of another writer they may be lists, which nobody can look up in a set.
+        if self.users and line.get("user") not in tuple(self.users):
             return False
-        if self.policies and facts_of(line).get("policy") not in self.policies:
+        if self.policies and facts_of(line).get("policy") not in tuple(self.policies):
             return False
         uuids = devices_of(line)
         return not self.devices or any(uuid.startswith(one) for uuid in uuids for one in self.devices)
@@ -51,7 +52,7 @@ def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
             content = loads(encoded)
         except ValueError:
             content = None
-        if isinstance(content, dict) and _is_number(content.get("time_unix_seconds")) and content.get("schema") == 1:
+        if isinstance(content, dict) and _is_event(content):
             events.append(content)
         else:
             torn += 1
@@ -111,6 +112,19 @@ def devices_of(line: Line) -> list[str]:
 def _remarks(facts: Mapping[str, Any]) -> str:
     shown = [f"{name}={value}" for name, value in facts.items() if name not in _FOR_THE_GUARD]
     return f"({', '.join(shown)})" if shown else ""
+
+
+def _is_event(content: Line) -> bool:
+    return _is_number(content.get("time_unix_seconds")) and content.get("schema") == 1 and _is_finite(content)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether no number in it is none: Python reads NaN and 1e400, and nobody could read what is printed of them."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or value - value == 0
 
 
 def _is_number(value: object) -> bool:

@@ -119,7 +119,7 @@ def _valid(content: Any) -> Any:
     if isinstance(content, str):
         return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in content)
     if isinstance(content, Mapping):
-        return {key: _valid(value) for key, value in content.items()}
+        return {_valid(key): _valid(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
         return [_valid(value) for value in content]
     return content
