@@ -26,6 +26,7 @@ from gpuguard.text import neutralise
 from gpuguard.usage.consult import consult, store_path
 from gpuguard.usage.questions import Point, Usage
 from gpuguard.views import queue, usage, who
+from gpuguard.web.bounds import bounded
 from gpuguard.web.host import Host
 from gpuguard.web.memory import METRICS, RINGS, Ring, Series
 
@@ -130,7 +131,7 @@ class Feed:
 
     def _look(self) -> bytes:
         try:
-            return _encoded(self._seen())
+            return _encoded(bounded(self._seen()))
         except (GpuguardError, OSError) as error:
             return _encoded({"schema": 1, "error": neutralise(str(error)), "taken_at": time.time()})
 
