@@ -35,8 +35,10 @@ def stats_of(pids: Iterable[int], lines: Mapping[int, bytes] | None = None) -> d
     return {pid: _fields(lines[pid]) if lines and pid in lines else _stat(pid) for pid in pids}
 
 
-def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> dict[int, Seen | None]:
-    """All processes of *snapshot* and of its claims; where there are claims, with their ancestors: whose job is it?
+def look_up(
+    snapshot: Snapshot, stats: dict[int, Stat | None] | None = None, *, ancestors: bool = True
+) -> dict[int, Seen | None]:
+    """All processes of *snapshot* and of its claims, with their ancestors.
 
     None is "there is no such process".  A pid is left out where its absence proves nothing: /proc is mounted with
     hidepid, we are in a pid namespace of our own, or the pid is one that a container gave.
@@ -44,6 +46,7 @@ def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> 
     Args:
         snapshot: with its claims.
         stats: of processes that were read just now, so that nobody reads them twice.
+        ancestors: False where whose job a process is is all that they are wanted for, and there are no claims.
     """
     if snapshot.recorded:
         return {}  # whoever has these pids here and now is somebody else
@@ -58,7 +61,7 @@ def look_up(snapshot: Snapshot, stats: dict[int, Stat | None] | None = None) -> 
         if pid not in seen and pid > 0:
             stat = read[pid] if pid in read else _stat(pid)
             seen[pid] = process = _look(pid, stat, closely=pid in people)
-            if process and snapshot.claims:
+            if process and ancestors:
                 todo.append(process.parent)
     gone = {pid for pid, process in seen.items() if process is None}
     uncertain = {pid for pid in gone if not in_first_pid_namespace() or alive(pid)}

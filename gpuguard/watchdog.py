@@ -249,7 +249,7 @@ class Watchdog:
             host=self._host.look(snapshot, stats) if self._needs.host else self._host.rest(),
             groups=self._host.groups(snapshot),
             scheduled=self.scheduled(snapshot) if self._needs.scheduler else None,
-            seen=look_up(snapshot, stats),
+            seen=look_up(snapshot, stats, ancestors=bool(snapshot.claims)),
             gpu_seconds=self.gpu_seconds(),
         )
 

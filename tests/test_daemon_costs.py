@@ -126,7 +126,7 @@ def test_what_proc_told_of_the_processes_of_a_sample_is_not_read_again(monkeypat
     rows = tuple(a_process(pid) for pid in range(1000, 1005))
     first, second = a_snapshot(a_device(0, processes=rows)), a_snapshot(a_device(0))
     asked: list[object] = []
-    monkeypatch.setattr(watchdog, "look_up", lambda snapshot, stats=None: asked.append(snapshot) or {1000: None})
+    monkeypatch.setattr(watchdog, "look_up", lambda snapshot, stats=None, **how: asked.append(snapshot) or {1000: None})
     guard = Watchdog(Looked(first), [A_POLICY])
     looked = guard.step() and guard._view.snapshot
 
