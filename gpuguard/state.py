@@ -17,6 +17,7 @@ from gpuguard.errors import LockDirectoryError
 
 TYPE_CHECKING = False  # typing costs 6 ms of import, and `who` reads this
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     from gpuguard.model import Snapshot
@@ -85,9 +86,8 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
     import json
 
     content: dict[str, Any] = {"schema": 1, "daemon": _us(), "interval_seconds": interval}
-    less = (*_PRIVATE, "command")
-    for private in (less,) if _processes_are_hidden() else (_PRIVATE, less):
-        content["snapshot"] = _public(snapshot, private)
+    for public in _forms(snapshot):
+        content["snapshot"] = public
         whole = json.dumps(content, separators=(",", ":")).encode("ascii")
         if len(whole) <= MAX_BYTES:  # users write their command lines themselves: nobody would read more
             break
@@ -189,6 +189,19 @@ def _read(path: str, owners: tuple[int, ...]) -> dict[str, Any]:
             raise ValueError("not a state that can be trusted")
         content: dict[str, Any] = loads(file.read(MAX_BYTES))
     return content
+
+
+def _forms(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+    """What may be told of *snapshot*, each time with less of what users can make as long, or as many, as they like."""
+    less = (*_PRIVATE, "command")
+    if not _processes_are_hidden():
+        yield _public(snapshot, _PRIVATE)
+    public = _public(snapshot, less)
+    yield public
+    public["claims"] = [{**one, "command": None, "note": None} for one in public["claims"]]
+    yield public
+    public["claims"] = [one for one in public["claims"] if one["devices"]]  # of which there are no more than locks
+    yield public
 
 
 def _public(snapshot: Snapshot, private: tuple[str, ...]) -> dict[str, Any]:

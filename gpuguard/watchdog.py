@@ -16,6 +16,7 @@ from gpuguard import actions, history
 from gpuguard.ancestry import look_up, stats_of
 from gpuguard.attribution import Processes
 from gpuguard.backends import Backend
+from gpuguard.claims.firstseen import FirstSeen
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import locked_devices, probe, read_records
 from gpuguard.errors import BackendError, ClaimError
@@ -95,7 +96,7 @@ class Watchdog:
         self.trouble: str | None = None  # why there is no sample, in words
         self._backend, self._directory = backend, directory
         self._on_event, self._on_sample, self._append = on_event, on_sample, append
-        self._memory, self._host = engine.Memory(), HostUses()
+        self._memory, self._host, self._first_seen = engine.Memory(), HostUses(), FirstSeen()
         self._needs = needs_of(())
         self._judging = threading.Lock()  # held while the memory changes, and ...
         self._judged_by: Sequence[Policy] = ()  # ... the policies that it is about
@@ -225,7 +226,7 @@ class Watchdog:
         except (ClaimError, OSError) as error:
             gap = Gap(None, "claims", " ".join(str(error).split()))
             return replace(snapshot, gaps=(*snapshot.gaps, gap))
-        return replace(snapshot, claims=claims)
+        return replace(snapshot, claims=self._first_seen.dated(claims, snapshot.clock, snapshot.taken_at))
 
     def _claims(self, directory: LockDirectory, snapshot: Snapshot) -> tuple[ClaimRecord, ...]:
         """Who claims what now.  Who holds a lock is read from every process of the machine, so it is kept a while."""

@@ -223,3 +223,16 @@ def test_a_planted_lock_file_is_refused_with_advice(directory, tmp_path):
 
     with pytest.raises(LockDirectoryError, match=r"daemon\.lock"):
         state.lock_daemon(directory)
+
+
+def test_records_of_any_number_and_length_hide_the_state_from_nobody(directory, alive):
+    """500 of each user are read, and each letter that is not ASCII takes six in the file."""
+    here = a_claim_record(A_SNAPSHOT.devices[0], note="é" * 2000)
+    of_nothing = [replace(here, id=f"{number}", uid=number % 20, devices=()) for number in range(50_000)]
+    for more in ([here], of_nothing[:700], of_nothing):
+        snapshot = replace(A_SNAPSHOT, claims=(*more, here))
+        state.write_state(directory, snapshot, 10.0)
+        found = state.read_state(directory, A_SNAPSHOT.clock, simulated=True)
+
+        assert found is not None and found.claims[-1].id == here.id, "what holds a device is told in any case"
+    assert len(found.claims) == 1
