@@ -175,6 +175,24 @@ def test_a_service_with_mounts_of_its_own_mounts_it_for_all_or_not_at_all(tmp_pa
     assert (told["mounted"], told["why"] == "None") == (done, done)
 
 
+def test_what_is_just_being_written_is_left_alone_and_what_nobody_finished_is_not(tmp_path):
+    told = in_a_namespace(
+        tmp_path,
+        """
+        import time
+        (claims / "claim.1.abcd.json.new").touch()
+        seen = []
+        setup_room.try_flock = lambda *of: seen.append(of) or True
+        told["why"], told["locked"] = setup_room.mount_now(path), len(seen)
+        now = time.time()
+        time.time = lambda: now + 3600
+        told["later"] = setup_room.mount_now(path)
+        """,
+    )
+
+    assert told == {"why": "claim.1.abcd.json.new there is just being written", "locked": 0, "later": None}
+
+
 def test_it_goes_with_the_lock_files_and_stays_while_one_is_held(tmp_path):
     told = in_a_namespace(
         tmp_path,

@@ -135,7 +135,10 @@ def _what_lives(directory: LockDirectory) -> str | None:
         except OSError as error:
             return f"{name[:80]} there cannot be looked at ({error.strerror})"
         try:
-            if not try_flock(descriptor, fcntl.LOCK_SH):
+            if name.endswith(".new"):  # not to be locked: whoever writes it is about to do that
+                if abs(time.time() - os.fstat(descriptor).st_ctime) < reservefiles.LEFTOVER_SECONDS:
+                    return f"{name[:80]} there is just being written"
+            elif not try_flock(descriptor, fcntl.LOCK_SH):
                 return f"{name[:80]} there is held, by a claim or by somebody in line"
         finally:
             os.close(descriptor)
