@@ -6,12 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+from gpuguard.backends import processes
+from gpuguard.claims.releasing import listens
 from gpuguard.guards import identity
 from gpuguard.guards.terminals import write
+from gpuguard.jobs.adopt import owner_of
 
 MAPPED = "7f0-7f1 rw-s 00000000 00:06 451                              /dev/nvidiactl\n"
 OTHERS = "7f0-7f1 r-xp 00000000 fe:00 1 /home/alice/dev/nvidiactl.py\n7f0-7f1 rw-p 00000000 00:00 0 [heap]\n"
@@ -111,3 +115,25 @@ def test_a_program_of_roots_that_somebody_mounted_at_the_path_of_another_is_not_
     of_root = way == "in a container"
     assert identity.belongs_to_the_system(facts) is of_root
     assert identity.runs_one_of(facts, ("/usr/bin/login",)) is of_root
+
+
+NAMED = """
+import ctypes, os, sys, time
+library = ctypes.CDLL(None)
+library.prctl(15, os.fsencode(sys.argv[1]), 0, 0, 0)
+print(flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["\rUid: 7 7 7", "\rSigCgt:", "\rSigCgt: x", "\rSigCgt:400000", "\x0bUid:\t0", "a\nUid: 3"]
+)
+def test_nobody_has_another_owner_or_other_signals_by_the_name_that_he_gives_himself(name):
+    with subprocess.Popen([sys.executable, "-c", NAMED, name], stdout=subprocess.PIPE) as child:
+        try:
+            child.stdout.readline()
+            owners = owner_of(child.pid), processes.uid_behind(child.pid), identity.facts_of(child.pid).uids[0]
+            assert (owners, listens(child.pid)) == ((os.getuid(),) * 3, False)
+        finally:
+            child.kill()

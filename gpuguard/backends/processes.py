@@ -292,7 +292,7 @@ def environment_of(variables: Mapping[str, str]) -> str | None:
 
 def _uid(pid: int) -> int | None:
     # Not the owner of /proc/PID: that is root for every process that may not be dumped.
-    words = (read_proc(f"/proc/{pid}/status") or b"").partition(b"\nUid:")[2].split(maxsplit=1)
+    words = status_words(pid, b"Uid")
     return int(words[0]) if words else None
 
 
@@ -302,8 +302,18 @@ def uid_behind(pid: int) -> int | None:
     Root in effect alone is anybody who runs a program with the set-user-ID bit, with the name that he likes, and with
     whatever he had open.  Root who has become another user in effect acts for that one.
     """
-    words = (read_proc(f"/proc/{pid}/status") or b"").partition(b"\nUid:")[2].split(maxsplit=2)
+    words = status_words(pid, b"Uid")
     return (int(words[0]) or int(words[1])) if len(words) > 1 else None
+
+
+def status_words(pid: int, name: bytes) -> list[bytes]:
+    """What stands behind *name* in /proc/PID/status; () where nobody can tell.
+
+    The name of the process stands there, too, and its owner chooses that: of all ends of lines the kernel writes out
+    the newline alone.  And all the groups of its owner.
+    """
+    status = read_proc(f"/proc/{pid}/status", 2**16) or b""
+    return status.partition(b"\n" + name + b":")[2].partition(b"\n")[0].split()
 
 
 def read_proc(path: str, limit: int = 4096) -> bytes | None:

@@ -24,7 +24,7 @@ from functools import partial
 
 from gpuguard.attribution import Processes, claim_of, computes
 from gpuguard.backends.apart import in_time
-from gpuguard.backends.processes import uid_behind
+from gpuguard.backends.processes import status_words, uid_behind
 from gpuguard.claims.holders import as_written, inode_of, locked_inode
 from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, try_flock
 from gpuguard.claims.records import MAX_BYTES, probe, read_record, record_path
@@ -114,12 +114,8 @@ def let_go(grip: Grip, letter: Letter) -> None:
 
 def listens(pid: int) -> bool:
     """Whether that process waits for SIGURG, as `gpuguard run` does: it looks at its claim then, and tells its user."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as lines:
-            caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    except OSError:
-        return False
-    return bool(int(caught, 16) >> (signal.SIGURG - 1) & 1)
+    caught = status_words(pid, b"SigCgt")
+    return bool(caught and int(caught[0], 16) >> (signal.SIGURG - 1) & 1)
 
 
 def users_of(claim: ClaimRecord, snapshot: Snapshot, seen: Processes) -> tuple[tuple[GpuProcess, ...], str | None]:

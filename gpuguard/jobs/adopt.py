@@ -12,6 +12,7 @@ import time
 
 from gpuguard.ancestry import in_first_pid_namespace
 from gpuguard.attribution import computes
+from gpuguard.backends.processes import status_words
 from gpuguard.claims.hold import Claim, unlock
 from gpuguard.claims.lockfiles import Gate, LockDirectory
 from gpuguard.claims.records import probe
@@ -81,11 +82,8 @@ def adopt(
 
 def owner_of(pid: int) -> int | None:
     """The real uid of a process; None: there is none, or it cannot be told."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as lines:
-            return next((int(line.split()[1]) for line in lines if line.startswith("Uid:")), None)
-    except OSError:
-        return None
+    words = status_words(pid, b"Uid")
+    return int(words[0]) if words else None
 
 
 def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
