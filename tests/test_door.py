@@ -328,3 +328,19 @@ def test_open_files_that_somebody_sends_hold_up_nobody(directory, monkeypatch, k
             assert said(busy)
 
         assert all(ask(directory, {"do": str(number)})["ok"] for number in range(MOST))
+
+
+@pytest.mark.parametrize("slow", ["claim", "release"])
+def test_what_takes_long_for_one_holds_up_nobody_who_asks_for_something_else(directory, slow):
+    """Whoever has much open can make it take seconds to release a claim of his, and ask for that again and again."""
+    done = threading.Event()
+    one = Door(directory, lambda uid, request: {"did": request["do"] == slow and done.wait(30)})
+    try:
+        with connect(directory) as connection:
+            connection.send(json.dumps({"do": slow}).encode() + b"\n")
+            assert all(ask(directory, {"do": other})["ok"] for other in ("keep", *({"claim", "release"} - {slow})))
+            done.set()
+            assert b'"did": true' in said(connection)
+    finally:
+        done.set()
+        one.close()

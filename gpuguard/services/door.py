@@ -35,7 +35,9 @@ MOST_HANGING = 64  # threads that wait for what somebody has sent to be closed
 PAUSE_SECONDS = 0.005  # after each connection: somebody who never stops connecting costs little
 
 _PASS_RIGHTS = 83  # SO_PASSRIGHTS of Linux 6.16, asm-generic: every machine that NVIDIA has drivers for
-SLOW = frozenset({"claim"})  # what may ask the driver: answered one after the other by a thread of their own
+# What may ask the driver, or look through all that somebody has open: each is answered by a thread of its own, one
+# request after the other.
+SLOW = frozenset({"claim", "release"})
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Door:
     def __init__(self, directory: LockDirectory, answer: Answer) -> None:
         self._directory, self._answer = directory, answer
         self._visitors: dict[int, _Visitor] = {}
-        self._inside: SimpleQueue[tuple[_Visitor, bytes] | None] = SimpleQueue()
+        self._inside: dict[str, SimpleQueue[tuple[_Visitor, bytes] | None]] = {name: SimpleQueue() for name in SLOW}
         self._served: list[_Visitor] = []  # whose requests lie in there, or are being answered
         self._hanging: list[tuple[int, threading.Thread]] = []  # uid -> who closes what he has sent
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -94,13 +96,14 @@ class Door:
         self._wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gpuguard-door", daemon=True)
         self._thread.start()
-        self._server = threading.Thread(target=self._serve, name="gpuguard-server", daemon=True)
-        self._server.start()
+        for inside in self._inside.values():
+            threading.Thread(target=self._serve, args=(inside,), name="gpuguard-server", daemon=True).start()
 
     def close(self) -> None:
         """Answer nobody any more."""
         os.write(self._wake, b".")
-        self._inside.put(None)
+        for inside in self._inside.values():
+            inside.put(None)
         self._thread.join(PATIENCE_SECONDS)
         with short_path(self._directory) as path, suppress(FileNotFoundError):
             os.unlink(path)
@@ -162,17 +165,17 @@ class Door:
         line, end, _ = visitor.received.partition(b"\n")
         if end or not more or len(line) > LARGEST:
             request = _request(line)
-            if isinstance(request, dict) and request.get("do") in SLOW:
+            if isinstance(request, dict) and (inside := self._inside.get(request.get("do", ""))):
                 del self._visitors[visitor.connection.fileno()]
                 self._served.append(visitor)
-                self._inside.put((visitor, line))
+                inside.put((visitor, line))
                 return
             self._reply(visitor, request)
             self._send_away(visitor)
 
-    def _serve(self) -> None:
-        while inside := self._inside.get():
-            visitor, line = inside
+    def _serve(self, inside: SimpleQueue[tuple[_Visitor, bytes] | None]) -> None:
+        while waiting := inside.get():
+            visitor, line = waiting
             try:
                 self._reply(visitor, _request(line))
             finally:
