@@ -6,6 +6,7 @@ import os
 import pwd
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +16,25 @@ from gpuguard import users
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(users, "_names", {})
+    monkeypatch.setattr(users, "_nameless", {})
     monkeypatch.setattr(users, "_silent", [])
+    monkeypatch.setattr(users, "_again", [])
     yield
+
+
+class Service:
+    """A directory service, and the clock of whoever asks it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[int] = []
+        self.names: dict[int, str] = {}
+        self.now = 1000.0
+        monkeypatch.setattr(pwd, "getpwuid", self.answer)
+        monkeypatch.setattr(users, "monotonic", lambda: self.now)
+
+    def answer(self, uid: int) -> SimpleNamespace:
+        self.asked.append(uid)
+        return SimpleNamespace(pw_name=self.names[uid])
 
 
 def test_a_user_has_a_name_and_a_stranger_a_number() -> None:
@@ -56,3 +74,34 @@ def test_a_directory_service_that_hangs_is_asked_once_and_then_numbers_have_to_d
 
     assert names == ["1001", "1002", "1003"]
     assert asked == [1001]
+
+
+def test_who_had_no_name_while_the_service_was_away_gets_one_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """He was spared by the guard for ever: of whom nobody knows who he is no job is ended."""
+    service = Service(monkeypatch)
+    away = [users.user_name(1001) for _ in range(3)]
+    service.names[1001] = "alice"
+    service.now += users.AGAIN_SECONDS
+
+    assert (away, users.user_name(1001), users.user_name(1001)) == (["1001"] * 3, "alice", "alice")
+    assert service.asked == [1001, 1001]
+
+
+def test_a_service_that_was_silent_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(monkeypatch)
+    service.names = {1001: "alice"}
+    users._silent.append(service.now)
+
+    assert users.user_name(1001) == "1001"
+    service.now += users.AGAIN_SECONDS
+    assert users.user_name(1001) == "alice"
+
+
+def test_many_without_a_name_are_asked_for_again_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(monkeypatch)
+    for _ in range(2):
+        for uid in range(2000, 2100):
+            users.user_name(uid)
+        service.now += users.AGAIN_SECONDS
+
+    assert len(service.asked) == 101
