@@ -92,3 +92,17 @@ def test_nobody_learns_the_name_of_a_file_before_it_is_there(directory, monkeypa
 
     assert dict(before[:2]) == {"claim": [], "bell": []}
     assert before[3] == ("reserve", [])
+
+
+@pytest.mark.root
+def test_nobody_keeps_another_user_from_being_seen_to_come_to_his_reservation(directory):
+    """The file by which he says so had a name that everybody knows: whoever made it first had him counted as absent."""
+    made = reservefiles.write(directory, reservefiles.Reservation("", 0, 0, "", 1, 1.0, 2.0**33, ("GPU-a",)))
+    planted = f"{directory.records}/arrived.0.{made.key}"
+    Path(planted).touch()
+    os.chown(planted, MALLORY, MALLORY)
+
+    [noted] = reservefiles.arrive(directory, [made.booking()])
+    *_, arrivals = reservefiles.read(directory, 2.0**32)
+    assert os.stat(noted).st_uid == 0 and noted != planted
+    assert arrivals == {(0, made.key): pytest.approx(os.stat(noted).st_ctime)}

@@ -1,7 +1,8 @@
 """The files of reservations, in the directory of the claims.
 
     reserve.UID.ID.json        of its maker: a user for himself, root for anybody
-    arrived.UID.MAKER.ID       of whoever it is for: its time says when he last began or ended a claim
+    arrived.UID.MAKER.ID       of whoever it is for: its time says when he last began or ended a claim; also with
+                               .RANDOM behind it, where somebody else has made a file of that name
 
 Nobody holds them: they outlive their maker, and are removed by him or by root when they have ended.  Whose a file is
 and when it was made says the file system, never its content; one that cannot be understood is reported.  Does not say
@@ -147,12 +148,23 @@ def arrive(directory: LockDirectory, bookings: Sequence[Booking]) -> tuple[str, 
         if booking.uid != uid:
             continue
         path = f"{directory.records}/{directory.prefix}arrived.{uid}.{booking.id}"
-        with suppress(OSError):  # then he must have a claim when somebody looks
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-            os.utime(descriptor)
-            os.close(descriptor)
-            paths.append(path)
+        # The second, should somebody have made a file of that name before him: then he could not.
+        own = next((each for each in (path, f"{path}.{os.urandom(4).hex()}") if _touched(each, uid)), None)
+        paths += [own] if own else []  # else he must have a claim when somebody looks
     return tuple(paths)
+
+
+def _touched(path: str, uid: int) -> bool:
+    """Whether a file is his, and says that he is here now."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        try:
+            if os.fstat(descriptor).st_uid == uid:
+                os.utime(descriptor)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def _path(directory: LockDirectory, maker: int, number: str) -> str:
@@ -241,19 +253,20 @@ def _arrivals(
 ) -> dict[tuple[int, str], float]:
     """(uid, key of a reservation) -> when that user last began or ended a claim."""
     start = f"{directory.prefix}arrived."
-    arrivals = {}
+    arrivals: dict[tuple[int, str], float] = {}
     for name in names:
         if not name.startswith(start):
             continue
-        uid, _, key = name[len(start) :].partition(".")
-        path = f"{directory.records}/{name}"
+        uid, *words = name[len(start) :].split(".")
+        key, path = ".".join(words[:2]), f"{directory.records}/{name}"
         if key not in known:
             _remove_leftover(path)
             continue
         with suppress(OSError):
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode) and uid == str(status.st_uid):
-                arrivals[status.st_uid, key] = min(now, status.st_ctime)
+                place = status.st_uid, key
+                arrivals[place] = max(arrivals.get(place, 0.0), min(now, status.st_ctime))
     return arrivals
 
 
