@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpuguard.claims.answers import Given, checked
 from gpuguard.claims.calling import Busy, NoDaemon, call
 from gpuguard.claims.hold import Claim, Lock
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
@@ -27,6 +28,7 @@ from gpuguard.nouns import replace
 from gpuguard.request import Request
 from gpuguard.select import choose
 
+_LETTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-.")  # of the id of a claim
 ANSWER_SECONDS = 60.0  # the daemon's driver may have to start first
 BUSY_SECONDS = 10.0  # many may ask at once: those who wait are woken together
 
@@ -61,9 +63,10 @@ def ask_for(
             taken.update((device.uuid, str(error)) for device in devices)
             return None
         if "refused" in answer:
+            _close(descriptors)
             taken.update(_reasons(answer["refused"], devices))
             continue
-        locks = _locks(directory, devices, answer.get("locks"), descriptors, shared=request.share)
+        locks = _locks(directory, devices, answer, descriptors, shared=request.share)
         return Claim(str(answer["claim"]), devices, locks, memory=request.memory, most=request.most_sharers)
     return None
 
@@ -141,26 +144,43 @@ def _reasons(refused: object, devices: Sequence[Device]) -> dict[str, str]:
 
 
 def _locks(
-    directory: LockDirectory, devices: Sequence[Device], names: object, descriptors: tuple[int, ...], *, shared: bool
+    directory: LockDirectory,
+    devices: Sequence[Device],
+    answer: Mapping[str, Any],
+    descriptors: tuple[int, ...],
+    *,
+    shared: bool,
 ) -> tuple[Lock, ...]:
     """What came, if each is the locked lock file of its device, or of a slot of it."""
-    named = names if isinstance(names, list) else []
-    paths = [directory.lock_path(str(name)) for name in named]
-    fault = "there are fewer locks than devices" if not len(paths) == len(descriptors) == len(devices) else None
+    fault = None
+    try:
+        checked(answer, Given)
+    except GpuguardError as error:
+        fault = str(error)
+    named = answer["locks"] if fault is None else []
+    if fault is None and not _LETTERS.issuperset(answer["claim"]):
+        fault = "its id is none"  # a record of that name would lie elsewhere
+    paths = [directory.lock_path(name) for name in named]
+    if not len(paths) == len(descriptors) == len(devices):
+        fault = fault or "there are fewer locks than devices"
     for device, name in zip(devices, named, strict=False):
         allowed = slot_names(device.uuid) if shared else (device.uuid, f"{device.uuid}.nested")
         fault = fault or (None if name in allowed else f"{str(name)[:80]} is no lock of device {device.index}")
     for descriptor, path in zip(descriptors, paths, strict=False):
         fault = fault or _fault(directory, descriptor, path)
     if fault:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        _close(descriptors)
         raise ClaimError(f"what the daemon gave is no claim: {fault}.  Nothing is claimed; ask an administrator.")
     return tuple(
         Lock(descriptor, path, fcntl.LOCK_EX, (status.st_dev, status.st_ino))
         for descriptor, path in zip(descriptors, paths, strict=True)
         if (status := os.fstat(descriptor))
     )
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _fault(directory: LockDirectory, descriptor: int, path: str) -> str | None:

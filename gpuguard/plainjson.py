@@ -72,6 +72,15 @@ def shallow(encoded: bytes, deepest: int = DEEPEST) -> str:
     return encoded.decode("utf-8", "surrogatepass")
 
 
+def is_finite(value: object) -> bool:
+    """Whether no number in a JSON value is none: Python reads NaN and 1e400, and nobody reads what it makes of them."""
+    if isinstance(value, dict):
+        return all(map(is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(is_finite, value))
+    return not isinstance(value, float) or value - value == 0
+
+
 def _scanner() -> Any:
     try:
         from _json import make_scanner

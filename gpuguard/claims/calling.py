@@ -18,7 +18,7 @@ from gpuguard.claims.daemonfiles import daemon_files
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import GpuguardError
 from gpuguard.hints import Any
-from gpuguard.plainjson import loads
+from gpuguard.plainjson import is_finite, loads
 
 NAME = "daemon.sock"
 LARGEST = 4096  # bytes of a request, with the end of the line
@@ -98,7 +98,7 @@ def _understood(directory: LockDirectory, line: bytes) -> dict[str, Any]:
         answer = loads(line)
     except ValueError as error:  # it hung up
         raise Busy(f"the daemon in {directory.path} is busy.  Try again.") from error
-    if not isinstance(answer, dict) or answer.get("ok") is not True:
+    if not isinstance(answer, dict) or answer.get("ok") is not True or not is_finite(answer):
         said = answer.get("error") if isinstance(answer, dict) else None
         raise GpuguardError(str(said or "the daemon gave an answer that cannot be understood."))
     return answer

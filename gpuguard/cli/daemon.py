@@ -132,11 +132,12 @@ def _telling(args: argparse.Namespace, directory: LockDirectory) -> Telling | No
 
 
 def _reload(args: argparse.Namespace) -> int:
+    from gpuguard.claims.answers import Reloaded, checked
     from gpuguard.claims.calling import ask
     from gpuguard.daemon import EXIT_FAULTY
     from gpuguard.policychild import READ_SECONDS
 
-    answer = ask(directory_of(args), {"do": "reload"}, READ_SECONDS + 10.0)
+    answer = checked(ask(directory_of(args), {"do": "reload"}, READ_SECONDS + 10.0), Reloaded)
     if answer["faults"]:
         _say(f"{answer['path']} has {answer['faults']} faults, so the last good one stays in force: {answer['first']}")
         return EXIT_FAULTY

@@ -49,14 +49,16 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest("say for how long, by --for 4h; or --end, or --list.")
     if directory.owner is None:
         raise GpuguardError("without a directory of root's no daemon can be asked: run `sudo gpuguard setup` once.")
+    from gpuguard.claims.answers import Ended, Kept, checked
     from gpuguard.claims.calling import ask
     from gpuguard.documents.accounts import Accounts
     from gpuguard.units import format_duration
-    from gpuguard.views.text import json_text, put
+    from gpuguard.views.text import json_text, neutralise, put
 
     uid = Accounts().user(args.user) if args.user is not None else None
     request = {"do": "end" if args.end else "keep", "uid": uid, "device": args.device}
     answer = ask(directory, request if args.end else {**request, "for_seconds": seconds, "reason": reason})
+    checked(answer, Ended if args.end else Kept)
     if args.json:
         put([json_text({"schema": 1, **{name: value for name, value in answer.items() if name != "ok"}})], sys.stdout)
     elif args.end:
@@ -66,18 +68,19 @@ def main(args: argparse.Namespace) -> int:
         whom = answer["user"] or "everybody"
         own = answer["user"] is not None and uid in (None, os.getuid())
         where = f" on {answer['device']}" if answer["device"] else ""
-        put([f"{'what you have' if own else whom}{where} is left alone for {left}."], sys.stdout)
+        put([neutralise(f"{'what you have' if own else whom}{where} is left alone for {left}.")], sys.stdout)
     return 0 if not args.end or answer["ended"] else 1
 
 
 def _status(args: argparse.Namespace) -> int:
+    from gpuguard.claims.answers import Status, checked
     from gpuguard.claims.calling import ask
     from gpuguard.documents.accounts import Accounts
     from gpuguard.views.standing import lines
     from gpuguard.views.text import json_text, put
 
     uid = Accounts().user(args.user) if args.user is not None else None
-    answer = ask(directory_of(args), {"do": "status", "uid": uid})
+    answer = checked(ask(directory_of(args), {"do": "status", "uid": uid}), Status)
     if args.json:
         put([json_text({"schema": 1, **{name: value for name, value in answer.items() if name != "ok"}})], sys.stdout)
     else:

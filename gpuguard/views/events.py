@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpuguard.hints import Any
 from gpuguard.model import Event
-from gpuguard.plainjson import loads
+from gpuguard.plainjson import is_finite, loads
 from gpuguard.text import neutralise
 
 Line = Mapping[str, Any]
@@ -115,16 +115,7 @@ def _remarks(facts: Mapping[str, Any]) -> str:
 
 
 def _is_event(content: Line) -> bool:
-    return _is_number(content.get("time_unix_seconds")) and content.get("schema") == 1 and _is_finite(content)
-
-
-def _is_finite(value: object) -> bool:
-    """Whether no number in it is none: Python reads NaN and 1e400, and nobody could read what is printed of them."""
-    if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or value - value == 0
+    return _is_number(content.get("time_unix_seconds")) and content.get("schema") == 1 and is_finite(content)
 
 
 def _is_number(value: object) -> bool:
