@@ -309,7 +309,7 @@ def a_full_socket() -> Iterator[socket.socket]:
 def test_open_files_that_somebody_sends_hold_up_nobody(directory, monkeypatch, kernel, first):
     """A socket can let its last holder wait for days when he closes it, and that one was the thread that listens."""
     if kernel != "as it is":
-        monkeypatch.setattr(door, "_PASS_RIGHTS", 0x7FFF)
+        monkeypatch.setattr(door, "PASS_RIGHTS", 0x7FFF)
     until_all_is_sent = threading.Event()
     with ExitStack() as stack:
         one = Door(directory, lambda uid, request: {"waited": until_all_is_sent.wait(60)})

@@ -13,6 +13,8 @@ import pytest
 from commands import Gpuguard
 from web_pages import a_page, ask, until
 
+from gpuguard.claims.calling import PASS_RIGHTS
+
 pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 pytest.importorskip("uvicorn", reason="NOT TESTED: needs the extra web")
 
@@ -181,6 +183,20 @@ def test_a_unix_socket_lets_in_our_user_and_group_alone_and_is_gone_at_the_end(g
     assert (mode, answers) == (0o660, [b"200", b"421", b"421"])
     assert (second.returncode != 0, "Address already in use" in second.stderr) == (True, True)
     assert (code, path.exists()) == (0, False)
+
+
+def test_a_unix_socket_takes_no_open_files_from_anybody(tmp_path):
+    """Who closes the last copy of one waits for as long as its sender likes."""
+    from gpuguard.web.listening import listening
+
+    with listening("", 0, str(tmp_path / "gpus.sock")) as server, socket.socket(socket.AF_UNIX) as asking:
+        try:
+            server.getsockopt(socket.SOL_SOCKET, PASS_RIGHTS)
+        except OSError:
+            pytest.skip("a kernel before 6.16")
+        asking.connect(str(tmp_path / "gpus.sock"))
+        with pytest.raises(PermissionError):
+            socket.send_fds(asking, [b"GET"], [0])
 
 
 def connects(path: Path) -> bool:

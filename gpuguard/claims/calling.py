@@ -23,6 +23,7 @@ from gpuguard.plainjson import is_finite, loads
 NAME = "daemon.sock"
 LARGEST = 4096  # bytes of a request, with the end of the line
 LARGEST_ANSWER = 2**17
+PASS_RIGHTS = 83  # SO_PASSRIGHTS of Linux 6.16, asm-generic: every machine that NVIDIA has drivers for
 MOST_DESCRIPTORS = 64  # that come with one answer
 ADVICE = "An administrator starts one: see `gpuguard daemon --help`."
 

@@ -82,7 +82,8 @@ def _change_file(directory: LockDirectory, name: str, account: pwd.struct_passwd
         os.fchown(descriptor, *((account.pw_uid, account.pw_gid) if brokered else (0, 0)))
         os.fchmod(descriptor, BROKERED if brokered else 0o444)
         if brokered and was_open and name != "gate":
-            with open(directory.lock_path(name), "wb") as file:
+            # The file that was looked at, whatever bears its name by now: the directory may be another user's already.
+            with open(f"/proc/self/fd/{descriptor}", "wb") as file:
                 file.write(EARLIER)
         if brokered and name != "gate":
             renew(directory, name, descriptor)

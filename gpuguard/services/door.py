@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from gpuguard.claims.calling import LARGEST, encoded, short_path, uid_behind
+from gpuguard.claims.calling import LARGEST, PASS_RIGHTS, encoded, short_path, uid_behind
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import GpuguardError
 from gpuguard.hints import Any
@@ -34,7 +34,6 @@ PATIENCE_SECONDS = 2.0  # for a request to be complete
 MOST_HANGING = 64  # threads that wait for what somebody has sent to be closed
 PAUSE_SECONDS = 0.005  # after each connection: somebody who never stops connecting costs little
 
-_PASS_RIGHTS = 83  # SO_PASSRIGHTS of Linux 6.16, asm-generic: every machine that NVIDIA has drivers for
 # What may ask the driver, or look through all that somebody has open: each is answered by a thread of its own, one
 # request after the other.
 SLOW = frozenset({"claim", "release"})
@@ -91,7 +90,7 @@ class Door:
             finally:
                 os.umask(before)
         with suppress(OSError):  # an older kernel: see _part
-            self._listener.setsockopt(socket.SOL_SOCKET, _PASS_RIGHTS, 0)
+            self._listener.setsockopt(socket.SOL_SOCKET, PASS_RIGHTS, 0)
         self._listener.listen(64)
         self._wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gpuguard-door", daemon=True)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from gpuguard.claims.calling import PASS_RIGHTS
 from gpuguard.errors import GpuguardError
 
 MOST_CONNECTIONS = 300  # browsers open up to six each for the files, and one for the stream
@@ -63,6 +64,8 @@ def _at(path: str) -> socket.socket:
         raise
     finally:
         os.umask(before)
+    with suppress(OSError):  # an older kernel.  Who closes open files that somebody sends may wait for long
+        ours.setsockopt(socket.SOL_SOCKET, PASS_RIGHTS, 0)
     ours.listen(128)
     return ours
 
