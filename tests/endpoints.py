@@ -138,6 +138,7 @@ class WebServer:
     url: str = ""
     requests: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
     hold: threading.Event | None = None  # it does not answer before this is set
+    context: ssl.SSLContext | None = None  # then it speaks TLS
 
 
 @contextmanager
@@ -163,7 +164,10 @@ def a_web_server(**behaviour: Any) -> Iterator[WebServer]:
         def log_message(self, *_: object) -> None:
             """Nothing on stderr."""
 
-    with _serving(_Server(("127.0.0.1", 0), Request)) as port:
+    server = _Server(("127.0.0.1", 0), Request)
+    if web.context:
+        server.socket = web.context.wrap_socket(server.socket, server_side=True)
+    with _serving(server) as port:
         web.url = f"http://127.0.0.1:{port}/hook"
         yield web
         if web.hold:

@@ -63,6 +63,7 @@ class Apprise:
         return url.startswith("chat://")
     def notify(self, **said):
         json.dump([self.url, said], open({str(tmp_path / "said")!r}, "w"))
+        open({str(tmp_path / "command")!r}, "w").write(open("/proc/self/cmdline").read())
         print("leak", self.url)
         return {answer}
 """)

@@ -186,6 +186,19 @@ def test_a_master_connection_of_ssh_is_used_and_does_not_delay_the_answer(fleet,
     assert (done.returncode, again.returncode) == (0, 0)
 
 
+def test_what_a_configuration_runs_for_people_who_work_there_is_not_run_for_a_question(fleet, tmp_path):
+    config = tmp_path / "config"
+    config.write_text(
+        f"Host sim00\nPermitLocalCommand yes\nLocalCommand touch {tmp_path}/local\nRemoteCommand tmux attach\n"
+        f"Host *\nInclude {fleet.config}\n"
+    )
+    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_SSH=f"{program('ssh')} -F {config}")
+    done = gpuguard("who", "--hosts", "sim00", "--timeout", "50s")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "local").exists()
+
+
 def test_the_host_of_an_ssh_that_is_missing_is_skipped_loudly(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name, path=None: None)
 

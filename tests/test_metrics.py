@@ -317,5 +317,7 @@ def test_influx_has_one_line_per_subject():
 )
 def test_a_tag_cannot_become_another_line_or_field(name, tag):
     (line,) = to_influx([Family("gpuguard_user_x", "gauge", "", {labels(user=name): 1.0})], "h", 1.0)
+    (of_host,) = to_influx([Family("gpuguard_x", "gauge", "", {(): 1.0})], name, 1.0)
 
     assert line == f"gpuguard_user,host=h,user={tag} x=1 1000000000"
+    assert of_host == f"gpuguard,host={tag} x=1 1000000000", "it is no label, which would be one line already"

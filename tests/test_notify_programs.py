@@ -25,7 +25,8 @@ def test_a_hook_gets_the_message_by_environment_and_standard_input(tmp_path, mon
     out.chmod(0o777)
     os.chmod(tmp_path, 0o755)
     program = a_script(
-        tmp_path / "hook", f'env >{out}/env; cat >{out}/json; printf "%s\\n" "$@" >{out}/words; id -u >{out}/uid'
+        tmp_path / "hook",
+        f'env >{out}/env; cat >{out}/json; printf "%s\\n" "$@" >{out}/words; id -u >{out}/uid; id -G >{out}/groups',
     )
     with _reachable(tmp_path):
         assert attempt(Hook((program, "--urgent", "$(id)")), a_message()) == (True, "")
@@ -37,6 +38,7 @@ def test_a_hook_gets_the_message_by_environment_and_standard_input(tmp_path, mon
     assert json.loads((out / "json").read_bytes())["facts"]["pid"] == 4711
     assert (out / "words").read_text() == "--urgent\n$(id)\n"
     assert (out / "uid").read_text().strip() != "0"
+    assert "0" not in (out / "groups").read_text().split()
 
 
 @contextmanager
@@ -93,6 +95,7 @@ def test_other_services_are_reached_through_apprise(tmp_path, monkeypatch, capfd
     url, said = json.loads((tmp_path / "said").read_text())
     assert (url, said["body"], said["title"]) == (f"chat://{PASSWORD}", a_message("zh").body, a_message("zh").subject)
     assert PASSWORD not in "".join(capfd.readouterr())
+    assert PASSWORD not in (tmp_path / "command").read_text(), "everybody can read a command line"
     assert "apprise" not in sys.modules, "it stays outside"
 
 

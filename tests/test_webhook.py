@@ -7,7 +7,7 @@ import os
 import threading
 
 import pytest
-from endpoints import a_mail_server, a_web_server
+from endpoints import a_certificate, a_mail_server, a_web_server
 from targets import HOSTILE, PASSWORD, a_message, a_secret
 
 from gpuguard.errors import InvalidRequest
@@ -61,6 +61,18 @@ def test_a_redirect_is_not_followed(status, tmp_path):
         )
 
     assert other.requests == []
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused_before_the_token_goes_out(tmp_path):
+    certificate, context = a_certificate(tmp_path)
+    with a_web_server(context=context) as web:
+        url = web.url.replace("http://127.0.0.1", "https://localhost")
+        went_out, why = attempt(Webhook(url, token=a_secret(tmp_path)), a_message())
+        assert (went_out, "certificate" in why, web.requests) == (False, True, [])
+        trusted = Webhook(url, token=Secret(file=str(tmp_path / "secret")), ca_file=str(certificate))
+        assert attempt(trusted, a_message()) == (True, "")
+
+    assert web.requests[0][0]["Authorization"] == f"Bearer {PASSWORD}"
 
 
 def test_a_message_to_this_machine_does_not_take_the_way_over_a_proxy(monkeypatch):
