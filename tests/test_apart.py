@@ -61,11 +61,14 @@ def test_who_came_back_is_looked_at_again_by_the_same_thread(comes_back):
     assert (found, threading.active_count()) == ("found", threads)
 
 
-def test_many_who_hang_take_a_bounded_time_and_number_of_threads(comes_back):
+def test_many_without_a_name_who_hang_take_a_bounded_number_of_threads_and_hide_nobody_else(comes_back, monkeypatch):
+    monkeypatch.setattr(apart, "user_name", str)
     for number in range(2 * MOST_HANGING):
         in_time(os.getpid(), str(number), hangs(comes_back))
-
     assert len(apart._hanging) == MOST_HANGING
+
+    monkeypatch.setattr(apart, "user_name", lambda uid: "alice")
+    assert in_time(os.getpid(), "memory", lambda: "found") == "found"
 
 
 def test_a_copy_of_a_process_has_a_thread_of_its_own(comes_back):
