@@ -110,6 +110,14 @@ def test_a_planted_link_is_replaced_and_not_written_through(gpuguard, tmp_path):
     assert victim.read_text() == "mine" and not (place / "gpuguard.prom").is_symlink()
 
 
+def test_what_somebody_left_in_the_directory_keeps_no_page_from_it(gpuguard, tmp_path):
+    place = tmp_path / "textfile"
+    (place / ".gpuguard.prom.999999999").mkdir(parents=True)
+
+    assert gpuguard("metrics", "--textfile", str(place)).returncode == 0
+    assert (place / "gpuguard.prom").exists()
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_the_file_goes_when_nobody_writes_it_any_more(gpuguard, tmp_path, signum):
     place = tmp_path / "textfile"

@@ -20,7 +20,7 @@ from gpuguard.usage.report import BY, Report, gathered
 from gpuguard.usage.tally import NOBODY_KNOWS, Slot, rates_of
 from gpuguard.views import report as view
 from gpuguard.views.claims import ended_claims
-from gpuguard.views.history import remarks
+from gpuguard.views.history import csv_lines, remarks
 from gpuguard.views.report_page import to_html
 from gpuguard.views.text import display_width, json_text, style
 
@@ -246,6 +246,8 @@ def test_no_spreadsheet_takes_a_name_for_a_formula(path):
     recorded(path, range(HOUR))
 
     assert any(line.startswith("'=cmd()") for line in view.to_csv(reported(path), None))
+    signs = ["=1", "+1", "-1", "@x", "\uff1d1", "\uff0b1", "\uff0d1", "\uff20x"]
+    assert csv_lines(["a"], [[each] for each in signs]) == ["a", *(f"'{each}" for each in signs)]
 
 
 # --- the page -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 
 import pytest
@@ -108,6 +109,30 @@ def test_the_end_waits_for_no_chart_but_the_one_that_is_drawn(feed, monkeypatch)
 
     assert sorted(set(asyncio.run(everybody()))) == [200, 503]
     assert len(most) == 1
+
+
+def test_a_look_that_fails_as_nobody_foresaw_is_said_and_the_next_one_goes_well(monkeypatch):
+    looks = []
+
+    def seen(_):
+        looks.append(1)
+        if len(looks) == 1:
+            raise ZeroDivisionError("secret")
+        return {"schema": 1, "devices": [], "line": [], "unknown": []}
+
+    monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
+    monkeypatch.setattr(Feed, "_seen", seen)
+    feed = Feed(None, None, lambda: [])
+
+    async def two():
+        looking = asyncio.create_task(feed.run())
+        frames = [await asyncio.wait_for(feed.next(number), PATIENCE) for number in range(2)]
+        looking.cancel()
+        return [json.loads(frame.text) for frame in frames]
+
+    first, second = asyncio.run(two())
+    assert first["error"] == "a fault inside gpuguard: ZeroDivisionError"
+    assert second["devices"] == []
 
 
 @pytest.mark.parametrize("slots", [60, 6 * 60])

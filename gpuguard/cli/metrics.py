@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -192,7 +193,8 @@ def _tidy(directory: str) -> None:
     for name in os.listdir(directory):
         pid = name.removeprefix(f".{FILE}.")
         if pid != name and (pid == str(os.getpid()) or not os.path.exists(f"/proc/{pid}")):
-            os.unlink(os.path.join(directory, name))
+            with suppress(OSError):  # somebody else's, or a directory of that name: no reason not to write ours
+                os.unlink(os.path.join(directory, name))
 
 
 def _remove(directory: str) -> None:

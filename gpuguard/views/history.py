@@ -219,6 +219,9 @@ def csv_lines(names: Sequence[str], rows: Sequence[Sequence[object]]) -> list[st
     return stream.getvalue().splitlines()
 
 
+_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # with the wide ones, which a spreadsheet in Japanese takes as well
+
+
 def _harmless(text: str) -> str:
     neutral = neutralise(text)
-    return f"'{neutral}" if neutral[:1] in ("=", "+", "-", "@") else neutral
+    return f"'{neutral}" if neutral.startswith(_FORMULA) else neutral

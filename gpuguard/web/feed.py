@@ -133,7 +133,10 @@ class Feed:
         try:
             return _encoded(bounded(self._seen()))
         except (GpuguardError, OSError) as error:
-            return _encoded({"schema": 1, "error": neutralise(str(error)), "taken_at": time.time()})
+            fault = neutralise(str(error))
+        except Exception as error:  # noqa: BLE001  the border to whatever strangers wrote: the next look may go well
+            fault = f"a fault inside gpuguard: {type(error).__name__}"
+        return _encoded({"schema": 1, "error": fault, "taken_at": time.time()})
 
     def _seen(self) -> dict[str, Any]:
         seen, age = self._source.sample()
