@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from nodes import eventually
 from slurm_answers import ALICE, BOB, EVE, NODE, Controller, a_job
 
 from gpuguard.clusters import slurm_node
-from gpuguard.clusters.slurm_node import Job, Node, SlurmNode, given, jobs_on, names, node_of
+from gpuguard.clusters.slurm_node import Job, Node, SlurmNode, given, is_in, jobs_on, node_of
 from gpuguard.guards.case import boot_clock
 from gpuguard.nouns import replace
 
@@ -109,19 +110,31 @@ def test_no_job_at_all():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "named", "others"),
     [
-        ("n1", ["n1"]),
-        ("n1,m2", ["n1", "m2"]),
-        ("n[1-3,7],m1", ["n1", "n2", "n3", "n7", "m1"]),
-        ("gpu[08-10]-ib", ["gpu08-ib", "gpu09-ib", "gpu10-ib"]),
-        ("(null)", ["(null)"]),
-        ("", []),
-        ("n[1-99999999]", []),
+        ("n1", ["n1"], ["n", "n11", "m1"]),
+        ("n1,m2", ["n1", "m2"], ["n2"]),
+        ("n[1-3,7],m1", ["n1", "n2", "n3", "n7", "m1"], ["n4", "n01", "n", "n10", "nx"]),
+        ("gpu[08-10]-ib", ["gpu08-ib", "gpu09-ib", "gpu10-ib"], ["gpu8-ib", "gpu08", "gpu-ib", "gpu11-ib"]),
+        ("(null)", ["(null)"], ["n1"]),
+        ("", [], ["", "n1"]),
+        ("n[1-99999999],n[x-3],n[]", ["n1", "n99999999"], ["n", "n0", "nx"]),
+        ("n[1-" + "9" * 5000 + "]", [], ["n1"]),
+        ("aa[1]a", ["aa1a"], ["aa", "aaa"]),
     ],
 )
-def test_a_list_of_nodes_is_their_names(text, expected):
-    assert names(text) == expected
+def test_a_list_of_nodes_names_these_and_no_others(text, named, others):
+    assert [name for name in (*named, *others) if is_in(name, text)] == named
+
+
+def test_a_job_that_calls_itself_a_list_of_millions_of_nodes_takes_no_time_and_no_memory():
+    bomb = "NodeList=" + ",".join(1000 * ["n[0-9999]"])
+    tracemalloc.start()
+    try:
+        jobs = jobs_on(a_job(name=f"x {bomb}"), "n1")
+        assert len(jobs) == 1 and tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ def jobs_on(text: str, node: str) -> tuple[Job, ...]:
     jobs = []
     for line in text.splitlines():
         states = re.findall(r"(?:^|\s)JobState=(\w+)", line)
-        nodes = [name for found in re.findall(r"(?:^|\s)NodeList=(\S+)", line) for name in names(found)]
-        details = [gres for found, gres in _DETAIL.findall(line) if node in names(found)]
-        if (not details and node not in nodes) or (states and _OVER.issuperset(states)):
+        listed = any(is_in(node, found) for found in re.findall(r"(?:^|\s)NodeList=(\S+)", line))
+        details = [gres for found, gres in _DETAIL.findall(line) if is_in(node, found)]
+        if (not details and not listed) or (states and _OVER.issuperset(states)):
             continue
         told = [numbers for gres in details for numbers in _gpus_in(gres)]
         known = bool(details) and None not in told
@@ -133,21 +133,26 @@ def misnumbered(node: Node, devices: Sequence[Device]) -> str | None:
     return "the driver numbers the GPUs in another order than /dev/nvidia*" if minors != sorted(minors) else None
 
 
-def names(hostlist: str) -> list[str]:
-    """["n1", "n08", "n09"] of "n1,n[08-09]"; a name with two brackets stays as it is."""
-    found: list[str] = []
+def is_in(node: str, hostlist: str) -> bool:
+    """Whether "n1,n[08-09]" names a node; n09 is one of it.  A name with two brackets is nobody's.
+
+    The names are not made: users write into what looks like such a list, too, and a short one names millions.
+    """
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?[^,\[\]]*", hostlist):
         start, bracket, rest = part.partition("[")
         inner, _, end = rest.partition("]")
-        if not bracket:
-            found.append(part)
-        for numbers in inner.split(",") if bracket else ():
+        if part == node:
+            return True
+        number = node[len(start) : len(node) - len(end)]
+        if not bracket or f"{start}{number}{end}" != node or not number.isdecimal():
+            continue
+        for numbers in inner.split(","):
             first, _, last = numbers.partition("-")
-            if not (first.isdecimal() and (last or first).isdecimal() and len(numbers) < 40):
-                continue
-            if int(last or first) - int(first) < 10_000:
-                found += [f"{start}{n:0{len(first)}}{end}" for n in range(int(first), int(last or first) + 1)]
-    return found
+            if first.isdecimal() and (last or first).isdecimal() and len(numbers) < 40:
+                among = int(first) <= int(number) <= int(last or first)
+                if among and number == f"{int(number):0{len(first)}}":
+                    return True
+    return False
 
 
 def _listed(gres: str) -> list[str]:
