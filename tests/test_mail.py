@@ -160,6 +160,7 @@ def test_no_text_of_a_user_becomes_a_header_a_recipient_or_a_second_letter(hosti
     assert {name.lower() for name in letter.content} == names
     assert letter.recipients == ["ops@example.org"]
     assert letter.body == message.body
+    assert letter.content["Subject"].strip() == message.subject.replace("=?", "= ?"), "and no encoded word is decoded"
 
 
 @pytest.mark.parametrize(

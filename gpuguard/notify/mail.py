@@ -116,7 +116,9 @@ def _letter(target: Email, message: Message, recipients: list[str]) -> EmailMess
     letter = EmailMessage(policy=email.policy.SMTP)
     letter["From"] = _sender(target)
     letter["To"] = ", ".join(recipients)
-    letter["Subject"] = message.subject  # neutral text has no line ends, and EmailMessage refuses them besides
+    # Neutral text has no line ends, and EmailMessage refuses them.  But it decodes the encoded words that it is given
+    # (=?utf-8?q?=0ABcc:?=), and up to Python 3.12.4 writes their line ends as they are: headers, and another body.
+    letter["Subject"] = message.subject.replace("=?", "= ?")
     letter["Date"] = formatdate(localtime=True)
     letter["Message-ID"] = make_msgid(domain="gpuguard.invalid")
     letter["Auto-Submitted"] = "auto-generated"  # no answers from holiday programs
