@@ -82,7 +82,12 @@ def load_apart(path: str) -> PolicyFile:
         return faulty(path, f"the process that reads the file took more than {READ_SECONDS:.0f} s.", TOO_LONG)
     if not told:
         return faulty(path, "the process that reads the file ended by itself.", "Try `gpuguard policy check`.")
-    file: PolicyFile = rebuilt(marshal.loads(told))
+    try:
+        file = rebuilt(marshal.loads(told))
+    except (ValueError, EOFError, TypeError, LookupError, AttributeError, ImportError):
+        file = None  # a library of the child has printed into its answer
+    if not isinstance(file, PolicyFile):
+        return faulty(path, "what the process that reads the file says cannot be understood.", "Try it again.")
     return file
 
 

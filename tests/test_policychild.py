@@ -50,6 +50,22 @@ def test_the_examples_are_the_same_in_plain_values(path: Path) -> None:
     assert rebuilt(marshal.loads(marshal.dumps(plain(file)))) == file
 
 
+@pytest.mark.parametrize(
+    "told",
+    [b"Loading ...", marshal.dumps(1), marshal.dumps(("dict", 5)), marshal.dumps(("tuple", [([], 1)])),
+     marshal.dumps(("gpuguard.nothing:X", [])), marshal.dumps(("gpuguard.policychild:PolicyFile", 7)),
+     marshal.dumps(plain(parse(EXPRESSION)))[:-20], b"x" + marshal.dumps(plain(parse(EXPRESSION)))],
+    ids=lambda told: repr(told)[:30],
+)  # fmt: skip
+def test_what_the_child_garbles_is_a_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bytes):
+    (tmp_path / "p.yaml").write_text(EXPRESSION)
+    monkeypatch.setattr(policychild, "_told", lambda content, path: told)
+
+    file = load_apart(str(tmp_path / "p.yaml"))
+
+    assert not file.policies and "cannot be understood" in file.faults[0].text
+
+
 def test_a_condition_can_still_be_judged() -> None:
     [policy] = parse(EXPRESSION).policies
     [rule] = rebuilt(plain(policy)).rules

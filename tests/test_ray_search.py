@@ -158,7 +158,16 @@ def test_words_for_ray_reach_it():
 
 
 @pytest.mark.parametrize(
-    "words", ["--frobnicate 3", "--entrypoint-num-cpus many", "--runtime-env-json [1]", "--address", "'"]
+    "words",
+    [
+        "--frobnicate 3",
+        "--entrypoint-num-cpus many",
+        "--runtime-env-json [1]",
+        "--entrypoint-memory inf",
+        """--runtime-env-json '{"env_vars": 5}'""",
+        "--address",
+        "'",
+    ],
 )
 def test_words_that_ray_does_not_have_are_refused_with_those_that_it_has(words):
     with pytest.raises(InvalidRequest, match="--entrypoint-memory"):

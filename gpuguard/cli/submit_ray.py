@@ -67,6 +67,8 @@ def engine_words(texts: list[str]) -> argparse.Namespace:
         found.entrypoint_memory = number("--entrypoint-memory", found.entrypoint_memory)
         found.entrypoint_resources = table("--entrypoint-resources", found.entrypoint_resources)
         found.runtime_env_json = table("--runtime-env-json", found.runtime_env_json)
+        if not isinstance(found.runtime_env_json.get("env_vars", {}), dict):
+            raise ValueError("env_vars of --runtime-env-json is no JSON object")
     except (argparse.ArgumentError, ValueError) as fault:
         raise InvalidRequest(f"--with: {fault}.  Ray is given {known}.") from None
     if unknown:
@@ -77,7 +79,10 @@ def engine_words(texts: list[str]) -> argparse.Namespace:
 def number(word: str, text: str | None) -> float | None:
     """A number of *word*."""
     try:
-        return None if text is None else float(text)
+        found = None if text is None else float(text)
+        if found is not None and not 0 <= found < 2**63:
+            raise ValueError
+        return found
     except ValueError:
         raise InvalidRequest(f"{word} {text!r} is no number") from None
 
