@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 
 import pytest
@@ -73,6 +74,17 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_before_the_token_goes_
         assert attempt(trusted, a_message()) == (True, "")
 
     assert web.requests[0][0]["Authorization"] == f"Bearer {PASSWORD}"
+
+
+def test_a_certificate_for_another_name_does_not_make_us_tell_the_address(tmp_path, monkeypatch):
+    certificate, context = a_certificate(tmp_path)
+    with a_web_server(context=context) as web:
+        port = web.url.split(":")[2].split("/")[0]
+        place = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", int(port)))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: place)
+        target = Webhook(a_secret(tmp_path, f"https://{PASSWORD}.example.org:{port}/x"), ca_file=str(certificate))
+
+        assert attempt(target, a_message()) == (False, "the certificate is not to be trusted: Hostname mismatch")
 
 
 def test_a_message_to_this_machine_does_not_take_the_way_over_a_proxy(monkeypatch):

@@ -78,5 +78,6 @@ def _of_the_system(error: OSError) -> str:
     if isinstance(cause, TimeoutError):
         return "no answer in time"
     if isinstance(cause, ssl.SSLCertVerificationError):
-        return f"the certificate is not to be trusted: {cause.verify_message}"
+        # Behind a comma stands for which name it is not, and that may be the secret.
+        return f"the certificate is not to be trusted: {cause.verify_message.partition(',')[0]}"
     return cause.strerror or f"no connection ({type(cause).__name__})"
