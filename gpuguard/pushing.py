@@ -14,6 +14,7 @@ from gpuguard.notify.posting import LOOPBACK, posted
 MOST_BATCHES = 120  # an hour at one per 30 s; the oldest go first
 TIMEOUT_SECONDS = 10.0
 _LONGEST_ANSWER = 300
+_MOST_READ = 8192  # of which so much is told: no part of a token may stand at the end
 
 
 class Outbox:
@@ -84,7 +85,10 @@ class Outbox:
             posted(self._url, body, headers, self._timeout).close()
         except urllib.error.HTTPError as error:
             with error:
-                return error.code, error.read(_LONGEST_ANSWER).decode("utf-8", "replace")
+                said = error.read(_MOST_READ).decode("utf-8", "replace")
+            if self._token:
+                said = said.replace(self._token, "(the token)")  # some servers repeat what they were sent
+            return error.code, said[:_LONGEST_ANSWER]
         return None, ""
 
     def _place(self) -> str:

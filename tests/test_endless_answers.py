@@ -129,6 +129,16 @@ def test_it_is_the_same_behind_tls(tmp_path, talk, why):
         assert attempt(mail, a_message()) == (False, "it answers without end")
 
 
+@pytest.mark.parametrize("before", [b"", b"x" * 290])
+def test_a_server_that_repeats_the_token_does_not_make_us_repeat_it(before):
+    answer = before + b"Token s3cret-and-long, was sent"
+    whole = b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer
+    with a_peer(once(whole)) as port, pytest.raises(GpuguardError, match="401") as refused:
+        Outbox(f"http://127.0.0.1:{port}/write?db=x", "s3cret-and-long").send(["a x=1"])
+
+    assert "s3c" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("talk", "why"),
     [
