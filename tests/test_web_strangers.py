@@ -119,6 +119,20 @@ def test_however_many_say_nothing_who_asks_is_answered(server):
         assert connected(process.pid, silent[-1]), "the oldest make room"
 
 
+@pytest.mark.parametrize(
+    "body", [b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n", b"Content-Length: 9999999\r\n\r\n"]
+)
+def test_who_asks_with_a_body_is_refused_and_hung_up_on(server, body):
+    port, _ = server
+    with socket.create_connection(("127.0.0.1", port), 20) as asking:
+        asking.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n" + body)
+        answer = b""
+        while more := asking.recv(65536):
+            answer += more
+
+    assert answer.startswith(b"HTTP/1.1 400")
+
+
 def test_who_says_nothing_or_half_a_request_is_hung_up_on(server):
     port, process = server
     before = process.num_fds()

@@ -158,7 +158,8 @@ class Guard:
 
         async def guarded(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *HEADERS, *([cookie] if cookie else [])]
+                more = [cookie] if cookie else [(b"connection", b"close")] if fault else []
+                message["headers"] = [*message.get("headers", ()), *HEADERS, *more]
             await send(message)
 
         await app(scope, receive, guarded)
@@ -166,6 +167,9 @@ class Guard:
     def _fault(self, scope: Scope) -> tuple[int, str] | None:
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "this page only shows: GET\n"
+        said = dict(scope["headers"])
+        if b"transfer-encoding" in said or said.get(b"content-length", b"0") != b"0":
+            return 400, "a question has no body\n"  # of which we would read all that comes
         names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(names) != 1 or _without_port(names[0]) not in self._hosts:
             return 421, "this page is not known by that name: see `gpuguard web --help`, --host\n"
