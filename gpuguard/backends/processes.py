@@ -31,8 +31,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 # What is read about a process costs 0.5 ms: a daemon that looks once per second keeps it.
 FACTS_SECONDS = 60.0
-COMMAND_SECONDS = 10.0  # within which a title is seen that a program writes over its command line; another one at once
-UID_SECONDS = 10.0  # a process gets another user id while it runs only by dropping privileges, just after its start
+COMMAND_SECONDS = 30.0  # within which a title is seen that a program writes over its command line; another one at once
+UID_SECONDS = 30.0  # a process gets another user id while it runs only by dropping privileges, just after its start
 KEPT_AT_MOST = 8192  # processes in each half, 1 KiB each: more than run on 64 devices
 
 
