@@ -50,8 +50,7 @@ def _made(cls: type) -> type:
                 fields[name] = value
             return
         fields.update(blank)
-        if values:
-            fields.update(zip(names, values, strict=False))
+        fields.update(zip(names, values, strict=False))
         fields.update(named)
         # Not a list of what is missing: a daemon makes hundreds of nouns per second, and that is a third of their cost.
         for name in required:
