@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import select
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from nodes import eventually, start
 
 from gpuguard.backends import isolated, sampler
 from gpuguard.backends.isolated import Isolated, open_isolated
 from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
-from gpuguard.model import SELECT_FIELDS
+from gpuguard.model import MEMORY, SELECT_FIELDS
 
 
 @pytest.mark.parametrize("told", [("ready",), ("ready", "9.9")], ids=["before it was told", "9.9"])
@@ -55,3 +58,26 @@ def test_a_sampler_that_never_becomes_ready_is_given_up(monkeypatch: pytest.Monk
     os.close(_hold)
 
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("text", [b"Loading the driver ...\n", b"\x09\x00\x00\x00garbage..", b"\x02\x00\x00\x00((more"])
+def test_what_a_library_prints_into_the_pipe_blinds_nobody_for_long(tmp_path: Path, text: bytes) -> None:
+    start(str(tmp_path / "node"))
+    source = open_isolated(f"simulated:{tmp_path / 'node'}", fork=False)
+    try:
+        assert source.sample({MEMORY}).devices and source._channel
+        with open(f"/proc/{source._channel[0]}/fd/1", "wb", buffering=0) as out:
+            out.write(text)
+        with suppress(BackendError):
+            source.sample({MEMORY})
+
+        assert eventually(lambda: samples(source))
+    finally:
+        source.close()
+
+
+def samples(source: Isolated) -> bool:
+    try:
+        return all(device.memory_used is not None for device in source.sample({MEMORY}).devices)
+    except BackendError:
+        return False

@@ -163,7 +163,7 @@ os.register_at_fork(before=look)
 def test_a_copy_that_becomes_a_sampler_loads_next_to_nothing_before_it_serves(fake: FakeNvml, tmp_path: Path) -> None:
     code = """
 from gpuguard.backends import sampler
-sampler.serve = lambda name, requests, replies, *_: sampler.send(replies, sorted(sys.modules))
+sampler.serve = lambda name, requests, replies, *_: sampler.send(replies, tuple(sys.modules))
 channel = sampler.start_by_fork("nvml")
 for name in set(sampler.receive(channel[2])) - set(sys.modules):
     sys.modules["copy." + name] = None

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # one that nobody writes to: when it is closed, the child ends.
 Channel = tuple[int, int, int, int, int]
 SMALL = 32 * 2**20  # bytes resident: a script before its imports has 13 MiB, and much more when it has begun to compute
+LONGEST = 2**26  # bytes of a frame: as a length any four letters are more
 _DEVICES = ("/dev/nvidia", "/dev/infiniband", "/dev/dri", "/dev/kfd")
 
 Mark = tuple["int | None", float]  # the index of the device that is read, None: none; and since when (monotonic)
@@ -237,10 +238,18 @@ def send(descriptor: int, message: Any) -> None:
 
 
 def receive(descriptor: int) -> Any:
-    """Read one frame; None when the other end is gone."""
+    """Read one frame; None when the other end is gone, or of no use: a library has printed into the pipe.
+
+    What follows that could not be told apart, and text taken for a length would be waited for.
+    """
     head = _read(descriptor, 4)
-    body = _read(descriptor, int.from_bytes(head, "little")) if head else b""
-    return marshal.loads(body) if body else None
+    size = int.from_bytes(head, "little")
+    try:
+        body = _read(descriptor, size) if size <= LONGEST else b""
+        found = marshal.loads(body) if body else None
+        return found if type(found) is tuple else None
+    except (ValueError, EOFError, TypeError):
+        return None
 
 
 def _read(descriptor: int, count: int) -> bytes:
