@@ -78,6 +78,7 @@ def test_what_a_library_prints_into_the_pipe_blinds_nobody_for_long(tmp_path: Pa
 
 def samples(source: Isolated) -> bool:
     try:
-        return all(device.memory_used is not None for device in source.sample({MEMORY}).devices)
+        # The device that was just being read is suspected of it, and left out for a while.
+        return sum(device.memory_used is not None for device in source.sample({MEMORY}).devices) >= 3
     except BackendError:
         return False
