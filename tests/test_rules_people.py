@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
-from gpuguard.attribution import Seen
+from gpuguard.attribution import Seen, claim_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, Gap
 from gpuguard.policies import Rule
@@ -52,6 +52,10 @@ def test_use_of_a_device_that_nobody_has_claimed_is_found():
 
 def test_use_of_a_claimed_device_is_not_unclaimed_whoever_claimed_it():
     assert found(Unclaimed(), used_by(a_process(**BOB)), claims=[a_claim_record(**ALICE)]) == []
+
+
+def test_where_there_is_no_claim_a_process_belongs_to_none():
+    assert [claim_of(a_process(**who), (), {}) for who in ({"uid": 0}, BOB)] == [None, None]
 
 
 def test_a_claim_that_is_over_claims_nothing():
