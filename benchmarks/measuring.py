@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import fake_nvml
-from fake_nvml import GIB, MIB, FakeNvml
+from fake_nvml import GIB, FakeNvml
 from peers import Program, last_words, placed
 from starters import surroundings
 
@@ -81,7 +81,7 @@ def node(devices: int, latency: str = "0 us", busy: int | None = None) -> Iterat
             else:
                 fake.latency_us = microseconds
         own = {
-            "PATH": f"{_smi(place, fake, devices)}:{os.environ['PATH']}",
+            "PATH": f"{_smi(place, fake)}:{os.environ['PATH']}",
             "GPU_GATE_LOCK_DIR": str(place / "gpu-gate"),
             "GENV_TMPDIR": str(place / "genv"),
             "TERM": "xterm-256color",
@@ -91,22 +91,12 @@ def node(devices: int, latency: str = "0 us", busy: int | None = None) -> Iterat
         yield Node(fake, environment, place, f"{devices} x {latency}")
 
 
-def _smi(place: Path, fake: FakeNvml, devices: int) -> Path:
-    """A folder with an `nvidia-smi` for genv, which asks no library: it answers at once, with text made beforehand."""
-    gpus = [(fake.devices[index], index) for index in range(devices)]
-    answers = {
-        "memory.total": [f"{gpu.memory_total // MIB}" for gpu, _ in gpus],
-        "uuid,index": [f"{gpu.uuid}, {index}" for gpu, index in gpus],
-        "index,utilization.gpu,temperature.gpu,memory.used,memory.total": [
-            f"{index}, 0, {gpu.temperature}, {gpu.memory_used // MIB}, {gpu.memory_total // MIB}" for gpu, index in gpus
-        ],
-    }
-    cases = "".join(f"--query-gpu={asked}) echo '{chr(10).join(rows)}' ;;\n" for asked, rows in answers.items())
-    program = place / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}--query-compute-apps=*) ;;\n*) exit 1 ;;\nesac\n')
-    program.chmod(0o755)
-    return program.parent
+def _smi(place: Path, fake: FakeNvml) -> Path:
+    """A folder with an `nvidia-smi`, for genv, which asks no library: it asks the fake one, as the others do."""
+    target = place / "bin" / "nvidia-smi"
+    target.parent.mkdir()
+    _compiled("smi.c", target, fake.library)
+    return target.parent
 
 
 def in_turns(programs: Sequence[Program], on: Node, others: Path | None, pairs: int) -> dict[str, Cost]:
@@ -142,7 +132,12 @@ def meter(place: Path) -> Path:
     """The program that measures, compiled once per machine."""
     target = place / "meter"
     if not target.exists():
-        source = Path(__file__).with_name("meter.c")
-        cache = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(place / "zig")}
-        subprocess.run([*fake_nvml._compiler(), "-O1", "-o", str(target), str(source)], check=True, env=cache)
+        _compiled("meter.c", target)
     return target
+
+
+def _compiled(name: str, target: Path, *libraries: str) -> None:
+    source = Path(__file__).with_name(name)
+    cache = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(target.parent / "zig")}
+    command = [*fake_nvml._compiler(), "-O1", "-o", str(target), str(source), *libraries]
+    subprocess.run(command, check=True, env=cache)

@@ -85,12 +85,19 @@ def measured(
                 if serves:
                     scrape(url)
             cpu = (cpu_ms(family) - before) / (time.monotonic() - begun) / 10
-            memory = sum(amount(f"/proc/{pid}/smaps_rollup", "Pss") for pid in family)
+            memory = sum(map(_pss, family))
             assert serves or not draws or len(written) > drawn, "it has drawn nothing"
         finally:
             _end(monitor)
     os.close(leader)
     return cpu, memory
+
+
+def _pss(pid: int) -> float:
+    try:
+        return amount(f"/proc/{pid}/smaps_rollup", "Pss")
+    except (FileNotFoundError, ProcessLookupError):  # it was started for a moment
+        return 0.0
 
 
 def _end(monitor: subprocess.Popen[bytes]) -> None:

@@ -93,6 +93,7 @@ WHO = (
     theirs("gpustat -cup", "gpustat", "-cup"),
     theirs("genv devices", "genv", "devices"),
 )
+TOLD = (WHO[0], WHO[1], FLOORS, WHO[4])  # while the daemon runs, beside what keeps the devices in a file, too
 ONCE = (
     ours("who", "who"),
     FLOORS,
@@ -125,6 +126,8 @@ LOOKS = (
     ),
     in_python("gpustat.new_query", "import gpustat\nlook = gpustat.new_query\n"),
 )
+
+RIVALS = {each.name for row in (START, SELECT, WHO, ONCE, STEADY, EXPORTERS) for each in row if each.rival}
 
 
 def install(directory: Path) -> dict[str, str]:

@@ -8,8 +8,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from monitors import measured
 from peers import Program, last_words, placed
 from section import table
 from starters import JOB, start_together
+
+Beside = Callable[[Node], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,13 @@ GUARD = Program(
 )
 
 
-def commands(programs: Sequence[Program], extent: Extent, share_busy: float = 1.0) -> str:
-    """A table of commands that end by themselves, on each machine."""
+def commands(
+    programs: Sequence[Program], extent: Extent, share_busy: float = 1.0, beside: Beside = lambda on: nullcontext()
+) -> str:
+    """A table of commands that end by themselves, on each machine, *beside* what runs there meanwhile."""
     found: dict[str, dict[str, Cost]] = {}
     for count, latency in extent.machines:
-        with node(count, latency, busy=int(count * share_busy)) as on:
+        with node(count, latency, busy=int(count * share_busy)) as on, beside(on):
             found[on.title] = in_turns(programs, on, extent.others, extent.pairs)
     first = next(iter(found.values()))
     titles = list(found)
@@ -143,7 +147,21 @@ def select(extent: Extent) -> str:
 
 def who(extent: Extent) -> str:
     """Who uses what."""
-    return commands(peers.WHO, extent)
+    told = commands(peers.TOLD, extent, beside=_daemon)
+    return f"{commands(peers.WHO, extent)}\n\nWhile `gpuguard daemon` runs, its last look is told:\n\n{told}"
+
+
+@contextmanager
+def _daemon(on: Node) -> Iterator[None]:
+    """A daemon that has looked, and looks so seldom that its calls are hardly ever among those of a command."""
+    words = [sys.executable, "-c", DAEMON, "daemon", "--interval", "10s"]
+    said = (on.place / "daemon-said").open("w")
+    with said, subprocess.Popen(words, env=on.environment, stderr=said) as daemon:
+        try:
+            _until(lambda: any(Path(on.environment["GPUGUARD_DIR"]).rglob("state.json")))
+            yield
+        finally:
+            daemon.terminate()
 
 
 def once(extent: Extent) -> str:

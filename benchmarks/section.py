@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 BEGIN, END = "<!-- benchmarks/run writes from here -->", "<!-- to here -->"
@@ -36,15 +36,36 @@ def machine() -> str:
     )
 
 
-def write(page: Path, blocks: Mapping[str, str], order: Sequence[str]) -> None:
-    """Put *blocks* (row -> text) into the page; those of other rows stay as they are."""
+def write(page: Path, blocks: Mapping[str, str], order: Sequence[str], rivals: Collection[str]) -> None:
+    """Put *blocks* (row -> text) into the page; those of other rows stay as they are.  *rivals*: names of programs."""
     text = page.read_text() if page.exists() else ""
     before, begin, rest = text.partition(BEGIN)
     old, _, after = rest.partition(END)
     merged = _blocks(old) | {title: block.strip() for title, block in blocks.items()}
-    body = "\n\n".join(f"### {title}\n\n{merged[title]}" for title in order if title in merged)
+    shown = {title: merged[title] for title in order if title in merged}
+    body = "\n\n".join(f"### {title}\n\n{block}" for title, block in shown.items())
     joined = before.rstrip() + "\n\n" if begin or before.strip() else ""
-    page.write_text(f"{joined}{BEGIN}\n{HEADING}\n{body}\n\n{END}\n{after.lstrip() and chr(10) + after.lstrip()}")
+    written = f"{HEADING}\n{places(shown, rivals)}\n\n{body}"
+    page.write_text(f"{joined}{BEGIN}\n{written}\n\n{END}\n{after.lstrip() and chr(10) + after.lstrip()}")
+
+
+def places(blocks: Mapping[str, str], rivals: Collection[str]) -> str:
+    """In how many cells with a ratio gpuguard is before another program, and each one in which it is not."""
+    columns: list[str] = []
+    ratios: list[tuple[float, str]] = []
+    for title, block in blocks.items():
+        for line in block.splitlines():
+            name, *cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+            if line.startswith("|") and not line.startswith("| `"):
+                columns = cells if set(name) != {"-"} else columns
+            elif name in rivals:
+                for column, cell in zip(columns, cells, strict=True):
+                    if ratio := re.search(r"\((\d+\.\d\d)\)$", cell):
+                        told = f"- {title.partition(':')[0]}, `{name}`: {column} ({ratio[1]})"
+                        ratios.append((float(ratio[1]), told))
+    behind = [told for ratio, told in ratios if ratio > 1]
+    told = f"Of {len(ratios)} such cells, gpuguard is not before the other program in {len(behind)}:"
+    return "\n".join([told, "", *behind])
 
 
 def _blocks(text: str) -> dict[str, str]:

@@ -291,7 +291,8 @@ class Daemon:
                 self._say(line)
         if file.faults:
             first = file.faults[0].lines(file.path)[0]
-            self._record("policy", "refused", f"{len(file.faults)} faults, the first: {first}", file)
+            count = f"{len(file.faults)} fault{'s' * (len(file.faults) != 1)}"
+            self._record("policy", "refused", f"{count}, the first: {first}", file)
             return file
         if file.fingerprint != self._fingerprint:
             self._use(file)
@@ -344,7 +345,8 @@ class Daemon:
 
     def _report(self, event: Event) -> bool:
         if not (written := self._append(event)):
-            self._say("the audit log cannot be written, so no process will be signalled")
+            why = f"{history.complaint()}.  Mend that, or name another file by --events."
+            self._say(f"the audit log cannot be written, so no process will be signalled: {why}")
         self._on_event(event)
         return written
 

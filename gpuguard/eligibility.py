@@ -274,9 +274,17 @@ def _memory_in_use(device: Device, terms: Terms) -> Iterator[Reason]:
     rest = device.memory_used - sum(memory or 0 for memory in own)
     limit = idle_limit(device, request.tolerance)
     if rest > limit:
-        whose = "the driver gives no list of processes" if device.processes is None else "by no process that is visible"
+        whose = "" if device.processes is None else ", by no process that is visible"
+        whose = ", the driver gives no list of processes" if has_no_list(device, terms) else whose
         allowed = f"an idle device may hold {format_bytes(limit)} (--tolerance)"
-        yield Reason(f"{format_bytes(rest)} in use, {whose}; {allowed}")
+        yield Reason(f"{format_bytes(rest)} in use{whose}; {allowed}")
+
+
+def has_no_list(device: Device, terms: Terms) -> bool:
+    """Whether its list of processes cannot be read; one that was not read yet is taken for a good one."""
+    return device.processes is None and any(
+        (gap.device, gap.field) == (device.uuid, "processes") for gap in terms.snapshot.gaps
+    )
 
 
 # option, the request's limit, the device's value, what it is, its unit

@@ -27,6 +27,24 @@ if TYPE_CHECKING:
 _ALL = -1
 _PLENTY = 1024  # more devices than a machine has
 _MOST_WAYS = 4  # tickets.MOST_WAYS, which costs more to import than a job that need not wait
+_LISTS = ("devices", "exclude", "prefer", "models")
+_NUMBERS = {
+    "num_gpus": "",
+    "max_gpus": "",
+    "wait": " of seconds, as in 3600, or None",
+    "min_free": " of bytes, as in 20 * 2**30",
+    "min_total": " of bytes, as in 80 * 2**30",
+    "memory": " of bytes, as in 10 * 2**30",
+    "tolerance": " of bytes, as in 512 * 2**20",
+    "gpu_min_memory": " of MiB",
+    "min_free_fraction": " from 0 to 1",
+    "max_util": " of percent, as in 10",
+    "max_memory_util": " of percent, as in 10",
+    "max_temperature": " of degrees Celsius, as in 70",
+    "max_processes": "",
+    "max_procs": "",
+    "slots": "",
+}
 _CUDA_DEVICE = "/dev/nvidia-uvm"  # cuInit opens it, reading the driver by NVML does not
 
 _mutex = allocate_lock()  # guards the two below and what is written to os.environ
@@ -86,6 +104,7 @@ def grab_gpus(
         InvalidRequest: the request makes no sense.
         BackendError: the driver cannot be reached.
     """
+    _refuse_texts({"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
     _refuse_when_too_late()
     if env_set_ok is False and "CUDA_VISIBLE_DEVICES" in _outer_environment():
         raise InvalidRequest(
@@ -95,8 +114,7 @@ def grab_gpus(
         claim = _no_claim()
     else:
         if gpu_select is not None:
-            chosen = (gpu_select,) if isinstance(gpu_select, int) else tuple(gpu_select)
-            conditions["devices"] = tuple(str(index) for index in chosen)
+            conditions["devices"] = gpu_select
         if max_procs >= 0:
             conditions["max_processes"] = max_procs
         if gpu_min_memory is not None:
@@ -175,11 +193,38 @@ def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot
 
 
 def _request(**conditions: Any) -> Request:
-    """A request of lists too, as people write them: in line it is a key, so it must not be one that changes."""
+    """A request of what people write: a list, a word alone, an index as a number.  In line it is a key: only tuples.
+
+    Raises:
+        InvalidRequest: it makes no sense; a text where a number belongs.
+        TypeError: there is no such condition.
+    """
     from gpuguard.request import Request
 
-    conditions.update({name: tuple(value) for name, value in conditions.items() if isinstance(value, list)})
+    _refuse_texts(conditions)
+    for name, value in conditions.items():
+        if name in _LISTS and value is not None:
+            # A word is one of a list, not its letters: exclude="12" left out the devices 1 and 2.
+            alone = isinstance(value, str) or hasattr(value, "__index__")
+            conditions[name] = tuple(str(each) for each in ((value,) if alone else value))
+    if unknown := conditions.keys() - set(Request.__match_args__):
+        raise TypeError(_no_condition(min(unknown), Request.__match_args__))
+    if not hasattr(number := conditions.get("num_gpus", 1), "__index__"):
+        raise InvalidRequest(f"{number!r} GPUs cannot be asked for: ask for a whole number.")
     return Request(**conditions)
+
+
+def _refuse_texts(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, str) and name in _NUMBERS:
+            raise InvalidRequest(f"{name} is a number{_NUMBERS[name]}: {value!r} is a text.")
+
+
+def _no_condition(name: str, names: Iterable[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, [*names, "note", "wait", "backend", "directory", "priority"], n=1)
+    return f"there is no condition {name!r}{f': did you mean {near[0]!r}?' if near else ''}"
 
 
 def _priority(name: str) -> int:

@@ -6,6 +6,7 @@ Does not decide what is worth a line, and never fails: whoever must not act unre
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -16,13 +17,16 @@ if TYPE_CHECKING:
 MACHINE_EVENTS = "/var/log/gpuguard/events.jsonl"  # of the daemon that root started
 ROTATE_BYTES = 10 * 2**20  # about 30,000 lines; one older file is kept beside it as events.jsonl.1
 
+_reason = ""  # why a line could not be written
+
 
 def append(event: Event) -> bool:
     """Write *event* behind the others; False when it could not be written down."""
     path = events_path()
     try:
         descriptor = _open(path)
-    except OSError:
+    except OSError as error:
+        _remember(error)
         return False
     try:
         line = _line(event)
@@ -30,12 +34,24 @@ def append(event: Event) -> bool:
         written = os.write(descriptor, line)
         if written < len(line):  # the disk is full: end the torn line, so that the next one can be read
             os.write(descriptor, b"\n")
+            _remember(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         _rotate(path, descriptor)
         return written == len(line)
-    except OSError:
+    except OSError as error:
+        _remember(error)
         return False
     finally:
         os.close(descriptor)
+
+
+def complaint() -> str:
+    """Which log could not be written when append() said False the last time, and why."""
+    return f"{events_path()}{_reason and f': {_reason}'}"
+
+
+def _remember(error: OSError) -> None:
+    global _reason
+    _reason = error.strerror or str(error)
 
 
 def events_path() -> str:

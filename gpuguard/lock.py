@@ -157,8 +157,15 @@ def look(
     """What acquire() would take now, without taking it.
 
     The winners alone are read a second time, with their health: one of eight idle devices costs 31 driver calls.
+
+    Raises:
+        ClaimError: the daemon alone gives the locks, and there is none.
     """
     outer = outer_claim(directory, environ)
+    if directory.closed and outer is None:
+        from gpuguard.petition import refuse_without_daemon
+
+        refuse_without_daemon(directory)
     is_reserved = outer is None and someone_waits(directory, ("reserve.",))
     (bounded,), snapshot = first_look(backend, (request,), outer, environ, in_line=is_reserved)
     claims, taken = claims_against(directory, snapshot, outer, request)

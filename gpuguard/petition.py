@@ -127,6 +127,18 @@ def _call(directory: LockDirectory, asked: Mapping[str, Any]) -> tuple[dict[str,
         pause = min(2 * pause, 0.5)
 
 
+def refuse_without_daemon(directory: LockDirectory) -> None:
+    """What a request would be told while nobody gives the locks, for who asks what he would get.
+
+    Raises:
+        ClaimError: there is no daemon.
+    """
+    try:
+        _call(directory, {"do": "claims"})
+    except GpuguardError as error:
+        raise _refusal(directory, error) from error
+
+
 def _refusal(directory: LockDirectory, error: GpuguardError) -> ClaimError:
     if isinstance(error, NoDaemon):
         return ClaimError(

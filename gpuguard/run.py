@@ -18,7 +18,7 @@ from gpuguard import actions, history
 from gpuguard.errors import BackendError, ClaimLost
 from gpuguard.jobs import settle
 from gpuguard.jobs.ending import NEVER, TIME_LIMIT, Ending, is_stopped, kill_tree, signal_job, signal_tree
-from gpuguard.jobs.launch import execute, failure, start
+from gpuguard.jobs.launch import callers_variables, execute, failure, start
 from gpuguard.jobs.meter import Meter
 from gpuguard.jobs.settle import descendants
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
@@ -112,7 +112,7 @@ def run(
 
 
 def _environment(claim: Claim, visible: str, isolation: Isolation | None) -> dict[str, str]:
-    return {**os.environ, **claim.environment(visible), **(isolation.environment if isolation else {})}
+    return {**callers_variables(), **claim.environment(visible), **(isolation.environment if isolation else {})}
 
 
 def replace_self(

@@ -9,7 +9,18 @@ Does not claim anything, so what it says may be over a moment later: see lock.
 
 from __future__ import annotations
 
-from gpuguard.eligibility import OUTER, Reason, Refusal, Terms, foreign, named, reasons_against, shown, terms_of
+from gpuguard.eligibility import (
+    OUTER,
+    Reason,
+    Refusal,
+    Terms,
+    foreign,
+    has_no_list,
+    named,
+    reasons_against,
+    shown,
+    terms_of,
+)
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.nouns import dataclass
@@ -177,14 +188,7 @@ def _tier(device: Device, terms: Terms, crowds: Mapping[int, int]) -> tuple[floa
         return (nothing_known, preferred, room, *load, crowd)
     others = foreign(device, terms)
     working = bool(others) or device.memory_used is None or device.memory_used > request.tolerance
-    return (nothing_known, preferred, load[0], working, -room, load[1], _has_no_list(device, terms), len(others))
-
-
-def _has_no_list(device: Device, terms: Terms) -> bool:
-    """Whether its list of processes cannot be read; one that was not read yet is taken for a good one."""
-    return device.processes is None and any(
-        (gap.device, gap.field) == (device.uuid, "processes") for gap in terms.snapshot.gaps
-    )
+    return (nothing_known, preferred, load[0], working, -room, load[1], has_no_list(device, terms), len(others))
 
 
 def _share_tier(device: Device, terms: Terms, load: tuple[float, float]) -> tuple[float, ...]:

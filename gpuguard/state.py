@@ -65,11 +65,28 @@ def daemon_lives(directory: LockDirectory) -> bool:
 
 def _is_locked(path: str) -> bool:
     try:
-        inode = os.lstat(path).st_ino
+        found = os.lstat(path)
         with open("/proc/locks", "rb") as locks:
-            return any(b" FLOCK " in line and b":%d " % inode in line for line in locks)
+            of_that_number = [line.split() for line in locks if b" FLOCK " in line and b":%d " % found.st_ino in line]
     except OSError:
         return False
+    return any(len(words) > 7 and _is_on(found, words) for words in of_that_number)
+
+
+def _is_on(found: os.stat_result, words: list[bytes]) -> bool:
+    """Whether a line of /proc/locks is about that file.
+
+    In another file system anybody has a file of that number.  Btrfs has two numbers for a device, so where that one
+    differs, too, it counts for whoever may have such a lock, and where it cannot be told whose it is.
+    """
+    from gpuguard.claims.holders import as_written
+
+    if words[-3] == as_written(found).encode():
+        return True
+    try:
+        return os.stat(b"/proc/" + words[-4]).st_uid in (0, found.st_uid)
+    except OSError:
+        return True
 
 
 def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -> None:
@@ -168,15 +185,19 @@ def _processes_are_hidden() -> bool:
         return True
     if now not in _hidden:  # they hardly ever change, and to look through them takes a fifth of what all the rest does
         _hidden.clear()
-        _hidden[now] = _hide(now)
+        _hidden[now] = hidepid_in(now) not in ("", "0", "off")
     return _hidden[now]
 
 
-def _hide(mounts: bytes) -> bool:
-    """Whether a mountinfo says hidepid of /proc."""
-    proc = [words for words in map(bytes.split, mounts.splitlines()) if words[4:5] == [b"/proc"]]
-    options = proc[-1][-1].split(b",") if proc else []
-    return any(one.startswith(b"hidepid=") and one not in (b"hidepid=0", b"hidepid=off") for one in options)
+def hidepid_in(mounts: bytes) -> str:
+    """The hidepid option of /proc in a mountinfo; "" without one.
+
+    A user may mount at what path he likes below his own (FUSE): of all that parts words and lines the kernel writes out
+    the blank, the tab and the newline alone.
+    """
+    proc = [words for words in (line.split(b" ") for line in mounts.split(b"\n")) if words[4:5] == [b"/proc"]]
+    options = proc[-1][-1].decode("ascii", "replace").split(",") if proc else []
+    return next((one.partition("=")[2] for one in options if one.startswith("hidepid=")), "")
 
 
 def _read(path: str, owners: tuple[int, ...]) -> dict[str, Any]:

@@ -3,18 +3,29 @@
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after SECONDS the number has to do, and
 nobody is asked again in this process for a while.  Nor is who had no name nameless for ever: a service that is just
 away says of its users that they do not exist, and of whom nobody knows who he is no policy ever ends a job.
-Does not say who may do what: a user is always the uid.
+Does not say who may do what: a user is always the uid.  But of whom there is only so much for each user, one is also
+whoever has 65536 more uids by user namespaces (rootless containers): see parties.
 """
 
 from __future__ import annotations
 
+import os
 from _thread import allocate_lock, start_new_thread
 from time import monotonic
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SECONDS = 1.0
 AGAIN_SECONDS = 60.0
 PACE_SECONDS = 1.0  # between two who are asked for again: whoever may use user namespaces has 65536 uids without a name
 
+SUBUIDS = "/etc/subuid"  # "alice:100000:65536", see subuid(5)
+LEAST_SUBUID = 65536  # the smallest that anybody is given; useradd begins at 100000
+MOST_BYTES = 2**20  # of that file, which is root's: 40,000 users
+
+_ranges: dict[object, list[tuple[int, float, int]]] = {}  # of the file as it was read
 _names: dict[int, str] = {}
 _nameless: dict[int, float] = {}  # uid -> when nobody knew him
 _silent: list[float] = []  # when the directory service fell silent
@@ -26,7 +37,10 @@ def user_name(uid: int) -> str:
     if uid not in _names and _is_worth_asking(uid):
         answered = allocate_lock()
         answered.acquire()
-        start_new_thread(_look_up, (uid, answered.release))
+        try:
+            start_new_thread(_look_up, (uid, answered.release))
+        except RuntimeError:  # this user has too many threads: the number has to do, until there is room
+            return str(uid)
         if not answered.acquire(timeout=SECONDS):
             _silent[:] = [monotonic()]
     return _names.get(uid, str(uid))
@@ -57,3 +71,43 @@ def _look_up(uid: int, done: object) -> None:
     finally:
         assert callable(done)
         done()
+
+
+def parties(uids: Iterable[int]) -> dict[int, int]:
+    """uid -> who stands for it where each user is one: the first of all uids that root has given to the same user.
+
+    Any other uid stands for itself; so whoever has such uids is two, himself and those.  Asks no directory service.
+    """
+    whose = {uid: uid for uid in uids}
+    if any(uid >= LEAST_SUBUID for uid in whose):
+        from bisect import bisect_right  # most have none to ask for
+
+        given = _given()
+        for uid in whose:
+            begin, end, first = given[bisect_right(given, (uid, float("inf"), 0)) - 1] if given else (0, 0, 0)
+            whose[uid] = first if begin <= uid < end else uid
+    return whose
+
+
+def _given() -> list[tuple[int, float, int]]:
+    """(begin, end, first uid of all of that user) of each line of SUBUIDS that says so, in order."""
+    try:
+        with open(SUBUIDS, "rb") as file:
+            status = os.fstat(file.fileno())
+            version = SUBUIDS, status.st_ino, status.st_size, status.st_mtime_ns
+            if version not in _ranges:
+                _ranges.clear()
+                _ranges[version] = _decoded(file.read(MOST_BYTES))
+            return _ranges[version]
+    except OSError:
+        return []
+
+
+def _decoded(content: bytes) -> list[tuple[int, float, int]]:
+    given, firsts = [], dict[bytes, int]()
+    for line in content.split(b"\n"):
+        user, *numbers = line.split(b":")
+        if len(numbers) == 2 and all(each.isdigit() and len(each) < 11 for each in numbers):
+            begin, count = map(int, numbers)
+            given.append((begin, float(begin + count), firsts.setdefault(user, begin)))
+    return sorted(given)

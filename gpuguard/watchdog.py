@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace as replace_fields
+from functools import partial
 from types import TracebackType
 
 from gpuguard import actions, history
@@ -20,12 +21,12 @@ from gpuguard.claims.firstseen import FirstSeen
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import locked_devices, probe, read_records
 from gpuguard.errors import BackendError, ClaimError
-from gpuguard.guards.case import Context, Notifier, boot_clock
+from gpuguard.guards.case import Context, Notifier, boot_clock, plain_event
 from gpuguard.guards.identity import Protected
 from gpuguard.guards.ledger import Deed
 from gpuguard.guards.lines import Lines
 from gpuguard.messages import TEMPLATES
-from gpuguard.model import STATS, ClaimRecord, Event, Gap, Snapshot, Verdict
+from gpuguard.model import STATS, ClaimRecord, Event, Gap, Snapshot, Subject, Verdict
 from gpuguard.nouns import replace
 from gpuguard.policies import engine
 from gpuguard.policies.needs import needs_of
@@ -37,6 +38,11 @@ from gpuguard.readings.hostuse import HostUses
 from gpuguard.unkillable import give_up
 from gpuguard.wording import ENGLISH
 
+TYPE_CHECKING = False  # typing is 0.7 MiB of a daemon
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    T = TypeVar("T")
 INTERVAL = (2.0, 10.0)  # seconds, shortest and longest, between two samples
 RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: look again soon
 RISING_CELSIUS = 3.0
@@ -103,14 +109,14 @@ class Watchdog:
         self._view: View | None = None
         self._probed: tuple[float, object, tuple[ClaimRecord, ...]] = (0.0, None, ())
         self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
+        self._waiting: dict[Key, tuple[Verdict, float]] = {}  # the first of each that a check has put off until a clock
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
-        self._untold: list[Event] = []
-        self._lines = Lines()
+        self._lines, self._failed = Lines(), dict[str, float]()  # when a policy was said to fail: time.monotonic()
         tell, true = self._record, self._still_true
         self._context = Context(
             backend, tell, true, enforce=enforce, share_host_pids=share_host_pids, directory=directory
         )
-        self._stop = threading.Event()
+        self._untold, self._stop = list[Event](), threading.Event()
         self._thread: threading.Thread | None = None
 
     def step(self) -> Judgement:
@@ -133,7 +139,8 @@ class Watchdog:
         self._view = self._look_around(snapshot, policies, lines)
         zone = _zone(snapshot.taken_at)
         with self._judging:
-            judgement = engine.evaluate(self._view, policies, self._memory, interval=self.interval[1], zone=zone)
+            interval, memory = self.interval[1], self._memory
+            judgement = engine.evaluate(self._view, policies, memory, interval=interval, zone=zone, apart=self._apart)
             self._judged_by = policies
         if any(note.kind == "resampling" for note in judgement.notes) and not _is_same(before, self._view):
             self._due.clear()  # what waited through a pause in which nobody looked has no reason any more
@@ -148,7 +155,7 @@ class Watchdog:
     def outlook(self) -> tuple[Outlook, ...]:
         """What stands against whom since the last sample; from any thread."""
         with self._judging:
-            return outlook(self._judged_by, self._memory)
+            return outlook(self._judged_by, self._memory, self._waiting)
 
     def seen(self, snapshot: Snapshot) -> Processes:
         """What /proc told of the processes of *snapshot*: just now, if the last step did not ask."""
@@ -164,8 +171,9 @@ class Watchdog:
                 self.step()
                 failures = 0
                 self._in_trouble(None)
-            except Exception as error:  # noqa: BLE001  the one catch of the loop: a guard that died guards nothing
-                failures += 1
+            except Exception as error:  # noqa: BLE001  the catch of the loop: a guard that died guards nothing
+                # A fault of ours is no load on the driver; and looks that come too seldom start all durations anew.
+                failures = failures + 1 if isinstance(error, BackendError) else 0
                 self.pause = min(RETRY_SECONDS, self.interval[1] * 2 ** min(failures, 8))
                 self._in_trouble(error)
             self.beat = time.monotonic()
@@ -272,15 +280,19 @@ class Watchdog:
             protected_executables=protected.executables,
             alarm=self._needs.targets,
         )
-        give_up(context, self._view.snapshot)
-        for key, due in tuple(self._due.items()):
+        snapshot = self._view.snapshot
+        self._apart("unkillable", partial(give_up, context, snapshot))
+        waiting = {}
+        for key, due in sorted(self._due.items(), key=lambda one: self._context.ledger.in_turn(one[1][0][1])):
             while due:
-                outcomes = actions.act(due[0][1], self._view.snapshot, context)
-                if any(outcome.wait is not None for outcome in outcomes):
+                outcomes = self._apart(key[0], partial(actions.act, due[0][1], snapshot, context))
+                if waits := [outcome.wait for outcome in outcomes or () if outcome.wait is not None]:
+                    waiting[key] = due[0][1], snapshot.clock + max(waits)
                     break  # a check asks for time: the same step is tried again after the next sample
                 due.pop(0)
             if not due:
                 del self._due[key]
+        self._waiting = waiting
 
     def _holds(self, verdict: Verdict, policy: Policy, named: dict[str, Policy]) -> bool:
         assert self._view is not None
@@ -296,27 +308,30 @@ class Watchdog:
     def _is_found(self, verdict: Verdict, policy: Policy, view: View) -> bool:
         zone = _zone(view.snapshot.taken_at)
         self._memory.kept = dict(self.kept)  # somebody may have asked since the sample
-        return engine.still_holds(policy, verdict.finding.subject, view, self._memory, zone=zone)
+        holds = partial(engine.still_holds, policy, verdict.finding.subject, view, self._memory, zone=zone)
+        return self._apart(policy.name, holds) is True
+
+    def _apart(self, policy: str, do: Callable[[], T]) -> T | None:
+        """What *do* comes to; None, and a line, when it raises what nobody foresaw: the other policies go on."""
+        try:
+            return do()
+        except Exception as error:  # noqa: BLE001  what one user brings about must not be in favour of all
+            now = time.monotonic()
+            if now - self._failed.get(policy, -RETRY_SECONDS) >= RETRY_SECONDS:
+                self._failed[policy] = now
+                text = f"the policy {policy} meets a fault inside gpuguard, and the others go on: {error!r:.200}"
+                self._record(Event(time.time(), "watchdog", "failed", message=text, facts=(("policy", policy),)))
+            return None
 
     def _note(self, notes: Sequence[Note]) -> None:
         before, self._noted = self._noted, set()
         for note in notes:
-            subject = note.subject
-            key = note.kind, note.policy, identity_of(subject) if subject else None
+            key = note.kind, note.policy, identity_of(note.subject) if note.subject else None
             if note.kind in WORTH_A_LINE and key not in self._noted | before:
-                self._record(
-                    Event(
-                        time.time(),
-                        "note",
-                        note.kind,
-                        user=subject.user if subject else None,
-                        devices=(subject.device,) if subject and subject.device else (),
-                        pid=subject.pid if subject else None,
-                        claim=subject.claim if subject else None,
-                        message=note.text,
-                        facts=(("policy", note.policy),),
-                    )
-                )
+                who, facts = note.subject or Subject("node"), {"policy": note.policy}
+                devices = (who.device,) if who.device else ()
+                place = {"user": who.user, "claim": who.claim}
+                self._record(plain_event("note", note.kind, note.text, devices, who.pid, **place, facts=facts))
             self._noted.add(key)
 
     def _in_trouble(self, error: Exception | None) -> None:

@@ -18,7 +18,7 @@ from dataclasses import replace as replace_fields
 from functools import partial
 from typing import Any
 
-from builders import a_claim_record, a_snapshot
+from builders import a_claim_record, a_snapshot, written
 from fake_nvml import ABORT, GIB, HANG, LOST, NO_PERMISSION, NOT_SUPPORTED, RESET_REQUIRED, TIMEOUT, UNKNOWN, FakeNvml
 from guarded import SOMEBODY as GUILTY
 from guarded import a_child, started
@@ -167,7 +167,7 @@ def guards(world: World, driver: Driver) -> dict[str, Watchdog]:
     """A watchdog per rule."""
     found = {}
     for name, policy in POLICIES.items():
-        guard = Watchdog(driver, (policy,), enforce=True, append=lambda event: True, share_host_pids=True)
+        guard = Watchdog(driver, (policy,), enforce=True, append=written, share_host_pids=True)
         guard._context = replace_fields(guard._context, jobs=Everybody(), interactive_grace=0.0)
         setattr(guard, "_look_around", surrounded(guard._look_around, world, name))  # noqa: B010
         seed(guard, driver.newest)

@@ -23,6 +23,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apart, "SECONDS", 0.1)
     monkeypatch.setattr(apart, "_hanging", {})
     monkeypatch.setattr(apart, "_free", [])
+    monkeypatch.setattr(apart, "_spent", {})
 
 
 @pytest.fixture
@@ -113,3 +114,52 @@ def test_the_guard_knows_it_by_everything_else(silent):
     facts = identity.facts_of(silent.pid)
 
     assert facts is not None and facts.command is None and facts.executable and facts.uids
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """The time; looks that take long move it on, and no test waits for them."""
+    now = [0.0]
+    monkeypatch.setattr(apart, "monotonic", lambda: now[0])
+    yield now
+
+
+def taking(seconds: float, clock: list[float]) -> Callable[[], str]:
+    def look() -> str:
+        clock[0] += seconds
+        return "found"
+
+    return look
+
+
+def test_who_lets_each_look_come_back_just_in_time_gets_no_more_time_than_who_never_does(clock):
+    looks = [in_time(os.getpid(), "memory", taking(0.09, clock)) for _ in range(50)]
+
+    assert looks.count("found") == 2
+    clock[0] += 0.2 / apart.SHARE
+    assert in_time(os.getpid(), "memory", taking(0.09, clock)) == "found"
+
+
+@pytest.mark.root
+def test_several_who_do_so_together_get_hardly_more_and_hide_nobody_else(clock):
+    with a_child(*SLEEP, uid=UNKNOWN) as other, a_child(*SLEEP, uid=UNKNOWN + 1) as honest:
+        for pid in (os.getpid(), other.pid) * 50:
+            in_time(pid, "memory", taking(0.09, clock))
+
+        assert clock[0] < 0.4
+        assert {in_time(honest.pid, "memory", taking(0.0001, clock)) for _ in range(500)} == {"found"}
+
+
+def test_where_a_program_lies_is_looked_for_only_if_it_may_be_gone(monkeypatch, tmp_path, comes_back):
+    never = hangs(comes_back)
+    monkeypatch.setattr(os.path, "lexists", lambda path: never())  # as on a server that does not answer
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    words = ("sh", "-c", 'cd "$1"; rmdir "$1"; exec sleep 100', "sh", str(gone))
+    with a_child(*SLEEP) as there, a_child(*words, uid=os.getuid()) as left:
+        while not os.readlink(f"/proc/{left.pid}/cwd").endswith(" (deleted)"):
+            continue
+        found = [processes.described(a_process(child.pid, uid=None, start_time=None)) for child in (there, left)]
+
+    assert found[0].executable and found[0].working_directory == "/"
+    assert found[1].working_directory == str(gone)

@@ -30,6 +30,15 @@ RUN_125 = [
     ("", "a command to run is missing, as in `gpuguard run -n 2 -- python train.py`"),
     ("--", "a command to run is missing"),
     ("-n 2", "a command to run is missing"),
+    (
+        "--wait true",
+        "--wait: 'true' is not a duration: write it like '10m' (units: ms, s, m, h, d, w).\nWithout a duration",
+    ),
+    (
+        "--wait python -V",
+        "unrecognized arguments: -V.\n'python' was taken for the value of --wait: write `--wait -- python`",
+    ),
+    ("--json true", "unrecognized arguments: --json.\nSee"),
     ("--bogus -- true", "unrecognized arguments: --bogus"),
     ("--min-fre 20GiB true", "--min-fre (did you mean --min-free?)"),
     ("-n 0 true", "0 GPUs cannot be asked for: ask for at least 1"),
@@ -93,6 +102,7 @@ RUN_125 = [
 ]
 RUN_OTHERS = [
     (127, "-- nonesuch", "nonesuch: command not found.  Is it installed, and in PATH?"),
+    (127, "'python3 -V; ls'", "python3 -V; ls: command not found.  Leave out the quotes around the command; where it"),
     (127, "-- ./nonesuch", "./nonesuch: command not found"),
     (127, "-- ''", "'': command not found"),
     (127, "PLACE/interpreter", "the interpreter that its first line names does not exist"),
@@ -104,7 +114,9 @@ OTHERS = [
     (2, "", "a command is missing"),
     (2, "rnu -- true", "there is no command 'rnu': did you mean `gpuguard run`?"),
     (2, "frobnicate", "there is no command 'frobnicate': choose one of run, select"),
-    (2, "--bogus", "there is no command '--bogus'"),
+    (2, "--bogus", "there is no command '--bogus': options stand behind the command, as in `gpuguard run -n 2 -- CMD`"),
+    (2, "-n 2 run true", "there is no command '-n': options stand behind the command"),
+    (2, "help rnu", "there is no command 'rnu': did you mean `gpuguard run`?"),
     (2, "select --bogus", "unrecognized arguments: --bogus"),
     (2, "select extra", "unrecognized arguments: extra"),
     (2, "select -n 0", "ask for at least 1"),

@@ -30,6 +30,18 @@ def test_a_row_is_written_between_the_markers_and_the_rest_of_the_page_stays(tmp
     assert "`--quick`" in text and "load" in text
 
 
+def test_the_page_names_each_cell_in_which_another_program_is_before_gpuguard() -> None:
+    table = "| | 8 x 0 us, ms | MiB |\\n| --- | --- | --- |\\n| `ours` | 30 | 9 |\\n| `own too` | 10 (3.00) | 9 |\\n"
+    script = BESIDE + (
+        f"from section import places\ntable = '{table}| `theirs` | 60 (0.50) | 8 (1.12) |'\n"
+        "print(places({'who: Who uses what': table}, {'theirs'}))\n"
+    )
+
+    said = subprocess.run([*PYTHON, script], check=True, capture_output=True, text=True, timeout=60).stdout
+
+    assert said == ("Of 2 such cells, gpuguard is not before the other program in 1:\n\n- who, `theirs`: MiB (1.12)\n")
+
+
 def test_a_program_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
     script = BESIDE + (
         "from measuring import in_turns, node\nfrom peers import Program\nimport sys\n"
@@ -43,6 +55,37 @@ def test_a_program_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
     said = subprocess.run([*PYTHON, script], check=True, capture_output=True, text=True, timeout=60).stdout
 
     assert said == "exit 1: no such thing 0\n1 True True\n"
+
+
+def test_who_asks_nvidia_smi_asks_the_driver() -> None:
+    script = BESIDE + (
+        "import subprocess\nfrom measuring import node\n"
+        "with node(2) as on:\n"
+        "    on.fake.reset_calls()\n"
+        "    subprocess.run(['nvidia-smi', '--query-gpu=index,memory.total'], env=on.environment, check=True)\n"
+        "    listed = ['nvidia-smi', '--query-compute-apps=gpu_uuid,pid,used_gpu_memory']\n"
+        "    rows = subprocess.run(listed, env=on.environment, check=True, capture_output=True, text=True).stdout\n"
+        "    calls = on.fake.calls()\n"
+        "print(rows.count(', 1024\\n'), calls['nvmlDeviceGetComputeRunningProcesses_v3'], calls['nvmlInit_v2'])\n"
+    )
+
+    said = subprocess.run([*PYTHON, script], check=True, capture_output=True, text=True, timeout=60).stdout
+
+    assert said == "0, 81559\n1, 81559\n10 2 2\n"
+
+
+def test_the_cpu_of_what_a_monitor_has_started_and_what_has_ended_is_the_monitors() -> None:
+    script = BESIDE + (
+        "import os, subprocess\nfrom metrics import cpu_ms\n"
+        "before = cpu_ms([os.getpid()])\n"
+        "busy = 'import time\\nwhile time.process_time() < 0.3: pass'\n"
+        "subprocess.run([sys.executable, '-c', busy], check=True)\n"
+        "print(cpu_ms([os.getpid()]) - before > 250, cpu_ms([2**22]))\n"
+    )
+
+    said = subprocess.run([*PYTHON, script], check=True, capture_output=True, text=True, timeout=60).stdout
+
+    assert said == "True 0.0\n"
 
 
 def test_growth_is_fitted() -> None:

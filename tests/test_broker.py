@@ -138,7 +138,10 @@ def test_without_a_daemon_claims_fail_and_those_that_live_stay(broker):
         broker.kill_daemon()
         failed = broker(BOB, "run", "true")
         seen = claims_of(broker(BOB, "who", "--json").stdout)
+        asked = [broker(BOB, command) for command in ("select", "explain")]  # they said that it would start at once
 
+        assert [(one.returncode, one.stdout) for one in asked] == [(1, "")] * 2
+        assert all("nothing can be claimed until it runs" in one.stderr for one in asked)
         assert failed.returncode == 125 and "nothing can be claimed until it runs" in failed.stderr
         assert broker.locked() == [2, 3] and {claim["user"] for claim in seen} == {ALICE.pw_name}
         broker.start_daemon()

@@ -9,7 +9,7 @@ from dataclasses import replace as replace_fields
 from typing import Any
 
 import pytest
-from builders import GIB, a_device, a_process, a_snapshot
+from builders import GIB, a_device, a_process, a_snapshot, written
 from chances import THE_SAME
 from faulty_driver import GUILTY
 from guarded import a_child, started
@@ -104,7 +104,7 @@ class Stage:
         self.events.append(event)
         if event.kind in ("terminate", "kill") and event.outcome in SAME and event.pid and self.mortal:
             self.dead.add(event.pid)
-        return True
+        return written(event)
 
     def lives(self, process: tuple[int, float]) -> bool:
         return process[0] not in self.dead

@@ -42,7 +42,7 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
     [
         (a_device(processes=(BOB,), memory_used=41 * GIB), {}, "41.0GiB used by bob (pid 812, python train.py, 3h12m)"),
         (a_device(memory_used=600 * MIB), {}, "600MiB in use, by no process that is visible"),
-        (a_device(memory_used=600 * MIB, processes=None), {}, "the driver gives no list of processes"),
+        (a_device(memory_used=600 * MIB, processes=None), {}, "600MiB in use; an idle device may hold"),
         (a_device(memory_used=None, processes=None), {}, "neither its processes nor its memory in use are known"),
         (a_device(processes=(BOB,), processes_plausible=False), {}, "its process list is not plausible"),
         (a_device(problems=("lost",)), {}, "lost"),
@@ -74,6 +74,14 @@ def reasons(device, request=None, taken=None, **snapshot_fields):
 )
 def test_a_refused_device_says_why(device, request_fields, text):
     assert any(text in reason for reason in reasons(device, Request(**request_fields)))
+
+
+def test_who_uses_the_memory_is_said_to_be_untold_where_the_driver_was_asked():
+    device, gap = a_device(memory_used=600 * MIB, processes=None), Gap(a_uuid(0), "processes", "Not Supported")
+
+    assert reasons(device, gaps=(gap,)) == [
+        "600MiB in use, the driver gives no list of processes; an idle device may hold 512MiB (--tolerance)"
+    ]
 
 
 def test_a_refused_device_carries_all_its_reasons():

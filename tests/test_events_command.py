@@ -108,6 +108,22 @@ def test_without_any_log_there_is_nothing_to_show(log, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_log_that_may_not_be_read_is_named_once_and_as_it_is_called(log, monkeypatch, capsys):
+    """It was named with .1 behind it, a file that need not exist."""
+    real = os.open
+
+    def refusing(path, *rest, **more):
+        if str(path).startswith(command.MACHINE_EVENTS):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(command.os, "open", refusing)
+    assert run_command_line(["events"]) == 0
+    said = f"gpuguard: {command.MACHINE_EVENTS} is not readable for you: its events are left out.\n"
+
+    assert capsys.readouterr() == ("", said)
+
+
 def test_a_log_that_was_named_must_be_there(log, capsys):
     assert run_command_line(["events", "--file", str(log)]) == 1
     assert "cannot be read" in capsys.readouterr().err

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
-from builders import a_uuid
+from builders import GIB, a_process, a_uuid
 from guarded import Scene, a_scene
 
 from gpuguard.guards import case, identity, ledger, preflight
-from gpuguard.guards.ledger import REMEMBERED, Deed
+from gpuguard.guards.ledger import HOUR, REMEMBERED, Deed
+from gpuguard.model import Finding, Subject, Verdict
 
 
 @pytest.fixture
@@ -21,6 +24,7 @@ def scene() -> Iterator[Scene]:
 
 
 OTHER = (2, 1.0)
+NOW: dict[str, Any] = {"clock": 600.0, "live": True, "signature": "", "effect_seen": lambda deed: True}
 
 
 def deeds(scene: Scene, *, ago: float, count: int = 1, **fields: Any) -> None:
@@ -42,6 +46,7 @@ def own_signature(scene: Scene) -> str:
 LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
     ("rate", lambda scene: deeds(scene, ago=20, count=3, action="checkpoint"), "terminate"),
     ("victims", lambda scene: deeds(scene, ago=600, count=10), "terminate"),
+    ("victims", lambda scene: deeds(scene, ago=600, count=5, uid=scene.process.uid), "terminate"),
     ("one per device", lambda scene: deeds(scene, ago=10, devices=(scene.subject.device,)), "terminate"),
     (
         "one per device",  # pid 2 has ended, but its memory has not come back
@@ -99,17 +104,66 @@ def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, l
     [
         (lambda scene: deeds(scene, ago=61, count=3), "terminate"),
         (lambda scene: deeds(scene, ago=600, count=9), "terminate"),
+        (lambda scene: deeds(scene, ago=600, count=4, uid=scene.process.uid), "terminate"),
+        (lambda scene: deeds(scene, ago=600, count=5, uid=4711), "terminate"),
         (lambda scene: deeds(scene, ago=20, devices=(scene.subject.device,)), "terminate"),  # pid 2 has ended
         (lambda scene: deeds(scene, ago=31, process=(scene.pid, scene.process.start_time)), "kill"),
         (lambda scene: deeds(scene, ago=1800, signature=own_signature(scene)), "terminate"),
         (lambda scene: deeds(scene, ago=10, count=10, live=False), "terminate"),
     ],
-    ids=["rate", "victims", "effect seen", "escalation", "restart loop", "dry run"],
+    ids=["rate", "victims", "own victims", "victims of one", "effect seen", "escalation", "restart loop", "dry run"],
 )
 def test_within_the_limits_it_goes_on(scene, before, action):
     before(scene)
 
     assert scene.act(action).word == "sent"
+
+
+def test_whoever_has_many_ended_uses_up_no_others_share_of_the_hour():
+    """Ten small processes that break a rule on purpose kept the guard from everybody for an hour."""
+    book, pids, ended = ledger.Ledger(), count(2), Counter()
+    for uid in (uid for uid in (1001, 1002, 1003, 1004, 1005) for _ in range(20)):
+        process = (next(pids), 1.0)
+        if list(book.against("terminate", process, ["GPU"], uid=uid, **NOW)):
+            continue
+        ended[uid] += 1
+        book.note(Deed(0.0, "terminate", process, ("GPU",), live=True, uid=uid))
+
+    assert ended == {1001: 5, 1002: 3, 1003: 1, 1004: 1}
+
+
+def test_a_share_that_is_used_up_says_for_whom_the_rest_is():
+    book = ledger.Ledger([Deed(0.0, "terminate", (2 + i, 1.0), ("GPU",), True, uid=1001) for i in range(5)])
+    [refusal] = book.against("terminate", (99, 1.0), ["GPU"], uid=1001, **NOW)
+
+    assert "the 5 that are left are for other users: of this one 5 were ended" in refusal.text
+    assert refusal.wait == HOUR - NOW["clock"]
+
+
+def test_those_come_first_of_whom_fewest_were_met_and_then_the_largest():
+    book = ledger.Ledger([Deed(0.0, "checkpoint", (2, 1.0), ("GPU",), True, uid=1001)])
+    names = {
+        "small of the one who was met": a_verdict(1001, 1),
+        "large of the one who was met": a_verdict(1001, 70),
+        "small of another": a_verdict(1002, 1),
+        "large of another": a_verdict(1002, 70),
+        "claim of another, without a process": Verdict(
+            "p", Finding("r", Subject("claim", uid=1002), "why"), "log", 0, 0
+        ),
+    }
+
+    assert sorted(names, key=lambda name: book.in_turn(names[name])) == [
+        "large of another",
+        "small of another",
+        "claim of another, without a process",
+        "large of the one who was met",
+        "small of the one who was met",
+    ]
+
+
+def a_verdict(uid: int, gib: int) -> Verdict:
+    process = a_process(uid=uid, memory_used=gib * GIB)
+    return Verdict("p", Finding("r", Subject("process", uid=uid), "why", (process,)), "terminate", 0, 0.0)
 
 
 def test_what_a_dry_run_did_not_do_does_not_count_as_done(scene):

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from builders import written
 from chances import THE_SAME
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -84,7 +85,7 @@ def guarded(policy: Policy, schedule: Any, waits: list[bool]) -> Law:
     """The watchdog, through that schedule."""
     machine = Troubled()
     law = Law(machine, policy, waits)
-    guard = Watchdog(machine, (policy,), enforce=True, append=lambda event: True, interval=(INTERVAL, INTERVAL))
+    guard = Watchdog(machine, (policy,), enforce=True, append=written, interval=(INTERVAL, INTERVAL))
     setattr(guard, "_look_around", machine.look_around)  # noqa: B010
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(actions, "act", law.act)

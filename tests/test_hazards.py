@@ -97,4 +97,4 @@ def test_a_lock_file_of_somebody_else_is_opened_without_o_creat(tmp_path, monkey
     monkeypatch.setattr(os, "open", spy)
     os.close(open_lock(directory, "GPU-1"))
 
-    assert [flags & os.O_CREAT for path, flags in opened if path.endswith("GPU-1")] == [0]
+    assert {flags & os.O_CREAT for path, flags in opened if path.endswith("GPU-1")} == {0}

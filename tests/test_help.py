@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from gpuguard.cli.dispatch import COMMANDS, build_parser, overview
+from gpuguard.cli.dispatch import COMMANDS, build_parser, overview, run_command_line
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 
@@ -76,6 +76,13 @@ def test_help_has_no_colours_wherever_it_is_written(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal: since Python 3.14 argparse has some
 
     assert [name for command in COMMANDS for name, one in parsers(command).items() if "\x1b" in one.format_help()] == []
+
+
+def test_help_of_a_command_is_the_help_of_that_command(capsys):
+    assert [run_command_line(words) for words in (["help", "sim", "set"], ["sim", "set", "--help"])] == [0, 0]
+
+    shown = capsys.readouterr().out
+    assert shown[: len(shown) // 2] == shown[len(shown) // 2 :] and shown.startswith("usage: gpuguard sim set ")
 
 
 def test_a_changed_option_is_noticed():

@@ -95,6 +95,7 @@ def test_a_full_disk_is_a_false_and_no_error(monkeypatch):
     monkeypatch.setenv("GPUGUARD_EVENTS", "/dev/full")
 
     assert history.append(AN_EVENT) is False
+    assert history.complaint() == "/dev/full: No space left on device"
 
 
 def test_a_fifo_in_that_place_hangs_nobody(log):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,24 +20,70 @@ from gpuguard.guards import identity
 from gpuguard.guards.terminals import write
 from gpuguard.jobs.adopt import owner_of
 
-MAPPED = "7f0-7f1 rw-s 00000000 00:06 451                              /dev/nvidiactl\n"
-OTHERS = "7f0-7f1 r-xp 00000000 fe:00 1 /home/alice/dev/nvidiactl.py\n7f0-7f1 rw-p 00000000 00:00 0 [heap]\n"
+MAPPED = b"7f0-7f1 rw-s 00000000 00:06 451                              /dev/nvidiactl\n"
+OTHERS = b"7f0-7f1 r-xp 00000000 fe:00 1 /home/alice/dev/nvidiactl.py\n7f0-7f1 rw-p 00000000 00:00 0 [heap]\n"
+MADE_UP = (
+    b"7f0-7f1 r-xp 00000000 fe:00 1      /home/eve/x\r7f0-7f1 r-xp 0 00:06 1 /dev/nvidia0\n"
+    b"7f0-7f1 rw-p 00000000 00:00 0      [anon: /dev/nvidia0]\n"
+)
 
 
 def refused(*_: object) -> list[str]:
     raise PermissionError(13, "Permission denied")
 
 
+def shows(monkeypatch: pytest.MonkeyPatch, maps: Callable[[str], bytes | None]) -> None:
+    """Have *maps* tell what stands in /proc/PID/maps; None: it cannot be read."""
+
+    def opened(path: str, mode: str) -> io.BytesIO:
+        assert mode == "rb"
+        return refused() if (told := maps(path)) is None else io.BytesIO(told)  # type: ignore[return-value]
+
+    monkeypatch.setattr("builtins.open", opened)
+
+
 @pytest.mark.parametrize(
     ("maps", "uses"),
-    [(OTHERS + MAPPED, True), (MAPPED.replace("ctl", "-uvm"), True), (OTHERS, None), ("", None), (None, None)],
+    [
+        (OTHERS + MAPPED, True),
+        (MAPPED.replace(b"ctl", b"-uvm"), True),
+        (MAPPED.replace(b"ctl", b"-caps/nvidia-cap1"), True),
+        (OTHERS, None),
+        (MADE_UP, None),  # by whoever maps it
+        (b"", None),
+        (None, None),
+    ],
 )
 def test_where_its_files_cannot_be_seen_its_mappings_say_that_it_uses_the_driver(monkeypatch, maps, uses):
     monkeypatch.setattr(identity, "DRIVER_FILE", "/dev/null")
     monkeypatch.setattr(identity.os, "listdir", refused)
-    monkeypatch.setattr(identity, "_read", lambda path: maps)
+    shows(monkeypatch, lambda path: maps)
 
     assert identity._has_open(os.getpid(), "/dev/null") is uses, "what cannot be seen is not known, never False"
+
+
+def test_what_a_process_has_mapped_is_never_in_memory_at_once(monkeypatch):
+    """65,530 mappings of a file with a long name, one letter of which was a smiley, took more than the service has."""
+
+    class Endless(io.RawIOBase):
+        left = 2**26
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            given = (OTHERS * (len(buffer) // len(OTHERS) + 1))[: min(len(buffer), self.left)]
+            buffer[: len(given)] = given
+            self.left -= len(given)
+            return len(given)
+
+    monkeypatch.setattr("builtins.open", lambda *how: io.BufferedReader(Endless()))
+    tracemalloc.start()
+    try:
+        assert not identity._maps_the_driver("/proc/1/maps")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_where_its_files_can_be_seen_they_decide():
@@ -47,7 +96,8 @@ def test_where_its_files_can_be_seen_they_decide():
 def test_who_lets_another_thread_than_the_first_open_the_driver_uses_it_no_less(monkeypatch, files):
     """A thread can have files of its own, and the first one may have ended: then /proc/PID shows neither."""
     monkeypatch.setattr(identity.os, "listdir", lambda path: files if path.endswith("/fd") else ["17", "18"])
-    monkeypatch.setattr(identity, "_read", lambda path: OTHERS + MAPPED if path == "/proc/17/task/18/maps" else "")
+    shows(monkeypatch, lambda path: OTHERS + MAPPED if path == "/proc/17/task/18/maps" else b"")
+    monkeypatch.setattr(identity, "in_time", lambda pid, kind, look: look())
 
     assert identity._has_open(17, "/dev/full") is True
 

@@ -166,13 +166,21 @@ def test_what_is_over_is_not_kept(directory):
     assert Granting(directory).kept == {}
 
 
-def test_nobody_fills_the_log(granting):
-    for _ in range(CHANGES):
-        granting(1001)
+def test_nobody_fills_the_log_by_uids_without_a_name(granting):
+    for uid in range(100_000, 100_000 + CHANGES):
+        granting(uid)
 
     with pytest.raises(GpuguardError, match="within a minute"):
-        granting(1001)
-    granting(1002)
+        granting(100_000 + CHANGES)
+
+
+def test_nobody_fills_the_log(granting):
+    for _ in range(CHANGES):
+        granting(ALICE.pw_uid)
+
+    with pytest.raises(GpuguardError, match="within a minute"):
+        granting(ALICE.pw_uid)
+    granting(BOB.pw_uid)
 
 
 def _add(mark, marks):

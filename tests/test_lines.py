@@ -68,6 +68,15 @@ def test_what_became_of_a_deed_is_written_behind_it():
     assert not lines.admits(a_line(kind="kill", outcome="failed"), 5000.0)
 
 
+def test_all_users_without_a_name_have_as_many_lines_as_one_with_a_name():
+    lines = Lines()
+    uids = range(100_000, 100_000 + AT_ONCE + 50)
+
+    assert sum(lines.admits(a_line(str(uid)), 5000.0) for uid in uids) == AT_ONCE
+    (told,) = lines.left_out(5000.0 + TELL_SECONDS)
+    assert (told.user, "50 lines about users without a name" in (told.message or "")) == (None, True)
+
+
 def test_a_line_once_a_minute_says_what_was_left_out_about_whom():
     lines = Lines()
     written(lines, a_line(), 5000.0, AT_ONCE + 3)

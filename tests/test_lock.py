@@ -15,9 +15,10 @@ from machines import Machine
 
 from gpuguard.claims.hold import Claim
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.records import locked_devices, probe
-from gpuguard.errors import ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.claims.records import MOST_OF_ONE, locked_devices, probe, read_records, write_record
+from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import acquire, look
+from gpuguard.nouns import replace
 from gpuguard.request import Request
 
 
@@ -364,6 +365,22 @@ def test_a_record_that_cannot_be_written_does_not_cost_the_claim(
     with acquire(Machine(a_device(0)), Request(), directory) as claim:
         assert "No space left" in (claim.warning or "")
         assert locked_devices(directory, [claim[0].uuid])
+
+
+def test_many_dead_records_of_a_user_are_removed_by_his_next_claim(directory: LockDirectory) -> None:
+    for number in range(MOST_OF_ONE + 10):
+        os.close(write_record(directory, {"id": f"dead{number}", "devices": []})[1])
+
+    with acquire(Machine(a_device(0)), Request(), directory) as claim:
+        assert len(os.listdir(directory.records)) < 60
+        assert [record.id for record in read_records(directory)] == [claim.id]
+
+
+def test_a_look_promises_nothing_where_the_daemon_alone_gives_the_locks_and_is_not_there(
+    directory: LockDirectory,
+) -> None:
+    with pytest.raises(ClaimError, match="no daemon"):
+        look(Machine(a_device(0)), Request(), replace(directory, closed=True))
 
 
 def test_a_wait_that_is_over_says_what_was_missing(directory: LockDirectory) -> None:

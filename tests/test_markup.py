@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from html.parser import HTMLParser
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuguard.claims.hold import Claim, Lock
+from gpuguard.cli.notebook import Held, _card
 
 NO_LOCK = Lock(-1, "/nowhere", 0, (0, 0))
 HOSTILE = "<img src=x onerror=alert(1)>\"'&\x1b[31m\u202e"
@@ -51,6 +53,16 @@ def test_a_claim_of_this_process_is_a_table_of_its_devices_as_programs_in_it_cou
     assert [tag for tag, _ in read.tags].count("tr") == 3 and {tag for tag, _ in read.tags} <= TAGS
     for word in ("claim 1f2e", "in this process", claim[0].uuid, claim[1].uuid, "<img", "n/a"):
         assert word in read.words
+
+
+def test_a_model_that_nobody_asked_for_is_left_out_of_the_line_of_a_notebook():
+    known, unread = (
+        _card(Held(Claim("1f2e", (a_device(name=name),), (NO_LOCK,)), (), {"backend": None}, nullcontext()))[0]
+        for name in ("NVIDIA T4", None)
+    )
+
+    assert known == "GPU 0 · NVIDIA T4 · claim 1f2e · until the kernel ends"
+    assert unread == "GPU 0 · claim 1f2e · until the kernel ends"
 
 
 def test_a_share_shows_its_part_and_a_claim_that_was_given_back_says_so():

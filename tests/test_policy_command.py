@@ -153,6 +153,13 @@ def test_explain_knows_every_action(action):
     assert any(f"{action}: " in line for line in sentences(file))
 
 
+def test_explain_says_that_a_terminal_has_more_time_where_anybody_is_ended():
+    more = "What is on a terminal, a notebook or being debugged has 10m more before it is ended or stopped."
+
+    assert more in sentences(good(document(steps="[warn, {do: terminate}]")))
+    assert more not in sentences(good(document(steps="[warn]")))
+
+
 def test_rules_shows_everything(gpuguard):
     done = gpuguard("policy", "rules")
 

@@ -199,9 +199,9 @@ def test_a_program_that_was_replaced_on_disk_keeps_its_name(tmp_path: Path) -> N
     program = tmp_path / "program"
     shutil.copy("/bin/sleep", program)
     with subprocess.Popen([program, "60"]) as child:
-        before = processes._linked(f"/proc/{child.pid}/exe")
+        before = processes._linked(child.pid, "exe")
         program.unlink()
-        after = processes._linked(f"/proc/{child.pid}/exe")
+        after = processes._linked(child.pid, "exe")
         child.kill()
 
     assert before == after == str(program)

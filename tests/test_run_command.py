@@ -102,6 +102,18 @@ def test_a_wrong_request_is_one_clear_message_and_leaves_nothing_claimed(gpuguar
     assert claims(gpuguard) == []
 
 
+def test_the_job_has_the_variables_of_its_caller_and_those_of_its_claim_and_no_others(gpuguard):
+    """In cron, which names no locale, Python sets LC_CTYPE for itself; ssh took that along to other machines."""
+    bare = {name: value for name, value in gpuguard.environment.items() if not name.startswith(("LC_", "LANG"))}
+    ours = {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "GPUGUARD_CLAIM", "GPUGUARD_GPUS"}
+    for way in ((), ("--exec",)):
+        for named in ({}, {"LC_CTYPE": "C.UTF-8"}):
+            gpuguard.environment = bare | named
+            names = {line.partition("=")[0] for line in gpuguard("run", *way, "--", "env", "-0").stdout.split("\0")}
+
+            assert names - {""} - ours == set(gpuguard.environment) - ours
+
+
 def test_a_program_that_does_not_exist_is_named_without_its_escape_codes(gpuguard):
     done = gpuguard("run", "--", "no\x1b[2Jsuch")
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from nodes import eventually, start
+from nodes import change, eventually, start
 
 from gpuguard.backends import isolated, sampler
 from gpuguard.backends.isolated import Isolated, open_isolated
@@ -60,7 +60,17 @@ def test_a_sampler_that_never_becomes_ready_is_given_up(monkeypatch: pytest.Monk
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("text", [b"Loading the driver ...\n", b"\x09\x00\x00\x00garbage..", b"\x02\x00\x00\x00((more"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"ok\n\x00",
+        b"\x00",
+        b"\x00\x00\x00\x02",
+        b"Loading the driver ...\n",
+        b"\x09\x00\x00\x00garbage..",
+        b"\x02\x00\x00\x00((more",
+    ],
+)
 def test_what_a_library_prints_into_the_pipe_blinds_nobody_for_long(tmp_path: Path, text: bytes) -> None:
     start(str(tmp_path / "node"))
     source = open_isolated(f"simulated:{tmp_path / 'node'}", fork=False)
@@ -82,3 +92,18 @@ def samples(source: Isolated) -> bool:
         return sum(device.memory_used is not None for device in source.sample({MEMORY}).devices) >= 3
     except BackendError:
         return False
+
+
+@pytest.mark.parametrize("text", [b".", b"\x10\x00\x00\x00half"])
+def test_a_driver_that_prints_and_then_hangs_keeps_nobody_waiting(tmp_path: Path, text: bytes) -> None:
+    start(str(tmp_path / "node"))
+    source = open_isolated(f"simulated:{tmp_path / 'node'}", fork=False)
+    try:
+        assert source.sample({MEMORY}).devices and source._channel
+        with open(f"/proc/{source._channel[0]}/fd/1", "wb", buffering=0) as out:
+            out.write(text)
+        change(str(tmp_path / "node"), 0, faults=("hang",))
+
+        assert source.sample({MEMORY}).devices[0].problems == ("unresponsive",)
+    finally:
+        source.close()

@@ -46,7 +46,14 @@ def test_start_says_what_there_is_where_it_is_and_what_to_try(place, capsys):
     said = capsys.readouterr().out
     assert said.startswith("SIMULATED node of 3 devices")
     assert place in said
-    assert "Try: gpuguard run" in said
+    assert "Try: gpuguard run --backend simulated -n 1 -- gpuguard sim use" in said
+
+
+def test_start_names_a_node_elsewhere_as_the_other_commands_must(tmp_path, capsys):
+    elsewhere = f"simulated:{tmp_path}/a node"
+    assert main(["sim", "start", "1xT4", "--backend", elsewhere]) == 0
+
+    assert f"Try: gpuguard run --backend '{elsewhere}' -n 1 -- " in capsys.readouterr().out
 
 
 def test_a_running_node_is_replaced_only_with_force(a_node, capsys):

@@ -185,6 +185,24 @@ def test_a_job_is_over_when_slurm_says_that_this_run_of_it_is(slurm, state, rest
     assert slurm_jobs.is_over(GIVEN) is over
 
 
+@pytest.mark.parametrize(
+    ("state", "written", "over"),
+    [
+        ("RUNNING", "x JobState=COMPLETED", None),
+        ("RUNNING", "x Restarts=2", None),
+        ("COMPLETED", "x JobState=RUNNING Restarts=1", None),
+        ("COMPLETED", "x JobState=FAILED", True),
+        ("RUNNING", "x JobState=COMPLETING", False),
+    ],
+)
+@pytest.mark.parametrize("where", ["in front", "behind"])
+def test_no_word_of_its_owners_says_whether_a_job_is_over(slurm, state, written, over, where):
+    """In front stands its name, behind it command, directory and comment.  The last one was believed."""
+    name, comment = (written, "") if where == "in front" else ("x", f" Comment={written}")
+    slurm.say("scontrol", JOB.format(name=name, uid=1001, state=state, restarts=1) + comment)
+    assert slurm_jobs.is_over(GIVEN) is over
+
+
 def test_nobody_knows_whether_a_job_is_over_when_slurm_does_not_answer(slurm):
     slurm.say("scontrol", status=1)
     assert slurm_jobs.is_over(GIVEN) is None

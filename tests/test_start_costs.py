@@ -93,7 +93,7 @@ nvml.open().sample({'memory', 'processes', 'health'})
     [
         (COMMAND.format(["run", "--", "true"]), 100),
         (COMMAND.format(["select"]), 80),
-        (PYTHON, 40),
+        (PYTHON, 41),
         (SAMPLER, 28 if sys.version_info < (3, 14) else 42),
     ],
     ids=["run", "select", "select_devices", "sampler"],
@@ -120,11 +120,11 @@ def test_a_claim_in_python_loads_what_its_record_needs_while_the_driver_initiali
 import gpuguard
 from gpuguard.backends import sampler
 receive = sampler.receive
-def first(descriptor):
+def first(descriptor, ready=None):
     sampler.receive = receive
     for name in set(sys.modules):
         sys.modules.setdefault("seen." + name, None)  # which loaded_by() tells
-    return receive(descriptor)
+    return receive(descriptor, ready)
 sampler.receive = first
 gpuguard.grab_gpus(1)
 """

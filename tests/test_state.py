@@ -133,6 +133,10 @@ def test_hidden_processes_stay_hidden(directory, alive, monkeypatch):
     assert seen.devices[0].processes[0].command is None
 
 
+# A FUSE of a user's, below his home directory.
+FORGED = "30 22 0:30 / /home/eve/m\ra\vb\vc\vd\v/proc rw,nosuid,nodev - fuse x rw,user_id=1002,group_id=1002"
+
+
 @pytest.mark.parametrize(
     ("mounts", "hidden"),
     [
@@ -145,11 +149,12 @@ def test_hidden_processes_stay_hidden(directory, alive, monkeypatch):
         ("22 27 0:21 / /proc rw - proc proc rw\n30 22 0:30 / /proc rw - proc proc rw,hidepid=1", True),
         ("22 27 0:21 / /srv/proc rw - proc proc rw,hidepid=2", False),
         ("22 27 0:21 / /proc/fs rw - proc proc rw,hidepid=2", False),
+        (f"22 27 0:21 / /proc rw - proc proc rw,hidepid=2\n{FORGED}", True),
         ("", False),
     ],
 )
 def test_the_last_mount_on_proc_says_whether_it_hides_processes(mounts, hidden):
-    assert state._hide(mounts.encode()) is hidden
+    assert (state.hidepid_in(mounts.encode()) not in ("", "0", "off")) is hidden
 
 
 def test_a_proc_that_hides_processes_from_now_on_is_noticed_at_once(monkeypatch, tmp_path):

@@ -63,7 +63,7 @@ def test_a_terminal_has_one_line_a_second_at_most_that_fits_and_goes_away(clock,
     line.done()
 
     *shown, last = capsys.readouterr().err.split("\r\x1b[K")[1:]
-    assert shown == [f"gpuguard: waiting for {n}s: number 1 of …" for n in (0, 1, 2)]
+    assert shown == [f"gpuguard: waiting for {n}s: number 1 o…" for n in (0, 1, 2)]
     assert last == ""
 
 
@@ -80,7 +80,18 @@ def test_hostile_words_are_neutral_and_wide_ones_fit(terminal, capsys):
     say("\x1b[2J李小明" * 9, again=True)
 
     shown = capsys.readouterr().err.removeprefix("\r\x1b[K")
-    assert shown.isprintable() and 38 <= display_width(shown) <= 39
+    assert shown.isprintable() and 36 <= display_width(shown) <= 37
+
+
+def test_a_terminal_that_cannot_write_a_line_anew_is_told_as_a_log(clock, terminal, monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "dumb")
+    line = Telling(False)
+    for _ in range(5):
+        line.missing(MISSING)
+        clock[0] += 1
+    line.done()
+
+    assert capsys.readouterr().err == f"gpuguard: waiting for 0s: {MISSING}\n"
 
 
 def test_a_terminal_that_went_away_ends_nothing(monkeypatch, capsys):
@@ -151,9 +162,9 @@ def test_a_waiting_run_keeps_to_one_line_and_leaves_none(gpuguard, job, columns)
         shown = read()
 
     lines = before.split("\r\x1b[K")[1:]
-    assert "\n" not in before and all(display_width(line) < columns for line in lines)
+    assert "\n" not in before and all(display_width(line + "^C") < columns for line in lines)
     reason = "gpuguard: waiting for 0s: number 1 of 1 in line, starts in about 2h, when device "
-    whole = columns - 2 - len("1h59m10s") + len("2h0s")  # of a line that was cut before its times were made equal
+    whole = columns - 4 - len("1h59m10s") + len("2h0s")  # of a line that was cut before its times were made equal
     assert any(undated(line).startswith(reason[:whole].rstrip()) for line in lines)
     assert re.search(r"\r\x1b\[Kgpuguard: GPU 0,1 \(SIMULATED\) · claim \w+\r\nit runs\r\n", shown)
 

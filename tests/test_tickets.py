@@ -98,6 +98,7 @@ def read(directory: LockDirectory, encoded: bytes, path: str = "") -> Ticket | T
 def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None:
     before = a_ticket(
         ME,
+        party=ME,
         ways=WAYS,
         priority=1,
         time_limit=60.0,

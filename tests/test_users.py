@@ -105,3 +105,14 @@ def test_many_without_a_name_are_asked_for_again_one_after_the_other(monkeypatch
         service.now += users.AGAIN_SECONDS
 
     assert len(service.asked) == 101
+
+
+def test_where_no_thread_can_be_started_the_number_has_to_do_until_one_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(users, "start_new_thread", refuse)
+        assert users.user_name(0) == "0"
+
+    assert users.user_name(0) == pwd.getpwuid(0).pw_name

@@ -57,6 +57,19 @@ def test_whoever_waits_starts_when_the_job_of_a_killed_wrapper_ends(room: Room) 
         assert eventually(lambda: waiter.runs, LONG)
 
 
+def test_whoever_waits_outlives_a_list_of_processes_with_a_pid_that_none_can_have(room: Room) -> None:
+    with room.stranger() as stranger, room.wait() as waiter:
+        looked = calmly(room)
+        room.suffer(0, "implausible")
+        stranger.kill()
+        stranger.wait()
+        assert eventually(lambda: room.looks() >= looked + 2, LONG)
+        assert waiter.process.poll() is None and not waiter.runs
+        room.suffer(0)
+
+        assert eventually(lambda: waiter.runs, LONG)
+
+
 def test_whoever_waits_starts_when_a_process_without_a_claim_ends(room: Room) -> None:
     with room.stranger() as stranger, room.wait() as waiter:
         looked = calmly(room)
@@ -161,7 +174,7 @@ def test_whoever_goes_on_after_a_stop_is_served_although_nothing_else_happens(tm
 def test_a_request_that_became_impossible_while_waiting_is_refused(tmp_path: Path) -> None:
     room = Room(tmp_path, devices=2, times="OWN_LOOK_SECONDS=300 LOOK_SECONDS=0.5")
     with room.job(), room.wait("-n", "2") as first, room.wait("-n", "2") as second:
-        room.lose(0)
+        room.suffer(0, "lost")
 
         for waiter in (first, second):
             _, said = waiter.process.communicate(timeout=LONG)

@@ -139,6 +139,16 @@ def test_a_step_that_a_check_holds_up_is_tried_again_and_the_next_one_waits(a_wa
     assert tried == ["pause", "pause", "pause", "resume"]
 
 
+def test_of_what_is_due_the_small_ones_of_a_user_keep_nothing_from_its_turn(a_watchdog, log):
+    rows = [(0, 1001, 21 * GIB), (1, 1002, 70 * GIB), (2, 1003, 30 * GIB)]  # of the same user
+    devices = [a_device(i, memory_used=used, processes=(a_process(pid, memory_used=used),)) for i, pid, used in rows]
+    guard = a_watchdog(Recording(*snapshots(*devices)), (replace(HOGS, steps=(Step("log"),)),))
+    guard.step()
+    guard.step()
+
+    assert [event.pid for event in log] == [1002, 1003, 1001]
+
+
 @pytest.mark.parametrize("end", ["cleared", "policy gone", "policy changed", "kept"])
 def test_a_step_that_waits_is_forgotten_when_its_reason_ends(a_watchdog, monkeypatch, end):
     tried = []

@@ -7,7 +7,15 @@ import json
 from builders import a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard.views import usage, who
-from gpuguard.web.bounds import LONGEST_COMMAND, MOST_CLAIMS, MOST_PLACES, MOST_PROCESSES, MOST_ROWS, bounded
+from gpuguard.web.bounds import (
+    LONGEST_COMMAND,
+    MOST_CLAIMS,
+    MOST_NAMELESS,
+    MOST_PLACES,
+    MOST_PROCESSES,
+    MOST_ROWS,
+    bounded,
+)
 
 WORDS = ("python", *("x" * 100 for _ in range(40)))
 
@@ -29,7 +37,7 @@ def test_a_crowd_of_records_is_cut_and_counted_and_hides_nobody():
     device = a_device(processes=(*running, a_process(99, user="alice")))
     crowd = [a_claim_record(device, id=f"m{place}", user="mallory", uid=20002, command=WORDS) for place in range(500)]
     snapshot = a_snapshot(device, claims=(*crowd, a_claim_record(device, id="a", user="alice")))
-    line = [{"user": str(place % 3), "command": list(WORDS)} for place in range(1000)]
+    line = [{"user": f"user{place % 3}", "command": list(WORDS)} for place in range(1000)]
 
     seen = bounded(a_frame(snapshot, line))
 
@@ -50,6 +58,24 @@ def test_a_crowd_of_records_is_cut_and_counted_and_hides_nobody():
 
 
 def test_so_many_users_make_no_more_rows():
-    line = [{"user": str(place), "command": None} for place in range(MOST_ROWS + 10)]
+    line = [{"user": f"user{place}", "command": None} for place in range(MOST_ROWS + 10)]
 
     assert len(bounded(a_frame(a_snapshot(), line))["line"]) == MOST_ROWS
+
+
+def test_a_user_with_many_uids_without_a_name_hides_nobody_and_no_note_is_longer_than_it_can_be_read():
+    device = a_device()
+    crowd = [
+        a_claim_record(device, id=f"{uid}.{place}", user=str(uid), uid=uid, note="x" * 4000)
+        for uid in range(100_000, 100_200)
+        for place in range(5)
+    ]
+    snapshot = a_snapshot(device, claims=(*crowd, a_claim_record(device, id="a", user="alice", note="mine" * 1000)))
+
+    seen = bounded(a_frame(snapshot))
+
+    claims = seen["devices"][0]["claims"]
+    assert (len(claims), claims[-1]["user"]) == (MOST_NAMELESS + 1, "alice")
+    assert [row["user"] for row in seen["users"] if not row["user"].isdecimal()] == ["alice"]
+    assert len(seen["users"]) == MOST_NAMELESS + 1
+    assert len(json.dumps(seen)) < 100_000

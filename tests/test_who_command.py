@@ -268,6 +268,22 @@ def test_a_watch_on_a_terminal_gives_the_screen_back(number, status):
     assert b"Traceback" not in output
 
 
+@pytest.mark.terminal
+def test_a_watch_where_nothing_can_be_drawn_at_a_place_writes_one_look_behind_the_other():
+    main, side = pty.openpty()
+    environ = {**os.environ, "TERM": "dumb"}
+    with subprocess.Popen([*GPUGUARD, "who", "--watch", "100ms"], stdout=side, stderr=side, env=environ) as process:
+        os.close(side)
+        output = b""
+        while output.count(b"STATE") < 2:
+            output += os.read(main, 65536)
+        process.send_signal(signal.SIGINT)
+        output += rest_of(main)
+    os.close(main)
+
+    assert b"\x1b" not in output
+
+
 def rest_of(terminal: int) -> bytes:
     """What is written until the last writer has gone."""
     output = b""

@@ -144,6 +144,6 @@ class Room:
         """A process on a device without a claim."""
         return a_user(str(self.place / "node"), str(device), 10 * 2**30)
 
-    def lose(self, device: int) -> None:
-        """The device falls off the bus."""
-        change(str(self.place / "node"), device, faults=("lost",))
+    def suffer(self, device: int, *faults: str) -> None:
+        """The device is lost, or whatever else can befall it; well again without one."""
+        change(str(self.place / "node"), device, faults=faults)

@@ -2,7 +2,8 @@
 
 A command line lies in the memory of its process, and whoever reads it waits while that memory is being changed.  That
 takes as long as its owner likes: he reads a file of a file system of his own there (FUSE), which never answers.  `ps`
-hangs, then.  Here one thread hangs for each such user, and of him nothing more is known until it comes back.
+hangs, then.  Here one thread hangs for each such user, and of him nothing more is known until it comes back.  Who lets
+each look come back just in time, at each of his processes, gets no more time than who never does: see SHARE.
 Decides nothing: what was not seen in time is unknown.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 from _thread import allocate_lock, start_new_thread
+from time import monotonic
 
 from gpuguard.users import user_name
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 SECONDS = 0.5  # a look takes 0.05 ms; the sampler has 1.5 s for a device
 SECONDS_AGAIN = 0.02  # while others hang: many users who do so must not take the time of all
-MOST_HANGING = 16  # from then on none of users without a name, of whom one user can have 65536
+SHARE = 0.05  # of all time may go to looks at one user, in the long run
+NOTICED = 0.002  # seconds; who has 200 processes of which each look takes less holds up nobody
+MOST_HANGING = 16  # or nearly so: from then on none of users without a name, of whom one user can have 65536
 
 
 class _Looker:
@@ -51,7 +55,9 @@ class _Looker:
 
 
 _free: list[_Looker] = []
-_hanging: dict[tuple[int, str], _Looker] = {}  # (uid, kind of the look): who still waits for something of that user
+Key = tuple[int, str]  # uid, kind of the look
+_hanging: dict[Key, _Looker] = {}  # who still waits for something of that user
+_spent: dict[Key, tuple[float, float]] = {}  # seconds that slow looks took, and when; SHARE of the time pays it off
 
 
 def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | None:
@@ -70,10 +76,17 @@ def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | N
     for one, looker in list(_hanging.items()):
         if looker.pid != os.getpid():  # of whom we are a copy: it has no thread here
             _hanging.pop(one, None)
+            _spent.clear()
         elif looker.answered.acquire(False):
             _hanging.pop(one, None)
             _free.append(looker)
-    if key in _hanging or (len(_hanging) >= MOST_HANGING and user_name(key[0]) == str(key[0])):
+    begun = monotonic()
+    owed = _owed(begun)
+    slow = len(owed.keys() | _hanging.keys())
+    if key in _hanging or (slow >= MOST_HANGING and user_name(key[0]) == str(key[0])):
+        return None
+    left = _most(times, sum(owed.values()) - owed.get(key, 0.0)) - owed.get(key, 0.0)
+    if left <= 0:
         return None
     try:
         looker = _free.pop() if _free else _Looker()
@@ -82,7 +95,11 @@ def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | N
         return None
     looker.look = look
     looker.asked.release()
-    if not looker.answered.acquire(timeout=times * (SECONDS_AGAIN if _hanging and times == 1 else SECONDS)):
+    came_back = looker.answered.acquire(timeout=left)
+    took = monotonic() - begun
+    if took > NOTICED:
+        _spent[key] = owed.get(key, 0.0) + took, begun + took
+    if not came_back:
         _hanging[key] = looker
         return None
     found, fault = looker.found, looker.fault
@@ -90,3 +107,18 @@ def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | N
     if fault and not isinstance(fault, OSError):
         raise fault
     return found  # type: ignore[return-value]
+
+
+def _owed(now: float) -> dict[Key, float]:
+    """The seconds that slow looks took and that are not paid off yet."""
+    for key, (seconds, since) in list(_spent.items()):
+        if seconds <= (now - since) * SHARE:
+            _spent.pop(key, None)
+    return {key: seconds - (now - since) * SHARE for key, (seconds, since) in list(_spent.items())}
+
+
+def _most(times: int, others: float) -> float:
+    """How long looks at one user may take, where those at *others* took so long just now."""
+    if times > 1:
+        return times * SECONDS
+    return SECONDS_AGAIN if _hanging else max(SECONDS_AGAIN, SECONDS - others)

@@ -127,11 +127,14 @@ class Isolated:
                         f"the driver did not initialise within {INIT_SECONDS:.0f} s.  Try `nvidia-smi`; "
                         "if it hangs too, reboot."
                     )
-            reply = sampler.receive(channel[2])
+            reply = sampler.receive(channel[2], lambda: _in_time(channel, INIT_SECONDS))
             if reply is None:
                 raise errors.DriverUnresponsive("the driver library crashed while it initialised.  Try `nvidia-smi`.")
             _raise_error(reply)
             _refuse_another_version(reply)
+        except _Stuck as stuck:
+            self._abandon()
+            raise errors.DriverUnresponsive(f"{stuck.reason}.  Try `nvidia-smi`; if it hangs too, reboot.") from None
         except errors.GpuguardError:
             self._abandon()
             raise
@@ -140,9 +143,7 @@ class Isolated:
     def _reply(self, seconds: float) -> Snapshot:
         channel = self._channel
         assert channel is not None
-        if late := _overdue(channel, seconds):
-            raise _Stuck(late[0], f"a driver call did not come back ({_where(late[0])})")
-        reply = sampler.receive(channel[2])
+        reply = sampler.receive(channel[2], lambda: _in_time(channel, seconds))
         if reply is None:
             index, _ = sampler.marked(channel[3])
             raise _Stuck(index, f"the driver library crashed ({_where(index)})")
@@ -206,6 +207,16 @@ def _overdue(channel: sampler.Channel, seconds: float) -> sampler.Mark | None:
         elif sampler.marked(place) == mark:  # else it went on between these lines, and waits for another device
             return None if poll.poll(0) else mark
     return None
+
+
+def _in_time(channel: sampler.Channel, seconds: float) -> None:
+    """Wait for more of a reply: what a library has printed is there at once, and may be all that ever comes.
+
+    Raises:
+        _Stuck: it takes longer than *seconds*.
+    """
+    if late := _overdue(channel, seconds):
+        raise _Stuck(late[0], f"a driver call did not come back ({_where(late[0])})")
 
 
 def _where(index: int | None) -> str:

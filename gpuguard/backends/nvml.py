@@ -12,8 +12,8 @@ import time
 
 from gpuguard import model
 from gpuguard.backends import nvml_fields
-from gpuguard.backends.nvml_calls import PROBLEMS, Answer, call, start
-from gpuguard.backends.nvml_reading import DeviceLost, Place, Reading
+from gpuguard.backends.nvml_calls import BAD_TEXT, PROBLEMS, Answer, call, start
+from gpuguard.backends.nvml_reading import DeviceLost, Place, Reading, is_uuid
 from gpuguard.backends.statfiles import StatFiles
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import Device, Gap, Snapshot
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # what is true now.
 SETTINGS_SECONDS = 10.0
 SLOW_SECONDS = 0.0005  # for the first device; below that the others are read before threads have begun
+MOST_DEVICES = 1024  # of a machine: each that is counted takes a call, a number without a meaning takes hours
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
 
 _Read = tuple[Device, list[Gap]]
@@ -109,6 +110,7 @@ class Nvml:
             self._files = StatFiles()
             self._count: int | None = None
             self._places: dict[int, Place] = {}
+            self._owners: dict[str, int] = {}  # of uuids: index
             self._asked: Ahead | None = None
             self._settings_read = float("-inf")
             self._static: dict[str, str | None] = {}
@@ -139,13 +141,15 @@ class Nvml:
     def _read(self, index: int, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
         """A device and its MIG instances; nothing when it turns out not to be one of *seek*."""
         known = self._places.get(index)
-        uuid = known.uuid if known else f"unknown-{index}"
+        uuid = known.uuid if known and self._owners.get(known.uuid) == index else f"unknown-{index}"
         if index in self.skip:
             gap = Gap(uuid, "device", "a driver call did not come back")
             return [(Device(index, uuid, problems=("unresponsive",)), [gap])]
         self.progress(index)
         asked = self._asked and self._asked.of(index)
         place = known or asked or self._place(index)
+        if isinstance(place, Place) and self._owners.get(place.uuid) != index:
+            place = self._named(place)
         if isinstance(place, Answer):
             problem = PROBLEMS.get(place.code, f"cannot be opened: {place.reason}")
             return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", place.reason)])]
@@ -160,6 +164,15 @@ class Nvml:
         finally:
             place.ahead.clear()
         return [(_device(reading), reading.gaps), *instances]
+
+    def _named(self, place: Place) -> Place | Answer:
+        """*place*, or why nobody can claim it: by its uuid nobody is told from others."""
+        owner = self._owners.setdefault(place.uuid, place.index) if is_uuid(place.uuid) else None
+        if owner == place.index:
+            return place
+        self._places.pop(place.index, None)
+        same = f"device {owner} has the same uuid" if owner is not None else f"its uuid is {place.uuid!r:.40}"
+        return Answer(None, BAD_TEXT, same)
 
     def _ask_ahead(self, fields: Collection[str]) -> Ahead:
         from gpuguard.backends import nvml_ahead  # which only a first look needs
@@ -184,6 +197,8 @@ class Nvml:
             answer = call(self._nvml, "nvmlDeviceGetCount")
             if answer.code:
                 raise BackendError(f"the driver does not count its devices: {answer.reason}.  Try `nvidia-smi`.")
+            if not 0 <= answer.value <= MOST_DEVICES:
+                raise BackendError(f"the driver counts {answer.value} devices, which cannot be.  Try `nvidia-smi`.")
             self._count = int(answer.value)
         return self._count
 

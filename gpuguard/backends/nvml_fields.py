@@ -244,7 +244,7 @@ def read_nvlink_flow(reading: Reading) -> None:
     links = range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18))
     wanted = tuple([(number, link) for number in _NVLINK_COUNTERS for link in links])
     answer = reading.ask_unless_never("nvmlDeviceGetFieldValues", wanted)
-    told = [] if answer.code else [each for each in answer.value if each.nvmlReturn == 0]
+    told = [] if answer.code else [each for each in answer.value if each.nvmlReturn == 0 and _is_sound(each)]
     sums = dict.fromkeys(_NVLINK_COUNTERS.values(), 0)
     for each in told:
         sums[_NVLINK_COUNTERS[each.fieldId]] += getattr(each.value, _SAMPLE_VALUES[each.valueType])
@@ -257,6 +257,10 @@ def read_nvlink_flow(reading: Reading) -> None:
             reading.gap(name, "a rate needs two looks")
         else:
             reading.take(name, Answer((count - before[1][name]) * 1024.0 / (at - before[0])))
+
+
+def _is_sound(counter: Any) -> bool:
+    return counter.fieldId in _NVLINK_COUNTERS and 0 <= counter.valueType < len(_SAMPLE_VALUES)
 
 
 # In this order: the process list is compared with the memory.

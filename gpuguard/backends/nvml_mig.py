@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gpuguard import model
 from gpuguard.backends.nvml_calls import NOT_FOUND, Answer
-from gpuguard.backends.nvml_reading import Place, Reading
+from gpuguard.backends.nvml_reading import Place, Reading, is_uuid
 from gpuguard.backends.nvml_usage import read_idle_processes, read_memory, read_processes
 from gpuguard.model import Device, Gap
 from gpuguard.nouns import replace
@@ -28,7 +28,7 @@ def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
     count = parent.ask_once("mig places", "nvmlDeviceGetMaxMigDeviceCount")
     if count.code:
         parent.gap("mig instances", count.reason)
-    uuids = []
+    uuids: list[str] = []
     for number in range(count.value or 0):
         handle = parent.ask("nvmlDeviceGetMigDeviceHandleByIndex", number)
         if handle.code == NOT_FOUND:
@@ -38,8 +38,8 @@ def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
             continue
         instance = Reading(parent.nvml, Place(parent.place.index, handle.value, ""), parent.fields, parent.files)
         uuid = instance.ask("nvmlDeviceGetUUID")
-        if uuid.code:
-            parent.gap("mig instances", f"instance {number}: {uuid.reason}")
+        if uuid.code or not is_uuid(uuid.value) or uuid.value in (parent.place.uuid, *uuids):
+            parent.gap("mig instances", f"instance {number}: {uuid.reason or f'its uuid is {uuid.value!r:.40}'}")
             continue
         instance.place.uuid = uuid.value
         uuids.append(uuid.value)

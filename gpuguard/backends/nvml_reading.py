@@ -31,6 +31,13 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 
 
+def is_uuid(text: str) -> bool:
+    """Whether *text* can name one device, by which it is claimed: "GPU-5f...", "MIG-GPU-5f.../1/0"."""
+    inside = "-/" if text.startswith("MIG-") else "-"
+    sound = "-" in text and len(text) <= 128 and text.isascii() and text[0].isalnum() and text[-1].isalnum()
+    return sound and all(one.isalnum() or one in inside for one in text)
+
+
 class Place:
     """A device as the driver library knows it, and what never changes about it."""
 

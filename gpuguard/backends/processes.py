@@ -27,6 +27,7 @@ LONGEST_COMMAND = 4096  # and of a command line, as much as policies look at: ea
 LARGEST_MEMORY = 2**44  # bytes: no device has 16 TiB
 
 _HIDDEN = b"0 0 0 0 "
+_GONE = " (deleted)"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 # What is read about a process costs 0.5 ms: a daemon that looks once per second keeps it.
@@ -218,8 +219,8 @@ def _described(pid: int) -> dict[str, Any]:
     # Not with psutil: its import takes 12 ms and 3 MiB, which every sampler would pay.
     return {
         "command": _words(read_memory(pid, "cmdline", LONGEST_COMMAND) or b"") or None,
-        "executable": _linked(f"/proc/{pid}/exe"),
-        "working_directory": _linked(f"/proc/{pid}/cwd"),
+        "executable": _linked(pid, "exe"),
+        "working_directory": _linked(pid, "cwd"),
         "conda_environment": environment_of(_variables(read_memory(pid, "environ", LONGEST) or b"")),
         "container": container_of(_read(f"/proc/{pid}/cgroup") or ""),
     }
@@ -232,13 +233,18 @@ def _words(cmdline: bytes) -> tuple[str, ...]:
     return tuple(os.fsdecode(word) for word in whole.split(apart)) if whole else ()
 
 
-def _linked(path: str) -> str | None:
+def _linked(pid: int, name: str) -> str | None:
     try:
-        target = os.readlink(path)
+        target = os.readlink(f"/proc/{pid}/{name}")
     except OSError:
         return None
-    # The kernel says so of a file that was removed, and a file may bear such a name.
-    return target if os.path.lexists(target) else target.removesuffix(" (deleted)")
+    if not target.endswith(_GONE):
+        return target
+    # The kernel says so of a file that was removed, and a file may bear such a name.  Nothing else is looked for where
+    # it lies: on a server that does not answer (NFS), or in a user's own file system (FUSE), that may take for ever.
+    from gpuguard.backends.apart import in_time
+
+    return target if in_time(pid, "path", lambda: os.path.lexists(target)) else target.removesuffix(_GONE)
 
 
 def _variables(environ: bytes) -> dict[str, str]:
@@ -269,7 +275,10 @@ def life_in(line: bytes, before: Life | None = None) -> Life | None:
     # Behind the 42nd stands where data, heap, arguments and environment lie: an exec lays them anew, at random places.
     # With the name they stand for the command line, whose reading takes as long.  Zeros: not shown to this user.
     places = fields[42] if len(fields) > 42 else _HIDDEN
-    return int(fields[19]) / _TICKS, name, None if places.startswith(_HIDDEN) else b" " + places
+    try:
+        return int(fields[19]) / _TICKS, name, None if places.startswith(_HIDDEN) else b" " + places
+    except ValueError:  # of something that is no kernel's
+        return None
 
 
 def container_of(cgroup: str) -> str | None:
@@ -293,7 +302,7 @@ def environment_of(variables: Mapping[str, str]) -> str | None:
 def _uid(pid: int) -> int | None:
     # Not the owner of /proc/PID: that is root for every process that may not be dumped.
     words = status_words(pid, b"Uid")
-    return int(words[0]) if words else None
+    return int(words[0]) if words and words[0].isdigit() else None
 
 
 def uid_behind(pid: int) -> int | None:
@@ -303,7 +312,7 @@ def uid_behind(pid: int) -> int | None:
     whatever he had open.  Root who has become another user in effect acts for that one.
     """
     words = status_words(pid, b"Uid")
-    return (int(words[0]) or int(words[1])) if len(words) > 1 else None
+    return (int(words[0]) or int(words[1])) if len(words) > 1 and all(map(bytes.isdigit, words)) else None
 
 
 def status_words(pid: int, name: bytes) -> list[bytes]:

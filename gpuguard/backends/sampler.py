@@ -20,6 +20,7 @@ from gpuguard import __version__
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
     from gpuguard.model import Device, GpuProcess, Snapshot
@@ -237,24 +238,30 @@ def send(descriptor: int, message: Any) -> None:
         frame = frame[os.write(descriptor, frame) :]
 
 
-def receive(descriptor: int) -> Any:
+def receive(descriptor: int, ready: Callable[[], object] | None = None) -> Any:
     """Read one frame; None when the other end is gone, or of no use: a library has printed into the pipe.
 
     What follows that could not be told apart, and text taken for a length would be waited for.
+
+    Args:
+        descriptor: to read from.
+        ready: called before each piece of it is read; returns when one is there, or raises what this raises then.
     """
-    head = _read(descriptor, 4)
+    head = _read(descriptor, 4, ready)
     size = int.from_bytes(head, "little")
     try:
-        body = _read(descriptor, size) if size <= LONGEST else b""
+        body = _read(descriptor, size, ready) if size <= LONGEST else b""
         found = marshal.loads(body) if body else None
         return found if type(found) is tuple else None
     except (ValueError, EOFError, TypeError):
         return None
 
 
-def _read(descriptor: int, count: int) -> bytes:
+def _read(descriptor: int, count: int, ready: Callable[[], object] | None) -> bytes:
     parts = b""
     while len(parts) < count:
+        if ready:
+            ready()
         part = os.read(descriptor, count - len(parts))
         if not part:
             return b""

@@ -18,6 +18,7 @@ import time
 
 from gpuguard import model
 from gpuguard.backends import smi_fields
+from gpuguard.backends.nvml_reading import is_uuid
 from gpuguard.backends.smi_fields import Sheet
 from gpuguard.backends.smi_usage import read_processes
 from gpuguard.backends.smi_xml import MAX_BYTES, Element, parse
@@ -27,6 +28,8 @@ from gpuguard.model import Device, Gap, Snapshot
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+
+_Told = tuple[Device, list[Gap]]
 
 PROGRAM_SECONDS = 20.0  # without persistence mode each device is woken up first: 1 to 2 s each
 _ALIVE_SECONDS = 0.4  # how often we say that the program still runs: see isolated.DEVICE_SECONDS
@@ -76,8 +79,9 @@ class Smi:
             taken_at, clock = then, clock - (taken_at - then)
         found: list[Device] = []
         gaps: list[Gap] = []
+        known: set[str] = set()
         for index, element in enumerate(root.all("gpu")):
-            family = self._family(index, element, fields)
+            family = _distinct(self._family(index, element, fields), known)
             if index not in self.skip and (devices is None or any(device.uuid in devices for device, _ in family)):
                 found += [device for device, _ in family]
                 gaps += [gap for _, missing in family for gap in missing]
@@ -122,7 +126,7 @@ class Smi:
         """A device and its MIG instances."""
         bus = element.attributes.get("id") or element.word("pci/pci_bus_id") or ""
         told = element.word("uuid") or ""
-        uuid = told if told.startswith("GPU-") else self._uuids.get(bus, f"unknown-{index}")
+        uuid = told if told.startswith("GPU-") and is_uuid(told) else self._uuids.get(bus, f"unknown-{index}")
         self._uuids[bus] = uuid
         if _is_lost(element):
             lost = Device(index, uuid, problems=("lost",))
@@ -141,6 +145,8 @@ class Smi:
             _read_place(sheet, live)
         if not {model.PROCESSES, model.IDLE_PROCESSES}.isdisjoint(fields):
             read_processes(sheet, element.find("processes"), None, fields, live=live)
+        if uuid.startswith("unknown-"):
+            sheet.problem("nvidia-smi does not tell its uuid")  # by which it is claimed
         problems = tuple(sheet.problems) if model.HEALTH in fields or sheet.problems else None
         whole = Device(index, uuid, problems=problems, **sheet.values)
         named = _named_instances(uuid, self.progress) if instances and live else {}
@@ -209,6 +215,19 @@ def _line(path: str) -> str:
             return file.readline(1000).strip()
     except OSError:
         return ""
+
+
+def _distinct(family: list[_Told], known: set[str]) -> list[_Told]:
+    """*family* without those who are called as somebody before them: by its uuid a device is claimed."""
+    index = family[0][0].index
+    if family[0][0].uuid in known:
+        return [(Device(index, f"unknown-{index}", problems=("another device has the same uuid",)), [])]
+    distinct = []
+    for device, gaps in family:
+        if device.uuid not in known:
+            distinct.append((device, gaps))
+        known.add(device.uuid)
+    return distinct
 
 
 def _named_instances(parent: str, progress: Callable[[int | None], object]) -> dict[str, tuple[str, str]]:

@@ -13,7 +13,7 @@ import time
 from _thread import allocate_lock
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, open_lock, try_flock
-from gpuguard.claims.records import write_record
+from gpuguard.claims.records import read_record, write_record
 from gpuguard.claims.wishes import released, unanswered, write
 from gpuguard.errors import ClaimLost
 from gpuguard.model import Device
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 else:
     from _collections_abc import Sequence  # of the interpreter; the package collections would take 3 ms
 
+_UNTIDY = 50  # records of one user, dead ones among them
 _REASSERT_TRIES = 5  # somebody may be looking (see records.locked_devices) for some microseconds
 
 
@@ -76,7 +77,8 @@ class Claim(Sequence[Device]):
         return self.devices[place]
 
     def __repr__(self) -> str:
-        return f"<Claim {self.id} of {', '.join(str(device.index) for device in self.devices) or 'no device'}>"
+        back = ", given back" if self.devices and not self.locks else ""
+        return f"<Claim {self.id} of {', '.join(str(device.index) for device in self.devices) or 'no device'}{back}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -223,6 +225,19 @@ class Claim(Sequence[Device]):
 
             why = why_full(directory, error)
             self.warning = f"others cannot see what this claim is for: no record in {directory.records} ({why})"
+            return
+        _tidy(directory, os.geteuid() if owner is None else owner)
+
+
+def _tidy(directory: LockDirectory, uid: int) -> None:
+    """Remove the many records of dead claims of *uid*: each job with --exec leaves one, and only he and root may."""
+    start = f"{directory.prefix}claim.{uid}."
+    try:
+        own = [name for name in os.listdir(directory.records) if name.startswith(start)]
+    except OSError:
+        return
+    for name in own if len(own) > _UNTIDY else ():
+        read_record(directory, uid, name[len(start) : -len(".json")])  # a dead one is removed by that
 
 
 SHARE_VARIABLES = ("GPUGUARD_MEMORY", "TF_FORCE_GPU_ALLOW_GROWTH", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -11,12 +11,14 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import NoReturn
 
     from gpuguard.claims.lockfiles import LockDirectory
     from gpuguard.model import ClaimRecord
 
 # For the processes of one user: with the usual limits 100 of them can have 50 million descriptors, which is a minute.
 MOST_SECONDS = 1.0
+_OF_EVERY_FILE = (b"pos:", b"flags:", b"mnt_id:", b"ino:")  # lines of /proc/PID/fdinfo; then come those of its locks
 
 
 def holders_of(
@@ -38,12 +40,11 @@ def holders_of(
         try:
             uid = os.stat(f"/proc/{entry}").st_uid or _behind(entry)
             suspect = is_suspect(uid) and (uid == 0 or spent.get(uid, 0.0) < MOST_SECONDS)
-            descriptors = _descriptors(entry) if suspect else []
+            maybe = _locked(entry, uid, paths) if suspect else []
         except OSError:
             continue  # gone, or not ours to see
-        for number in descriptors:
-            uuid = paths.get(_target(entry, number))
-            if uuid and _holds_lock(entry, number):
+        for number, uuid in maybe:
+            if not number or _holds_lock(entry, number, directory.lock_path(uuid)):
                 found.setdefault(uuid, {})[int(entry)] = uid
         spent[uid] = spent.get(uid, 0.0) + time.monotonic() - begun
     return found
@@ -65,31 +66,113 @@ def _files(pid: str) -> os._ScandirIterator[str]:
         return os.scandir(f"/proc/{pid}/fdinfo")
 
 
-def _descriptors(pid: str) -> list[str]:
-    # CAP_SYS_PTRACE opens fdinfo; only CAP_DAC_READ_SEARCH opens fd, and every file of the machine with it.
+def _locked(pid: str, uid: int, paths: dict[str, str]) -> list[tuple[str, str]]:
+    """Those of *paths*, by path or inode, on which a process has a descriptor, with that; "": it has a lock for sure.
+
+    Raises:
+        OSError: it is gone, or not ours to see.
+    """
     try:
-        return os.listdir(f"/proc/{pid}/fd")
+        targets = [(number, target_of(pid, number)) for number in os.listdir(f"/proc/{pid}/fd")]
     except PermissionError:
-        return os.listdir(f"/proc/{pid}/fdinfo")
+        # CAP_SYS_PTRACE opens fdinfo; only CAP_DAC_READ_SEARCH opens fd, and every file of the machine with it.
+        if not may_see_locks(pid):
+            return []
+        from gpuguard.claims.fdlocks import locked_files
+
+        return [("", paths[inode]) for inode in locked_files(int(pid), uid, MOST_SECONDS).values() if inode in paths]
+    return [(number, paths[path]) for number, path in targets if path in paths]
 
 
-def _target(pid: str, descriptor: str) -> str:
-    """What it is open on: a path, or where that cannot be seen the inode that is locked through it."""
+def locked_by(pid: int, uid: int, seconds: float) -> dict[int, str]:
+    """Descriptor -> "major:minor:inode" of what a process has locked, as fdlocks.locked_files().
+
+    Without a process apart where it can be seen which descriptors are files.
+
+    Raises:
+        OSError: it is gone, or not ours to see.
+    """
+    until, found = time.monotonic() + seconds, dict[int, str]()
+    try:
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            target = target_of(pid, number)
+            # What stands for a device writes there what its driver likes.
+            if not target.startswith("/") or target.startswith("/dev/"):
+                continue
+            if time.monotonic() > until:
+                break
+            if inode := locked_inode(pid, number):
+                found[int(number)] = inode
+    except PermissionError:
+        from gpuguard.claims.fdlocks import locked_files
+
+        return locked_files(pid, uid, seconds) if may_see_locks(pid) else {}
+    return found
+
+
+def may_see_locks(pid: str | int) -> bool:
+    """Whether it has files open, and fdinfo of it is ours to read: opening it waits for nobody.
+
+    Raises:
+        OSError: it is gone, or not ours to see.
+    """
+    for number in os.listdir(f"/proc/{pid}/fdinfo")[:1]:
+        os.close(os.open(f"/proc/{pid}/fdinfo/{number}", os.O_RDONLY | os.O_CLOEXEC))
+        return True
+    return False
+
+
+def target_of(pid: str | int, descriptor: str) -> str:
+    """The path on which it is open.
+
+    Raises:
+        PermissionError: that is not ours to see.
+    """
     try:
         return os.readlink(f"/proc/{pid}/fd/{descriptor}")
     except PermissionError:
-        return locked_inode(pid, descriptor)
+        raise
     except OSError:
-        return ""
+        return ""  # closed meanwhile
 
 
-def locked_inode(pid: str, descriptor: str) -> str:
-    """The "major:minor:inode" of the file that is locked through it, as the kernel writes it; "" without a lock."""
-    try:
-        with open(f"/proc/{pid}/fdinfo/{descriptor}", encoding="ascii", errors="replace") as lines:
-            return next((line.split()[6] for line in lines if line.startswith("lock:")), "")
-    except (OSError, IndexError):
-        return ""
+def locked_inode(pid: str | int, descriptor: str) -> str:
+    """The "major:minor:inode" of the file that is locked through it, as the kernel writes it; "" where none is.
+
+    Of a regular file alone: of what else it may be this may never come back, see fdlocks.
+    Anybody may put another kind of lock on a file that he may read.  And what the kernel says of every file stands in
+    front: behind it may follow text of the owner, lines and all (the name of a dma-buf).
+    """
+    from gpuguard.backends.processes import read_proc
+
+    for line in (read_proc(f"/proc/{pid}/fdinfo/{descriptor}") or b"").split(b"\n"):
+        words = line.split()
+        if line.startswith(b"lock:"):
+            if words[2:3] == [b"FLOCK"] and len(words) > 6:
+                return words[6].decode("ascii", "replace")
+        elif not line.startswith(_OF_EVERY_FILE):
+            break
+    return ""
+
+
+def answer() -> NoReturn:
+    """Read what processes have locked until nobody asks any more: the life of a reader, see fdlocks."""
+    from gpuguard.backends import sampler
+
+    while request := sampler.receive(0):
+        pid, seconds = request
+        until = time.monotonic() + seconds
+        found: list[tuple[int, str]] = []
+        try:
+            for number in os.listdir(f"/proc/{pid}/fdinfo"):
+                if time.monotonic() > until:
+                    break
+                if inode := locked_inode(pid, number):
+                    found.append((int(number), inode))
+        except OSError:  # it has ended
+            pass
+        sampler.send(1, (found,))
+    os._exit(0)
 
 
 def inode_of(path: str) -> str:
@@ -106,12 +189,19 @@ def as_written(found: os.stat_result) -> str:
     return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
 
 
-def _holds_lock(pid: str, descriptor: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/fdinfo/{descriptor}", encoding="ascii", errors="replace") as lines:
-            return any(line.startswith("lock:") for line in lines)
-    except OSError:
-        return False
+def _holds_lock(pid: str, descriptor: str, path: str) -> bool:
+    """Whether that is the lock of the file which lies at *path* for us.
+
+    In a mount namespace of his own anybody has a file of his own at that path.
+    """
+    locked, here = locked_inode(pid, descriptor), inode_of(path)
+    if not locked or locked == here or locked.rpartition(":")[2] != here.rpartition(":")[2]:
+        return bool(locked) and locked == here
+    from gpuguard.backends.apart import in_time
+
+    # Btrfs has another number of the device for its subvolumes than for its locks.
+    same = in_time(int(pid), "lock", lambda: os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), os.stat(path)))
+    return bool(same)
 
 
 def remembered(known: Sequence[ClaimRecord], records: Sequence[ClaimRecord]) -> dict[str, dict[int, int]]:

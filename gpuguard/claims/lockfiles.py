@@ -20,6 +20,7 @@ import stat
 import time
 
 from gpuguard.backends import is_recorded
+from gpuguard.claims.inplace import open_in_place, status_in_place
 from gpuguard.errors import LockDirectoryError
 from gpuguard.nouns import dataclass
 
@@ -230,7 +231,8 @@ def file_system(path: str, mountinfo: str = "/proc/self/mountinfo") -> str | Non
     real = os.path.realpath(path)
     found, kind = "", None
     try:
-        with open(mountinfo, encoding="utf-8", errors="surrogateescape") as lines:
+        # Of all ends of lines the kernel writes out the newline alone, and a user mounts where he likes (FUSE).
+        with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
             for line in lines:
                 before, _, after = line.partition(" - ")
                 mount_point = before.split(" ")[4]
@@ -274,7 +276,7 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
     for _ in range(50):
         try:
             # Without O_CREAT first: fs.protected_regular refuses O_CREAT on another user's file, even to root.
-            return os.open(path, _OPEN_FLAGS)
+            return open_in_place(path) if directory.prefix else os.open(path, _OPEN_FLAGS)  # users made it there
         except FileNotFoundError:
             pass
         except PermissionError:
@@ -327,7 +329,7 @@ def is_same_file(descriptor: int, path: str) -> bool:
     """Whether *path* still names the file behind *descriptor*: a lock on a file that was unlinked excludes nobody."""
     held = os.fstat(descriptor)
     try:
-        named = os.lstat(path)
+        named = status_in_place(path)
     except OSError:
         return False
     return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)

@@ -13,12 +13,13 @@ import os
 import stat
 
 from gpuguard.claims.holders import holders_of, remembered
+from gpuguard.claims.inplace import open_in_place, status_in_place
 from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError
 from gpuguard.model import ClaimRecord
 from gpuguard.plainjson import loads
-from gpuguard.users import user_name
+from gpuguard.users import parties, user_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -124,13 +125,17 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
     """
     if len(names) <= most:
         return names, {}
-    of_user: dict[int, list[tuple[float, str]]] = {}
+    found = []
     for name in names:
         try:
-            status = os.lstat(f"{directory.records}/{name}")
+            status = status_in_place(f"{directory.records}/{name}")
         except OSError:
             continue  # it has just ended
-        of_user.setdefault(status.st_uid, []).append((status.st_ctime, name))
+        found.append((status.st_uid, status.st_ctime, name))
+    whose = parties({uid for uid, _, _ in found})
+    of_user: dict[int, list[tuple[float, str]]] = {}
+    for uid, since, name in found:
+        of_user.setdefault(whose[uid], []).append((since, name))
     beyond = {uid: len(own) - most for uid, own in of_user.items() if uid and len(own) > most}
     return [name for uid, own in of_user.items() for _, name in sorted(own)[: most if uid else None]], beyond
 
@@ -144,7 +149,7 @@ def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecor
 
 def _read_record(path: str, name: str, start: str, root: int) -> ClaimRecord | None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_in_place(path)
     except OSError:
         return None
     try:

@@ -25,7 +25,9 @@ from functools import partial
 from gpuguard.attribution import Processes, claim_of, computes
 from gpuguard.backends.apart import in_time
 from gpuguard.backends.processes import status_words, uid_behind
-from gpuguard.claims.holders import as_written, inode_of, locked_inode
+from gpuguard.claims.fdlocks import hangs
+from gpuguard.claims.holders import as_written, inode_of, locked_by
+from gpuguard.claims.inplace import open_in_place
 from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, try_flock
 from gpuguard.claims.records import MAX_BYTES, probe, read_record, record_path
 from gpuguard.claims.wishes import Letter, write
@@ -144,7 +146,7 @@ def _descriptors_of(directory: LockDirectory, uid: int, claim_id: str) -> tuple[
     """
     path = record_path(directory, uid, claim_id)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_in_place(path)
     except OSError:
         return None
     try:
@@ -217,7 +219,16 @@ def _borrow(
             os.close(borrowed.pop(borrowed.index(pidfd)))
     if grip and not missing:
         return replace(grip, locks=tuple(locks))
-    raise ClaimError(f"no process has the locks of the claim {claim.id} open: it is just ending.  Look again.")
+    raise ClaimError(_why_not_found(claim))
+
+
+def _why_not_found(claim: ClaimRecord) -> str:
+    if hangs(claim.uid):
+        return (
+            f"an open file of {claim.user}'s does not answer who looks for the locks of the claim {claim.id}: end its "
+            "processes instead."
+        )
+    return f"no process has the locks of the claim {claim.id} open: it is just ending.  Look again."
 
 
 def _held(directory: LockDirectory, claim: ClaimRecord) -> set[str]:
@@ -293,12 +304,10 @@ def _holders(claim: ClaimRecord, inodes: set[str]) -> Iterator[tuple[int, dict[i
         found: dict[int, str] = {}
         with suppress(OSError):
             if (os.stat(f"/proc/{pid}").st_uid or uid_behind(pid)) == claim.uid:
-                # fdinfo opens to CAP_SYS_PTRACE; to fd belongs CAP_DAC_READ_SEARCH, and every file of the machine too.
-                for number in os.listdir(f"/proc/{pid}/fdinfo"):
-                    if time.monotonic() > until:
-                        return
-                    if (inode := locked_inode(str(pid), number)) in inodes:
-                        found[int(number)] = inode
+                if (left := until - time.monotonic()) <= 0:
+                    return
+                files = locked_by(pid, claim.uid, left)
+                found = {number: inode for number, inode in files.items() if inode in inodes}
         if found:
             yield pid, found
 

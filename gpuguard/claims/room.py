@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 
+from gpuguard.claims.inplace import status_in_place
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.nouns import dataclass
 from gpuguard.units import format_bytes
@@ -112,7 +113,7 @@ def _takers(path: str) -> list[Taken]:
             with os.scandir(folders.pop()) as entries:
                 for entry in entries:
                     try:
-                        status = entry.stat(follow_symlinks=False)
+                        status = status_in_place(entry.path)
                     except OSError:
                         continue  # it has just ended
                     counted += 1

@@ -139,9 +139,11 @@ def _reload(args: argparse.Namespace) -> int:
 
     answer = checked(ask(directory_of(args), {"do": "reload"}, READ_SECONDS + 10.0), Reloaded)
     if answer["faults"]:
-        _say(f"{answer['path']} has {answer['faults']} faults, so the last good one stays in force: {answer['first']}")
+        count = f"{answer['faults']} fault{'s' * (answer['faults'] != 1)}"
+        _say(f"{answer['path']} has {count}, so the last good one stays in force: {answer['first']}")
         return EXIT_FAULTY
-    _say(f"{answer['path']} is read again: {answer['policies']} policies.")
+    count = f"{answer['policies']} {'policy' if answer['policies'] == 1 else 'policies'}"
+    _say(f"{answer['path']} is read again: {count}.")
     return 0
 
 

@@ -122,6 +122,8 @@ def build_parser(command: str) -> Parser:
 
 
 def _dispatch(command: str, words: list[str]) -> int:
+    if command == "help" and words[1:]:
+        return _dispatch(words[1], [*words[1:], "--help"])
     if command in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -202,6 +204,8 @@ def overview() -> str:
 def _unknown(command: str) -> str:
     if not command:
         return f"a command is missing.\n\n{overview()}"
+    if command.startswith("-"):
+        return f"there is no command {command!r}: options stand behind the command, as in `gpuguard run -n 2 -- CMD`."
     import difflib
 
     near = difflib.get_close_matches(command, COMMANDS, n=1)

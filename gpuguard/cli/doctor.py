@@ -21,6 +21,7 @@ from gpuguard.cli.dispatch import EXIT_NO, EXIT_NO_DRIVER
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.model import CLOCKS, WHO_FIELDS, Snapshot
+from gpuguard.state import hidepid_in
 from gpuguard.views import doctor
 from gpuguard.views.doctor import FAULT, Facts
 from gpuguard.views.text import json_text, put, style
@@ -153,12 +154,11 @@ def _library_error() -> str | None:
 
 def _hidepid() -> str | None:
     """The hidepid option of /proc; "" without one."""
-    for line in (_read("/proc/self/mountinfo") or "").splitlines():
-        mount, _, source = line.partition(" - ")
-        if mount.split()[4:5] == ["/proc"]:
-            options = f"{mount.split()[5]},{source.split()[-1]}".split(",")
-            return next((option.partition("=")[2] for option in options if option.startswith("hidepid=")), "")
-    return None
+    try:
+        with open("/proc/self/mountinfo", "rb") as mounts:
+            return hidepid_in(mounts.read())
+    except OSError:
+        return None
 
 
 def _container(environ: Mapping[str, str]) -> str | None:

@@ -110,7 +110,7 @@ class _Log:
                 raise GpuguardError(f"{path} cannot be read: {error.strerror}.") from error
             if isinstance(error, PermissionError) and not self._told:
                 self._told = True
-                print(f"gpuguard: {path} is not readable for you: its events are left out.", file=sys.stderr)
+                print(f"gpuguard: {self._path} is not readable for you: its events are left out.", file=sys.stderr)
             return b""
 
 

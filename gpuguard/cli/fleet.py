@@ -19,7 +19,7 @@ from gpuguard.cli import screen
 from gpuguard.cli.choice_options import quantity
 from gpuguard.cli.dispatch import EXIT_NO, EXIT_NO_DRIVER
 from gpuguard.cli.fleet_options import asked_of, refuse
-from gpuguard.cli.telling import is_terminal, say, write
+from gpuguard.cli.telling import rewrites, say, write
 from gpuguard.errors import InvalidRequest
 from gpuguard.fleet.answers import Answer, answer_of
 from gpuguard.fleet.asking import Asking, Pool
@@ -169,7 +169,7 @@ def _status_line(silent: Sequence[str], count: int) -> str:
 
 def _told(line: str, before: str) -> str:
     """Write *line* where *before* stands on the terminal; comes back as what stands there now."""
-    if line != before and is_terminal():
+    if line != before and rewrites():
         write("\r\x1b[K" + shorten(line, (_columns(2) or 80) - 1))
     return line
 

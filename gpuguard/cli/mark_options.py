@@ -48,7 +48,7 @@ def write_down(args: argparse.Namespace, kind: str, outcome: str, mark: Mark) ->
     if not history.append(
         Event(time.time(), kind, outcome, mark.user, devices, message=mark.reason or None, facts=facts)
     ):
-        print(f"gpuguard: done, but {history.events_path()} cannot be written.", file=sys.stderr)
+        print(f"gpuguard: done, but the log cannot be written: {history.complaint()}.", file=sys.stderr)
 
 
 def choose_log(args: argparse.Namespace) -> None:

@@ -216,9 +216,12 @@ def _publish(shell: Any, text: str, html: str) -> None:
 def _card(held: Held) -> tuple[str, str]:
     """What it has, as text and as HTML."""
     simulated = (held.source["backend"] or "").startswith("simulated")
-    models = dict.fromkeys(device.name or "n/a" for device in held.claim)
-    parts = [_names(held.claim), neutralise(", ".join(models)), f"claim {held.claim.id}", "until the kernel ends"]
-    return "SIMULATED " * simulated + " · ".join(parts), "<p><b>SIMULATED</b></p>" * simulated + of_held(held.claim)
+    # Not read where nothing was asked about it, as for one device: then it is left out.
+    models = ", ".join(dict.fromkeys(device.name for device in held.claim if device.name))
+    parts = [_names(held.claim), neutralise(models), f"claim {held.claim.id}", "until the kernel ends"]
+    return "SIMULATED " * simulated + " · ".join(filter(None, parts)), "<p><b>SIMULATED</b></p>" * simulated + of_held(
+        held.claim
+    )
 
 
 def _names(claim: Claim) -> str:

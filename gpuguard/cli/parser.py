@@ -32,7 +32,9 @@ class Parser(argparse.ArgumentParser):
         """As argparse's own, but each parser complains itself: for `gpuguard sim show x` that is `sim show`."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._similar(unknown[0])}")
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown)}{self._similar(unknown[0])}{self._taken(namespace)}"
+            )
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -44,9 +46,19 @@ class Parser(argparse.ArgumentParser):
     def _similar(self, word: str) -> str:
         import difflib
 
-        flags = (flag for action in self._actions for flag in action.option_strings)
-        near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-        return f" (did you mean {near[0]}?)" if near else ""
+        # Without the dashes, which all have: --json was like --slots by them.
+        flags = {flag.lstrip("-"): flag for action in self._actions for flag in action.option_strings}
+        near = difflib.get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1)
+        return f" (did you mean {flags[near[0]]}?)" if near else ""
+
+    def _taken(self, namespace: Any) -> str:
+        """Which option may have taken the command for its value, as in ``run --wait python -V``."""
+        for action in self._actions if hasattr(namespace, "command") else ():
+            value = getattr(namespace, action.dest, None) if action.nargs == "?" and action.option_strings else None
+            if isinstance(value, str) and value != action.const and value[:1].isalpha():
+                flag = action.option_strings[-1]
+                return f".\n{value!r} was taken for the value of {flag}: write `{flag} -- {value}` if it is the command"
+        return ""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

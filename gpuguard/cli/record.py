@@ -6,8 +6,8 @@ gpuguard record node7.rec --mask                 without names of people, progra
 gpuguard who --backend replay:node7.rec          and then
 gpuguard policy backtest policy.yaml --on node7.rec
 
-The file holds command lines and user names, so only you can read it.  It grows by about 1 MB per hour and busy GPU at
-one sample per second (docs/sources.md has figures); --max-size bounds it.
+The file holds command lines and user names, so only you can read it.  It grows by about 2 MB per hour with eight busy
+GPUs at one sample per second (docs/sources.md has figures); --max-size bounds it.
 """
 
 from __future__ import annotations

@@ -104,4 +104,4 @@ def _write_down(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
     message = f"{how}: {args.reason}" if args.reason else how
     event = Event(time.time(), "release", "released", claim.user, claim.devices, None, claim.id, message, facts)
     if not history.append(event):
-        print(f"gpuguard: done, but {history.events_path()} cannot be written.", file=sys.stderr)
+        print(f"gpuguard: done, but the log cannot be written: {history.complaint()}.", file=sys.stderr)

@@ -99,8 +99,8 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None) -> int:
     """The exit code; *claiming* stands in for claim_for() where a scheduler has a say in the devices."""
+    wait, time_limit, grace = durations_of(args)  # first: --wait may have taken the command for its value
     command = command_of(args)
-    wait, time_limit, grace = durations_of(args)
     policies, checkpoint = limits_of(args, time_limit)
     request, *ways = request_of(args), *alternatives_of(args)
     pass_on_sources(args)

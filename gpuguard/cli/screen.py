@@ -8,7 +8,7 @@ import sys
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import NoReturn
+    from typing import NoReturn, TextIO
 
 # The alternate screen, so that the shell's lines come back afterwards.
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
@@ -31,6 +31,11 @@ def fitting(lines: list[str], else_use: str) -> list[str]:
         return lines
     more = f"... {len(lines) - room + 1} more lines: enlarge the window, or {else_use}"
     return [*lines[: room - 1], shorten(more, columns or 80)]
+
+
+def has_places(stream: TextIO) -> bool:
+    """Whether *stream* is a terminal on which something can be drawn at a place: that of an editor is not."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def size() -> tuple[int | None, int | None]:

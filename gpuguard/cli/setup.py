@@ -194,7 +194,7 @@ def _print_unit(args: argparse.Namespace) -> int:
 
 def _refuse_systemd(args: argparse.Namespace) -> None:
     if args.dir:
-        raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away.")
+        raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away, and GPUGUARD_DIR.")
     setup_systemd.refuse_where_it_cannot_work(args.daemon_user or USER)
 
 

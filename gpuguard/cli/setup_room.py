@@ -14,6 +14,7 @@ import subprocess
 import time
 from dataclasses import dataclass, replace
 
+from gpuguard.claims.inplace import open_in_place
 from gpuguard.claims.lockfiles import Gate, LockDirectory, lock_directory, try_flock
 from gpuguard.cli import setup_installed, setup_service, setup_systemd
 from gpuguard.cli.setup_installed import content_of, installed, is_as_written
@@ -127,9 +128,7 @@ def _what_lives(directory: LockDirectory) -> str | None:
         names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
     for name in names:
         try:
-            descriptor = os.open(
-                f"{directory.records}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            )
+            descriptor = open_in_place(f"{directory.records}/{name}")
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -240,7 +239,7 @@ def _who_would_not_see_it(place: str) -> str | None:
 
 def _mounts(pid: str) -> list[_Mount]:
     found = []
-    with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+    with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         for line in lines:
             _, _, device, root, point, _, *tags = line.partition(" - ")[0].split(" ")
             shares, gets = (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any
 
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -61,8 +61,8 @@ def _start(args: argparse.Namespace) -> int:
         raise GpuguardError(
             f"a simulated node ({node.spec}) runs in {place} already: `gpuguard sim stop` ends it, --force replaces it."
         )
-    print(f"SIMULATED node of {len(node.devices)} devices ({node.spec}) in {place}")
-    print("Try: gpuguard run --backend simulated -n 1 -- gpuguard sim use --memory 10GiB --for 30s")
+    print(f"SIMULATED node of {device_count(node.devices)} ({node.spec}) in {place}")
+    print(f"Try: gpuguard run --backend {_named(place)} -n 1 -- gpuguard sim use --memory 10GiB --for 30s")
     return 0
 
 
@@ -87,7 +87,9 @@ def _use(args: argparse.Namespace) -> int:
     if command:
         return _become(command)
     until = f"for {args.lasting:g} s" if args.lasting is not None else "until Ctrl-C"
-    print(f"SIMULATED: pid {os.getpid()} uses {format_bytes(args.memory)} on {len(uuids)} devices {until}.", flush=True)
+    print(
+        f"SIMULATED: pid {os.getpid()} uses {format_bytes(args.memory)} on {device_count(uuids)} {until}.", flush=True
+    )
     time.sleep(args.lasting if args.lasting is not None else 10**8)
     return 0
 
@@ -271,6 +273,20 @@ def _place(args: argparse.Namespace) -> str:
     from gpuguard.backends.simulated import directory
 
     return directory(_spec(args))
+
+
+def device_count(devices: Sized) -> str:
+    """``"1 device"``, ``"8 devices"``."""
+    return f"{len(devices)} device{'s' * (len(devices) != 1)}"
+
+
+def _named(place: str) -> str:
+    """What --backend calls the node in *place*."""
+    import shlex
+
+    from gpuguard.backends.simulated import directory
+
+    return "simulated" if place == directory("") else shlex.quote(f"simulated:{place}")
 
 
 def _quantity(parse: Callable[[str], object], metavar: str, help: str, **more: Any) -> Options:

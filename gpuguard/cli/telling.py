@@ -24,11 +24,11 @@ class Telling:
     def missing(self, missing: NotEnoughGpus) -> None:
         """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
         text, asked = str(missing), f"wanted {missing.wanted} GPU{'s' * (missing.wanted != 1)}: "
-        self.tell(text.removeprefix(asked) if is_terminal() else text)
+        self.tell(text.removeprefix(asked) if rewrites() else text)
 
     def tell(self, text: str) -> None:
         """Say it, if it is time; the first time all of its lines in a log."""
-        now, terminal = time.monotonic(), is_terminal()
+        now, terminal = time.monotonic(), rewrites()
         if self._quiet or (self._last and now - self._last < (1.0 if terminal else WAITING_LINE_SECONDS)):
             return
         shown = text.splitlines()[0] if self._last else text
@@ -37,7 +37,7 @@ class Telling:
 
     def done(self) -> None:
         """Leave a clean line."""
-        if self._last and is_terminal():
+        if self._last and rewrites():
             write("\r\x1b[K")
         self._last = 0.0
 
@@ -48,7 +48,8 @@ def say(text: str, *, again: bool = False) -> None:
 
     lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]
     if again:
-        write("\r\x1b[K" + shorten(lines[0], _columns() - 1))
+        # With room for the ^C of whoever has waited long enough: on a second row it would keep the line on the screen.
+        write("\r\x1b[K" + shorten(lines[0], _columns() - 1 - len("^C")))
     else:
         write("\n".join(lines) + "\n")
 
@@ -66,6 +67,11 @@ def write(text: str) -> None:
         print(text, end="", file=sys.stderr, flush=True)
     except OSError:
         return
+
+
+def rewrites() -> bool:
+    """Whether stderr is a terminal whose last line can be written anew: that of an editor cannot."""
+    return is_terminal() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def is_terminal() -> bool:

@@ -203,7 +203,7 @@ def _watch(args: argparse.Namespace, source: Source, every: float) -> None:
     """Look every *every* seconds until Ctrl-C, on a terminal always at the same place."""
     import signal
 
-    on_screen = sys.stdout.isatty() and not args.json
+    on_screen = screen.has_places(sys.stdout) and not args.json
     former = signal.signal(signal.SIGTERM, screen.leave)
     lines = _look(args, source)  # a fault of the first look ends the command; later ones are shown and may pass
     try:

@@ -164,10 +164,11 @@ def is_over(given: Allocation) -> bool | None:
         return None
     if answer.status:
         return True if "Invalid job id" in answer.fault else None
-    facts = dict(re.findall(r"(?:^|\s)(JobState|Restarts)=(\w+)", answer.output))
-    if "JobState" not in facts:
+    # What users write into their jobs can only add to these, and then nothing is certain.
+    states, restarts = (set(re.findall(rf"(?:^|\s){name}=(\w+)", answer.output)) for name in ("JobState", "Restarts"))
+    if len({state in _OVER for state in states}) != 1 or len(restarts) > 1:
         return None
-    return facts["JobState"] in _OVER or facts.get("Restarts", "0") != str(given.restarts)
+    return states <= _OVER or (restarts or {"0"}) != {str(given.restarts)}
 
 
 def job_of(pids: Sequence[int]) -> str | None:

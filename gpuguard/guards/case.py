@@ -23,6 +23,8 @@ from gpuguard.messages import TEMPLATES, Template
 from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.wording import ENGLISH
 
+INTERACTIVE_SECONDS = 600.0
+
 
 class Notifier(Protocol):
     """Sends messages; never waits for that."""
@@ -63,7 +65,7 @@ class Context:
     protected_executables: tuple[str, ...] = ()
     jobs: frozenset[tuple[int, float]] = frozenset()
     share_host_pids: bool = False
-    interactive_grace: float = 600.0
+    interactive_grace: float = INTERACTIVE_SECONDS
     notifier: Notifier | None = None
     language: str = ENGLISH
     templates: Mapping[str, Template] = field(default_factory=lambda: TEMPLATES)
@@ -122,6 +124,7 @@ class Case:
             memory_used=tuple((each.uuid, each.memory_used) for each in devices if each.memory_used is not None),
             memory=self.target.memory_used,
             policy=self.verdict.policy,
+            uid=self.target.uid,
         )
 
 

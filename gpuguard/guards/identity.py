@@ -33,6 +33,7 @@ _LOOKS = 5  # of _facts_of, which may each not come back
 DRIVER_FILE = "/dev/nvidiactl"  # every process that computes on an NVIDIA device has it open
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
+_DRIVER_MAPPED = re.compile(rb"\S+ \S+ \S+ \S+ \d+ +/dev/nvidia[\w/-]*\n")  # a line of /proc/PID/maps
 _NS_GET_USERNS = 0xB701  # ioctl_nsfs(2): a descriptor of the user namespace that owns another namespace
 _STAT_PARENT, _STAT_GROUP, _STAT_TERMINAL, _STAT_START = 1, 2, 4, 19  # fields of /proc/PID/stat behind the name
 
@@ -151,7 +152,9 @@ def ancestors(pid: int) -> frozenset[int]:
     found: set[int] = set()
     while pid > 1:
         fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-        if len(fields) <= _STAT_PARENT or (pid := int(fields[_STAT_PARENT])) in found:
+        if len(fields) <= _STAT_PARENT or not fields[_STAT_PARENT].isdigit():
+            break
+        if (pid := int(fields[_STAT_PARENT])) in found:
             break
         found.add(pid)
     return frozenset(found)
@@ -231,10 +234,15 @@ def _has_open(pid: int, path: str) -> bool | None:
     # CAP_SYS_PTRACE is enough for the mappings: the driver's library maps its devices.  And the files are those of the
     # first thread, which may have ended, or have other ones than those that compute; what is mapped is everybody's.
     for place in (f"/proc/{pid}", *_threads(pid)[-2:]):
-        maps = in_time(pid, "maps", functools.partial(_read, f"{place}/maps"))
-        if re.search(r" /dev/nvidia\S*$", maps or "", re.MULTILINE):
+        if in_time(pid, "maps", functools.partial(_maps_the_driver, f"{place}/maps")):
             return True
     return absent
+
+
+def _maps_the_driver(path: str) -> bool:
+    # Line by line: with 65,530 mappings of a file with a long name its owner makes 300 MB of it.
+    with open(path, "rb") as lines:
+        return any(map(_DRIVER_MAPPED.match, lines))
 
 
 def _device_of(path: str) -> int | None:

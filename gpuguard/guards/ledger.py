@@ -52,6 +52,7 @@ class Deed:
     memory_used: tuple[tuple[str, int], ...] = ()  # uuid -> bytes in use before, where known
     memory: int | None = None  # bytes that the process had on each of them
     policy: str = ""  # by which it was wanted
+    uid: int | None = None  # whose process it was
 
 
 @dataclass
@@ -67,6 +68,17 @@ class Ledger:
     def note(self, deed: Deed) -> None:
         """Remember *deed*."""
         self.deeds = [*(each for each in self.deeds if deed.clock - each.clock < HOUR), deed]
+
+    def in_turn(self, verdict: Verdict) -> tuple[int, int]:
+        """What verdicts are to be sorted by when not all can be carried out now.
+
+        First comes of whose processes fewest were met lately, then who holds the most memory: nobody keeps the guard
+        from others, or from what is large of his own, by many small processes that break a rule.
+        """
+        processes = verdict.finding.processes
+        uids = {process.uid for process in processes} | {verdict.finding.subject.uid}
+        lately = sum(deed.uid in uids for deed in self.deeds if deed.uid is not None)
+        return lately, -sum(process.memory_used or 0 for process in processes)
 
     def settle(self, verdict: Verdict, process: Identity) -> None:
         """Remember that *verdict* was carried out on *process*."""
@@ -97,6 +109,7 @@ class Ledger:
         process: Identity,
         devices: Collection[str],
         *,
+        uid: int | None,
         clock: float,
         live: bool,
         signature: str,
@@ -108,6 +121,7 @@ class Ledger:
             action: its name.
             process: the process.
             devices: uuids on which it is.
+            uid: whose it is.
             clock: now.
             live: whether this is enforced; deeds of dry runs and of real ones do not mix.
             signature: of the process, as in Deed.
@@ -117,7 +131,7 @@ class Ledger:
         ending = [deed for deed in lately if deed.action in DISRUPTIVE]
         checks = (
             _rate(lately, clock),
-            _victims(ending, process, action, clock),
+            _victims(ending, process, uid, action, clock),
             _busy_device(ending, process, devices, clock, action, effect_seen),
             _repetition(lately, process, action, clock),
             _escalation(lately, process, action, clock),
@@ -142,14 +156,25 @@ def _rate(lately: list[Deed], clock: float) -> Against | None:
     return Against("rate", f"{SIGNALS_PER_MINUTE} signals in one minute are the most", wait)
 
 
-def _victims(ending: list[Deed], process: Identity, action: str, clock: float) -> Against | None:
-    victims: dict[Identity, float] = {}
+def _victims(ending: list[Deed], process: Identity, uid: int | None, action: str, clock: float) -> Against | None:
+    """The limit of all, and within it that of each user: as many as are left for the others then.
+
+    Whoever lets small processes of his own be ended uses up what is left of the hour for himself alone: 5 of 10, and of
+    the 5 that are left another one 3.
+    """
+    victims: dict[Identity, Deed] = {}
     for deed in ending:
-        victims.setdefault(deed.process, deed.clock)
-    if action not in DISRUPTIVE or process in victims or len(victims) < VICTIMS_PER_HOUR:
+        victims.setdefault(deed.process, deed)
+    if action not in DISRUPTIVE or process in victims:
         return None
-    wait = min(victims.values()) + HOUR - clock
-    return Against("victims", f"{VICTIMS_PER_HOUR} processes in one hour are the most", wait)
+    left = VICTIMS_PER_HOUR - len(victims)
+    own = sum(deed.uid == uid for deed in victims.values())
+    if own < left:
+        return None
+    text = f"{VICTIMS_PER_HOUR} processes in one hour are the most"
+    if left > 0:
+        text += f", and the {left} that are left are for other users: of this one {own} were ended"
+    return Against("victims", text, min(deed.clock for deed in victims.values()) + HOUR - clock)
 
 
 def _busy_device(

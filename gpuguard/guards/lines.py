@@ -2,7 +2,8 @@
 
 The last 30,000 are kept.  Who starts and ends what a policy looks at, again and again, would push out of the log within
 minutes what was done to others, and what limits the guard itself after a restart: see recall.  A deed, what announces
-it, and what became of it are always written; of all else so many lines, and how many were left out.  Writes nothing.
+it, and what became of it are always written; of all else so many lines, and how many were left out.  All users without
+a name count as one: who may use user namespaces has 65536 such uids.  Writes nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Lines:
     """Who has had how many lines; clocks are in seconds and never go back."""
 
     def __init__(self) -> None:
-        self._spent: dict[object, float] = {}  # user -> clock at which nothing counts against him any more
-        self._left_out: dict[object, _LeftOut] = {}
+        self._spent: dict[str | None, float] = {}  # user -> clock at which nothing counts against him any more
+        self._left_out: dict[str | None, _LeftOut] = {}
         self._announced: tuple[object, ...] | None = None
 
     def admits(self, event: Event, clock: float) -> bool:
@@ -49,7 +50,7 @@ class Lines:
         whom = _whom(event)
         spent = max(clock, self._spent.get(whom, clock)) + EVERY
         if spent - clock > AT_ONCE * EVERY:
-            out = self._left_out.setdefault(whom, _LeftOut(event.time, clock, event.user))
+            out = self._left_out.setdefault(whom, _LeftOut(event.time, clock, whom))
             out.what[event.outcome if event.kind == "note" else event.kind] += 1
             return False
         self._spent[whom] = spent
@@ -64,10 +65,11 @@ class Lines:
             del self._left_out[whom]
             number, what = sum(out.what.values()), ", ".join(f"{kind} {n}" for kind, n in out.what.most_common())
             seconds = time.time() - out.since
-            text = f"{number} lines about the same user within {seconds:.0f}s, more than one in {EVERY:.0f}s: {what}"
+            same = "the same user" if out.user else "users without a name"
+            text = f"{number} lines about {same} within {seconds:.0f}s, more than one in {EVERY:.0f}s: {what}"
             yield Event(time.time(), "note", "left out", out.user, message=text, facts=(("lines", number),))
 
 
-def _whom(event: Event) -> object:
-    """The user whom *event* is about; None: of all of whom nobody knows who they are."""
-    return event.user if event.user is not None else dict(event.facts).get("uid")
+def _whom(event: Event) -> str | None:
+    """The user whom *event* is about; None: one of all of whom nobody knows who they are."""
+    return event.user if event.user and not event.user.isdecimal() else None

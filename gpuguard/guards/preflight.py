@@ -253,6 +253,7 @@ def _limits(case: Case) -> tuple[Against, ...]:
             case.verdict.action,
             case.target.process,
             case.target.devices,
+            uid=case.target.uid,
             clock=case.clock,
             live=case.live,
             signature=signature(case.facts),

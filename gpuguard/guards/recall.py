@@ -111,6 +111,7 @@ def _deed(line: bytes, boot: str, clock: float, now: float) -> Deed | None:
             live=OUTCOMES[event["outcome"]],
             signature=str(facts.get("signature") or ""),
             policy=str(facts.get("policy") or ""),
+            uid=None if facts.get("uid") is None else int(facts["uid"]),
         )
     except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError):
         return None

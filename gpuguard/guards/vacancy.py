@@ -43,8 +43,8 @@ class Vacancy:
 
     def deed(self) -> Deed:
         """What is about to be done, for the ledger."""
-        devices = self.claim.devices if self.claim else ()
-        return Deed(self.clock, self.verdict.action, self.holder, devices, self.live)
+        devices, uid = (self.claim.devices, self.claim.uid) if self.claim else ((), None)
+        return Deed(self.clock, self.verdict.action, self.holder, devices, self.live, uid=uid)
 
 
 @contextmanager
@@ -124,6 +124,7 @@ def _said(case: Vacancy, snapshot: Snapshot, again: Snapshot, context: Context) 
         case.verdict.action,
         case.holder,
         claim.devices,
+        uid=claim.uid,
         clock=case.clock,
         live=case.live,
         signature="",

@@ -86,9 +86,10 @@ def own_cgroup() -> str:
     Raises:
         GpuguardError: there is none that we can see and write.
     """
-    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as lines:
+    # What users name, cgroups and places of mounts, may hold any other end of a line.
+    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         own = next((line[3:].rstrip("\n") for line in lines if line.startswith("0::")), None)
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
         mounts = [line.split(" ") for line in lines if " - cgroup2 " in line]
     for fields in mounts:
         root, place = (re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), word) for word in fields[3:5])

@@ -83,7 +83,7 @@ def adopt(
 def owner_of(pid: int) -> int | None:
     """The real uid of a process; None: there is none, or it cannot be told."""
     words = status_words(pid, b"Uid")
-    return int(words[0]) if words else None
+    return int(words[0]) if words and words[0].isdigit() else None
 
 
 def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:

@@ -20,6 +20,19 @@ EXIT_NOT_FOUND = 127
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
+def callers_variables() -> dict[str, str]:
+    """os.environ without LC_CTYPE where only this interpreter has set it (PEP 538), as in cron, which has no locale."""
+    variables = dict(os.environ)
+    if variables.get("LC_CTYPE") in ("C.UTF-8", "C.utf8", "UTF-8"):
+        try:
+            with open("/proc/self/environ", "rb") as came:  # what exec brought along: setenv() does not reach it
+                if b"\0LC_CTYPE=" not in b"\0" + came.read():
+                    del variables["LC_CTYPE"]
+        except OSError:  # hidden: it does no harm
+            pass
+    return variables
+
+
 def start(
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -96,6 +109,9 @@ def failure(program: str, code: int) -> tuple[int, str]:
     """Exit code and message for a *program* that could not be started, as a shell has them."""
     if code == errno.ENOENT and os.path.exists(program):
         return EXIT_NOT_FOUND, f"{program}: the interpreter that its first line names does not exist."
+    if code in (errno.ENOENT, errno.ENOTDIR) and " " in program.strip():
+        advice = "Leave out the quotes around the command; where it needs a shell: sh -c '...'."
+        return EXIT_NOT_FOUND, f"{program}: command not found.  {advice}"
     if code in (errno.ENOENT, errno.ENOTDIR):
         return EXIT_NOT_FOUND, f"{program or repr(program)}: command not found.  Is it installed, and in PATH?"
     reason = os.strerror(code)

@@ -33,6 +33,7 @@ class Ticket:
     time_limit: float | None = None  # seconds, kept by gpuguard
     expected: float | None = None  # seconds, from what the user's jobs have taken before
     promise: float | None = None  # unix time, see plan.promise
+    party: int | None = None  # who stands for its user where each is one, see users.parties; None: he himself
     served: float | None = None  # unix time at which a request of its user last left the line for a claim
     after: str | None = None  # it waits for that first, and has no place yet
     pid: int | None = None
@@ -43,6 +44,11 @@ class Ticket:
     def lasts(self) -> float | None:
         """Seconds that the job will take, as far as anybody can tell."""
         return self.expected if self.time_limit is None else self.time_limit
+
+    @property
+    def whose(self) -> int:
+        """Who takes turns: a user with thousands of uids has no more of them."""
+        return self.uid if self.party is None else self.party
 
     @property
     def num_gpus(self) -> int:
@@ -92,7 +98,7 @@ def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: Rules,
 
     Args:
         tickets: in any order.
-        usage: uid -> recent GPU-seconds; 0 for whoever is missing.
+        usage: uid, or who stands for it -> recent GPU-seconds; 0 for whoever is missing.
         rules: of the site.
         now: unix time.
     """
@@ -123,8 +129,8 @@ def overdue(tickets: Collection[Ticket], rules: Rules, now: float) -> frozenset[
     for ticket in tickets:
         if ticket.after is not None or due_at(ticket, rules) >= now:
             continue
-        if ticket.uid not in oldest or _arrival(ticket) < _arrival(oldest[ticket.uid]):
-            oldest[ticket.uid] = ticket
+        if ticket.whose not in oldest or _arrival(ticket) < _arrival(oldest[ticket.whose]):
+            oldest[ticket.whose] = ticket
     return frozenset(ticket.id for ticket in oldest.values())
 
 
@@ -141,7 +147,7 @@ def _fairly(tickets: Sequence[Ticket], usage: Mapping[int, float]) -> list[Ticke
     """
     of_user: dict[int, list[Ticket]] = {}
     for ticket in reversed(tickets):  # so that pop() gives the oldest
-        of_user.setdefault(ticket.uid, []).append(ticket)
+        of_user.setdefault(ticket.whose, []).append(ticket)
     served = {uid: max(one.served or 0.0 for one in own) for uid, own in of_user.items()}
     turns = [(usage.get(uid, 0.0), served[uid], _arrival(own[-1]), uid) for uid, own in of_user.items()]
     heapq.heapify(turns)

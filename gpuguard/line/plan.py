@@ -142,8 +142,8 @@ def planned_for(line: Sequence[Ticket]) -> list[Ticket]:
     of_user: dict[int, int] = {}
     for ticket in line:
         if ticket.after is None:
-            of_user[ticket.uid] = of_user.get(ticket.uid, 0) + 1
-            if len(waiting) < MOST_PLANNED or of_user[ticket.uid] <= FIRST_OF_USER:
+            of_user[ticket.whose] = of_user.get(ticket.whose, 0) + 1
+            if len(waiting) < MOST_PLANNED or of_user[ticket.whose] <= FIRST_OF_USER:
                 waiting.append(ticket)
     return waiting
 
@@ -309,7 +309,7 @@ class _Plans:
 
     def _limit(self, other: Ticket, passing: Ticket, planned: float) -> float:
         """Until when *other* can be put off by *passing*."""
-        had_more = self.rules.fair_share and self.usage.get(passing.uid, 0.0) > self.usage.get(other.uid, 0.0)
+        had_more = self.rules.fair_share and self.usage.get(passing.whose, 0.0) > self.usage.get(other.whose, 0.0)
         if other.promise is None or had_more or passing.priority < other.priority:
             return planned
         return max(planned, due_at(other, self.rules))

@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from gpuguard.claims.inplace import made_in_place, open_in_place, status_in_place
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.claims.records import unfinished_path, write_whole
 from gpuguard.claims.room import why_full
@@ -34,7 +35,6 @@ MAX_BYTES = 4096
 MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all of them were read
 MOST_NOTE = 200  # characters
 LEFTOVER_SECONDS = 60.0  # after which a file that nobody finished, or that nothing refers to, is removed
-_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def arrive(directory: LockDirectory, bookings: Sequence[Booking]) -> tuple[str, 
 def _touched(path: str, uid: int) -> bool:
     """Whether a file is his, and says that he is here now."""
     with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        descriptor = made_in_place(path, os.O_RDONLY | os.O_NONBLOCK, 0o644)
         try:
             if os.fstat(descriptor).st_uid == uid:
                 os.utime(descriptor)
@@ -191,7 +191,7 @@ def _read_all(directory: LockDirectory, names: Sequence[str], now: float) -> tup
 def _read(directory: LockDirectory, name: str, place: str, now: float) -> Reservation | Torn | None:
     path = f"{directory.records}/{name}"
     try:
-        descriptor = os.open(path, _OPEN)
+        descriptor = open_in_place(path)
     except OSError as error:
         return None if error.errno == errno.ENOENT else Torn(-1, place[:80], f"it cannot be read: {error.strerror}")
     try:
@@ -263,7 +263,7 @@ def _arrivals(
             _remove_leftover(path)
             continue
         with suppress(OSError):
-            status = os.lstat(path)
+            status = status_in_place(path)
             if stat.S_ISREG(status.st_mode) and uid == str(status.st_uid):
                 place = status.st_uid, key
                 arrivals[place] = max(arrivals.get(place, 0.0), min(now, status.st_ctime))
@@ -273,6 +273,6 @@ def _arrivals(
 def _remove_leftover(path: str) -> None:
     """What a command left that was killed, or what nothing refers to any more, where this user may."""
     with suppress(OSError):
-        status = os.lstat(path)
+        status = status_in_place(path)
         if os.geteuid() in (status.st_uid, 0) and time.time() - status.st_ctime > LEFTOVER_SECONDS:
             os.unlink(path)

@@ -12,6 +12,7 @@ import os
 from contextlib import suppress
 
 from gpuguard.claims.daemonfiles import daemon_files
+from gpuguard.claims.inplace import made_in_place, status_in_place
 from gpuguard.claims.lockfiles import LockDirectory
 
 
@@ -19,7 +20,7 @@ def note(directory: LockDirectory, uid: int, *, by_daemon: bool = False) -> None
     """Write down that a request of *uid* was served now, although others wait."""
     path = daemon_files(directory).file(f"served.{uid}") if by_daemon else _own(directory, uid)
     with suppress(OSError):
-        mark = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        mark = made_in_place(path, os.O_WRONLY | os.O_NONBLOCK, 0o644)
         try:
             os.utime(mark)
         finally:
@@ -35,7 +36,7 @@ def last(directory: LockDirectory, uid: int) -> float | None:
     times = []
     for path, owners in places:
         with suppress(OSError):
-            status = os.lstat(path)
+            status = status_in_place(path)
             times += [status.st_mtime] if status.st_uid in owners else []
     return max(times, default=None)
 

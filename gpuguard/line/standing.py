@@ -22,6 +22,7 @@ from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.nouns import replace as replace_noun
 from gpuguard.request import Request
 from gpuguard.select import choose, possible, taken_by
+from gpuguard.users import parties
 
 DEAF_SECONDS = 15.0  # whoever has not heard his bell for so long is passed over; a look takes 2 s at most when loaded
 
@@ -96,12 +97,12 @@ def standing(
     """
     tickets, torn = read_tickets(directory)
     if mine and all(ticket.id != mine.id for ticket in tickets):
-        tickets.append(mine)
+        tickets.append(replace(mine, party=parties([mine.uid])[mine.uid]))
     elif mine:
         tickets = [replace(one, requests=mine.requests) if one.id == mine.id else one for one in tickets]
     now, own = time.time(), mine and mine.id
     deaf: dict[str, str] = {}
-    usage = used_by(facts.claims, now) if facts.usage is None else facts.usage
+    usage = _together(used_by(facts.claims, now) if facts.usage is None else facts.usage)
     machine = _machine(snapshot, facts, {way for ticket in tickets for way in ticket.requests})
     tickets = _passed_over(
         tickets, {one.id: "its user may make no claim now" for one in tickets if one.uid in facts.denied}
@@ -197,6 +198,14 @@ def ends_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
 def limits_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
     """The same by time limits alone."""
     return ends_of([replace_noun(claim, expected=None) for claim in claims])
+
+
+def _together(usage: Mapping[int, float]) -> dict[int, float]:
+    """What all uids of a user have had: whoever has thousands of them could begin each time as one who had nothing."""
+    found: dict[int, float] = {}
+    for uid, party in parties(usage).items():
+        found[party] = found.get(party, 0.0) + usage[uid]
+    return found
 
 
 def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:

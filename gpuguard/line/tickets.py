@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from gpuguard.claims.inplace import open_in_place, status_in_place
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, try_flock
 from gpuguard.claims.records import first_of_each, unfinished_path, write_whole
 from gpuguard.errors import ClaimError, InvalidRequest
@@ -27,7 +28,7 @@ from gpuguard.line import served
 from gpuguard.line.order import PRIORITIES, Ticket
 from gpuguard.plainjson import loads
 from gpuguard.request import Request
-from gpuguard.users import user_name
+from gpuguard.users import parties, user_name
 
 MAX_BYTES = 8192
 MOST_WAYS = 4  # alternatives of one request
@@ -36,7 +37,6 @@ MOST_UNHEARD = 4
 MOST_OF_ONE = 1000  # tickets of one user; who waits by so many scripts can wait with the next one, too
 MOST_WANTED = 1024  # GPUs: a ticket may say what it likes, and sums of it are kept
 LONGEST_SECONDS = 10 * 365 * 86400.0
-_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _TUPLES = frozenset({"devices", "models", "exclude", "prefer", "within"})
 _WHOLE = frozenset({"num_gpus", "max_gpus", "min_free", "min_total", "max_processes", "tolerance", "memory", "slots"})
@@ -171,8 +171,11 @@ def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[Torn]]:
             tickets.append(found)
         elif found:
             torn.append(found)
-    last = {uid: served.last(directory, uid) for uid in {ticket.uid for ticket in tickets}}
-    return [replace(ticket, served=last[ticket.uid]) for ticket in tickets], torn
+    whose = parties({ticket.uid for ticket in tickets})
+    last: dict[int, float | None] = {}
+    for uid, party in whose.items():
+        last[party] = max(filter(None, (last.get(party), served.last(directory, uid))), default=None)
+    return [replace(one, party=(party := whose[one.uid]), served=last[party]) for one in tickets], torn
 
 
 def not_too_many(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], list[Torn]]:
@@ -202,7 +205,7 @@ def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
 def _read(directory: LockDirectory, name: str, place: str) -> Ticket | Torn | None:
     path = f"{directory.records}/{name}"
     try:
-        descriptor = os.open(path, _OPEN)
+        descriptor = open_in_place(path)
     except OSError as error:
         return None if error.errno == errno.ENOENT else Torn(-1, place[:80], f"it cannot be read: {error.strerror}")
     try:
@@ -227,7 +230,7 @@ def _remove_dead(directory: LockDirectory, path: str, descriptor: int, uid: int,
         if is_same_file(descriptor, path):
             os.unlink(path)
         bell = _path(directory, "bell", f"{uid}.{number}")
-        if stat.S_ISFIFO(os.lstat(bell).st_mode):
+        if stat.S_ISFIFO(status_in_place(bell).st_mode):
             os.unlink(bell)
 
 
@@ -349,7 +352,7 @@ def unheard_since(directory: LockDirectory, ticket: Ticket) -> float:
 def last_sign(directory: LockDirectory, ticket: Ticket) -> float:
     """When its owner last gave a sign of life, or somebody rang at him: unix time, -inf without a bell."""
     try:
-        return os.lstat(_path(directory, "bell", ticket.id)).st_mtime
+        return status_in_place(_path(directory, "bell", ticket.id)).st_mtime
     except OSError:
         return -math.inf
 
@@ -357,7 +360,7 @@ def last_sign(directory: LockDirectory, ticket: Ticket) -> float:
 def _open_bell(directory: LockDirectory, ticket: Ticket) -> int:
     """For writing: only its owner can open it for reading.  OSError: nobody has, or it is no bell of his."""
     path = _path(directory, "bell", ticket.id)
-    bell = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    bell = open_in_place(path, os.O_WRONLY | os.O_NONBLOCK)
     status = os.fstat(bell)
     if stat.S_ISFIFO(status.st_mode) and status.st_uid == ticket.uid:
         return bell

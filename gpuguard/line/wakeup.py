@@ -79,7 +79,7 @@ class Processes:
         for pid in wanted - self._open.keys():
             try:
                 self._open[pid] = os.pidfd_open(pid)
-            except OSError:  # it has ended, is none of this namespace, or no descriptors are left
+            except (OSError, OverflowError):  # ended, of another namespace, no descriptors left; or it is no pid at all
                 deaf.add(pid)
         ended = wait_for(self._open.values(), 0.0)
         for pid in [pid for pid, descriptor in self._open.items() if descriptor in ended]:

@@ -7,8 +7,9 @@ Does not act: see actions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace as replace_fields
+from functools import partial
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Snapshot, Subject, Verdict
@@ -31,6 +32,9 @@ from gpuguard.policies.scope import unprotected
 from gpuguard.policies.sight import Sight, SubjectIdentity, identity_of, look, reach_of
 from gpuguard.policies.view import View, key_of
 
+Judged = tuple[list[Due], list[Note]]  # by one policy: the steps whose time has come, and what is not acted on
+Apart = Callable[[str, Callable[[], Judged]], "Judged | None"]
+
 
 def evaluate(
     view: View | Snapshot,
@@ -39,6 +43,7 @@ def evaluate(
     *,
     interval: float | None = None,
     zone: float = 0.0,
+    apart: Apart = lambda policy, judge: judge(),
 ) -> Judgement:
     """Judge one sample.
 
@@ -48,6 +53,7 @@ def evaluate(
         memory: of the samples before; changed in place.
         interval: seconds between samples; the median of the last distances when not given.
         zone: seconds east of UTC, for hours and days.
+        apart: calls the judgement by the policy of that name; None from it: nobody knows, and its times start anew.
 
     Returns:
         The verdicts that are due now, each once, and notes on what was not acted on.
@@ -66,9 +72,13 @@ def evaluate(
     sight = look(replace_fields(view, past=memory.past), zone)
     due: list[Due] = []
     for policy in policies:
-        found, against = _condition(policy, sight, memory)
-        notes += against
-        due += _standing_long_enough(policy, found, against, sight, memory, notes)
+        judged = apart(policy.name, partial(_judged, policy, sight, memory))
+        if judged is None:
+            memory.standings.pop(policy.name, None)
+            memory.spent.pop(policy.name, None)
+        else:
+            due += judged[0]
+            notes += judged[1]
     bundles = _bundled(due)
     taken, against = restrained([bundle[0] for bundle in bundles.values()], sight, memory)
     notes += against
@@ -96,6 +106,7 @@ def _pin(policies: Sequence[Policy], memory: Memory) -> list[Note]:
         if now.get(name) is before or now.get(name) == before:
             continue
         what = "was changed" if name in now else "is gone"
+        memory.spent.pop(name, None)
         for standing in memory.standings.pop(name, {}).values():
             if standing.done:
                 notes.append(Note("cancelled", f"the policy {what}, its steps are cancelled", name, standing.subject))
@@ -115,6 +126,12 @@ def _resample(view: View, policies: Sequence[Policy], memory: Memory, interval: 
     memory.forget_what_is_over(clock)
     memory.past.record(view.snapshot, windows_of(rule for policy in policies for rule in policy.rules), largest)
     return notes
+
+
+def _judged(policy: Policy, sight: Sight, memory: Memory) -> Judged:
+    found, against = _condition(policy, sight, memory)
+    notes = [*against]
+    return _standing_long_enough(policy, found, against, sight, memory, notes), notes
 
 
 def _condition(policy: Policy, sight: Sight, memory: Memory) -> tuple[Sequence[Finding], list[Note]]:
@@ -142,6 +159,9 @@ def _standing_long_enough(
     current = _one_each(found)
     for identity in [identity for identity in standings if identity not in current]:
         notes += _cancel(policy, standings.pop(identity), against, sight, memory)
+    if spent := memory.spent.pop(policy.name, None):
+        left = {name: one for name, one in spent.items() if name in current and (policy.name, name) in memory.cooling}
+        memory.spent.update({policy.name: left} if left else {})
     for identity, finding in current.items():
         if memory.cooling and (policy.name, identity) in memory.cooling:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))

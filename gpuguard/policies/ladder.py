@@ -50,6 +50,8 @@ class Memory:
     pinned: dict[str, Policy] = field(default_factory=dict)
     standings: dict[str, dict[SubjectIdentity, Standing]] = field(default_factory=dict)  # by policy
     cooling: dict[tuple[str, SubjectIdentity], float] = field(default_factory=dict)  # until which clock
+    # whose condition still holds after the last step: for people who ask, by policy
+    spent: dict[str, dict[SubjectIdentity, Standing]] = field(default_factory=dict)
     effects: dict[tuple[bool, str], Effect] = field(default_factory=dict)  # by (enforced, uuid)
     kept: dict[tuple[str, int | str], float] = field(default_factory=dict)  # until which clock
     sight: Sight | None = None  # of the last sample
@@ -71,6 +73,7 @@ class Memory:
         """Drop what was seen before a pause: nobody knows what happened in it."""
         self.past.clear()
         self.standings.clear()
+        self.spent.clear()
         if self.rhythm.clock is not None and clock < self.rhythm.clock:
             # Another boot: times of the one before say nothing.  Marks stay, since they only protect.
             self.cooling.clear()
@@ -111,5 +114,5 @@ def pass_over(standing: Standing, policy: Policy, memory: Memory, identity: Subj
 def _stand(standing: Standing, policy: Policy, memory: Memory, identity: SubjectIdentity, clock: float) -> None:
     standing.stepped_at = clock
     if standing.done == len(policy.steps):
-        del memory.standings[policy.name][identity]
+        memory.spent.setdefault(policy.name, {})[identity] = memory.standings[policy.name].pop(identity)
         memory.cooling[policy.name, identity] = clock + policy.cooldown

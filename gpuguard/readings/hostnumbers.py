@@ -50,8 +50,12 @@ class HostNumbers:
         for member in members:
             fields = (read_proc(f"/proc/{member}/stat") or b"").rpartition(b")")[2].split()
             if len(fields) > 21 and fields[0] not in (b"Z", b"X"):
-                seconds[member, int(fields[19])] = (int(fields[11]) + int(fields[12])) / _TICKS
-                resident, count = resident + int(fields[21]) * _PAGE, count + 1
+                try:
+                    user, system, start, pages = (int(fields[place]) for place in (11, 12, 19, 21))
+                except ValueError:  # of something that is no kernel's
+                    continue
+                seconds[member, start] = (user + system) / _TICKS
+                resident, count = resident + pages * _PAGE, count + 1
         if not count:
             self._families.pop(pid, None)
             return {}

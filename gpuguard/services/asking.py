@@ -16,6 +16,7 @@ from gpuguard.ancestry import look_up
 from gpuguard.backends import Backend
 from gpuguard.backends.processes import start_time
 from gpuguard.claims.calling import ask
+from gpuguard.claims.inplace import open_in_place
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.claims.records import probe, read_record, read_records, record_path
 from gpuguard.claims.releasing import NotPermitted, gripped, let_go, listens, users_of
@@ -148,7 +149,7 @@ class _Supervisor:
         path = record_path(self._directory, self._claim.uid, self._claim.id)
         try:
             self._pidfd = os.pidfd_open(pid)
-            self._record = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._record = open_in_place(path, os.O_RDWR | os.O_NONBLOCK)
         except OSError:
             return None
         return self if os.fstat(self._record).st_uid == self._claim.uid else None

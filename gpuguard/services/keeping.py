@@ -25,6 +25,7 @@ LONGEST_SECONDS = 86400.0  # unless the policy file says otherwise
 LONGEST_OF_ROOT = 365 * 86400.0
 MOST_OF_ONE = 16  # marks of one user
 CHANGES, CHANGES_SECONDS = 10, 60.0  # so many within so long: each is a line of the audit log
+_NOBODY = -1  # all whom nobody knows: who may use user namespaces has 65536 such uids
 
 Kept = dict[tuple[str, int | str], float]  # as policies.ladder remembers it: until which CLOCK_BOOTTIME
 
@@ -124,7 +125,7 @@ class Keeping:
         return whom, resolve([str(device)], self.devices(), "--device")[0]
 
     def count(self, uid: int) -> None:
-        """Count a change that *uid* asks for.
+        """Count a change that *uid* asks for; all without a name count as one.
 
         Raises:
             GpuguardError: there were too many within a minute.
@@ -135,7 +136,7 @@ class Keeping:
             for one, times in self._changed.items()
             if (left := [t for t in times if now - t < CHANGES_SECONDS])
         }
-        times = self._changed.setdefault(uid, [])
+        times = self._changed.setdefault(uid if user_name(uid) != str(uid) else _NOBODY, [])
         if len(times) >= CHANGES and uid != 0:
             raise GpuguardError(f"that was {CHANGES} times within a minute: wait a little.")
         times.append(now)

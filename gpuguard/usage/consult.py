@@ -168,6 +168,7 @@ def _told(answer: _Reply[_Answer], path: str) -> _Answer:
         raise GpuguardError(f"{path} is of another version of gpuguard ({answer}, this one knows {VERSION}).{aside}")
     if not isinstance(answer, tuple):
         raise GpuguardError(
-            f"{path} cannot be read: {answer}.  If it is damaged, the daemon sets it aside at its next start."
+            f"{path} cannot be read: {answer}.  If it is damaged, the daemon sets it aside at its next start; what it "
+            "leaves in its place then, move away while no daemon runs: it makes a new one."
         ) from answer
     return answer[0]

@@ -1,13 +1,15 @@
 """What can be asked of the usage store: totals, series and windows, each over a time and from the finest slots kept.
 
 What nobody watched is in no answer, and no answer takes it for zero: watched() tells how much was seen.  Only slots
-that begin in the time that was asked for count.  Does not open the store: see usage.
+that begin in the time that was asked for count.  A store that holds other things than tally writes is damaged: each
+row passes _sound.  Does not open the store: see usage.
 """
 
 from __future__ import annotations
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.nouns import dataclass, replace
+from gpuguard.typed import LARGEST
 from gpuguard.usage.tables import COARSEST, SLOTS, holdings, key, rows
 from gpuguard.usage.tally import GAUGES, NOBODY_KNOWS, USER_COLUMNS
 
@@ -23,6 +25,10 @@ METRICS = {
     **{gauge: (f"{gauge}_sum", f"{gauge}_max", f"{gauge}_unknown_ms") for gauge in GAUGES},
     "claimed_percent": ("claimed_ms / 10.0", "NULL", "claimed_unknown_ms"),
 }
+# What an answer may have in a column; in each other one it has numbers.
+_TEXTS = frozenset({"uuid", "name", "parent"})
+_WHOLE = frozenset({"id", "uid", "device", "place", "slot", "bucket"})
+_OPTIONAL = frozenset({"name", "parent", "place", "highest", "seen_at_all", "oldest", "joules"})
 
 
 @dataclass(frozen=True)
@@ -129,20 +135,16 @@ class Usage:
 
     def known(self) -> list[Known]:
         """All devices that were ever seen, by their index, then in the order in which they were first seen."""
-        found = self._connection.execute(
-            "SELECT uuid, name, parent, place FROM devices ORDER BY place IS NULL, place, id"
-        )
+        found = self._execute("SELECT uuid, name, parent, place FROM devices ORDER BY place IS NULL, place, id")
         return [Known(*row) for row in found]
 
     def watched(self, begin: float, end: float) -> Watch:
         """How much of the time between two unix times was seen."""
         width = self.width(begin)
-        (seen,) = self._connection.execute(
-            f"SELECT SUM(most) FROM (SELECT MAX(seen_ms) AS most FROM ({rows('devices', width)}) GROUP BY slot)",
-            _keys(begin, end, width),
-        ).fetchone()
-        (oldest,) = self._connection.execute(
-            f"SELECT MIN(slot) FROM ({rows('devices', COARSEST)})", (-(2**63), 2**63 - 1)
+        most = f"SELECT MAX(seen_ms) AS most FROM ({rows('devices', width)}) GROUP BY slot"
+        (seen,) = self._execute(f"SELECT SUM(most) AS seen_at_all FROM ({most})", *_keys(begin, end, width)).fetchone()
+        (oldest,) = self._execute(
+            f"SELECT MIN(slot) AS oldest FROM ({rows('devices', COARSEST)})", -(2**63), 2**63 - 1
         ).fetchone()
         whole = min(_next(begin, width) * width, end), min(_next(end, width) * width, max(end, self.now))
         return Watch(*whole, (seen or 0) / 1000, None if oldest is None else float(oldest * COARSEST), width)
@@ -163,11 +165,11 @@ class Usage:
         What it took while nobody had it is nobody's.
         """
         width = self.width(begin)
-        found = self._connection.execute(
-            "SELECT uid, SUM(CASE WHEN unknown < seen THEN 1.0 * joules * had / MAX(total, seen) END) FROM ("
+        found = self._execute(
+            "SELECT uid, SUM(CASE WHEN unknown < seen THEN 1.0 * joules * had / MAX(total, seen) END) AS joules FROM ("
             " SELECT *, SUM(had) OVER (PARTITION BY slot, device) AS total"
             f" FROM ({holdings(width)})) GROUP BY uid",
-            _keys(begin, end, width),
+            *_keys(begin, end, width),
         )
         return dict(found)
 
@@ -187,7 +189,7 @@ class Usage:
             raise InvalidRequest(f"there is no metric {metric!r}.  There are {', '.join(METRICS)}.")
         value, highest, unknown = METRICS[metric]
         width = self.width(begin)
-        columns = f"slot, {value}, {highest}, seen_ms - {unknown}"
+        columns = f"slot, {value}, {highest} AS highest, seen_ms - {unknown}"
         chosen = "WHERE device = (SELECT id FROM devices WHERE uuid = ?) ORDER BY slot"
         found = []
         for slot, total, most, known in self._rows("devices", columns, begin, end, chosen, device):
@@ -208,7 +210,7 @@ class Usage:
         """
         sums = ", ".join(f"SUM({column})" for column in USER_COLUMNS)
         keys = {"device": "device", "user and device": "uid, device"}.get(by, "uid")
-        names = {number: uuid for number, uuid, *_ in self._connection.execute("SELECT id, uuid FROM devices")}
+        names = dict(self._execute("SELECT id, uuid FROM devices"))
         found = []
         for *whose, claimed, used, idle, unclaimed in self._rows(
             "users", f"{keys}, {sums}", begin, end, f"GROUP BY {keys}"
@@ -231,7 +233,7 @@ class Usage:
             number: each for number, *each in self._rows("devices", f"device, {sums}", begin, end, "GROUP BY device")
         }
         found = []
-        for number, uuid, name, parent, place in self._connection.execute(
+        for number, uuid, name, parent, place in self._execute(
             "SELECT id, uuid, name, parent, place FROM devices ORDER BY id"
         ):
             if number not in rows:
@@ -249,9 +251,31 @@ class Usage:
 
     def _rows(self, kind: str, columns: str, begin: float, end: float, further: str, *values: object) -> sqlite3.Cursor:
         width = self.width(begin)
-        return self._connection.execute(
-            f"SELECT {columns} FROM ({rows(kind, width)}) {further}", (*_keys(begin, end, width), *values)
-        )
+        query = f"SELECT {columns} FROM ({rows(kind, width)}) {further}"
+        return self._execute(query, *_keys(begin, end, width), *values)
+
+    def _execute(self, query: str, *values: object) -> sqlite3.Cursor:
+        cursor = self._connection.cursor()
+        cursor.row_factory = _sound
+        return cursor.execute(query, values)
+
+
+def _sound(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> tuple[object, ...]:
+    """A row in which everything is what tally writes: SQLite keeps whatever a column is given."""
+    for described, value in zip(cursor.description, row):  # noqa: B905  as many, and a year has 38,400 rows
+        column = described[0]
+        if value is None:
+            sound = column in _OPTIONAL
+        elif column in _TEXTS:
+            sound = type(value) is str
+        else:
+            kinds = (int,) if column in _WHOLE else (int, float)
+            sound = type(value) in kinds and -LARGEST <= value <= LARGEST  # type: ignore[operator]  # nor is infinity
+        if not sound:
+            import sqlite3  # whoever waits in line reads this
+
+            raise sqlite3.DataError(f"it is damaged, {column} cannot be {value!r:.40}")
+    return row
 
 
 def _keys(begin: float, end: float, width: int) -> tuple[int, int]:

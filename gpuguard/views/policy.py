@@ -16,7 +16,9 @@ from typing import Any
 
 from gpuguard.documents.decoding import keys_of, name_of
 from gpuguard.guards.actiontable import ACTION_KEYS
+from gpuguard.guards.case import INTERACTIVE_SECONDS
 from gpuguard.guards.identity import Protected
+from gpuguard.guards.ledger import DISRUPTIVE
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policychild import PolicyFile
 from gpuguard.policykeys import DAYS
@@ -37,6 +39,9 @@ def sentences(file: PolicyFile) -> Iterator[str]:
     yield f"{file.path}: {_count(len(file.policies), 'policy', 'policies')}."
     yield "Nothing is ever done to root, to system accounts, or to a process that cannot be identified for certain."
     yield from _protected(file.protected)
+    if any(step.action in DISRUPTIVE for policy in file.policies for step in policy.steps):
+        more = format_duration(INTERACTIVE_SECONDS)
+        yield f"What is on a terminal, a notebook or being debugged has {more} more before it is ended or stopped."
     for policy in file.policies:
         yield ""
         yield policy.name

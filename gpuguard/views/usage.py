@@ -82,10 +82,13 @@ class UserTotal:
 def uses(snapshot: Snapshot, seen: Processes | None = None) -> tuple[DeviceUse, ...]:
     """Each device of *snapshot* with its state, claims and processes, in the order of the snapshot."""
     readable = claims_readable(snapshot)
-    claims = [record for record in snapshot.claims if record.alive]
+    on: dict[str, list[ClaimRecord]] = {}
+    for record in snapshot.claims:
+        for uuid in set(record.devices if record.alive else ()):
+            on.setdefault(uuid, []).append(record)
     found = []
     for device in snapshot.devices:
-        here = tuple(record for record in claims if device.uuid in record.devices)
+        here = tuple(on.get(device.uuid, ()))
         processes = _processes_on(device, here, seen or {})
         state, reason = _state(device, bool(here), processes, readable)
         held = tuple(_claim_use(record, state, snapshot, seen or {}) for record in here)

@@ -17,7 +17,7 @@ from gpuguard.views.usage import ClaimUse, DeviceUse, ProcessUse, UserTotal, Wai
 
 TYPE_CHECKING = False  # typing costs 6 ms of import, before each `gpuguard who`
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
     from gpuguard.line.reservations import Reserved
@@ -32,6 +32,7 @@ LABELS = {  # state: (words, colour)
     usage.UNKNOWN: ("unknown", "yellow"),
 }
 _INDENT = "     "
+MOST_CLAIMS = 10  # lines of one user below a device: 8 can share it, and he writes any number of records about it
 # Why another field is unknown is no news here: no SXM module has a fan.  The JSON names them all.
 _NOT_SHOWN = set(Device.__match_args__) - {
     "name", "memory_total", "memory_used", "processes", "utilization", "problems", "temperature", "power_draw",
@@ -101,13 +102,16 @@ def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | N
     )
     rows = [(place, row) for place, use in enumerate(found) for row in _rows_below(use, snapshot, width is not None)]
     below = table((row for _, row in rows), align="<<<>>", width=None if width is None else width - len(_INDENT))
+    below_each: list[list[str]] = [[] for _ in found]
+    for (place, _), text in zip(rows, below, strict=True):
+        below_each[place].append(_INDENT + text)
     lines = devices[:1]
-    for place, line in enumerate(devices[1:]):
+    for line, use, texts in zip(devices[1:], found, below_each, strict=True):
         lines.append(line)
-        if reason := found[place].reason:
-            why = f"{_INDENT}why: {neutralise(reason)}"
+        if use.reason:
+            why = f"{_INDENT}why: {neutralise(use.reason)}"
             lines.append(why if width is None else shorten(why, width))
-        lines += [_INDENT + text for (owner, _), text in zip(rows, below, strict=True) if owner == place]
+        lines += texts
     return lines
 
 
@@ -154,8 +158,15 @@ def device_label(device: Device) -> str:
 
 
 def _rows_below(use: DeviceUse, snapshot: Snapshot, brief: bool) -> Iterable[list[str]]:
+    of_user: dict[str | None, int] = {}
     for held in use.claims:
-        yield _claim_row(held, snapshot, brief)
+        of_user[held.user] = of_user.get(held.user, 0) + 1
+        if of_user[held.user] <= MOST_CLAIMS:
+            yield _claim_row(held, snapshot, brief)
+    for user, number in of_user.items():
+        if number > MOST_CLAIMS:
+            more = f"and {number - MOST_CLAIMS} more"
+            yield ["claim", more, neutralise(user or "unknown"), "", "", "", "which --json shows"]
     for running in use.processes or ():
         yield _process_row(running, snapshot, brief)
 
@@ -219,18 +230,23 @@ def gap_lines(snapshot: Snapshot) -> list[str]:
         if gap.field not in _NOT_SHOWN:
             unknown.setdefault((gap.device, gap.reason), []).append(gap.field)
     alike: dict[tuple[str, str], list[str | None]] = {}
+    known = _by_uuid(snapshot)
     for (device, reason), names in unknown.items():
         alike.setdefault((", ".join(sorted(names)), reason), []).append(device)
-    return [neutralise(f"{_where(devices, snapshot)}{names}: {reason}") for (names, reason), devices in alike.items()]
+    return [neutralise(f"{_where(devices, known)}{names}: {reason}") for (names, reason), devices in alike.items()]
 
 
-def _where(uuids: list[str | None], snapshot: Snapshot) -> str:
-    found = [device for device in map(snapshot.device, filter(None, uuids)) if device]
+def _where(uuids: list[str | None], known: Mapping[str, Device]) -> str:
+    found = [known[uuid] for uuid in filter(None, uuids) if uuid in known]
     if not found:
         return ""
-    if len(found) > 1 and len(found) == len(snapshot.devices):
+    if len(found) > 1 and len(found) == len(known):
         return "all GPUs: "
     return f"GPU {', '.join(map(device_label, found))}: "
+
+
+def _by_uuid(snapshot: Snapshot) -> dict[str, Device]:
+    return {device.uuid: device for device in snapshot.devices}
 
 
 def to_json(
@@ -242,6 +258,7 @@ def to_json(
     age: float | None = None,
 ) -> dict[str, Any]:
     """The object that docs/json.md describes; unknown is None."""
+    known = _by_uuid(snapshot)
     return {
         "schema": 1,
         "host": snapshot.host,
@@ -265,7 +282,7 @@ def to_json(
             for one in waiting
         ],
         "reservations": _reservations_json(reserved) if reserved else [],
-        "gaps": [_gap_json(gap, snapshot) for gap in snapshot.gaps],
+        "gaps": [_gap_json(gap, known) for gap in snapshot.gaps],
     }
 
 
@@ -353,8 +370,8 @@ def _process_json(running: ProcessUse, snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _gap_json(gap: Gap, snapshot: Snapshot) -> dict[str, Any]:
-    device = snapshot.device(gap.device) if gap.device else None
+def _gap_json(gap: Gap, known: Mapping[str, Device]) -> dict[str, Any]:
+    device = known.get(gap.device) if gap.device else None
     return {"device": gap.device, "index": device.index if device else None, "field": gap.field, "reason": gap.reason}
 
 

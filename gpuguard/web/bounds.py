@@ -12,7 +12,8 @@ from typing import Any
 
 MOST_CLAIMS, MOST_PROCESSES, MOST_PLACES = 8, 64, 64  # of one user: on a device, on a device, in line
 MOST_ROWS = 512  # of all users
-LONGEST_COMMAND = 400  # characters, in all words: more does not fit into a card
+MOST_NAMELESS = 64  # of all users without a name: who may use user namespaces has 65536 such uids
+LONGEST_COMMAND = 400  # characters, in all words, and of a note: more does not fit into a card
 
 
 def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,20 +28,33 @@ def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
             processes = _some(processes, MOST_PROCESSES, f"{name}: processes", left_out)
         devices.append({**device, "claims": claims, "processes": processes})
     line = _some(content["line"], MOST_PLACES, "the waiting line", left_out)
-    return {**content, "devices": devices, "line": line, "unknown": [*left_out, *content["unknown"]]}
+    users = _some(content["users"], 1, "users", left_out)
+    return {**content, "devices": devices, "users": users, "line": line, "unknown": [*left_out, *content["unknown"]]}
 
 
 def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: list[str]) -> list[Mapping[str, Any]]:
     """The first *most* rows of each user, and a word on the others: nobody's crowd hides somebody else."""
-    of_user: Counter[Any] = Counter()
+    of_user: Counter[str] = Counter()
+    nameless = 0
     shown: list[Mapping[str, Any]] = []
     for row in rows:
-        of_user[row["user"]] += 1
-        if of_user[row["user"]] <= most and len(shown) < MOST_ROWS:
-            shown.append({**row, "command": list(_short(row["command"]))} if row.get("command") else row)
+        user = str(row["user"])
+        of_user[user] += 1
+        if of_user[user] > most or len(shown) >= MOST_ROWS or (user.isdecimal() and nameless >= MOST_NAMELESS):
+            continue
+        nameless += user.isdecimal()
+        shown.append({name: _cut(value) for name, value in row.items()})
     if len(rows) > len(shown):
         left_out.append(f"{what}: {len(rows) - len(shown)} more are not shown")
     return shown
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > LONGEST_COMMAND:
+        return f"{value[:LONGEST_COMMAND]}..."
+    return (
+        list(_short(value)) if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value) else value
+    )
 
 
 def _short(words: Sequence[str]) -> Iterator[str]:

@@ -1,0 +1,129 @@
+"""Which files another process has locked, by /proc/PID/fdinfo, where what its descriptors are cannot be seen before.
+
+Of a file that is no regular one its driver writes that text, too, and may wait for what its owner holds: an epoll(7)
+that is just handing over events to a page of FUSE keeps whoever reads its fdinfo waiting, and no signal ends that
+(state D), not even SIGKILL.  So a process apart reads it, with nothing of ours open: of whom it does not come back is
+unknown what he has locked, until it does.
+Only who may see that text, and not where descriptors lead, needs it: a guard with CAP_SYS_PTRACE.  See holders.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from _thread import allocate_lock
+
+from gpuguard.backends import sampler
+from gpuguard.users import user_name
+
+SLACK_SECONDS = 0.5  # beyond what a look may take
+SLACK_AGAIN = 0.05  # while others hang: many users who do so must not take the time of all
+MOST_HANGING = 16  # from then on nobody without a name is looked at: one user can have 65536 such uids
+
+_asking = allocate_lock()
+_reader: list[tuple[int, int, int, int]] = []  # whose it is, its pid, where to ask, where it answers
+_hanging: dict[int, int] = {}  # uid -> pid of the reader that waits for something of his
+_ended: list[int] = []  # readers to reap
+
+
+def locked_files(pid: int, uid: int, seconds: float) -> dict[int, str]:
+    """Descriptor -> "major:minor:inode" of what a process has locked; {} also where nobody can tell.
+
+    Args:
+        pid: of the process.
+        uid: of whoever it acts for: nobody else is unknown when this look does not come back.
+        seconds: it may take; then it is what was found until then.
+    """
+    with _asking:
+        _reap()
+        if uid in _hanging or (len(_hanging) >= MOST_HANGING and user_name(uid) == str(uid)):
+            return {}
+        try:
+            _, reader, ask, answers = _started()
+            sampler.send(ask, (pid, seconds))
+            poll = select.poll()
+            poll.register(answers, select.POLLIN)
+            slack = SLACK_AGAIN if _hanging else SLACK_SECONDS
+            if not poll.poll((seconds + slack) * 1000):
+                _hanging[uid] = reader
+                _close()
+                return {}
+            found = sampler.receive(answers)
+        except OSError:  # no further process or file; or it has ended
+            found = None
+        if found is None:
+            _close()
+            return {}
+        return dict(found[0])
+
+
+def hangs(uid: int) -> bool:
+    """Whether what somebody has locked is unknown, because a look at it has not come back."""
+    with _asking:
+        _reap()
+        return uid in _hanging
+
+
+def _started() -> tuple[int, int, int, int]:
+    if _reader and _reader[0][0] != os.getpid():  # of whom we are a copy
+        _close()
+    if not _reader:
+        _reader.append(_start())
+    return _reader[0]
+
+
+def _start() -> tuple[int, int, int, int]:
+    from gpuguard import capabilities
+
+    words = sampler.interpreter("import gpuguard.claims.holders as h; h.answer()", "")
+    opened = [*os.pipe()]
+    try:
+        opened += os.pipe()
+        lent = capabilities.lend_for_looking()
+        try:
+            pid = os.posix_spawn(
+                words[0],
+                words,
+                os.environ,
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, opened[0], 0),
+                    (os.POSIX_SPAWN_DUP2, opened[3], 1),
+                    (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+                ],
+                setpgroup=0,
+                setsigmask=(),
+            )
+        finally:
+            if lent:
+                capabilities.keep_to_ourselves()
+    except OSError:
+        for each in opened:
+            os.close(each)
+        raise
+    os.close(opened[0])
+    os.close(opened[3])
+    return os.getpid(), pid, opened[1], opened[2]
+
+
+def _close() -> None:
+    """Leave the reader alone: it ends when it finds nobody at the other end."""
+    for owner, pid, *descriptors in _reader:
+        for each in descriptors:
+            os.close(each)
+        if owner == os.getpid() and pid not in _hanging.values():
+            _ended.append(pid)
+    _reader.clear()
+
+
+def _reap() -> None:
+    _ended[:] = [pid for pid in _ended if not _has_ended(pid)]
+    for uid, pid in list(_hanging.items()):
+        if _has_ended(pid):
+            del _hanging[uid]
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True

@@ -1,0 +1,172 @@
+"""What others have locked is learned by a process apart; one whose files never answer hides himself alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guarded import SLEEP, a_child
+from nodes import eventually
+
+from gpuguard.backends import sampler
+from gpuguard.claims import fdlocks, holders
+from gpuguard.claims.holders import as_written
+
+UNKNOWN = 20002  # another user
+SILENT = "import os\nwhile os.read(0, 1000): pass"  # a reader that never answers, and ends when nobody asks any more
+# A file of FUSE whose server never answers a read, and an epoll that is handing over an event to a page of it.
+ATTACK = """
+import ctypes, os, select, struct, sys
+place, libc = sys.argv[1], ctypes.CDLL(None, use_errno=True)
+fuse = os.open("/dev/fuse", os.O_RDWR)
+options = f"fd={fuse},rootmode=100644,user_id=0,group_id=0".encode()
+if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):
+    sys.exit(3)
+if libc.mount(b"none", place.encode(), b"fuse", 6, options):
+    sys.exit(3)
+server = os.fork()
+if not server:
+    libc.prctl(1, 9)
+    while True:
+        size, kind, unique, node = struct.unpack_from("<IIQQ", request := os.read(fuse, 2**20))
+        answers = {26: struct.pack("<4I2H2I2H8I", 7, 31, 65536, 0, 12, 10, 65536, 1, 16, *[0] * 9),
+            3: bytes(16) + struct.pack("<6Q10I", 1, 4096, 8, *[0] * 6, 0o100644, 1, *[0] * 5),
+            14: struct.pack("<QII", 1, 0, 0)}
+        if kind != 15:
+            answer = answers.get(kind, b"")
+            os.write(fuse, struct.pack("<IiQ", 16 + len(answer), 0 if kind in answers else -38, unique) + answer)
+os.close(fuse)
+os.stat(place)
+memory = os.open(place, os.O_RDONLY)
+libc.mmap.restype = ctypes.c_void_p
+page = libc.mmap(None, 4096, 3, 2, memory, ctypes.c_long(0))
+one, other = os.pipe()
+os.write(other, b"1")
+waits = select.epoll()
+waits.register(one, select.EPOLLIN)
+print("ready", flush=True)
+libc.epoll_wait(waits.fileno(), ctypes.c_void_p(page), 10, -1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_reader_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("SLACK_SECONDS", "SLACK_AGAIN"):
+        monkeypatch.setattr(fdlocks, name, 20.0)  # no reader of these tests is too slow by accident
+    fdlocks._close()
+    yield
+    fdlocks._close()
+    assert eventually(lambda: fdlocks._reap() or not (fdlocks._ended or fdlocks._hanging))
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[int]:
+    descriptor = os.open(tmp_path / "locked", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield descriptor
+    os.close(descriptor)
+
+
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fdlocks, "SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(fdlocks, "SLACK_AGAIN", 0.0)
+    monkeypatch.setattr(sampler, "interpreter", lambda code, word: [sys.executable, "-c", SILENT])
+
+
+def test_what_a_process_has_locked_is_what_the_kernel_says(locked):
+    inode = as_written(os.fstat(locked))
+
+    assert inode in fdlocks.locked_files(os.getpid(), os.getuid(), 5).values()
+    assert holders.locked_by(os.getpid(), os.getuid(), 5)[locked] == inode
+
+
+def test_one_reader_looks_again_and_again(locked):
+    for _ in range(3):
+        assert fdlocks.locked_files(os.getpid(), os.getuid(), 5)
+    assert len(fdlocks._reader) == 1
+    assert fdlocks._ended == []
+
+
+def test_of_whom_a_look_does_not_come_back_nothing_more_is_asked_until_it_does(monkeypatch, locked):
+    with monkeypatch.context() as patch:
+        silent(patch)
+        assert fdlocks.locked_files(os.getpid(), UNKNOWN, 0.01) == {}
+    readers = list(fdlocks._hanging.values())
+    monkeypatch.setattr(fdlocks, "_has_ended", lambda pid: False)
+
+    assert fdlocks.hangs(UNKNOWN)
+    assert fdlocks.locked_files(os.getpid(), UNKNOWN, 5) == {}
+    assert fdlocks.locked_files(os.getpid(), os.getuid(), 5), "others are looked at meanwhile, by another reader"
+    monkeypatch.undo()
+    assert eventually(lambda: not fdlocks.hangs(UNKNOWN)), f"{readers} ended: nobody asks any more"
+
+
+def test_a_reader_that_has_ended_is_replaced(locked):
+    fdlocks.locked_files(os.getpid(), os.getuid(), 5)
+    _, pid, ask, _ = fdlocks._reader[0]
+    sampler.send(ask, ())  # what ends it
+
+    assert eventually(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None)
+    fdlocks.locked_files(os.getpid(), os.getuid(), 5)
+    assert fdlocks.locked_files(os.getpid(), os.getuid(), 5)
+
+
+def test_where_no_process_can_be_started_nothing_is_known(monkeypatch, locked):
+    def refuse(*_: object, **__: object) -> int:
+        raise BlockingIOError
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_spawn", refuse)
+
+    assert fdlocks.locked_files(os.getpid(), os.getuid(), 5) == {}
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_who_may_not_see_where_descriptors_lead_asks_the_reader_alone(monkeypatch, locked):
+    really, place = os.listdir, os.readlink(f"/proc/self/fd/{locked}")
+
+    def listdir(path: str) -> list[str]:
+        if path.startswith("/proc/") and path.endswith("/fd"):
+            raise PermissionError
+        return really(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(holders, "locked_inode", lambda *_: pytest.fail("a text was read that may never come back"))
+
+    found = holders._locked(str(os.getpid()), os.getuid(), {as_written(os.stat(place)): "GPU-1"})
+    assert found == [("", "GPU-1")]
+
+
+@pytest.mark.root
+def test_a_user_whose_epoll_hands_over_an_event_to_his_own_file_system_hides_himself_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(fdlocks, "SLACK_SECONDS", 0.2)
+    place = tmp_path / "place"
+    place.write_bytes(b"x" * 4096)
+    words = [sys.executable, "-c", ATTACK, str(place)]
+    quiet: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    with subprocess.Popen(words, text=True, **quiet) as attack:
+        try:
+            assert attack.stdout is not None
+            if attack.stdout.readline() != "ready\n":
+                pytest.skip("NOT TESTED: needs /dev/fuse and a mount namespace of its own")
+            assert eventually(lambda: _state(attack.pid) in "SD")
+            assert eventually(lambda: fdlocks.locked_files(attack.pid, UNKNOWN, 0.1) == {} and fdlocks.hangs(UNKNOWN))
+            [reader] = fdlocks._hanging.values()
+
+            assert _state(reader) == "D"
+            with a_child(*SLEEP) as other:
+                assert holders.locked_by(other.pid, os.getuid(), 5) == {}
+        finally:
+            os.killpg(attack.pid, signal.SIGKILL)  # its server, too: it does not end before that
+    assert eventually(lambda: not fdlocks.hangs(UNKNOWN))
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]

@@ -1,0 +1,166 @@
+"""A user to whom root has given 65536 more uids (rootless containers) is no crowd: of what each has a share of, one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from lines import a_ticket
+from test_lines import a_line
+from users import ALICE, BOB
+
+from gpuguard import users
+from gpuguard.claims import records
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.guards.lines import AT_ONCE, Lines
+from gpuguard.line import tickets
+from gpuguard.line.order import Rules, order
+from gpuguard.line.plan import planned_for
+from gpuguard.line.standing import Facts, _together, standing
+from gpuguard.line.tickets import Held, read_tickets, ticket_content
+from gpuguard.model import Snapshot
+from gpuguard.users import parties
+
+FIRST, MORE = 100_000, 300_000
+GIVEN = f"""
+# who has which
+{BOB.pw_name}:{FIRST}:65536
+{ALICE.pw_name}:200000:65536
+{BOB.pw_name}:{MORE}:10
+broken:line
+other:1:2:3
+other:x:{"9" * 5000}
+"""
+
+
+@pytest.fixture(autouse=True)
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "subuid").write_text(GIVEN)
+    monkeypatch.setattr(users, "SUBUIDS", str(tmp_path / "subuid"))
+    return tmp_path / "subuid"
+
+
+def test_all_uids_that_one_user_was_given_are_one_party():
+    uids = (0, 1001, FIRST, FIRST + 65535, FIRST + 65536, MORE, MORE + 9, MORE + 10, 200_000, 4_000_000_000)
+    same = {FIRST: FIRST, FIRST + 65535: FIRST, MORE: FIRST, MORE + 9: FIRST, 200_000: 200_000}
+
+    assert parties(uids) == {uid: same.get(uid, uid) for uid in uids}
+
+
+def test_what_root_gives_later_is_known_at_once(given):
+    assert parties([500_007]) == {500_007: 500_007}
+    given.write_text("carol:500000:100\n")
+
+    assert parties([500_007, FIRST + 1]) == {500_007: 500_000, FIRST + 1: FIRST + 1}
+
+
+@pytest.mark.parametrize("content", [None, "", "\n\n", b"\xff:1:1\n"])
+def test_without_such_a_file_everybody_is_himself(given, content):
+    given.unlink()
+    if content is not None:
+        given.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    assert parties([7, FIRST]) == {7: 7, FIRST: FIRST}
+
+
+def test_the_file_is_read_for_nobody_but_such_uids(monkeypatch):
+    monkeypatch.setattr(users, "_given", lambda: pytest.fail("it was read"))
+
+    assert parties([0, 1000, 60000]) == {0: 0, 1000: 1000, 60000: 60000}
+
+
+# --- what each user has a share of
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    found = lock_directory(str(tmp_path / "claims"))
+    os.chmod(found.records, 0o1777)
+    for place in (tmp_path, *tmp_path.parents):
+        if place.name.startswith("pytest-of-"):
+            place.chmod(0o755)
+            break
+        place.chmod(0o755)
+    return found
+
+
+@contextmanager
+def as_uid(uid: int) -> Iterator[None]:
+    """As that user, for files."""
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def by(uids: list[int], make: Callable[[int], object]) -> None:
+    for uid in uids:
+        with as_uid(uid):
+            make(uid)
+
+
+@pytest.mark.root
+def test_records_of_all_uids_of_one_user_hide_nobody_elses(directory, monkeypatch):
+    monkeypatch.setattr(records, "MOST_OF_ONE", 3)
+    held = []
+
+    def record(uid: int) -> None:
+        path = records.record_path(directory, uid, f"c{uid}")
+        held.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+        fcntl.flock(held[-1], fcntl.LOCK_EX)
+
+    by([FIRST + number for number in range(20)] + [ALICE.pw_uid], record)
+    found = [one.uid for one in records.read_records(directory)]
+    for descriptor in held:
+        os.close(descriptor)
+
+    assert len(found) == 4
+    assert ALICE.pw_uid in found
+
+
+@pytest.mark.root
+def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
+    monkeypatch.setattr(tickets, "MOST_OF_ONE", 5)
+    held: list[Held] = []
+
+    def wait(uid: int) -> None:
+        held.append(Held(directory, ticket_content(a_ticket())))
+
+    by([FIRST + number for number in range(20)] + [ALICE.pw_uid], wait)
+    found, torn = read_tickets(directory)
+    line = order(found, {}, Rules(), found[0].since + 60.0)
+    places = standing(directory, Snapshot("h", "b", 0.0, 0.0, ()), Facts(), Rules()).places
+    for one in held:
+        one.leave()
+
+    assert [one.uid for one in line][1] == ALICE.pw_uid  # the second place, though 20 came before her
+    assert [place.ticket.uid for place in places][1] == ALICE.pw_uid
+    assert len(found) == 6
+    assert [(one.uid, one.id) for one in torn] == [(FIRST, "15 more")]
+
+
+def test_what_was_had_by_one_of_the_uids_counts_for_the_others():
+    assert _together({FIRST: 10.0, FIRST + 7: 20.0, MORE: 1.0, 1001: 5.0}) == {FIRST: 31.0, 1001: 5.0}
+
+
+def test_one_user_is_planned_and_lifted_as_one():
+    crowd = [a_ticket(FIRST + number, party=FIRST, since=float(number)) for number in range(300)]
+    others = [a_ticket(1001, since=1000.0)]
+
+    assert planned_for([*crowd, *others])[-1] == others[0]
+    assert len(planned_for([*crowd, *others])) < 300
+    line = order([*crowd, *others], {}, Rules(bound=10.0), 1e6)
+    assert line[:2] == [crowd[0], others[0]]
+
+
+def test_a_user_with_many_uids_writes_as_many_lines_as_others():
+    lines = Lines()
+    number = sum(lines.admits(a_line(str(FIRST + each % 50)), 5000.0) for each in range(AT_ONCE + 500))
+
+    assert number == AT_ONCE
+    assert lines.admits(a_line("alice"), 5000.0)

@@ -1,0 +1,121 @@
+"""A fault of ours that one policy, or one process, brings to light: the others are judged and acted on all the same.
+
+Whoever found out what makes a rule or an action fail could else switch off the guard for everybody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from builders import GIB, a_process
+from test_watchdog import A_HOG, HOGS, Recording, outcomes, snapshots
+
+from gpuguard import actions, watchdog
+from gpuguard.nouns import replace
+from gpuguard.policies.engine import Memory, evaluate
+from gpuguard.policies.policy import Policy, Step
+from gpuguard.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that fails."""
+
+    def check(self, view):
+        raise ZeroDivisionError("a value that nobody foresaw")
+
+
+BROKEN = Policy("broken", (Broken(),), hold=0.0, steps=(Step("log"),))
+
+
+@pytest.fixture
+def log():
+    return []
+
+
+@pytest.fixture
+def a_watchdog(log):
+    def make(answers, *policies, **options):
+        return Watchdog(Recording(*answers), policies, append=lambda event: log.append(event) or True, **options)
+
+    return make
+
+
+def failures(log):
+    return [(dict(event.facts)["policy"], event.message) for event in log if event.outcome == "failed"]
+
+
+@pytest.mark.parametrize("policies", [(BROKEN, HOGS), (HOGS, BROKEN)])
+def test_a_rule_that_fails_keeps_no_other_policy_from_anything(a_watchdog, log, policies):
+    guard = a_watchdog(snapshots(A_HOG, number=5), *policies)
+    for _ in range(4):
+        guard.step()
+
+    assert outcomes(log)  # what became of the hog
+    [(policy, message)] = failures(log)
+    assert policy == "broken"
+    assert "the others go on: ZeroDivisionError('a value that nobody foresaw')" in message
+
+
+def test_a_rule_that_goes_on_failing_is_named_once_a_minute(a_watchdog, log, monkeypatch):
+    monkeypatch.setattr(watchdog, "RETRY_SECONDS", 0.0)
+    guard = a_watchdog(snapshots(A_HOG, number=3), BROKEN)
+    guard.step()
+    guard.step()
+
+    assert len(failures(log)) == 2
+
+
+def test_a_rule_that_failed_says_nothing_of_what_was_before(monkeypatch):
+    policy, memory = Policy("p", HOGS.rules, hold=20.0, steps=(Step("log"),)), Memory()
+    first, second, third, *later = snapshots(A_HOG, number=5, every=10.0)
+    evaluate(first, [policy], memory)
+    evaluate(second, [policy], memory, apart=lambda policy, judge: None)
+    assert evaluate(third, [policy], memory).verdicts == ()
+
+    assert [len(evaluate(each, [policy], memory).verdicts) for each in later] == [0, 1]
+
+
+def test_a_step_that_fails_is_not_tried_again_and_the_others_are_done(a_watchdog, log, monkeypatch):
+    def act(verdict, snapshot, context, before=actions.act):
+        if verdict.finding.subject.pid == 1001:
+            raise ValueError("of one process alone")
+        return before(verdict, snapshot, context)
+
+    monkeypatch.setattr(actions, "act", act)
+    processes = [a_process(pid, memory_used=30 * GIB) for pid in (1001, 1002)]
+    hogs = replace(A_HOG, memory_used=60 * GIB, processes=tuple(processes))
+    policy = Policy("hogs", HOGS.rules, hold=0.0, steps=(Step("log"),), cooldown=3600.0)
+    guard = a_watchdog(snapshots(hogs, number=6), policy)
+    for _ in range(5):
+        guard.step()
+
+    assert [(event.kind, event.pid) for event in log if event.kind == "log"] == [("log", 1002)]
+    assert failures(log) == [
+        (
+            "hogs",
+            "the policy hogs meets a fault inside gpuguard, and the others go on: ValueError('of one process alone')",
+        )
+    ]
+
+
+def test_who_listens_and_fails_keeps_no_duration_from_being_over(a_watchdog, log):
+    """Looks that come after a minute, as for a driver that does not answer, would start all durations anew."""
+
+    def fail(*_):
+        raise OSError("no room")
+
+    guard = a_watchdog(snapshots(A_HOG), HOGS, on_sample=fail, interval=(1.0, 2.0))
+    looks = []
+
+    class Ended:
+        def is_set(self):
+            return len(looks) > 9
+
+        def wait(self, seconds):
+            looks.append(guard.pause)
+
+    guard.run(Ended())
+
+    assert max(looks) <= 2.0
