@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -127,6 +128,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def taking(seconds: float, clock: list[float]) -> Callable[[], str]:
     def look() -> str:
         clock[0] += seconds
+        time.sleep(1e-5)  # it waits for something
         return "found"
 
     return look
@@ -138,6 +140,26 @@ def test_who_lets_each_look_come_back_just_in_time_gets_no_more_time_than_who_ne
     assert looks.count("found") == 2
     clock[0] += 0.2 / apart.SHARE
     assert in_time(os.getpid(), "memory", taking(0.09, clock)) == "found"
+
+
+def test_what_a_look_waits_for_a_processor_counts_against_nobody(clock):
+    def look() -> str:
+        clock[0] += 0.09  # others have it meanwhile
+        return "found"
+
+    assert {in_time(os.getpid(), "memory", look) for _ in range(50)} == {"found"}
+
+
+def test_what_a_look_takes_of_a_processor_counts():
+    def look() -> str:
+        until = time.thread_time() + 0.03  # as with a very long list of mappings
+        while time.thread_time() < until:
+            pass
+        return "found"
+
+    looks = [in_time(os.getpid(), "memory", look) for _ in range(30)]
+
+    assert 1 <= looks.count("found") < 10
 
 
 @pytest.mark.root

@@ -138,8 +138,9 @@ def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
     for one in held:
         one.leave()
 
-    assert [one.uid for one in line][1] == ALICE.pw_uid  # the second place, though 20 came before her
-    assert [place.ticket.uid for place in places][1] == ALICE.pw_uid
+    # One of the first two places, though 20 came before her; the clock of a file system has steps of 4 ms.
+    assert ALICE.pw_uid in [one.uid for one in line][:2]
+    assert ALICE.pw_uid in [place.ticket.uid for place in places][:2]
     assert len(found) == 6
     assert [(one.uid, one.id) for one in torn] == [(FIRST, "15 more")]
 

@@ -118,7 +118,7 @@ def test_a_look_that_fails_as_nobody_foresaw_is_said_and_the_next_one_goes_well(
         looks.append(1)
         if len(looks) == 1:
             raise ZeroDivisionError("secret")
-        return {"schema": 1, "devices": [], "line": [], "unknown": []}
+        return {"schema": 1, "devices": [], "users": [], "line": [], "unknown": []}
 
     monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
     monkeypatch.setattr(Feed, "_seen", seen)

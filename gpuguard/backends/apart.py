@@ -3,15 +3,17 @@
 A command line lies in the memory of its process, and whoever reads it waits while that memory is being changed.  That
 takes as long as its owner likes: he reads a file of a file system of his own there (FUSE), which never answers.  `ps`
 hangs, then.  Here one thread hangs for each such user, and of him nothing more is known until it comes back.  Who lets
-each look come back just in time, at each of his processes, gets no more time than who never does: see SHARE.
+each look come back just in time, at each of his processes, gets no more time than who never does: see SHARE.  What a
+look waits for a processor is nobody's fault.
 Decides nothing: what was not seen in time is unknown.
 """
 
 from __future__ import annotations
 
 import os
-from _thread import allocate_lock, start_new_thread
-from time import monotonic
+from _thread import _local, allocate_lock, start_new_thread
+from resource import RUSAGE_THREAD, getrusage
+from time import monotonic, thread_time
 
 from gpuguard.users import user_name
 
@@ -29,6 +31,12 @@ NOTICED = 0.002  # seconds; who has 200 processes of which each look takes less 
 MOST_HANGING = 16  # or nearly so: from then on none of users without a name, of whom one user can have 65536
 
 
+class _Within(_local):
+    """What looks within a look took, in each thread: they count by themselves."""
+
+    seconds, waits = 0.0, 0
+
+
 class _Looker:
     """A thread that looks for others, again and again."""
 
@@ -40,6 +48,7 @@ class _Looker:
         self.look: Callable[[], object] | None = None
         self.found: object = None
         self.fault: BaseException | None = None
+        self.took = 0.0  # seconds, without those in which others had the processor
         start_new_thread(self._run, ())
 
     def _run(self) -> None:
@@ -47,13 +56,20 @@ class _Looker:
             self.asked.acquire()
             assert self.look
             self.found = self.fault = None
+            _within.seconds, _within.waits = 0.0, 0
+            begun, used, waits = monotonic(), thread_time(), _waits()
             try:
                 self.found = self.look()
             except BaseException as fault:  # noqa: BLE001  it is raised where somebody asked for the look
                 self.fault = fault
+            if _waits() - waits > _within.waits:
+                self.took = monotonic() - begun - _within.seconds
+            else:
+                self.took = thread_time() - used
             self.answered.release()
 
 
+_within = _Within()
 _free: list[_Looker] = []
 Key = tuple[int, str]  # uid, kind of the look
 _hanging: dict[Key, _Looker] = {}  # who still waits for something of that user
@@ -94,11 +110,15 @@ def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | N
     except (IndexError, RuntimeError):  # another thread was quicker; there are too many threads
         return None
     looker.look = look
+    waits = _waits()
     looker.asked.release()
     came_back = looker.answered.acquire(timeout=left)
-    took = monotonic() - begun
+    now = monotonic()
+    _within.seconds += now - begun
+    _within.waits += _waits() - waits
+    took = looker.took if came_back else now - begun
     if took > NOTICED:
-        _spent[key] = owed.get(key, 0.0) + took, begun + took
+        _spent[key] = owed.get(key, 0.0) + took, now
     if not came_back:
         _hanging[key] = looker
         return None
@@ -107,6 +127,11 @@ def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | N
     if fault and not isinstance(fault, OSError):
         raise fault
     return found  # type: ignore[return-value]
+
+
+def _waits() -> int:
+    """How often this thread has waited for something else than a processor."""
+    return getrusage(RUSAGE_THREAD).ru_nvcsw
 
 
 def _owed(now: float) -> dict[Key, float]:
