@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
     from gpuguard.select import Refusal
 
+CROWDED = (
+    "no further process or thread can be started here: see `ulimit -u`, TasksMax= of a service, and what runs "
+    "(`ps -eLf`)."
+)
+
 
 class GpuguardError(Exception):
     """Base of every error that gpuguard raises on purpose."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import os
 import pickle
 import re
 import subprocess
@@ -96,12 +97,13 @@ def test_too_few_descriptors_are_told_as_such():
         (errno.EMFILE, "see `ulimit -n`"),
         (errno.ENFILE, "/proc/sys/fs/file-nr"),
         (errno.EDQUOT, "Make room"),
+        (errno.EAGAIN, "see `ulimit -u`"),
         (errno.EIO, "an error inside gpuguard"),
     ],
 )
 def test_a_fault_of_the_machine_is_told_as_such(monkeypatch, capsys, code, said):
     def fail(*_: object) -> int:
-        raise OSError(code, "planted")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(dispatch, "_dispatch", fail)
 

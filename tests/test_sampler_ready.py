@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
+import errno
 import os
 import select
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,6 +61,33 @@ def test_a_sampler_that_never_becomes_ready_is_given_up(monkeypatch: pytest.Monk
     os.close(_hold)
 
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(("call", "begin"), [("fork", sampler.start_by_fork), ("posix_spawn", sampler.start_by_spawn)])
+def test_a_sampler_that_cannot_be_started_leaves_no_descriptor_open(
+    call: str, begin: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guard tries it again and again; with all descriptors gone it was blind for good."""
+
+    def full(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "planted")
+
+    monkeypatch.setattr(os, call, full)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(BlockingIOError):
+        begin("simulated")
+
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_sampler_that_may_start_no_thread_does_not_blame_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_thread, "start_new_thread", full)
+
+    with open_isolated("simulated", fork=True) as source, pytest.raises(BackendError, match="see `ulimit -u`"):
+        source.sample(SELECT_FIELDS)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from gpuguard import __version__
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from typing import Any, NoReturn
 
     from gpuguard.model import Device, GpuProcess, Snapshot
@@ -80,11 +80,14 @@ def _is_of_a_device(descriptor: str) -> bool:
 
 def start_by_fork(name: str) -> Channel:
     """Start a sampler of backend *name* as a copy of this process: fast, and only for a process without threads."""
-    request_read, request_write, reply_read, reply_write, life, life_held, place = _descriptors()
-    pid = os.fork()
+    opened = request_read, request_write, reply_read, reply_write, life, life_held, place = _descriptors()
+    try:
+        pid = os.fork()
+    except OSError:
+        _close(opened)
+        raise
     if pid:
-        for each in (request_read, reply_write, life):
-            os.close(each)
+        _close((request_read, reply_write, life))
         return pid, request_write, reply_read, place, life_held
     try:
         _leave_the_family(keep=(request_read, reply_write, place, life))
@@ -116,11 +119,13 @@ def start_by_spawn(name: str) -> Channel:
             setpgroup=0,
             setsigmask=(),
         )
+    except OSError:  # a daemon tries it again and again, until there is room for a process
+        _close((request_write, reply_read, place, life_held))
+        raise
     finally:
         if lent:
             capabilities.keep_to_ourselves()
-        for each in (request_read, reply_write, life):
-            os.close(each)
+        _close((request_read, reply_write, life))
     return pid, request_write, reply_read, place, life_held
 
 
@@ -141,20 +146,27 @@ def _descriptors() -> list[int]:
             opened += os.pipe()
         opened.append(os.memfd_create("gpuguard-place"))
     except OSError:
-        for each in opened:
-            os.close(each)
+        _close(opened)
         raise
     return opened
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for each in descriptors:
+        os.close(each)
 
 
 def serve(name: str, requests: int, replies: int, place: int, life: int) -> NoReturn:
     """Answer requests until the other end is gone.  Never returns."""
     import _thread
 
-    _thread.start_new_thread(_end_with_the_parent, (life,))
-    from gpuguard.errors import GpuguardError
+    from gpuguard.errors import CROWDED, BackendError, GpuguardError
 
     try:
+        try:
+            _thread.start_new_thread(_end_with_the_parent, (life,))
+        except RuntimeError:
+            raise BackendError(CROWDED) from None
         _answer(name, requests, replies, place)
     except GpuguardError as error:
         send(replies, ("error", type(error).__name__, str(error), vars(error)))

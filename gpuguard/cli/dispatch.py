@@ -12,7 +12,7 @@ import gc
 import os
 import sys
 
-from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.errors import CROWDED, BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ def _sentence(error: Exception) -> str:
         return f"no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it."
     if code == errno.ENFILE:
         return "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and who opens so many."
+    if (code == errno.EAGAIN and error.args[1:] == (os.strerror(errno.EAGAIN),)) or "start new thread" in str(error):
+        return CROWDED
     if isinstance(error, OSError) and code in (errno.ENOSPC, errno.EDQUOT):
         what = error.filename or "what this command prints"
         return f"{what} could not be written: {error.strerror}.  Make room (see `df` and `quota`), or write elsewhere."
