@@ -207,9 +207,11 @@ def _cancel(case: Case) -> tuple[str, str]:
     """End the Slurm job that the process belongs to; whose it is was asked by preflight."""
     from gpuguard.clusters import slurm_jobs
     from gpuguard.guards import identity
+    from gpuguard.guards.case import has_ended
 
     job = slurm_jobs.job_of((case.target.pid, *identity.ancestors(case.target.pid)))
-    fault = "its job has ended" if job is None else slurm_jobs.cancel(job)
+    # Asked after that: as long as it lives nobody else has its pid.
+    fault = "its job has ended" if job is None or has_ended(case.pidfd) else slurm_jobs.cancel(job)
     return (FAILED, fault) if fault else (SENT, "")
 
 

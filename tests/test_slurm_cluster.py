@@ -237,6 +237,22 @@ def test_a_policy_cancels_the_job_of_a_process_and_no_other(cluster, monkeypatch
     cluster.wait_for(lambda: cluster.claims() == {})
 
 
+def test_of_an_array_one_task_is_cancelled_and_the_others_run_on(cluster, monkeypatch):
+    array = cluster.submit(ALICE, "--gres=gpu:1", "--array=0-2", script="exec sleep 300")
+    tasks = [f"{array}_{number}" for number in range(3)]
+    cluster.wait_for(lambda: all(cluster.jobs().get(task, ("",))[0] == "RUNNING" for task in tasks))
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    word, _ = slurm_jobs.told(array)
+
+    assert word in tasks  # one task bears the number of them all
+    assert slurm_jobs.against_cancelling(array, ALICE.pw_uid) is None
+    assert slurm_jobs.cancel(array) is None
+    cluster.wait_for(lambda: is_over(cluster, word))
+    assert [cluster.jobs()[task][0] for task in tasks if task != word] == ["RUNNING"] * 2
+    cluster.slurm("scancel", array)
+    cluster.wait_for(lambda: cluster.claims() == {})
+
+
 def test_a_restart_of_slurmd_leaves_the_job_and_its_claim(cluster):
     job = running(cluster, ALICE)
     holder_of(cluster, job)

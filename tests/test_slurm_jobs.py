@@ -211,6 +211,7 @@ def test_nobody_knows_whether_a_job_is_over_when_slurm_does_not_answer(slurm):
 def test_a_job_is_put_back_with_the_reason_and_cancelled_where_that_cannot_be(slurm):
     assert slurm_jobs.put_back(GIVEN, "GPU 3: claimed by bob") == "requeued"
     assert slurm.called() == [
+        "scontrol show job -o 12",
         "scontrol update JobId=12 AdminComment=gpuguard: GPU 3: claimed by bob",
         "scontrol requeue 12",
     ]
@@ -231,7 +232,7 @@ def test_cancel_ends_the_job_of_the_process_and_writes_that_down_before(slurm, m
     with a_scene() as scene:
         a_job(slurm, scene.process.uid or 0)
         assert scene.act("cancel").word == "sent"
-        assert slurm.called() == ["scontrol show job -o 12", "scancel 12"]
+        assert slurm.called() == [*["scontrol show job -o 12"] * 2, "scancel 12"]
         assert [(event.kind, event.outcome) for event in scene.events] == [("cancel", "about to")]
 
 
@@ -354,8 +355,9 @@ def test_submit_with_attach_is_srun():
 def squeue(*rows: dict[str, str]) -> str:
     lines = []
     for row in rows:
-        lines.append("".join(row.get(name, "N/A").ljust(width) for name, width in slurm_queue._COLUMNS.items()))
-    return "\n".join(lines)
+        cells = ((row.get(name, "N/A").encode(), width) for name, width in slurm_queue._COLUMNS.items())
+        lines.append(b"".join(text[:width].ljust(width) for text, width in cells))
+    return b"\n".join(lines).decode(errors="replace")
 
 
 WAITS = {

@@ -157,9 +157,28 @@ def ask(*words: str, seconds: float = SECONDS) -> Answer | None:
     return Answer(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip())
 
 
+def told(job: str) -> tuple[str, Answer | None]:
+    """The word by which Slurm means this job alone, and what it says of it; None where that is not certain.
+
+    One task of an array bears the number of the array: `scancel 12` ends all tasks, `scancel 12_3` that one.
+    """
+    answer = ask("scontrol", "show", "job", "-o", job)
+    if answer is None or answer.status:
+        return job, answer
+    # Of an array all tasks are told.  What users write into their jobs can only add lines, and then none is certain.
+    rows = set(re.findall(rf"^JobId={job} (?:ArrayJobId=(\S+) ArrayTaskId=(\S+) )?", answer.output, re.MULTILINE))
+    if len(rows) != 1:
+        return job, None
+    array, task = rows.pop()
+    if not array:
+        return job, answer
+    answer = ask("scontrol", "show", "job", "-o", f"{array}_{task}")
+    return f"{array}_{task}", answer if answer and answer.output.startswith(f"JobId={job} ") else None
+
+
 def is_over(given: Allocation) -> bool | None:
     """Whether the controller knows that the job does not have its devices any more; None: it does not say."""
-    answer = ask("scontrol", "show", "job", "-o", given.job)
+    _, answer = told(given.job)
     if answer is None:
         return None
     if answer.status:
@@ -188,9 +207,9 @@ def against_cancelling(job: str | None, uid: int | None) -> str | None:
     """Why the job must not be cancelled for what a user does; None when it is his and runs."""
     if job is None:
         return "it belongs to no Slurm job"
-    answer = ask("scontrol", "show", "job", "-o", job)
+    _, answer = told(job)
     if answer is None or answer.status:
-        return f"Slurm says nothing about job {job}: {answer.reason if answer else 'it does not answer'}"
+        return f"Slurm says nothing certain about job {job}: {answer.reason if answer else 'it does not answer'}"
     # What users write into their jobs can only add to these, and then nobody is meant.
     if set(re.findall(r"(?:^|\s)UserId=\S*\((\d+)\)", answer.output)) != {str(uid)}:
         return f"job {job} is not the one of uid {uid}"
@@ -200,10 +219,11 @@ def against_cancelling(job: str | None, uid: int | None) -> str | None:
 
 def cancel(job: str) -> str | None:
     """End a job; None when Slurm does it, else why not."""
-    answer = ask("scancel", job)
+    word, known = told(job)
+    answer = ask("scancel", word) if known else None
     if answer is None:
-        return f"scancel cannot be called, or does not answer in {SECONDS:.0f} s: try `scancel {job}` by hand"
-    return f"scancel fails ({answer.reason}): try `scancel {job}` by hand" if answer.status else None
+        return f"Slurm cannot be called, or does not answer in {SECONDS:.0f} s: try `scancel {word}` by hand"
+    return f"scancel fails ({answer.reason}): try `scancel {word}` by hand" if answer.status else None
 
 
 def contains() -> bool:
@@ -220,10 +240,11 @@ def put_back(given: Allocation, reason: str) -> str | None:
     Returns:
         "requeued" or "cancelled"; None when Slurm did neither.
     """
-    ask("scontrol", "update", f"JobId={given.job}", f"AdminComment=gpuguard: {reason}"[:1000])
-    answer = ask("scontrol", "requeue", given.job)
+    job, _ = told(given.job)
+    ask("scontrol", "update", f"JobId={job}", f"AdminComment=gpuguard: {reason}"[:1000])
+    answer = ask("scontrol", "requeue", job)
     if answer and answer.status == 0:
         return "requeued"
-    ask("scontrol", "notify", given.job, f"gpuguard: {reason}"[:1000])
-    answer = ask("scancel", given.job)
+    ask("scontrol", "notify", job, f"gpuguard: {reason}"[:1000])
+    answer = ask("scancel", job)
     return "cancelled" if answer and answer.status == 0 else None

@@ -18,6 +18,8 @@ _COLUMNS = {
     "JobArrayID": 40, "UserName": 40, "State": 20, "tres-per-node": 60, "tres-per-job": 60, "Reason": 60,
     "SubmitTime": 24, "StartTime": 24, "NodeList": 60, "Name": 200,
 }  # fmt: skip
+# What follows a line break in a name is shorter than all that stands before the name, and no line of a job's.
+_LEAST = sum(_COLUMNS.values()) - _COLUMNS["Name"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,15 @@ def jobs() -> tuple[Queued, ...] | str:
     answer = slurm_jobs.ask("squeue", "-h", "-a", "-O", columns, seconds=SECONDS)
     if answer is None or answer.status:
         return (answer.fault.splitlines() or ["it fails"])[-1] if answer else f"no answer in {SECONDS:.0f}s"
-    return tuple(job for line in answer.output.splitlines() if (job := _job(line)))
+    return tuple(job for line in answer.output.split("\n") if (job := _job(line.encode())))
 
 
-def _job(line: str) -> Queued | None:
+def _job(line: bytes) -> Queued | None:
+    if len(line) < _LEAST:
+        return None
     fields, place = {}, 0
-    for name, width in _COLUMNS.items():
-        text = line[place : place + width].strip()
+    for name, width in _COLUMNS.items():  # in bytes: a name may end within a character
+        text = line[place : place + width].decode(errors="ignore").strip()
         fields[name], place = (None if text in ("", "N/A", "(null)", "None") else text), place + width
     wanted = fields["tres-per-node"] or fields["tres-per-job"] or ""
     found = re.findall(r"gpu(?::[^:,()]+)*?(?::(\d+))?(?=,|\(|$)", wanted)
@@ -74,5 +78,5 @@ def _job(line: str) -> Queued | None:
 def _moment(text: str | None) -> float | None:
     try:
         return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -32,7 +32,7 @@ def _row(job: Queued, now: float) -> list[str]:
     ago = "" if since is None else format_duration(round(max(0.0, now - since)))
     state = f"waits: {job.reason}" if pending and job.reason else job.state.lower()
     place = f"{state} on {job.nodes}" if job.nodes and not pending else state
-    return [job.job, neutralise(job.user), str(job.gpus), ago, neutralise(place), neutralise(job.name)]
+    return [neutralise(job.job), neutralise(job.user), str(job.gpus), ago, neutralise(place), neutralise(job.name)]
 
 
 def to_json(found: Sequence[Queued] | str) -> list[dict[str, Any]] | None:
