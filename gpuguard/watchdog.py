@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace as replace_fields
 from functools import partial
 from types import TracebackType
@@ -142,7 +143,8 @@ class Watchdog:
             interval, memory = self.interval[1], self._memory
             judgement = engine.evaluate(self._view, policies, memory, interval=interval, zone=zone, apart=self._apart)
             self._judged_by = policies
-        if any(note.kind == "resampling" for note in judgement.notes) and not _is_same(before, self._view):
+        resampling = any(note.kind == "resampling" for note in judgement.notes)
+        if resampling and not (before and before.clock == self._view.clock):
             self._due.clear()  # what waited through a pause in which nobody looked has no reason any more
         self._act(judgement.verdicts, policies, protected)
         self._note(judgement.notes)
@@ -175,7 +177,8 @@ class Watchdog:
                 # A fault of ours is no load on the driver; and looks that come too seldom start all durations anew.
                 failures = failures + 1 if isinstance(error, BackendError) else 0
                 self.pause = min(RETRY_SECONDS, self.interval[1] * 2 ** min(failures, 8))
-                self._in_trouble(error)
+                with suppress(Exception):  # of who listens
+                    self._in_trouble(error)
             self.beat = time.monotonic()
             stop.wait(max(0.01, self.pause - (self.beat - begun)))
 
@@ -371,10 +374,6 @@ def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[f
 def _people(snapshot: Snapshot) -> frozenset[int]:
     uids = {process.uid for device in snapshot.devices for process in device.processes or () if process.uid is not None}
     return frozenset(uids | {claim.uid for claim in snapshot.claims})
-
-
-def _is_same(before: View | None, now: View) -> bool:
-    return before is not None and before.clock == now.clock
 
 
 def _rises(before: Snapshot, now: Snapshot) -> bool:

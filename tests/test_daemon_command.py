@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from commands import Gpuguard
+from commands import SECONDS, Gpuguard
 from nodes import GIB, a_user, change, start
 
 HOGS = """
@@ -94,6 +94,22 @@ def test_a_device_that_hangs_is_left_out_of_once(gpuguard, policy, tmp_path):
         done = gpuguard("daemon", "--policy", str(policy), "--once")
 
     assert (done.returncode, f"pid {child.pid}" in done.stderr) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("gone", ["disk", "reader"])
+def test_a_daemon_whose_words_nobody_can_have_guards_all_the_same(gpuguard, policy, tmp_path, gone):
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = "daemon", "--policy", str(policy), "--once"
+    with (
+        a_user(str(tmp_path / "node"), "0", 40 * GIB) as child,
+        open("/dev/full", "w") as full,
+        gpuguard.start(*words, stderr=full if gone == "disk" else writer) as daemon,
+    ):
+        os.close(writer)
+
+        assert daemon.wait(SECONDS) == 0
+    assert f'"pid": {child.pid}' in (tmp_path / "events.jsonl").read_text()
 
 
 def test_what_users_wrote_cannot_reach_the_journal_as_it_is(gpuguard, policy, tmp_path):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from contextlib import suppress
 
 from gpuguard import capabilities, history
 from gpuguard.ancestry import in_first_pid_namespace
@@ -164,4 +165,5 @@ def _show(event: Event) -> None:
 def _say(text: str) -> None:
     from gpuguard.text import neutralise
 
-    print(f"gpuguard: {neutralise(text)}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk, a journal that is started again: no reason to guard nothing
+        print(f"gpuguard: {neutralise(text)}", file=sys.stderr, flush=True)
