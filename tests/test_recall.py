@@ -109,7 +109,8 @@ def test_no_log_means_no_deeds(log: Path) -> None:
 
 
 def test_only_the_last_hour_counts_and_the_rotated_file_belongs_to_it(log: Path) -> None:
-    long_ago = {"time_unix_seconds": time.time() - HOUR - 60}
+    long_ago: dict[str, Any] = {"time_unix_seconds": time.time() - HOUR - 60}
+    long_ago["facts"] = {"clock_seconds": boot_clock() - HOUR - 60}
     write(
         log.with_name("events.jsonl.1"), a_line(**long_ago, pid=1), "garbage of long ago", a_line(**long_ago), a_line()
     )
@@ -135,6 +136,15 @@ def test_a_clock_that_was_set_back_makes_no_deed_older(log: Path, ahead: float) 
     (deed,) = past(log).deeds
 
     assert boot_clock() - deed.clock < 5
+
+
+def test_a_clock_that_was_set_forward_lets_nothing_of_this_boot_be_forgotten(log: Path) -> None:
+    """As on a machine that boots with a wrong time and hears the right one after hours."""
+    before = {"time_unix_seconds": time.time() - 2 * HOUR}
+    note = {"schema": 1, **before, "kind": "note", "outcome": "cleared"}
+    write(log, a_line(pid=1, facts={"boot": "another"}), a_line(**before), note, a_line(pid=4712))
+
+    assert [deed.process[0] for deed in past(log).deeds] == [4711, 4712]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ OUTCOMES = {"about to": True, "dry run": False}  # of the lines that stand befor
 BEGIN = re.compile(rb'\{"schema": 1, "time_unix_seconds": (\d{1,12}(?:\.\d+)?)[,}]')
 
 _MARK = b'"clock_seconds": '  # in the facts of every deed, and of nothing else
+_CLOCK = re.compile(_MARK + rb"(\d{1,12}(?:\.\d+)?)[,}]")
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ def recalled(path: str, clock: float, now: float) -> Recalled:
     try:
         for line in _lines(path):
             begun = BEGIN.match(line)
-            if begun and now - float(begun[1]) > HOUR:
-                deeds, damaged = [], 0
+            if begun and now - float(begun[1]) > HOUR and not _is_late(line, boot, clock):
+                # By a clock that may have been set since; of this boot another one tells what was when.
+                deeds, damaged = [deed for deed in deeds if deed.process >= (0, 0.0)], 0
             elif not begun or not line.endswith(b"}\n"):
                 damaged += 1
             elif _MARK in line:
@@ -91,6 +93,12 @@ def _lines(path: str) -> Iterator[bytes]:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(f"{each} is no file that remembers anything")
             yield from file
+
+
+def _is_late(line: bytes, boot: str, clock: float) -> bool:
+    """Whether it is the line of a deed of the last hour in this boot, whatever time of day it names."""
+    found = _CLOCK.search(line)
+    return bool(found and boot and boot.encode() in line and clock - float(found[1]) < HOUR)
 
 
 def _deed(line: bytes, boot: str, clock: float, now: float) -> Deed | None:
