@@ -18,6 +18,7 @@ from gpuguard.model import Event
 from gpuguard.notify import TARGETS, Email, Hook, Sender, Webhook
 from gpuguard.notify.delivery import DELIVER
 from gpuguard.notify.pace import CAPACITY
+from gpuguard.notify.sender import STUCK
 
 
 @contextmanager
@@ -163,6 +164,22 @@ def test_a_sender_that_has_nothing_to_say_starts_no_thread():
     with a_sender({"ops": Email("root")}) as (sender, _):
         assert set(threading.enumerate()) <= before
         assert sender.flush(0)
+
+
+def test_a_message_for_which_no_thread_can_be_started_is_told_and_goes_out_with_the_next(monkeypatch):
+    """The target was silent from then on, and every message to it "queued"."""
+
+    def full(thread):
+        raise RuntimeError("can't start new thread")
+
+    with a_web_server() as web, a_sender({"ops": Webhook(web.url)}) as (sender, _):
+        with monkeypatch.context() as crowded:
+            crowded.setattr(threading.Thread, "start", full)
+            assert sender.send("ops", a_message()) == STUCK
+        assert sender.send("ops", a_message()) == "queued"
+
+        assert sender.flush(10)
+        assert len(web.requests) == 1
 
 
 def test_a_thread_that_something_unforeseen_has_ended_is_started_again(monkeypatch):

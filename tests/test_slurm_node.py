@@ -195,6 +195,15 @@ def test_it_is_asked_beside_the_loop_and_until_it_answers_nothing_is_known():
     assert controller.asked == 2
 
 
+def test_while_no_thread_can_be_started_nothing_is_known_and_the_look_goes_on(monkeypatch):
+    def full(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(slurm_node.threading.Thread, "start", full)
+
+    assert SlurmNode(Controller(a_job()), "n1", is_root=True).given(at(boot_clock())) == {}
+
+
 def test_an_answer_is_good_for_a_while_and_then_says_nothing(monkeypatch):
     controller = Controller(a_job())
     node = SlurmNode(controller, "n1", is_root=True, every=1000.0)

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gpuguard.model import Device, Snapshot
@@ -233,7 +234,8 @@ class SlurmNode:
         if here and now >= self._next and not (self._thread and self._thread.is_alive()):
             self._next = now + self._every
             self._thread = threading.Thread(target=self.learn, name="gpuguard-slurm", daemon=True)
-            self._thread.start()
+            with suppress(RuntimeError):  # there are too many: it is asked the next time
+                self._thread.start()
         answer = self._answer
         if answer and not 0 <= snapshot.clock - answer[0] <= STALE_SECONDS:
             answer = None

@@ -24,6 +24,7 @@ QUEUED = "queued"
 UNKNOWN = "no such target"
 FULL = "the queue is full"
 STOPPED = "the sender has stopped"
+STUCK = "no thread can be started now: it goes out with the next message"
 
 Report = Callable[[Event], object]
 Clock = Callable[[], float]
@@ -100,9 +101,9 @@ class _Lane:
                 return STOPPED
             if not self._pace.put(message, self.clock()):
                 return FULL
-            self._start()
+            started = self._start()
             self._changed.notify_all()
-        return QUEUED
+        return QUEUED if started else STUCK
 
     def hurry(self, *, last: bool) -> None:
         with self._changed:
@@ -117,10 +118,15 @@ class _Lane:
             done = self._changed.wait_for(lambda: not (self._busy or self._hurried), seconds)
             return done and not self._pace.waiting
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"gpuguard-notify-{self.name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"gpuguard-notify-{self.name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many: the next message tries again
+                return False
+            self._thread = thread
+        return True
 
     def _run(self) -> None:
         try:

@@ -31,7 +31,8 @@ class HostUses:
         self._cpu: dict[Identity, tuple[float, float]] = {}  # (clock, CPU seconds)
         self._network: dict[Identity, tuple[float, int]] = {}  # (clock, bytes)
         self._in_host: dict[Identity, float] = {}  # in the host's network when the clock was so
-        self._groups: dict[int, tuple[float, frozenset[str]]] = {}  # (clock of asking, names)
+        self._groups: dict[int, frozenset[str]] = {}
+        self._asked: dict[int, float] = {}  # clock
         self._asking: set[int] = set()
 
     def look(self, snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None) -> dict[Identity, HostUse]:
@@ -87,23 +88,35 @@ class HostUses:
     def groups(self, snapshot: Snapshot) -> dict[int, frozenset[str]]:
         """The groups of everybody in *snapshot*, as far as they were told in time."""
         uids = {process.uid for process in _processes(snapshot)} | {record.uid for record in snapshot.claims}
+        again = False
         for uid in uids - {None}:
             assert uid is not None
-            asked = self._groups.get(uid)
-            if uid >= 0 and uid not in self._asking and (not asked or snapshot.clock - asked[0] > GROUPS_SECONDS):
+            asked = self._asked.get(uid)
+            if uid < 0 or uid in self._asking or (asked is not None and snapshot.clock - asked <= GROUPS_SECONDS):
+                continue
+            # One a look: a service that does not know them may need long for it, and rootless containers have many.
+            if asked is None or not again:
+                again = again or asked is not None
                 self._ask(uid, snapshot.clock)
-        return {uid: names for uid, (_, names) in tuple(self._groups.items())}
+        return dict(tuple(self._groups.items()))
 
     def _ask(self, uid: int, clock: float) -> None:
         def answer() -> None:
-            names = _group_names(uid)
-            if names is not None:
-                self._groups[uid] = (clock, names)
-                self._asking.discard(uid)  # a user without an answer is asked about once
+            try:
+                names = _group_names(uid)
+                if names is not None:
+                    self._groups[uid] = names
+            finally:
+                self._asking.discard(uid)
 
         self._asking.add(uid)
         thread = threading.Thread(target=answer, name=f"groups of {uid}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many: the next look tries again
+            self._asking.discard(uid)
+            return
+        self._asked[uid] = clock
         thread.join(ANSWER_SECONDS)
 
 
