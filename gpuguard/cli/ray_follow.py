@@ -10,8 +10,9 @@ import time
 from contextlib import ExitStack
 
 from gpuguard.cli.telling import say
-from gpuguard.clusters.ray_jobs import PENDING, STOPPED, Jobs, State
-from gpuguard.errors import BackendError
+from gpuguard.clusters.ray_jobs import PENDING, STOPPED, SUCCEEDED, Jobs, State
+from gpuguard.errors import GpuguardError
+from gpuguard.views.text import writable
 
 POLL_SECONDS = 0.3
 SILENT_SECONDS = 60.0  # for which the head of the cluster may be gone: it can be started again
@@ -22,28 +23,36 @@ ENDS_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOT_NOW, TIMED_OUT, FAILED = 75, 124, 125
 
 
-def follow(jobs: Jobs, name: str, entrypoint: object, wait: float | None, no_wait: bool) -> int:
-    """Stay until the job *name* has ended; the exit code of its command, as of `gpuguard run`.
+def follow(jobs: Jobs, job: dict[str, object], wait: float | None, no_wait: bool) -> int:
+    """Submit *job* and stay until it has ended; the exit code of its command, as of `gpuguard run`.
 
     Args:
-        entrypoint: as submitted: what comes before it in the log is Ray's.
+        job: with the submission_id that it shall have: whoever is interrupted before Ray answers knows what to end.
         wait: seconds to be PENDING at most; None: for ever.
         no_wait: only as long as Ray needs to start anything.
     """
-    say(f"Ray job {name}")
-    output = Output(jobs, name, f"Running entrypoint for job {name}: {entrypoint}\n")
-    deadline = None if wait is None else time.monotonic() + (AT_ONCE_SECONDS if no_wait else wait)
-    signals: list[int] = []
+    name, signals = str(job["submission_id"]), list[int]()
+
+    def noted(number: int, frame: object) -> None:
+        signals.append(number)
+        if len(signals) > 1:  # Ray's client waits for an answer without end
+            raise KeyboardInterrupt
+
     with ExitStack() as stack:
         for signum in ENDS_IT:
-            before = signal.signal(signum, lambda number, frame: signals.append(number))
-            stack.callback(signal.signal, signum, before)
+            stack.callback(signal.signal, signum, signal.signal(signum, noted))
         try:
-            state = _watch(jobs, name, output, deadline, signals)
-            output.finish()
+            jobs.submit(job)
+            say(f"Ray job {name}")
+            # What comes before its entrypoint in the log is Ray's.
+            output = Output(jobs, name, f"Running entrypoint for job {name}: {job['entrypoint']}\n")
+            state = _watch(jobs, name, output, _deadline(wait, no_wait), signals)
+            _finished(output)
         except BrokenPipeError:  # nobody reads it any more
             jobs.stop(name)
             raise
+        except KeyboardInterrupt:
+            say(f"Ray may go on with the job: `ray job stop {name}` ends it.")
     if signals:
         return 128 + signals[0]
     if state.status == PENDING:
@@ -54,36 +63,51 @@ def follow(jobs: Jobs, name: str, entrypoint: object, wait: float | None, no_wai
 
 def exit_code(state: State) -> int:
     """The exit code for a job that is over."""
-    if state.exit_code is None:
+    code = state.exit_code
+    if state.status == SUCCEEDED and code is None:
+        return 0
+    if code is None or not -65 < code < 256 or (code == 0) != (state.status == SUCCEEDED):
         if state.status == STOPPED:
             say("somebody else had Ray end the job.")
             return 128 + signal.SIGTERM
         say(f"Ray could not run the job: {state.message.strip() or state.status}")
         return FAILED
-    return state.exit_code if state.exit_code >= 0 else 128 - state.exit_code
+    return code if code >= 0 else 128 - code
+
+
+def _deadline(wait: float | None, no_wait: bool) -> float | None:
+    return None if wait is None else time.monotonic() + (AT_ONCE_SECONDS if no_wait else wait)
+
+
+def _finished(output: Output) -> None:
+    try:
+        output.finish()
+    except GpuguardError as error:  # the job has ended all the same, and its exit code is known
+        say(f"the end of its output cannot be had: {error}")
 
 
 def _watch(jobs: Jobs, name: str, output: Output, deadline: float | None, signals: list[int]) -> State:
-    """Show its output until it is over, or until it was to be started, or until a second signal."""
+    """Show its output until it is over, or until it was to be started."""
     began = answered = time.monotonic()
-    told = stopping = False
+    told = asked = stopped = False
     while True:
         output.show(POLL_SECONDS)
         now = time.monotonic()
+        if signals and not asked:
+            asked = True
+            say(f"asking Ray to end the job {name}.  Once more, and this ends without waiting for that.")
         try:
             state, answered = jobs.state(name), now
-            if signals and not stopping:
-                say(f"asking Ray to end the job {name}.  Once more, and this ends without waiting for that.")
+            late = state.status == PENDING and deadline is not None and now > deadline
+            if (signals and not stopped) or late:
                 jobs.stop(name)
-                stopping = True
-        except BackendError:
-            if now - answered > SILENT_SECONDS or len(signals) > 1:
+                stopped = True
+        except GpuguardError:  # also what stands before a head that starts again: 502, or a page
+            if now - answered > SILENT_SECONDS:
+                say(f"nothing is known of the job {name}, which may go on: `ray job stop {name}` ends it.")
                 raise
             continue
-        if state.is_over or len(signals) > 1:
-            return state
-        if state.status == PENDING and deadline is not None and now > deadline:
-            jobs.stop(name)
+        if state.is_over or late:
             return state
         if state.status == PENDING and not told and now - began > TELL_SECONDS:
             told = True
@@ -140,5 +164,5 @@ class Output:
             if not found:
                 return
             self._head = None
-        sys.stdout.write(text)
+        sys.stdout.write(writable(text, sys.stdout))
         sys.stdout.flush()

@@ -15,6 +15,7 @@ import sys
 from gpuguard.cli.ray_follow import follow
 from gpuguard.cli.run import durations_of
 from gpuguard.cli.submit import inner_words
+from gpuguard.cli.telling import say
 from gpuguard.clusters import ray_jobs
 from gpuguard.errors import InvalidRequest
 from gpuguard.plainjson import loads
@@ -38,10 +39,15 @@ def submit(args: argparse.Namespace) -> int:
         put([shlex.join(printed(job, more))], sys.stdout)
         return 0
     client = ray_jobs.connect(more.address)
-    name = client.submit(job)
+    name = job["submission_id"] = f"raysubmit_{os.urandom(8).hex()}"
     if args.attach:
         wait, _, _ = durations_of(args)
-        return follow(client, name, job["entrypoint"], wait, args.no_wait)
+        return follow(client, job, wait, args.no_wait)
+    try:
+        client.submit(job)
+    except KeyboardInterrupt:
+        say(f"Ray may have the job all the same: `ray job stop {name}` ends it.")
+        raise
     if args.json:
         put([json.dumps({"schema": 1, "via": "ray", "job": name})], sys.stdout)
     else:

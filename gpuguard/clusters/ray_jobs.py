@@ -36,14 +36,19 @@ class Jobs:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def submit(self, job: dict[str, object]) -> str:
-        """Submit it; its name."""
-        return str(_asked(lambda: self._client.submit_job(**job)))
+    def submit(self, job: dict[str, object]) -> None:
+        """Submit it, under the name that stands in it."""
+        _asked(lambda: self._client.submit_job(**job))
 
     def state(self, name: str) -> State:
         """What has become of it."""
-        found = _asked(lambda: self._client.get_job_info(name))
-        return State(found.status.value, found.driver_exit_code, found.message or "")
+
+        def asked() -> State:
+            found = self._client.get_job_info(name)
+            code = found.driver_exit_code
+            return State(str(found.status.value), code if type(code) is int else None, str(found.message or ""))
+
+        return _asked(asked)
 
     def stop(self, name: str) -> None:
         """Have it ended; that takes its time."""
@@ -59,7 +64,7 @@ class Jobs:
         try:
             while True:
                 yield _asked(lambda: loop.run_until_complete(anext(chunks)))
-        except (StopAsyncIteration, BackendError):
+        except (StopAsyncIteration, GpuguardError):
             return
         finally:
             loop.close()
@@ -104,11 +109,14 @@ def _asked(question: Callable[[], T], address: str | None = None) -> T:
     except AuthenticationError as error:
         first = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
         raise GpuguardError(f"Ray does not let us in ({first}).  It wants its token in {TOKENS}.") from None
-    except (ConnectionError, requests.ConnectionError, requests.Timeout, aiohttp.ClientError) as error:
+    except (
+        ConnectionError, requests.RequestException, aiohttp.ClientError, asyncio.TimeoutError, TypeError, LookupError,
+        AttributeError,
+    ) as error:  # fmt: skip  # also whoever answers like a web server, or with JSON of another kind
         place = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "this machine"
         raise BackendError(
             f"no job API of Ray answers at {place} ({type(error).__name__}).  Start Ray with `ray start --head`, or "
             "name its dashboard: RAY_API_SERVER_ADDRESS=http://head:8265 or --with '--address http://head:8265'."
         ) from None
     except (RuntimeError, ValueError) as error:
-        raise GpuguardError(f"Ray refuses: {str(error).splitlines()[0]}") from None
+        raise GpuguardError(f"Ray refuses: {(str(error).splitlines() or [type(error).__name__])[0]}") from None

@@ -100,10 +100,14 @@ def style(stream: TextIO, environ: Mapping[str, str]) -> Paint:
 
 def put(lines: Iterable[str], stream: TextIO) -> None:
     """Print *lines* at once, also into a pipe; what the encoding of *stream* lacks is written out, and never fails."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    text = "".join(f"{line}\n" for line in lines)
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.write(writable("".join(f"{line}\n" for line in lines), stream))
     stream.flush()
+
+
+def writable(text: str, stream: TextIO) -> str:
+    """*text* in what the encoding of *stream* has."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def json_text(content: Mapping[str, Any], indent: int | None = 2) -> str:
