@@ -47,6 +47,16 @@ def test_another_claim_is_new_and_so_is_one_with_another_device(changed):
     assert ages((0.0, claim), (60.0, later), (70.0, later)) == [0.0, 0.0, 10.0]
 
 
+@pytest.mark.parametrize("set_by", [3 * 3600.0, -3 * 3600.0])
+def test_a_clock_that_is_set_makes_no_claim_older_and_none_younger(set_by):
+    """A claim of a minute on a device that had rested long was given up as one of hours."""
+    seen, claim = FirstSeen(), a_claim_record(GPU, since=NOW - 50.0)
+    seen.dated((claim,), 0.0, NOW)
+    [later] = seen.dated((claim,), 60.0, NOW + 60.0 + set_by)
+
+    assert NOW + 60.0 + set_by - later.since == 110.0
+
+
 def test_a_claim_that_was_gone_is_new():
     claim = a_claim_record(GPU, since=NOW + 60.0)
 

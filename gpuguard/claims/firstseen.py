@@ -2,7 +2,7 @@
 
 What a record says of its age is its owner's word.  Who wrote each minute that his claim was made just now was never
 judged by rules that leave a new claim alone for a while; one without a record has been there for as long, too.
-Knows nothing of what was before it first looked.
+And none grows older by hours because the machine's clock is set.  Knows nothing of what was before it first looked.
 """
 
 from __future__ import annotations
@@ -15,24 +15,32 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+STEP_SECONDS = 1.0  # by which a clock is set at once, and not only made to go faster for a while
+
+
 class FirstSeen:
     """Remembers claims for as long as each look finds them."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, str, str], float] = {}  # uid, id, uuid -> CLOCK_BOOTTIME
+        # uid, id, uuid -> CLOCK_BOOTTIME, and the unix time that it was then
+        self._seen: dict[tuple[int, str, str], tuple[float, float]] = {}
 
     def dated(self, claims: Iterable[ClaimRecord], clock: float, now: float) -> tuple[ClaimRecord, ...]:
         """*claims* as found at *clock* (CLOCK_BOOTTIME), which was *now* (unix time), none younger than it is."""
-        seen: dict[tuple[int, str, str], float] = {}
+        seen: dict[tuple[int, str, str], tuple[float, float]] = {}
         dated = []
         for claim in claims:
             for uuid in claim.devices:
                 key = claim.uid, claim.id, uuid
-                seen[key] = min(self._seen.get(key, clock), clock)
+                seen[key] = min(self._seen.get(key, (clock, now)), (clock, now))
             # A claim may have got a device since.
-            first = max((seen[claim.uid, claim.id, uuid] for uuid in claim.devices), default=clock)
+            first, then = max((seen[claim.uid, claim.id, uuid] for uuid in claim.devices), default=(clock, now))
             known_since = now - (clock - first)
-            younger = claim.devices and (claim.since is None or claim.since > known_since)
-            dated.append(replace(claim, since=known_since) if younger else claim)
+            since = claim.since
+            if since is not None and abs(known_since - then) > STEP_SECONDS:  # it was told by the clock of then
+                since += known_since - then
+            if claim.devices and (since is None or since > known_since):
+                since = known_since
+            dated.append(claim if since == claim.since else replace(claim, since=since))
         self._seen = seen
         return tuple(dated)
