@@ -103,9 +103,19 @@ def test_what_users_wrote_cannot_reach_the_terminal(log, capsys):
     assert "eve\\x1b[2J" in out
 
 
-def test_without_any_log_there_is_nothing_to_show(log, capsys):
+def test_without_any_event_it_is_said_where_none_is(log, capsys):
     assert run_command_line(["events"]) == 0
-    assert capsys.readouterr() == ("", "")
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"gpuguard: no such events in {log} or {command.MACHINE_EVENTS}.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [(["--user", "no-body"], 2, "there is no user 'no-body'"), (["--device", "3"], 0, "devices by uuid, not by index")],
+)
+def test_what_no_event_can_be_about_is_said(log, capsys, words, status, said):
+    assert run_command_line(["events", *words]) == status
+    assert said in capsys.readouterr().err
 
 
 def test_a_log_that_may_not_be_read_is_named_once_and_as_it_is_called(log, monkeypatch, capsys):
@@ -120,6 +130,7 @@ def test_a_log_that_may_not_be_read_is_named_once_and_as_it_is_called(log, monke
     monkeypatch.setattr(command.os, "open", refusing)
     assert run_command_line(["events"]) == 0
     said = f"gpuguard: {command.MACHINE_EVENTS} is not readable for you: its events are left out.\n"
+    said += f"gpuguard: no such events in {log}.\n"
 
     assert capsys.readouterr() == ("", said)
 

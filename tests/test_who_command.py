@@ -195,6 +195,17 @@ def test_a_user_sees_only_what_is_his(who):
         assert who("--user", "nobody-of-that-name")["devices"] == []
 
 
+@pytest.mark.parametrize("words", [["who"], ["top", "--once"]])
+def test_a_user_who_does_not_exist_is_told_from_one_who_has_nothing(who, capsys, words):
+    start("1xA100-40GB")
+
+    assert run_command_line([*words, "--user", "bin"]) == 0
+    assert run_command_line([*words, "--user", "nobody-of-that-name"]) == 2
+    assert "there is no user 'nobody-of-that-name' on this machine" in capsys.readouterr().err
+    assert run_command_line([*words, "--user", "0"]) == 2
+    assert "--user 0: write the name, root." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "options", [("--device", "9"), ("--device", "GPU-ffff"), ("--watch", "5"), ("--watch", "0s"), ("--bogus",)]
 )

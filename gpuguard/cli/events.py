@@ -16,6 +16,7 @@ import sys
 import time
 
 from gpuguard.cli.choice_options import quantity
+from gpuguard.cli.options import check_users
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import MACHINE_EVENTS, events_path
 from gpuguard.units import parse_duration
@@ -56,6 +57,8 @@ def main(args: argparse.Namespace) -> int:
         put([json_text(events.to_json(shown, torn))], sys.stdout)
     else:
         _show(shown, as_json=args.json)
+        if not (shown or args.follow):
+            _say_that_there_are_none(args, logs)
     _complain(torn)
     while args.follow:
         time.sleep(_LOOK_SECONDS)
@@ -76,24 +79,24 @@ class _Log:
     """A file of events that others write and rotate while it is read."""
 
     def __init__(self, path: str, named: bool) -> None:
-        self._path, self._named = path, named
+        self.path, self._named = path, named
         self._place, self._inode, self._rest = 0, 0, b""
-        self._told = False
+        self.is_closed = False
 
     def older(self) -> list[bytes]:
         """The lines that are there already, with those of the rotated file."""
-        before = self._read(f"{self._path}.1", 0, named=False)
+        before = self._read(f"{self.path}.1", 0, named=False)
         return [*before.splitlines(), *self.newer()]
 
     def newer(self) -> list[bytes]:
         """The whole lines that came since; one that is being written is left for the next look."""
         try:
-            found = os.stat(self._path)
+            found = os.stat(self.path)
         except OSError:
             found = None
         if found and (found.st_ino != self._inode or found.st_size < self._place):
             self._place, self._inode, self._rest = 0, found.st_ino, b""
-        fresh = self._read(self._path, self._place, self._named)
+        fresh = self._read(self.path, self._place, self._named)
         self._place += len(fresh)
         *lines, self._rest = (self._rest + fresh).split(b"\n")
         return lines
@@ -108,9 +111,9 @@ class _Log:
         except OSError as error:
             if named:
                 raise GpuguardError(f"{path} cannot be read: {error.strerror}.") from error
-            if isinstance(error, PermissionError) and not self._told:
-                self._told = True
-                print(f"gpuguard: {self._path} is not readable for you: its events are left out.", file=sys.stderr)
+            if isinstance(error, PermissionError) and not self.is_closed:
+                self.is_closed = True
+                print(f"gpuguard: {self.path} is not readable for you: its events are left out.", file=sys.stderr)
             return b""
 
 
@@ -121,6 +124,16 @@ def _usual() -> list[str]:
 def _show(found: list[events.Line], *, as_json: bool) -> None:
     put([json_text(line, indent=None) if as_json else events.to_text(line) for line in found], sys.stdout)
     sys.stdout.flush()
+
+
+def _say_that_there_are_none(args: argparse.Namespace, logs: list[_Log]) -> None:
+    if not args.file:  # of another machine, perhaps
+        check_users(args.user)
+    by_uuid = ": it names devices by uuid, not by index" if any(map(str.isdecimal, args.device)) else ""
+    print(
+        f"gpuguard: no such events in {' or '.join(log.path for log in logs if not log.is_closed)}{by_uuid}.",
+        file=sys.stderr,
+    )
 
 
 def _complain(torn: int) -> None:

@@ -52,3 +52,21 @@ def directory_of(args: argparse.Namespace) -> LockDirectory:
     from gpuguard.claims.lockfiles import lock_directory
 
     return lock_directory(args.dir, backend=args.backend)
+
+
+def check_users(names: list[str]) -> None:
+    """To whom nothing belongs may be misspelt: of nobody it would look the same.
+
+    Raises:
+        InvalidRequest: no account is called so, or it is a uid, whose user has a name.
+    """
+    if names:
+        from gpuguard.documents.accounts import Accounts
+        from gpuguard.errors import InvalidRequest
+        from gpuguard.users import user_name
+
+        accounts = Accounts()
+        for name in names:
+            uid = accounts.user(name)
+            if name.isdecimal() and user_name(uid) != name:
+                raise InvalidRequest(f"--user {name}: write the name, {user_name(uid)}.")

@@ -25,12 +25,13 @@ from gpuguard.backends import Backend
 from gpuguard.cli import screen
 from gpuguard.cli.choice_options import quantity
 from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
-from gpuguard.cli.options import add_source_options
+from gpuguard.cli.options import add_source_options, check_users
 from gpuguard.cli.top_feed import Feed
 from gpuguard.cli.who import chosen_devices
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Snapshot
 from gpuguard.units import parse_duration
+from gpuguard.views import usage
 from gpuguard.views.text import put, style
 from gpuguard.views.top_history import History
 from gpuguard.views.top_page import page, painted, title
@@ -80,6 +81,8 @@ def main(args: argparse.Namespace) -> int:
     try:
         scene = feed.look()  # a fault of the first look ends the command; later ones are shown and may pass
         view = _view(args, scene.snapshot)
+        if not (usage.chosen(scene.found, view.users, view.devices) or scene.snapshot.recorded):
+            check_users(args.user)
         if args.once or not sys.stdout.isatty():
             _once(feed, view)
         elif args.plain or not _can_draw():

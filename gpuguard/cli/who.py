@@ -19,7 +19,7 @@ from gpuguard.ancestry import in_first_pid_namespace, look_up
 from gpuguard.cli import screen
 from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
 from gpuguard.cli.looking import Source
-from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.cli.options import add_source_options, check_users, directory_of
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Gap, Snapshot
 from gpuguard.nouns import replace
@@ -98,6 +98,8 @@ def _look(args: argparse.Namespace, source: Source) -> list[str]:
                 indent=2 if args.watch is None else None,
             )
         ]
+    if not (shown or waiting or snapshot.recorded):
+        check_users(args.user)
     return who.to_text(
         snapshot,
         shown,

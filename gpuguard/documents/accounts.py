@@ -118,4 +118,4 @@ def _similar(name: str, path: str) -> str:
         near = difflib.get_close_matches(name, _local_names(path), n=1)
     except OSError:
         near = []
-    return f"Did you mean {near[0]!r}?" if near else "Make the account first, or delete the name."
+    return f"Did you mean {near[0]!r}?" if near else "Write another name, or make the account first."
