@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import sqlite3
@@ -139,14 +141,15 @@ def test_whoever_samples_does_not_wait_for_a_disk_that_hangs_and_nothing_is_lost
     assert claimed(path, 60) == 590
 
 
-def test_what_is_added_to_a_slot_whose_writing_fails_counts_once(path, monkeypatch):
-    """As after a clock that was set back."""
+@pytest.mark.parametrize("fault", [sqlite3.OperationalError("disk I/O error"), MemoryError()], ids=repr)
+def test_what_is_added_to_a_slot_whose_writing_fails_counts_once(path, monkeypatch, fault):
+    """As after a clock that was set back.  Where memory was short the writer ended, and nothing was recorded again."""
     real, failing = storefile.write, [True]
 
     def fails(connection, slots, devices):
         if failing and failing.pop():
             recorder.record(a_sample(at(1) + 2.0, clock=at(6) + 2.0), LONGEST)
-            raise sqlite3.OperationalError("disk I/O error")
+            raise fault
         return real(connection, slots, devices)
 
     monkeypatch.setattr(storefile, "write", fails)
@@ -258,6 +261,21 @@ def test_a_place_that_cannot_be_made_is_told_once(tmp_path):
 
     assert len(said) == 1
     assert f"File exists: {tmp_path}/file" in said[0]
+
+
+def test_where_the_file_system_cannot_lock_no_try_leaves_a_descriptor_open(path, monkeypatch):
+    """As on NFS without its lock daemon: each ten seconds one more, until the guard could open nothing."""
+
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No locks available") as raised:
+        storefile.lock(path)
+
+    assert raised.value.filename == path
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_recorder_that_was_not_started_has_no_trouble_to_tell(path):

@@ -133,7 +133,7 @@ class Recorder:
                 complete = {}
                 storefile.settle(self._connection)
                 self._newer = True
-        except (OSError, sqlite3.Error, GpuguardError) as error:
+        except (OSError, sqlite3.Error, MemoryError, GpuguardError) as error:
             self._put_back(complete)
             self._fail(error)
         else:
@@ -151,7 +151,7 @@ class Recorder:
         self._close()
         self._spent, self._summed = {}, (frozenset(), {})
         self._retry_at = time.monotonic() + RETRY_SECONDS
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = " ".join(str(error).split()).rstrip(".") or "no memory is left"
         if isinstance(error, OSError):
             reason = f"{error.strerror}: {error.filename}; GPUGUARD_STATE_DIR names another place"
         if type(error) is sqlite3.DatabaseError:  # its subclasses tell of the disk and of locks
@@ -193,7 +193,7 @@ class Recorder:
 
             try:
                 self._summed = windows, Usage(self._connection, now.taken_at).gpu_seconds(windows)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, MemoryError) as error:
                 self._fail(error)
                 return
             self._newer = False

@@ -99,8 +99,10 @@ def lock(path: str) -> int:
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
+    except OSError as error:
+        os.close(descriptor)  # it is tried again and again
+        if not isinstance(error, BlockingIOError):
+            raise OSError(error.errno, error.strerror, path) from None
         raise GpuguardError(
             "another daemon writes it.  Give this one a place of its own with GPUGUARD_STATE_DIR."
         ) from None
