@@ -72,6 +72,14 @@ def test_a_taken_device_is_kept_and_others_are_asked_for_until_one_is_free():
     assert node.tried[-1] == ("0", "1", "2", "3")
 
 
+def test_a_device_that_comes_again_because_its_place_died_is_named_once():
+    node = Node(free="3")
+    node.rest = ["1", "1", "0", "3"]
+
+    assert engine.search(("0",), 1, node.attempt, lambda: node)[0] == "3"
+    assert node.tried[-1] == ("0", "1", "3")
+
+
 def test_when_all_devices_are_asked_for_it_waits_for_any_of_them_and_gives_all_back_when_it_is_too_late():
     node = Node()
 

@@ -10,7 +10,8 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ class HTTPError(OSError):
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is asked of modules that are not installed here, and no time to lose."""
     names = {"requests": "RequestException", "aiohttp": "ClientError", "ray.exceptions": "AuthenticationError"}
     for name, error in {"ray": "x", **names}.items():
@@ -44,6 +45,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ray_follow, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(ray_follow, "SILENT_SECONDS", 0.05)
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "gpuguard-ray-log":
+            thread.join()
 
 
 class Client:
@@ -120,6 +125,14 @@ def test_a_head_that_starts_again_costs_nobody_the_job_that_he_stays_with(answer
     with pytest.raises(GpuguardError):
         follow(Client(running, answer))
     assert f"`ray job stop {NAME}` ends it" in capfd.readouterr().err
+
+
+def test_words_of_with_that_ray_refuses_are_not_taken_for_a_ray_that_is_away():
+    def refuses(place: str) -> None:
+        raise TypeError("runtime_env['env_vars'] must be of type Dict[str, str]")
+
+    with pytest.raises(GpuguardError, match=r"(?s)^Ray refuses: runtime_env\['env_vars'\] must .*--print"):
+        Jobs(Client(before=refuses)).submit({})
 
 
 def test_an_end_of_the_output_that_cannot_be_had_takes_no_exit_code_away(capsys):

@@ -82,9 +82,11 @@ def search(
             try:
                 if not isinstance(failed, ImpossibleRequest):
                     return attempt(have, _Look(places, tell)), places
-                have += _wait_for_more(places, more, failed, deadline)
+                new = _wait_for_more(places, more, failed, deadline)
             except _More as found:
-                have += found.args
+                new = found.args
+            # A place that died may have given one before, and of a list that names one twice CUDA sees none.
+            have = tuple(dict.fromkeys((*have, *new)))
     except BaseException as error:
         if places:
             places.keep(())

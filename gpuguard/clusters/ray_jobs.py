@@ -109,14 +109,15 @@ def _asked(question: Callable[[], T], address: str | None = None) -> T:
     except AuthenticationError as error:
         first = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
         raise GpuguardError(f"Ray does not let us in ({first}).  It wants its token in {TOKENS}.") from None
-    except (
-        ConnectionError, requests.RequestException, aiohttp.ClientError, asyncio.TimeoutError, TypeError, LookupError,
-        AttributeError,
-    ) as error:  # fmt: skip  # also whoever answers like a web server, or with JSON of another kind
+    except (ConnectionError, requests.RequestException, aiohttp.ClientError, asyncio.TimeoutError) as error:
         place = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "this machine"
         raise BackendError(
             f"no job API of Ray answers at {place} ({type(error).__name__}).  Start Ray with `ray start --head`, or "
             "name its dashboard: RAY_API_SERVER_ADDRESS=http://head:8265 or --with '--address http://head:8265'."
         ) from None
-    except (RuntimeError, ValueError) as error:
-        raise GpuguardError(f"Ray refuses: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        # The last three where its runtime environment is of another kind, or what answers is no head of Ray.
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise GpuguardError(
+            f"Ray refuses: {first}\n`gpuguard submit --print ...` shows what it is asked for."
+        ) from None
