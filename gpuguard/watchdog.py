@@ -103,8 +103,7 @@ class Watchdog:
         self.trouble: str | None = None  # why there is no sample, in words
         self._backend, self._directory = backend, directory
         self._on_event, self._on_sample, self._append = on_event, on_sample, append
-        self._memory, self._host, self._first_seen = engine.Memory(), HostUses(), FirstSeen()
-        self._needs = needs_of(())
+        self._memory, self._host, self._first_seen, self._needs = engine.Memory(), HostUses(), FirstSeen(), needs_of(())
         self._judging = threading.Lock()  # held while the memory changes, and ...
         self._judged_by: Sequence[Policy] = ()  # ... the policies that it is about
         self._view: View | None = None
@@ -113,10 +112,8 @@ class Watchdog:
         self._waiting: dict[Key, tuple[Verdict, float]] = {}  # the first of each that a check has put off until a clock
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._lines, self._failed = Lines(), dict[str, float]()  # when a policy was said to fail: time.monotonic()
-        tell, true = self._record, self._still_true
-        self._context = Context(
-            backend, tell, true, enforce=enforce, share_host_pids=share_host_pids, directory=directory
-        )
+        places = (backend, self._record, self._still_true)
+        self._context = Context(*places, enforce=enforce, share_host_pids=share_host_pids, directory=directory)
         self._untold, self._stop = list[Event](), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -138,13 +135,12 @@ class Watchdog:
         snapshot, lines = self._sample(policies)
         self._memory.kept = dict(self.kept)
         self._view = self._look_around(snapshot, policies, lines)
-        zone = _zone(snapshot.taken_at)
         with self._judging:
-            interval, memory = self.interval[1], self._memory
-            judgement = engine.evaluate(self._view, policies, memory, interval=interval, zone=zone, apart=self._apart)
+            now, memory, longest = self._view, self._memory, self.interval[1]
+            zone = _zone(snapshot.taken_at)
+            judgement = engine.evaluate(now, policies, memory, interval=longest, zone=zone, apart=self._apart)
             self._judged_by = policies
-        resampling = any(note.kind == "resampling" for note in judgement.notes)
-        if resampling and not (before and before.clock == self._view.clock):
+        if any(note.kind == "resampling" for note in judgement.notes) and not _is_same(before, self._view):
             self._due.clear()  # what waited through a pause in which nobody looked has no reason any more
         self._act(judgement.verdicts, policies, protected)
         self._note(judgement.notes)
@@ -374,6 +370,10 @@ def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[f
 def _people(snapshot: Snapshot) -> frozenset[int]:
     uids = {process.uid for device in snapshot.devices for process in device.processes or () if process.uid is not None}
     return frozenset(uids | {claim.uid for claim in snapshot.claims})
+
+
+def _is_same(before: View | None, now: View) -> bool:
+    return before is not None and before.clock == now.clock
 
 
 def _rises(before: Snapshot, now: Snapshot) -> bool:

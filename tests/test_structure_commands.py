@@ -160,8 +160,8 @@ def as_files(scene: Scene, batch: Batch, kind: str) -> Iterator[None]:
         for number, (_, encoded) in enumerate(batch):
             path = f"{directory.records}/{directory.prefix}{kind}.{ME}.{number:08x}.json"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            stack.callback(os.close, descriptor)  # after it is gone: a daemon sweeps what nobody holds
             stack.callback(os.unlink, path)
-            stack.callback(os.close, descriptor)
             os.write(descriptor, encoded)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if kind == "ticket":
