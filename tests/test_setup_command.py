@@ -181,13 +181,31 @@ def test_without_a_driver_the_directory_is_made_and_the_next_step_said(fake: Fak
 def test_only_root_may_make_the_machines_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from gpuguard.cli.dispatch import run_command_line
 
-    monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
-    monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
+    monkeypatch.delenv("GPUGUARD_BACKEND", raising=False)
     monkeypatch.setattr(setup, "ADMIN_DIRECTORY", str(tmp_path / "never"))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
     assert run_command_line(["setup"]) == 1
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["--lock-files"]])
+def test_the_machines_directory_is_not_made_for_devices_that_it_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """Whoever has tried the simulated node in this shell has GPUGUARD_BACKEND in it."""
+    from gpuguard.cli.dispatch import run_command_line
+
+    monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
+    monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
+    monkeypatch.delenv("GPUGUARD_DIR", raising=False)
+    monkeypatch.setattr(setup, "ADMIN_DIRECTORY", str(tmp_path / "never"))
+    monkeypatch.setattr(setup, "TMPFILES", str(tmp_path / "gpuguard.conf"))
+    monkeypatch.setattr(setup_installed, "LIST", str(tmp_path / "installed.json"))
+
+    assert run_command_line(["setup", "--daemon-user", "root", *words]) == 2
+    assert "unset GPUGUARD_BACKEND" in capsys.readouterr().err
+    assert not (tmp_path / "never").exists() and not (tmp_path / "gpuguard.conf").exists()
 
 
 def test_remove_takes_the_boot_file_away_and_says_what_stays(

@@ -20,6 +20,7 @@ import argparse
 import os
 import sys
 
+from gpuguard.backends import is_recorded
 from gpuguard.claims.daemonfiles import USER
 from gpuguard.claims.lockfiles import ADMIN_DIRECTORY, lock_directory, open_lock
 from gpuguard.claims.slots import slot_names
@@ -77,6 +78,8 @@ def main(args: argparse.Namespace) -> int:
         return _print_unit(args)
     if args.systemd:
         _refuse_systemd(args)
+    if args.dir is None and not args.print:
+        _refuse_other_devices(args.backend)
     uuids = _uuids(args)
     user = args.daemon_user or (keeper_of(path) or "root" if args.dir else USER)
     if args.lock_files:
@@ -196,6 +199,14 @@ def _refuse_systemd(args: argparse.Namespace) -> None:
     if args.dir:
         raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away, and GPUGUARD_DIR.")
     setup_systemd.refuse_where_it_cannot_work(args.daemon_user or USER)
+
+
+def _refuse_other_devices(backend: str) -> None:
+    if is_recorded(backend) or backend.startswith("simulated"):
+        raise InvalidRequest(
+            f"{ADMIN_DIRECTORY} is for the GPUs of this machine, not for those of --backend {backend}.\n"
+            "`unset GPUGUARD_BACKEND`, or name another directory with --dir.  The simulated node needs no setup."
+        )
 
 
 def _make_lock_files(path: str | None, uuids: list[str]) -> int:
