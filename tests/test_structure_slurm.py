@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from commands import Gpuguard
 from guarded import a_scene
 from test_slurm_jobs import RUNS, squeue
 
@@ -143,3 +144,24 @@ def test_no_name_of_a_job_makes_another_one(monkeypatch):
         ("12", row["UserName"], 1, "n1") for row in rows
     ]
     assert all(line.isprintable() for line in views.to_text(found, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "job"),
+    [
+        (b"12", "12"), (b"12;cluster\n", "12"), (b"Welcome \xff!\n12\n", "12"), (b"", None), (b"-u root\n", None),
+        (b"12 -u root\n", None), (b"12\n\x1b[2J\n", None), (b"\xd9\xa3\n", None), (b"12;$(reboot) x\n", None),
+        (b"\xff", None),
+    ],
+)  # fmt: skip
+def test_what_people_type_behind_scancel_is_a_number(tmp_path, said, job):
+    (tmp_path / "said").write_bytes(said)
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
+    sbatch.chmod(0o755)
+    gpuguard = Gpuguard(tmp_path, None, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = gpuguard("submit", "--via", "slurm", "--", "true")
+
+    told = f"Slurm job {job} is queued: `gpuguard queue` shows it, `scancel {job}` ends it.\n" if job else ""
+    assert (done.returncode, done.stdout) == (0 if job else 125, told), done.stderr
+    assert job or "`squeue --me` shows it" in done.stderr

@@ -48,11 +48,17 @@ def submit(args: argparse.Namespace) -> int:
     if args.attach:
         sys.stdout.flush()
         os.execvpe(words[0], words, environment(args))
-    done = subprocess.run(words, env=environment(args), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, env=environment(args), capture_output=True, text=True, errors="backslashreplace", check=False
+    )
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"sbatch ended with {done.returncode}"])[-1]
         raise GpuguardError(f"Slurm refuses: {re.sub('^sbatch: (error|fatal): ', '', why)}\n{_ADVICE}")
-    job = done.stdout.strip().partition(";")[0]
+    # With a cluster behind it, and what a wrapper of the site's says before; people type it behind scancel.
+    found = re.search(r"^([0-9]+)(;\S*)?\s*\Z", done.stdout, re.MULTILINE)
+    if found is None:
+        raise GpuguardError("sbatch does not say a number, so the job may be queued or not: `squeue --me` shows it.")
+    job = found[1]
     if args.json:
         put([json.dumps({"schema": 1, "via": "slurm", "job": job})], sys.stdout)
         return 0
