@@ -43,6 +43,7 @@ EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
 GAP_INTERVALS = 3  # between two samples, from which on nobody knows what GPUs were used for
 PUBLISH_SECONDS = 3.0  # nobody needs to know who uses what more exactly than that
 TICK_SECONDS = 2.0  # how often the policy file is looked at; a signal is heard at once
+AGAIN_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now, or room for a process
 END_SECONDS = 0.6  # for a step that is under way when the daemon is told to end
 OPEN_SECONDS = 2.0  # for the usage store, whose trouble is told with the policies that need it
 SEND_SECONDS = 0.2  # and for what is still to be sent
@@ -126,7 +127,7 @@ class Daemon:
         self._sender: Sender | None = None
         self._seen: tuple[int, ...] | None = None  # what the policy file looked like when it was read
         self._fingerprint: str | None = None  # of the policies in force
-        self._faulty = False
+        self._faulty, self._read_at = False, 0.0
         self._published, self._published_at = True, 0.0
         self.last = Snapshot("", backend.name, 0.0, 0.0, ())  # sample, and ...
         self.waiting: tuple[Ticket, ...] | None = None  # ... who waited then; None: the line could not be read
@@ -273,19 +274,23 @@ class Daemon:
     def _reload_if_changed(self, *, asked: bool) -> None:
         if self._settings.policy and (asked or _look_of(self._settings.policy) != self._seen):
             self._reload()
+        elif self._faulty and time.monotonic() - self._read_at >= AGAIN_SECONDS:
+            self._reload(said=True)
 
     def _start(self) -> PolicyFile:
         for lack in self._powers:
             self._say(lack)
         return self._reload()
 
-    def _reload(self) -> PolicyFile:
-        """Read the policy file; one with faults changes nothing."""
+    def _reload(self, *, said: bool = False) -> PolicyFile:
+        """Read the policy file; one with faults changes nothing, and it is said which unless it was *said* before."""
         assert self._settings.policy
         self._again.clear()
         self._seen = _look_of(self._settings.policy)
         file = load_apart(self._settings.policy)
-        self._faulty = bool(file.faults)
+        self._faulty, self._read_at = bool(file.faults), time.monotonic()
+        if said and file.faults:
+            return file
         for fault in (*file.faults, *file.warnings):
             for line in fault.lines(file.path):
                 self._say(line)
@@ -384,9 +389,7 @@ def only_one(directory: LockDirectory) -> Iterator[bool]:
 
 
 def _interval(settings: Settings, bounds: tuple[float, float]) -> tuple[float, float]:
-    if settings.interval is None:
-        return bounds
-    return min(bounds[0], settings.interval), settings.interval
+    return bounds if settings.interval is None else (min(bounds[0], settings.interval), settings.interval)
 
 
 def _look_of(path: str) -> tuple[int, ...] | None:
