@@ -193,6 +193,15 @@ def test_a_host_cannot_put_words_into_the_command_line_of_a_script(hosts, device
     assert done.stderr == "gpuguard: a: its answer names no devices\n"
 
 
+@pytest.mark.parametrize("uuids", [("GPU-a", "GPU-a"), ("GPU-a", "GPU-b"), ("MIG-a", "MIG-a")])
+def test_a_list_that_names_a_device_twice_is_not_passed_on(hosts, uuids):
+    hosts.say("a", {"schema": 1, "devices": [{"index": 1, "uuid": uuid} for uuid in uuids]})
+    done = hosts("select", "-n", "2", "--hosts", "a")
+
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "gpuguard: a: its answer names a device twice\n"
+
+
 def test_the_queues_of_hosts_are_shown_where_somebody_waits(hosts):
     place = {"number": 1, "user": "bob", "num_gpus": 2, "waited_seconds": 61.0, "why": "starts at 12:00"}
     hosts.say("a", {"schema": 1, "places": [place]})

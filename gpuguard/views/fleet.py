@@ -185,9 +185,14 @@ def room(answer: Answer, form: str, separator: str) -> str | None:
 def chosen(answer: Answer) -> Answer:
     """*answer* to `select`; an error where it names something else than devices, because scripts pass them on."""
     devices = answer.facts.get("devices") if answer.facts is not None else None
-    if answer.facts is None or (devices and isinstance(devices, list) and all(map(_is_device, devices))):
+    if answer.facts is None:
         return answer
-    return Answer(answer.host, answer.seconds, error="its answer names no devices")
+    if not (devices and isinstance(devices, list) and all(map(_is_device, devices))):
+        return Answer(answer.host, answer.seconds, error="its answer names no devices")
+    names = (room(answer, "index", ",") or "").split(",")
+    if len(set(names)) < len(names):  # of such a list CUDA sees none
+        return Answer(answer.host, answer.seconds, error="its answer names a device twice")
+    return answer
 
 
 def _is_device(one: object) -> bool:
