@@ -9,8 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders import a_device
+from lines import a_ticket
+from machines import Machine
 
+from gpuguard.claims import inplace
 from gpuguard.claims.inplace import made_in_place, open_in_place, status_in_place
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.line.tickets import Held, ticket_content
+from gpuguard.lock import acquire
+from gpuguard.request import Request
 
 # A file system of FUSE that everybody may enter (user_allow_other), and whose server answers nothing.
 MOUNT = """
@@ -88,3 +96,19 @@ def test_whoever_reads_the_files_of_all_users_passes_over_what_one_has_mounted_o
     first, second, third = done.stdout.splitlines()
     assert (first, second) == ("[]", "[] [] None")
     assert third.startswith(f"{place}/claims False {min(NAMES)} there cannot be looked at")
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_who_can_open_nothing_more_has_lost_neither_his_claim_nor_his_place(tmp_path, monkeypatch, code):
+    """A training that had opened all that it may was told CLAIM LOST, and its notebook gave the claim back."""
+    directory = lock_directory(str(tmp_path))
+    waits = Held(directory, ticket_content(a_ticket()))
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with acquire(Machine(a_device(0)), Request(), directory) as claim, monkeypatch.context() as exhausted:
+        exhausted.setattr(inplace.os, "open", full)
+        claim.reassert()
+        assert waits.counts
+    waits.leave()

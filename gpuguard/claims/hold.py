@@ -304,7 +304,7 @@ def _touch(path: str) -> None:
 
 
 def _fault(lock: Lock) -> str | None:
-    if not is_same_file(lock.descriptor, lock.path):
+    if not is_same_file(lock.descriptor, lock.path, unsure=True):
         return f"the lock file {lock.path} was removed or replaced: others can claim the device now."
     if not _lock_again(lock):
         return f"{lock.path} is locked by somebody else: the job, or somebody in it, had unlocked it."

@@ -325,13 +325,16 @@ def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> N
         )
 
 
-def is_same_file(descriptor: int, path: str) -> bool:
-    """Whether *path* still names the file behind *descriptor*: a lock on a file that was unlinked excludes nobody."""
+def is_same_file(descriptor: int, path: str, *, unsure: bool = False) -> bool:
+    """Whether *path* still names the file behind *descriptor*: a lock on a file that was unlinked excludes nobody.
+
+    *unsure* is the answer where no further file can be opened to look: a training opens all that it may.
+    """
     held = os.fstat(descriptor)
     try:
         named = status_in_place(path)
-    except OSError:
-        return False
+    except OSError as error:
+        return unsure and error.errno in (errno.EMFILE, errno.ENFILE)
     return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
 
 

@@ -94,7 +94,8 @@ class Held:
     @property
     def counts(self) -> bool:
         """Whether others can see it: whoever cleans up old files may have removed it."""
-        return is_same_file(self._descriptor, self._ticket) and is_same_file(self.bell, self._bell)
+        places = (self._descriptor, self._ticket), (self.bell, self._bell)
+        return all(is_same_file(*place, unsure=True) for place in places)
 
     def live(self) -> None:
         """Give a sign of life, see last_sign()."""
