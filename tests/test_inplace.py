@@ -102,13 +102,14 @@ def test_whoever_reads_the_files_of_all_users_passes_over_what_one_has_mounted_o
 def test_who_can_open_nothing_more_has_lost_neither_his_claim_nor_his_place(tmp_path, monkeypatch, code):
     """A training that had opened all that it may was told CLAIM LOST, and its notebook gave the claim back."""
     directory = lock_directory(str(tmp_path))
-    waits = Held(directory, ticket_content(a_ticket()))
 
     def full(*_: object, **__: object) -> int:
         raise OSError(code, os.strerror(code))
 
-    with acquire(Machine(a_device(0)), Request(), directory) as claim, monkeypatch.context() as exhausted:
-        exhausted.setattr(inplace.os, "open", full)
-        claim.reassert()
-        assert waits.counts
-    waits.leave()
+    with acquire(Machine(a_device(0)), Request(), directory) as claim:
+        waits = Held(directory, ticket_content(a_ticket()))
+        with monkeypatch.context() as exhausted:
+            exhausted.setattr(inplace.os, "open", full)
+            claim.reassert()
+            assert waits.counts
+        waits.leave()
