@@ -215,8 +215,10 @@ class Daemon:
             what = "observing only: " + ("the policy file has faults" if self._faulty else "no policy file was named")
         else:
             what = f"{number} polic{'y' if number == 1 else 'ies'}, "
-            enforcing = self._settings.enforce and any(policy.enforce for policy in self._watchdog.policies)
-            what += "enforcing" if enforcing else "dry run"
+            switches = self._settings.enforce, any(policy.enforce for policy in self._watchdog.policies)
+            what += "enforcing" if all(switches) else "dry run"
+            if any(switches) and not all(switches):
+                what += f": {'no policy has mode: enforce' if switches[0] else '--enforce is missing'}"
             what += "" if not self._powers else ", but not against other users"
             if self._faulty:
                 what += "; the changed policy file has faults, the last good one is in force"

@@ -65,9 +65,15 @@ def test_both_switches_end_the_offender_and_nobody_else(tmp_path):
 
 @pytest.mark.root
 @pytest.mark.parametrize(
-    ("mode", "options"), [("observe", ["--enforce"]), ("enforce", []), ("enforce", ["--dry-run"]), ("observe", [])]
+    ("mode", "options", "said"),
+    [
+        ("observe", ["--enforce"], "dry run: no policy has mode: enforce"),
+        ("enforce", [], "dry run: --enforce is missing"),
+        ("enforce", ["--dry-run"], "dry run: --enforce is missing"),
+        ("observe", [], "1 policy, dry run\n"),
+    ],
 )
-def test_one_switch_is_not_enough(tmp_path, mode, options):
+def test_one_switch_is_not_enough_and_the_other_is_named(tmp_path, mode, options, said):
     policy = HOGS.format(mode=mode, steps="terminate")
     with (
         a_daemon(tmp_path, policy, *options, named=True) as daemon,
@@ -77,6 +83,7 @@ def test_one_switch_is_not_enough(tmp_path, mode, options):
 
         assert offender.poll() is None
     assert event["outcome"] == "dry run"
+    assert said in daemon.said()
 
 
 @pytest.mark.root
