@@ -100,7 +100,7 @@ def acquire(
             elif line is None:
                 line = _in_line(*stand)  # and look once more, at all that its plan goes by
             else:
-                line.sleep(snapshot, bounded, deadline, error, on_wait)
+                error = line.sleep(snapshot, bounded, deadline, error, on_wait)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout.after(error)
     finally:

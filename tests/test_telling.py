@@ -216,8 +216,8 @@ def test_a_log_gets_a_line_now_and_then(gpuguard, job):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("--no-wait",), 75, "gpuguard: wanted 1 GPU: number 2 of 2 in line, "),
-        (("--wait", "0s"), 75, "gpuguard: wanted 1 GPU: number 2 of 2 in line, "),
+        (("--no-wait",), 75, "gpuguard: wanted 1 GPU: not now; it would be number 2 of 2 in line, "),
+        (("--wait", "0s"), 75, "gpuguard: wanted 1 GPU: not now; it would be number 2 of 2 in line, "),
         (("--wait", "300ms"), 124, "the time to wait is over: wanted 1 GPU: number 2 of 2 in line, "),
         (("--no-wait", "--or", "-n 2"), 75, "number 2 of 2 in line"),
         (("-n", "3"), 125, "wanted 3 GPUs, but only 2 exist."),

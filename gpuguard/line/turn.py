@@ -125,8 +125,8 @@ class InLine:
         deadline: float | None,
         error: NotEnoughGpus,
         on_wait: Callable[[NotEnoughGpus], None] | None,
-    ) -> None:
-        """Wait in line until it is worth to try again, or until the *deadline* (monotonic)."""
+    ) -> NotEnoughGpus:
+        """Wait in line until it is worth to try again, or until the *deadline* (monotonic): why it had to be."""
         if self._waiter is None:
             self._waiter = self._join(snapshot, ways)
             error = self.turn(snapshot, ways).explained(error)
@@ -143,6 +143,7 @@ class InLine:
         seconds = None if deadline is None else deadline - time.monotonic()
         self._waiter.sleep(seconds, tell, getattr(on_wait, "tell_every", None))
         self._was_called = True
+        return error
 
     def served(self, claim: Claim) -> None:
         """He has got what he waited for, and comes to his reservation if he has one."""
@@ -225,6 +226,8 @@ class Turn:
             return error
         count, number = self.place.ticket.num_gpus, self.place.number
         where = f"number {number} of {len(self.line.places)} in line"
+        if not self.place.ticket.id:  # who has not joined it
+            where = f"not now; it would be {where}"
         _, *others = str(error).split("\n")
         first = f"wanted {count} GPU{'s' * (count > 1)}: {where}, {in_words(self.place, self.line)}."
         return NotEnoughGpus("\n".join([first, *others]), error.wanted, error.available, error.refused)
