@@ -77,7 +77,7 @@ def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> Row:
         seconds=None if start is None else max(0.0, scene.snapshot.clock - start),
         claim=first.claim,
         stopped=bool(first.stopped),
-        kind=process.kind,
+        kind=neutralise(process.kind),
         command=container + neutral_command(process.command, brief=True),
     )
 
