@@ -30,7 +30,7 @@ from gpuguard.nouns import dataclass
 from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
 from gpuguard.policychild import PolicyFile, load_apart
-from gpuguard.services.keeping import Keeping, Kept
+from gpuguard.services.keeping import Keeping
 from gpuguard.services.systemd import signals, tell_systemd
 from gpuguard.state import lock_daemon, write_state
 from gpuguard.usage.consult import consult, store_path
@@ -150,7 +150,8 @@ class Daemon:
             from gpuguard.services.broker import Broker
 
             self._broker = Broker(directory, lambda: open_isolated(backend.name))
-        self._keeping = Keeping(directory, self._leave_alone, lambda: self.last.devices, self._report)
+        use = partial(setattr, self._watchdog, "kept")
+        self._keeping = Keeping(directory, use, lambda: self.last.devices, self._report)
 
     def once(self) -> tuple[int, Judgement | None]:
         """Look twice, since nobody acts on what was seen once: the exit code, and what was judged at the end."""
@@ -256,6 +257,8 @@ class Daemon:
         try:
             return Door(self._directory, partial(answer, desk))
         except OSError as error:
+            if self._broker:  # whoever started us tries it again
+                raise GpuguardError(f"nobody can claim, as no socket can be made: {error}.  See `df`.") from error
             self._say(f"`gpuguard keep` does not work: the socket cannot be made: {error}")
             return None
 
@@ -269,9 +272,6 @@ class Daemon:
         if self._broker:
             with suppress(GpuguardError, OSError):  # doctor says what is wrong with the directory
                 self._broker.tend()
-
-    def _leave_alone(self, kept: Kept) -> None:
-        self._watchdog.kept = kept
 
     def _reload_if_changed(self, *, asked: bool) -> None:
         if self._settings.policy and (asked or _look_of(self._settings.policy) != self._seen):

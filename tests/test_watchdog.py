@@ -197,25 +197,6 @@ def test_a_callback_that_fails_comes_after_everything_is_done(a_watchdog, log):
     assert len(log) == 1
 
 
-def test_a_callback_that_fails_does_not_end_the_loop(a_watchdog, log):
-    """A guard whose standard error was a pipe that nobody read any more guarded nothing from its next event on."""
-    looks = []
-
-    class Ended:
-        def is_set(self):
-            return len(looks) > 3
-
-        def wait(self, seconds):
-            looks.append(seconds)
-
-    def fail(event):
-        raise BrokenPipeError("planted")
-
-    a_watchdog(Recording(*snapshots(A_HOG)), on_event=fail).run(Ended())
-
-    assert len(looks) == 4
-
-
 def test_the_condition_is_looked_at_again_with_everything_that_the_policy_says(a_watchdog):
     """What preflight asks just before a signal: on the devices of the target alone, which the driver read again."""
     judged = a_watchdog(Recording(*snapshots(A_HOG)))

@@ -119,3 +119,22 @@ def test_who_listens_and_fails_keeps_no_duration_from_being_over(a_watchdog, log
     guard.run(Ended())
 
     assert max(looks) <= 2.0
+
+
+def test_a_callback_that_fails_does_not_end_the_loop(a_watchdog):
+    """A guard whose standard error was a pipe that nobody read any more guarded nothing from its next event on."""
+    looks = []
+
+    class Ended:
+        def is_set(self):
+            return len(looks) > 3
+
+        def wait(self, seconds):
+            looks.append(seconds)
+
+    def fail(event):
+        raise BrokenPipeError("planted")
+
+    a_watchdog(snapshots(A_HOG), HOGS, on_event=fail).run(Ended())
+
+    assert len(looks) == 4
