@@ -256,7 +256,7 @@ def _claimed(
         from gpuguard.lock import acquire
 
         place, environ = _place(directory, name), _outer_environment()
-        where: dict[str, Any] = {"directory": place, "command": sys.argv, "environ": environ}
+        where: dict[str, Any] = {"directory": place, "command": sys.orig_argv or sys.argv, "environ": environ}
         try:
             return acquire(source, ways[0], alternatives=ways[1:], **in_line, **where)
         except (NotEnoughGpus, BackendError) as error:

@@ -357,7 +357,7 @@ def test_who_shows_the_claims_with_their_notes():
 
     assert (record.id, record.note, record.pid) == (claim.id, "night run", os.getpid())
     assert record.devices == tuple(device.uuid for device in claim)
-    assert record.command == tuple(sys.argv)
+    assert record.command == tuple(sys.orig_argv)  # sys.argv of `python` alone is an empty word
 
 
 def test_a_share_leaves_the_rest_to_others_and_tells_the_frameworks(monkeypatch):
