@@ -12,6 +12,7 @@ import time
 
 from gpuguard.backends.processes import start_time
 from gpuguard.claims.daemonfiles import DaemonFiles, daemon_files, open_lock_file
+from gpuguard.claims.inplace import lies_there, open_in_place, status_in_place
 from gpuguard.claims.lockfiles import LockDirectory, try_flock
 from gpuguard.errors import LockDirectoryError
 
@@ -65,7 +66,7 @@ def daemon_lives(directory: LockDirectory) -> bool:
 
 def _is_locked(path: str) -> bool:
     try:
-        found = os.lstat(path)
+        found = status_in_place(path)
         with open("/proc/locks", "rb") as locks:
             of_that_number = [line.split() for line in locks if b" FLOCK " in line and b":%d " % found.st_ino in line]
     except OSError:
@@ -111,7 +112,7 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
     encoded = memoryview(whole)
     path = _path(directory, "state.json")
     unfinished = f"{path}.new"
-    if os.path.lexists(unfinished):  # of a daemon that was killed
+    if lies_there(unfinished):  # of a daemon that was killed
         os.unlink(unfinished)
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
@@ -146,7 +147,7 @@ def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Sn
 def was_written_lately(directory: LockDirectory) -> bool:
     """Whether there is a state that may be fresh: a guess, at the price of one look at a file."""
     try:
-        return abs(time.time() - os.stat(_path(directory, "state.json")).st_mtime) < LATELY_SECONDS
+        return abs(time.time() - status_in_place(_path(directory, "state.json")).st_mtime) < LATELY_SECONDS
     except OSError:
         return False
 
@@ -203,7 +204,7 @@ def hidepid_in(mounts: bytes) -> str:
 def _read(path: str, owners: tuple[int, ...]) -> dict[str, Any]:
     from gpuguard.plainjson import loads
 
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = open_in_place(path)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid not in owners or found.st_size > MAX_BYTES:

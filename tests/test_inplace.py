@@ -21,7 +21,7 @@ from gpuguard.lock import acquire
 from gpuguard.request import Request
 
 # A file system of FUSE that everybody may enter (user_allow_other), and whose server answers nothing.
-MOUNT = """
+COVER = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None)
 if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):
@@ -33,9 +33,11 @@ for path in sys.argv[2:]:
         sys.exit(3)
     if libc.mount(b"none", path.encode(), b"fuse", 6, options.encode()):
         sys.exit(3)
+"""
+ADMINS = """
 from gpuguard.claims import records, room
 from gpuguard.claims.lockfiles import is_same_file, lock_directory
-from gpuguard.cli import setup_room
+from gpuguard.cli import setup_remove, setup_room
 from gpuguard.line import reservefiles, served, tickets
 records.MOST_OF_ONE = reservefiles.MOST_OF_ONE = 1
 directory = lock_directory(sys.argv[1])
@@ -43,11 +45,28 @@ print([one.note for one in records.read_records(directory)])
 print(tickets.read_tickets(directory)[0], reservefiles.read(directory, 0.0)[0], served.last(directory, 1))
 served.note(directory, 1)
 print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]), setup_room._what_lives(directory))
+print(setup_remove._lock_all(sys.argv[1], []))
+"""
+# Where setup was never run: the first who needs a lock file makes it, for all.
+STICKY = """
+from gpuguard import state
+from gpuguard.claims import daemonfiles, holders, lockfiles, records
+lockfiles.FALLBACK_DIRECTORIES, lockfiles.ADMIN_DIRECTORY = (sys.argv[1],), "/none"
+directory = lockfiles.lock_directory()
+print(sorted(records.locked_devices(directory, ["GPU-a", "GPU-b", "GPU-c"])))
+print(holders.holders_of(directory, {"GPU-a"}, lambda uid: True), holders.inode_of(sys.argv[2]) == "")
+print(state.read_state(directory, 1.0, simulated=False), state.was_written_lately(directory))
+print(state.daemon_lives(directory))
+try:
+    daemonfiles.open_lock_file(daemonfiles.daemon_files(directory), "daemon.lock")
+except OSError as error:
+    print(error.strerror)
 """
 NAMES = (
     "claim.1.a.json", "claim.2.b.json", "ticket.1.a.json", "ticket.1.b.json", "bell.1.a", "reserve.1.a.json",
     "arrived.1.0.x", "served.1", "served.0", "unfinished.1.new",
 )  # fmt: skip
+STICKY_NAMES = ("claim.1.a.json", "GPU-a", "GPU-b.slot0", "state.json", "daemon.lock")
 
 
 def test_a_file_is_opened_and_looked_at_where_it_lies(tmp_path: Path) -> None:
@@ -78,6 +97,16 @@ def test_what_is_mounted_there_is_not_entered_and_nothing_stays_open(looks) -> N
     assert (raised.value.errno, len(os.listdir("/proc/self/fd"))) == (errno.EXDEV, before)
 
 
+def told(script: str, place: Path, covered: list[str]) -> list[str]:
+    """What *script* says where these files are covered."""
+    words = [sys.executable, "-c", COVER + script, str(place), *covered]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode == 3:
+        pytest.skip("NOT TESTED: needs /dev/fuse and a mount namespace of its own")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.mark.root
 def test_whoever_reads_the_files_of_all_users_passes_over_what_one_has_mounted_over_his(tmp_path: Path) -> None:
     place = tmp_path / "claims"
@@ -87,15 +116,27 @@ def test_whoever_reads_the_files_of_all_users_passes_over_what_one_has_mounted_o
     for name in NAMES:
         (place / "claims" / name).write_text("{}")
     covered = [str(place / "claims" / name) for name in NAMES]
-    words = [sys.executable, "-c", MOUNT, str(place), *covered]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode == 3:
-        pytest.skip("NOT TESTED: needs /dev/fuse and a mount namespace of its own")
 
-    assert done.returncode == 0, done.stderr
-    first, second, third = done.stdout.splitlines()
+    first, second, third, last = told(ADMINS, place, covered)
     assert (first, second) == ("[]", "[] [] None")
     assert third.startswith(f"{place}/claims False {min(NAMES)} there cannot be looked at")
+    assert last == "None"
+
+
+@pytest.mark.root
+def test_nor_does_he_who_covers_lock_files_and_the_daemons_where_users_make_them(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    covered = [tmp_path / f"gpuguard.{name}" for name in STICKY_NAMES]
+    for path in (*covered, tmp_path / "gpuguard.GPU-b", tmp_path / "gpuguard.GPU-c"):
+        path.touch(0o444)
+
+    assert told(STICKY, tmp_path, [str(path) for path in covered]) == [
+        "['GPU-a', 'GPU-b']",  # nobody gets them before root has looked at these files
+        "{} True",
+        "None False",
+        "False",
+        "somebody has mounted something over it",
+    ]
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import stat
 
+from gpuguard.claims.inplace import open_in_place
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.nouns import dataclass
 
@@ -75,9 +76,9 @@ def open_lock_file(files: DaemonFiles, name: str) -> int:
         OSError: it cannot be opened, or it is not what it should be.
     """
     path = files.file(name)
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags)
+        descriptor = open_in_place(path, flags)
     except FileNotFoundError:
         descriptor = _made(files, path, flags)
     found = os.fstat(descriptor)
@@ -92,7 +93,7 @@ def _made(files: DaemonFiles, path: str, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:  # somebody else was quicker
-        return os.open(path, flags)
+        return open_in_place(path, flags)
     if files.owner and os.geteuid() == 0:
         os.fchown(descriptor, files.owner, -1)  # or the daemon could never open what root made for it
     return descriptor

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import time
 
+from gpuguard.claims.inplace import status_in_place
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ def holders_of(
     From /proc/PID/fdinfo: /proc/locks names whoever took the lock, even when only the job that inherited it lives.
     Whoever has so much open that it takes too long hides his own processes alone.
     """
-    paths = {os.path.realpath(directory.lock_path(uuid)): uuid for uuid in uuids}
+    paths = {f"{os.path.realpath(directory.locks)}/{directory.prefix}{uuid}": uuid for uuid in uuids}
     paths |= {inode: uuid for uuid in uuids if (inode := inode_of(directory.lock_path(uuid)))}
     found: dict[str, dict[int, int]] = {}
     spent: dict[int, float] = {}
@@ -178,10 +180,9 @@ def answer() -> NoReturn:
 def inode_of(path: str) -> str:
     """The file that lies there, as the kernel writes it; "" where none does."""
     try:
-        found = os.stat(path)
+        return as_written(status_in_place(path))
     except OSError:
         return ""
-    return as_written(found)
 
 
 def as_written(found: os.stat_result) -> str:

@@ -42,6 +42,15 @@ def status_in_place(path: str) -> os.stat_result:
         os.close(held)
 
 
+def lies_there(path: str) -> bool:
+    """As os.path.lexists(); also of what is mounted there."""
+    try:
+        os.close(os.open(path, _HOLDING | os.O_NOFOLLOW))
+    except OSError:
+        return False
+    return True
+
+
 def _held(path: str) -> int:
     held = os.open(path, _HOLDING | os.O_NOFOLLOW)
     try:

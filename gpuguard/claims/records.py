@@ -13,7 +13,7 @@ import os
 import stat
 
 from gpuguard.claims.holders import holders_of, remembered
-from gpuguard.claims.inplace import open_in_place, status_in_place
+from gpuguard.claims.inplace import lies_there, open_in_place, status_in_place
 from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError
@@ -350,7 +350,7 @@ def _held_locks(directory: LockDirectory, uuids: Iterable[str]) -> dict[str, str
         return _look(directory, uuids)[0]
     found = {}
     for uuid in uuids:
-        if not os.path.lexists(directory.lock_path(uuid)):
+        if not lies_there(directory.lock_path(uuid)):
             continue
         try:
             descriptor = open_lock(directory, uuid)

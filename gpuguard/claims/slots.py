@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 
+from gpuguard.claims.inplace import lies_there
 from gpuguard.claims.lockfiles import LockDirectory, open_lock, try_flock
 from gpuguard.errors import LockDirectoryError
 from gpuguard.request import SLOTS
@@ -23,13 +24,13 @@ def slot_names(uuid: str) -> tuple[str, ...]:
 def locked_slots(directory: LockDirectory, uuid: str) -> tuple[str, ...]:
     """The slots of a device that somebody holds now; without the gate, so ask for it first where it matters."""
     # The sticky directory has no files for the slots until somebody shares the device, and the first is taken first.
-    if not os.path.lexists(directory.lock_path(f"{uuid}.slot0")):
+    if not lies_there(directory.lock_path(f"{uuid}.slot0")):
         return ()
     return tuple(name for name in slot_names(uuid) if _is_locked(directory, name))
 
 
 def _is_locked(directory: LockDirectory, name: str) -> bool:
-    if not os.path.lexists(directory.lock_path(name)):
+    if not lies_there(directory.lock_path(name)):
         return False
     try:
         descriptor = open_lock(directory, name)

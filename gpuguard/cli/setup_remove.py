@@ -15,6 +15,7 @@ import resource
 import shutil
 import subprocess
 
+from gpuguard.claims.inplace import open_in_place
 from gpuguard.claims.lockfiles import is_same_file, lock_directory, try_flock
 from gpuguard.cli import setup_installed, setup_room, setup_service, setup_systemd
 from gpuguard.cli.setup_installed import Installed
@@ -137,7 +138,7 @@ def _lock_all(path: str, held: list[int]) -> str | None:
             places = sorted(entry.path for entry in entries if entry.is_file(follow_symlinks=False))
         for place in places:
             try:
-                descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                descriptor = open_in_place(place)
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                     return f"whether {place} is held cannot be seen ({error.strerror})"
