@@ -12,6 +12,7 @@ import time
 
 from gpuguard.backends.processes import start_time
 from gpuguard.claims.daemonfiles import DaemonFiles, daemon_files, open_lock_file
+from gpuguard.claims.holders import inode_of
 from gpuguard.claims.inplace import lies_there, open_in_place, status_in_place
 from gpuguard.claims.lockfiles import LockDirectory, try_flock
 from gpuguard.errors import LockDirectoryError
@@ -65,29 +66,13 @@ def daemon_lives(directory: LockDirectory) -> bool:
 
 
 def _is_locked(path: str) -> bool:
+    """Whether somebody has locked that very file: in another file system anybody has one of the same number."""
+    inode = inode_of(path).encode()
     try:
-        found = status_in_place(path)
         with open("/proc/locks", "rb") as locks:
-            of_that_number = [line.split() for line in locks if b" FLOCK " in line and b":%d " % found.st_ino in line]
+            return bool(inode) and any(b" FLOCK " in line and b" %s " % inode in line for line in locks)
     except OSError:
         return False
-    return any(len(words) > 7 and _is_on(found, words) for words in of_that_number)
-
-
-def _is_on(found: os.stat_result, words: list[bytes]) -> bool:
-    """Whether a line of /proc/locks is about that file.
-
-    In another file system anybody has a file of that number.  Btrfs has two numbers for a device, so where that one
-    differs, too, it counts for whoever may have such a lock, and where it cannot be told whose it is.
-    """
-    from gpuguard.claims.holders import as_written
-
-    if words[-3] == as_written(found).encode():
-        return True
-    try:
-        return os.stat(b"/proc/" + words[-4]).st_uid in (0, found.st_uid)
-    except OSError:
-        return True
 
 
 def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -> None:

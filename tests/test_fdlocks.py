@@ -17,7 +17,7 @@ from nodes import eventually
 
 from gpuguard.backends import sampler
 from gpuguard.claims import fdlocks, holders
-from gpuguard.claims.holders import as_written
+from gpuguard.claims.holders import as_written, inode_of
 
 UNKNOWN = 20002  # another user
 SILENT = "import os\nwhile os.read(0, 1000): pass"  # a reader that never answers, and ends when nobody asks any more
@@ -81,7 +81,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_process_has_locked_is_what_the_kernel_says(locked):
-    inode = as_written(os.fstat(locked))
+    inode = as_written(locked)
 
     assert inode in fdlocks.locked_files(os.getpid(), os.getuid(), 5).values()
     assert holders.locked_by(os.getpid(), os.getuid(), 5)[locked] == inode
@@ -140,7 +140,7 @@ def test_who_may_not_see_where_descriptors_lead_asks_the_reader_alone(monkeypatc
     monkeypatch.setattr(os, "listdir", listdir)
     monkeypatch.setattr(holders, "locked_inode", lambda *_: pytest.fail("a text was read that may never come back"))
 
-    found = holders._locked(str(os.getpid()), os.getuid(), {as_written(os.stat(place)): "GPU-1"})
+    found = holders._locked(str(os.getpid()), os.getuid(), {inode_of(place): "GPU-1"})
     assert found == [("", "GPU-1")]
 
 

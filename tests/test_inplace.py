@@ -14,7 +14,7 @@ from lines import a_ticket
 from machines import Machine
 
 from gpuguard.claims import inplace
-from gpuguard.claims.inplace import made_in_place, open_in_place, status_in_place
+from gpuguard.claims.inplace import device_of, made_in_place, open_in_place, status_in_place
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.line.tickets import Held, ticket_content
 from gpuguard.lock import acquire
@@ -86,6 +86,12 @@ def test_no_link_is_followed_and_what_is_not_there_is_told(tmp_path: Path) -> No
         open_in_place(str(tmp_path / "link"))
     with pytest.raises(FileNotFoundError):
         status_in_place(str(tmp_path / "none"))
+
+
+def test_of_a_mount_that_is_not_ours_the_device_is_what_stat_says(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(inplace, "_mount_of", lambda descriptor: b"0")
+    with (tmp_path / "borrowed").open("x") as file:
+        assert device_of(file.fileno()) == os.fstat(file.fileno()).st_dev
 
 
 @pytest.mark.parametrize("looks", [open_in_place, status_in_place, lambda path: made_in_place(path, os.O_RDONLY, 0)])

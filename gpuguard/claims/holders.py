@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 
-from gpuguard.claims.inplace import status_in_place
+from gpuguard.claims.inplace import device_of, hold_in_place
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ def holders_of(
     From /proc/PID/fdinfo: /proc/locks names whoever took the lock, even when only the job that inherited it lives.
     Whoever has so much open that it takes too long hides his own processes alone.
     """
-    paths = {f"{os.path.realpath(directory.locks)}/{directory.prefix}{uuid}": uuid for uuid in uuids}
-    paths |= {inode: uuid for uuid in uuids if (inode := inode_of(directory.lock_path(uuid)))}
+    start = f"{os.path.realpath(directory.locks)}/{directory.prefix}"
+    inodes = {uuid: inode for uuid in uuids if (inode := inode_of(directory.lock_path(uuid)))}
+    paths = {name: uuid for uuid, inode in inodes.items() for name in (start + uuid, inode)}
     found: dict[str, dict[int, int]] = {}
     spent: dict[int, float] = {}
     for entry in os.listdir("/proc"):
@@ -46,7 +47,8 @@ def holders_of(
         except OSError:
             continue  # gone, or not ours to see
         for number, uuid in maybe:
-            if not number or _holds_lock(entry, number, directory.lock_path(uuid)):
+            # In a mount namespace of his own anybody has a file of his own at that path.
+            if not number or locked_inode(entry, number) == inodes[uuid]:
                 found.setdefault(uuid, {})[int(entry)] = uid
         spent[uid] = spent.get(uid, 0.0) + time.monotonic() - begun
     return found
@@ -180,29 +182,19 @@ def answer() -> NoReturn:
 def inode_of(path: str) -> str:
     """The file that lies there, as the kernel writes it; "" where none does."""
     try:
-        return as_written(status_in_place(path))
+        held = hold_in_place(path)
+        try:
+            return as_written(held)
+        finally:
+            os.close(held)
     except OSError:
         return ""
 
 
-def as_written(found: os.stat_result) -> str:
-    """A file as the kernel writes it in /proc/PID/fdinfo: "major:minor:inode"."""
-    return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-
-
-def _holds_lock(pid: str, descriptor: str, path: str) -> bool:
-    """Whether that is the lock of the file which lies at *path* for us.
-
-    In a mount namespace of his own anybody has a file of his own at that path.
-    """
-    locked, here = locked_inode(pid, descriptor), inode_of(path)
-    if not locked or locked == here or locked.rpartition(":")[2] != here.rpartition(":")[2]:
-        return bool(locked) and locked == here
-    from gpuguard.backends.apart import in_time
-
-    # Btrfs has another number of the device for its subvolumes than for its locks.
-    same = in_time(int(pid), "lock", lambda: os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), os.stat(path)))
-    return bool(same)
+def as_written(descriptor: int) -> str:
+    """An open file as the kernel writes it in /proc/PID/fdinfo and /proc/locks: "major:minor:inode"."""
+    device = device_of(descriptor)
+    return f"{os.major(device):02x}:{os.minor(device):02x}:{os.fstat(descriptor).st_ino}"
 
 
 def remembered(known: Sequence[ClaimRecord], records: Sequence[ClaimRecord]) -> dict[str, dict[int, int]]:

@@ -14,11 +14,12 @@ READING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _HOLDING = os.O_PATH | os.O_CLOEXEC
 
 _mounts: dict[str, bytes] = {}  # directory -> on which mount it was seen
+_devices: dict[tuple[bytes, int], int] = {}  # of a mount, and as stat() says -> as device_of()
 
 
 def open_in_place(path: str, flags: int = READING) -> int:
     """A descriptor of the file that lies at *path*, of a link or of what is mounted there an OSError."""
-    held = _held(path)
+    held = hold_in_place(path)
     try:
         return os.open(f"/proc/self/fd/{held}", flags | os.O_CLOEXEC)
     finally:
@@ -35,7 +36,7 @@ def made_in_place(path: str, flags: int, mode: int) -> int:
 
 def status_in_place(path: str) -> os.stat_result:
     """As os.lstat(); of what is mounted there an OSError."""
-    held = _held(path)
+    held = hold_in_place(path)
     try:
         return os.fstat(held)
     finally:
@@ -51,7 +52,19 @@ def lies_there(path: str) -> bool:
     return True
 
 
-def _held(path: str) -> int:
+def device_of(descriptor: int) -> int:
+    """By which the kernel names an open file where it tells of locks: with Btrfs and overlayfs not as stat() does."""
+    found, mount = os.fstat(descriptor).st_dev, _mount_of(descriptor)
+    if (mount, found) not in _devices:
+        with open("/proc/self/mountinfo", "rb") as lines:
+            devices = [line.split(b" ", 3)[2] for line in lines if line.startswith(mount + b" ")]
+        # What was borrowed of another mount namespace stands in none of these lines.
+        _devices[mount, found] = os.makedev(*map(int, devices[0].split(b":"))) if devices else found
+    return _devices[mount, found]
+
+
+def hold_in_place(path: str) -> int:
+    """A descriptor (O_PATH) that only says which file lies at *path*; of what is mounted there an OSError."""
     held = os.open(path, _HOLDING | os.O_NOFOLLOW)
     try:
         place = os.path.dirname(path)
@@ -74,6 +87,6 @@ def _mount_of(held: int) -> bytes:
     """What the kernel calls the mount on which a held file lies."""
     told = os.open(f"/proc/self/fdinfo/{held}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.read(told, 4096).partition(b"mnt_id:")[2].partition(b"\n")[0]
+        return os.read(told, 4096).partition(b"mnt_id:\t")[2].partition(b"\n")[0]
     finally:
         os.close(told)

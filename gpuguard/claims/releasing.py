@@ -207,7 +207,7 @@ def _borrow(
                 borrowed.append(lock)
                 locks.append(lock)
                 wanted.discard(each)
-                missing.discard(as_written(os.fstat(lock)))
+                missing.discard(as_written(lock))
         if grip is None and has_record is not None:
             lent = _lent(claim, pid, pidfd, has_record, is_record)
             if lent is not None:
