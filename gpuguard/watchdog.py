@@ -109,7 +109,7 @@ class Watchdog:
         self._view: View | None = None
         self._probed: tuple[float, object, tuple[ClaimRecord, ...]] = (0.0, None, ())
         self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
-        self._waiting: dict[Key, tuple[Verdict, float]] = {}  # the first of each that a check has put off until a clock
+        self._put_off: dict[Key, tuple[int, float]] = {}  # by a check: which step of each, and until which clock
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
         self._lines, self._failed = Lines(), dict[str, float]()  # when a policy was said to fail: time.monotonic()
         places = (backend, self._record, self._still_true)
@@ -153,7 +153,7 @@ class Watchdog:
     def outlook(self) -> tuple[Outlook, ...]:
         """What stands against whom since the last sample; from any thread."""
         with self._judging:
-            return outlook(self._judged_by, self._memory, self._waiting)
+            return outlook(self._judged_by, self._memory, self._put_off)
 
     def seen(self, snapshot: Snapshot) -> Processes:
         """What /proc told of the processes of *snapshot*: just now, if the last step did not ask."""
@@ -281,17 +281,17 @@ class Watchdog:
         )
         snapshot = self._view.snapshot
         self._apart("unkillable", partial(give_up, context, snapshot))
-        waiting = {}
+        put_off = {}
         for key, due in sorted(self._due.items(), key=lambda one: self._context.ledger.in_turn(one[1][0][1])):
             while due:
                 outcomes = self._apart(key[0], partial(actions.act, due[0][1], snapshot, context))
                 if waits := [outcome.wait for outcome in outcomes or () if outcome.wait is not None]:
-                    waiting[key] = due[0][1], snapshot.clock + max(waits)
+                    put_off[key] = due[0][1].step, snapshot.clock + max(waits)
                     break  # a check asks for time: the same step is tried again after the next sample
                 due.pop(0)
             if not due:
                 del self._due[key]
-        self._waiting = waiting
+        self._put_off = put_off
 
     def _holds(self, verdict: Verdict, policy: Policy, named: dict[str, Policy]) -> bool:
         assert self._view is not None

@@ -96,6 +96,16 @@ def test_of_a_policy_whose_judgement_failed_nothing_stands(clock):
     assert not watch.memory.standings.get("p") and not watch.memory.spent.get("p")
 
 
+def test_what_stands_is_told_although_the_last_look_has_failed():
+    """The end of the cooldown was forgotten by then, and who asked what stood against him got a fault for an answer."""
+    watch = Watch(a_policy("warn", cooldown=5))
+    watch.until(30)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(busy(40), watch.policies, watch.memory, apart=lambda policy, judge: 1 / 0)
+
+    assert steps(watch) == [("warn", "warn", 30.0 + 5 + 30)]
+
+
 class Seen:
     """A backend that sees the same job each second."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuguard.model import Subject, Verdict
+from gpuguard.model import Subject
 from gpuguard.policies.ladder import Memory, Standing
 from gpuguard.policies.policy import KILL_AFTER, Policy
 from gpuguard.policies.sight import SubjectIdentity
@@ -37,43 +37,32 @@ class Outlook:
 def outlook(
     policies: Sequence[Policy],
     memory: Memory,
-    waiting: Mapping[tuple[str, SubjectIdentity], tuple[Verdict, float]] | None = None,
+    put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]] | None = None,
 ) -> tuple[Outlook, ...]:
     """Everything that stands, the oldest first.
 
     Args:
         policies: that were judged by.
         memory: of the engine.
-        waiting: (policy, identity) -> a step whose time has come, and the clock until which a check has put it off.
+        put_off: (policy, identity) -> the place of a step whose time has come, and the clock until which a check has
+            put it off.
     """
     found = []
     for policy in policies:
-        name, steps, enforce = policy.name, policy.steps, policy.enforce
-        still = [(identity, one, *_next(policy, one)) for identity, one in memory.standings.get(name, {}).items()]
-        for identity, one in memory.spent.get(name, {}).items():
-            anew = memory.cooling[name, identity] + policy.hold + steps[0].after
-            still.append((identity, one, steps[-1].action, steps[0].action, anew))
-        for identity, one, last, following, due in still:
-            if waiting and (name, identity) in waiting:
-                verdict, until = waiting[name, identity]
-                last, following, due = _before(policy, verdict.step), verdict.action, until
-            found.append(Outlook(name, one.subject, one.since, last, following, due, enforce))
+        name, steps = policy.name, policy.steps
+        for identity, one in (*memory.standings.get(name, {}).items(), *memory.spent.get(name, {}).items()):
+            done, due = (put_off or {}).get((name, identity)) or (one.done, _due(policy, one))
+            last = steps[done - 1].action if done else None
+            following = steps[done % len(steps)].action if steps else None
+            found.append(Outlook(name, one.subject, one.since, last, following, due, policy.enforce))
     return tuple(sorted(found, key=lambda one: one.since))
 
 
-def _next(policy: Policy, one: Standing) -> tuple[str | None, str | None, float | None]:
-    """The last step, the next one, and when that is."""
-    following = policy.steps[one.done].action if one.done < len(policy.steps) else None
-    return _before(policy, one.done), following, _due(policy, one)
-
-
-def _before(policy: Policy, step: int) -> str | None:
-    return policy.steps[step - 1].action if step else None
-
-
 def _due(policy: Policy, standing: Standing) -> float | None:
-    if standing.done >= len(policy.steps):
+    if not policy.steps:
         return None
+    if standing.done == len(policy.steps):
+        return standing.stepped_at + policy.cooldown + policy.hold + policy.steps[0].after
     step = policy.steps[standing.done]
     due = (standing.stepped_at if standing.done else standing.since + policy.hold) + step.after
     if step.action == "kill":
