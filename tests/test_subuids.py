@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from booked import NOW, UUIDS, a_reservation, a_reserved
 from lines import a_ticket
 from test_lines import a_line
 from users import ALICE, BOB
@@ -18,8 +19,9 @@ from gpuguard.claims import records
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory
 from gpuguard.guards.lines import AT_ONCE, Lines
 from gpuguard.line import tickets
-from gpuguard.line.order import Rules, order
+from gpuguard.line.order import ReservationKeys, Rules, order
 from gpuguard.line.plan import planned_for
+from gpuguard.line.reservations import Judged, judge, what_if
 from gpuguard.line.standing import Facts, _together, standing
 from gpuguard.line.tickets import Held, read_tickets, ticket_content
 from gpuguard.model import Snapshot
@@ -147,6 +149,16 @@ def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
 
 def test_what_was_had_by_one_of_the_uids_counts_for_the_others():
     assert _together({FIRST: 10.0, FIRST + 7: 20.0, MORE: 1.0, 1001: 5.0}) == {FIRST: 31.0, 1001: 5.0}
+
+
+def test_all_uids_of_one_user_reserve_as_much_as_one():
+    keys = ReservationKeys(devices=2)
+    crowd = [a_reservation(FIRST + number, gpus=2, made=NOW - 9 + number) for number in range(4)]
+    counts = [one.why_not == "" for one in judge([*crowd, a_reservation(1001, gpus=2)], UUIDS, (), {}, keys, NOW)]
+
+    assert counts == [True, False, False, False, True]
+    wish = a_reservation(FIRST + 9, gpus=1)
+    assert what_if(wish, a_reserved(Judged(crowd[0])), UUIDS).startswith("users may reserve 2 GPUs at a time here")
 
 
 def test_one_user_is_planned_and_lifted_as_one():

@@ -21,6 +21,7 @@ from gpuguard.line.reservefiles import Reservation, read
 from gpuguard.line.tickets import Torn
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.units import format_duration
+from gpuguard.users import parties
 
 MOST_COUNTED = 256  # beyond them nobody would find out in time what is free
 
@@ -127,7 +128,7 @@ def judge(
     """
     judged: list[Judged] = []
     counted: list[Booking] = []
-    quota: dict[int, int] = {}
+    whose, quota = parties(one.maker for one in found), dict[int, int]()
     for one in sorted(found, key=lambda each: (each.made, each.key)):
         if one.ends <= now:
             continue
@@ -140,14 +141,14 @@ def judge(
             judged.append(Judged(one, held=held, no_show_at=deadline, over=True))
             continue
         booking = one.booking()
-        why_not = "" if one.maker == 0 else _beyond(one, keys, quota.get(one.maker, 0))
+        why_not = "" if one.maker == 0 else _beyond(one, keys, quota.get(whose[one.maker], 0))
         if not why_not and not can_be_met(booking, counted, uuids):
             why_not = _no_room(booking, uuids)
         if not why_not and len(counted) >= MOST_COUNTED:
             why_not = f"there are more than {MOST_COUNTED} already"
         if not why_not:
             counted.append(booking)
-            quota[one.maker] = quota.get(one.maker, 0) + one.num_gpus
+            quota[whose[one.maker]] = quota.get(whose[one.maker], 0) + one.num_gpus
         judged.append(Judged(one, why_not, held, None if present and now >= one.begins else deadline))
     return judged
 
@@ -156,7 +157,9 @@ def what_if(wanted: Reservation, found: Reserved, uuids: Collection[str]) -> str
     """Why a new reservation would not count; "" when it would.  Says when there would be room for it."""
     keys = read_line_file().reservations
     others = found.bookings
-    own = sum(one.reservation.num_gpus for one in found.judged if one.counts and one.reservation.maker == wanted.maker)
+    earlier = [one.reservation for one in found.judged if one.counts]
+    whose = parties((wanted.maker, *(one.maker for one in earlier)))
+    own = sum(one.num_gpus for one in earlier if whose[one.maker] == whose[wanted.maker])
     booking = wanted.booking()
     why_not = "" if wanted.maker == 0 else _beyond(wanted, keys, own)
     if why_not or can_be_met(booking, others, uuids):
