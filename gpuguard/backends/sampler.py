@@ -20,7 +20,7 @@ from gpuguard import __version__
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
     from gpuguard.model import Device, GpuProcess, Snapshot
@@ -80,14 +80,14 @@ def _is_of_a_device(descriptor: str) -> bool:
 
 def start_by_fork(name: str) -> Channel:
     """Start a sampler of backend *name* as a copy of this process: fast, and only for a process without threads."""
-    opened = request_read, request_write, reply_read, reply_write, life, life_held, place = _descriptors()
+    request_read, request_write, reply_read, reply_write, life, life_held, place = opened = _descriptors()
     try:
         pid = os.fork()
     except OSError:
-        _close(opened)
+        close_all(opened)
         raise
     if pid:
-        _close((request_read, reply_write, life))
+        close_all((request_read, reply_write, life))
         return pid, request_write, reply_read, place, life_held
     try:
         _leave_the_family(keep=(request_read, reply_write, place, life))
@@ -98,35 +98,35 @@ def start_by_fork(name: str) -> Channel:
 
 def start_by_spawn(name: str) -> Channel:
     """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else."""
-    request_read, request_write, reply_read, reply_write, life, life_held, place = _descriptors()
-    words = interpreter("import gpuguard.backends.sampler as s; s.serve(sys.argv[1], 0, 1, 3, 4)", name)
+    request_read, request_write, reply_read, reply_write, life, life_held, place = opened = _descriptors()
+    code = "import gpuguard.backends.sampler as s; s.serve(sys.argv[1], 0, 1, 3, 4)"
+    try:
+        pid = spawned(code, name, (request_read, reply_write, place, life))
+    except OSError:
+        close_all(opened)
+        raise
+    close_all((request_read, reply_write, life))
+    return pid, request_write, reply_read, place, life_held
+
+
+def spawned(code: str, word: str, descriptors: Sequence[int]) -> int:
+    """The pid of a fresh interpreter for *code*, that may look as we may; *descriptors* are its 0, 1, 3 and 4.
+
+    Raises:
+        OSError: there can be no further process.
+    """
     from gpuguard import capabilities
 
+    words = interpreter(code, word)
+    # No number is overwritten before it is used: the later ones were given out later, so they are higher.
+    places: list[Any] = [(os.POSIX_SPAWN_DUP2, *pair) for pair in zip(descriptors, (0, 1, 3, 4), strict=False)]
+    places.insert(2, (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0))
     lent = capabilities.lend_for_looking()
     try:
-        pid = os.posix_spawn(
-            words[0],
-            words,
-            os.environ,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, request_read, 0),
-                (os.POSIX_SPAWN_DUP2, reply_write, 1),
-                (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
-                # No number is overwritten before it is used: the later ones were given out later, so they are higher.
-                (os.POSIX_SPAWN_DUP2, place, 3),
-                (os.POSIX_SPAWN_DUP2, life, 4),
-            ],
-            setpgroup=0,
-            setsigmask=(),
-        )
-    except OSError:  # a daemon tries it again and again, until there is room for a process
-        _close((request_write, reply_read, place, life_held))
-        raise
+        return os.posix_spawn(words[0], words, os.environ, file_actions=places, setpgroup=0, setsigmask=())
     finally:
         if lent:
             capabilities.keep_to_ourselves()
-        _close((request_read, reply_write, life))
-    return pid, request_write, reply_read, place, life_held
 
 
 def interpreter(code: str, word: str) -> list[str]:
@@ -140,18 +140,28 @@ def interpreter(code: str, word: str) -> list[str]:
 
 def _descriptors() -> list[int]:
     """Both ends of pipes for requests, for replies and for life, and a file in memory; all of them or an OSError."""
+    opened = pipes(3)
+    try:
+        return [*opened, os.memfd_create("gpuguard-place")]
+    except OSError:
+        close_all(opened)
+        raise
+
+
+def pipes(number: int) -> list[int]:
+    """Both ends of so many pipes; all of them or an OSError."""
     opened: list[int] = []
     try:
-        for _ in range(3):
+        for _ in range(number):
             opened += os.pipe()
-        opened.append(os.memfd_create("gpuguard-place"))
     except OSError:
-        _close(opened)
+        close_all(opened)
         raise
     return opened
 
 
-def _close(descriptors: Iterable[int]) -> None:
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close them."""
     for each in descriptors:
         os.close(each)
 

@@ -73,43 +73,20 @@ def _started() -> tuple[int, int, int, int]:
 
 
 def _start() -> tuple[int, int, int, int]:
-    from gpuguard import capabilities
-
-    words = sampler.interpreter("import gpuguard.claims.holders as h; h.answer()", "")
-    opened = [*os.pipe()]
+    asked, ask, answers, answered = opened = sampler.pipes(2)
     try:
-        opened += os.pipe()
-        lent = capabilities.lend_for_looking()
-        try:
-            pid = os.posix_spawn(
-                words[0],
-                words,
-                os.environ,
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, opened[0], 0),
-                    (os.POSIX_SPAWN_DUP2, opened[3], 1),
-                    (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
-                ],
-                setpgroup=0,
-                setsigmask=(),
-            )
-        finally:
-            if lent:
-                capabilities.keep_to_ourselves()
+        pid = sampler.spawned("import gpuguard.claims.holders as h; h.answer()", "", (asked, answered))
     except OSError:
-        for each in opened:
-            os.close(each)
+        sampler.close_all(opened)
         raise
-    os.close(opened[0])
-    os.close(opened[3])
-    return os.getpid(), pid, opened[1], opened[2]
+    sampler.close_all((asked, answered))
+    return os.getpid(), pid, ask, answers
 
 
 def _close() -> None:
     """Leave the reader alone: it ends when it finds nobody at the other end."""
     for owner, pid, *descriptors in _reader:
-        for each in descriptors:
-            os.close(each)
+        sampler.close_all(descriptors)
         if owner == os.getpid() and pid not in _hanging.values():
             _ended.append(pid)
     _reader.clear()
