@@ -6,8 +6,8 @@ import _thread
 import errno
 import os
 import select
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -90,6 +90,17 @@ def test_a_sampler_that_may_start_no_thread_does_not_blame_the_driver(monkeypatc
         source.sample(SELECT_FIELDS)
 
 
+@contextmanager
+def a_library_that_prints(place: Path, text: bytes) -> Iterator[Isolated]:
+    """A source that has answered, and *text* in front of its next answer."""
+    start(str(place / "node"))
+    with open_isolated(f"simulated:{place / 'node'}", fork=False) as source:
+        assert source.sample({MEMORY}).devices and source._channel
+        with open(f"/proc/{source._channel[0]}/fd/1", "wb", buffering=0) as out:
+            out.write(text)
+        yield source
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -102,18 +113,11 @@ def test_a_sampler_that_may_start_no_thread_does_not_blame_the_driver(monkeypatc
     ],
 )
 def test_what_a_library_prints_into_the_pipe_blinds_nobody_for_long(tmp_path: Path, text: bytes) -> None:
-    start(str(tmp_path / "node"))
-    source = open_isolated(f"simulated:{tmp_path / 'node'}", fork=False)
-    try:
-        assert source.sample({MEMORY}).devices and source._channel
-        with open(f"/proc/{source._channel[0]}/fd/1", "wb", buffering=0) as out:
-            out.write(text)
+    with a_library_that_prints(tmp_path, text) as source:
         with suppress(BackendError):
             source.sample({MEMORY})
 
         assert eventually(lambda: samples(source))
-    finally:
-        source.close()
 
 
 def samples(source: Isolated) -> bool:
@@ -126,14 +130,7 @@ def samples(source: Isolated) -> bool:
 
 @pytest.mark.parametrize("text", [b".", b"\x10\x00\x00\x00half"])
 def test_a_driver_that_prints_and_then_hangs_keeps_nobody_waiting(tmp_path: Path, text: bytes) -> None:
-    start(str(tmp_path / "node"))
-    source = open_isolated(f"simulated:{tmp_path / 'node'}", fork=False)
-    try:
-        assert source.sample({MEMORY}).devices and source._channel
-        with open(f"/proc/{source._channel[0]}/fd/1", "wb", buffering=0) as out:
-            out.write(text)
+    with a_library_that_prints(tmp_path, text) as source:
         change(str(tmp_path / "node"), 0, faults=("hang",))
 
         assert source.sample({MEMORY}).devices[0].problems == ("unresponsive",)
-    finally:
-        source.close()
