@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from builders import a_device, a_process
 from guarded import SOMEBODY, Scene, a_child, a_scene
 
 from gpuguard import actions, capabilities
-from gpuguard.backends import processes
+from gpuguard.backends import apart, processes
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.guards import identity, preflight
 
@@ -162,6 +163,13 @@ def of_a_protected_program(scene: Scene, patch: Patch) -> None:
     scene.context(protected_executables=("/*/sleep",))
 
 
+def of_a_program_where_nobody_answers(scene: Scene, patch: Patch) -> None:
+    scene.context(protected_executables=("/none",))
+    for name, value in (("SECONDS", 0.05), ("_hanging", {}), ("_spent", {})):
+        patch.setattr(apart, name, value)
+    patch.setattr(identity, "runs_one_of", lambda *_: threading.Event().wait(20))
+
+
 def child_of_the_guard(scene: Scene, patch: Patch) -> None:
     scene.context(jobs=frozenset())
 
@@ -217,6 +225,7 @@ INNOCENTS: list[tuple[Callable[[Scene, Patch], None], str, tuple[str, ...]]] = [
     (of_nobody, "protected", ()),
     (program_unreadable, "program", ()),
     (of_a_protected_program, "program", ()),
+    (of_a_program_where_nobody_answers, "program", ()),
     (beyond_our_power, "power", ()),
     (child_of_the_guard, "family", ()),
     (notebook, "interactive", ()),
