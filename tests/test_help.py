@@ -85,6 +85,13 @@ def test_help_of_a_command_is_the_help_of_that_command(capsys):
     assert shown[: len(shown) // 2] == shown[len(shown) // 2 :] and shown.startswith("usage: gpuguard sim set ")
 
 
+def test_whoever_asks_for_help_runs_nothing(capsys, tmp_path):
+    assert run_command_line(["help", "run", "--backend", "simulated", "touch", str(tmp_path / "ran")]) == 0
+
+    assert capsys.readouterr().out.startswith("usage: gpuguard run ")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_changed_option_is_noticed():
     texts = help_texts()
 

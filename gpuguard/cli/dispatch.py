@@ -125,7 +125,8 @@ def build_parser(command: str) -> Parser:
 
 def _dispatch(command: str, words: list[str]) -> int:
     if command == "help" and words[1:]:
-        return _dispatch(words[1], [*words[1:], "--help"])
+        whose = words[1:2] if words[1] in STARTING else words[1:3]  # behind run stands what would be run
+        return _dispatch(words[1], [*whose, "--help"])
     if command in ("-h", "--help", "help"):
         print(overview())
         return 0
