@@ -41,7 +41,8 @@ def test_the_page_names_each_cell_in_which_another_program_is_before_gpuguard() 
         "print(places({'who: Who uses what': table}, {'theirs'}))\n"
     )
 
-    assert said_by(script) == "Of 2 such cells, gpuguard is not before the other program in 1:\n\n- who, `theirs`: MiB (1.12)\n"
+    behind = "Of 2 such cells, gpuguard is not before the other program in 1:\n\n- who, `theirs`: MiB (1.12)\n"
+    assert said_by(script) == behind
 
 
 def test_a_program_that_fails_is_named_with_its_error(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from nodes import eventually
 
 from gpuguard import state
 from gpuguard.backends import processes
-from gpuguard.claims import holders
 from gpuguard.claims.holders import holders_of, inode_of, locked_inode
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock
 
@@ -151,7 +150,8 @@ fcntl.flock(file, fcntl.LOCK_EX)
 device = os.stat("both/GPU-a").st_dev
 told = holders.inode_of("both/GPU-a")
 print(told.startswith(f"{os.major(device):02x}:{os.minor(device):02x}:"), before, state._is_locked("both/GPU-a"))
-print(holders.holders_of(LockDirectory(place, place, place), {"GPU-a"}, lambda uid: True) == {"GPU-a": {os.getpid(): 0}})
+found = holders.holders_of(LockDirectory(place, place, place), {"GPU-a"}, lambda uid: True)
+print(found == {"GPU-a": {os.getpid(): 0}})
 print(list(holders.locked_by(os.getpid(), 0, 5.0)) == [file])
 """
 

@@ -100,8 +100,12 @@ def test_what_stands_is_told_although_the_last_look_has_failed():
     """The end of the cooldown was forgotten by then, and who asked what stood against him got a fault for an answer."""
     watch = Watch(a_policy("warn", cooldown=5))
     watch.until(30)
+
+    def fail(policy, judge):
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        evaluate(busy(40), watch.policies, watch.memory, apart=lambda policy, judge: 1 / 0)
+        evaluate(busy(40), watch.policies, watch.memory, apart=fail)
 
     assert steps(watch) == [("warn", "warn", 30.0 + 5 + 30)]
 
