@@ -6,7 +6,7 @@ that is stricter than the one for all is no contradiction.  Does not look at a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gpuguard.documents.decoding import Decoder, Path, below
@@ -15,9 +15,11 @@ from gpuguard.units import format_duration
 
 HARMFUL = frozenset({"terminate", "kill", "pause", "deny", "release", "cancel"})  # take something away from somebody
 WHOM = ("users", "groups", "devices", "models", "kinds")
+COUSINS = {"users": "groups", "groups": "users", "devices": "models", "models": "devices"}  # one may mean the other
 BY_CONTENT = frozenset({"expression", "users", "command", "health"})  # two of them need have nothing in common
 DAY = 86400
 
+Holds = Callable[[str, frozenset[Any], Mapping[str, frozenset[Any]]], bool]
 Found = tuple[Path, str, str]  # where, what is the matter, what to do
 
 
@@ -109,8 +111,8 @@ def _meet(one: PolicyKeys, two: PolicyKeys) -> bool:
         and (not one.days or not two.days or bool({*one.days} & {*two.days}))
         and _hours_meet(one.hours, two.hours)
         and _scopes_meet(_whom(one.only), _whom(two.only))
-        and not any(_covers(each, _whom(two.only)) for _, each in _exempt(one, ()))
-        and not any(_covers(each, _whom(one.only)) for _, each in _exempt(two, ()))
+        and not any(_covers(each, _whom(two.only), _may_hold) for _, each in _exempt(one, ()))
+        and not any(_covers(each, _whom(one.only), _may_hold) for _, each in _exempt(two, ()))
     )
 
 
@@ -141,10 +143,21 @@ def _contains(wide: ScopeKeys | None, narrow: ScopeKeys | None) -> bool:
     return all(key in inner and inner[key] <= outer[key] for key in outer)
 
 
-def _covers(spared: ExceptKeys, whom: Mapping[str, frozenset[Any]]) -> bool:
-    """Whether an exemption that does not end spares everybody in *whom*."""
+def _holds(key: str, entries: frozenset[Any], whom: Mapping[str, frozenset[Any]]) -> bool:
+    return key in whom and whom[key] <= entries
+
+
+def _may_hold(key: str, entries: frozenset[Any], whom: Mapping[str, frozenset[Any]]) -> bool:
+    if key not in whom or whom[key] <= entries:
+        return key in whom or COUSINS.get(key) in whom
+    # All students may be staff, each A100 is an A*, and 0 may be GPU-5f0e; but alice is not bob, and 0 is not 1.
+    return key in ("groups", "models") or (key == "devices" and not all(map(str.isdecimal, whom[key] | entries)))
+
+
+def _covers(spared: ExceptKeys, whom: Mapping[str, frozenset[Any]], holds: Holds = _holds) -> bool:
+    """Whether an exemption that does not end spares everybody in *whom*, for certain or by _may_hold perhaps."""
     outer = _whom(spared)
-    return spared.until is None and bool(outer) and all(key in whom and whom[key] <= outer[key] for key in outer)
+    return spared.until is None and bool(outer) and all(holds(key, outer[key], whom) for key in outer)
 
 
 def _exempt(policy: PolicyKeys, path: Path) -> Iterator[tuple[Path, ExceptKeys]]:

@@ -68,6 +68,13 @@ def test_two_policies_that_end_the_same_processes_are_one_too_many(first, second
         ("only: {groups: [students]}", "except: [{users: [bob]}, {groups: [students]}]"),
         ("only: {users: [alice]}", "only: {groups: [staff]}"),
         ("only: {devices: [0]}", "only: {models: ['A100*']}"),
+        ("except: {groups: [staff]}", "only: {users: [alice]}"),
+        ("except: {users: [alice, bob]}", "only: {groups: [staff]}"),
+        ("except: {groups: [staff]}", "only: {groups: [students]}"),
+        ("except: {models: ['A*']}", "only: {models: ['A100*']}"),
+        ("except: {devices: [0]}", "only: {devices: [GPU-5f0e]}"),
+        ("except: {devices: [0]}", "only: {models: ['A100*']}"),
+        ("except: {users: [alice]}", "except: {groups: [staff]}, only: {users: [alice]}"),
     ],
 )
 def test_policies_that_have_nobody_for_certain_in_common_are_two(first, second):
@@ -92,6 +99,13 @@ def test_a_milder_policy_for_some_changes_nothing_wherever_it_stands():
 def test_an_exemption_that_another_policy_undoes():
     assert warnings(two("except: «{users: [alice]}", "")) == ["whom this spares, 'b' ends for idle all the same."]
     assert warnings(two("", "except: «{users: [alice]}")) == ["whom this spares, 'a' ends for idle all the same."]
+
+
+@pytest.mark.parametrize("spared", ["devices: [1]", "kinds: [batch]", "users: [bob]"])
+def test_an_exemption_of_others_leaves_one_policy_too_many(spared):
+    [said] = warnings(two(f"except: {{{spared}}}", "only: {users: [alice], devices: [0]}", when=MARKED))
+
+    assert said == f"'a' {NOTHING}"
 
 
 def test_of_several_exemptions_the_one_that_is_undone_is_named():
