@@ -46,6 +46,22 @@ def may_signal(uids: Iterable[int]) -> bool:
     return bool({real, saved} & {os.getuid(), os.geteuid()}) or has(KILL)
 
 
+def lacking() -> tuple[str, ...]:
+    """What a guard lacks to act on others, in words; () when nothing."""
+    from gpuguard.users import user_name
+
+    uid = os.geteuid()
+    name = user_name(uid)
+    advice = "Start it as root, or by systemd: see `gpuguard setup --print-unit`."
+    if not has(KILL):
+        text = f"this is {name} without CAP_KILL: it can signal {name}'s own processes, and nothing is done to others."
+        return (f"{text}  {advice}",)
+    if uid != 0 and not has(PTRACE):
+        text = f"this is {name} without CAP_SYS_PTRACE: it cannot see what others run, and nothing is done to them."
+        return (f"{text}  {advice}",)
+    return ()
+
+
 def keep_to_ourselves() -> None:
     """Let no program that this thread and those it starts later run have the capabilities that the service gave us."""
     if _told("CapAmb:") != 0:  # root has none: its guard does without ctypes, half a MiB

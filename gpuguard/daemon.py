@@ -35,7 +35,6 @@ from gpuguard.services.systemd import signals, tell_systemd
 from gpuguard.state import lock_daemon, write_state
 from gpuguard.usage.consult import consult, store_path
 from gpuguard.usage.recorder import Recorder
-from gpuguard.users import user_name
 from gpuguard.watchdog import INTERVAL, Watchdog
 from gpuguard.wording import ENGLISH
 
@@ -122,7 +121,7 @@ class Daemon:
         append: Callable[[Event], bool] = history.append,
     ) -> None:
         self._directory, self._settings, self._say, self._append = directory, settings, say, append
-        self._powers = powers()  # which no process gains while it runs
+        self._powers = capabilities.lacking()  # which no process gains while it runs
         self._on_event = on_event
         self._sender: Sender | None = None
         self._seen: tuple[int, ...] | None = None  # what the policy file looked like when it was read
@@ -356,20 +355,6 @@ class Daemon:
             self._say(f"the audit log cannot be written, so no process will be signalled: {why}")
         self._on_event(event)
         return written
-
-
-def powers() -> tuple[str, ...]:
-    """What this process lacks to act on others, in words; () when nothing."""
-    uid = os.geteuid()
-    name = user_name(uid)
-    advice = "Start it as root, or by systemd: see `gpuguard setup --print-unit`."
-    if not capabilities.has(capabilities.KILL):
-        text = f"this is {name} without CAP_KILL: it can signal {name}'s own processes, and nothing is done to others."
-        return (f"{text}  {advice}",)
-    if uid != 0 and not capabilities.has(capabilities.PTRACE):
-        text = f"this is {name} without CAP_SYS_PTRACE: it cannot see what others run, and nothing is done to them."
-        return (f"{text}  {advice}",)
-    return ()
 
 
 @contextmanager

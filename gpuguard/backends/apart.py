@@ -89,13 +89,7 @@ def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | N
         key = os.stat(f"/proc/{pid}").st_uid, kind
     except OSError:
         return None
-    for one, looker in list(_hanging.items()):
-        if looker.pid != os.getpid():  # of whom we are a copy: it has no thread here
-            _hanging.pop(one, None)
-            _spent.clear()
-        elif looker.answered.acquire(False):
-            _hanging.pop(one, None)
-            _free.append(looker)
+    _welcome_back()
     begun = monotonic()
     owed = _owed(begun)
     slow = len(owed.keys() | _hanging.keys())
@@ -127,6 +121,17 @@ def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | N
     if fault and not isinstance(fault, OSError):
         raise fault
     return found  # type: ignore[return-value]
+
+
+def _welcome_back() -> None:
+    """Whoever hung and does not any more."""
+    for one, looker in list(_hanging.items()):
+        if looker.pid != os.getpid():  # of whom we are a copy: it has no thread here
+            _hanging.pop(one, None)
+            _spent.clear()
+        elif looker.answered.acquire(False):
+            _hanging.pop(one, None)
+            _free.append(looker)
 
 
 def _waits() -> int:
