@@ -47,7 +47,7 @@ def lock_daemon(directory: LockDirectory) -> int | None:
         descriptor = open_lock_file(files, "daemon.lock")
     except OSError as error:
         raise LockDirectoryError(
-            f"{path} cannot be opened: {error.strerror}.  Run the daemon as root or as {_owner_of(files)}; "
+            f"{path} cannot be opened: {error.strerror}.  Run the daemon as {_who_may(files)}; "
             f"`sudo gpuguard setup` gives it a directory for a user of its own."
         ) from error
     try:
@@ -148,10 +148,12 @@ def _path(directory: LockDirectory, name: str) -> str:
     return daemon_files(directory).file(name)
 
 
-def _owner_of(files: DaemonFiles) -> str:
+def _who_may(files: DaemonFiles) -> str:
     from gpuguard.users import user_name
 
-    return "the owner of the directory" if files.owner is None else user_name(files.owner)
+    if files.owner == 0:
+        return "root"
+    return f"root or as {'the owner of the directory' if files.owner is None else user_name(files.owner)}"
 
 
 def _us() -> list[float | None]:

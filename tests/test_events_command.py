@@ -103,6 +103,18 @@ def test_what_users_wrote_cannot_reach_the_terminal(log, capsys):
     assert "eve\\x1b[2J" in out
 
 
+def test_facts_are_in_words_for_people_and_exact_for_programs(log, capsys):
+    facts = {"wall_time_seconds": 7380.25, "peak_memory_bytes": 10738466816, "energy_joules": 979.0249999999999}
+    history.append(event(facts=tuple({**facts, "until_unix_seconds": NOW, "mean_utilization_percent": 90.0}.items())))
+    run_command_line(["events"])
+    now = time.strftime("%m-%d %H:%M:%S", time.localtime(NOW))
+    words = f"wall_time=2h3m, peak_memory=10.0GiB, energy_joules=979.025, until={now}, mean_utilization=90%"
+
+    assert f"({words})" in capsys.readouterr().out
+    run_command_line(["events", "--json"])
+    assert json.loads(capsys.readouterr().out)["events"][0]["facts"].items() >= facts.items()
+
+
 def test_without_any_event_it_is_said_where_none_is(log, capsys):
     assert run_command_line(["events"]) == 0
     out, err = capsys.readouterr()

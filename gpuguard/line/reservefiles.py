@@ -136,9 +136,8 @@ def remove(directory: LockDirectory, one: Reservation) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise LockDirectoryError(
-            f"reservation {one.id} was made by {user_name(one.maker)}, who alone can cancel it, or root."
-        ) from error
+        who = f"{user_name(one.maker)} or root" if one.maker else "root"
+        raise LockDirectoryError(f"reservation {one.id}: only {who} can cancel it.") from error
 
 
 def arrive(directory: LockDirectory, bookings: Sequence[Booking]) -> tuple[str, ...]:

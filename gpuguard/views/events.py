@@ -6,13 +6,14 @@ What users wrote (notes, commands, names) is neutralised.  Does not find or open
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuguard.hints import Any
 from gpuguard.model import Event
 from gpuguard.plainjson import is_finite, loads
 from gpuguard.text import neutralise
+from gpuguard.units import format_bytes, format_duration
 
 Line = Mapping[str, Any]
 
@@ -81,7 +82,7 @@ def to_json(events: Sequence[Line], torn: int) -> dict[str, Any]:
 
 def to_text(line: Line) -> str:
     """``"11-20 17:40:02  terminate  sent  alice  pid 4711  GPU-1f2e3d4c  uses 41.0GiB (hogs)"``."""
-    when = time.strftime("%m-%d %H:%M:%S", time.localtime(line["time_unix_seconds"]))
+    when = _moment(line["time_unix_seconds"])
     pid, uuids = line.get("pid"), devices_of(line)
     parts = [
         when,
@@ -110,8 +111,29 @@ def devices_of(line: Line) -> list[str]:
 
 
 def _remarks(facts: Mapping[str, Any]) -> str:
-    shown = [f"{name}={value}" for name, value in facts.items() if name not in _FOR_THE_GUARD]
+    shown = [_remark(name, value) for name, value in facts.items() if name not in _FOR_THE_GUARD]
     return f"({', '.join(shown)})" if shown else ""
+
+
+def _remark(name: str, value: object) -> str:
+    """``"peak_memory=10.0GiB"`` of ``peak_memory_bytes``: the number itself stands in the JSON."""
+    if _is_number(value):
+        for unit, words in _WORDS.items():
+            if name.endswith(unit):
+                return f"{name.removesuffix(unit)}={words(value)}"
+    return f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+
+
+def _moment(unix: float) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(unix))
+
+
+_WORDS: Mapping[str, Callable[[Any], str]] = {  # the first that fits
+    "_unix_seconds": _moment,
+    "_seconds": format_duration,
+    "_bytes": format_bytes,
+    "_percent": "{:g}%".format,
+}
 
 
 def _is_event(content: Line) -> bool:
