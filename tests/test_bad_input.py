@@ -91,6 +91,7 @@ RUN_125 = [
     ("--min-total 90GiB true", "--min-total 90.0GiB.\nDrop --min-total."),
     ("--exclude 0,1,2,3,4,5,6,7 true", "Drop --exclude."),
     ("--note", "--note: a value is missing"),
+    ("--note=--", "--note: a value is missing"),
     ("--dir '' true", "--dir: the name of the directory is empty"),
     ("--dir PLACE/file true", "/file is not a directory (a symbolic link is not followed).  Run `sudo gpuguard setup`"),
     ("--dir PLACE/file/x true", "cannot be made ready for claims: Not a directory.  Name another directory"),

@@ -6,6 +6,7 @@ A controller of our own does what Slurm does with a number: that of an array, wh
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,6 +15,10 @@ from commands import Gpuguard
 from guarded import a_scene
 from test_slurm_jobs import RUNS, squeue
 
+from gpuguard.cli import submit_ray
+from gpuguard.cli.dispatch import build_parser
+from gpuguard.cli.run import command_of
+from gpuguard.cli.submit_slurm import command_line
 from gpuguard.clusters import slurm_jobs, slurm_queue
 from gpuguard.clusters.slurm_jobs import Allocation, Answer
 from gpuguard.views import slurm as views
@@ -165,3 +170,24 @@ def test_what_people_type_behind_scancel_is_a_number(tmp_path, said, job):
     told = f"Slurm job {job} is queued: `gpuguard queue` shows it, `scancel {job}` ends it.\n" if job else ""
     assert (done.returncode, done.stdout) == (0 if job else 125, told), done.stderr
     assert job or "`squeue --me` shows it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["-urgent", "--note=x", "", " ", "-u root", "a\nb", "x\x1b[2J", ";$(id)`id`", "'", '"\\']
+)
+@pytest.mark.parametrize("via", ["slurm", "ray"])
+def test_what_submit_is_told_run_is_told(via, text):
+    """A note that begins with a dash was an option there, hours later."""
+    words = ["--via", via, f"--note={text}", f"--model={text}", "--min-free", "1GiB", f"--name={text}", "--", "c", text]
+    args = build_parser("submit").parse_args(words)
+    args.command = command_of(args)
+    if via == "slurm":
+        *_, wrapped = command_line(args)
+        inner = shlex.split(wrapped.removeprefix("--wrap=exec "))
+        told = inner[inner.index("run") + 1 :]
+    else:
+        inner = shlex.split(submit_ray.entrypoint(args, "python3", brings=True))
+        told = inner[inner.index("gpuguard.cli.ray_worker") + 2 :]
+    run = build_parser("run").parse_args(told)
+
+    assert (run.note, run.model, run.min_free, command_of(run)) == (text, [text], "1GiB", ["c", text])

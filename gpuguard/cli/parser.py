@@ -37,6 +37,11 @@ class Parser(argparse.ArgumentParser):
             )
         return namespace, unknown
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if arg_strings == ["--"] and action.option_strings and action.nargs is None:
+            raise argparse.ArgumentError(action, "expected one argument")  # of --note=-- argparse makes []
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         """What argparse calls for every fault."""
         for before, after in _CLEARER.items():

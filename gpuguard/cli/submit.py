@@ -106,7 +106,11 @@ def inner_words(args: argparse.Namespace) -> list[str]:
         if value is True:
             words.append(flag)
         elif isinstance(value, list):
-            words += [word for each in value for word in (flag, each)]
+            words += [word for each in value for word in _said(flag, each)]
         elif value not in (None, False, DEFAULTS.get(name)):
-            words += [flag, str(value)]
+            words += _said(flag, str(value))
     return words
+
+
+def _said(flag: str, value: str) -> list[str]:
+    return [f"{flag}={value}"] if value.startswith("-") else [flag, value]  # as a word it would be an option
