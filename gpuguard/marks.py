@@ -224,15 +224,21 @@ class _alone:  # noqa: N801  a context manager, written out because contextlib c
 
     def __enter__(self) -> None:
         deadline = time.monotonic() + WRITE_SECONDS
-        for place in self._places:
-            descriptor = open_lock_file(place, "marks.lock")
-            self._held.append(descriptor)
-            while not try_flock(descriptor):
-                if time.monotonic() >= deadline:
-                    self.__exit__()
-                    path = place.file("marks.lock")
-                    raise LockDirectoryError(f"{path} is held by another command that does not end.  Try again.")
-                time.sleep(0.01)
+        try:
+            for place in self._places:
+                self._take(place, deadline)
+        except BaseException:  # a daemon would keep what it has
+            self.__exit__()
+            raise
+
+    def _take(self, place: DaemonFiles, deadline: float) -> None:
+        descriptor = open_lock_file(place, "marks.lock")
+        self._held.append(descriptor)
+        while not try_flock(descriptor):
+            if time.monotonic() >= deadline:
+                path = place.file("marks.lock")
+                raise LockDirectoryError(f"{path} is held by another command that does not end.  Try again.")
+            time.sleep(0.01)
 
     def __exit__(self, *_: object) -> None:
         for descriptor in self._held:

@@ -172,6 +172,20 @@ def test_two_writers_lose_nothing(directory):
     assert len(read_marks(directory, QUARANTINED, time.time())) == 198
 
 
+def test_a_writer_that_gets_one_of_two_locks_alone_keeps_neither(directory):
+    """With a full disk under the daemon's files a daemon of root's kept the first, and nobody changed a mark again."""
+    os.mkdir(f"{directory.path}/daemon", 0o755)
+    os.mkdir(f"{directory.path}/daemon/marks.lock")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(LockDirectoryError, match="Is a directory"):
+        mark(directory, DENIED, "1001")
+
+    assert os.listdir("/proc/self/fd") == before
+    os.rmdir(f"{directory.path}/daemon/marks.lock")
+    mark(directory, DENIED, "1001")
+    assert read_marks(directory, DENIED, time.time()).keys() == {"1001"}
+
+
 def test_a_longer_mark_is_not_shortened_by_a_policy():
     longer = Mark("1", NOW, NOW + 100)
     found = {"1": longer}
