@@ -114,6 +114,8 @@ RUN_OTHERS = [
 OTHERS = [
     (2, "", "a command is missing"),
     (2, "rnu -- true", "there is no command 'rnu': did you mean `gpuguard run`?"),
+    (2, "status", "there is no command 'status': did you mean `gpuguard who`?"),
+    (2, "scancel 12", "did you mean `gpuguard release`?"),
     (2, "frobnicate", "there is no command 'frobnicate': choose one of run, select"),
     (2, "--bogus", "there is no command '--bogus': options stand behind the command, as in `gpuguard run -n 2 -- CMD`"),
     (2, "-n 2 run true", "there is no command '-n': options stand behind the command"),

@@ -215,7 +215,8 @@ def test_without_an_id_own_claims_are_shown(site):
         text, listed = site.gpuguard("release"), json.loads(site.gpuguard("release", "--json").stdout)
 
     assert nothing.returncode == 0 and nothing.stdout
-    assert "1dea1234" in text.stdout and "nobody computes: can be released" in text.stdout
+    assert text.stdout.startswith("CLAIM ") and "1dea1234" in text.stdout
+    assert "nobody computes: can be released" in text.stdout
     assert [(claim["claim"], len(claim["devices"]), claim["in_use"]) for claim in listed["claims"]] == [
         ("1dea1234", 2, None)
     ]

@@ -53,6 +53,13 @@ COMMANDS = {
     "sim": "steer the simulated node: start, use, set, fault, show, stop",
 }
 
+# What other tools call it: canhazgpu, gpu-gate, genv, task spooler, Slurm
+_ELSEWHERE = {
+    **dict.fromkeys(("status", "ls", "list", "ps", "usage", "sinfo"), "who"),
+    **dict.fromkeys(("lock", "shell", "activate", "attach", "srun"), "run"),
+    **dict.fromkeys(("kill", "cancel", "scancel", "unlock", "detach"), "release"),
+    **{"squeue": "queue", "sbatch": "submit", "enforce": "daemon", "monitor": "top", "logs": "events"},
+}
 _SERVICES = ("daemon", "metrics", "web")  # run for months
 _OFTEN_ALONE = ("who",)  # typed without an option, most of the time
 
@@ -211,6 +218,6 @@ def _unknown(command: str) -> str:
         return f"there is no command {command!r}: options stand behind the command, as in `gpuguard run -n 2 -- CMD`."
     import difflib
 
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    near = [_ELSEWHERE[command]] if command in _ELSEWHERE else difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f"did you mean `gpuguard {near[0]}`?" if near else f"choose one of {', '.join(COMMANDS)}."
     return f"there is no command {command!r}: {hint}"

@@ -91,7 +91,7 @@ def _show(args: argparse.Namespace, directory: LockDirectory) -> int:
         cells = [
             (claim.id, neutralise(claim.user), str(len(claim.devices)), neutralise(why or free)) for claim, why in rows
         ]
-        put(table(cells, ("claim", "user", "devices", "state")), sys.stdout)
+        put(table(cells, ("CLAIM", "USER", "DEVICES", "STATE")), sys.stdout)
     return 0
 
 
