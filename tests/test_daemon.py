@@ -300,6 +300,14 @@ def test_no_manager_is_no_fault(tmp_path):
     tell_systemd("READY=1", {})
 
 
+def test_a_sign_of_life_for_which_no_descriptor_is_left_ends_nobody(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", full)
+    tell_systemd("WATCHDOG=1", {"NOTIFY_SOCKET": str(tmp_path / "manager")})
+
+
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT"])
 def test_a_daemon_of_root_takes_no_library_from_its_caller(name):
     with pytest.raises(InvalidRequest, match=name):

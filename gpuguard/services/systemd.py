@@ -10,19 +10,17 @@ import select
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 def tell_systemd(state: str, environ: Mapping[str, str] = os.environ) -> None:
     """Send *state* to the service manager that started us, if one did: sd_notify(3)."""
     address = environ.get("NOTIFY_SOCKET", "")
     if address[:1] in ("/", "@"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as messenger:
+        # It restarts, and will ask for signs of life again; or there is no descriptor left for now.
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as messenger:
             messenger.settimeout(1.0)
-            try:
-                messenger.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
-            except OSError:
-                return  # systemd restarts: it will ask for signs of life again
+            messenger.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
 
 
 @contextmanager
