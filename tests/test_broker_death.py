@@ -13,14 +13,8 @@ from typing import Any
 import pytest
 from brokered import a_machine
 from chances import luck
-from nodes import eventually, start
+from nodes import eventually
 from users import ALICE, BOB
-
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.daemon import Daemon, Settings
-from gpuguard.errors import GpuguardError
-from gpuguard.nouns import replace
-from gpuguard.services import door
 
 pytestmark = pytest.mark.root
 KILLS = {"whole": 30, "shares": 20, "instances": 15}
@@ -156,21 +150,3 @@ def most_at_once(claims: list[list[Any]], uuid: str) -> float:
         others = [one for one in claims if uuid in one[0] and one[2] < ended and one[3] > began]
         assert len(others) == 1, "a whole device was given while somebody had it, or a part of it"
     return max(accumulate(size for _, size in sorted(changes)), default=0)
-
-
-@pytest.mark.parametrize("keeper", [None, 0])
-def test_a_daemon_that_can_make_no_door_ends_where_it_gives_the_locks(tmp_path, monkeypatch, keeper):
-    """With /run full for a moment it went on without one, and nobody could claim anything until somebody noticed."""
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(door, "Door", full)
-    directory, told = replace(lock_directory(str(tmp_path)), keeper=keeper), list[str]()
-    guard = Daemon(start(str(tmp_path / "node")), directory, Settings(), told.append, print, lambda event: True)
-    if keeper is None:
-        assert guard._open_door() is None and "`gpuguard keep` does not work" in told[0]
-        return
-
-    with pytest.raises(GpuguardError, match="nobody can claim"):
-        guard._open_door()

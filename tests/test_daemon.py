@@ -15,13 +15,11 @@ from pathlib import Path
 import pytest
 from daemons import SOMEBODY, a_daemon, somebodys
 from endpoints import a_web_server
-from nodes import GIB, a_user, change, eventually, start
+from nodes import GIB, a_user, change, eventually
 from proc import children_of
 from sources import ROOT
 
-from gpuguard import daemon as daemon_module
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.daemon import Daemon, Settings, clean_environment
+from gpuguard.daemon import clean_environment
 from gpuguard.errors import InvalidRequest
 from gpuguard.services.systemd import tell_systemd
 
@@ -224,27 +222,6 @@ def test_sighup_reads_the_file_again(tmp_path):
         assert daemon.process.poll() is None
 
 
-def test_a_file_that_cannot_be_read_now_is_complained_of_once_and_read_later(tmp_path, monkeypatch):
-    """A guard that was started while LDAP was down, or no process to be had, observed until somebody noticed."""
-
-    def full(*_, **__):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    said, events, path = [], [], tmp_path / "policy.yaml"
-    path.write_text(TERMINATE)
-    where = start(str(tmp_path / "node")), lock_directory(str(tmp_path))
-    guard = Daemon(*where, Settings(str(path)), said.append, events.append, lambda event: True)
-    with monkeypatch.context() as crowded:
-        crowded.setattr(os, "posix_spawn", full)
-        guard._reload_if_changed(asked=False)
-        monkeypatch.setattr(daemon_module, "AGAIN_SECONDS", 0.0)
-        guard._reload_if_changed(asked=False)
-    assert len(said) == 1
-    guard._reload_if_changed(asked=False)
-
-    assert [event.outcome for event in events] == ["refused", "in force"]
-
-
 @pytest.mark.parametrize("policy", [None, "version: 1\npolicies: []\n", "{"])
 def test_without_a_valid_policy_it_only_observes(tmp_path, policy):
     with a_daemon(tmp_path, policy, *(["--enforce"] if policy else [])) as daemon, a_user(daemon.node, "0", 40 * GIB):
@@ -298,14 +275,6 @@ def test_systemd_is_told_how_it_is(tmp_path):
 def test_no_manager_is_no_fault(tmp_path):
     tell_systemd("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "nobody")})
     tell_systemd("READY=1", {})
-
-
-def test_a_sign_of_life_for_which_no_descriptor_is_left_ends_nobody(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(socket, "socket", full)
-    tell_systemd("WATCHDOG=1", {"NOTIFY_SOCKET": str(tmp_path / "manager")})
 
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT"])
