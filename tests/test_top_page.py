@@ -40,6 +40,14 @@ def test_a_device_is_one_line_with_bars_numbers_state_and_claim():
     assert line == '   3 ████░░░░ 40.0/80G ████▌░ 75%   35C 70/700W   in use: alice 1h "run 7"'
 
 
+@pytest.mark.parametrize("width", [80, 99, 100, 119, 120, 149, 150, 200])
+def test_no_width_cuts_off_the_state_of_a_device(width):
+    device = a_device(3, name="NVIDIA H100 80GB HBM3", memory_used=40 * GIB, processes=(a_process(),))
+    (line, *_) = texts(page_of(a_scene(device), width=width, mode="compact", looks=5))
+
+    assert line.endswith(" used without a claim")
+
+
 def test_what_is_not_known_is_said_and_has_no_bar():
     nothing = a_device(
         name=None, memory_used=None, memory_free=None, utilization=None, temperature=None, power_draw=None

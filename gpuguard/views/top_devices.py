@@ -20,7 +20,7 @@ from gpuguard.views.who import LABELS, device_label
 FULL_LINES = 3
 _INDENT = 5
 _WIDEST_CELL = 60  # columns of a meter: more of them tell no more
-_WIDE = 120  # columns from which on a compact line has its history
+_WIDE = 150  # columns from which on a compact line has wide bars and its history, and still says who has it
 
 
 @dataclass(frozen=True)
