@@ -75,6 +75,11 @@ def test_only_commands_that_exist_are_recommended():
     assert named <= set(COMMANDS)
 
 
+@pytest.mark.parametrize("language", WORDS)
+def test_who_computes_without_a_claim_need_not_end_his_job(language):
+    assert "`gpuguard adopt PID`" in WORDS[language].stop["unclaimed"]
+
+
 def test_both_languages_say_the_same_things():
     english, *others = WORDS.values()
 
