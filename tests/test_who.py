@@ -352,3 +352,9 @@ def test_the_document_describes_every_state():
     text = DOCUMENT.read_text(encoding="utf-8")
 
     assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.MULTILINE)) == set(usage.STATES)
+
+
+def test_a_device_of_which_nothing_is_known_says_so_once():
+    snapshot = a_snapshot(a_device(memory_used=None, memory_total=None, memory_free=None))
+
+    assert "n/a/n/a" not in to_text(snapshot, uses(snapshot))[2]

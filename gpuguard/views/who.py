@@ -389,4 +389,4 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def _of(used: int | None, total: int | None) -> str:
-    return f"{format_bytes(used)}/{format_bytes(total)}"
+    return "n/a" if used is None and total is None else f"{format_bytes(used)}/{format_bytes(total)}"
