@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -13,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from gpuguard.claims import lockfiles
+from gpuguard.claims.hold import take_lock
 from gpuguard.claims.lockfiles import Gate, file_system, is_same_file, lock_directory, open_lock, try_flock
+from gpuguard.claims.records import _held_locks
+from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
@@ -206,6 +210,33 @@ def test_a_file_that_was_unlinked_or_replaced_under_its_holder_is_noticed(tmp_pa
     os.close(descriptor)
 
     assert (unlinked, replaced) == (False, False)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda directory: Gate(directory).__enter__(),
+        lambda directory: take_lock(directory, "GPU-1", fcntl.LOCK_EX),
+        lambda directory: _held_locks(directory, ["GPU-1"]),
+        lambda directory: locked_slots(directory, "GPU-1"),
+    ],
+    ids=["gate", "lock", "look", "slots"],
+)
+def test_where_a_file_cannot_be_locked_now_no_descriptor_of_it_stays_open(tmp_path, monkeypatch, use):
+    """A guard looks at each lock each second: without memory for locks it had no descriptor left within minutes."""
+    directory = lock_directory(str(tmp_path))
+    for name in ("gate", "GPU-1", "GPU-1.slot0"):
+        os.close(open_lock(directory, name))
+    before = os.listdir("/proc/self/fd")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(LockDirectoryError, match="No locks available"):
+        use(directory)
+
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_the_descriptor_is_not_inherited_by_accident(tmp_path: Path) -> None:

@@ -262,13 +262,15 @@ def share_environment(memory: int, devices: Sequence[Device], environ: Mapping[s
 
 def take_lock(directory: LockDirectory, name: str, operation: int) -> Lock | None:
     """Take the lock of a name (a uuid), exclusive or shared; None when somebody else has it."""
-    descriptor = open_lock(directory, name)
-    path = directory.lock_path(name)
-    if try_flock(descriptor, operation) and is_same_file(descriptor, path):
-        status = os.fstat(descriptor)
-        return Lock(descriptor, path, operation, (status.st_dev, status.st_ino))
-    os.close(descriptor)
-    return None
+    descriptor, path, lock = open_lock(directory, name), directory.lock_path(name), None
+    try:
+        if try_flock(descriptor, operation) and is_same_file(descriptor, path):
+            status = os.fstat(descriptor)
+            lock = Lock(descriptor, path, operation, (status.st_dev, status.st_ino))
+        return lock
+    finally:
+        if lock is None:
+            os.close(descriptor)
 
 
 def unlock(locks: Sequence[Lock]) -> None:

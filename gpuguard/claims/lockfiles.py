@@ -370,6 +370,14 @@ class Gate:
         if self._directory.closed:
             return self
         self._descriptor = open_lock(self._directory, "gate")
+        try:
+            self._pass()
+        except BaseException:  # as of a file system that cannot lock now
+            os.close(self._descriptor)
+            raise
+        return self
+
+    def _pass(self) -> None:
         path = self._directory.lock_path("gate")
         seconds = min(self._seconds, GATE_SECONDS_AGAIN) if path in _jammed else self._seconds
         deadline = time.monotonic() + seconds
@@ -377,11 +385,10 @@ class Gate:
         while not try_flock(self._descriptor):
             if time.monotonic() >= deadline:
                 _jammed.add(path)
-                return self
+                return
             time.sleep(pause)
             pause = min(pause * 2, 0.01)
         _jammed.discard(path)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None

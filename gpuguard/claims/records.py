@@ -357,13 +357,15 @@ def _held_locks(directory: LockDirectory, uuids: Iterable[str]) -> dict[str, str
         except LockDirectoryError:
             found[uuid] = uuid  # planted: nobody can claim it until root has looked at it
             continue
-        if not try_flock(descriptor, fcntl.LOCK_SH):
-            found[uuid] = uuid
-        elif slots := locked_slots(directory, uuid):
-            found.update(dict.fromkeys(slots, uuid))
-        elif directory.keeper is not None and not _is_free(directory, uuid, descriptor):
-            found[uuid] = uuid
-        os.close(descriptor)
+        try:
+            if not try_flock(descriptor, fcntl.LOCK_SH):
+                found[uuid] = uuid
+            elif slots := locked_slots(directory, uuid):
+                found.update(dict.fromkeys(slots, uuid))
+            elif directory.keeper is not None and not _is_free(directory, uuid, descriptor):
+                found[uuid] = uuid
+        finally:
+            os.close(descriptor)
     return found
 
 

@@ -36,11 +36,12 @@ def _is_locked(directory: LockDirectory, name: str) -> bool:
         descriptor = open_lock(directory, name)
     except LockDirectoryError:
         return True  # planted: nobody can say what it hides until root has looked at it
-    if directory.keeper is None:
-        free = try_flock(descriptor, fcntl.LOCK_SH)
-    else:  # given by the daemon: it may be shared, or kept, by whoever had it alone
+    try:
+        if directory.keeper is None:
+            return not try_flock(descriptor, fcntl.LOCK_SH)
+        # Given by the daemon: it may be shared, or kept, by whoever had it alone.
         from gpuguard.claims.grants import renew
 
-        free = renew(directory, name, descriptor)
-    os.close(descriptor)
-    return not free
+        return not renew(directory, name, descriptor)
+    finally:
+        os.close(descriptor)
