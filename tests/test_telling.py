@@ -94,6 +94,25 @@ def test_a_terminal_that_cannot_write_a_line_anew_is_told_as_a_log(clock, termin
     assert capsys.readouterr().err == f"gpuguard: waiting for 0s: {MISSING}\n"
 
 
+def test_in_the_background_nothing_is_written_over_what_somebody_types(clock, terminal, monkeypatch, capsys):
+    line = Telling(False)
+    line.missing(MISSING)
+    monkeypatch.setattr(telling.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)  # Ctrl-Z, bg
+    for _ in range(5):
+        clock[0] += 1
+        line.missing(MISSING)
+    line.done()
+
+    assert capsys.readouterr().err.count("\r") == 1
+
+
+def test_what_begins_in_the_background_is_told_as_in_a_log(clock, terminal, monkeypatch, capsys):
+    monkeypatch.setattr(telling.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
+    Telling(False).missing(MISSING)
+
+    assert capsys.readouterr().err == f"gpuguard: waiting for 0s: {MISSING}\n"
+
+
 def test_a_terminal_that_went_away_ends_nothing(monkeypatch, capsys):
     def gone(_):
         raise OSError(5, "Input/output error")

@@ -70,8 +70,18 @@ def write(text: str) -> None:
 
 
 def rewrites() -> bool:
-    """Whether stderr is a terminal whose last line can be written anew: that of an editor cannot."""
-    return is_terminal() and os.environ.get("TERM") not in ("dumb", "unknown")
+    """Whether stderr is a terminal whose last line can be written anew: that of an editor cannot.
+
+    Nor can it in the background, where that line is what somebody types.
+    """
+    return is_terminal() and os.environ.get("TERM") not in ("dumb", "unknown") and not _is_in_background()
+
+
+def _is_in_background() -> bool:
+    try:
+        return os.tcgetpgrp(2) != os.getpgrp()
+    except OSError:  # not the terminal of this session: nobody's job control
+        return False
 
 
 def is_terminal() -> bool:
