@@ -108,6 +108,16 @@ def test_of_whom_a_look_does_not_come_back_nothing_more_is_asked_until_it_does(m
     assert eventually(lambda: not fdlocks.hangs(UNKNOWN)), f"{readers} ended: nobody asks any more"
 
 
+def test_while_many_hang_nobody_without_a_name_is_asked(monkeypatch, locked):
+    """One user can have 65536 such uids, each of which would take another reader."""
+    with monkeypatch.context() as patch:
+        for name, value in (("MOST_HANGING", 1), ("_hanging", {4711: 1}), ("_has_ended", lambda pid: False)):
+            patch.setattr(fdlocks, name, value)
+
+        assert fdlocks.locked_files(os.getpid(), UNKNOWN, 5) == {}
+        assert fdlocks.locked_files(os.getpid(), os.getuid(), 5)
+
+
 def test_a_reader_that_has_ended_is_replaced(locked):
     fdlocks.locked_files(os.getpid(), os.getuid(), 5)
     _, pid, ask, _ = fdlocks._reader[0]

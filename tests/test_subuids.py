@@ -147,6 +147,18 @@ def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
     assert [(one.uid, one.id) for one in torn] == [(FIRST, "15 more")]
 
 
+@pytest.mark.root
+def test_what_one_of_his_uids_has_had_puts_the_others_behind_her(directory):
+    held: list[Held] = []
+    by([FIRST + 1, ALICE.pw_uid], lambda uid: held.append(Held(directory, ticket_content(a_ticket()))))
+    facts = Facts(usage={FIRST + 2: 1e6})
+    places = standing(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, Rules()).places
+    for one in held:
+        one.leave()
+
+    assert [place.ticket.uid for place in places] == [ALICE.pw_uid, FIRST + 1]
+
+
 def test_what_was_had_by_one_of_the_uids_counts_for_the_others():
     assert _together({FIRST: 10.0, FIRST + 7: 20.0, MORE: 1.0, 1001: 5.0}) == {FIRST: 31.0, 1001: 5.0}
 
