@@ -76,6 +76,7 @@ def test_many_without_a_name_who_hang_take_a_bounded_number_of_threads_and_hide_
 def test_a_copy_of_a_process_has_a_thread_of_its_own(comes_back):
     in_time(os.getpid(), "memory", hangs(comes_back))
     in_time(os.getpid(), "facts", lambda: "found")
+    apart._spent[os.getuid(), "memory"] = 10.0, time.monotonic()
     if (child := os.fork()) == 0:
         found = [in_time(os.getpid(), kind, lambda: 5) for kind in ("facts", "memory")]
         os._exit(sum(one or 0 for one in found))
@@ -162,6 +163,25 @@ def test_what_a_look_takes_of_a_processor_counts():
     assert 1 <= looks.count("found") < 10
 
 
+def test_what_looks_within_a_look_take_counts_once(clock):
+    """Of a process whose looks are slow its whole description was, too: the sum of them counted twice."""
+
+    def facts() -> list[str | None]:
+        time.sleep(1e-5)  # it waits for something itself, for no time
+        return [in_time(os.getpid(), kind, taking(0.01, clock)) for kind in ("memory", "maps")]
+
+    assert in_time(os.getpid(), "facts", facts, 5) == ["found", "found"]
+    assert {kind: round(seconds, 3) for (_, kind), (seconds, _) in apart._spent.items()} == {"memory": 0.01, "maps": 0.01}
+
+
+def test_who_answers_just_in_time_by_many_uids_without_a_name_takes_no_more_than_who_never_does(clock, monkeypatch):
+    monkeypatch.setattr(apart, "user_name", str)
+    found = [in_time(os.getpid(), str(number), taking(0.09, clock)) for number in range(2 * MOST_HANGING)]
+
+    assert found.count("found") <= MOST_HANGING
+    assert found[MOST_HANGING:] == [None] * MOST_HANGING
+
+
 @pytest.mark.root
 def test_several_who_do_so_together_get_hardly_more_and_hide_nobody_else(clock):
     with a_child(*SLEEP, uid=UNKNOWN) as other, a_child(*SLEEP, uid=UNKNOWN + 1) as honest:
@@ -173,8 +193,8 @@ def test_several_who_do_so_together_get_hardly_more_and_hide_nobody_else(clock):
 
 
 def test_where_a_program_lies_is_looked_for_only_if_it_may_be_gone(monkeypatch, tmp_path, comes_back):
-    never = hangs(comes_back)
-    monkeypatch.setattr(os.path, "lexists", lambda path: never())  # as on a server that does not answer
+    never, sought = hangs(comes_back), []
+    monkeypatch.setattr(os.path, "lexists", lambda path: sought.append(path) or never())  # no answer, as of a server
     gone = tmp_path / "gone"
     gone.mkdir()
     words = ("sh", "-c", 'cd "$1"; rmdir "$1"; exec sleep 100', "sh", str(gone))
@@ -185,3 +205,4 @@ def test_where_a_program_lies_is_looked_for_only_if_it_may_be_gone(monkeypatch, 
 
     assert found[0].executable and found[0].working_directory == "/"
     assert found[1].working_directory == str(gone)
+    assert sought == [f"{gone} (deleted)"]

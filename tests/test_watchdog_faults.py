@@ -6,6 +6,7 @@ Whoever found out what makes a rule or an action fail could else switch off the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 
 import pytest
 from builders import GIB, a_process
@@ -100,11 +101,35 @@ def test_a_step_that_fails_is_not_tried_again_and_the_others_are_done(a_watchdog
     ]
 
 
+def fail(*_, **__):
+    raise OverflowError("nobody foresaw that")
+
+
+def test_a_condition_that_cannot_be_judged_again_does_not_hold(a_watchdog, log, monkeypatch):
+    """Before each signal it is asked; who could make that fail must not be hit for it, and no innocent either."""
+    holds = []
+    monkeypatch.setattr(actions, "act", lambda verdict, again, context: holds.append(context.still_true(verdict, again)))
+    monkeypatch.setattr(watchdog.engine, "still_holds", fail)
+    guard = a_watchdog(snapshots(A_HOG, number=3), HOGS)
+    for _ in range(2):
+        guard.step()
+
+    assert holds == [False]
+    assert [policy for policy, _ in failures(log)] == ["hogs"]
+
+
+def test_a_fault_in_looking_after_the_unkillable_keeps_nothing_from_being_done(a_watchdog, log, monkeypatch):
+    monkeypatch.setattr(watchdog, "give_up", fail)
+    guard = a_watchdog(snapshots(A_HOG, number=3), replace_fields(HOGS, steps=(Step("log"),)))
+    for _ in range(2):
+        guard.step()
+
+    assert [event.kind for event in log if event.outcome == "done"] == ["log"]
+    assert failures(log)
+
+
 def test_who_listens_and_fails_keeps_no_duration_from_being_over(a_watchdog, log):
     """Looks that come after a minute, as for a driver that does not answer, would start all durations anew."""
-
-    def fail(*_):
-        raise OSError("no room")
 
     guard = a_watchdog(snapshots(A_HOG), HOGS, on_sample=fail, interval=(1.0, 2.0))
     looks = []
