@@ -25,7 +25,7 @@ from gpuguard.clusters import slurm_jobs
 from gpuguard.errors import ClaimError
 from gpuguard.guards import identity
 from gpuguard.guards.case import Context
-from gpuguard.guards.ledger import Deed
+from gpuguard.guards.ledger import Deed, Ledger
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
 from gpuguard.nouns import replace
 
@@ -288,6 +288,19 @@ def test_what_was_released_counts_for_the_limits_of_the_guard(claimed, holder):
     assert (deed.action, deed.process[0], set(deed.devices), deed.live) == (
         "release", holder.pid, set(claimed.uuids[:2]), True,
     )  # fmt: skip
+    assert deed.uid == SOMEBODY
+
+
+def test_whose_share_of_the_hour_is_used_up_has_his_job_of_slurm_live(claimed, holder, monkeypatch):
+    monkeypatch.setattr(slurm_jobs, "against_cancelling", lambda job, uid: None)
+    monkeypatch.setattr(slurm_jobs, "cancel", lambda job: pytest.fail("it was cancelled"))
+    claimed.facts["ledger"], now = Ledger(), claimed.snapshot.clock
+    for pid in range(2, 7):
+        claimed.facts["ledger"].note(Deed(now - 600, "terminate", (pid, 1.0), (), True, uid=SOMEBODY))
+    verdict = replace(claimed.verdict(holder), action="cancel")
+    [outcome] = actions.act(verdict, claimed.machine.sample((), None), Context(**claimed.facts))
+
+    assert outcome.word == actions.REFUSED and "are for other users: of this one 5 were ended" in outcome.why
 
 
 def test_a_claim_that_cannot_be_let_go_is_a_failure(claimed, holder, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -85,6 +86,16 @@ def test_what_a_process_has_locked_is_what_the_kernel_says(locked):
 
     assert inode in fdlocks.locked_files(os.getpid(), os.getuid(), 5).values()
     assert holders.locked_by(os.getpid(), os.getuid(), 5)[locked] == inode
+
+
+def test_where_it_can_be_seen_what_is_no_file_nobody_asks_it_what_is_locked(monkeypatch, locked):
+    asked: list[int] = []
+    monkeypatch.setattr(holders, "locked_inode", lambda pid, number: asked.append(int(number)))
+    with select.epoll() as waits, open("/dev/null", "rb") as device:
+        holders.locked_by(os.getpid(), os.getuid(), 5)
+
+        assert locked in asked
+        assert not {waits.fileno(), device.fileno()} & {*asked}
 
 
 def test_one_reader_looks_again_and_again(locked):

@@ -35,17 +35,21 @@ for path in sys.argv[2:]:
         sys.exit(3)
 """
 ADMINS = """
-from gpuguard.claims import records, room
+from gpuguard.claims import records, releasing, room
 from gpuguard.claims.lockfiles import is_same_file, lock_directory
 from gpuguard.cli import setup_remove, setup_room
 from gpuguard.line import reservefiles, served, tickets
+from gpuguard.model import ClaimRecord
+from gpuguard.services import asking
 records.MOST_OF_ONE = reservefiles.MOST_OF_ONE = 1
 directory = lock_directory(sys.argv[1])
 print([one.note for one in records.read_records(directory)])
 print(tickets.read_tickets(directory)[0], reservefiles.read(directory, 0.0)[0], served.last(directory, 1))
 served.note(directory, 1)
 print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]), setup_room._what_lives(directory))
-print(setup_remove._lock_all(sys.argv[1], []))
+asking._holders, asking.listens = lambda *_: (os.getpid(),), lambda pid: True
+with asking._Supervisor(directory, ClaimRecord("a", 1, "eve", (), pid=os.getpid())) as nobody:
+    print(setup_remove._lock_all(sys.argv[1], []), nobody, releasing._descriptors_of(directory, 1, "a"))
 """
 # Where setup was never run: the first who needs a lock file makes it, for all.
 STICKY = """
@@ -126,7 +130,7 @@ def test_whoever_reads_the_files_of_all_users_passes_over_what_one_has_mounted_o
     first, second, third, last = told(ADMINS, place, covered)
     assert (first, second) == ("[]", "[] [] None")
     assert third.startswith(f"{place}/claims False {min(NAMES)} there cannot be looked at")
-    assert last == "None"
+    assert last == "None None None"
 
 
 @pytest.mark.root

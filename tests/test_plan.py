@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,7 @@ def test_nobody_whose_user_had_more_puts_off_a_start_even_within_the_promise() -
     machine = a_machine(line, 2, free=1, ends={"d1": 5.0})
 
     assert started(planned(line, machine, {2: 0.5})) == []
+    assert started(planned([line[0], replace(line[1], party=7)], machine, {7: 0.5})) == []
     assert started(planned(line, machine, {1: 0.5})) == [line[1].id]
     assert started(planned(line, machine, {2: 0.5}, fair_share=False)) == [line[1].id]
 

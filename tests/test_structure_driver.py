@@ -51,7 +51,7 @@ def test_a_driver_that_counts_what_cannot_be_is_not_believed(three: FakeNvml, co
     assert answer_of(three, look) == f"the driver counts {count} devices, which cannot be.  Try `nvidia-smi`."
 
 
-@pytest.mark.parametrize("uuid", [a_uuid(0), "", "GPU-", "gate", "GPU-../gate", "GPU-\u202e"])
+@pytest.mark.parametrize("uuid", [a_uuid(0), "", "GPU-", "gate", "GPU-../gate", "GPU-1/gate", "GPU-\u202e"])
 def test_what_nvidia_smi_does_not_tell_from_another_device_is_nobodys(tmp_path: Path, uuid: str) -> None:
     file = write_smi(tmp_path / "smi.xml", a_snapshot(a_device(0), a_device(1)))
     file.write_text(file.read_text().replace(a_uuid(1), uuid))

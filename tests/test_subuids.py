@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,6 +146,17 @@ def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
     assert ALICE.pw_uid in [place.ticket.uid for place in places][:2]
     assert len(found) == 6
     assert [(one.uid, one.id) for one in torn] == [(FIRST, "15 more")]
+
+
+@pytest.mark.root
+def test_who_only_asks_where_he_would_stand_stands_as_one_too(directory):
+    held: list[Held] = []
+    by([ALICE.pw_uid], lambda uid: held.append(Held(directory, ticket_content(a_ticket()))))
+    facts, mine = Facts(usage={FIRST + 2: 1e6}), a_ticket(FIRST + 1, since=time.time() - 1.0)
+    places = standing(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, Rules(), mine).places
+    held[0].leave()
+
+    assert [place.ticket.uid for place in places] == [ALICE.pw_uid, FIRST + 1]
 
 
 @pytest.mark.root
