@@ -171,7 +171,10 @@ def test_what_looks_within_a_look_take_counts_once(clock):
         return [in_time(os.getpid(), kind, taking(0.01, clock)) for kind in ("memory", "maps")]
 
     assert in_time(os.getpid(), "facts", facts, 5) == ["found", "found"]
-    assert {kind: round(seconds, 3) for (_, kind), (seconds, _) in apart._spent.items()} == {"memory": 0.01, "maps": 0.01}
+    assert {kind: round(seconds, 3) for (_, kind), (seconds, _) in apart._spent.items()} == {
+        "memory": 0.01,
+        "maps": 0.01,
+    }
 
 
 def test_who_answers_just_in_time_by_many_uids_without_a_name_takes_no_more_than_who_never_does(clock, monkeypatch):

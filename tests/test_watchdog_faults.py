@@ -108,7 +108,7 @@ def fail(*_, **__):
 def test_a_condition_that_cannot_be_judged_again_does_not_hold(a_watchdog, log, monkeypatch):
     """Before each signal it is asked; who could make that fail must not be hit for it, and no innocent either."""
     holds = []
-    monkeypatch.setattr(actions, "act", lambda verdict, again, context: holds.append(context.still_true(verdict, again)))
+    monkeypatch.setattr(actions, "act", lambda verdict, now, context: holds.append(context.still_true(verdict, now)))
     monkeypatch.setattr(watchdog.engine, "still_holds", fail)
     guard = a_watchdog(snapshots(A_HOG, number=3), HOGS)
     for _ in range(2):
