@@ -69,6 +69,24 @@ def test_a_program_that_does_not_exist_is_127_with_advice(wrapped):
     assert not wrapped.is_claimed()
 
 
+@pytest.mark.parametrize(("program", "how"), [("train.py", "python train.py"), ("job", "./job")])
+def test_a_file_of_this_directory_is_127_with_the_way_to_start_it(wrapped, tmp_path, monkeypatch, program, how):
+    """A shell does not find it either, without a path before it."""
+    (tmp_path / program).write_text("#!/bin/sh\n")
+    (tmp_path / program).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+
+    status, _, err = wrapped.run(program)
+
+    assert (status, f"not found in PATH, but here.  Write `gpuguard run ... -- {how}`." in err) == (127, True)
+
+
+def test_a_variable_before_the_command_is_127_with_advice(wrapped):
+    status, _, err = wrapped.run("NCCL_DEBUG=INFO", "true")
+
+    assert (status, "To set a variable: env NCCL_DEBUG=INFO CMD." in err) == (127, True)
+
+
 def test_an_empty_word_as_program_is_127(wrapped):
     assert wrapped.run("")[0] == 127
 

@@ -107,11 +107,16 @@ def _go(enter: Callable[[], None]) -> None:
 
 def failure(program: str, code: int) -> tuple[int, str]:
     """Exit code and message for a *program* that could not be started, as a shell has them."""
-    if code == errno.ENOENT and os.path.exists(program):
+    if code == errno.ENOENT and os.path.isfile(program) and "/" not in program:
+        how = f"python {program}" if program.endswith(".py") else f"./{program}"
+        return EXIT_NOT_FOUND, f"{program}: command not found in PATH, but here.  Write `gpuguard run ... -- {how}`."
+    if code == errno.ENOENT and "/" in program and os.path.exists(program):
         return EXIT_NOT_FOUND, f"{program}: the interpreter that its first line names does not exist."
     if code in (errno.ENOENT, errno.ENOTDIR) and " " in program.strip():
         advice = "Leave out the quotes around the command; where it needs a shell: sh -c '...'."
         return EXIT_NOT_FOUND, f"{program}: command not found.  {advice}"
+    if code == errno.ENOENT and program.partition("=")[0].isidentifier() and "=" in program:
+        return EXIT_NOT_FOUND, f"{program}: command not found.  To set a variable: env {program} CMD."
     if code in (errno.ENOENT, errno.ENOTDIR):
         return EXIT_NOT_FOUND, f"{program or repr(program)}: command not found.  Is it installed, and in PATH?"
     reason = os.strerror(code)
