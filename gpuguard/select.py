@@ -258,7 +258,9 @@ def _never(request: Request, could: Choice) -> str:
     faults = [refusal for refusal in could.refused if not any(reason.option for reason in refusal.reasons)]
     outer = {reason.text: None for refusal in could.refused for reason in refusal.reasons if reason.option == OUTER}
     condition = f" that can satisfy {' '.join(asked)}" if asked else " that can be used" if faults or outer else ""
-    advice = [f"ask for {fit}"] * bool(fit) + [f"drop {' or '.join(names)}"] * bool(names)
+    droppable = [name for name in names if name != "--memory"]  # which a share must have
+    advice = [f"ask for {fit}"] * bool(fit) + [f"drop {' or '.join(droppable)}"] * bool(droppable)
+    advice += ["ask for less --memory"] * (droppable != names)
     lines = [
         f"wanted {_gpus(request.num_gpus)}, but {_there('exist', could.devices)}{condition}.",
         *(f"  {limit}" for limit in outer),

@@ -143,6 +143,12 @@ def test_what_can_never_be_met_says_what_to_ask_for_instead():
     assert (fault.wanted, fault.available, len(fault.refused)) == (5, 4, 4)
 
 
+def test_a_share_that_fits_nowhere_is_not_told_to_drop_its_size_which_it_needs():
+    fault = error(a_snapshot(a_device()), Request(share=True, memory=999 * GIB, models=("L4",)))
+
+    assert "\nDrop --model, or ask for less --memory.\n" in str(fault)
+
+
 def test_nine_of_eight_can_never_be_met():
     fault = error(a_snapshot(*[a_device(i) for i in range(8)]), Request(9))
 
