@@ -35,6 +35,7 @@ def rules_of(policy: PolicyKeys, path: Path) -> Iterator[tuple[str, Any, Path]]:
 
 def compare(decoder: Decoder, policies: Mapping[Path, PolicyKeys]) -> None:
     """Note in the decoder's source what is the matter with harmful policies, once for each rule of each."""
+    mode = decoder.values.get(("mode",), "observe")
     harmful = [
         (path, policy) for path, policy in policies.items() if any(step.name in HARMFUL for step in policy.steps)
     ]
@@ -43,6 +44,7 @@ def compare(decoder: Decoder, policies: Mapping[Path, PolicyKeys]) -> None:
             found = (
                 warning
                 for first_path, first in harmful[:number]
+                if (first.mode or mode) == (policy.mode or mode)  # one that only observes ends nobody
                 for first_name, first_rule, first_where in rules_of(first, first_path)
                 if first_name == name and (rule == first_rule or name not in BY_CONTENT)
                 for warning in _between(
@@ -82,13 +84,25 @@ def _between(
 
 def _overtaken(where: Path, narrow: PolicyKeys, wide: PolicyKeys, name: str, same_rule: bool) -> Iterator[Found]:
     """A policy for some that never comes to its end, because the one for more is there before."""
-    if same_rule and _delay(wide) <= _delay(narrow):
+    if same_rule and _delay(wide) <= _delay(narrow) and _acts_wherever(wide, narrow):
         yield (
             where,
             f"{wide.name!r} ends the same processes for {name} after {format_duration(_delay(wide))}, so this one, "
             f"after {format_duration(_delay(narrow))}, changes nothing.",
             f"Spare them in {wide.name!r} by `except`.",
         )
+
+
+def _acts_wherever(wide: PolicyKeys, narrow: PolicyKeys) -> bool:
+    """Whether *wide*, whose `only` has all of *narrow*'s, spares nobody there and at no time."""
+    return (
+        wide.hours in (None, narrow.hours)
+        and wide.days in (None, narrow.days)
+        and wide.at_most == narrow.at_most
+        and wide.start_grace <= narrow.start_grace
+        and wide.devices_at_least <= narrow.devices_at_least
+        and (wide.except_ == narrow.except_ or all(_apart(each, _whom(narrow.only)) for _, each in _exempt(wide, ())))
+    )
 
 
 def _undone(path: Path, policy: PolicyKeys, other: PolicyKeys, name: str) -> Iterator[Found]:
@@ -150,8 +164,20 @@ def _holds(key: str, entries: frozenset[Any], whom: Mapping[str, frozenset[Any]]
 def _may_hold(key: str, entries: frozenset[Any], whom: Mapping[str, frozenset[Any]]) -> bool:
     if key not in whom or whom[key] <= entries:
         return key in whom or COUSINS.get(key) in whom
-    # All students may be staff, each A100 is an A*, and 0 may be GPU-5f0e; but alice is not bob, and 0 is not 1.
-    return key in ("groups", "models") or (key == "devices" and not all(map(str.isdecimal, whom[key] | entries)))
+    return _may_be_others(key, entries | whom[key])
+
+
+def _may_be_others(key: str, entries: frozenset[Any]) -> bool:
+    """All students may be staff, each A100 is an A*, and 0 may be GPU-5f0e; but alice is not bob, and 0 is not 1."""
+    return key in ("groups", "models") or (key == "devices" and not all(map(str.isdecimal, entries)))
+
+
+def _apart(spared: ExceptKeys, whom: Mapping[str, frozenset[Any]]) -> bool:
+    """Whether an exemption certainly spares nobody in *whom*, or will one day."""
+    return spared.until is not None or any(
+        key in whom and not entries & whom[key] and not _may_be_others(key, entries | whom[key])
+        for key, entries in _whom(spared).items()
+    )
 
 
 def _covers(spared: ExceptKeys, whom: Mapping[str, frozenset[Any]], holds: Holds = _holds) -> bool:

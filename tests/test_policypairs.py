@@ -87,6 +87,24 @@ def test_a_stricter_policy_for_some_is_no_contradiction():
     assert warnings(two("", "only: {users: [alice]}", when=(IDLE, "{idle: {below: 20%}}"))) == []
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        "hours: '08:00-20:00'", "days: [mon]", "start_grace: 5h", "devices_at_least: 4", "at_most: {users: 1}",
+        "except: {kinds: [interactive]}", "except: {devices: [1]}",
+    ],
+)  # fmt: skip
+def test_a_policy_for_some_changes_what_the_one_for_all_leaves(first):
+    assert warnings(two(first, "only: {users: [alice]}")) == []
+    assert warnings(two(f"{first}, only: {{users: [alice, bob]}}", "only: {users: [alice]}")) == []
+
+
+@pytest.mark.parametrize(("first", "second"), [("observe", "enforce"), ("enforce", "observe")])
+def test_what_only_observes_is_a_rehearsal_beside_what_ends(first, second):
+    assert warnings(two(f"mode: {first}", f"mode: {second}")) == []
+    assert warnings(two("", "mode: enforce")) == []  # a file observes where it does not say
+
+
 def test_a_milder_policy_for_some_changes_nothing_wherever_it_stands():
     late = ("[warn, {after: 10m, do: terminate}]", "[warn, {after: 5h, do: terminate}]")
     [said] = warnings(two("", "only: {users: [alice]}", steps=late, when=MARKED))
@@ -101,7 +119,7 @@ def test_an_exemption_that_another_policy_undoes():
     assert warnings(two("", "except: «{users: [alice]}")) == ["whom this spares, 'a' ends for idle all the same."]
 
 
-@pytest.mark.parametrize("spared", ["devices: [1]", "kinds: [batch]", "users: [bob]"])
+@pytest.mark.parametrize("spared", ["devices: [1]", "users: [bob]", "users: [bob], kinds: [batch]"])
 def test_an_exemption_of_others_leaves_one_policy_too_many(spared):
     [said] = warnings(two(f"except: {{{spared}}}", "only: {users: [alice], devices: [0]}", when=MARKED))
 
