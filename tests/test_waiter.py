@@ -199,6 +199,13 @@ def test_only_one_of_two_leads(scene, led):
     assert scene.waiter._takes_the_lead() is False
 
 
+def test_a_leader_who_ends_before_it_is_known_who_he_is_is_followed_at_once(scene, led):
+    """Killed between the two looks at his lock, he was waited for half a minute with the devices free."""
+    scene.patch.setattr(waiting, "flock_holder", lambda descriptor: ended(led))
+
+    assert scene.waiter._takes_the_lead() is True
+
+
 # Looking for oneself.
 
 

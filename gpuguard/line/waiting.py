@@ -129,9 +129,13 @@ class Waiter:
     def _takes_the_lead(self) -> bool:
         if self._leads:
             return False
-        if not try_flock(self._queue):
+        for _ in range(2):  # whoever leads may end before it is known who he is, and then nobody would hear of it
+            if try_flock(self._queue):
+                break
             pid = flock_holder(self._queue)
-            self._leader.watch([pid] if pid else [])
+            if not self._leader.watch([pid] if pid else []) and pid:
+                return False
+        else:
             return False
         self._leader.close()
         self._leads = Leader(self._directory, self._uuids, self._look)
