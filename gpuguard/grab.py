@@ -291,6 +291,9 @@ def _enter(claim: Claim) -> None:
         before = _written()
         if before is None:
             _outside.update({name: os.environ.get(name) for name in (*claim.environment(), *SHARE_VARIABLES)})
+        else:  # what the program itself has set since then holds for its later claims, too
+            now = {name: os.environ.get(name) for name in before}
+            _outside.update({name: value for name, value in now.items() if value != before[name]})
         _made.append((os.getpid(), claim))
         _write(claim.environment(), before or {})
 

@@ -100,6 +100,15 @@ def test_a_second_call_gets_other_devices():
     assert visible() == ",".join(map(str, indices(second)))
 
 
+def test_a_bound_that_the_program_sets_after_its_first_claim_holds_for_all_later_ones():
+    gpuguard.grab_gpus(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+
+    assert indices(gpuguard.grab_gpus(1)) == [1]
+    with pytest.raises(NotEnoughGpus, match="device 1: claimed by"):
+        gpuguard.grab_gpus(1)
+
+
 def test_two_threads_at_once_get_different_devices_and_leave_the_environment_as_it_was():
     found: list[int] = []
     both = threading.Barrier(2, timeout=30)
