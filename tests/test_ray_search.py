@@ -157,6 +157,15 @@ def test_a_job_asks_ray_for_its_devices_and_runs_under_gpuguard_run_with_the_sam
     ]  # fmt: skip
 
 
+def test_a_command_that_should_start_in_a_directory_that_is_gone_is_refused(tmp_path, monkeypatch):
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+    with pytest.raises(InvalidRequest, match="is gone: go to another one"):
+        job("--", "ls")
+
+
 def test_words_for_ray_reach_it():
     made = job("--with", "--entrypoint-num-cpus 4", "--with", """--runtime-env-json '{"pip": ["x"]}'""", "--", "ls")
 

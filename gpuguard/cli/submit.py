@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 
 from gpuguard.cli.choice_options import add_choice_options, request_of
 from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits_of
@@ -93,6 +94,10 @@ def check(args: argparse.Namespace) -> None:
         raise InvalidRequest(f"--mine-as-free and --strategy choose among GPUs, as {args.via} does: drop it.")
     if (args.wait or args.no_wait) and not args.attach:
         raise InvalidRequest("--wait and --no-wait are about staying until it starts: add --attach.")
+    try:
+        os.getcwd()
+    except OSError:
+        raise InvalidRequest("the directory in which the command should start is gone: go to another one.") from None
     request_of(args)
     _, time_limit, _ = durations_of(args)
     limits_of(args, time_limit)
