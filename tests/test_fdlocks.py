@@ -21,7 +21,19 @@ from gpuguard.claims import fdlocks, holders
 from gpuguard.claims.holders import as_written, inode_of
 
 UNKNOWN = 20002  # another user
-SILENT = "import os\nwhile os.read(0, 1000): pass"  # a reader that never answers, and ends when nobody asks any more
+# Readers that never answer, and end when nobody asks any more; the second one has begun.
+SILENT = "import os\nwhile os.read(0, 1000): pass"
+READY = (
+    "import marshal, os\nbody = marshal.dumps(('ready',))\nos.write(1, len(body).to_bytes(4, 'little') + body)\n"
+    + SILENT
+)
+BUSY = """
+import sys, time
+while time.thread_time() < 0.3: pass
+sys.path[:] = sys.argv[1:]
+import gpuguard.claims.holders as h
+h.answer()
+"""
 # A file of FUSE whose server never answers a read, and an epoll that is handing over an event to a page of it.
 ATTACK = """
 import ctypes, os, select, struct, sys
@@ -75,10 +87,10 @@ def locked(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def silent(monkeypatch: pytest.MonkeyPatch, reader: str = SILENT) -> None:
     monkeypatch.setattr(fdlocks, "SLACK_SECONDS", 0.0)
     monkeypatch.setattr(fdlocks, "SLACK_AGAIN", 0.0)
-    monkeypatch.setattr(sampler, "interpreter", lambda code, word: [sys.executable, "-c", SILENT])
+    monkeypatch.setattr(sampler, "interpreter", lambda code, word: [sys.executable, "-c", reader, *sys.path])
 
 
 def test_what_a_process_has_locked_is_what_the_kernel_says(locked):
@@ -107,7 +119,7 @@ def test_one_reader_looks_again_and_again(locked):
 
 def test_of_whom_a_look_does_not_come_back_nothing_more_is_asked_until_it_does(monkeypatch, locked):
     with monkeypatch.context() as patch:
-        silent(patch)
+        silent(patch, READY)
         assert fdlocks.locked_files(os.getpid(), UNKNOWN, 0.01) == {}
     readers = list(fdlocks._hanging.values())
     monkeypatch.setattr(fdlocks, "_has_ended", lambda pid: False)
@@ -117,6 +129,22 @@ def test_of_whom_a_look_does_not_come_back_nothing_more_is_asked_until_it_does(m
     assert fdlocks.locked_files(os.getpid(), os.getuid(), 5), "others are looked at meanwhile, by another reader"
     monkeypatch.undo()
     assert eventually(lambda: not fdlocks.hangs(UNKNOWN)), f"{readers} ended: nobody asks any more"
+
+
+def test_a_reader_that_begins_late_is_waited_for(monkeypatch, locked):
+    """On a loaded machine it began so late that nobody knew what an honest user had locked."""
+    with monkeypatch.context() as patch:
+        silent(patch, BUSY)
+        assert fdlocks.locked_files(os.getpid(), UNKNOWN, 0.01)
+        assert not fdlocks.hangs(UNKNOWN)
+
+
+def test_a_reader_that_never_begins_is_nobodys_fault(monkeypatch, locked):
+    with monkeypatch.context() as patch:
+        silent(patch)
+        patch.setattr(fdlocks, "START_SECONDS", 0.01)
+        assert fdlocks.locked_files(os.getpid(), UNKNOWN, 0.01) == {}
+        assert not fdlocks.hangs(UNKNOWN)
 
 
 def test_while_many_hang_nobody_without_a_name_is_asked(monkeypatch, locked):

@@ -9,6 +9,7 @@ Only who may see that text, and not where descriptors lead, needs it: a guard wi
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 from _thread import allocate_lock
@@ -18,6 +19,7 @@ from gpuguard.users import user_name
 
 SLACK_SECONDS = 0.5  # beyond what a look may take
 SLACK_AGAIN = 0.05  # while others hang: many users who do so must not take the time of all
+START_SECONDS = 10.0  # of a reader, in 0.05 s where nobody else computes: that it begins late is nobody's fault
 MOST_HANGING = 16  # from then on nobody without a name is looked at: one user can have 65536 such uids
 
 _asking = allocate_lock()
@@ -41,10 +43,7 @@ def locked_files(pid: int, uid: int, seconds: float) -> dict[int, str]:
         try:
             _, reader, ask, answers = _started()
             sampler.send(ask, (pid, seconds))
-            poll = select.poll()
-            poll.register(answers, select.POLLIN)
-            slack = SLACK_AGAIN if _hanging else SLACK_SECONDS
-            if not poll.poll((seconds + slack) * 1000):
+            if not _says_something(answers, seconds + (SLACK_AGAIN if _hanging else SLACK_SECONDS)):
                 _hanging[uid] = reader
                 _close()
                 return {}
@@ -80,7 +79,17 @@ def _start() -> tuple[int, int, int, int]:
         sampler.close_all(opened)
         raise
     sampler.close_all((asked, answered))
+    if not _says_something(answers, START_SECONDS) or sampler.receive(answers) is None:
+        sampler.close_all((ask, answers))
+        _ended.append(pid)
+        raise OSError(errno.ETIME, os.strerror(errno.ETIME))
     return os.getpid(), pid, ask, answers
+
+
+def _says_something(answers: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(answers, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _close() -> None:

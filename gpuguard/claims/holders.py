@@ -163,6 +163,7 @@ def answer() -> NoReturn:
     """Read what processes have locked until nobody asks any more: the life of a reader, see fdlocks."""
     from gpuguard.backends import sampler
 
+    sampler.send(1, ("ready",))
     while request := sampler.receive(0):
         pid, seconds = request
         until = time.monotonic() + seconds
