@@ -121,3 +121,11 @@ def test_what_is_not_said_is_what_the_parser_would_make_of_it(command, monkeypat
 
 def test_a_planted_heavy_import_is_seen():
     assert "subprocess" in modules_loaded_by("import subprocess") & HEAVY
+
+
+@pytest.mark.parametrize("command", ["run", "who", "top"])
+def test_a_backend_that_is_set_but_empty_is_the_default_as_for_grab_gpus(command, monkeypatch):
+    """As left behind by ``export GPUGUARD_BACKEND=$UNSET``."""
+    monkeypatch.setenv("GPUGUARD_BACKEND", "")
+
+    assert dispatch.build_parser(command).parse_args([]).backend == "nvml"

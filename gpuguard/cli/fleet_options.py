@@ -61,7 +61,7 @@ def asked_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str,
     from gpuguard.units import parse_duration
 
     there = "it is of this machine; GPUGUARD_BACKEND and GPUGUARD_DIR of the account over there decide"
-    refuse(args, {"backend": os.environ.get("GPUGUARD_BACKEND", "nvml")}, there)
+    refuse(args, {"backend": os.environ.get("GPUGUARD_BACKEND") or "nvml"}, there)
     refuse(args, {"dir": os.environ.get("GPUGUARD_DIR") or None}, there)
     timeout = quantity("--timeout", args.timeout, parse_duration)
     parallel = whole_number("--parallel", args.parallel)

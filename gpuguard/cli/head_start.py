@@ -15,7 +15,7 @@ _ELSEWHERE = ("--hosts", "--help", "-h")
 
 def is_due(words: list[str]) -> bool:
     """Whether the command line *words* will have this machine's driver asked."""
-    nvml = os.environ.get("GPUGUARD_BACKEND", "nvml") == "nvml" and not any(
+    nvml = (os.environ.get("GPUGUARD_BACKEND") or "nvml") == "nvml" and not any(
         word.startswith("--backend") for word in words
     )
     if not nvml or not words or words[0] in _AT_ONCE:

@@ -19,7 +19,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--backend",
         metavar="B",
-        default=os.environ.get("GPUGUARD_BACKEND", "nvml"),
+        default=os.environ.get("GPUGUARD_BACKEND") or "nvml",
         help="nvml, smi, simulated; to look at files: smi:FILE.xml, replay:FILE; see docs/sources.md "
         "(default: $GPUGUARD_BACKEND, else nvml)",
     )

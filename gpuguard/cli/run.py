@@ -282,7 +282,7 @@ def command_of(args: argparse.Namespace) -> list[str]:
 
 def pass_on_sources(args: argparse.Namespace) -> None:
     """Let gpuguard inside the job mean the same machine and the same claims, wherever it is called."""
-    if args.backend != os.environ.get("GPUGUARD_BACKEND", "nvml"):
+    if args.backend != (os.environ.get("GPUGUARD_BACKEND") or "nvml"):
         kind, colon, place = args.backend.partition(":")
         os.environ["GPUGUARD_BACKEND"] = kind + colon + (os.path.abspath(place) if place else "")
     if args.dir:

@@ -62,7 +62,7 @@ def collector(
     if not interval >= SHORTEST_SECONDS:
         raise InvalidRequest(f"an interval of {interval} s: {SHORTEST_SECONDS} s are the least.")
     watched = frozenset({os.getpid()} if pids is None else pids)
-    source = environ.get("GPUGUARD_BACKEND", "nvml") if backend is None else backend
+    source = (environ.get("GPUGUARD_BACKEND") or "nvml") if backend is None else backend
     return Collector(source, watched, interval, None if devices is None else frozenset(devices), dict(environ))
 
 
