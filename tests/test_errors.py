@@ -98,6 +98,7 @@ def test_too_few_descriptors_are_told_as_such():
         (errno.ENFILE, "/proc/sys/fs/file-nr"),
         (errno.EDQUOT, "Make room"),
         (errno.EAGAIN, "see `ulimit -u`"),
+        (errno.ENOMEM, "`free -h`"),
         (errno.EIO, "an error inside gpuguard"),
     ],
 )
@@ -109,6 +110,17 @@ def test_a_fault_of_the_machine_is_told_as_such(monkeypatch, capsys, code, said)
 
     assert dispatch.run_command_line(["who"]) == EXIT_NO
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status"), [(["select", "-n", "x"], EXIT_USAGE), (["run", "-n", "x", "--", "true"], 125)]
+)
+def test_a_failure_that_cannot_be_told_has_its_exit_code_all_the_same(words, status):
+    """With standard error on a full disk a traceback was tried instead, and `run` ended as a job that ends with 1."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "gpuguard", *words], stderr=full, check=False)
+
+    assert done.returncode == status
 
 
 @pytest.mark.parametrize("words", [["--version"], ["policy", "rules"]], ids=["a line", "more than a buffer"])

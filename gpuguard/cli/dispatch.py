@@ -88,13 +88,20 @@ def run_command_line(words: list[str]) -> int:
     except GpuguardError as error:
         from gpuguard.views.text import neutralise
 
-        print("gpuguard:", "\n".join(map(neutralise, str(error).splitlines())), file=sys.stderr)
+        _say("\n".join(map(neutralise, str(error).splitlines())))
         return exit_code(command, error)
     except Exception as error:  # the border of this process: a user gets a sentence, a developer more
         if "GPUGUARD_DEBUG" in os.environ:
             raise
-        print(f"gpuguard: {_sentence(error)}", file=sys.stderr)
+        _say(_sentence(error))
         return EXIT_RUN_FAILED if command in STARTING else EXIT_NO
+
+
+def _say(text: str) -> None:
+    try:
+        print(f"gpuguard: {text}", file=sys.stderr, flush=True)
+    except OSError:  # a full disk, or nobody reads it: the exit code tells
+        return
 
 
 def _sentence(error: Exception) -> str:
@@ -106,6 +113,8 @@ def _sentence(error: Exception) -> str:
         return "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and who opens so many."
     if (code == errno.EAGAIN and error.args[1:] == (os.strerror(errno.EAGAIN),)) or "start new thread" in str(error):
         return CROWDED
+    if code == errno.ENOMEM or isinstance(error, MemoryError):
+        return "no memory is left for this: see `free -h`, `ulimit -v`, and the limit of your cgroup."
     if isinstance(error, OSError) and code in (errno.ENOSPC, errno.EDQUOT):
         what = error.filename or "what this command prints"
         return f"{what} could not be written: {error.strerror}.  Make room (see `df` and `quota`), or write elsewhere."
