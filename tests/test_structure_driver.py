@@ -42,6 +42,27 @@ def test_who_takes_any_text_for_the_name_of_a_device_is_found(three: FakeNvml, t
     assert any(one.startswith("uuid = b'': select") and "claimed by unknown" in one for one in found)
 
 
+WHOSE = {
+    "another device's": lambda devices: devices[2],
+    "its own device's": lambda devices: devices[1],
+    "that of an instance of another device": lambda devices: devices[0].mig[0],
+    "its sibling's": lambda devices: devices[1].mig[1],
+}
+
+
+@pytest.mark.parametrize("whose", WHOSE)
+def test_an_instance_whose_name_is_something_elses_is_nobodys(three: FakeNvml, whose: str) -> None:
+    """Whoever claimed the one would have had the other as well."""
+    for device, number in ((0, 1), (1, 1), (1, 2)):
+        three.add_mig(device, "3g.40gb", number)
+    devices = three._state.devices
+    devices[1].mig[0].uuid = WHOSE[whose](devices).uuid
+    look = "found = nvml.open().sample(ALL_FIELDS)\nanswer = [one.uuid for one in found.devices], len(found.gaps)"
+    found, gaps = answer_of(three, look)
+
+    assert (len(found), len(set(found)), gaps > 0) == (5, 5, True)
+
+
 @pytest.mark.parametrize("count", [1025, 10**6, 2**32 - 1])
 def test_a_driver_that_counts_what_cannot_be_is_not_believed(three: FakeNvml, count: int) -> None:
     """Each device that it counts would be asked for."""

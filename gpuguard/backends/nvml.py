@@ -158,12 +158,22 @@ class Nvml:
         reading = Reading(self._nvml, place, fields, self._files)
         try:
             nvml_fields.read(reading)
-            instances = _instances(reading) if reading.values.get("mig_mode") else []
+            instances = self._own(_instances(reading), reading) if reading.values.get("mig_mode") else []
         except DeviceLost:
             return [_lost(place, fields)]
         finally:
             place.ahead.clear()
         return [(_device(reading), reading.gaps), *instances]
+
+    def _own(self, instances: list[_Read], reading: Reading) -> list[_Read]:
+        """Those of *instances* that no other device has, too: by its uuid one of them would be claimed for both."""
+        found = []
+        for instance, gaps in instances:
+            if (owner := self._owners.setdefault(instance.uuid, instance.index)) == instance.index:
+                found.append((instance, gaps))
+            else:
+                reading.gap("mig instances", f"device {owner} has {instance.uuid}, too")
+        return found
 
     def _named(self, place: Place) -> Place | Answer:
         """*place*, or why nobody can claim it: by its uuid nobody is told from others."""

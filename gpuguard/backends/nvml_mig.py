@@ -38,7 +38,8 @@ def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
             continue
         instance = Reading(parent.nvml, Place(parent.place.index, handle.value, ""), parent.fields, parent.files)
         uuid = instance.ask("nvmlDeviceGetUUID")
-        if uuid.code or not is_uuid(uuid.value) or uuid.value in (parent.place.uuid, *uuids):
+        sound = not uuid.code and uuid.value.startswith("MIG-") and is_uuid(uuid.value)
+        if not sound or uuid.value in uuids:
             parent.gap("mig instances", f"instance {number}: {uuid.reason or f'its uuid is {uuid.value!r:.40}'}")
             continue
         instance.place.uuid = uuid.value
