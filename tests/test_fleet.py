@@ -5,12 +5,15 @@ The real ssh and a real sshd are in test_fleet_ssh, what strangers answer in tes
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleets import Hosts, OnATerminal, an_answer
@@ -267,6 +270,31 @@ def test_the_pool_is_bounded(hosts):
 
     assert sorted(reply.host for reply in replies) == list("abcdef")
     assert {reply.status for reply in replies} == {0}
+
+
+def test_where_few_files_may_be_open_fewer_hosts_are_asked_at_once(hosts, monkeypatch):
+    """They were told to install ssh."""
+    for name in "abcdef":
+        hosts.say(name, an_answer())
+    started, most = subprocess.Popen, 2
+
+    def start(*words: Any, **more: Any) -> Any:
+        if len(pool._running) >= most:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return started(*words, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    replies: list[Reply] = []
+    with Pool(Asking("x", ssh=tuple(hosts.ssh.split()), timeout=60.0)) as pool:
+        pool.ask(list("abcdef"))
+        while pool.waiting_for:
+            replies += pool.step(1.0)
+        most = 0
+        pool.ask(["g"])
+        with pytest.raises(OSError, match="Too many open files"):
+            pool.step(1.0)
+
+    assert sorted(reply.host for reply in replies) == list("abcdef")
 
 
 def test_an_answer_without_end_is_cut_off():

@@ -7,6 +7,7 @@ Does not understand what comes back: see answers.
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import signal
@@ -137,6 +138,11 @@ class Pool:
                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )  # fmt: skip
             except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
+                    if not self._running:
+                        raise
+                    self._todo.appendleft(host)  # so many at once as this machine lets us
+                    return
                 raise GpuguardError(
                     f"{self._how.ssh[0]} cannot be run: {error.strerror}.  Install it (apt-get install "
                     "openssh-client), or name another one with --ssh."
