@@ -9,6 +9,8 @@ import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Gpuguard
@@ -151,6 +153,21 @@ def test_no_name_of_a_job_makes_another_one(monkeypatch):
     assert all(line.isprintable() for line in views.to_text(found, 0.0))
 
 
+def submitted(place: Path, script: str) -> Any:
+    """What `gpuguard submit` makes of an sbatch that runs *script*."""
+    sbatch = place / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\n{script}\n")
+    sbatch.chmod(0o755)
+    return Gpuguard(place, None, PATH=f"{place}:{os.environ['PATH']}")("submit", "--via", "slurm", "--", "true")
+
+
+def test_who_is_interrupted_while_he_hands_a_job_over_knows_where_to_look(tmp_path):
+    done = submitted(tmp_path, "kill -INT $PPID; exec sleep 60")
+
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "`squeue --me` shows it" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("said", "job"),
     [
@@ -161,11 +178,7 @@ def test_no_name_of_a_job_makes_another_one(monkeypatch):
 )  # fmt: skip
 def test_what_people_type_behind_scancel_is_a_number(tmp_path, said, job):
     (tmp_path / "said").write_bytes(said)
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
-    sbatch.chmod(0o755)
-    gpuguard = Gpuguard(tmp_path, None, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    done = gpuguard("submit", "--via", "slurm", "--", "true")
+    done = submitted(tmp_path, f"cat {tmp_path}/said")
 
     told = f"Slurm job {job} is queued: `gpuguard queue` shows it, `scancel {job}` ends it.\n" if job else ""
     assert (done.returncode, done.stdout) == (0 if job else 125, told), done.stderr

@@ -18,6 +18,7 @@ import sys
 
 from gpuguard.cli.run import durations_of
 from gpuguard.cli.submit import inner_words
+from gpuguard.cli.telling import say
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.views.text import neutralise, put
 
@@ -48,9 +49,13 @@ def submit(args: argparse.Namespace) -> int:
     if args.attach:
         sys.stdout.flush()
         os.execvpe(words[0], words, environment(args))
-    done = subprocess.run(
-        words, env=environment(args), capture_output=True, text=True, errors="backslashreplace", check=False
-    )
+    try:
+        done = subprocess.run(
+            words, env=environment(args), capture_output=True, text=True, errors="backslashreplace", check=False
+        )
+    except KeyboardInterrupt:
+        say("the job may be queued all the same: `squeue --me` shows it.")
+        raise
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"sbatch ended with {done.returncode}"])[-1]
         raise GpuguardError(f"Slurm refuses: {re.sub('^sbatch: (error|fatal): ', '', why)}\n{_ADVICE}")
