@@ -20,6 +20,9 @@ The message says what happened and what to do next; the facts behind it are attr
 
 from __future__ import annotations
 
+import errno
+import os
+
 TYPE_CHECKING = False  # typing costs 6 ms of import, and errors are imported before every job
 
 if TYPE_CHECKING:
@@ -31,6 +34,21 @@ CROWDED = (
     "no further process or thread can be started here: see `ulimit -u`, TasksMax= of a service, and what runs "
     "(`ps -eLf`)."
 )
+
+
+def shortage(error: Exception) -> str | None:
+    """What this machine, or this user, has no more of, and what to look at; None: it is another *error*."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.EMFILE:
+        most = os.sysconf("SC_OPEN_MAX")
+        return f"no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it."
+    if code == errno.ENFILE:
+        return "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and who opens so many."
+    if (code == errno.EAGAIN and error.args[1:] == (os.strerror(errno.EAGAIN),)) or "start new thread" in str(error):
+        return CROWDED
+    if code == errno.ENOMEM or isinstance(error, MemoryError):
+        return "no memory is left for this: see `free -h`, `ulimit -v`, and the limit of your cgroup."
+    return None
 
 
 class GpuguardError(Exception):

@@ -63,21 +63,37 @@ def test_a_sampler_that_never_becomes_ready_is_given_up(monkeypatch: pytest.Monk
     assert len(told) == 1
 
 
+def full(*_: object, **__: object) -> None:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
 @pytest.mark.parametrize(("call", "begin"), [("fork", sampler.start_by_fork), ("posix_spawn", sampler.start_by_spawn)])
 def test_a_sampler_that_cannot_be_started_leaves_no_descriptor_open(
     call: str, begin: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guard tries it again and again; with all descriptors gone it was blind for good."""
-
-    def full(*_: object, **__: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, "planted")
-
     monkeypatch.setattr(os, call, full)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(BlockingIOError):
         begin("simulated")
 
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_sampler_that_cannot_be_started_again_is_a_driver_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job of a `gpuguard run` lost its wrapper, with its limits, and who waited his place in line."""
+    start(str(tmp_path / "node"))
+    with open_isolated(f"simulated:{tmp_path / 'node'}") as source:
+        assert samples(source)
+        source.close()  # as when it has died
+        with monkeypatch.context() as crowded:
+            crowded.setattr(os, "posix_spawn", full)
+            with pytest.raises(BackendError, match=r"no further process.*see `ulimit -u`"):
+                source.sample({MEMORY})
+
+        assert samples(source)
 
 
 def test_a_sampler_that_may_start_no_thread_does_not_blame_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,11 @@ class Isolated:
 
     def _ask(self, request: tuple[object, ...]) -> None:
         if self._channel is None:
-            self._channel = self._start(self.name)
+            try:
+                self._channel = self._start(self.name)
+            except OSError as error:  # whoever looks again and again shall go on: a job, or one who waits
+                why = errors.shortage(error) or f"no process could be started that reads the devices: {error.strerror}."
+                raise errors.BackendError(why) from error
         channel = self._channel
         sampler.mark(channel[3], None)
         try:

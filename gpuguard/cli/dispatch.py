@@ -12,7 +12,7 @@ import gc
 import os
 import sys
 
-from gpuguard.errors import CROWDED, BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
@@ -105,17 +105,9 @@ def _say(text: str) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    code = error.errno if isinstance(error, OSError) else None
-    if code == errno.EMFILE:
-        most = os.sysconf("SC_OPEN_MAX")
-        return f"no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it."
-    if code == errno.ENFILE:
-        return "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and who opens so many."
-    if (code == errno.EAGAIN and error.args[1:] == (os.strerror(errno.EAGAIN),)) or "start new thread" in str(error):
-        return CROWDED
-    if code == errno.ENOMEM or isinstance(error, MemoryError):
-        return "no memory is left for this: see `free -h`, `ulimit -v`, and the limit of your cgroup."
-    if isinstance(error, OSError) and code in (errno.ENOSPC, errno.EDQUOT):
+    if short := shortage(error):
+        return short
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = error.filename or "what this command prints"
         return f"{what} could not be written: {error.strerror}.  Make room (see `df` and `quota`), or write elsewhere."
     return f"an error inside gpuguard: {error!r}.  GPUGUARD_DEBUG=1 shows where."
