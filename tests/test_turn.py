@@ -185,6 +185,13 @@ def test_an_error_says_the_place_and_the_prospects_and_what_it_said_before():
     assert str(Turn(turn.line, turn.line.places[0], (ONE,)).explained(error)).startswith("wanted 1 GPU: number 1")
 
 
+def test_who_has_no_place_is_given_no_number():
+    denied = a_place(after="its user may make no claim now")
+    error = Turn(a_line(denied), denied, (ONE,)).explained(NotEnoughGpus("wanted 1.", 1, 0, ()))
+
+    assert str(error) == "wanted 1 GPU: not in line yet: its user may make no claim now."
+
+
 def test_an_error_that_waiting_cannot_help_stays_what_it_is():
     never, error = ImpossibleRequest("never"), NotEnoughGpus("not now")
 

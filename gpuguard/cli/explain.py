@@ -55,11 +55,11 @@ def turn_of(directory: LockDirectory, snapshot: Snapshot, request: Request) -> t
     if not someone_waits(directory) or outer_claim(directory):
         return None
     from gpuguard.line.file import read_line_file
-    from gpuguard.line.turn import in_words, new_ticket, stand
+    from gpuguard.line.turn import new_ticket, prospects, stand
 
     mine = new_ticket([request])
     line = stand(directory, snapshot, read_line_file().rules, mine)
     place = line.of(mine.id)
     if place is None:
         return None
-    return place.now, f"number {place.number} of {len(line.places)} in line, {in_words(place, line)}"
+    return place.now, prospects(place, line)

@@ -224,12 +224,11 @@ class Turn:
         """*error* with the place in line and the prospects; one that waiting cannot help stays what it is."""
         if self.place is None or isinstance(error, ImpossibleRequest):
             return error
-        count, number = self.place.ticket.num_gpus, self.place.number
-        where = f"number {number} of {len(self.line.places)} in line"
+        count, where = self.place.ticket.num_gpus, prospects(self.place, self.line)
         if not self.place.ticket.id:  # who has not joined it
             where = f"not now; it would be {where}"
         _, *others = str(error).split("\n")
-        first = f"wanted {count} GPU{'s' * (count > 1)}: {where}, {in_words(self.place, self.line)}."
+        first = f"wanted {count} GPU{'s' * (count > 1)}: {where}."
         return NotEnoughGpus("\n".join([first, *others]), error.wanted, error.available, error.refused)
 
 
@@ -298,6 +297,12 @@ def _usage(directory: LockDirectory, rules: Rules) -> dict[int, float] | None:
             known = None
         _known_usage[path] = now, known
     return known
+
+
+def prospects(place: Place, line: Standing) -> str:
+    """``"number 2 of 3 in line, starts in about 2h"``; of who has no place without a number."""
+    words = in_words(place, line)
+    return words if place.ticket.after else f"number {place.number} of {len(line.places)} in line, {words}"
 
 
 def in_words(place: Place, line: Standing) -> str:
