@@ -50,11 +50,12 @@ def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: lis
 
 
 def _cut(value: Any) -> Any:
-    if isinstance(value, str) and len(value) > LONGEST_COMMAND:
-        return f"{value[:LONGEST_COMMAND]}..."
-    return (
-        list(_short(value)) if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value) else value
-    )
+    """*value*, a text or a list of texts no longer than can be read."""
+    if isinstance(value, str):
+        return "".join(_short([value]))
+    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return list(_short(value))
+    return value
 
 
 def _short(words: Sequence[str]) -> Iterator[str]:
