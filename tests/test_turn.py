@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from builders import a_claim_record, a_device, a_snapshot
+from builders import a_claim_record, a_device, a_process, a_snapshot
 from lines import a_ticket
 
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
@@ -129,7 +129,9 @@ def test_where_nobody_knows_when_it_starts_it_is_said_of_whom_one_cannot_tell():
     zoes = a_claim_record(SECOND, id="b", user="zoe", since=None)
 
     assert said(a_place(number=2), bob) == f"{unknown}bob's request before it has no time limit"
-    assert said(a_place()) == f"{unknown}a device is in use without a claim"
+    used = replace(a_line(a_place()), snapshot=a_snapshot(a_device(0, processes=(a_process(),))))
+    assert in_words(a_place(), used) == f"{unknown}a device is in use without a claim"
+    assert said(a_place()) == f"{unknown}a device is not free, though nobody has claimed it"  # in quarantine, too hot
     assert said(both, claims=(free,)) == f"{unknown}the job of bob has no time limit"
     assert said(both, claims=(zoes, free)) == f"{unknown}the jobs of bob and zoe have no time limit"
     late = a_claim_record(FIRST, id="a", ends=NOW - 10)

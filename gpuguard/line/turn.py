@@ -225,7 +225,7 @@ class Turn:
         if self.place is None or isinstance(error, ImpossibleRequest):
             return error
         count, where = self.place.ticket.num_gpus, prospects(self.place, self.line)
-        if not self.place.ticket.id:  # who has not joined it
+        if not self.place.ticket.id and not self.place.ticket.after:  # who has not joined it, but could
             where = f"not now; it would be {where}"
         _, *others = str(error).split("\n")
         first = f"wanted {count} GPU{'s' * (count > 1)}: {where}."
@@ -375,8 +375,11 @@ def _unknown_ends(place: Place, line: Standing) -> str:
         return f"{before[-1].ticket.user}'s request before it has no time limit"
     claims = {claim.id: claim for uuid in place.devices if (claim := _last_claim(uuid, line))}
     blind = [claim for claim in claims.values() if claim.ends is None and claim.expected is None]
+    if claims and not blind:
+        return "a job is over its time"
     if not blind:
-        return "a device is in use without a claim" if not claims else "a job is over its time"
+        used = any(device.processes for device in line.snapshot.devices if device.uuid in place.devices)
+        return "a device is in use without a claim" if used else "a device is not free, though nobody has claimed it"
     names = sorted({claim.user for claim in blind})
     jobs = "jobs of {} have" if len(blind) > 1 else "job of {} has"
     return f"the {jobs.format(' and '.join(names))} no time limit"
