@@ -174,12 +174,18 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
         backend: see open_backend.
 
     Raises:
+        InvalidRequest: there is no such group.
         BackendError: nothing at all can be read.
     """
     with _opened(_backend_name(backend)) as source:
-        from gpuguard.model import MODEL, WHO_FIELDS
+        from gpuguard.model import ALL_FIELDS, BRIEF, IDLE_PROCESSES, MODEL, STATS, WHO_FIELDS
 
-        return source.sample(frozenset(WHO_FIELDS if fields is None else fields) | {MODEL})
+        # A word is one group, not its letters.
+        asked = WHO_FIELDS if fields is None else frozenset((fields,) if isinstance(fields, str) else fields)
+        if unknown := asked - ALL_FIELDS - {IDLE_PROCESSES, STATS, BRIEF}:
+            names = ", ".join(sorted(ALL_FIELDS))
+            raise InvalidRequest(f"there is no group of fields {min(unknown)!r}: choose among {names}.")
+        return source.sample(asked | {MODEL})
 
 
 def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot:

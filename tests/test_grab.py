@@ -349,6 +349,9 @@ def test_snapshot_shows_the_machine_and_leaves_out_what_was_not_asked_for(node):
     assert [device.index for device in seen.devices if device.problems] == [1]
     assert seen.simulated and seen.devices[0].processes == ()
     assert (memory.devices[0].name, memory.devices[0].processes) == ("NVIDIA H100 80GB HBM3", None)
+    assert gpuguard.snapshot("memory").devices == memory.devices
+    with pytest.raises(gpuguard.InvalidRequest, match="no group of fields 'memroy': choose among clocks, "):
+        gpuguard.snapshot({"memroy"})
 
 
 def test_who_shows_the_claims_with_their_notes():
