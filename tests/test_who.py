@@ -358,3 +358,11 @@ def test_a_device_of_which_nothing_is_known_says_so_once():
     snapshot = a_snapshot(a_device(memory_used=None, memory_total=None, memory_free=None))
 
     assert "n/a/n/a" not in to_text(snapshot, uses(snapshot))[2]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA RTX PRO 6000 Blackwell Server Edition"])
+def test_on_a_terminal_a_long_name_gives_way_to_the_state(name):
+    snapshot = a_snapshot(a_device(name=name, processes=(ALICE,), **BUSY))
+    header, row = to_text(snapshot, uses(snapshot), width=80)[1:3]
+
+    assert row.endswith("used without a claim") and row.index("used") == header.index("STATE")

@@ -32,6 +32,7 @@ LABELS = {  # state: (words, colour)
     usage.UNKNOWN: ("unknown", "yellow"),
 }
 _INDENT = "     "
+_SHORTEST_NAME = 16  # columns of it: "GeForce RTX 4090"
 MOST_CLAIMS = 10  # lines of one user below a device: 8 can share it, and he writes any number of records about it
 # Why another field is unknown is no news here: no SXM module has a fan.  The JSON names them all.
 _NOT_SHOWN = set(Device.__match_args__) - {
@@ -93,9 +94,15 @@ def _title(snapshot: Snapshot, age: float | None) -> str:
 def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | None, paint: Paint) -> list[str]:
     if not found:
         return ["nothing to show"]
+    heads, cells = ["GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "STATE"], [_device_row(use) for use in found]
+    if width is not None:  # the name gives way to the state, not the profile of a MIG instance at its end
+        over = sum(2 + max(map(len, column)) for column in zip(heads, *cells, strict=True)) - 2 - width
+        room = max(_SHORTEST_NAME, max(len(row[1]) for row in cells) - max(0, over))
+        for row, use in zip(cells, found, strict=True):
+            row[1] = row[1] if use.device.mig_profile else shorten(row[1], room)
     devices = table(
-        [_device_row(use) for use in found],
-        ["GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "STATE"],
+        cells,
+        heads,
         align="<<>>>>",
         width=width,
         paint=lambda cell, place: paint(cell, _colour(cell)) if place == 6 else cell,
