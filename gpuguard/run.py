@@ -15,14 +15,13 @@ import signal
 import time
 
 from gpuguard import actions, history
-from gpuguard.errors import BackendError, ClaimLost
+from gpuguard.errors import BackendError, ClaimError, ClaimLost, shortage
 from gpuguard.jobs import settle
 from gpuguard.jobs.ending import NEVER, TIME_LIMIT, Ending, is_stopped, kill_tree, signal_job, signal_tree
 from gpuguard.jobs.launch import callers_variables, execute, failure, start
-from gpuguard.jobs.meter import Meter
+from gpuguard.jobs.meter import TICK_SECONDS, Ended, Meter, slower
 from gpuguard.jobs.settle import descendants
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
-from gpuguard.nouns import dataclass
 from gpuguard.request import IDLE_TOLERANCE
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
@@ -35,10 +34,7 @@ if TYPE_CHECKING:
     from gpuguard.jobs.limits import Limits
     from gpuguard.model import Snapshot
 
-TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
 SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
-SAMPLE_SECONDS_FAILING = 300.0  # a driver that does not answer is asked ever more rarely, at last so often
-LIMITS_SECONDS_FAILING = 10.0  # and so often where the limits of the job depend on its answer
 FIRST_SAMPLE_SECONDS = 0.25  # a job shorter than this costs no driver call
 
 EXIT_TIMEOUT = 124
@@ -50,19 +46,6 @@ PASSED_ON = frozenset({
 FETCHED = PASSED_ON | {signal.SIGCHLD, actions.LETTER}
 ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a job ended, and what its devices did meanwhile; None = unknown."""
-
-    status: int  # for the shell: its exit code, or 128 + the signal that ended it
-    die_of: int | None  # a signal that this process should end of now, with actions.die_of and no clean-up
-    wall_time: float  # seconds
-    outcome: str
-    peak_memory: int | None = None  # bytes, of the fullest device
-    utilization: float | None = None  # percent, mean over time and devices
-    energy: float | None = None  # joules, all devices together
 
 
 def run(
@@ -181,7 +164,7 @@ class _Job:
             self.reap()
             self.end_if_due()
             if self.status is None and time.monotonic() >= self.tick_at:
-                self.tick()
+                self.tick_if_possible()
 
     def receive(self, got: signal.struct_siginfo) -> None:
         """Pass a signal on, unless it came from the kernel (si_code > 0), which sends to the whole group."""
@@ -221,6 +204,19 @@ class _Job:
         while got := signal.sigtimedwait(FETCHED - {signal.SIGCHLD}, 0):
             if got.si_signo != signal.SIGCONT or is_stopped(self.pid):
                 self.receive(got)
+
+    def tick_if_possible(self) -> None:
+        """tick(); where there is no file or memory for that now the next one may go well, and the job needs us."""
+        try:
+            self.tick()
+        except (OSError, ClaimError, MemoryError) as fault:
+            text = f"the claim and the limits of the job cannot be looked after now: {shortage(fault) or fault}"
+            try:
+                if text not in self.told:
+                    self.say(text)
+                    self.told.add(text)
+            except OSError:  # its words are in a file that cannot be opened either
+                return
 
     def tick(self) -> None:
         """Hold the claim, and take a sample when it is time."""
@@ -360,11 +356,6 @@ class _Job:
             return EXIT_TIMEOUT, None
         interrupted = self.interrupted or signal.SIGINT in signal.sigpending()
         return self.status, signal.SIGINT if self.killed_by_interrupt and interrupted else None
-
-
-def slower(every: float, *, limited: bool) -> float:
-    """Seconds until a driver that has just failed is asked again; *limited*: the job has limits to keep."""
-    return min(2 * every or TICK_SECONDS, LIMITS_SECONDS_FAILING if limited else SAMPLE_SECONDS_FAILING)
 
 
 def _record(

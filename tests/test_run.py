@@ -164,6 +164,23 @@ def test_a_driver_that_fails_costs_the_numbers_and_not_the_job(wrapped):
     assert not wrapped.is_claimed()
 
 
+def test_a_machine_without_files_for_a_moment_costs_the_job_neither_its_supervisor_nor_its_limits(wrapped):
+    """The first tick that found no file, no memory or no lock ended `gpuguard run` with 125, and the job ran on."""
+    wait = f"echo ready; while [ ! -e {wrapped.place}/go ]; do sleep 0.02; done; exit 6"
+    wrapper = wrapped.start("sh", "-c", wait, constants=FAST)
+    first_line(wrapper)
+    samples = wrapped.place / "samples"
+    samples.unlink(missing_ok=True)
+    samples.mkdir()
+    said = wrapper.stderr.readline()
+    samples.rmdir()
+    (wrapped.place / "go").touch()
+
+    assert "cannot be looked after now" in said
+    assert "looked after" not in end(wrapper)
+    assert wrapper.returncode == 6 and not wrapped.is_claimed()
+
+
 def test_a_driver_that_fails_is_asked_ever_more_rarely(wrapped):
     wrapped.machine(fail=False)
     wrapper = wrapped.start("sh", "-c", "echo ready; sleep 0.8", constants=FAST)

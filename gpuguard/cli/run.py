@@ -24,8 +24,9 @@ from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.cli.telling import Telling, is_terminal, say
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jobs.launch import become_subreaper
+from gpuguard.jobs.meter import Ended
 from gpuguard.lock import acquire
-from gpuguard.run import Ended, replace_self, run
+from gpuguard.run import replace_self, run
 from gpuguard.units import format_bytes, format_duration, parse_celsius, parse_duration
 
 TYPE_CHECKING = False  # typing costs 6 ms of import

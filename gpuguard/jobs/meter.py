@@ -1,12 +1,34 @@
-"""The numbers of a job: what its devices did while it ran.  Does not read them itself; unknown stays None."""
+"""The numbers of a job: what its devices did while it ran, and how often they are read.
+
+Does not read them itself; unknown stays None.
+"""
 
 from __future__ import annotations
+
+from gpuguard.nouns import dataclass
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpuguard.model import Device, Snapshot
+
+TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
+SAMPLE_SECONDS_FAILING = 300.0  # a driver that does not answer is asked ever more rarely, at last so often
+LIMITS_SECONDS_FAILING = 10.0  # and so often where the limits of the job depend on its answer
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended, and what its devices did meanwhile; None = unknown."""
+
+    status: int  # for the shell: its exit code, or 128 + the signal that ended it
+    die_of: int | None  # a signal that this process should end of now, with actions.die_of and no clean-up
+    wall_time: float  # seconds
+    outcome: str
+    peak_memory: int | None = None  # bytes, of the fullest device
+    utilization: float | None = None  # percent, mean over time and devices
+    energy: float | None = None  # joules, all devices together
 
 
 class Meter:
@@ -53,3 +75,8 @@ class Meter:
         used = [self._last_energy[uuid] - self._first_energy[uuid] for uuid in self._first_energy]
         known = self.counts and len(used) == len(self._uuids) and min(used) >= 0
         return sum(used) if known else None
+
+
+def slower(every: float, *, limited: bool) -> float:
+    """Seconds until a driver that has just failed is asked again; *limited*: the job has limits to keep."""
+    return min(2 * every or TICK_SECONDS, LIMITS_SECONDS_FAILING if limited else SAMPLE_SECONDS_FAILING)
