@@ -13,8 +13,8 @@ from builders import a_device
 from lines import a_ticket
 from machines import Machine
 
-from gpuguard.claims import inplace
-from gpuguard.claims.inplace import device_of, made_in_place, open_in_place, status_in_place
+from gpuguard.claims import holders, inplace
+from gpuguard.claims.inplace import device_of, lies_there, made_in_place, open_in_place, status_in_place
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.line.tickets import Held, ticket_content
 from gpuguard.lock import acquire
@@ -82,6 +82,17 @@ def test_a_file_is_opened_and_looked_at_where_it_lies(tmp_path: Path) -> None:
     assert (os.read(again, 9), status_in_place(str(own)).st_ino) == (b"text", own.stat().st_ino)
     for each in (made, again):
         os.close(each)
+
+
+def test_who_looks_holds_nothing_afterwards_and_waits_for_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "bell")
+    bell, before = str(tmp_path / "bell"), len(os.listdir("/proc/self/fd"))
+    os.close(open_in_place(bell))
+
+    assert status_in_place(bell).st_size == 0
+    assert (lies_there(bell), lies_there(f"{bell}.none")) == (True, False)
+    assert holders.inode_of(bell).endswith(f":{os.stat(bell).st_ino}")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_no_link_is_followed_and_what_is_not_there_is_told(tmp_path: Path) -> None:

@@ -98,16 +98,16 @@ def test_of_a_policy_whose_judgement_failed_nothing_stands(clock):
 
 def test_what_stands_is_told_although_the_last_look_has_failed():
     """The end of the cooldown was forgotten by then, and who asked what stood against him got a fault for an answer."""
-    watch = Watch(a_policy("warn", cooldown=5))
-    watch.until(30)
+    watch = Watch(a_policy(Step("warn", after=7), cooldown=5))
+    watch.until(40)
 
     def fail(policy, judge):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        evaluate(busy(40), watch.policies, watch.memory, apart=fail)
+        evaluate(busy(50), watch.policies, watch.memory, apart=fail)
 
-    assert steps(watch) == [("warn", "warn", 30.0 + 5 + 30)]
+    assert steps(watch) == [("warn", "warn", 40.0 + 5 + 30 + 7)]
 
 
 class Seen:
