@@ -147,9 +147,8 @@ def test_those_come_first_of_whom_fewest_were_met_and_then_the_largest():
         "large of the one who was met": a_verdict(1001, 70),
         "small of another": a_verdict(1002, 1),
         "large of another": a_verdict(1002, 70),
-        "claim of another, without a process": Verdict(
-            "p", Finding("r", Subject("claim", uid=1002), "why"), "log", 0, 0
-        ),
+        "claim of another, without a process": a_claims_verdict(1002),
+        "claim of the one who was met": a_claims_verdict(1001),
     }
 
     assert sorted(names, key=lambda name: book.in_turn(names[name])) == [
@@ -158,7 +157,12 @@ def test_those_come_first_of_whom_fewest_were_met_and_then_the_largest():
         "claim of another, without a process",
         "large of the one who was met",
         "small of the one who was met",
+        "claim of the one who was met",
     ]
+
+
+def a_claims_verdict(uid: int) -> Verdict:
+    return Verdict("p", Finding("r", Subject("claim", uid=uid), "why"), "log", 0, 0.0)
 
 
 def a_verdict(uid: int, gib: int) -> Verdict:
