@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import os
 
+from gpuguard.errors import shortage
+
 READING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _HOLDING = os.O_PATH | os.O_CLOEXEC
 
@@ -47,7 +49,9 @@ def lies_there(path: str) -> bool:
     """As os.path.lexists(); also of what is mounted there."""
     try:
         os.close(os.open(path, _HOLDING | os.O_NOFOLLOW))
-    except OSError:
+    except OSError as error:
+        if shortage(error):  # which says nothing of the file: the claims of all would look given up
+            raise
         return False
     return True
 

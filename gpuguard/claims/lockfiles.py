@@ -21,7 +21,7 @@ import time
 
 from gpuguard.backends import is_recorded
 from gpuguard.claims.inplace import open_in_place, status_in_place
-from gpuguard.errors import LockDirectoryError
+from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.nouns import dataclass
 
 TYPE_CHECKING = False  # typing and contextlib cost 7 ms of import
@@ -36,19 +36,8 @@ GATE_SECONDS_AGAIN = 0.1  # for a gate that was not given up in time: a command 
 
 # flock there does not exclude other machines or the other side of a container, or is a program's good will.
 _UNSAFE_FILE_SYSTEMS = (
-    "nfs",
-    "cifs",
-    "smb",
-    "9p",
-    "overlay",
-    "fuse",
-    "ceph",
-    "lustre",
-    "afs",
-    "gluster",
-    "beegfs",
-    "gpfs",
-)
+    "nfs", "cifs", "smb", "9p", "overlay", "fuse", "ceph", "lustre", "afs", "gluster", "beegfs", "gpfs",
+)  # fmt: skip
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _jammed: set[str] = set()  # gates that this process could not get in time
 TRUSTED = "GPUGUARD_TRUSTED"  # "device:inode" of directories that are root's, as the gpuguard outside has seen
@@ -283,6 +272,8 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
             time.sleep(0.001)  # its maker is between O_EXCL and fchmod
             continue
         except OSError as error:
+            if shortage(error):  # nothing is wrong with the file
+                raise
             raise _unusable(path, error) from error
         try:
             descriptor = os.open(
