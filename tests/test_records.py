@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -105,6 +106,19 @@ def test_a_record_of_wrong_types_yields_no_wrong_types(document: object) -> None
 
 def test_nested_json_that_is_too_deep_is_unreadable_and_not_fatal() -> None:
     assert _decoded(b"[" * MAX_BYTES, 1, "1.a").devices == ()
+
+
+def test_a_record_that_cannot_be_opened_for_lack_of_descriptors_is_not_gone(directory, monkeypatch):
+    """A guard in that state judged the jobs of all by claims of which it knew no details."""
+    _, descriptor = write_record(directory, {"id": "1dea1234"})
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(records, "open_in_place", full)
+    with pytest.raises(OSError, match="Too many open files"):
+        read_records(directory)
+    os.close(descriptor)
 
 
 def test_probe_joins_locks_with_their_records(directory: LockDirectory) -> None:

@@ -234,10 +234,10 @@ def _tidy(directory: LockDirectory, uid: int) -> None:
     start = f"{directory.prefix}claim.{uid}."
     try:
         own = [name for name in os.listdir(directory.records) if name.startswith(start)]
+        for name in own if len(own) > _UNTIDY else ():
+            read_record(directory, uid, name[len(start) : -len(".json")])  # a dead one is removed by that
     except OSError:
         return
-    for name in own if len(own) > _UNTIDY else ():
-        read_record(directory, uid, name[len(start) : -len(".json")])  # a dead one is removed by that
 
 
 SHARE_VARIABLES = ("GPUGUARD_MEMORY", "TF_FORCE_GPU_ALLOW_GROWTH", "XLA_PYTHON_CLIENT_MEM_FRACTION")

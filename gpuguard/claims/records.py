@@ -16,7 +16,7 @@ from gpuguard.claims.holders import holders_of, remembered
 from gpuguard.claims.inplace import lies_there, open_in_place, status_in_place
 from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.claims.slots import locked_slots
-from gpuguard.errors import LockDirectoryError
+from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.model import ClaimRecord
 from gpuguard.plainjson import loads
 from gpuguard.users import parties, user_name
@@ -150,7 +150,9 @@ def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecor
 def _read_record(path: str, name: str, start: str, root: int) -> ClaimRecord | None:
     try:
         descriptor = open_in_place(path)
-    except OSError:
+    except OSError as error:
+        if shortage(error):  # it is not gone for that
+            raise
         return None
     try:
         status = os.fstat(descriptor)
