@@ -144,6 +144,7 @@ def test_a_reader_that_never_begins_is_nobodys_fault(monkeypatch, locked):
         silent(patch)
         patch.setattr(fdlocks, "START_SECONDS", 0.01)
         assert fdlocks.locked_files(os.getpid(), UNKNOWN, 0.01) == {}
+        assert len(fdlocks._ended) == 1, "it is reaped later"
         assert not fdlocks.hangs(UNKNOWN)
 
 
