@@ -90,7 +90,8 @@ def test_who_looks_holds_nothing_afterwards_and_waits_for_nobody(tmp_path: Path)
     os.close(open_in_place(bell))
 
     assert status_in_place(bell).st_size == 0
-    assert (lies_there(bell), lies_there(f"{bell}.none")) == (True, False)
+    assert (lies_there(bell), lies_there(f"{bell}.none"), lies_there(f"{bell}\0")) == (True, False, False)
+    assert holders.inode_of(f"{bell}\0") == ""
     assert holders.inode_of(bell).endswith(f":{os.stat(bell).st_ino}")
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -188,7 +188,7 @@ def inode_of(path: str) -> str:
             return as_written(held)
         finally:
             os.close(held)
-    except OSError:
+    except (OSError, ValueError):  # no name of a file
         return ""
 
 

@@ -53,6 +53,8 @@ def lies_there(path: str) -> bool:
         if shortage(error):  # which says nothing of the file: the claims of all would look given up
             raise
         return False
+    except ValueError:  # no name of a file, as a record of somebody's may have it
+        return False
     return True
 
 
