@@ -269,7 +269,7 @@ def test_systemd_is_told_how_it_is(tmp_path):
                 told += manager.recv(4096).decode() + "\n"
 
     told = told.replace(", but not against other users", "")  # what an ordinary user's daemon adds
-    assert told.startswith("READY=1\nSTATUS=1 policy, dry run\nWATCHDOG=1\n")
+    assert told.startswith("READY=1\nSTATUS=1 policy, dry run: --enforce is missing\nWATCHDOG=1\n")
 
 
 def test_no_manager_is_no_fault(tmp_path):

@@ -57,7 +57,7 @@ COMMANDS = {
 _ELSEWHERE = {
     **dict.fromkeys(("status", "ls", "list", "ps", "usage", "sinfo"), "who"),
     **dict.fromkeys(("lock", "shell", "activate", "attach", "srun"), "run"),
-    **dict.fromkeys(("kill", "cancel", "scancel", "unlock", "detach"), "release"),
+    **dict.fromkeys(("cancel", "scancel", "kill", "unlock", "detach"), "release"),
     **{"squeue": "queue", "sbatch": "submit", "enforce": "daemon", "monitor": "top", "logs": "events"},
 }
 _SERVICES = ("daemon", "metrics", "web")  # run for months
