@@ -151,38 +151,14 @@ def test_what_a_look_waits_for_a_processor_counts_against_nobody(clock):
     assert {in_time(os.getpid(), "memory", look) for _ in range(50)} == {"found"}
 
 
-def test_what_a_look_takes_of_a_processor_counts():
+def test_what_a_look_takes_of_a_processor_counts(clock, monkeypatch):
     def look() -> str:
-        until = time.thread_time() + 0.03  # as with a very long list of mappings
-        while time.thread_time() < until:
-            pass
+        clock[0] += 0.09  # as with a very long list of mappings
         return "found"
 
-    looks = [in_time(os.getpid(), "memory", look) for _ in range(30)]
+    monkeypatch.setattr(apart, "thread_time", lambda: clock[0])
 
-    assert 1 <= looks.count("found") < 10
-
-
-def test_what_looks_within_a_look_take_counts_once(clock):
-    """Of a process whose looks are slow its whole description was, too: the sum of them counted twice."""
-
-    def facts() -> list[str | None]:
-        time.sleep(1e-5)  # it waits for something itself, for no time
-        return [in_time(os.getpid(), kind, taking(0.01, clock)) for kind in ("memory", "maps")]
-
-    assert in_time(os.getpid(), "facts", facts, 5) == ["found", "found"]
-    assert {kind: round(seconds, 3) for (_, kind), (seconds, _) in apart._spent.items()} == {
-        "memory": 0.01,
-        "maps": 0.01,
-    }
-
-
-def test_who_answers_just_in_time_by_many_uids_without_a_name_takes_no_more_than_who_never_does(clock, monkeypatch):
-    monkeypatch.setattr(apart, "user_name", str)
-    found = [in_time(os.getpid(), str(number), taking(0.09, clock)) for number in range(2 * MOST_HANGING)]
-
-    assert found.count("found") <= MOST_HANGING
-    assert found[MOST_HANGING:] == [None] * MOST_HANGING
+    assert [in_time(os.getpid(), "memory", look) for _ in range(50)].count("found") == 2
 
 
 @pytest.mark.root
