@@ -142,7 +142,8 @@ def a_child(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process of *uid*, somebody's by default; ended at the end."""
     user = somebody() if uid is None else uid
-    identity: dict[str, Any] = {} if user is None else {"user": user, "group": user or 0, "extra_groups": []}
+    ours = user in (None, os.getuid() or None)  # whoever is not root cannot even ask to be himself
+    identity: dict[str, Any] = {} if ours else {"user": user, "group": user or 0, "extra_groups": []}
     with subprocess.Popen(command or SLEEP, start_new_session=session, cwd="/", **identity, **more) as child:
         try:
             yield child
