@@ -259,6 +259,13 @@ def test_a_job_that_slurm_does_not_cancel_is_no_success_and_says_why(slurm, monk
         assert (scene.events[-1].message or "").endswith(outcome.why)
 
 
+def test_where_slurm_does_not_say_which_task_is_meant_nothing_is_cancelled(slurm):
+    slurm.say("scontrol", status=1)
+
+    assert "by hand" in (slurm_jobs.cancel("12") or "")
+    assert slurm.called() == ["scontrol show job -o 12"]
+
+
 def test_a_job_that_ends_before_it_is_cancelled_is_told(slurm, monkeypatch):
     found = iter(("12", None))
     monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: next(found))

@@ -220,7 +220,7 @@ def against_cancelling(job: str | None, uid: int | None) -> str | None:
 def cancel(job: str) -> str | None:
     """End a job; None when Slurm does it, else why not."""
     word, known = told(job)
-    answer = ask("scancel", word) if known else None
+    answer = ask("scancel", word) if known and not known.status else None
     if answer is None:
         return f"Slurm cannot be called, or does not answer in {SECONDS:.0f} s: try `scancel {word}` by hand"
     return f"scancel fails ({answer.reason}): try `scancel {word}` by hand" if answer.status else None
