@@ -146,7 +146,7 @@ class _Job:
         self.began = time.monotonic()
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
         self.sample_at, self.sample_every = self.tick_at, 0.0 if limits else SAMPLE_SECONDS
-        self.limited = False  # whether the time limit ended it
+        self.limited = self.beyond = False  # whether the time limit ended it; whether it was signalled for another one
         self.others = settle.children() or frozenset()
         self.pid, self.report = start(command, environment, claim.pass_fds, FETCHED, enter)
         self.pidfd = os.pidfd_open(self.pid)
@@ -284,6 +284,7 @@ class _Job:
         if rung is None:
             return
         self.limited |= rung.kind == TIME_LIMIT and rung.signum == signal.SIGTERM and self.status is None
+        self.beyond |= rung.limit is not None and self.status is None
         _record(rung.kind, rung.name, self.claim, message=rung.why, limit=rung.limit)
         self.say(rung.words)
         if self.status is None and rung.signum != signal.SIGKILL:
@@ -352,7 +353,7 @@ class _Job:
     def final_status(self) -> tuple[int, int | None]:
         """Exit status, and the signal that this process should die of."""
         assert self.status is not None
-        if self.limited:
+        if self.limited or (self.beyond and self.status == 0):  # what a limit has ended must not look like success
             return EXIT_TIMEOUT, None
         interrupted = self.interrupted or signal.SIGINT in signal.sigpending()
         return self.status, signal.SIGINT if self.killed_by_interrupt and interrupted else None

@@ -124,6 +124,14 @@ def test_a_job_that_grows_over_its_memory_limit_is_asked_to_end_and_keeps_its_ow
     assert (release["kind"], release["message"], release["facts"]["exit_status"]) == ("release", why, 143)
 
 
+def test_a_job_that_a_limit_has_ended_does_not_look_like_success(job):
+    saves = TELL.replace("sys.exit(7)", "sys.exit(0)")
+    status, out, _ = job("--memory-limit", "30GiB", job=job.uses(saves))
+
+    assert (status, out.split()[1:]) == (124, ["SIGTERM"])
+    assert job.events()[-1]["facts"]["exit_status"] == 124
+
+
 def test_a_job_below_its_limits_never_hears_of_them(job):
     below = job.uses(at_last=29 * GIB).replace("sleep(60)", "sleep(2.5)")
     status, _, err = job("--memory-limit", "30GiB", "--temperature-limit", "85C", "--idle-limit", "2s", job=below)

@@ -7,7 +7,8 @@ gpuguard run --time-limit 4h --checkpoint-signal USR1 --grace 5m -- ...   and SI
 
 The command sees only its GPUs (CUDA_VISIBLE_DEVICES).  The claim lasts as long as the command or what it left on the
 GPUs, however gpuguard itself ends.  Exit codes: the command's own; 128+N when signal N ended it; 124 the wait or the
-time limit ran out; 125 gpuguard failed or the request can never be met; 126 not executable; 127 not found; 75 not now.
+time limit ran out, or it ended with 0 at another limit; 125 gpuguard failed or the request can never be met; 126 not
+executable; 127 not found; 75 not now.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_limit_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "limits of the job",
-        "A job that reaches one is ended: SIGTERM, and SIGKILL to all of it a --grace later.  Only its own\n"
-        "processes count, and no others are ever touched; who else computes on its GPUs is said.",
+        "A job that reaches one is ended: SIGTERM, and SIGKILL to all of it a --grace later.  If it then ends\n"
+        "with 0, the exit code is 124.  Only its own processes count, and no others are ever touched; who else\n"
+        "computes on its GPUs is said.",
     )
     group.add_argument("--time-limit", metavar="DURATION", help="it has run for so long, as in 4h; exit 124")
     group.add_argument(
