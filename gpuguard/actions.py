@@ -110,13 +110,6 @@ def act(verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[Outcome
     return (_said(verdict, context, FAILED, f"there is no action {verdict.action!r}"),)
 
 
-def preflight(verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[Against, ...]:
-    """Everything that speaks now against acting on the processes of *verdict*; nothing is done."""
-    from gpuguard.guards.preflight import preflight
-
-    return preflight(verdict, snapshot, context)
-
-
 def _on_process(verdict: Verdict, snapshot: Snapshot, context: Context, target: Target) -> Outcome:
     from gpuguard.guards import preflight
     from gpuguard.guards.case import enforced

@@ -88,12 +88,6 @@ class Message:
     further: tuple[tuple[Fact, ...], ...] = ()  # the facts of the other findings, MOST_LINES at most
 
 
-def language_of(locale: str | None) -> str:
-    """The language of a LANG variable, ``zh_CN.UTF-8`` -> ``zh``; English where there are no words for it."""
-    language = re.split(r"[_.@-]", locale or "", maxsplit=1)[0].lower()
-    return language if language in WORDS else ENGLISH
-
-
 def message_for(
     verdict: Verdict,
     snapshot: Snapshot,

@@ -24,6 +24,7 @@ from machines import Machine
 from gpuguard import actions
 from gpuguard.backends import processes
 from gpuguard.guards.case import Context, boot_clock
+from gpuguard.guards.preflight import preflight
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
 from gpuguard.nouns import replace
 
@@ -127,7 +128,7 @@ class Scene:
 
     def against(self) -> set[str]:
         """The checks that speak against it."""
-        return {each.check for each in actions.preflight(self.verdict(), self.snapshot, self.context())}
+        return {each.check for each in preflight(self.verdict(), self.snapshot, self.context())}
 
     def lives(self) -> bool:
         return not select.select([self.pidfd], [], [], 0)[0]

@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.views.bars import alarm, bar, fitted, sparkline, width_of
+from gpuguard.text import display_width
+from gpuguard.views.bars import alarm, bar, fitted, sparkline
 
 SHARES = st.none() | st.floats(-1, 3, allow_nan=False)
+
+
+def width_of(parts):
+    return sum(display_width(text) for text, _ in parts)
 
 
 @given(SHARES, st.integers(1, 80), st.booleans())

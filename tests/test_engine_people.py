@@ -86,7 +86,7 @@ def test_a_condition_is_looked_at_once_more_without_a_sample_of_its_own(device, 
     watch = Watch(policy)
     watch.until(30)
     if kept:
-        watch.memory.keep(20_000.0, uid=kept)
+        watch.memory.kept["uid", kept] = 20_000.0
     before = copy.deepcopy(watch.memory)
     subject = process_subject(a_device(), a_process())
 

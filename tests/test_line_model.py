@@ -27,7 +27,7 @@ from pretended import Pretended
 from gpuguard import attempt
 from gpuguard.claims.hold import Claim
 from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.claims.records import locked_devices, probe
+from gpuguard.claims.records import locks_held, probe
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
 from gpuguard.line.file import LineFile
 from gpuguard.line.order import Rules
@@ -227,7 +227,7 @@ class LineMachine(RuleBasedStateMachine):
         seen = {record.id: (record.uid, set(record.devices)) for record in probe(self.directory, UUIDS)}
         assert seen == {name: (job.user, set(job.devices)) for name, job in self.model.jobs.items()}
         alone = {uuid for job in self.model.jobs.values() if not job.request.share for uuid in job.devices}
-        assert locked_devices(self.directory, UUIDS, alone=True) == alone
+        assert locks_held(self.directory, UUIDS).intersection(UUIDS) == alone
 
     @invariant()
     def everybody_sees_what_is_kept_for_whom(self) -> None:

@@ -18,7 +18,6 @@ from gpuguard.messages import (
     NAMES,
     Template,
     joined,
-    language_of,
     message_for,
 )
 from gpuguard.model import Finding, Subject, Verdict
@@ -95,15 +94,6 @@ def _blanks(words: Words) -> dict[str, set[str | None]]:
         name: text for name, text in vars(words).items() if isinstance(text, str) and name not in ("subject", "body")
     }
     return {name: {blank for _, blank, _, _ in Formatter().parse(text) if blank} for name, text in texts.items()}
-
-
-@pytest.mark.parametrize(
-    ("locale", "language"),
-    [("zh_CN.UTF-8", "zh"), ("zh", "zh"), ("ZH_tw", "zh"), ("de_DE.UTF-8", "en"), ("C", "en"), ("", "en"), (None, "en"),
-     ("zhong", "en")],
-)  # fmt: skip
-def test_the_language_follows_lang_and_is_english_when_in_doubt(locale, language):
-    assert language_of(locale) == language
 
 
 def test_a_language_without_words_is_english():

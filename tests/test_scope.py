@@ -25,7 +25,7 @@ def judged(policy, *devices, host=None, groups=None, begin=0, mark=None, **field
     """The judgement when the condition has held for long enough."""
     watch = Watch(policy)
     if mark:
-        watch.memory.keep(20_000.0, **mark)
+        watch.memory.kept = dict.fromkeys(mark.items(), 20_000.0)
     for clock in range(begin, begin + 40, 10):
         judgement = watch.sees(View(busy(clock, *devices, **fields), host=host or {}, groups=groups or {}))
     return judgement
@@ -216,7 +216,7 @@ def test_a_claim_mark_does_not_keep_a_stranger_on_the_device():
 
 def test_a_mark_ends_at_its_clock():
     watch = Watch(a_policy("warn", cooldown=1000))
-    watch.memory.keep(10_100.0, uid=ALICE)
+    watch.memory.kept["uid", ALICE] = 10_100.0
 
     assert watch.until(200) == [(130, "warn")]
 

@@ -230,7 +230,6 @@ def test_a_share_is_seen_by_probe_with_its_part(directory: LockDirectory) -> Non
             "small",
         )
         assert locked_devices(directory, [uuid]) == {uuid}
-        assert locked_devices(directory, [uuid], alone=True) == set()
     assert (probe(directory, [uuid]), locked_slots(directory, uuid)) == ((), ())
 
 

@@ -18,6 +18,7 @@ from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, open_lo
 from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.model import ClaimRecord
+from gpuguard.nouns import replace
 from gpuguard.plainjson import loads
 from gpuguard.users import parties, user_name
 
@@ -292,14 +293,15 @@ def _joined(
             pids = {pid for name in names for pid, uid in holders.get(name, {}).items()}
             for grant in filter(None, map(given.get, names)):
                 record = grant.confirmed(record)
-            claims.append(_completed(record, devices, tuple(sorted(names - held)), pids))
+            slots = tuple(sorted(names - held))
+            claims.append(replace(record, devices=devices, slots=slots, holders=tuple(sorted(pids))))
             explained |= names
     unexplained: dict[str, ClaimRecord] = {}
     for name in sorted(locked.keys() - explained):
         found = _without_record(name, locked[name], holders.get(name, {}), given.get(name))
         same = unexplained.get(found.id, found)  # several devices that were given to one claim
-        both = {key: (*getattr(same, key), *getattr(found, key)) for key in ("devices", "slots")}
-        unexplained[found.id] = _replaced(found, **{key: tuple(dict.fromkeys(each)) for key, each in both.items()})
+        devices, slots = (*same.devices, *found.devices), (*same.slots, *found.slots)
+        unexplained[found.id] = replace(found, devices=tuple(dict.fromkeys(devices)), slots=tuple(dict.fromkeys(slots)))
     claims += unexplained.values()
     return tuple(claims)
 
@@ -314,19 +316,14 @@ def _without_record(name: str, uuid: str, holders: Mapping[int, int], grant: Gra
     return grant.confirmed(record) if grant else record
 
 
-def locked_devices(directory: LockDirectory, uuids: Iterable[str], *, alone: bool = False) -> set[str]:
-    """Those of *uuids* whose lock somebody holds; asked under the gate, so that nobody is disturbed by the asking.
+def locked_devices(directory: LockDirectory, uuids: Iterable[str]) -> set[str]:
+    """Those of *uuids* (or other names of locks) whose lock somebody holds, alone or as one who shares it.
 
-    A GPU of which only MIG instances are claimed is not among them: its lock is held shared.
-
-    Args:
-        directory: of the claims.
-        uuids: of the devices, or other names of locks.
-        alone: leave out those that are shared.
+    Asked under the gate, so that nobody is disturbed by the asking.  A GPU of which only MIG instances are claimed is
+    not among them: its lock is held shared.
     """
     with Gate(directory):
-        locked = _held_locks(directory, uuids)
-    return {uuid for name, uuid in locked.items() if name == uuid or not alone}
+        return set(_held_locks(directory, uuids).values())
 
 
 def _look(directory: LockDirectory, uuids: Iterable[str]) -> tuple[dict[str, str], Mapping[str, Grant | None]]:
@@ -383,13 +380,3 @@ def _may_hold(record: ClaimRecord, holders: Mapping[int, int], grant: Grant | No
     if grant:
         return (record.uid, record.id.partition(".")[0]) == (grant.uid, grant.claim)
     return not holders or record.uid in holders.values()
-
-
-def _completed(record: ClaimRecord, devices: tuple[str, ...], slots: tuple[str, ...], pids: set[int]) -> ClaimRecord:
-    return _replaced(record, devices=devices, slots=slots, holders=tuple(sorted(pids)))
-
-
-def _replaced(record: ClaimRecord, **changes: Any) -> ClaimRecord:
-    from gpuguard.nouns import replace
-
-    return replace(record, **changes)

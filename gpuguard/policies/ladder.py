@@ -56,14 +56,6 @@ class Memory:
     kept: dict[tuple[str, int | str], float] = field(default_factory=dict)  # until which clock
     sight: Sight | None = None  # of the last sample
 
-    def keep(
-        self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None
-    ) -> None:
-        """Leave a user, a claim or a device alone until the snapshots' clock passes *until_clock*."""
-        for kind, name in (("uid", uid), ("claim", claim), ("device", device)):
-            if name is not None:
-                self.kept[kind, name] = until_clock
-
     def forget_what_is_over(self, clock: float) -> None:
         """Drop what can have no consequence any more."""
         self.kept = {mark: until for mark, until in self.kept.items() if until > clock}

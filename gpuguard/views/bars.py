@@ -52,11 +52,6 @@ def alarm(value: float | None, warn: float | None, bad: float | None, calm: str 
     return "yellow" if warn is not None and value >= warn else calm
 
 
-def width_of(parts: Sequence[Part]) -> int:
-    """Columns that *parts* take."""
-    return sum(display_width(text) for text, _ in parts)
-
-
 def fitted(parts: Sequence[Part], width: int) -> list[Part]:
     """*parts* in exactly *width* columns: filled up with blanks or shortened."""
     found: list[Part] = []
