@@ -7,6 +7,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 
 import pytest
 from commands import Gpuguard
@@ -150,6 +151,40 @@ def test_a_disk_without_room_is_said_once_and_may_pass(gpuguard, tmp_path):
         _, said = process.communicate(timeout=20)
 
     assert said == ""
+
+
+ONCE = """
+import errno, os, sys
+from {module} import {owner} as owner
+from gpuguard.cli import main
+real = owner.{name}
+def fails(*words):
+    owner.{name} = real
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+owner.{name} = fails
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "what", [("gpuguard.backends", "sampler", "start_by_fork"), ("gpuguard.claims.lookout", "Lookout", "look")]
+)
+def test_a_machine_without_files_at_the_start_is_said_and_may_pass(gpuguard, tmp_path, what):
+    code = ONCE.format(**dict(zip(("module", "owner", "name"), what, strict=True)))
+    words = [sys.executable, "-c", code, "metrics", "--textfile", str(tmp_path), "--every", "1s"]
+    process = subprocess.Popen(words, env=gpuguard.environment, stderr=subprocess.PIPE, text=True)
+    try:
+        there = eventually(lambda: "gpuguard_driver_up 1" in page(tmp_path))
+    finally:
+        process.terminate()
+        _, said = process.communicate(timeout=20)
+
+    assert (there, said.count("\n"), "see `ulimit -n`" in said) == (True, 1, True)
+
+
+def page(place):
+    file = place / "gpuguard.prom"
+    return file.read_text() if file.exists() else ""
 
 
 def test_each_scrape_looks_again(gpuguard, tmp_path):

@@ -39,6 +39,9 @@ def open_isolated(name: str, *, fork: bool = False, on_slow: Callable[[str], Non
         name: as for open_backend.
         fork: copy this process instead of starting an interpreter; only for a process without threads.
         on_slow: told, in words, when the driver takes longer than SLOW_SECONDS to initialise.
+
+    Raises:
+        BackendError: no process can be started now.
     """
     start = sampler.start_by_fork if fork else sampler.start_by_spawn
     return Isolated(name, start, sampler.prepared(name) if fork else None, on_slow)
@@ -57,7 +60,7 @@ class Isolated:
         self.name = name
         self.simulated = name.startswith("simulated")
         self._start = start
-        self._channel: sampler.Channel | None = channel or start(name)
+        self._channel: sampler.Channel | None = channel or self._started()
         self._ready = False
         self._told: sampler.Told = {}  # what the sampler takes for known
         self._on_slow = on_slow
@@ -103,13 +106,7 @@ class Isolated:
         self.close()
 
     def _ask(self, request: tuple[object, ...]) -> None:
-        if self._channel is None:
-            try:
-                self._channel = self._start(self.name)
-            except OSError as error:  # whoever looks again and again shall go on: a job, or one who waits
-                why = errors.shortage(error) or f"no process could be started that reads the devices: {error.strerror}."
-                raise errors.BackendError(why) from error
-        channel = self._channel
+        channel = self._channel = self._channel or self._started()
         sampler.mark(channel[3], None)
         try:
             sampler.send(channel[1], request)
@@ -118,6 +115,13 @@ class Isolated:
                 raise
         if not self._ready:  # then the request waits for it; and one that has ended has said why
             self._await_ready(channel)
+
+    def _started(self) -> sampler.Channel:
+        try:
+            return self._start(self.name)
+        except OSError as error:  # whoever looks again and again shall go on: a job, or one who waits
+            why = errors.shortage(error) or f"no process could be started that reads the devices: {error.strerror}."
+            raise errors.BackendError(why) from error
 
     def _await_ready(self, channel: sampler.Channel) -> None:
         try:

@@ -27,7 +27,7 @@ from gpuguard.cli.choice_options import quantity
 from gpuguard.cli.metrics_facts import Looking, pages, text_of
 from gpuguard.cli.options import add_source_options
 from gpuguard.cli.serving_options import ADDRESS, add_expose_option, server_at
-from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.errors import GpuguardError, InvalidRequest, shortage
 from gpuguard.units import parse_duration
 from gpuguard.views.exposition import to_influx
 from gpuguard.views.metrics import families
@@ -160,11 +160,12 @@ def _again_and_again(once: Callable[[], None], every: float | None, directory: s
             try:
                 once()
                 told = ""
-            except InvalidRequest:
-                raise
-            except GpuguardError as error:  # it may pass
-                if str(error) != told:
-                    told = str(error)
+            except (GpuguardError, OSError) as error:
+                text = str(error) if isinstance(error, GpuguardError) else shortage(error)
+                if isinstance(error, InvalidRequest) or not text:
+                    raise
+                if text != told:  # it may pass
+                    told = text
                     _say(told)
             time.sleep(max(0.1, every - (time.monotonic() - begun)))
     finally:
