@@ -10,7 +10,7 @@ import threading
 
 import pytest
 from commands import Gpuguard
-from grabbing import NAMES, a_node, claimed, indices, visible  # noqa: F401  (a fixture)
+from grabbing import NAMES, a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
 from nodes import eventually
 
 import gpuguard
@@ -201,3 +201,17 @@ def test_with_blocks_in_each_other_have_different_devices():
 
     assert (within, after, visible()) == ("0,1,2", "3", None)
     assert set(indices(outer)).isdisjoint(indices(inner))
+
+
+# In programs that do other things with processes and descriptors
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("large", [False, True], ids=["copied", "not copied"])
+def test_a_program_without_standard_streams_gets_its_devices(closed, large, tmp_path):
+    grown = "more = bytearray(b'1' * 2**25); " if large else ""
+    code = f"{grown}import gpuguard, sys; said = str(gpuguard.grab_gpus(2)); open(sys.argv[1], 'w').write(said)"
+    shell = f'exec "$0" -c "$1" "$2" {closed}'
+    subprocess.run(["sh", "-c", shell, sys.executable, code, str(tmp_path / "said")], timeout=60, check=True)
+
+    assert (tmp_path / "said").read_text().endswith(" of 2, 3>")

@@ -223,7 +223,7 @@ def _leave_the_family(keep: tuple[int, ...]) -> None:
     os.setpgid(0, 0)  # Ctrl-C and Ctrl-Z are for the job
     _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
     null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
+    for standard in {0, 1, 2}.difference(keep):  # a program without one of them: we read requests there
         os.dup2(null, standard)
     for entry in os.listdir("/proc/self/fd"):
         if int(entry) > 2 and int(entry) not in keep:
