@@ -215,3 +215,15 @@ def test_a_program_without_standard_streams_gets_its_devices(closed, large, tmp_
     subprocess.run(["sh", "-c", shell, sys.executable, code, str(tmp_path / "said")], timeout=60, check=True)
 
     assert (tmp_path / "said").read_text().endswith(" of 2, 3>")
+
+
+def test_who_waits_for_any_child_after_a_claim_finds_his_own():
+    code = """
+import gpuguard, os, time
+gpuguard.grab_gpus(1)
+if (child := os.fork()) == 0:
+    time.sleep(0.2)  # longer than a sampler takes to end
+    os._exit(3)
+print(os.wait() == (child, 3 << 8))
+"""
+    assert script(code).stdout == "True\n"

@@ -26,6 +26,7 @@ DEVICE_SECONDS = 1.5  # a device is a few dozen calls of 0.003 to 4.5 ms (RTX 40
 NEXT_DEVICE_SECONDS = 0.4  # once one device hangs: eight dead ones still answer within 5 s
 STARVED_SECONDS = 6.0  # a sampler that is runnable and not running is no driver's fault
 RETRY_SECONDS = 60.0  # when an unresponsive device is tried again
+LEAVING_SECONDS = 0.5  # a sampler that hangs in the driver never leaves
 
 _SILENT = "a driver call did not come back"
 
@@ -103,7 +104,12 @@ class Isolated:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """In somebody's program: its next os.wait() is for a child of its own, so ours must be gone by then."""
+        pid = self._channel and self._channel[0]
         self.close()
+        if pid in _abandoned:
+            _await_end(pid)
+            self._abandon()
 
     def _ask(self, request: tuple[object, ...]) -> None:
         channel = self._channel = self._channel or self._started()
@@ -255,6 +261,17 @@ def _is_runnable(pid: int) -> bool:
             return stat.read().rpartition(b") ")[2][:1] == b"R"
     except OSError:
         return False
+
+
+def _await_end(pid: int) -> None:
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:  # the program reaps whatever ends
+        return
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    poll.poll(LEAVING_SECONDS * 1000)
+    os.close(process)
 
 
 def _reaped(pid: int) -> bool:
