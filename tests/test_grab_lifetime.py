@@ -227,3 +227,18 @@ if (child := os.fork()) == 0:
 print(os.wait() == (child, 3 << 8))
 """
     assert script(code).stdout == "True\n"
+
+
+def test_a_program_that_closes_all_descriptors_loses_its_claim_and_none_of_its_files():
+    code = """
+import gpuguard, os
+claim = gpuguard.grab_gpus(1)
+os.closerange(3, 64)
+try:
+    claim.reassert()
+except gpuguard.ClaimLost:
+    files = [os.memfd_create("of the program") for _ in range(8)]
+    claim.release()
+    print([os.write(each, b"!") for each in files] == [1] * 8)
+"""
+    assert (script(code).stdout, claimed()) == ("True\n", [])

@@ -66,7 +66,7 @@ class Claim(Sequence[Device]):
         self.warning: str | None = None  # what went wrong without harm to the claim, for people
         self.arrivals: tuple[str, ...] = ()  # files whose time says when this user last had a claim, see reservefiles
         self._locks = locks
-        self._record: tuple[str, int] | None = None
+        self._record: Lock | None = None
         self._pid = os.getpid()
         self._mutex = allocate_lock()
 
@@ -94,7 +94,7 @@ class Claim(Sequence[Device]):
 
     def wish(self) -> Letter | None:
         """What somebody who may wishes of this claim, and was not answered yet."""
-        return unanswered(self._record[1]) if self._record else None
+        return unanswered(self._record.descriptor) if self._record else None
 
     def answer(self, letter: Letter) -> None:
         """Write *letter* behind the record; "released" is a promise that reassert() keeps.
@@ -103,7 +103,7 @@ class Claim(Sequence[Device]):
             OSError: it cannot be written.
         """
         if self._record:
-            write(self._record[1], letter)
+            write(self._record.descriptor, letter)
 
     @property
     def locks(self) -> tuple[Lock, ...]:
@@ -113,7 +113,7 @@ class Claim(Sequence[Device]):
     @property
     def pass_fds(self) -> tuple[int, ...]:
         """Descriptors that a job must inherit (subprocess: pass_fds) for the claim to live as long as it does."""
-        record = (self._record[1],) if self._record else ()
+        record = (self._record.descriptor,) if self._record else ()
         return tuple(lock.descriptor for lock in self._locks) + record
 
     def environment(self, visible: str = "index") -> dict[str, str]:
@@ -143,7 +143,7 @@ class Claim(Sequence[Device]):
         with self._mutex:
             lost = [fault for lock in self._locks if (fault := _fault(lock))]
             # Afterwards: whoever gives a claim up writes that down first, so what was just taken again is seen here.
-            letter = released(self._record[1]) if self._record else None
+            letter = released(self._record.descriptor) if self._record else None
             if letter:
                 self._give_back(ours=self._pid == os.getpid())
                 raise ClaimLost(f"the claim {self.id} was released {letter.in_words()}.")
@@ -157,12 +157,11 @@ class Claim(Sequence[Device]):
 
     def _give_back(self, *, ours: bool) -> None:
         if self._record:
-            path, descriptor = self._record
-            if ours and is_same_file(descriptor, path):
-                _remove(path)
-            _let_go(descriptor, None, unlock=ours)
+            if ours and is_same_file(self._record.descriptor, self._record.path):
+                _remove(self._record.path)
+            _let_go(self._record, unlock=ours)
         for lock in self._locks:
-            _let_go(lock.descriptor, lock.identity, unlock=ours)
+            _let_go(lock, unlock=ours)
         for path in self.arrivals if ours and self._locks else ():
             _touch(path)
         self._locks, self._record = (), None
@@ -171,10 +170,9 @@ class Claim(Sequence[Device]):
         """Take the record back; the locks stay."""
         with self._mutex:
             if self._record:
-                path, descriptor = self._record
-                if is_same_file(descriptor, path):
-                    _remove(path)
-                _let_go(descriptor, None, unlock=True)
+                if is_same_file(self._record.descriptor, self._record.path):
+                    _remove(self._record.path)
+                _let_go(self._record, unlock=True)
                 self._record = None
 
     def slots(self, directory: LockDirectory) -> list[str]:
@@ -217,9 +215,10 @@ class Claim(Sequence[Device]):
             content = {key: value for key, value in content.items() if key not in ("memory", "most", "slots")}
         before = self._record
         try:
-            self._record = write_record(directory, content, owner)
+            path, descriptor = write_record(directory, content, owner)
+            self._record = Lock(descriptor, path, fcntl.LOCK_EX, _identity(descriptor))
             if before:
-                os.close(before[1])
+                os.close(before.descriptor)
         except OSError as error:  # a full disk: the lock is the claim, the record only explains it
             from gpuguard.claims.room import why_full
 
@@ -265,8 +264,7 @@ def take_lock(directory: LockDirectory, name: str, operation: int) -> Lock | Non
     descriptor, path, lock = open_lock(directory, name), directory.lock_path(name), None
     try:
         if try_flock(descriptor, operation) and is_same_file(descriptor, path):
-            status = os.fstat(descriptor)
-            lock = Lock(descriptor, path, operation, (status.st_dev, status.st_ino))
+            lock = Lock(descriptor, path, operation, _identity(descriptor))
         return lock
     finally:
         if lock is None:
@@ -276,19 +274,23 @@ def take_lock(directory: LockDirectory, name: str, operation: int) -> Lock | Non
 def unlock(locks: Sequence[Lock]) -> None:
     """Give locks back."""
     for lock in locks:
-        _let_go(lock.descriptor, lock.identity, unlock=True)
+        _let_go(lock, unlock=True)
 
 
-def _let_go(descriptor: int, identity: tuple[int, int] | None, *, unlock: bool) -> None:
+def _let_go(lock: Lock, *, unlock: bool) -> None:
     try:
-        status = os.fstat(descriptor)
-        if identity and (status.st_dev, status.st_ino) != identity:
+        if _identity(lock.descriptor) != lock.identity:
             return  # somebody closed our descriptor, and the number means another file now
         if unlock:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+            fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
+        os.close(lock.descriptor)
     except OSError:
         return  # closed already
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _remove(path: str) -> None:

@@ -321,9 +321,8 @@ def is_same_file(descriptor: int, path: str, *, unsure: bool = False) -> bool:
 
     *unsure* is the answer where no further file can be opened to look: a training opens all that it may.
     """
-    held = os.fstat(descriptor)
     try:
-        named = status_in_place(path)
+        held, named = os.fstat(descriptor), status_in_place(path)
     except OSError as error:
         return unsure and error.errno in (errno.EMFILE, errno.ENFILE)
     return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
