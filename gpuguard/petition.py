@@ -178,16 +178,19 @@ def _locks(
     for device, name in zip(devices, named, strict=False):
         allowed = slot_names(device.uuid) if shared else (device.uuid, f"{device.uuid}.nested")
         fault = fault or (None if name in allowed else f"{str(name)[:80]} is no lock of device {device.index}")
-    for descriptor, path in zip(descriptors, paths, strict=False):
-        fault = fault or _fault(directory, descriptor, path)
-    if fault:
+    try:
+        for descriptor, path in zip(descriptors, paths, strict=False):
+            fault = fault or _fault(directory, descriptor, path)
+        if fault:
+            raise ClaimError(f"what the daemon gave is no claim: {fault}.  Nothing is claimed; ask an administrator.")
+        return tuple(
+            Lock(descriptor, path, fcntl.LOCK_EX, (status.st_dev, status.st_ino))
+            for descriptor, path in zip(descriptors, paths, strict=True)
+            if (status := os.fstat(descriptor))
+        )
+    except BaseException:  # also where no file is left to look at them with
         _close(descriptors)
-        raise ClaimError(f"what the daemon gave is no claim: {fault}.  Nothing is claimed; ask an administrator.")
-    return tuple(
-        Lock(descriptor, path, fcntl.LOCK_EX, (status.st_dev, status.st_ino))
-        for descriptor, path in zip(descriptors, paths, strict=True)
-        if (status := os.fstat(descriptor))
-    )
+        raise
 
 
 def _close(descriptors: Sequence[int]) -> None:
@@ -197,7 +200,7 @@ def _close(descriptors: Sequence[int]) -> None:
 
 def _fault(directory: LockDirectory, descriptor: int, path: str) -> str | None:
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or not is_same_file(descriptor, path):
+    if not stat.S_ISREG(status.st_mode) or not is_same_file(descriptor, path, unsure=None):
         return f"it is not {path}"
     if status.st_uid not in (0, directory.owner, directory.keeper):
         return f"{path} belongs to uid {status.st_uid}"

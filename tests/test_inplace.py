@@ -161,7 +161,7 @@ def test_nor_does_he_who_covers_lock_files_and_the_daemons_where_users_make_them
     ]
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 def test_who_can_open_nothing_more_has_lost_neither_his_claim_nor_his_place(tmp_path, monkeypatch, code):
     """A training that had opened all that it may was told CLAIM LOST, and its notebook gave the claim back."""
     directory = lock_directory(str(tmp_path))

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -212,16 +213,24 @@ def test_a_file_that_was_unlinked_or_replaced_under_its_holder_is_noticed(tmp_pa
     assert (unlinked, replaced) == (False, False)
 
 
-def test_a_lock_file_that_cannot_be_opened_for_lack_of_descriptors_was_planted_by_nobody(tmp_path, monkeypatch):
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_lock_file_that_cannot_be_opened_for_lack_of_descriptors_was_planted_by_nobody(tmp_path, monkeypatch, left):
     """A guard without descriptors took each device for claimed by somebody unknown; others were told to remove it."""
     directory = lock_directory(str(tmp_path))
     os.close(open_lock(directory, "GPU-1"))
 
-    def full(*_: object, **__: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
+    opened, really = 0, os.open
+
+    def full(*words: Any) -> int:
+        nonlocal opened
+        opened += 1
+        if opened > left:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return really(*words)
 
     monkeypatch.setattr(lockfiles.os, "open", full)
     for look in (open_lock, lambda directory, name: _held_locks(directory, [name])):
+        opened = 0
         with pytest.raises(OSError, match="Too many open files"):
             look(directory, "GPU-1")
 

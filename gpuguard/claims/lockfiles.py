@@ -308,7 +308,7 @@ def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> N
         fault = "is also known under another name (hard link)" if status.st_nlink else "was removed just now"
     elif owners[0] is not None and status.st_uid not in owners:
         fault = f"belongs to uid {status.st_uid}"
-    elif not is_same_file(descriptor, path):
+    elif not is_same_file(descriptor, path, unsure=None):
         fault = "was replaced while it was opened"
     if fault:
         raise LockDirectoryError(
@@ -316,15 +316,20 @@ def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> N
         )
 
 
-def is_same_file(descriptor: int, path: str, *, unsure: bool = False) -> bool:
+def is_same_file(descriptor: int, path: str, *, unsure: bool | None = False) -> bool:
     """Whether *path* still names the file behind *descriptor*: a lock on a file that was unlinked excludes nobody.
 
-    *unsure* is the answer where no further file can be opened to look: a training opens all that it may.
+    *unsure* is the answer where no further file can be opened to look (a training opens all that it may); None: the
+    OSError that says so.
     """
     try:
         held, named = os.fstat(descriptor), status_in_place(path)
     except OSError as error:
-        return unsure and error.errno in (errno.EMFILE, errno.ENFILE)
+        if not shortage(error):
+            return False
+        if unsure is None:
+            raise
+        return unsure
     return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
 
 
