@@ -135,6 +135,7 @@ import fcntl, os, subprocess
 from gpuguard import state
 from gpuguard.claims import holders
 from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.line import wakeup
 for name in ("low", "high"):
     os.mkdir(name)
     subprocess.run(["mount", "-t", "tmpfs", "none", name], check=True)
@@ -153,6 +154,7 @@ print(told.startswith(f"{os.major(device):02x}:{os.minor(device):02x}:"), before
 found = holders.holders_of(LockDirectory(place, place, place), {"GPU-a"}, lambda uid: True)
 print(found == {"GPU-a": {os.getpid(): 0}})
 print(list(holders.locked_by(os.getpid(), 0, 5.0)) == [file])
+print(wakeup.flock_holder(file) == os.getpid())
 """
 
 
@@ -161,7 +163,7 @@ def test_a_holder_is_found_where_the_kernel_counts_devices_in_two_ways(tmp_path:
     words = ["unshare", "-m", sys.executable, "-c", TWO_NUMBERS]
     told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
 
-    assert told.stdout.split() == ["False", "False", "True", "True", "True"], told.stderr
+    assert told.stdout.split() == ["False", "False", "True", "True", "True", "True"], told.stderr
 
 
 OF_EVERY_FILE = b"pos:\t0\nflags:\t0100000\nmnt_id:\t29\nino:\t88\n"

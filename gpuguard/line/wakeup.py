@@ -14,6 +14,8 @@ import select
 import struct
 from collections.abc import Collection, Iterable
 
+from gpuguard.claims.holders import as_written
+
 # linux/inotify.h
 _ATTRIB, _CLOSE_WRITE, _MOVED_TO, _DELETE, _DELETE_SELF, _OVERFLOW = 0x4, 0x8, 0x80, 0x200, 0x400, 0x4000
 REPLACED = "replaced"  # what is told of a single file
@@ -107,10 +109,7 @@ def wait_for(descriptors: Collection[int], seconds: float | None) -> set[int]:
 
 def flock_holder(descriptor: int) -> int | None:
     """The pid of the process that took the flock on this file, as the kernel says, or None."""
-    status = os.fstat(descriptor)
-    place = re.compile(
-        rf"FLOCK +ADVISORY +WRITE +(\d+) +{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
-    )
+    place = re.compile(rf"FLOCK +ADVISORY +WRITE +(\d+) +{as_written(descriptor)} ")
     try:
         with open("/proc/locks", encoding="ascii", errors="replace") as locks:
             for line in locks:
