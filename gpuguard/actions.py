@@ -286,7 +286,7 @@ def _deny(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
     uid = uids.pop() if len(uids) == 1 else None
     if uid is None:
         return _said(verdict, context, REFUSED, "nobody in particular is meant")
-    if uid < identity.uid_min() or uid == identity.overflow_uid() or uid in context.protected:
+    if identity.is_of_the_system(uid) or uid in context.protected:
         return _said(verdict, context, REFUSED, f"uid {uid} is protected")
     user = subject.user or next((each.user for each in processes if each.uid == uid), None)
     return _mark(verdict, context, marks.DENIED, str(uid), user)

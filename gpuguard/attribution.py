@@ -1,4 +1,4 @@
-"""Whose a process is: the claim that it belongs to, and whether it computes at all.
+"""Whose a process is: the claim that it belongs to.
 
 A process belongs to the claim on the same device whose lock it holds; else to the one that an ancestor of it holds or
 made (a child started with close_fds does not inherit the lock); else to the claim of the same user; else, when it is
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
 from gpuguard.nouns import dataclass
-from gpuguard.request import IDLE_TOLERANCE
 
 TYPE_CHECKING = False  # collections takes 1.2 ms to import
 if TYPE_CHECKING:
@@ -57,12 +56,6 @@ def places(snapshot: Snapshot) -> tuple[Device, ...]:
     if divided == _NONE:  # as on most machines, of which every rule asks it
         return snapshot.devices
     return tuple([device for device in snapshot.devices if device.uuid not in divided])
-
-
-def computes(process: GpuProcess) -> bool:
-    """Whether it is more than a desktop, which appears as graphics, or as both with some 25 MiB."""
-    small = process.memory_used is not None and process.memory_used <= IDLE_TOLERANCE
-    return process.kind != "graphics" and not (process.kind == "compute+graphics" and small)
 
 
 def claim_of(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> ClaimRecord | None:

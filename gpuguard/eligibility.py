@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gpuguard.model import Device, GpuProcess, Snapshot
 from gpuguard.nouns import dataclass
-from gpuguard.request import SHARE_MAX_UTIL, Request, idle_limit, resolve
+from gpuguard.request import SHARE_MAX_UTIL, Request, computes, idle_limit, resolve
 from gpuguard.sharing import NOBODY, Sharing, capacity, memory_left, shared_by, slots_left
 from gpuguard.units import format_bytes, format_duration
 
@@ -108,7 +108,7 @@ def foreign(device: Device, terms: Terms) -> tuple[GpuProcess, ...]:
     return tuple(
         p
         for p in device.processes or ()
-        if _computes(p, request) and p.uid not in request.mine_as_free and not sharing.belongs(p.pid)
+        if computes(p, request.tolerance) and p.uid not in request.mine_as_free and not sharing.belongs(p.pid)
     )
 
 
@@ -194,7 +194,7 @@ def _wrong_kind(device: Device, terms: Terms) -> Iterator[Reason]:
         yield Reason(_unknown(device, "name", "its model", terms), True, "--model")
     elif request.models and not any(is_model(device.name or "", glob) for glob in request.models):
         yield Reason(f"its model is {shown(device.name or '')}", True, "--model")
-    room = None if device.memory_total is None else device.memory_total - (device.memory_reserved or 0)
+    room = capacity(device)
     if request.min_total is not None and device.memory_total is None:
         yield Reason(_unknown(device, "memory_total", "its memory", terms), True, "--min-total")
     elif request.min_total is not None and (device.memory_total or 0) < request.min_total:
@@ -208,16 +208,15 @@ def _wrong_kind(device: Device, terms: Terms) -> Iterator[Reason]:
 
 
 def _too_full(device: Device, terms: Terms) -> Iterator[Reason]:
-    wanted = terms.request.min_free_fraction
+    wanted, room, free = terms.request.min_free_fraction, capacity(device), device.memory_free
     if wanted is None:
         return
-    for field, what in (("memory_total", "its memory"), ("memory_free", "its free memory")):
-        if getattr(device, field) is None:
-            yield Reason(_unknown(device, field, what, terms))
-            return
-    room = (device.memory_total or 0) - (device.memory_reserved or 0)
-    if (device.memory_free or 0) < wanted * room:
-        yield Reason(f"only {(device.memory_free or 0) / room:.1%} of its memory is free, less than {wanted:.1%}")
+    if room is None:
+        yield Reason(_unknown(device, "memory_total", "its memory", terms))
+    elif free is None:
+        yield Reason(_unknown(device, "memory_free", "its free memory", terms))
+    elif free < wanted * room:
+        yield Reason(f"only {free / room:.1%} of its memory is free, less than {wanted:.1%}")
 
 
 def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -268,7 +267,7 @@ def _memory_in_use(device: Device, terms: Terms) -> Iterator[Reason]:
         if device.processes is None and not device.problems:
             yield Reason("neither its processes nor its memory in use are known, so nothing says that it is free")
         return
-    own = [p.memory_used for p in device.processes or () if _computes(p, request)]
+    own = [p.memory_used for p in device.processes or () if computes(p, request.tolerance)]
     if None in own:
         return
     rest = device.memory_used - sum(memory or 0 for memory in own)
@@ -368,13 +367,6 @@ def _is_one_of(letters: str, letter: str) -> bool:
         found = found or letters[place] <= letter <= letters[last]
         place = last + 1
     return found != other
-
-
-def _computes(process: GpuProcess, request: Request) -> bool:
-    # Desktop shells appear as compute+graphics with some 25 MiB; they would make every workstation's GPU busy for ever.
-    if process.kind == "compute+graphics":
-        return process.memory_used is None or process.memory_used > request.tolerance
-    return process.kind != "graphics"
 
 
 def _process(process: GpuProcess, clock: float) -> str:

@@ -18,6 +18,7 @@ from gpuguard.model import (
     TOPOLOGY,
     UTILIZATION,
     Device,
+    GpuProcess,
 )
 from gpuguard.nouns import dataclass
 from gpuguard.units import format_bytes
@@ -162,6 +163,14 @@ def fields_to_verify(request: Request) -> frozenset[str]:
 def idle_limit(device: Device | None, tolerance: int = IDLE_TOLERANCE) -> int:
     """Bytes that may be in use on *device* (None: on any) while nobody uses it."""
     return tolerance if device and device.memory_reserved is not None else tolerance + UNKNOWN_RESERVE
+
+
+def computes(process: GpuProcess, tolerance: int = IDLE_TOLERANCE) -> bool:
+    """Whether it is more than a desktop, which appears as graphics, or as both with some 25 MiB."""
+    # Else every workstation's GPU would be busy for ever.
+    if process.kind == "compute+graphics":
+        return process.memory_used is None or process.memory_used > tolerance
+    return process.kind != "graphics"
 
 
 def resolve(selectors: Iterable[str], devices: Sequence[Device], option: str = "--gpus") -> tuple[str, ...]:

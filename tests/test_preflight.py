@@ -59,7 +59,7 @@ def list_was_implausible(scene: Scene, patch: Patch) -> None:
 
 
 def pids_of_another_namespace(scene: Scene, patch: Patch) -> None:
-    patch.setattr(preflight, "INITIAL_PID_NAMESPACE", 1)
+    patch.setattr(preflight, "in_first_pid_namespace", lambda: False)
 
 
 def successor_of_the_pid(scene: Scene, patch: Patch) -> None:

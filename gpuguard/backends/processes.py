@@ -142,7 +142,7 @@ def pid_max() -> int:
     """The largest pid of this kernel; the largest that Linux knows when it does not say."""
     if not _pid_max:
         try:
-            _pid_max.append(int(_read("/proc/sys/kernel/pid_max") or 0) or 2**22)
+            _pid_max.append(int(read_text("/proc/sys/kernel/pid_max") or 0) or 2**22)
         except ValueError:
             _pid_max.append(2**22)
     return _pid_max[0]
@@ -222,7 +222,7 @@ def _described(pid: int) -> dict[str, Any]:
         "executable": _linked(pid, "exe"),
         "working_directory": _linked(pid, "cwd"),
         "conda_environment": environment_of(_variables(read_memory(pid, "environ", LONGEST) or b"")),
-        "container": container_of(_read(f"/proc/{pid}/cgroup") or ""),
+        "container": container_of(read_text(f"/proc/{pid}/cgroup") or ""),
     }
 
 
@@ -346,7 +346,8 @@ def read_memory(pid: int, name: str, limit: int = 4096) -> bytes | None:
     return in_time(pid, "memory", lambda: read_proc(f"/proc/{pid}/{name}", limit))
 
 
-def _read(path: str) -> str | None:
+def read_text(path: str) -> str | None:
+    """All of a file; None: gone or hidden."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gpuguard.attribution import Processes, claim_of, computes
+from gpuguard.attribution import Processes, claim_of
 from gpuguard.backends.apart import in_time
 from gpuguard.backends.processes import status_words, uid_behind
 from gpuguard.claims.fdlocks import hangs
@@ -34,13 +34,13 @@ from gpuguard.claims.wishes import Letter, write
 from gpuguard.errors import ClaimError
 from gpuguard.model import ClaimRecord, GpuProcess, Snapshot
 from gpuguard.plainjson import loads
+from gpuguard.request import computes
 
 MOST_LOCKS = 256  # of one claim: a record says what its owner likes
 SEARCH_SECONDS = 2.0  # among the owner's processes, of which he can have any number
 LEND_TIMES = 4  # as long as another look, for a file to be looked at
 
 _PIDFD_GETFD = 438  # the same number on every architecture: include/uapi/asm-generic/unistd.h
-_LIBRARY: list[object] = []
 
 
 class NotPermitted(ClaimError):
@@ -330,11 +330,7 @@ def _getfd(pidfd: int, number: int) -> int:
     """
     import ctypes
 
-    if not _LIBRARY:
-        _LIBRARY.append(ctypes.CDLL(None, use_errno=True))
-    library = _LIBRARY[0]
-    assert isinstance(library, ctypes.CDLL)
-    descriptor = int(library.syscall(_PIDFD_GETFD, pidfd, number, 0))
+    descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, number, 0))
     if descriptor >= 0:
         return descriptor  # close-on-exec: the kernel makes it so
     code = ctypes.get_errno()

@@ -11,7 +11,7 @@ import os
 
 from gpuguard.claims.inplace import status_in_place
 from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.nouns import dataclass
+from gpuguard.nouns import dataclass, replace
 from gpuguard.units import format_bytes
 from gpuguard.users import user_name
 
@@ -84,7 +84,7 @@ def room_for_records(directory: LockDirectory) -> Room:
     size, free = found.f_blocks * found.f_frsize, found.f_bfree * found.f_frsize
     room = Room(path, own, size, free, found.f_files, found.f_ffree, tuple(_takers(path)))
     taken = sorted(room.taken, key=lambda each: (-room._of(each), each.uid))
-    return Room(path, own, size, free, found.f_files, found.f_ffree, tuple(taken))
+    return replace(room, taken=tuple(taken))
 
 
 def why_full(directory: LockDirectory, error: OSError) -> str:
@@ -115,7 +115,7 @@ def _takers(path: str) -> list[Taken]:
                     try:
                         status = status_in_place(entry.path)
                     except OSError:
-                        continue  # it has just ended
+                        continue  # it has just been removed
                     counted += 1
                     files[status.st_uid] = files.get(status.st_uid, 0) + 1
                     sizes[status.st_uid] = sizes.get(status.st_uid, 0) + status.st_blocks * 512

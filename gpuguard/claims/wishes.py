@@ -13,9 +13,11 @@ Does not give anything up: see hold and releasing.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 
+from gpuguard.claims.records import MAX_BYTES
 from gpuguard.errors import ClaimError
 from gpuguard.nouns import dataclass
 from gpuguard.plainjson import loads
@@ -31,7 +33,6 @@ WORDS = frozenset({RELEASED, YIELD, STOP, REFUSED, ENDING})
 LONGEST = 400  # characters of a reason: there is one, and it is for people
 READ_BYTES = 16_384  # from the end: a record has 4 KiB, a letter less than 3
 FULL_BYTES = 65_536
-RECORD_BYTES = 4096  # of which the record itself has at most so many
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def write(descriptor: int, letter: Letter) -> None:
 
     end = os.fstat(descriptor).st_size
     if end > FULL_BYTES and letter.what == RELEASED:
-        end = RECORD_BYTES
+        end = MAX_BYTES  # of the record itself
         os.ftruncate(descriptor, end)
     if end > FULL_BYTES:
         raise ClaimError("the record of this claim is full of letters: end its processes instead.")
@@ -79,7 +80,7 @@ def write(descriptor: int, letter: Letter) -> None:
     }
     line = b"\n" + json.dumps(content).encode("ascii") + b"\n"
     if os.pwrite(descriptor, line, end) < len(line):
-        raise OSError(28, "no space left for a letter")
+        raise OSError(errno.ENOSPC, "no space left for a letter")
 
 
 def read(descriptor: int) -> tuple[Letter, ...]:

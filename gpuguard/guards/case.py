@@ -24,6 +24,7 @@ from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.wording import ENGLISH
 
 INTERACTIVE_SECONDS = 600.0
+INTERVALS = 2  # between samples: how old one may be to act by
 
 
 class Notifier(Protocol):

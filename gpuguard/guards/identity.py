@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from gpuguard.backends.apart import in_time
-from gpuguard.backends.processes import LONGEST, read_memory
+from gpuguard.backends.processes import LONGEST, read_memory, read_text
 from gpuguard.nouns import dataclass
 
 # Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
@@ -72,9 +72,9 @@ def facts_of(pid: int) -> Facts | None:
 
 
 def _facts_of(pid: int) -> Facts | None:
-    fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-    status = dict(line.partition(":")[::2] for line in (_read(f"/proc/{pid}/status") or "").splitlines())
-    command, cgroup = read_memory(pid, "cmdline", LONGEST), _read(f"/proc/{pid}/cgroup")
+    fields = (read_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    status = dict(line.partition(":")[::2] for line in (read_text(f"/proc/{pid}/status") or "").splitlines())
+    command, cgroup = read_memory(pid, "cmdline", LONGEST), read_text(f"/proc/{pid}/cgroup")
     executable, owner, in_place = _executable(pid)
     try:
         return Facts(
@@ -151,7 +151,7 @@ def ancestors(pid: int) -> frozenset[int]:
     """The parents of *pid* up to the first process."""
     found: set[int] = set()
     while pid > 1:
-        fields = (_read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+        fields = (read_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
         if len(fields) <= _STAT_PARENT or not fields[_STAT_PARENT].isdigit():
             break
         if (pid := int(fields[_STAT_PARENT])) in found:
@@ -163,15 +163,20 @@ def ancestors(pid: int) -> frozenset[int]:
 @functools.cache
 def uid_min() -> int:
     """The first uid of people, from /etc/login.defs; 1000 where that does not say."""
-    found = re.search(r"^\s*UID_MIN\s+(\d{1,9})\s*$", _read("/etc/login.defs") or "", re.MULTILINE)
+    found = re.search(r"^\s*UID_MIN\s+(\d{1,9})\s*$", read_text("/etc/login.defs") or "", re.MULTILINE)
     return int(found[1]) if found and int(found[1]) > 0 else 1000
 
 
 @functools.cache
 def overflow_uid() -> int:
     """The uid that stands for every user that cannot be told: nobody."""
-    text = (_read("/proc/sys/kernel/overflowuid") or "").strip()
+    text = (read_text("/proc/sys/kernel/overflowuid") or "").strip()
     return int(text) if text.isdigit() else 65534
+
+
+def is_of_the_system(uid: int) -> bool:
+    """Whether no person can be told by that uid: it is the system's, or stands for whoever cannot be told."""
+    return uid < uid_min() or uid == overflow_uid()
 
 
 def _executable(pid: int) -> tuple[str | None, int | None, bool]:
@@ -258,11 +263,3 @@ def _threads(pid: int) -> list[str]:
         return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
-
-
-def _read(path: str) -> str | None:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return None

@@ -15,21 +15,30 @@ from dataclasses import replace
 from functools import partial
 
 from gpuguard import capabilities
+from gpuguard.ancestry import in_first_pid_namespace
 from gpuguard.backends import processes
 from gpuguard.backends.apart import in_time
 from gpuguard.clusters import slurm_jobs
 from gpuguard.errors import BackendError
 from gpuguard.guards import identity
 from gpuguard.guards.actiontable import CHECKPOINT_SIGNALS
-from gpuguard.guards.case import Case, Target, boot_clock, checkpoint_signal, has_ended, is_alive, signature, targets
+from gpuguard.guards.case import (
+    INTERVALS,
+    Case,
+    Target,
+    boot_clock,
+    checkpoint_signal,
+    has_ended,
+    is_alive,
+    signature,
+    targets,
+)
 from gpuguard.guards.case import Context as Context
 from gpuguard.guards.ledger import DISRUPTIVE, Against, Deed
 from gpuguard.model import WHO_FIELDS, GpuProcess, Snapshot, Verdict
 from gpuguard.units import format_duration
 
-INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # its inode number is fixed in the kernel: PROC_PID_INIT_INO
 TICKS = 2  # start times are cut to ticks of 10 ms: one for the process's, one for the sample's
-INTERVALS = 2  # how old a sample may be
 
 
 @contextmanager
@@ -116,7 +125,7 @@ def _sampled(case: Case) -> str | None:
 
 
 def _namespace(case: Case) -> str | None:
-    if case.context.share_host_pids or os.stat("/proc/self/ns/pid").st_ino == INITIAL_PID_NAMESPACE:
+    if case.context.share_host_pids or in_first_pid_namespace():
         return None
     return "the driver's pids are those of another pid namespace"
 
@@ -176,7 +185,7 @@ def _protected(case: Case) -> str | None:
     if case.facts is None:
         return "whose it is cannot be read"
     for uid in case.facts.uids:
-        if uid < identity.uid_min() or uid == identity.overflow_uid():
+        if identity.is_of_the_system(uid):
             return f"uid {uid} is the system's"
         if uid in case.context.protected:
             return f"uid {uid} is protected"

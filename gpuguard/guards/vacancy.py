@@ -18,14 +18,13 @@ from gpuguard.claims.releasing import Grip, NotPermitted, gripped, users_of
 from gpuguard.clusters import slurm_jobs
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.guards import identity
-from gpuguard.guards.case import Context, boot_clock, enforced
+from gpuguard.guards.case import INTERVALS, Context, boot_clock, enforced
 from gpuguard.guards.ledger import Against, Deed
 from gpuguard.model import WHO_FIELDS, ClaimRecord, Snapshot, Verdict
 from gpuguard.nouns import replace as changed
 from gpuguard.request import idle_limit
 from gpuguard.units import format_duration
 
-INTERVALS = 2  # how old a sample may be
 _FORBIDDEN = "the kernel does not lend its open files: the daemon's unit must permit pidfd_getfd, see docs/daemon.md"
 
 
@@ -142,6 +141,6 @@ def _fresh(case: Vacancy, snapshot: Snapshot, context: Context) -> Against | Non
 def _protected(case: Vacancy, context: Context) -> Against | None:
     assert case.claim
     uid = case.claim.uid
-    if uid < identity.uid_min() or uid == identity.overflow_uid():
+    if identity.is_of_the_system(uid):
         return Against("protected", f"uid {uid} is the system's")
     return Against("protected", f"uid {uid} is protected") if uid in context.protected else None

@@ -9,6 +9,7 @@ isolation.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 from collections.abc import Collection, Mapping
@@ -89,10 +90,10 @@ def attach(cgroup: int, filter_: int) -> None:
 def _bpf(command: int, attributes: bytes) -> int:
     machine = os.uname().machine
     if machine not in _SYSCALL_BPF:
-        raise OSError(38, f"the number of bpf(2) on {machine} is not known")
+        raise OSError(errno.ENOSYS, f"the number of bpf(2) on {machine} is not known")
     # A 32-bit Python on a 64-bit kernel would use other numbers.
     if ctypes.sizeof(ctypes.c_void_p) != 8:
-        raise OSError(38, "a 32-bit Python cannot call bpf(2) here")
+        raise OSError(errno.ENOSYS, "a 32-bit Python cannot call bpf(2) here")
     buffer = ctypes.create_string_buffer(attributes, _ATTRIBUTES_SIZE)
     library = ctypes.CDLL(None, use_errno=True)
     result: int = library.syscall(_SYSCALL_BPF[machine], command, buffer, _ATTRIBUTES_SIZE)

@@ -7,6 +7,7 @@ and the next isolated job removes it: a lock on the directory says whether its m
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -117,7 +118,7 @@ def _make(path: str) -> int:
         except FileNotFoundError:
             pass
         os.close(directory)
-    raise FileNotFoundError(2, "somebody removes it again and again", path)
+    raise FileNotFoundError(errno.ENOENT, "somebody removes it again and again", path)
 
 
 def _remove(path: str) -> None:

@@ -11,7 +11,7 @@ import os
 import time
 
 from gpuguard.ancestry import in_first_pid_namespace
-from gpuguard.attribution import computes
+from gpuguard.attribution import places
 from gpuguard.backends.processes import status_words
 from gpuguard.claims.hold import Claim, unlock
 from gpuguard.claims.lockfiles import Gate, LockDirectory
@@ -20,7 +20,7 @@ from gpuguard.claims.taking import take
 from gpuguard.errors import ClaimError
 from gpuguard.jobs.family import Family
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
-from gpuguard.request import Request
+from gpuguard.request import ANY_MEMORY, Request, computes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
 
 def _used(snapshot: Snapshot, family: Family, pids: Sequence[int]) -> tuple[Device, ...]:
     """The devices that the family uses, its own alone."""
-    devices = tuple(device for device in _places(snapshot) if any(_is_member(one, family) for one in _on(device)))
+    devices = tuple(device for device in places(snapshot) if any(_is_member(one, family) for one in _on(device)))
     if devices:
         _refuse_others(devices, family)
         return devices
@@ -113,20 +113,14 @@ def _used(snapshot: Snapshot, family: Family, pids: Sequence[int]) -> tuple[Devi
     what = f"{who} {'uses no GPU' if len(pids) == 1 else 'uses a GPU'} now"
     if not family.tree:
         whole = Family(pids, tree=True)
-        children = sorted({one.pid for device in _places(snapshot) for one in _on(device) if _is_member(one, whole)})
+        children = sorted({one.pid for device in places(snapshot) for one in _on(device) if _is_member(one, whole)})
         whole.close()
         if children:
             raise ClaimError(f"{what}, but what it started does (pid {', '.join(map(str, children))}): add --tree.")
-    unknown = [str(device.index) for device in _places(snapshot) if device.processes is None]
+    unknown = [str(device.index) for device in places(snapshot) if device.processes is None]
     if unknown:
         raise ClaimError(f"{what}, as far as can be seen: the driver does not list the processes on {_gpus(unknown)}.")
     raise ClaimError(f"{what}: adopt it when it does, or start such a job with `gpuguard run`.")
-
-
-def _places(snapshot: Snapshot) -> tuple[Device, ...]:
-    """Where somebody can compute: not a divided GPU, which its instances stand for."""
-    divided = {device.parent_uuid for device in snapshot.devices}
-    return tuple(device for device in snapshot.devices if device.uuid not in divided)
 
 
 def _on(device: Device) -> tuple[GpuProcess, ...]:
@@ -178,7 +172,7 @@ def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence
 
     uuids = tuple(device.uuid for device in devices)
     # The memory that the job uses is no reason against it.
-    way = Request(num_gpus=len(uuids), devices=uuids, mine_as_free=frozenset({os.geteuid()}), tolerance=2**63 - 1)
+    way = Request(num_gpus=len(uuids), devices=uuids, mine_as_free=frozenset({os.geteuid()}), tolerance=ANY_MEMORY)
     taken: dict[str, str] = {}
     claim = ask_for(snapshot, way, directory, None, taken, None)
     if claim is None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import time
 
-from gpuguard.attribution import computes
 from gpuguard.claims.wishes import ENDING, REFUSED, RELEASED, STOP, Letter
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.jobs.settle import descendants
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES
+from gpuguard.request import computes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

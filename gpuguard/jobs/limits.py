@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
-from gpuguard.attribution import computes
 from gpuguard.errors import InvalidRequest
 from gpuguard.jobs.standin import MEMORY_LIMITS, StandIn, hidden
 from gpuguard.model import (
@@ -36,6 +35,7 @@ from gpuguard.policies.idle import Idle
 from gpuguard.policies.memory import Memory
 from gpuguard.policies.temperature import Temperature
 from gpuguard.policies.view import judged
+from gpuguard.request import computes
 from gpuguard.units import format_bytes, format_duration
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpuguard.attribution import claim_of, claims_on, computes, places
+from gpuguard.attribution import claim_of, claims_on, places
 from gpuguard.errors import InvalidRequest
 from gpuguard.hints import Annotated, Literal
 from gpuguard.model import Device, Finding, GpuProcess, Subject
@@ -14,6 +14,7 @@ from gpuguard.policies.holders import claim_here
 from gpuguard.policies.people import computing
 from gpuguard.policies.trend import recent
 from gpuguard.policies.view import View, device_subject, process_subject
+from gpuguard.request import computes
 from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_percent
 
 Held = tuple[Subject, float | None, tuple[GpuProcess, ...]]  # by whom, for how many seconds, whom an action would mean

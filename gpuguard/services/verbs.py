@@ -23,7 +23,7 @@ from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.releasing import gripped, let_go, listens, users_of
 from gpuguard.claims.wishes import RELEASED, Letter
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
-from gpuguard.guards.case import boot_clock
+from gpuguard.guards.case import INTERVALS, boot_clock
 from gpuguard.hints import TYPE_CHECKING, Any
 from gpuguard.marks import DENIED, MAX_REASON, QUARANTINED, Mark, change
 from gpuguard.model import Event, Snapshot
@@ -38,7 +38,6 @@ from gpuguard.users import user_name
 if TYPE_CHECKING:
     from gpuguard.services.broker import Broker
 
-INTERVALS = 2  # how old a sample may be to act by
 ROOM = 3600  # characters of an answer, which has 4 KiB, for its rows
 
 Request = Mapping[str, Any]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 
-from gpuguard.attribution import claim_of, claims_on, claims_readable, computes, places
+from gpuguard.attribution import claim_of, claims_on, claims_readable, places
 from gpuguard.model import Device, GpuProcess, Snapshot
-from gpuguard.request import idle_limit
+from gpuguard.request import computes, idle_limit
 
 TYPE_CHECKING = False  # whoever waits in line loads this
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 
-from gpuguard.attribution import claims_readable, computes
+from gpuguard.attribution import claims_readable
 from gpuguard.clusters.slurm_jobs import job_of_claim
 from gpuguard.model import Device, Snapshot
 from gpuguard.nouns import dataclass as noun
+from gpuguard.request import computes
 from gpuguard.text import neutralise
 from gpuguard.views import usage
 from gpuguard.views.usage import DeviceUse

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpuguard.attribution import computes
+from gpuguard.request import computes
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.views.bars import Part, fitted
 from gpuguard.views.text import display_width, neutral_command, neutralise, shorten
