@@ -159,11 +159,12 @@ def as_files(scene: Scene, batch: Batch, kind: str) -> Iterator[None]:
     with ExitStack() as stack:
         for number, (_, encoded) in enumerate(batch):
             path = f"{directory.records}/{directory.prefix}{kind}.{ME}.{number:08x}.json"
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            descriptor = os.open(f"{path}~", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             stack.callback(os.close, descriptor)  # after it is gone: a daemon sweeps what nobody holds
-            stack.callback(os.unlink, path)
             os.write(descriptor, encoded)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            os.rename(f"{path}~", path)  # as gpuguard does it: locked from the first moment that a daemon sees it
+            stack.callback(os.unlink, path)
             if kind == "ticket":
                 bell = f"{directory.records}/{directory.prefix}bell.{ME}.{number:08x}"
                 os.mkfifo(bell, 0o622)
