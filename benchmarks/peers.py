@@ -111,8 +111,8 @@ STEADY = (  # --quick takes the first three
 EXPORTERS = (
     ours("metrics --serve", "metrics", "--fresh", "--serve", "127.0.0.1:{port}"),
     theirs("nvitop-exporter", "nvitop-exporter", "--bind-address", "127.0.0.1", "--port", "{port}"),
-    theirs("genv enforce", "genv", "enforce", "--interval", "1"),
 )
+ENFORCERS = (theirs("genv enforce", "genv", "enforce", "--interval", "1"),)
 # One look in Python, again and again: what look() does is measured after it was done once.
 LOOKS = (
     ours_in_python(
@@ -127,7 +127,7 @@ LOOKS = (
     in_python("gpustat.new_query", "import gpustat\nlook = gpustat.new_query\n"),
 )
 
-RIVALS = {each.name for row in (START, SELECT, WHO, ONCE, STEADY, EXPORTERS) for each in row if each.rival}
+RIVALS = {each.name for row in (START, SELECT, WHO, ONCE, STEADY, EXPORTERS, ENFORCERS) for each in row if each.rival}
 
 
 def install(directory: Path) -> dict[str, str]:

@@ -68,22 +68,14 @@ QUICK = {
     "largest": 500,
 }
 # So the daemon can be measured: as root it refuses a library of its caller's choice, which the fake driver is.
-GUARD = Program(
-    "gpuguard daemon --metrics, 10 policies",
-    (
-        sys.executable,
-        "-c",
-        DAEMON,
-        "daemon",
-        "--interval",
-        "1s",
-        "--policy",
-        "{policy}",
-        "--metrics",
-        "127.0.0.1:{port}",
-    ),
-    rival=False,
-)
+WATCHES = (sys.executable, "-c", DAEMON, "daemon", "--interval", "1s", "--policy", "{policy}")
+GUARD = Program("gpuguard daemon --metrics, 10 policies", (*WATCHES, "--metrics", "127.0.0.1:{port}"), rival=False)
+ENFORCER = Program("gpuguard daemon, 1 policy", WATCHES, rival=False)
+TRESPASS = """
+version: 1
+policies:
+  - {name: claim-first, when: trespass, steps: [warn, {after: 30s, do: terminate}]}
+"""
 
 
 def commands(
@@ -181,11 +173,16 @@ def guard(extent: Extent) -> str:
     return _watched((GUARD, *peers.EXPORTERS), extent, draw=False)
 
 
-def _watched(programs: Sequence[Program], extent: Extent, *, draw: bool) -> str:
+def enforce(extent: Extent) -> str:
+    """Who uses a device without a claim is ended, and nothing else: no metrics, no other policy."""
+    return _watched((ENFORCER, *peers.ENFORCERS), extent, draw=False, policies=TRESPASS)
+
+
+def _watched(programs: Sequence[Program], extent: Extent, *, draw: bool, policies: str = POLICIES) -> str:
     tables = []
     for count, latency in extent.watched:
         with node(count, latency) as on:
-            (on.place / "policy.yaml").write_text(POLICIES)
+            (on.place / "policy.yaml").write_text(policies)
             found: dict[str, list[list[float]]] = {}
             errors: dict[str, str] = {}
             for program in [*programs] * extent.turns:  # A B A B
