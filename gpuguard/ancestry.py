@@ -38,7 +38,7 @@ def stats_of(pids: Iterable[int], lines: Mapping[int, bytes] | None = None) -> d
 def look_up(
     snapshot: Snapshot, stats: dict[int, Stat | None] | None = None, *, ancestors: bool = True
 ) -> dict[int, Seen | None]:
-    """All processes of *snapshot* and of its claims, with their ancestors.
+    """All processes of *snapshot* and of its claims, with their *ancestors*.
 
     None is "there is no such process".  A pid is left out where its absence proves nothing: /proc is mounted with
     hidepid, we are in a pid namespace of our own, or the pid is one that a container gave.
@@ -46,7 +46,7 @@ def look_up(
     Args:
         snapshot: with its claims.
         stats: of processes that were read just now, so that nobody reads them twice.
-        ancestors: False where whose job a process is is all that they are wanted for, and there are no claims.
+        ancestors: whether they are looked up, too; where there are no claims nobody needs them.
     """
     if snapshot.recorded:
         return {}  # whoever has these pids here and now is somebody else

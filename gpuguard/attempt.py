@@ -58,8 +58,9 @@ def first_look(
 ) -> tuple[list[Request], Snapshot]:
     """A first look at all devices, and *ways* within the limits that others have set for this process.
 
-    A list of processes takes 4.5 ms of a real driver, so it is read of the winners alone, behind their locks; of all
-    whose memory does not say that they are busy where others are *in_line* and planned for, or the memory is unknown.
+    A list of processes takes 4.5 ms of a real driver, so it is read of the winners alone, behind their locks.  Where
+    others are *in_line*, whose plan must know what is busy, or where a memory in use is unknown, it is read of each
+    device whose memory does not say already that it is busy.
     """
     listed = {IDLE_PROCESSES} if in_line else frozenset()
     fields = _union(ways) | listed

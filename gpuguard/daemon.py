@@ -44,8 +44,8 @@ PUBLISH_SECONDS = 3.0  # nobody needs to know who uses what more exactly than th
 TICK_SECONDS = 2.0  # how often the policy file is looked at; a signal is heard at once
 AGAIN_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now, or room for a process
 END_SECONDS = 0.6  # for a step that is under way when the daemon is told to end
-OPEN_SECONDS = 2.0  # for the usage store, whose trouble is told with the policies that need it
 SEND_SECONDS = 0.2  # and for what is still to be sent
+OPEN_SECONDS = 2.0  # for the usage store, whose trouble is told with the policies that need it
 PING_SECONDS = 10.0  # between two signs of life for systemd
 BEAT_SECONDS = 180.0  # no step takes so long, even if every device hangs; then systemd starts us anew
 NEVER_FIRES = "a quota of gpu_hours does not fire while nobody knows what was used"
@@ -132,7 +132,7 @@ class Daemon:
         self.waiting: tuple[Ticket, ...] | None = None  # ... who waited then; None: the line could not be read
         self._again = threading.Event()  # somebody asks that the policy file be read again
         self._recorder = Recorder(store_path(directory), say)
-        self.watchdog = self._watchdog = Watchdog(
+        self.watchdog = Watchdog(
             backend,
             (),
             directory,
@@ -143,13 +143,13 @@ class Daemon:
             append=append,
             share_host_pids=settings.share_host_pids,
         )
-        self._watchdog.scheduled = lambda snapshot: self._slurm.given(snapshot)
+        self.watchdog.scheduled = lambda snapshot: self._slurm.given(snapshot)
         self._broker: Broker | None = None  # where this process alone opens the lock files
         if directory.keeper is not None:
             from gpuguard.services.broker import Broker
 
             self._broker = Broker(directory, lambda: open_isolated(backend.name))
-        use = partial(setattr, self._watchdog, "kept")
+        use = partial(setattr, self.watchdog, "kept")
         self._keeping = Keeping(directory, use, lambda: self.last.devices, self._report)
 
     def once(self) -> tuple[int, Judgement | None]:
@@ -160,9 +160,9 @@ class Daemon:
         if file:
             self._slurm.learn()
         try:
-            self._watchdog.step()
-            time.sleep(self._watchdog.interval[0])
-            judgement = self._watchdog.step()
+            self.watchdog.step()
+            time.sleep(self.watchdog.interval[0])
+            judgement = self.watchdog.step()
         except BackendError as error:
             self._say(f"nothing can be judged: {error}")
             return EXIT_NO_DRIVER, None
@@ -174,13 +174,13 @@ class Daemon:
     def serve(self) -> int:
         """Watch until SIGTERM or SIGINT; the exit code."""
         with signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
-            self._watchdog.gpu_seconds = self._recorder.spent
+            self.watchdog.gpu_seconds = self._recorder.spent
             self._recorder.start()
             if self._settings.policy:
                 self._start()
             self._remember()
             self._record("daemon", "started", self.status())
-            self._watchdog.start()
+            self.watchdog.start()
             door = self._open_door()
             tell_systemd("READY=1")
             arrived: set[int] = set()
@@ -193,11 +193,11 @@ class Daemon:
                 if (status := self.status()) != told:
                     told = status
                     tell_systemd(f"STATUS={status}")
-                if now - pinged >= PING_SECONDS and now - self._watchdog.beat < BEAT_SECONDS:
+                if now - pinged >= PING_SECONDS and now - self.watchdog.beat < BEAT_SECONDS:
                     pinged = now
                     tell_systemd("WATCHDOG=1")
             tell_systemd("STOPPING=1")
-            self._watchdog.stop(END_SECONDS)
+            self.watchdog.stop(END_SECONDS)
             if door:
                 door.close()
             if self._broker:
@@ -210,24 +210,24 @@ class Daemon:
 
     def status(self) -> str:
         """In one line, for `systemctl status`."""
-        number = len(self._watchdog.policies)
+        number = len(self.watchdog.policies)
         if not number:
             what = "observing only: " + ("the policy file has faults" if self._faulty else "no policy file was named")
         else:
             what = f"{number} polic{'y' if number == 1 else 'ies'}, "
-            switches = self._settings.enforce, any(policy.enforce for policy in self._watchdog.policies)
+            switches = self._settings.enforce, any(policy.enforce for policy in self.watchdog.policies)
             what += "enforcing" if all(switches) else "dry run"
             if any(switches) and not all(switches):
                 what += f": {'no policy has mode: enforce' if switches[0] else '--enforce is missing'}"
             what += "" if not self._powers else ", but not against other users"
             if self._faulty:
                 what += "; the changed policy file has faults, the last good one is in force"
-        return what + (f"; driver unresponsive: {self._watchdog.trouble}" if self._watchdog.trouble else "")
+        return what + (f"; driver unresponsive: {self.watchdog.trouble}" if self.watchdog.trouble else "")
 
     def _remember(self) -> None:
         """The limits on signals hold over restarts: a guard in a crash loop is no more dangerous than another."""
         past = recalled(history.events_path(), boot_clock(), time.time())
-        self._watchdog.remember(past.deeds)
+        self.watchdog.remember(past.deeds)
         if past.trouble:
             self._record("daemon", "past unknown", past.trouble)
 
@@ -236,7 +236,7 @@ class Daemon:
         windows = self._recorder.windows
         try:
             spent = consult(self._recorder.path, lambda usage: usage.gpu_seconds(windows)) if windows else {}
-            self._watchdog.gpu_seconds = lambda: spent
+            self.watchdog.gpu_seconds = lambda: spent
         except GpuguardError as error:
             self._say(f"{NEVER_FIRES}: {error}")
 
@@ -249,7 +249,7 @@ class Daemon:
         from gpuguard.services.door import Door
         from gpuguard.services.verbs import Desk, answer
 
-        dog, settings = self._watchdog, self._settings
+        dog, settings = self.watchdog, self._settings
         looks = lambda: self.last, lambda: max(dog.interval[1], dog.pause), dog.outlook
         does, policy = (self._report, self._again.set), settings.policy
         desk = Desk(self._directory, self._keeping, *looks, *does, policy, settings.enforce, self._broker)
@@ -316,14 +316,14 @@ class Daemon:
             from gpuguard.notify import Sender
 
             self._sender = Sender(file.notify, self._report, templates=templates)
-        self._watchdog.templates = templates
-        self._watchdog.language = next(iter(file.messages)) if len(file.messages) == 1 else ENGLISH
+        self.watchdog.templates = templates
+        self.watchdog.language = next(iter(file.messages)) if len(file.messages) == 1 else ENGLISH
         self._fingerprint = file.fingerprint
-        self._watchdog.notifier = self._sender
+        self.watchdog.notifier = self._sender
         self._keeping.longest = file.longest_keep
-        self._watchdog.interval = _interval(self._settings, file.interval)
-        self._watchdog.protected = file.protected
-        self._watchdog.policies = file.policies  # last: from here on they are judged by
+        self.watchdog.interval = _interval(self._settings, file.interval)
+        self.watchdog.protected = file.protected
+        self.watchdog.policies = file.policies  # last: from here on they are judged by
         self._record("policy", "in force", self.status(), file)
         self._recorder.windows = windows_of(file.policies)
         if self._recorder.windows and (why := self._recorder.why_unknown(OPEN_SECONDS)):
@@ -334,7 +334,7 @@ class Daemon:
     def _publish(self, snapshot: Snapshot, pause: float) -> None:
         self.last = snapshot
         self.waiting = who_waits(self._directory)
-        self._recorder.record(snapshot, GAP_INTERVALS * self._watchdog.interval[1], wanted(self.waiting))
+        self._recorder.record(snapshot, GAP_INTERVALS * self.watchdog.interval[1], wanted(self.waiting))
         if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no look comes on the dot
             return
         try:

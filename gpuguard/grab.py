@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ALL = -1
 _PLENTY = 1024  # more devices than a machine has
-_MOST_WAYS = 4  # tickets.MOST_WAYS, which costs more to import than a job that need not wait
+_MOST_WAYS = 4  # tickets.MOST_WAYS, which is not imported for a job that need not wait
 _LISTS = ("devices", "exclude", "prefer", "models")
 _NUMBERS = {
     "num_gpus": "",

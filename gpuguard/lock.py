@@ -69,7 +69,7 @@ def acquire(
         command: of the job, for people.
         time_limit: seconds from the claim on after which it ends, for people and for those who wait; None: unknown.
         expected: says how many seconds it takes otherwise, as far as anybody can tell; asked only by whoever waits.
-        priority: in line, see line.PRIORITIES.
+        priority: in line, see line.order.PRIORITIES.
         on_wait: told once in a while what is missing, or every so many seconds as its attribute tell_every says; what
             it raises ends the waiting.
         environ: what limits the request.

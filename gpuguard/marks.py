@@ -22,7 +22,7 @@ from gpuguard.errors import LockDirectoryError
 from gpuguard.nouns import dataclass, replace
 from gpuguard.text import neutralise
 
-TYPE_CHECKING = False  # lock reads this while a job starts
+TYPE_CHECKING = False  # attempt reads this while a job starts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 

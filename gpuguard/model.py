@@ -24,7 +24,7 @@ PCIE = "pcie"  # link and throughput: about 20 ms per device in a real driver
 NVLINK = "nvlink"  # links and peers: up to 18 calls per device
 NVLINK_FLOW = "nvlink_flow"  # 1    what goes over all links; the first look has nothing to go by
 TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
-STATS = "stats"  # Snapshot.stats: for who looks at these processes in /proc anyway, at once
+STATS = "stats"  # Snapshot.stats: for who would read /proc/PID/stat of these processes right after
 BRIEF = "brief"  # no group: a backend may leave out of WHO_FIELDS what the text of `gpuguard who` does not show
 
 BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much

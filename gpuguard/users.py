@@ -1,10 +1,10 @@
 """The names of users, without waiting for a directory service that does not answer.
 
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after SECONDS the number has to do, and
-nobody is asked again in this process for a while.  Nor is who had no name nameless for ever: a service that is just
-away says of its users that they do not exist, and of whom nobody knows who he is no policy ever ends a job.
-Does not say who may do what: a user is always the uid.  But of whom there is only so much for each user, one is also
-whoever has 65536 more uids by user namespaces (rootless containers): see parties.
+nobody is asked again in this process for a while.  A uid without a name is asked for again, too: a service that is
+away for a moment says of its users that they do not exist, and no policy ends a job whose user nobody knows.
+Does not say who may do what: a user is always the uid.  Only where each user may have so much and no more, the 65536
+uids that somebody has by user namespaces (rootless containers) count as one: see parties.
 """
 
 from __future__ import annotations

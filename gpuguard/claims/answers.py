@@ -1,6 +1,6 @@
-"""What the daemon answers at its door, by what it was asked: one of another version may leave out what is wanted.
+"""What the daemon answers at its door, a noun for each request.
 
-Does not ask: see calling.
+An answer that lacks a field, as that of a daemon of another version may, is refused.  Does not ask: see calling.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Since when claims are known to somebody who looks again and again: no younger is one, whatever its record says.
+"""How old claims are at least, for somebody who looks again and again: as old as he knows them, whatever records say.
 
-What a record says of its age is its owner's word.  Who wrote each minute that his claim was made just now was never
-judged by rules that leave a new claim alone for a while; one without a record has been there for as long, too.
-And none grows older by hours because the machine's clock is set.  Knows nothing of what was before it first looked.
+The age in a record is its owner's word: a user who wrote each minute that his claim was made just now was never judged
+by rules that leave a new claim alone for a while.  A claim without a record has an age by this, too, and none grows
+older by hours because the machine's clock is set.  Knows nothing of what was before it first looked.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def replace_file(directory: LockDirectory, name: str) -> None:
 
 
 def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
-    """The same for all names, as the daemon says; None: it does not answer."""
+    """As look(), for all locks that are held, by the word of the daemon; None: it does not answer."""
     try:
         answer, _ = call(directory, {"do": "claims"})
         names, rows = ("uid", "claim", "memory", "most"), answer["held"].items()

@@ -1,7 +1,7 @@
 """The directory of the lock files: which one it is, whether it can be trusted, and how its files are opened.
 
 flock works on a read-only descriptor.  So the files can be root's, 0444, in a directory where nobody but root may
-write, and still every user can claim, and nobody can unlink, truncate or plant one.  Knows nothing of claims: see lock.
+write, and still every user can claim, and nobody can unlink, truncate or plant one.  Knows nothing of claims: see hold.
 
     /run/gpuguard               root 0755    made by `gpuguard setup`; --dir or GPUGUARD_DIR names another place
     /run/gpuguard/lock/UUID     root 0444    one empty file per device, "gate" for the short moment of choosing

@@ -234,7 +234,7 @@ def probe(
 
 
 def probe_in_gate(directory: LockDirectory, uuids: Iterable[str], *, holders: bool = False) -> tuple[ClaimRecord, ...]:
-    """The same for who has the gate already; without asking every process of the machine what it holds, if need be."""
+    """As probe(), for who has the gate already; *holders*: ask every process of the machine what it holds, too."""
     locked, given = _look(directory, uuids)
     if holders or not locked:
         return _probed(directory, locked, given)

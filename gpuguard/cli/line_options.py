@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FOR_EVER = "for ever"  # --wait without a duration
 MOST_ALTERNATIVES = 3  # as many as a ticket takes beside the first choice, see tickets.MOST_WAYS
-PRIORITY_NAMES = ("low", "normal", "high")  # line.PRIORITIES, which costs more to import than a job that need not wait
+PRIORITY_NAMES = ("low", "normal", "high")  # line.order.PRIORITIES, not imported for a job that need not wait
 
 
 def add_line_options(parser: argparse.ArgumentParser) -> None:

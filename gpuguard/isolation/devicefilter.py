@@ -3,7 +3,7 @@
 A filter of type BPF_PROG_TYPE_CGROUP_DEVICE, assembled by hand and loaded by bpf(2): the kernel asks it at every open()
 and mknod() of a device in that cgroup and below it, and EPERM is the answer to what it refuses.  It goes by the numbers
 of a node, not by its name, lives as long as the cgroup, and needs root.  Does not know which nodes a job needs: see
-isolation.
+isolate.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def adopt(
 
     Raises:
         ClaimError: it cannot be, and why; nothing is claimed.
+        GpuguardError: one of the processes does not exist any more.
         BackendError: the devices cannot be read.
     """
     if not backend.simulated and in_first_pid_namespace() is False:

@@ -65,7 +65,8 @@ def take(backend: Backend, directory: LockDirectory, given: Allocation, *, wait:
         wanted = slurm_jobs.devices_of(given.gpus, snapshot.devices)
         uuids = tuple(device.uuid for device in wanted)
         request = Request(num_gpus=len(uuids), devices=uuids)
-        taken = dict(reserved_from(backend, directory, snapshot, request)) if _reserved(directory) else {}
+        is_reserved = someone_waits(directory, ("reserve.",))
+        taken = reserved_from(backend, directory, snapshot, request) if is_reserved else {}
         if directory.owner is not None:
             taken |= marks.against(directory, uuids, given.uid, time.time())
         if claim := lock_best(backend, snapshot, request, directory, None, taken):
@@ -74,10 +75,6 @@ def take(backend: Backend, directory: LockDirectory, given: Allocation, *, wait:
         if time.monotonic() >= deadline:
             raise ClaimError(in_words(why_not(backend, snapshot, request, directory, None, taken)))
         time.sleep(LOOK_SECONDS)
-
-
-def _reserved(directory: LockDirectory) -> bool:
-    return someone_waits(directory, ("reserve.",))
 
 
 def in_words(error: NotEnoughGpus) -> str:
@@ -116,10 +113,8 @@ class _Steps:
                 continue
             with suppress(OSError):
                 pidfd = os.pidfd_open(pid)
-                if slurm_jobs.step_of(pid) != (
-                    self.job,
-                    step,
-                ):  # read behind the pidfd: it is the one that the pidfd means
+                # Read behind the pidfd: it is the one that the pidfd means.
+                if slurm_jobs.step_of(pid) != (self.job, step):
                     os.close(pidfd)
                     continue
                 self.pidfds[pidfd] = pid

@@ -1,4 +1,4 @@
-"""The keys of line.yaml, and what they mean.  Does not find the file: see linefile."""
+"""The keys of line.yaml, and what they mean.  Does not find the file: see file."""
 
 from __future__ import annotations
 

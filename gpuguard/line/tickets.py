@@ -2,7 +2,7 @@
 
 Beside each lies its *bell*, a FIFO into which anybody may write a byte: "look again, it may be your turn".  That is all
 that a bell can do.  Whose a ticket is and when it came says the file system, never its content; one that cannot be
-understood counts for nobody and is reported.  Does not decide whose turn it is: see line and plan.
+understood counts for nobody and is reported.  Does not decide whose turn it is: see order and plan.
 """
 
 from __future__ import annotations
@@ -260,14 +260,7 @@ def _decoded(encoded: bytes, status: os.stat_result, ticket_id: str) -> Ticket |
             note=_text(content.get("note")),
             command=tuple(_text(word) or "" for word in command) if isinstance(command, list) else None,
         )
-    except (
-        ValueError,
-        ArithmeticError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        InvalidRequest,
-    ) as error:
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         return Torn(status.st_uid, ticket_id, f"it cannot be understood: {error}"[:200])
 
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from gpuguard.claims.calling import LARGEST, PASS_RIGHTS, encoded, short_path, uid_behind
@@ -57,7 +57,7 @@ class _Visitor:
     connection: socket.socket
     uid: int
     deadline: float  # monotonic
-    received: bytes = field(default=b"")
+    received: bytes = b""
 
 
 class Door:
