@@ -196,6 +196,7 @@ class Claim(Sequence[Device]):
         its *owner*, another uid.
         """
         self.since = self.since or round(time.time(), 3)
+        shared = {"memory": self.memory, "most": self.most, "slots": self.slots(directory)}
         content = {
             "schema": 1,
             "id": self.id,
@@ -204,15 +205,11 @@ class Claim(Sequence[Device]):
             "since": self.since,
             "ends": ends,
             "expected": expected,
-            "memory": self.memory,
-            "most": self.most,
-            "slots": self.slots(directory),
+            **({} if self.memory is None else shared),
             "note": note,
             "command": list(command),
             "descriptors": [lock.descriptor for lock in self._locks],  # by which it can be released: see releasing
         }
-        if self.memory is None:
-            content = {key: value for key, value in content.items() if key not in ("memory", "most", "slots")}
         before = self._record
         try:
             path, descriptor = write_record(directory, content, owner)
