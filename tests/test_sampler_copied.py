@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,15 @@ print(len(gpuguard.select_devices(2, backend={f"simulated:{tmp_path}/node"!r})),
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
     assert done.stdout == ("2 started\n" if thread else "2 copied\n")
+
+
+def test_where_python_was_told_to_ignore_its_environment_the_sampler_ignores_it_too(tmp_path: Path) -> None:
+    (tmp_path / "encodings").mkdir()
+    (tmp_path / "encodings/__init__.py").write_text(f"open({str(tmp_path / 'was here')!r}, 'w')")
+    nodes.start(str(tmp_path / "node"), "4xH100-80GB")
+    code = f"import gpuguard, pynvml; print(len(gpuguard.select_devices(2, backend={f'simulated:{tmp_path}/node'!r})))"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    words = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
+
+    assert (done.stdout, (tmp_path / "was here").exists()) == ("2\n", False)

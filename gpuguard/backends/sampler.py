@@ -135,7 +135,8 @@ def interpreter(code: str, word: str) -> list[str]:
     # and so an editable install must be named.
     ours = __file__.rpartition("/gpuguard/")[0]
     path = sys.path if ours in sys.path else [*sys.path, ours]
-    return [sys.executable, "-S", "-c", f"import sys; sys.path[:] = sys.argv[2:]; {code}", word, *path]
+    ignoring = ["-E"] if sys.flags.ignore_environment else []  # the service does, by -I
+    return [sys.executable, *ignoring, "-S", "-c", f"import sys; sys.path[:] = sys.argv[2:]; {code}", word, *path]
 
 
 def _descriptors() -> list[int]:
