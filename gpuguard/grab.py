@@ -256,30 +256,43 @@ def _claimed(
         raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {_MOST_WAYS - 1}.")
 
     name = _backend_name(backend)
-    with _opened(name) as source:
-        import json  # noqa: F401  (for the record; for free while the driver initialises in the other process)
+    claim: Claim | None = None
+    try:
+        with _opened(name) as source:
+            import json  # noqa: F401  (for the record; for free while the driver initialises in the other process)
 
-        from gpuguard.lock import acquire
+            place, environ = _place(directory, name), _outer_environment()
+            where: dict[str, Any] = {"directory": place, "command": sys.orig_argv or sys.argv, "environ": environ}
+            claim = _acquired(source, ways, strict, in_line, where)
+    except BaseException:
+        if claim:  # interrupted: nobody would know of it
+            claim.release()
+        raise
+    return claim
 
-        place, environ = _place(directory, name), _outer_environment()
-        where: dict[str, Any] = {"directory": place, "command": sys.orig_argv or sys.argv, "environ": environ}
-        try:
-            return acquire(source, ways[0], alternatives=ways[1:], **in_line, **where)
-        except (NotEnoughGpus, BackendError) as error:
-            if strict:
-                raise
-            import warnings
 
-            warnings.warn(f"{error}\nGoing on with what there is.", RuntimeWarning, stacklevel=3)
-            available = error.available if isinstance(error, NotEnoughGpus) else 0
-        if available:
-            from contextlib import suppress
+def _acquired(
+    source: Isolated, ways: Sequence[Request], strict: bool, in_line: dict[str, Any], where: dict[str, Any]
+) -> Claim:
+    from gpuguard.lock import acquire
 
-            from gpuguard.nouns import replace
+    try:
+        return acquire(source, ways[0], alternatives=ways[1:], **in_line, **where)
+    except (NotEnoughGpus, BackendError) as error:
+        if strict:
+            raise
+        import warnings
 
-            with suppress(NotEnoughGpus):  # somebody was quicker
-                fewer = replace(ways[0], num_gpus=1, max_gpus=available)
-                return acquire(source, fewer, note=in_line["note"], **where)
+        warnings.warn(f"{error}\nGoing on with what there is.", RuntimeWarning, stacklevel=4)
+        available = error.available if isinstance(error, NotEnoughGpus) else 0
+    if available:
+        from contextlib import suppress
+
+        from gpuguard.nouns import replace
+
+        with suppress(NotEnoughGpus):  # somebody was quicker
+            fewer = replace(ways[0], num_gpus=1, max_gpus=available)
+            return acquire(source, fewer, note=in_line["note"], **where)
     return _no_claim()
 
 

@@ -82,7 +82,7 @@ def acquire(
         BackendError: the devices cannot be read.
     """
     outer, deadline = outer_claim(directory, environ), None if wait is None else time.monotonic() + wait
-    line = None
+    line = claim = None
     stand = (backend, directory, priority, time_limit, expected, note, command)
     try:
         while True:
@@ -103,6 +103,10 @@ def acquire(
                 error = line.sleep(snapshot, bounded, deadline, error, on_wait)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout.after(error)
+    except BaseException:
+        if claim:  # interrupted: nobody would know of it
+            claim.release()
+        raise
     finally:
         if line:
             line.leave()

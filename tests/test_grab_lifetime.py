@@ -242,3 +242,15 @@ except gpuguard.ClaimLost:
     print([os.write(each, b"!") for each in files] == [1] * 8)
 """
     assert (script(code).stdout, claimed()) == ("True\n", [])
+
+
+@pytest.mark.parametrize("place", ["gpuguard.claims.hold._tidy", "gpuguard.backends.isolated._await_end"])
+def test_who_interrupts_a_claim_that_is_just_being_made_leaves_no_device_claimed(place, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(place, interrupted)
+        gpuguard.grab_gpus(1)
+
+    assert claimed() == []

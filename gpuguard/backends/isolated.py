@@ -268,10 +268,12 @@ def _await_end(pid: int) -> None:
         process = os.pidfd_open(pid)
     except OSError:  # the program reaps whatever ends
         return
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    poll.poll(LEAVING_SECONDS * 1000)
-    os.close(process)
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.poll(LEAVING_SECONDS * 1000)
+    finally:
+        os.close(process)
 
 
 def _reaped(pid: int) -> bool:
