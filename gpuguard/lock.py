@@ -82,7 +82,7 @@ def acquire(
         BackendError: the devices cannot be read.
     """
     outer, deadline = outer_claim(directory, environ), None if wait is None else time.monotonic() + wait
-    line = claim = None
+    line = None
     stand = (backend, directory, priority, time_limit, expected, note, command)
     try:
         while True:
@@ -91,8 +91,7 @@ def acquire(
             bounded, snapshot = first_look(backend, (request, *alternatives), outer, environ, in_line=line is not None)
             claim, error = _attempt(backend, snapshot, bounded, directory, outer, line)
             if claim:
-                claim.explain(directory, note, command, ends=_ends(time_limit))
-                return claim
+                return _explained(claim, directory, note, command, time_limit)
             if isinstance(error, ImpossibleRequest) or wait == 0:
                 raise error
             if outer:
@@ -103,13 +102,20 @@ def acquire(
                 error = line.sleep(snapshot, bounded, deadline, error, on_wait)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout.after(error)
-    except BaseException:
-        if claim:  # interrupted: nobody would know of it
-            claim.release()
-        raise
     finally:
         if line:
             line.leave()
+
+
+def _explained(
+    claim: Claim, directory: LockDirectory, note: str | None, command: Sequence[str], time_limit: float | None
+) -> Claim:
+    try:
+        claim.explain(directory, note, command, ends=_ends(time_limit))
+    except BaseException:  # interrupted: nobody would know of it
+        claim.release()
+        raise
+    return claim
 
 
 def _ends(time_limit: float | None) -> float | None:

@@ -244,7 +244,7 @@ except gpuguard.ClaimLost:
     assert (script(code).stdout, claimed()) == ("True\n", [])
 
 
-@pytest.mark.parametrize("place", ["gpuguard.claims.hold._tidy", "gpuguard.backends.isolated._await_end"])
+@pytest.mark.parametrize("place", ["gpuguard.claims.hold._tidy", "gpuguard.backends.isolated._reaped"])
 def test_who_interrupts_a_claim_that_is_just_being_made_leaves_no_device_claimed(place, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
