@@ -3,10 +3,9 @@
 It imports almost nothing before it forks: `gpuguard run` starts it before it parses its own command line, so that
 libnvidia-ml loads (22 ms for the Python bindings alone) on the other core meanwhile.
 
-A frame is a 4-byte length and a marshal of (kind, ...): requests (fields, devices, skip,
-ahead); replies ("ready", version),
-("snapshot", packed), ("error", class, message, attributes).  Which device is being read is no frame, of which each
-would wake the reader up: it stands in a file in memory, where the reader looks when it has waited too long.
+A frame is a 4-byte length and a marshal of a tuple: a request is (fields, devices, skip, ahead), a reply ("ready",
+version), ("snapshot", packed) or ("error", class, message, attributes).  Which device is being read is no frame, of
+which each would wake the reader up: it stands in a file in memory, where the reader looks when it has waited too long.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def directory_of(args: argparse.Namespace) -> LockDirectory:
 
 
 def check_users(names: list[str]) -> None:
-    """To whom nothing belongs may be misspelt: of nobody it would look the same.
+    """Refuse users that there are not: whose name is misspelt would look like somebody who has nothing.
 
     Raises:
         InvalidRequest: no account is called so, or it is a uid, whose user has a name.

@@ -1,4 +1,4 @@
-"""The usage store: who claimed and used which device for how long, and how busy it was, for 400 days.
+"""Reading the usage store: who claimed and used which device for how long, and how busy it was, for 400 days.
 
 Three resolutions, each with a bounded number of slots; a slot's number is unix time // width.  Reading takes no lock
 and needs no daemon.  A lock of a reader would keep the daemon from writing, and whoever may read could hold one for

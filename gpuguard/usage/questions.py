@@ -2,7 +2,7 @@
 
 What nobody watched is in no answer, and no answer takes it for zero: watched() tells how much was seen.  Only slots
 that begin in the time that was asked for count.  A store that holds other things than tally writes is damaged: each
-row passes _sound.  Does not open the store: see usage.
+row passes _sound.  Does not open the store: see consult.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What GPUs were used for over a time: who claimed, used, left idle and waited for how much, and what it took.
 
 Hours that nobody watched are in no sum, and what is unknown is None or a column of its own, never 0.  Does not read the
-store: see usage.  Does not write anything down: see views.
+store: see consult.  Does not write anything down: see views.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The file of the usage store, open for writing by one process: opened, locked, checked, set aside when it is damaged.
 
-After each write the journal is moved into the file: see usage for why readers need that, and why no other process may
+After each write the journal is moved into the file: see consult for why readers need that, and why no other process may
 hold a lock.  A damaged file is renamed, never deleted.  Raises what os and sqlite3 raise: recorder says it in words.
 """
 

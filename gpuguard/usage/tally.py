@@ -3,7 +3,7 @@
 An interval is known by the sample at its end.  What that sample does not say is counted as unknown time, never as zero;
 so is a gap of more than a few intervals (the machine slept, the driver hung), and a device that was not there at both
 ends.  Durations are those of CLOCK_BOOTTIME, so that a clock that is set back counts nothing twice; only the place in
-time is the wall clock's.  Does not store anything: see usage.
+time is the wall clock's.  Does not store anything: see recorder.
 """
 
 from __future__ import annotations
