@@ -25,7 +25,6 @@ from gpuguard.claims import holders
 from gpuguard.clusters import slurm_jobs
 from gpuguard.guards import identity
 from gpuguard.jobs import family, settle
-from gpuguard.jobs.adopt import owner_of
 from gpuguard.model import GpuProcess
 from gpuguard.readings import hostnumbers, hostuse
 
@@ -83,7 +82,7 @@ READERS: dict[str, Callable[[int], Any]] = {
     "identified": lambda pid: (one := processes.identified(GpuProcess(pid))) and (one.start_time, one.uid),
     "described": lambda pid: (one := processes.described(GpuProcess(pid))) and (one.start_time, one.uid),
     "uid_behind": processes.uid_behind,
-    "owner": owner_of,
+    "owner": processes.uid_of,
     "facts": facts,
     "ancestors": identity.ancestors,
     "look_up": lambda pid: (one := ancestry.look_up(snapshot_of(pid)).get(pid)) and (one.parent, one.start_time),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gpuguard import model
 from gpuguard.backends.nvml_calls import NOT_FOUND, Answer
-from gpuguard.backends.nvml_reading import Place, Reading, is_uuid
+from gpuguard.backends.nvml_reading import OF_THE_BOARD, Place, Reading, is_uuid
 from gpuguard.backends.nvml_usage import read_idle_processes, read_memory, read_processes
 from gpuguard.model import Device, Gap
 from gpuguard.nouns import replace
@@ -16,11 +16,6 @@ from gpuguard.nouns import replace
 TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_SHARED = (
-    "pci_bus_id", "minor_number", "numa_node", "cpu_affinity", "compute_mode", "mig_mode",
-    "temperature", "temperature_slowdown", "temperature_shutdown",
-)  # fmt: skip
 
 
 def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
@@ -64,9 +59,9 @@ def _read(instance: Reading, parent: Reading) -> Device:
     if model.UTILIZATION in instance.fields:
         instance.gap("utilization", "not told for MIG instances")
     for gap in parent.gaps:
-        if gap.field in _SHARED:
+        if gap.field in OF_THE_BOARD:
             instance.gap(gap.field, gap.reason)
-    values = {key: parent.values[key] for key in _SHARED if key in parent.values} | instance.values
+    values = {key: parent.values[key] for key in OF_THE_BOARD if key in parent.values} | instance.values
     device = Device(parent.place.index, instance.place.uuid, parent_uuid=parent.place.uuid, **values)
     return replace(device, mig_profile=profile, problems=tuple(dict.fromkeys([*parent.problems, *instance.problems])))
 

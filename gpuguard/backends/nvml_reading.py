@@ -30,6 +30,12 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
     "ecc_corrected_aggregate": (0, 2**53), "ecc_uncorrected_aggregate": (0, 2**53),
 }  # fmt: skip
 
+# Fields of a MIG instance that are those of its GPU.
+OF_THE_BOARD = (
+    "pci_bus_id", "minor_number", "numa_node", "cpu_affinity", "compute_mode", "mig_mode",
+    "temperature", "temperature_slowdown", "temperature_shutdown",
+)  # fmt: skip
+
 
 def is_uuid(text: str) -> bool:
     """Whether *text* can name one device, by which it is claimed: "GPU-5f...", "MIG-GPU-5f.../1/0"."""

@@ -167,7 +167,7 @@ def may_be(pid: int, program: bytes) -> bool:
 
 def identified(process: GpuProcess, life: Life | None = None) -> GpuProcess:
     """The process with its real user id and its start time, from *life* if that was just read; cheap enough to poll."""
-    return replace(process, start_time=life[0] if life else start_time(process.pid), uid=_uid(process.pid))
+    return replace(process, start_time=life[0] if life else start_time(process.pid), uid=uid_of(process.pid))
 
 
 def described(process: GpuProcess, life: Life | None = None) -> GpuProcess:
@@ -185,7 +185,7 @@ def described(process: GpuProcess, life: Life | None = None) -> GpuProcess:
         known.command, known.command_read = command, now
     before = known.uid
     if before is None or now - known.uid_read > UID_SECONDS:
-        known.uid, known.uid_read = _uid(process.pid), now
+        known.uid, known.uid_read = uid_of(process.pid), now
     if now - known.facts_read > FACTS_SECONDS or known.uid != before:
         facts = _described(process.pid)
         if start_time(process.pid) != life[0]:
@@ -299,7 +299,8 @@ def environment_of(variables: Mapping[str, str]) -> str | None:
     return conda or os.path.basename(variables.get("VIRTUAL_ENV", "")) or None
 
 
-def _uid(pid: int) -> int | None:
+def uid_of(pid: int) -> int | None:
+    """The real uid of a process; None: gone or hidden."""
     # Not the owner of /proc/PID: that is root for every process that may not be dumped.
     words = status_words(pid, b"Uid")
     return int(words[0]) if words and words[0].isdigit() else None

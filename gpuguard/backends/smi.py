@@ -18,7 +18,7 @@ import time
 
 from gpuguard import model
 from gpuguard.backends import smi_fields
-from gpuguard.backends.nvml_reading import is_uuid
+from gpuguard.backends.nvml_reading import OF_THE_BOARD, is_uuid
 from gpuguard.backends.smi_fields import Sheet
 from gpuguard.backends.smi_usage import read_processes
 from gpuguard.backends.smi_xml import MAX_BYTES, Element, parse
@@ -35,8 +35,6 @@ PROGRAM_SECONDS = 20.0  # without persistence mode each device is woken up first
 _ALIVE_SECONDS = 0.4  # how often we say that the program still runs: see isolated.DEVICE_SECONDS
 _NO_PROGRAM = "there is no program nvidia-smi in the PATH: install the driver, or choose another --backend."
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_SHARED = ("pci_bus_id", "minor_number", "numa_node", "cpu_affinity", "compute_mode", "mig_mode",
-           "temperature", "temperature_slowdown", "temperature_shutdown")  # fmt: skip
 _READERS: dict[str, Callable[[Sheet], None]] = {
     model.MEMORY: smi_fields.read_memory,
     model.HEALTH: smi_fields.read_health,
@@ -175,11 +173,11 @@ def _instance(
     if profile is None:
         sheet.gap("mig_profile", "nvidia-smi -q does not tell it")
     for gap in board.gaps:
-        if gap.field in _SHARED:
+        if gap.field in OF_THE_BOARD:
             sheet.gap(gap.field, gap.reason)
     if model.MODEL in fields and "name" in board.values:
         sheet.values["name"] = board.values["name"] + (f" MIG {profile}" if profile else "")
-    values = {key: board.values[key] for key in _SHARED if key in board.values} | sheet.values
+    values = {key: board.values[key] for key in OF_THE_BOARD if key in board.values} | sheet.values
     return Device(
         parent.index,
         uuid,

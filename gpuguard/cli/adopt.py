@@ -21,11 +21,12 @@ import sys
 import time
 
 from gpuguard import history
+from gpuguard.backends.processes import uid_of
 from gpuguard.claims.hold import Claim
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import ClaimLost, InvalidRequest
 from gpuguard.jobs import background
-from gpuguard.jobs.adopt import adopt, owner_of
+from gpuguard.jobs.adopt import adopt
 from gpuguard.jobs.family import Family
 from gpuguard.model import Event
 from gpuguard.views.text import json_text, put
@@ -76,7 +77,7 @@ def _pid(text: str) -> int:
 
 def _become_owner(pids: list[int]) -> None:
     """As root: go on as the user of the jobs, so that the claim is his, with no more rights than he has."""
-    owners = {uid for pid in pids if (uid := owner_of(pid)) is not None}
+    owners = {uid for pid in pids if (uid := uid_of(pid)) is not None}
     if os.geteuid() != 0 or owners <= {0}:
         return
     if len(owners) > 1:

@@ -17,6 +17,7 @@ from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.daemonfiles import fault_of
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.room import Room, room_for_records
+from gpuguard.cli import screen
 from gpuguard.cli.dispatch import EXIT_NO, EXIT_NO_DRIVER
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import BackendError, ClaimError
@@ -41,8 +42,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         put([json_text(doctor.to_json(facts, found))], sys.stdout)
     else:
-        width = os.get_terminal_size(sys.stdout.fileno()).columns or 80 if sys.stdout.isatty() else None
-        put(doctor.to_text(facts, found, width=width, paint=style(sys.stdout, os.environ)), sys.stdout)
+        put(doctor.to_text(facts, found, width=screen.size()[0], paint=style(sys.stdout, os.environ)), sys.stdout)
     if facts.error:
         return EXIT_NO_DRIVER
     return EXIT_NO if doctor.worst(found) == FAULT else 0

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from gpuguard.cli import screen
 from gpuguard.cli.choice_options import selectors
 from gpuguard.cli.moments import add_moment_options, period
 from gpuguard.cli.options import add_source_options, directory_of
@@ -78,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 def _drawn(
     args: argparse.Namespace, metric: history.Metric, courses: Sequence[history.Course], watch: Watch
 ) -> list[str]:
-    width, height = terminal_size()
+    width, height = screen.size()
     rows = _ROWS
     if len(courses) == 1 and height:
         rows = min(_MOST_ROWS, max(_LEAST_ROWS, height - 8)) | 1
@@ -100,15 +101,6 @@ def writes_braille() -> bool:
     except (UnicodeError, LookupError):
         return False
     return True
-
-
-def terminal_size() -> tuple[int | None, int | None]:
-    """Columns and rows of the terminal; None and None for a pipe or a file."""
-    try:
-        size = os.get_terminal_size(sys.stdout.fileno())
-    except (OSError, ValueError):
-        return None, None
-    return size.columns or 80, size.lines or 24
 
 
 def _chosen(known: Sequence[Known], words: Sequence[str]) -> list[Known]:

@@ -28,7 +28,7 @@ class Source:
     def sample(self) -> tuple[Snapshot, float | None]:
         """The machine, and how many seconds ago the daemon looked; None: read now."""
         clock = time.clock_gettime(time.CLOCK_BOOTTIME)
-        seen = None if self._args.fresh or is_recorded(self._args.backend) else self._daemons(clock)
+        seen = None if self._args.fresh else of_daemon(self._args, clock)
         if seen:
             return seen, clock - seen.clock
         if self._backend is None:
@@ -48,9 +48,13 @@ class Source:
         except (ClaimError, OSError):
             return  # it will be tried again, and said
 
-    def _daemons(self, clock: float) -> Snapshot | None:
-        try:
-            directory = directory_of(self._args)
-        except ClaimError:
-            return None  # the claims will be missing, and that will be said
-        return read_state(directory, clock, simulated=self._args.backend.startswith("simulated"))
+
+def of_daemon(args: argparse.Namespace, clock: float) -> Snapshot | None:
+    """What the daemon saw, if that is fresh at *clock* (CLOCK_BOOTTIME) and no recording is wanted."""
+    if is_recorded(args.backend):
+        return None
+    try:
+        directory = directory_of(args)
+    except ClaimError:
+        return None  # the claims will be missing, and that will be said
+    return read_state(directory, clock, simulated=args.backend.startswith("simulated"))

@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 
+from gpuguard.cli import screen
 from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
 from gpuguard.cli.looking import Source
 from gpuguard.cli.options import add_source_options, directory_of
@@ -48,15 +49,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         put([json_text(queue.to_json(line, site, jobs))], sys.stdout)
         return 0
-    width, paint = _width(), style(sys.stdout, os.environ)
+    width, paint = screen.size()[0], style(sys.stdout, os.environ)
     put(queue.to_text(line, site, width=width, paint=paint), sys.stdout)
     if jobs:
         put(["", *slurm.to_text(jobs, line.now, width=width, paint=paint)], sys.stdout)
     return 0
-
-
-def _width() -> int | None:
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
-    except (OSError, ValueError):
-        return None

@@ -18,8 +18,9 @@ import sys
 import time
 from collections.abc import Collection
 
+from gpuguard.cli import screen
 from gpuguard.cli.events import logged
-from gpuguard.cli.history import terminal_size, writes_braille
+from gpuguard.cli.history import writes_braille
 from gpuguard.cli.moments import add_moment_options, period
 from gpuguard.cli.options import add_source_options, directory_of
 from gpuguard.errors import GpuguardError
@@ -75,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         plain = args.ascii or not writes_braille()
         paint = style(sys.stdout, os.environ)
-        put(view.to_text(report, claims, width=terminal_size()[0], paint=paint, ascii_only=plain), sys.stdout)
+        put(view.to_text(report, claims, width=screen.size()[0], paint=paint, ascii_only=plain), sys.stdout)
     return 0
 
 

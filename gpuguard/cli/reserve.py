@@ -18,6 +18,7 @@ import sys
 import time
 
 from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.cli import screen
 from gpuguard.cli.choice_options import quantity, selectors, whole_number
 from gpuguard.cli.clock import parse_when
 from gpuguard.cli.looking import Source
@@ -88,8 +89,7 @@ def _show(args: argparse.Namespace, found: Reserved) -> int:
     if args.json:
         put([json_text({"schema": 1, "reservations": view.to_json(found)})], sys.stdout)
     else:
-        width = os.get_terminal_size(1).columns or 80 if sys.stdout.isatty() else None
-        put(view.to_text(found, width=width) or ["nothing is reserved."], sys.stdout)
+        put(view.to_text(found, width=screen.size()[0]) or ["nothing is reserved."], sys.stdout)
     return 0
 
 

@@ -15,19 +15,19 @@ from gpuguard import history
 from gpuguard.actions import Outcome
 from gpuguard.ancestry import look_up
 from gpuguard.attribution import Seen
-from gpuguard.backends import Backend, is_recorded
+from gpuguard.backends import Backend
 from gpuguard.backends.processes import read_memory
 from gpuguard.byhand import Hand, signal_process
 from gpuguard.claims.lookout import Lookout
 from gpuguard.cli import mark_options, top_rota
+from gpuguard.cli.looking import of_daemon
 from gpuguard.cli.options import directory_of
-from gpuguard.errors import ClaimError, GpuguardError
+from gpuguard.errors import GpuguardError
 from gpuguard.guards.identity import Protected
 from gpuguard.guards.ledger import Ledger
 from gpuguard.model import Snapshot
 from gpuguard.nouns import replace
 from gpuguard.readings.hostuse import HostUses
-from gpuguard.state import read_state
 from gpuguard.views.top_scene import Ancestor, Identity, Scene, Thresholds, Waits
 from gpuguard.views.usage import uses
 
@@ -62,7 +62,7 @@ class Feed:
         from gpuguard.cli import who
 
         clock = time.clock_gettime(time.CLOCK_BOOTTIME)
-        snapshot = None if self.fresh or is_recorded(self._args.backend) else self._daemons(clock)
+        snapshot = None if self.fresh else of_daemon(self._args, clock)
         age = clock - snapshot.clock if snapshot else None
         snapshot = who.with_claims(self._args, snapshot or self._drivers(), self._lookout)
         if snapshot.recorded:
@@ -109,13 +109,6 @@ class Feed:
             self._former = None  # once it answers again, everything is read anew
             raise
         return self._former
-
-    def _daemons(self, clock: float) -> Snapshot | None:
-        try:
-            directory = directory_of(self._args)
-        except ClaimError:
-            return None
-        return read_state(directory, clock, simulated=self._args.backend.startswith("simulated"))
 
     def _waiting(self, snapshot: Snapshot) -> tuple[Waits, ...]:
         """Who waits, in order, and when each is expected to start."""

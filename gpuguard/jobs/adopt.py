@@ -12,7 +12,7 @@ import time
 
 from gpuguard.ancestry import in_first_pid_namespace
 from gpuguard.attribution import places
-from gpuguard.backends.processes import status_words
+from gpuguard.backends.processes import uid_of
 from gpuguard.claims.hold import Claim, unlock
 from gpuguard.claims.lockfiles import Gate, LockDirectory
 from gpuguard.claims.records import probe
@@ -81,19 +81,13 @@ def adopt(
     return claim, family
 
 
-def owner_of(pid: int) -> int | None:
-    """The real uid of a process; None: there is none, or it cannot be told."""
-    words = status_words(pid, b"Uid")
-    return int(words[0]) if words and words[0].isdigit() else None
-
-
 def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
     """The command line of the first; refuse those of others."""
     from gpuguard.users import user_name
 
     commands = []
     for pid in pids:
-        uid = owner_of(pid)
+        uid = uid_of(pid)
         if uid is not None and uid != os.geteuid():
             raise ClaimError(f"process {pid} belongs to {user_name(uid)}: only its owner or root can adopt it.")
         try:
