@@ -46,9 +46,17 @@ def shortage(error: Exception) -> str | None:
         return "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and who opens so many."
     if (code == errno.EAGAIN and error.args[1:] == (os.strerror(errno.EAGAIN),)) or "start new thread" in str(error):
         return CROWDED
+    if code == errno.ENOLCK:
+        return "the kernel gives no further lock now: see `free -h` and /proc/locks; of NFS, its service for locks."
     if code == errno.ENOMEM or isinstance(error, MemoryError):
         return "no memory is left for this: see `free -h`, `ulimit -v`, and the limit of your cgroup."
     return None
+
+
+def passing(error: Exception) -> str | None:
+    """The shortage that *error* comes of, which may be over when one looks again; None: it is something else."""
+    cause = error.__cause__ if isinstance(error, GpuguardError) else error
+    return shortage(cause) if isinstance(cause, Exception) else None
 
 
 class GpuguardError(Exception):

@@ -25,7 +25,7 @@ from gpuguard.attempt import (
 from gpuguard.claims.hold import Claim
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import locked_devices
-from gpuguard.errors import ImpossibleRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.errors import GpuguardError, ImpossibleRequest, NotEnoughGpus, WaitTimeout, passing
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.nouns import replace
 from gpuguard.select import Choice, Request, choose
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gpuguard.line.turn import InLine
 
 POLL_SECONDS = 0.25  # between two looks at the locks while waiting: some 100 us each, no driver call
-ASK_SECONDS = 2.0  # between two questions to the driver while locks are free but devices look busy
+ASK_SECONDS = 2.0  # between two questions to the driver while locks are free but devices look busy, or nothing is seen
 
 
 def acquire(
@@ -80,26 +80,28 @@ def acquire(
         ImpossibleRequest: never on this machine.
         LockDirectoryError: the directory cannot be used.
         BackendError: the devices cannot be read.
+        OSError: no file, lock or memory is left for a look; who waits in line already looks again later instead.
     """
     outer, deadline = outer_claim(directory, environ), None if wait is None else time.monotonic() + wait
-    line = None
-    stand = (backend, directory, priority, time_limit, expected, note, command)
+    line, error = None, None
     try:
         while True:
-            if line is None and outer is None and someone_waits(directory):
-                line = _in_line(*stand)
-            bounded, snapshot = first_look(backend, (request, *alternatives), outer, environ, in_line=line is not None)
-            claim, error = _attempt(backend, snapshot, bounded, directory, outer, line)
-            if claim:
-                return _explained(claim, directory, note, command, time_limit)
-            if isinstance(error, ImpossibleRequest) or wait == 0:
-                raise error
-            if outer:
-                _await_sibling(snapshot, request, directory, deadline, error, on_wait)
-            elif line is None:
-                line = _in_line(*stand)  # and look once more, at all that its plan goes by
-            else:
-                error = line.sleep(snapshot, bounded, deadline, error, on_wait)
+            try:
+                if line is None and outer is None and (error or someone_waits(directory)):
+                    line = _in_line(backend, directory, priority, time_limit, expected, note, command)
+                bounded, snapshot = first_look(backend, (request, *alternatives), outer, environ, in_line=bool(line))
+                claim, error = _attempt(backend, snapshot, bounded, directory, outer, line)
+                if claim:
+                    return _explained(claim, line, directory, note, command, _ends(time_limit))
+                if isinstance(error, ImpossibleRequest) or wait == 0:
+                    raise error
+                if outer:
+                    _await_sibling(snapshot, request, directory, deadline, error, on_wait)
+                elif line:  # else look once more, at all that its plan goes by
+                    error = line.sleep(snapshot, bounded, deadline, error, on_wait)
+            except (OSError, MemoryError, GpuguardError) as fault:
+                waits = line.waits if line else bool(outer and error)
+                error = _look_later(fault, waits, request.num_gpus, line, deadline, on_wait)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout.after(error)
     finally:
@@ -108,14 +110,45 @@ def acquire(
 
 
 def _explained(
-    claim: Claim, directory: LockDirectory, note: str | None, command: Sequence[str], time_limit: float | None
+    claim: Claim,
+    line: InLine | None,
+    directory: LockDirectory,
+    note: str | None,
+    command: Sequence[str],
+    ends: float | None,
 ) -> Claim:
+    """*claim* with its record, or nothing is claimed."""
     try:
-        claim.explain(directory, note, command, ends=_ends(time_limit))
-    except BaseException:  # interrupted: nobody would know of it
+        claim.explain(directory, note, command, ends=ends)
+        if line:
+            line.served(claim)
+    except BaseException:  # interrupted, too: nobody would know of it
         claim.release()
         raise
     return claim
+
+
+def _look_later(
+    fault: Exception,
+    waits: bool,
+    wanted: int,
+    line: InLine | None,
+    deadline: float | None,
+    on_wait: Callable[[NotEnoughGpus], None] | None,
+) -> NotEnoughGpus:
+    """A pause of one who waits and cannot look now, which is no reason to lose his place: why he still waits."""
+    why = passing(fault)
+    if not waits or not why:
+        raise fault
+    if line:
+        line.stand_aside()
+    which = "it is free" if wanted == 1 else "they are free"
+    text = f"wanted {wanted} GPU{'s' * (wanted != 1)}: whether {which} cannot be seen now, and is tried again: {why}"
+    error = NotEnoughGpus(text, wanted)
+    if on_wait:
+        on_wait(error)
+    time.sleep(ASK_SECONDS if deadline is None else max(0.0, min(ASK_SECONDS, deadline - time.monotonic())))
+    return error
 
 
 def _ends(time_limit: float | None) -> float | None:
@@ -150,8 +183,6 @@ def _attempt(
     ticket = turn.place.ticket if turn and turn.place else None
     for way in turn.ways if turn else ways:
         if claim := lock_best(backend, snapshot, way, directory, outer, taken, ticket):
-            if line:
-                line.served(claim)
             return claim, NotEnoughGpus("")
     if line and line.waits and turn and turn.is_later:
         return None, turn.explained(NotEnoughGpus(f"wanted {ways[0].num_gpus} GPUs.", ways[0].num_gpus))

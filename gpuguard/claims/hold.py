@@ -15,7 +15,7 @@ from _thread import allocate_lock
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.claims.records import read_record, write_record
 from gpuguard.claims.wishes import released, unanswered, write
-from gpuguard.errors import ClaimLost
+from gpuguard.errors import ClaimError, ClaimLost
 from gpuguard.model import Device
 from gpuguard.nouns import dataclass
 
@@ -232,7 +232,7 @@ def _tidy(directory: LockDirectory, uid: int) -> None:
         own = [name for name in os.listdir(directory.records) if name.startswith(start)]
         for name in own if len(own) > _UNTIDY else ():
             read_record(directory, uid, name[len(start) : -len(".json")])  # a dead one is removed by that
-    except OSError:
+    except (OSError, ClaimError):
         return
 
 
@@ -278,9 +278,11 @@ def _let_go(lock: Lock, *, unlock: bool) -> None:
     try:
         if _identity(lock.descriptor) != lock.identity:
             return  # somebody closed our descriptor, and the number means another file now
-        if unlock:
-            fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
-        os.close(lock.descriptor)
+        try:
+            if unlock:
+                fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
+        finally:
+            os.close(lock.descriptor)
     except OSError:
         return  # closed already
 

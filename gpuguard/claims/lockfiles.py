@@ -390,6 +390,10 @@ class Gate:
     ) -> None:
         if self._descriptor < 0:
             return
-        # Explicitly: a child that another thread forked meanwhile has a copy of the descriptor.
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+        try:
+            # Explicitly: a child that another thread forked meanwhile has a copy of the descriptor.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        except OSError:
+            return  # without such a child closing it will do
+        finally:
+            os.close(self._descriptor)

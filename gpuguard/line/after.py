@@ -14,7 +14,7 @@ from dataclasses import replace
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import read_record, read_records, record_path
 from gpuguard.claims.room import why_full
-from gpuguard.errors import InvalidRequest, LockDirectoryError
+from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError, passing
 from gpuguard.line.order import Ticket
 from gpuguard.line.tickets import Held, ticket_content
 from gpuguard.line.wakeup import DirectoryWatch, wait_for
@@ -101,7 +101,7 @@ def _until_claim_ends(
         watch = DirectoryWatch(directory.records)
     try:
         with _seen_to_wait(directory, replace(ticket, after=after)):
-            while read_record(directory, claim.uid, claim.id) is not None:
+            while _lives(directory, claim):
                 tell(after)
                 pause = checks.pop(0) if checks else _pause() if watch else min(POLL_SECONDS, _pause())
                 wait_for([watch.descriptor] if watch else [], pause)
@@ -110,6 +110,15 @@ def _until_claim_ends(
     finally:
         if watch:
             watch.close()
+
+
+def _lives(directory: LockDirectory, claim: ClaimRecord) -> bool:
+    try:
+        return read_record(directory, claim.uid, claim.id) is not None
+    except (OSError, ClaimError) as error:
+        if not passing(error):
+            raise
+        return True  # as far as can be seen now
 
 
 def _pause() -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 
-from gpuguard.errors import InvalidRequest
+from gpuguard.errors import InvalidRequest, shortage
 from gpuguard.hints import TYPE_CHECKING
 from gpuguard.line.order import ReservationKeys, Rules
 
@@ -62,6 +62,8 @@ def _read(path: str, accounts: Accounts | None) -> LineFile:
     except FileNotFoundError:
         return LineFile()
     except OSError as error:
+        if shortage(error):  # which says nothing of the file: the site's rules hold
+            raise
         return LineFile(faults=(Fault(0, 0, f"the file cannot be read: {error.strerror or error}."),))
     except InvalidRequest as error:
         text, _, hint = str(error).partition("\n")

@@ -24,7 +24,7 @@ from gpuguard.claims.inplace import made_in_place, open_in_place, status_in_plac
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.claims.records import unfinished_path, write_whole
 from gpuguard.claims.room import why_full
-from gpuguard.errors import InvalidRequest, LockDirectoryError
+from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
 from gpuguard.hints import Any
 from gpuguard.line.booking import Booking
 from gpuguard.line.tickets import Torn, not_too_many, whole
@@ -192,6 +192,8 @@ def _read(directory: LockDirectory, name: str, place: str, now: float) -> Reserv
     try:
         descriptor = open_in_place(path)
     except OSError as error:
+        if shortage(error):  # which says nothing of the file: whoever has it would be passed over
+            raise
         return None if error.errno == errno.ENOENT else Torn(-1, place[:80], f"it cannot be read: {error.strerror}")
     try:
         status = os.fstat(descriptor)
@@ -261,11 +263,15 @@ def _arrivals(
         if key not in known:
             _remove_leftover(path)
             continue
-        with suppress(OSError):
+        try:
             status = status_in_place(path)
-            if stat.S_ISREG(status.st_mode) and uid == str(status.st_uid):
-                place = status.st_uid, key
-                arrivals[place] = max(arrivals.get(place, 0.0), min(now, status.st_ctime))
+        except OSError as error:
+            if shortage(error):
+                raise
+            continue
+        if stat.S_ISREG(status.st_mode) and uid == str(status.st_uid):
+            place = status.st_uid, key
+            arrivals[place] = max(arrivals.get(place, 0.0), min(now, status.st_ctime))
     return arrivals
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from gpuguard.claims.inplace import open_in_place, status_in_place
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, try_flock
 from gpuguard.claims.records import first_of_each, unfinished_path, write_whole
-from gpuguard.errors import ClaimError, InvalidRequest
+from gpuguard.errors import ClaimError, InvalidRequest, shortage
 from gpuguard.hints import Any
 from gpuguard.line import served
 from gpuguard.line.order import PRIORITIES, Ticket
@@ -208,6 +208,8 @@ def _read(directory: LockDirectory, name: str, place: str) -> Ticket | Torn | No
     try:
         descriptor = open_in_place(path)
     except OSError as error:
+        if shortage(error):  # which says nothing of the file: whoever has it would be passed over
+            raise
         return None if error.errno == errno.ENOENT else Torn(-1, place[:80], f"it cannot be read: {error.strerror}")
     try:
         status = os.fstat(descriptor)

@@ -152,6 +152,11 @@ class InLine:
         devices = {device.uuid for device in claim}
         claim.arrivals = arrive(self._directory, [one for one in self._bookings if not devices.isdisjoint(one.devices)])
 
+    def stand_aside(self) -> None:
+        """Let somebody else look for all who wait; his place stays."""
+        if self._waiter:
+            self._waiter.stand_aside()
+
     def leave(self) -> None:
         """Wait no longer."""
         if self._waiter:

@@ -9,6 +9,7 @@ hostile) delays the others to a look of their own now and then.  Claims nothing:
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from gpuguard.claims.lockfiles import LockDirectory, open_lock, try_flock
+from gpuguard.errors import ClaimError
 from gpuguard.line.leading import YOUR_TURN, Leader
 from gpuguard.line.order import Ticket
 from gpuguard.line.standing import Standing, listens
@@ -91,15 +93,22 @@ class Waiter:
             return
         self._held.leave()
         self._leader.close()
-        os.close(self._queue)  # nobody else has this descriptor, so the lock is free
+        self.stand_aside()
+        os.close(self._queue)
         self._queue = -1
-        if self._leads:
-            self._leads.close()
-            with suppress(OSError):
+
+    def stand_aside(self) -> None:
+        """Let somebody else lead, if we do: others would wait for whoever cannot look.  Our place stays."""
+        leads, self._leads = self._leads, None
+        if leads:
+            with suppress(OSError, ClaimError):
+                leads.close()
+                fcntl.flock(self._queue, fcntl.LOCK_UN)
                 self._find_heirs()
 
     def _find_heirs(self) -> None:
-        tickets = sorted(read_tickets(self._directory)[0], key=lambda ticket: -ticket.since)
+        others = [ticket for ticket in read_tickets(self._directory)[0] if ticket.id != self.ticket.id]
+        tickets = sorted(others, key=lambda ticket: -ticket.since)
         heirs = (ticket for ticket in tickets if listens(self._directory, ticket))  # the last will wait the longest
         ring(self._directory, [heir for heir, _ in zip(heirs, range(HEIRS), strict=False)], NEW_LEADER)
 
@@ -139,7 +148,7 @@ class Waiter:
             return False
         self._leader.close()
         self._leads = Leader(self._directory, self._uuids, self._look)
-        with suppress(OSError):
+        with suppress(OSError, ClaimError):
             others = [ticket for ticket in read_tickets(self._directory)[0] if ticket.id != self.ticket.id]
             ring(self._directory, others, NEW_LEADER)  # whose end they must hear of from now on
         return True

@@ -1,0 +1,193 @@
+"""A shortage that passes while one waits: his place stays, he says why he sees nothing now, no lock is left taken."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import a_device
+from machines import Machine
+
+from gpuguard import lock
+from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.claims.records import locked_devices, read_records
+from gpuguard.errors import NotEnoughGpus, WaitTimeout
+from gpuguard.line import after, reservefiles
+from gpuguard.line.after import wait_until_over
+from gpuguard.line.file import read_line_file
+from gpuguard.line.reservefiles import Reservation
+from gpuguard.line.tickets import Held, read_tickets, ticket_content
+from gpuguard.line.turn import new_ticket
+from gpuguard.lock import acquire
+from gpuguard.request import Request
+
+CALLS = [(os, "open", errno.EMFILE), (os, "open", errno.ENFILE), (fcntl, "flock", errno.ENOLCK)]
+CALLS += [(os, "listdir", errno.ENOMEM)]
+
+
+class Failing:
+    """Lets a call fail once, or so often, after *count* others from the moment on that it is armed."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, code: int, *, count: int = 0, times: int = 1
+    ) -> None:
+        self.really, self.code, self.left, self.armed = getattr(owner, name), code, count, False
+        self.times = times
+        monkeypatch.setattr(owner, name, self)
+
+    def __call__(self, *words: Any, **more: Any) -> Any:
+        self.left -= self.armed
+        if self.armed and -self.times <= self.left < 0:
+            raise OSError(self.code, os.strerror(self.code))
+        return self.really(*words, **more)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LockDirectory:
+    monkeypatch.setattr(lock, "ASK_SECONDS", 0.01)
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM"):
+        monkeypatch.delenv(name, raising=False)
+    return lock_directory(str(tmp_path))
+
+
+def tickets(directory: LockDirectory) -> list[str]:
+    return [name for name in sorted(os.listdir(directory.records)) if "ticket." in name]
+
+
+def waits_behind_another(
+    directory: LockDirectory, told: Callable[[NotEnoughGpus], None], wait: float = 20.0
+) -> tuple[int, list[str]]:
+    """How many devices one who waits has got when the other goes, and which tickets there were meanwhile."""
+    machine, seen = Machine(a_device(0)), []
+    other = acquire(machine, Request(), directory)
+
+    def tell(missing: NotEnoughGpus) -> None:
+        seen.extend(tickets(directory))
+        told(missing)
+        other.release()
+
+    claim = acquire(machine, Request(), directory, wait=wait, on_wait=tell)
+    count = len(claim)
+    claim.release()
+    return count, seen
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call[1]}-{errno.errorcode[call[2]]}")
+def test_whichever_single_call_fails_who_waits_keeps_his_place_and_gets_the_device(directory, monkeypatch, call):
+    open_before = len(os.listdir("/proc/self/fd"))
+    for count in range(1000):
+        with monkeypatch.context() as patch:
+            failing, said = Failing(patch, *call, count=count), []
+
+            def told(missing: NotEnoughGpus, failing: Failing = failing, said: list[str] = said) -> None:
+                said.append(str(missing))
+                failing.armed = True
+
+            got, seen = waits_behind_another(directory, told)
+            failing.armed = False
+        left = (len(os.listdir("/proc/self/fd")), tickets(directory), read_records(directory))
+
+        assert (got, len(set(seen)), left) == (1, 1, (open_before, [], [])), (count, said)
+        assert not locked_devices(directory, [a_device(0).uuid])
+        if failing.left >= 0:
+            break
+    assert count > 3
+
+
+def test_while_it_lasts_beyond_the_time_to_wait_it_is_the_reason(directory, monkeypatch):
+    failing = Failing(monkeypatch, os, "open", errno.EMFILE, times=10**6)
+
+    with pytest.raises(WaitTimeout, match=r"cannot be seen now.*see `ulimit -n`"):
+        waits_behind_another(directory, lambda _: setattr(failing, "armed", True), wait=0.5)
+
+
+def test_before_he_has_a_place_and_without_waiting_it_is_an_error(directory, monkeypatch):
+    with acquire(machine := Machine(a_device(0)), Request(), directory), monkeypatch.context() as patch:
+        failing = Failing(patch, os, "open", errno.EMFILE, times=10**6)
+        failing.armed = True
+
+        for wait in (0, 60):
+            with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                acquire(machine, Request(), directory, wait=wait)
+
+
+def test_who_leads_and_cannot_look_lets_another_one_lead(directory, monkeypatch):
+    failing, free = Failing(monkeypatch, os, "listdir", errno.ENOMEM, times=2), []
+
+    def told(missing: NotEnoughGpus) -> None:
+        failing.armed = not free
+        if "cannot be seen" in str(missing):
+            queue = open_lock(directory, "queue")
+            free.append(try_flock(queue))
+            os.close(queue)
+
+    waits_behind_another(directory, told)
+
+    assert free == [True]
+
+
+def test_a_command_inside_a_claim_that_waits_for_another_one_there_goes_on(directory, monkeypatch):
+    machine, said = Machine(a_device(0)), []
+    with acquire(machine, Request(), directory) as outer:
+        inside = {"GPUGUARD_CLAIM": outer.id}
+        other = acquire(machine, Request(), directory, environ=inside)
+        failing = Failing(monkeypatch, os, "open", errno.EMFILE)
+
+        def tell(missing: NotEnoughGpus) -> None:
+            said.append("cannot be seen" in str(missing))
+            other.release()
+            failing.armed = True
+
+        acquire(machine, Request(), directory, wait=20.0, environ=inside, on_wait=tell).release()
+
+    assert said == [False, True]
+
+
+def test_who_waits_for_the_end_of_a_claim_and_cannot_see_it_goes_on(directory, monkeypatch):
+    claim, said = acquire(Machine(a_device(0)), Request(), directory), []
+    failing = Failing(monkeypatch, os, "open", errno.EMFILE)
+
+    def tell(text: str) -> None:
+        said.append(text)
+        if len(said) > 1:
+            claim.release()
+        failing.armed = True
+
+    monkeypatch.setattr(after, "_pause", lambda: 0.01)
+    wait_until_over(claim.id, directory, new_ticket([Request()]), tell)
+
+    assert failing.left < 0 and len(said) == 2
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+@pytest.mark.parametrize("what", ["tickets", "reservations", "who came", "rules"])
+def test_what_cannot_be_opened_now_is_not_taken_for_nothing(directory, monkeypatch, tmp_path, what, left):
+    """Whoever cannot read the tickets of others would pass them."""
+    rules = tmp_path / "line.yaml"
+    rules.write_text("fair_share: false\n")
+    now, wanted = time.time(), Reservation("", 0, os.geteuid(), "", 1, time.time(), time.time() + 60, ("GPU-1",))
+    mine = reservefiles.write(directory, wanted)
+    reservefiles.arrive(directory, [mine.booking()])
+    held = Held(directory, ticket_content(new_ticket([Request()])))
+    read = {
+        "tickets": lambda: [each.id for each in read_tickets(directory)[0]],
+        "reservations": lambda: reservefiles.read(directory, now)[0],
+        "who came": lambda: reservefiles.read(directory, now)[2],
+        "rules": lambda: read_line_file(str(rules)).rules,
+    }[what]
+    known = read()
+    with monkeypatch.context() as patch:
+        Failing(patch, os, "open", errno.EMFILE, count=left).armed = True
+        try:
+            found = read()
+        except OSError:
+            found = known
+    held.leave()
+
+    assert known and found == known
