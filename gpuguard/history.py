@@ -72,6 +72,8 @@ def _open(path: str) -> int:
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
+        if path.startswith("~"):  # of a uid without a name or HOME; who removes a directory ~ means another one
+            raise OSError(errno.ENOENT, "nobody knows where your home directory is; set HOME") from None
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         return _made(path, flags, roots)
     if roots and os.fstat(descriptor).st_nlink != 1:

@@ -52,6 +52,15 @@ def test_only_the_owner_may_read_it(log):
     assert log.stat().st_mode & 0o777 == 0o600
 
 
+def test_who_has_no_home_has_no_log_and_no_directory_called_tilde_where_he_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GPUGUARD_EVENTS", "~/.local/state/gpuguard/events.jsonl")
+
+    assert not history.append(AN_EVENT)
+    assert history.complaint().endswith("; set HOME")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "über", "\udcff", "\u2028"])
 def test_hostile_text_stays_on_its_line(log, text):
     history.append(Event(1.0, "claim", "started", message=text))
