@@ -16,7 +16,7 @@ import pytest
 from guarded import SLEEP, a_child
 from nodes import eventually
 
-from gpuguard.backends import sampler
+from gpuguard.backends import apart, sampler
 from gpuguard.claims import fdlocks, holders
 from gpuguard.claims.holders import as_written, inode_of
 
@@ -32,6 +32,14 @@ import sys, time
 while time.thread_time() < 0.3: pass
 sys.path[:] = sys.argv[1:]
 import gpuguard.claims.holders as h
+h.answer()
+"""
+# One that learns of each process what it has locked just in time.
+SLOW = """
+import sys, time
+sys.path[:] = sys.argv[1:]
+import gpuguard.claims.holders as h
+h.os.listdir, h.locked_inode = lambda path: ["1"], lambda pid, number: time.sleep(0.05) or "an inode"
 h.answer()
 """
 # A file of FUSE whose server never answers a read, and an epoll that is handing over an event to a page of it.
@@ -73,6 +81,7 @@ libc.epoll_wait(waits.fileno(), ctypes.c_void_p(page), 10, -1)
 def _no_reader_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("SLACK_SECONDS", "SLACK_AGAIN"):
         monkeypatch.setattr(fdlocks, name, 20.0)  # no reader of these tests is too slow by accident
+    monkeypatch.setattr(apart, "_spent", {})
     fdlocks._close()
     yield
     fdlocks._close()
@@ -156,6 +165,25 @@ def test_while_many_hang_nobody_without_a_name_is_asked(monkeypatch, locked):
 
         assert fdlocks.locked_files(os.getpid(), UNKNOWN, 5) == {}
         assert fdlocks.locked_files(os.getpid(), os.getuid(), 5)
+
+
+def test_who_answers_each_look_just_in_time_gets_no_more_time_than_who_never_does(monkeypatch, locked):
+    now = [0.0]
+    monkeypatch.setattr(fdlocks, "monotonic", lambda: now[0])
+    monkeypatch.setattr(fdlocks, "MOST_OWED", 0.1)
+    with monkeypatch.context() as patch:
+        silent(patch, SLOW)
+        looks = [fdlocks.locked_files(os.getpid(), UNKNOWN, 5) for _ in range(20)]
+
+        assert 0 < sum(map(bool, looks)) <= 2
+        assert fdlocks.hangs(UNKNOWN)
+        assert fdlocks.locked_files(os.getpid(), os.getuid(), 5), "nobody else is hidden"
+        now[0] += 20 / apart.SHARE
+        assert fdlocks.locked_files(os.getpid(), UNKNOWN, 5), "once it is paid off"
+
+
+def test_looks_that_take_next_to_nothing_are_never_too_many(locked):
+    assert all(fdlocks.locked_files(os.getpid(), UNKNOWN, 5) for _ in range(200))
 
 
 def test_a_reader_that_has_ended_is_replaced(locked):

@@ -57,15 +57,12 @@ class _Looker:
             assert self.look
             self.found = self.fault = None
             _within.seconds, _within.waits = 0.0, 0
-            begun, used, waits = monotonic(), thread_time(), _waits()
+            took = stopwatch()
             try:
                 self.found = self.look()
             except BaseException as fault:  # noqa: BLE001  it is raised where somebody asked for the look
                 self.fault = fault
-            if _waits() - waits > _within.waits:
-                self.took = monotonic() - begun - _within.seconds
-            else:
-                self.took = thread_time() - used
+            self.took = took()
             self.answered.release()
 
 
@@ -91,7 +88,7 @@ def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | N
         return None
     _welcome_back()
     begun = monotonic()
-    owed = _owed(begun)
+    owed = owed_by(begun)
     slow = len(owed.keys() | _hanging.keys())
     if key in _hanging or (slow >= MOST_HANGING and user_name(key[0]) == str(key[0])):
         return None
@@ -111,8 +108,7 @@ def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | N
     _within.seconds += now - begun
     _within.waits += _waits() - waits
     took = looker.took if came_back else now - begun
-    if took > NOTICED:
-        _spent[key] = owed.get(key, 0.0) + took, now
+    charge(key, took, now)
     if not came_back:
         _hanging[key] = looker
         return None
@@ -139,7 +135,24 @@ def _waits() -> int:
     return getrusage(RUSAGE_THREAD).ru_nvcsw
 
 
-def _owed(now: float) -> dict[Key, float]:
+def stopwatch() -> Callable[[], float]:
+    """Says how many seconds have gone since, in this thread, without those in which others had the processor."""
+    begun, used, waits = monotonic(), thread_time(), _waits()
+
+    def took() -> float:
+        waited = _waits() - waits > _within.waits
+        return monotonic() - begun - _within.seconds if waited else thread_time() - used
+
+    return took
+
+
+def charge(key: Key, took: float, now: float) -> None:
+    """A look at that user took so many seconds: SHARE of the time from *now* (monotonic) on pays it off."""
+    if took > NOTICED:
+        _spent[key] = owed_by(now).get(key, 0.0) + took, now
+
+
+def owed_by(now: float) -> dict[Key, float]:
     """The seconds that slow looks took and that are not paid off yet."""
     for key, (seconds, since) in list(_spent.items()):
         if seconds <= (now - since) * SHARE:

@@ -3,7 +3,7 @@
 Of a file that is no regular one its driver writes that text, too, and may wait for what its owner holds: an epoll(7)
 that is just handing over events to a page of FUSE keeps whoever reads its fdinfo waiting, and no signal ends that
 (state D), not even SIGKILL.  So a process apart reads it, with nothing of ours open: of whom it does not come back is
-unknown what he has locked, until it does.
+unknown what he has locked, until it does; and of whoever takes too much of all time with looks that do, see apart.
 Only who may see that text, and not where descriptors lead, needs it: a guard with CAP_SYS_PTRACE.  See holders.
 """
 
@@ -13,15 +13,19 @@ import errno
 import os
 import select
 from _thread import allocate_lock
+from time import monotonic
 
 from gpuguard.backends import sampler
+from gpuguard.backends.apart import charge, owed_by
 from gpuguard.users import user_name
 
 SLACK_SECONDS = 0.5  # beyond what a look may take
 SLACK_AGAIN = 0.05  # while others hang: many users who do so must not take the time of all
 START_SECONDS = 10.0  # of a reader, in 0.05 s where nobody else computes: that it begins late is nobody's fault
-MOST_HANGING = 16  # from then on nobody without a name is looked at: one user can have 65536 such uids
+MOST_OWED = 1.0  # seconds of slow looks at one user that are not paid off: as long as a look at all of his may take
+MOST_HANGING = 16  # or nearly so: from then on nobody without a name is looked at: one user can have 65536 such uids
 
+_KIND = "locks"
 _asking = allocate_lock()
 _reader: list[tuple[int, int, int, int]] = []  # whose it is, its pid, where to ask, where it answers
 _hanging: dict[int, int] = {}  # uid -> pid of the reader that waits for something of his
@@ -38,13 +42,16 @@ def locked_files(pid: int, uid: int, seconds: float) -> dict[int, str]:
     """
     with _asking:
         _reap()
-        if uid in _hanging or (len(_hanging) >= MOST_HANGING and user_name(uid) == str(uid)):
+        slow = owed_by(monotonic()).keys() | {(each, _KIND) for each in _hanging}
+        if _is_unknown(uid) or (len(slow) >= MOST_HANGING and user_name(uid) == str(uid)):
             return {}
         try:
             _, reader, ask, answers = _started()
+            begun = monotonic()
             sampler.send(ask, (pid, seconds))
             if not _says_something(answers, seconds + (SLACK_AGAIN if _hanging else SLACK_SECONDS)):
                 _hanging[uid] = reader
+                charge((uid, _KIND), (now := monotonic()) - begun, now)
                 _close()
                 return {}
             found = sampler.receive(answers)
@@ -53,14 +60,19 @@ def locked_files(pid: int, uid: int, seconds: float) -> dict[int, str]:
         if found is None:
             _close()
             return {}
+        charge((uid, _KIND), found[1], monotonic())
         return dict(found[0])
 
 
 def hangs(uid: int) -> bool:
-    """Whether what somebody has locked is unknown, because a look at it has not come back."""
+    """Whether what somebody has locked is unknown: a look at it has not come back, or such looks took too long."""
     with _asking:
         _reap()
-        return uid in _hanging
+        return _is_unknown(uid)
+
+
+def _is_unknown(uid: int) -> bool:
+    return uid in _hanging or owed_by(monotonic()).get((uid, _KIND), 0.0) >= MOST_OWED
 
 
 def _started() -> tuple[int, int, int, int]:

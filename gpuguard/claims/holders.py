@@ -162,11 +162,12 @@ def locked_inode(pid: str | int, descriptor: str) -> str:
 def answer() -> NoReturn:
     """Read what processes have locked until nobody asks any more: the life of a reader, see fdlocks."""
     from gpuguard.backends import sampler
+    from gpuguard.backends.apart import stopwatch
 
     sampler.send(1, ("ready",))
     while request := sampler.receive(0):
         pid, seconds = request
-        until = time.monotonic() + seconds
+        until, took = time.monotonic() + seconds, stopwatch()
         found: list[tuple[int, str]] = []
         try:
             for number in os.listdir(f"/proc/{pid}/fdinfo"):
@@ -176,7 +177,7 @@ def answer() -> NoReturn:
                     found.append((int(number), inode))
         except OSError:  # it has ended
             pass
-        sampler.send(1, (found,))
+        sampler.send(1, (found, took()))
     os._exit(0)
 
 
