@@ -38,6 +38,7 @@ SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
 FIRST_SAMPLE_SECONDS = 0.25  # a job shorter than this costs no driver call
 
 EXIT_TIMEOUT = 124
+LEFT = "left to its processes"  # the outcome of a claim that lives on
 
 PASSED_ON = frozenset({
     signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
@@ -335,7 +336,7 @@ class _Job:
         except settle.Left as left:
             # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
             self.say(f"not waiting any longer: {left.users}, and the claim is its own now.")
-            outcome, die_of = "left to its processes", left.signum
+            outcome, die_of = LEFT, left.signum
         ended = Ended(
             status, die_of, wall_time, outcome, self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
         )

@@ -146,7 +146,7 @@ def follow(directory):
     ("what", "message"),
     [
         ("", "--after is empty"),
-        ("zzz", "--after zzz: there is no such claim or process now, it may have ended already.\n`gpuguard who` shows"),
+        ("zzz", "--after zzz: there is no such claim or process now, and no event of such a claim.\n`gpuguard who`"),
         ("0", "there is no such claim or process"),
         ("-5", "there is no such claim or process"),
         ("4194303", "--after 4194303: there is no such claim or process now"),
@@ -302,6 +302,10 @@ def test_all_ways_stand_in_the_line(gpuguard, job):
     assert "  2 or 1  " in shown
 
 
+def events(gpuguard):
+    return json.loads(gpuguard("events", "--json").stdout)["events"]
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_after_a_claim_comes_when_its_last_process_has_ended(gpuguard, job, signum, tmp_path):
     claim = next(one for device in json.loads(gpuguard("who", "--json").stdout)["devices"] for one in device["claims"])
@@ -322,6 +326,33 @@ def test_after_a_claim_comes_when_its_last_process_has_ended(gpuguard, job, sign
     assert (place["command"], place["expected_start"], explained) == (["echo", "now"], None, 0)
     said = f"waits until {claim['user']}'s claim {claim['id']} has ended"
     assert re.fullmatch(rf"gpuguard: waiting for \d+s: {re.escape(said)}\n", error)
+
+
+def test_after_a_claim_that_has_ended_already_comes_at_once(gpuguard):
+    assert gpuguard("run", "--", "true").returncode == 0
+    claim = next(event["claim"] for event in events(gpuguard) if event["kind"] == "release")
+
+    second = gpuguard("run", "--after", claim, "--", "echo", "now")
+
+    assert (second.returncode, second.stdout) == (0, "now\n")
+    assert second.stderr == f"gpuguard: the claim {claim} has ended already: nothing to wait for.\n"
+
+
+@pytest.mark.parametrize(("place", "code"), [("", 0), ("elsewhere", 125)])
+def test_after_a_claim_that_was_killed_comes_at_once_if_it_was_of_this_machine(gpuguard, tmp_path, place, code):
+    with gpuguard.start("run", "--exec", "--quiet", "--", "sh", "-c", "echo $GPUGUARD_CLAIM; exec sleep 600") as first:
+        claim = first.stdout.readline().strip()
+        first.kill()
+
+    assert gpuguard("run", "--dir", str(tmp_path / "claims" / place), "--after", claim, "--", "true").returncode == code
+
+
+def test_after_what_nobody_has_heard_of_never_comes(gpuguard):
+    assert gpuguard("run", "--", "true").returncode == 0
+    claim = next(event["claim"] for event in events(gpuguard))
+    done = gpuguard("run", "--after", claim[:-1], "--", "true")
+
+    assert (done.returncode, "`gpuguard events` which claims have ended" in done.stderr) == (125, True)
 
 
 def test_after_a_process_comes_when_it_has_ended_however_that_was(gpuguard):

@@ -131,6 +131,30 @@ def follow(
     ticket = new_ticket(ways, time_limit=time_limit, priority=priority, note=note, command=command)
     telling = Telling(args.quiet)
     try:
-        wait_until_over(args.after, directory, ticket, telling.tell)
+        wait_until_over(
+            args.after, directory, ticket, telling.tell, has_ended=lambda what: _has_ended(what, directory, args.quiet)
+        )
     finally:
         telling.done()
+
+
+def _has_ended(what: str, directory: LockDirectory, quiet: bool) -> bool:
+    """Whether there was a claim with that id, by all events that this user may read, and it has ended."""
+    from gpuguard.claims.inplace import lies_there
+    from gpuguard.claims.records import probe
+    from gpuguard.cli.events import logged
+    from gpuguard.cli.telling import say
+    from gpuguard.run import LEFT
+    from gpuguard.views.events import devices_of
+
+    lines = [line for line in logged() if line.get("claim") == what]
+    if not any(line.get("kind") == "release" and line.get("outcome") != LEFT for line in lines):
+        # Who was killed said nothing at the end.  The devices tell a claim of another host whose log this is, too
+        # (NFS), and a lock without a record may be that of the claim.
+        uuids = {uuid for line in lines for uuid in devices_of(line)}
+        here = bool(uuids) and all(lies_there(directory.lock_path(uuid)) for uuid in uuids)
+        if not here or any(claim.since is None for claim in probe(directory, uuids)):
+            return False
+    if not quiet:
+        say(f"the claim {what} has ended already: nothing to wait for.")
+    return True

@@ -34,6 +34,7 @@ def wait_until_over(
     ticket: Ticket,
     tell: Callable[[str], object],
     environ: Mapping[str, str] = os.environ,
+    has_ended: Callable[[str], bool] = lambda what: False,
 ) -> None:
     """Return when the claim or the process *what* has ended.
 
@@ -43,6 +44,7 @@ def wait_until_over(
         ticket: of whoever waits, for others to see.
         tell: told once in a while what is waited for.
         environ: says inside which claim this runs.
+        has_ended: whether there was such a claim, of an id that no living one has.
 
     Raises:
         InvalidRequest: there is no such claim or process, or it cannot end before this process does.
@@ -56,6 +58,8 @@ def wait_until_over(
     if not found and _PID.fullmatch(what):
         _until_process_ends(int(what), directory, ticket, tell)
         return
+    if not found and has_ended(what):
+        return
     if len(found) != 1:
         raise InvalidRequest(_which_one(what, found))
     own = environ.get("GPUGUARD_CLAIM", "")
@@ -67,8 +71,8 @@ def wait_until_over(
 def _which_one(what: str, found: list[ClaimRecord]) -> str:
     if found:
         return f"--after {what} could be {', '.join(claim.id for claim in found)}: write more of it."
-    advice = "`gpuguard who` shows the claims, each with its id."
-    return f"--after {what}: there is no such claim or process now, it may have ended already.\n{advice}"
+    advice = "`gpuguard who` shows the claims, `gpuguard queue` who waits, `gpuguard events` which claims have ended."
+    return f"--after {what}: there is no such claim or process now, and no event of such a claim.\n{advice}"
 
 
 def _until_process_ends(pid: int, directory: LockDirectory, ticket: Ticket, tell: Callable[[str], object]) -> None:
