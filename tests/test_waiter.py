@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,21 @@ def test_a_leader_who_ends_before_it_is_known_who_he_is_is_followed_at_once(scen
     scene.patch.setattr(waiting, "flock_holder", lambda descriptor: ended(led))
 
     assert scene.waiter._takes_the_lead() is True
+
+
+def test_a_leader_whose_process_has_ended_by_then_is_followed_at_once(scene, led):
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    scene.patch.setattr(waiting, "flock_holder", lambda descriptor: ended(led) or gone.pid)
+
+    assert scene.waiter._takes_the_lead() is True
+
+
+def test_while_a_leader_of_whom_nothing_is_known_holds_the_lock_nobody_else_leads(scene, led):
+    """He is in another pid namespace, say."""
+    scene.patch.setattr(waiting, "flock_holder", lambda descriptor: None)
+
+    assert scene.waiter._takes_the_lead() is False
 
 
 # Looking for oneself.
