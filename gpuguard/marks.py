@@ -18,7 +18,7 @@ import time
 
 from gpuguard.claims.daemonfiles import DaemonFiles, daemon_files, open_lock_file
 from gpuguard.claims.lockfiles import LockDirectory, try_flock
-from gpuguard.errors import LockDirectoryError
+from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.nouns import dataclass, replace
 from gpuguard.text import neutralise
 
@@ -65,7 +65,11 @@ class Mark:
 
 
 def read_marks(directory: LockDirectory, kind: str, now: float) -> dict[str, Mark]:
-    """The marks of a kind that hold at *now* (unix time); none when there is no file that can be trusted."""
+    """The marks of a kind that hold at *now* (unix time); none when there is no file that can be trusted.
+
+    Raises:
+        OSError: no further file can be opened to look.
+    """
     return _marks_in(_places(directory, kind), kind, now)
 
 
@@ -154,7 +158,10 @@ def _marks_in(places: Sequence[DaemonFiles], kind: str, now: float) -> dict[str,
         try:
             for mark in [mark for mark in _read(place, kind) if mark.holds(now)]:
                 prolong(found, mark)
-        except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
+        except OSError as error:
+            if shortage(error):  # it is there: it would be overlooked, and lost at the next change
+                raise
+        except (ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
             continue
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chances import luck
@@ -50,6 +52,25 @@ def test_marks_come_back_as_they_were_written(directory):
 
     assert replace(found["1001"], until=written.until) == written
     assert found["7"].until is None
+
+
+def test_without_a_descriptor_left_no_mark_is_overlooked_and_none_is_lost(directory, monkeypatch):
+    mark(directory, QUARANTINED, "GPU-1")
+    really, file = os.open, str(file_of(directory, QUARANTINED))
+
+    def full(path: str, *words: Any) -> int:
+        if path == file:
+            raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+        return really(path, *words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        with pytest.raises(OSError, match="Too many open files in system"):
+            read_marks(directory, QUARANTINED, NOW)
+        with pytest.raises(LockDirectoryError, match="Too many open files in system"):
+            mark(directory, QUARANTINED, "GPU-2")
+
+    assert read_marks(directory, QUARANTINED, NOW).keys() == {"GPU-1"}
 
 
 def test_a_mark_ends_by_itself(directory):
