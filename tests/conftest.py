@@ -6,11 +6,18 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from fake_nvml import FakeNvml, library
 from side_by_side import alone, pytest_collection_modifyitems  # noqa: F401
 from surroundings import clean_environment, pytest_runtest_setup, pytest_terminal_summary  # noqa: F401  (hooks)
+
+if TYPE_CHECKING:
+    from guarded import Scene
+    from wrapped import Wrapped
+
+    from gpuguard.claims.lockfiles import LockDirectory
 
 # A shell starts what runs in the background with these ignored, and our children would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -38,6 +45,32 @@ def site() -> Iterator[Path]:
 def fake(tmp_path: Path) -> Iterator[FakeNvml]:
     """A machine with 8 idle devices behind the fake driver library."""
     with FakeNvml(tmp_path) as machine:
+        yield machine
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    """Where claims are made, of this user alone."""
+    from gpuguard.claims.lockfiles import lock_directory
+
+    return lock_directory(str(tmp_path / "claims"))
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    """An offender whom nothing protects, and the guard."""
+    from guarded import a_scene
+
+    with a_scene() as scene:
+        yield scene
+
+
+@pytest.fixture
+def wrapped(tmp_path: Path) -> Iterator[Wrapped]:
+    """A machine on which `gpuguard run` can be started."""
+    from wrapped import Wrapped
+
+    with Wrapped(tmp_path) as machine:
         yield machine
 
 

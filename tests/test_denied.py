@@ -20,7 +20,7 @@ from nodes import GIB, start
 from users import ALICE, BOB, Machine, a_shared_machine
 
 from gpuguard import actions
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
 from gpuguard.guards import identity
 from gpuguard.guards.case import Context
@@ -31,11 +31,6 @@ from gpuguard.request import Request
 
 root = pytest.mark.root
 NOW = 1_800_000_000.0
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path / "claims"))
 
 
 @pytest.fixture(params=["admin", "sticky"])

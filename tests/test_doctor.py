@@ -217,8 +217,6 @@ def test_the_document_describes_exactly_the_fields_that_are_printed():
 
 @pytest.fixture
 def here(monkeypatch, tmp_path):
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM", "GPUGUARD_DIR"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
 
 

@@ -6,11 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from wrapped import Wrapped
 
 # Each job in a process of its own, forked from one that has imported everything: 320 of them take seconds.
 MANY = """
@@ -33,12 +31,6 @@ for script in sys.stdin.read().splitlines():
 """
 STOPPING = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 SIGNALS = sorted(signal.valid_signals() - STOPPING)
-
-
-@pytest.fixture
-def wrapped(tmp_path: Path) -> Iterator[Wrapped]:
-    with Wrapped(tmp_path) as machine:
-        yield machine
 
 
 def statuses(place: Path, scripts: list[str]) -> list[int]:

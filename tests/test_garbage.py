@@ -54,11 +54,6 @@ def damaged(document: bytes, number: int) -> bytes:
     return document[: chance.randrange(len(document) + 1)] if number % 10 == 0 else document
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path / "claims"))
-
-
 @contextmanager
 def planted(path: str, content: bytes) -> Iterator[None]:
     """A file with that content, locked as a living claim's and a ticket's are."""

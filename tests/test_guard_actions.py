@@ -26,12 +26,6 @@ from gpuguard.unkillable import give_up
 SIGNALS = ["terminate", "pause", "resume", "renice"]
 
 
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    with a_scene() as scene:
-        yield scene
-
-
 def python() -> str:
     return interpreter() if os.geteuid() == 0 else sys.executable
 

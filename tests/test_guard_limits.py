@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
 from builders import GIB, a_process, a_uuid
-from guarded import Scene, a_scene
+from guarded import Scene
 
 from gpuguard.guards import case, identity, ledger, preflight
 from gpuguard.guards.ledger import HOUR, REMEMBERED, Deed
 from gpuguard.model import Finding, Subject, Verdict
-
-
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    with a_scene() as scene:
-        yield scene
-
 
 OTHER = (2, 1.0)
 NOW: dict[str, Any] = {"clock": 600.0, "live": True, "signature": "", "effect_seen": lambda deed: True}

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from guarded import Scene, a_scene
 
 from gpuguard import actions
 from gpuguard.clusters import slurm_jobs
 from gpuguard.guards import case
 from gpuguard.model import Event, Subject
-
-
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    with a_scene() as scene:
-        yield scene
 
 
 @pytest.mark.parametrize("action", sorted(actions.ACTIONS))

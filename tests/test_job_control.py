@@ -115,12 +115,6 @@ def states_of(terminal: Terminal, name: str) -> list[str]:
 
 
 @pytest.fixture
-def wrapped(tmp_path: Path) -> Iterator[Wrapped]:
-    with Wrapped(tmp_path) as machine:
-        yield machine
-
-
-@pytest.fixture
 def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
     at = Terminal(*SHELLS[getattr(request, "param", "bash")])
     at.expect(PROMPT)

@@ -23,7 +23,7 @@ from guarded import SOMEBODY
 from nodes import GIB, eventually, remove
 from users import ALICE, BOB, DEVICES, Machine, install
 
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import GpuguardError
 from gpuguard.guards.case import boot_clock
 from gpuguard.marks import KEPT, Mark, change, read_marks
@@ -59,11 +59,6 @@ class Granting:
 
     def __call__(self, asker: int, /, do: str = "keep", **request: object) -> dict:
         return dict(self.keeping.answer(asker, {"do": do, **({"for_seconds": 60} if do == "keep" else {}), **request}))
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path / "claims"))
 
 
 @pytest.fixture

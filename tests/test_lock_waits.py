@@ -31,12 +31,6 @@ def directory(tmp_path: Path) -> LockDirectory:
     return lock_directory(str(tmp_path))
 
 
-@pytest.fixture(autouse=True)
-def _no_outer_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def two() -> Machine:
     return Machine(a_device(0), a_device(1))
 

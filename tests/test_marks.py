@@ -26,11 +26,6 @@ root = pytest.mark.root
 NOW = 1_800_000_000.0
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path / "claims"))
-
-
 def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> None:
     change(directory, kind, lambda found: found.update({name: replace_mark(name, **fields)}))
 

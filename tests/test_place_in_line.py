@@ -24,8 +24,6 @@ def machine(monkeypatch):
     machine = Machine(a_device(0), a_device(1))
     for command in ("explain", "looking"):
         monkeypatch.setattr(f"gpuguard.cli.{command}.backend_of", lambda args: machine)
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM"):
-        monkeypatch.delenv(name, raising=False)
     return machine
 
 

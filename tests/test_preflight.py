@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,6 @@ from gpuguard.errors import DriverUnresponsive
 from gpuguard.guards import identity, preflight
 
 Patch = pytest.MonkeyPatch
-
-
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    with a_scene() as scene:
-        yield scene
 
 
 def test_an_offender_whom_nothing_protects_is_hit(scene):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from builders import GIB, a_device, a_snapshot, a_uuid
-from guarded import Scene, a_scene
+from guarded import Scene
 
 from gpuguard.backends import processes
 from gpuguard.errors import DriverUnresponsive
@@ -20,12 +20,6 @@ from gpuguard.guards.ledger import Deed
 Change = Callable[[Case], Case]
 CHECKS = {**preflight.EARLY, **preflight.LATE}
 CLOCK = 1000.0
-
-
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    with a_scene() as scene:
-        yield scene
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from claimholders import Holder, a_holder
 from test_releasing import BY_ROOT, GPUS, free
-from test_releasing import directory as directory
 
 from gpuguard.claims import releasing
 from gpuguard.claims.records import record_path

@@ -21,7 +21,7 @@ from nodes import eventually
 
 from gpuguard.backends import apart
 from gpuguard.claims import releasing
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.claims.lockfiles import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import record_path
 from gpuguard.claims.releasing import gripped, let_go, users_of
 from gpuguard.claims.wishes import FULL_BYTES, RELEASED, YIELD, Letter, read, released, unanswered, write
@@ -30,11 +30,6 @@ from gpuguard.model import ClaimRecord
 
 GPUS = tuple(f"GPU-{place:08x}-0000-4000-8000-{place:012x}" for place in range(4))
 BY_ROOT = Letter(RELEASED, "root", "somebody waits")
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path / "claims"))
 
 
 def is_free(directory: LockDirectory, name: str) -> bool:

@@ -15,7 +15,7 @@ from builders import a_claim_record
 from machines import Machine
 from pretended import Pretended
 
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.cli.clock import parse_when
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.line.order import ReservationKeys
@@ -171,11 +171,6 @@ def test_the_state_in_words():
 
 
 # Files
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path / "claims"))
 
 
 def a_wish(**fields: Any) -> Reservation:

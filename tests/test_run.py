@@ -6,23 +6,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from builders import GIB, a_device, a_snapshot
 from proc import children_of
-from wrapped import UUIDS, Wrapped, end, first_line, python, until
+from wrapped import UUIDS, end, first_line, python, until
 
 from gpuguard.jobs.meter import Meter
 
 FAST = {"TICK_SECONDS": 0.05, "SAMPLE_SECONDS": 0.05, "FIRST_SAMPLE_SECONDS": 0.02}
-
-
-@pytest.fixture
-def wrapped(tmp_path: Path) -> Iterator[Wrapped]:
-    with Wrapped(tmp_path) as machine:
-        yield machine
 
 
 # What the job gets

@@ -43,12 +43,6 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.fixture
-def wrapped(tmp_path: Path) -> Iterator[Wrapped]:
-    with Wrapped(tmp_path) as machine:
-        yield machine
-
-
 def start_leaving(wrapped: Wrapped, manner: str = "", **options: object) -> tuple[subprocess.Popen[str], int]:
     """A wrapper whose job is about to end and to leave a process that uses the device, and that process."""
     constants = {"FIRST_SAMPLE_SECONDS": 60, "USER_POLL_SECONDS": 0.02}

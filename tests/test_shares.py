@@ -30,12 +30,6 @@ def directory(tmp_path: Path) -> LockDirectory:
     return lock_directory(str(tmp_path))
 
 
-@pytest.fixture(autouse=True)
-def _no_outer_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def a_share(gib: float, **fields: Any) -> Request:
     return Request(share=True, memory=int(gib * GIB), **fields)
 

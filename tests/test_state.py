@@ -10,15 +10,10 @@ import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard import state
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import LockDirectoryError
 from gpuguard.model import Gap
 from gpuguard.nouns import replace
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path / "claims"))
 
 
 @pytest.fixture

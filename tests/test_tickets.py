@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from lines import a_ticket
 from nodes import eventually
 
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import InvalidRequest
 from gpuguard.line import tickets
 from gpuguard.line.order import PRIORITIES, Ticket
@@ -47,11 +47,6 @@ WAYS = (
     Request(num_gpus=2, max_gpus=4, min_free=2**30, models=("A100*",), exclude=("0",), max_util=10.5, strategy="pack"),
     Request(share=True, memory=2**33, slots=3, mine_as_free=frozenset({0, 1000}), mig="3g.40gb", within=("GPU-a",)),
 )
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> LockDirectory:
-    return lock_directory(str(tmp_path / "claims"))
 
 
 @pytest.fixture

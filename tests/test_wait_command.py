@@ -27,14 +27,6 @@ from gpuguard.line.tickets import read_tickets
 from gpuguard.lock import acquire
 from gpuguard.request import Request
 
-pytestmark = pytest.mark.usefixtures("_no_outer_limits")
-
-
-@pytest.fixture
-def _no_outer_limits(monkeypatch):
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM"):
-        monkeypatch.delenv(name, raising=False)
-
 
 @pytest.fixture
 def machine(monkeypatch):
