@@ -162,6 +162,7 @@ def test_a_command_line_for_a_shell_comes_back_as_the_same_words():
         ("select -sX", "--sep is not answered"),
         ("select -S -n 2 -O uuid", "--format is not answered"),
         ("who --help", "--help is not answered"),
+        ("select -hn 2", "--help is not answered"),
         ("who; reboot", "this key is for"),
         ("who extra", "unrecognized arguments: extra"),
         ("run -- reboot", "this key is for"),

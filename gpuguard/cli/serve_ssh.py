@@ -11,8 +11,10 @@ Anything else, a shell as well, gets a refusal in JSON and status 1, and nothing
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
+from contextlib import redirect_stdout
 
 from gpuguard.errors import InvalidRequest
 
@@ -60,10 +62,13 @@ def _strange(words: list[str]) -> str | None:
     from gpuguard.fleet.questions import VIEWS
 
     view, allowed = words[0], {*VIEWS[words[0]], "json"}
-    if {"-h", "--help"} & set(words):
-        return "--help"
     parser = build_parser(view)
-    for name, value in vars(parser.parse_args(words[1:])).items():
+    try:
+        with redirect_stdout(io.StringIO()):
+            given = parser.parse_args(words[1:])
+    except SystemExit:  # -h may hide behind another option, as in -hn 2
+        return "--help"
+    for name, value in vars(given).items():
         if name not in allowed and value != parser.get_default(name):
             return f"--{name.replace('_', '-')}"
     return None
