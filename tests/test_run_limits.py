@@ -30,6 +30,19 @@ from gpuguard.cli import main
 main(sys.argv[1:])
 """
 
+# From its first tick on nothing of gpuguard can be loaded any more: it is being installed anew.
+UPGRADED = """
+import sys
+from gpuguard.cli import main, run
+class Gone:
+    def find_spec(name, path=None, target=None):
+        if name.startswith("gpuguard."):
+            raise ModuleNotFoundError(name)
+settle_in = run.settle_in
+run.settle_in = lambda *given: settle_in(*given) or sys.meta_path.insert(0, Gone)
+main(sys.argv[1:])
+"""
+
 # Uses the node with memory that grows within 0.6 s; then says its pid.  What a limit may send it is caught first.
 USER = """
 import os, signal, sys, time
@@ -229,6 +242,19 @@ subprocess.Popen([sys.executable, "-c", {holds!r}], stdout=subprocess.PIPE).stdo
 
     assert (wrapper.returncode, time.monotonic() - began < 30) == (0, True), "they sleep for 60 s"
     assert "uses 41.0GiB of device 0, 30GiB is allowed (--memory-limit): SIGTERM to the job." in said
+
+
+@pytest.mark.parametrize(("options", "is_released", "status"), [(["--time-limit", "1s"], False, 124), ([], True, 143)])
+def test_a_job_is_ended_when_it_should_be_although_gpuguard_was_upgraded_under_it(job, options, is_released, status):
+    words = ["run", *options, "--", "sh", "-c", "echo $GPUGUARD_CLAIM; exec sleep 60"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", UPGRADED, *words], env=job.gpuguard.environment, **pipes) as wrapper:
+        claim = wrapper.stdout.readline().strip()
+        if is_released:
+            assert job.gpuguard("release", claim, "--stop").returncode == 0
+        _, err = wrapper.communicate(timeout=40)
+
+    assert (wrapper.returncode, "SIGTERM to the job" in err) == (status, True)
 
 
 # Others

@@ -130,7 +130,7 @@ def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None)
         limits=limits_for(policies, claim, request, backend),
         tolerance=request.tolerance,
         isolation=place,
-        later=partial(say_how_long, claim, directory, args.note, command) if time_limit is None else None,
+        later=partial(settle_in, claim, directory, args.note, None if time_limit else command),
         say=say,
     )
     if chatty:
@@ -264,6 +264,15 @@ def claim_for(
     if claim.warning:
         say(claim.warning)
     return claim
+
+
+def settle_in(claim: Claim, directory: LockDirectory, note: str | None, command: Sequence[str] | None) -> None:
+    """Load what a job of days may need yet, as gpuguard may be upgraded under it; say_how_long() a *command* takes."""
+    from gpuguard.jobs import heeding  # noqa: F401
+    from gpuguard.views import text  # noqa: F401
+
+    if command:
+        say_how_long(claim, directory, note, command)
 
 
 def say_how_long(claim: Claim, directory: LockDirectory, note: str | None, command: Sequence[str]) -> None:
