@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import NoReturn
 
+    from gpuguard.claims.releasing import Grip
+    from gpuguard.claims.wishes import Letter
     from gpuguard.guards.case import Case, Context, Target
     from gpuguard.guards.ledger import Against, Deed
     from gpuguard.model import Event, Snapshot, Verdict
@@ -331,9 +333,17 @@ def _mark(verdict: Verdict, context: Context, kind: str, name: str, user: str | 
     return Outcome(DONE)
 
 
+def let_go(grip: Grip, letter: Letter) -> None:
+    """Give a claim up as releasing.let_go does; `gpuguard run` then tells its user now, not at its next tick."""
+    from gpuguard.claims import releasing
+
+    releasing.let_go(grip, letter)
+    if releasing.listens(grip.holder):
+        forward(grip.pidfd, LETTER)
+
+
 def _release(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
     """Give up the locks of a claim under which nobody computes; its job lives on, but for cancel, which ends it."""
-    from gpuguard.claims import releasing
     from gpuguard.claims.wishes import RELEASED, Letter
     from gpuguard.clusters import slurm_jobs
     from gpuguard.errors import ClaimError
@@ -354,11 +364,9 @@ def _release(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
             fault = "its job has ended" if job is None else slurm_jobs.cancel(job)
             return _said(verdict, context, FAILED, fault) if fault else Outcome(DONE)
         try:
-            releasing.let_go(case.grip, Letter(RELEASED, f"the policy {verdict.policy}", verdict.finding.why))
+            let_go(case.grip, Letter(RELEASED, f"the policy {verdict.policy}", verdict.finding.why))
         except (OSError, ClaimError) as error:
             return _said(verdict, context, FAILED, str(error))
-        if releasing.listens(case.grip.holder):
-            forward(case.grip.pidfd, LETTER)  # so that `gpuguard run` tells its user now, not at its next tick
         return Outcome(DONE)
 
 

@@ -220,8 +220,8 @@ def _tie(device: Device) -> tuple[float, float, float, tuple[int, int, int, int,
         device.ecc_uncorrected_volatile,
     )
     hot = float("inf") if device.temperature is None else device.temperature // _TEMPERATURE_GRAIN
-    index, *rest = _place(device)
-    return (sum(bool(mark) for mark in marks), float(None in marks), hot, (-index, *rest))  # type: ignore[return-value]
+    place = _place(device)
+    return (sum(bool(mark) for mark in marks), float(None in marks), hot, (-place[0], *place[1:]))
 
 
 def _place(device: Device) -> tuple[int, int, int, int, str]:

@@ -20,7 +20,7 @@ VICTIMS_PER_HOUR = 10
 ENDED_PER_HOUR = 2  # of the same program of the same user in the same place: something starts it again each time
 BETWEEN_DEEDS = 15.0  # on one device, and before the same is done to the same process again
 EFFECT_SECONDS = 50.0  # a driver may take so long to give the memory of an ended process back
-KILL_GRACE = 30.0  # between terminate and kill
+KILL_GRACE = 30.0  # between terminate and kill, whatever the policy says
 UNKILLABLE_SECONDS = 60.0  # a process that outlives SIGKILL so long sits in the driver: more signals change nothing
 REMEMBERED = 1_000
 

@@ -26,7 +26,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.hold import Claim
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import read_record
-from gpuguard.claims.releasing import gripped, let_go, listens
+from gpuguard.claims.releasing import gripped
 from gpuguard.claims.wishes import RELEASED, Letter
 from gpuguard.clusters import slurm_jobs
 from gpuguard.clusters.slurm_jobs import Allocation
@@ -192,9 +192,7 @@ def drop(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
         return None
     try:
         with gripped(directory, claim) as grip:
-            let_go(grip, Letter(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
-            if listens(grip.holder):
-                actions.forward(grip.pidfd, actions.LETTER)
+            actions.let_go(grip, Letter(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
     except (ClaimError, OSError) as error:
         if find(directory, given):
             raise ClaimError(f"the claim {claim.id} cannot be taken back: {error}") from error

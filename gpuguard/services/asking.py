@@ -19,7 +19,7 @@ from gpuguard.claims.calling import ask
 from gpuguard.claims.inplace import open_in_place
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.claims.records import probe, read_record, read_records, record_path
-from gpuguard.claims.releasing import NotPermitted, gripped, let_go, listens, users_of
+from gpuguard.claims.releasing import NotPermitted, gripped, listens, users_of
 from gpuguard.claims.wishes import ENDING, REFUSED, RELEASED, STOP, YIELD, Letter, read, write
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.guards.case import boot_clock
@@ -103,9 +103,7 @@ def release(directory: LockDirectory, claim: ClaimRecord, letter: Letter, backen
         return JOB_ENDED
     try:
         with gripped(directory, claim) as grip:
-            let_go(grip, replace(letter, what=RELEASED))
-            if listens(grip.holder):
-                actions.forward(grip.pidfd, actions.LETTER)
+            actions.let_go(grip, replace(letter, what=RELEASED))
         return FROM_HERE
     except NotPermitted as error:
         return _by_daemon(directory, claim, letter, error)

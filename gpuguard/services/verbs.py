@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from gpuguard import actions
 from gpuguard.ancestry import look_up
 from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.claims.releasing import gripped, let_go, listens, users_of
+from gpuguard.claims.releasing import gripped, users_of
 from gpuguard.claims.wishes import RELEASED, Letter
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.guards.case import INTERVALS, boot_clock
@@ -112,11 +112,9 @@ def _release(desk: Desk, uid: int, request: Request) -> Mapping[str, Any]:
         if not desk.append(event):
             raise GpuguardError("nothing can be written into the log, so nothing was done.")
         try:
-            let_go(grip, Letter(RELEASED, by, reason))
+            actions.let_go(grip, Letter(RELEASED, by, reason))
         except OSError as error:
             raise ClaimError(f"the claim cannot be released: {error.strerror}.") from error
-        if listens(grip.holder):
-            actions.forward(grip.pidfd, actions.LETTER)
     return {"released": claim.id, "devices": len(claim.devices)}
 
 
