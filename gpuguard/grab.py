@@ -157,7 +157,7 @@ def select_devices(
         from gpuguard.lock import look, look_closely
         from gpuguard.select import not_enough
 
-        where = _place(directory, name), _outer_environment()
+        where = _place(directory, name, make=False), _outer_environment()
         _, choice = look(source, request, *where)
         if not choice.devices:
             machine, choice = look_closely(source, request, *where)  # the reasons need more of the driver
@@ -194,8 +194,8 @@ def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot
     from gpuguard.nouns import replace
 
     name = _backend_name(backend)
-    machine = snapshot(backend=name)
-    return replace(machine, claims=probe(_place(directory, name), [device.uuid for device in machine.devices]))
+    machine, place = snapshot(backend=name), _place(directory, name, make=False)
+    return replace(machine, claims=probe(place, [device.uuid for device in machine.devices]))
 
 
 def _request(**conditions: Any) -> Request:
@@ -352,10 +352,10 @@ def _outer_environment() -> dict[str, str]:
     return {name: value for name, value in environ.items() if value is not None}
 
 
-def _place(directory: str | None, backend: str) -> LockDirectory:
+def _place(directory: str | None, backend: str, *, make: bool = True) -> LockDirectory:
     from gpuguard.claims.lockfiles import lock_directory
 
-    return lock_directory(directory or os.environ.get("GPUGUARD_DIR") or None, backend=backend)
+    return lock_directory(directory or os.environ.get("GPUGUARD_DIR") or None, backend=backend, make=make)
 
 
 def _backend_name(backend: str | None) -> str:

@@ -158,7 +158,7 @@ def _ends(time_limit: float | None) -> float | None:
 def someone_waits(directory: LockDirectory, kinds: tuple[str, ...] = ("ticket.", "reserve.")) -> bool:
     """Whether there may be a line, or a reservation.  All that a command pays for both when there is neither."""
     starts = tuple(directory.prefix + kind for kind in kinds)
-    return any(name.startswith(starts) for name in os.listdir(directory.records))
+    return any(name.startswith(starts) for name in directory.names())
 
 
 def _in_line(backend: Backend, directory: LockDirectory, *details: Any) -> InLine:

@@ -14,6 +14,8 @@ from typing import Any
 
 from fake_nvml import FakeNvml
 
+from gpuguard.claims.lockfiles import lock_directory
+
 # Far beyond any answer, even on a busy machine: whatever takes so long hangs.
 SECONDS = 60
 
@@ -25,6 +27,7 @@ class Gpuguard:
         own = {"GPUGUARD_DIR": str(place / "claims"), "GPUGUARD_EVENTS": str(place / "events.jsonl")}
         if fake is None and "LD_LIBRARY_PATH" not in variables:
             own |= {"GPUGUARD_BACKEND": "simulated", "GPUGUARD_SIM_DIR": str(place / "node")}
+        lock_directory(own["GPUGUARD_DIR"])
         self.environment = {**os.environ, **own, **(fake.environment() if fake else {}), **variables}
 
     def words(self, *words: str) -> list[str]:

@@ -24,6 +24,8 @@ import pytest
 from exporters import free_port
 from nodes import eventually, start
 
+from gpuguard.claims.lockfiles import lock_directory
+
 # Says nothing and ends when nobody listens any more: what a hanging file system does to a login.
 HANGS = """
 import select
@@ -133,7 +135,8 @@ def _configure(fleet: Fleet, port: int, mute: int) -> None:
 
 
 def _environment(fleet: Fleet, host: str) -> str:
-    return f"GPUGUARD_BACKEND=simulated:{fleet.node(host)} GPUGUARD_DIR={fleet.place}/claims-{host}"
+    claims = lock_directory(f"{fleet.place}/claims-{host}").path
+    return f"GPUGUARD_BACKEND=simulated:{fleet.node(host)} GPUGUARD_DIR={claims}"
 
 
 @contextmanager

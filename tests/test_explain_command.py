@@ -27,6 +27,8 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def explain(machine, tmp_path, capsys):
+    lock_directory(str(tmp_path))
+
     def run(*words):
         status = run_command_line(["explain", "--dir", str(tmp_path), *words])
         output, error = capsys.readouterr()

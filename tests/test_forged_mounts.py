@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpuguard import state
-from gpuguard.claims.lockfiles import file_system
+from gpuguard.claims.inplace import file_system
 from gpuguard.cli import doctor
 from gpuguard.cli.setup_room import _mounts
 from gpuguard.isolation import jobgroup

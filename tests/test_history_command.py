@@ -19,6 +19,7 @@ from stores import fill
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard import history as log
+from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.cli.dispatch import run_command_line
 from gpuguard.cli.moments import period
 from gpuguard.errors import InvalidRequest
@@ -37,7 +38,7 @@ def store(tmp_path: Path, monkeypatch) -> str:
     last = int(time.time() / WIDTH)
     fill(path, [*range(last - HOUR, last - 270), *range(last - 90, last)], together=90)
     monkeypatch.setenv("GPUGUARD_STATE_DIR", os.path.dirname(path))
-    monkeypatch.setenv("GPUGUARD_DIR", str(tmp_path / "claims"))
+    monkeypatch.setenv("GPUGUARD_DIR", lock_directory(str(tmp_path / "claims")).path)
     monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
     monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
     return path

@@ -16,7 +16,8 @@ import pytest
 
 from gpuguard.claims import lockfiles
 from gpuguard.claims.hold import take_lock
-from gpuguard.claims.lockfiles import Gate, file_system, is_same_file, lock_directory, open_lock, try_flock
+from gpuguard.claims.inplace import file_system
+from gpuguard.claims.lockfiles import Gate, is_same_file, lock_directory, open_lock, try_flock
 from gpuguard.claims.records import _held_locks
 from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError

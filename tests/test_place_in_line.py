@@ -31,6 +31,8 @@ def machine(monkeypatch):
 def gpuguard(machine, tmp_path, capsys):
     """Run a command; returns (exit code, standard output)."""
 
+    lock_directory(str(tmp_path))
+
     def run(command, *words):
         status = run_command_line([command, "--dir", str(tmp_path), *words])
         output, error = capsys.readouterr()

@@ -210,6 +210,8 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def queue(machine, tmp_path, capsys):
+    lock_directory(str(tmp_path))
+
     def run(*words):
         status = run_command_line(["queue", "--dir", str(tmp_path), *words])
         output, error = capsys.readouterr()

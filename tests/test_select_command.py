@@ -33,6 +33,8 @@ def machine(monkeypatch):
 def select(machine, tmp_path, capsys):
     """Run the command; returns (exit code, standard output, standard error)."""
 
+    lock_directory(str(tmp_path))
+
     def run(*words):
         status = run_command_line(["select", "--dir", str(tmp_path), *words])
         return (status, *capsys.readouterr())
@@ -148,6 +150,7 @@ def test_a_shell_sees_the_failure(tmp_path):
 
 def test_one_of_eight_costs_at_most_forty_driver_calls(fake, tmp_path):
     fake.reset_calls()
+    lock_directory(str(tmp_path))
     words = [sys.executable, "-m", "gpuguard", "select", "-n", "1", "--backend", "nvml", "--dir", str(tmp_path)]
     result = subprocess.run(words, env=fake.environment(), capture_output=True, text=True, timeout=60, check=False)
     calls = fake.calls()

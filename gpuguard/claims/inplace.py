@@ -2,7 +2,8 @@
 
 A user may mount a file system of his own (FUSE) over a file of his.  Where /etc/fuse.conf has user_allow_other, whoever
 opens that file, or asks how long it is, waits for as long as its owner likes: root and the guard, and with the gate
-locked everybody.  So a name is held first without opening what it names (O_PATH), which asks nobody.
+locked everybody.  So a name is held first without opening what it names (O_PATH), which asks nobody.  Knows also the
+types of file systems.
 """
 
 from __future__ import annotations
@@ -96,3 +97,28 @@ def _mount_of(held: int) -> bytes:
         return os.read(told, 4096).partition(b"mnt_id:\t")[2].partition(b"\n")[0]
     finally:
         os.close(told)
+
+
+def file_system(path: str, mountinfo: str = "/proc/self/mountinfo") -> str | None:
+    """The type of the file system that *path* lies on ("ext4", "tmpfs", "fuse.sshfs"); None if unknown."""
+    real, found, kind = os.path.realpath(path), "", None
+    try:
+        # Of all ends of lines the kernel writes out the newline alone, and a user mounts where he likes (FUSE).
+        with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
+            for line in lines:
+                before, _, after = line.partition(" - ")
+                mount_point = before.split(" ")[4]
+                if "\\" in mount_point:
+                    mount_point = _unescaped(mount_point)
+                inside = real == mount_point or real.startswith(mount_point.rstrip("/") + "/")
+                if inside and len(mount_point) >= len(found):
+                    found, kind = mount_point, after.split(" ")[0]
+    except (OSError, IndexError):
+        return None
+    return kind
+
+
+def _unescaped(mount_point: str) -> str:
+    import re
+
+    return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount_point)

@@ -20,7 +20,7 @@ import stat
 import time
 
 from gpuguard.backends import is_recorded
-from gpuguard.claims.inplace import open_in_place, status_in_place
+from gpuguard.claims.inplace import file_system, open_in_place, status_in_place
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.nouns import dataclass
 
@@ -53,7 +53,7 @@ class LockDirectory:
 
     *owner* is the uid that must own every lock file, None where anybody may have made them (the sticky fallback).
     *keeper* is the uid of the daemon where it alone opens the lock files and gives the locks to others (see broker);
-    *closed* says that this process cannot open them then.
+    *closed* says that this process cannot open them then.  One that was not *made* yet is for looking only.
     """
 
     path: str
@@ -63,18 +63,28 @@ class LockDirectory:
     owner: int | None = None
     keeper: int | None = None
     closed: bool = False
+    made: bool = True
+
+    def is_missing(self) -> bool:
+        """Whether nobody has made it yet, so that nothing is claimed there; of one that vanished nobody knows that."""
+        return not self.made and not os.path.lexists(self.records)
+
+    def names(self) -> list[str]:
+        """Of what lies among the records."""
+        return [] if self.is_missing() else os.listdir(self.records)
 
     def lock_path(self, name: str) -> str:
         """Where the lock file of a device (by uuid) or the gate lies."""
         return f"{self.locks}/{self.prefix}{name}"
 
 
-def lock_directory(path: str | None = None, *, backend: str = "nvml") -> LockDirectory:
+def lock_directory(path: str | None = None, *, backend: str = "nvml", make: bool = True) -> LockDirectory:
     """The directory in which claims are made.
 
     Args:
         path: named by the user; then it may also be the user's own, for a single user.
         backend: a simulated node keeps its claims beside its state, never among the real ones.
+        make: one of the user's own that is missing.  Who only looks makes none: nothing is claimed there.
 
     Raises:
         LockDirectoryError: it cannot be trusted or used; the message says what to do.
@@ -85,17 +95,20 @@ def lock_directory(path: str | None = None, *, backend: str = "nvml") -> LockDir
         from gpuguard.backends.simulated import directory
 
         path = directory(backend.partition(":")[2])
-        return _subdirectories(path, own=True, check_file_system=False)
+        return _subdirectories(path, own=True, make=make, check_file_system=False)
     if path is not None:
-        return _subdirectories(os.path.abspath(path), own=True)
+        return _subdirectories(os.path.abspath(path), own=True, make=make)
     if os.path.lexists(ADMIN_DIRECTORY):
         # Present but unusable is an error: a silent fallback would let two users each have "their" directory.
         return _subdirectories(ADMIN_DIRECTORY, own=False)
     return _sticky_directory()
 
 
-def _subdirectories(path: str, *, own: bool, check_file_system: bool = True) -> LockDirectory:
+def _subdirectories(path: str, *, own: bool, make: bool = True, check_file_system: bool = True) -> LockDirectory:
     locks, records = f"{path}/lock", f"{path}/claims"
+    missing = not make and not (os.path.lexists(locks) and os.path.lexists(records))
+    if missing and (not os.path.lexists(path) or _check_directory(path, own=own) == os.geteuid()):
+        return LockDirectory(path, locks, records, owner=os.geteuid(), made=False)
     mine = own and _make_ready(path, locks, records)
     _check_directory(path, own=own)
     for place in (locks, records):
@@ -152,8 +165,6 @@ def _make_ready(path: str, *places: str) -> bool:
 
 def _make_directory(path: str, mode: int) -> None:
     """Make it unless it is there; another starter may be doing the same."""
-    if os.path.lexists(path):
-        return
     try:
         os.mkdir(path, mode & 0o755)
     except FileExistsError:
@@ -215,32 +226,6 @@ def _check_file_system(path: str) -> None:
         )
 
 
-def file_system(path: str, mountinfo: str = "/proc/self/mountinfo") -> str | None:
-    """The type of the file system that *path* lies on ("ext4", "tmpfs", "fuse.sshfs"); None if unknown."""
-    real = os.path.realpath(path)
-    found, kind = "", None
-    try:
-        # Of all ends of lines the kernel writes out the newline alone, and a user mounts where he likes (FUSE).
-        with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
-            for line in lines:
-                before, _, after = line.partition(" - ")
-                mount_point = before.split(" ")[4]
-                if "\\" in mount_point:
-                    mount_point = _unescaped(mount_point)
-                inside = real == mount_point or real.startswith(mount_point.rstrip("/") + "/")
-                if inside and len(mount_point) >= len(found):
-                    found, kind = mount_point, after.split(" ")[0]
-    except (OSError, IndexError):
-        return None
-    return kind
-
-
-def _unescaped(mount_point: str) -> str:
-    import re
-
-    return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount_point)
-
-
 def open_lock(directory: LockDirectory, name: str) -> int:
     """A read-only descriptor of a lock file, checked, close-on-exec, not yet locked.
 
@@ -276,9 +261,8 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
                 raise
             raise _unusable(path, error) from error
         try:
-            descriptor = os.open(
-                path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o444 if directory.keeper is None else BROKERED
-            )
+            mode = 0o444 if directory.keeper is None else BROKERED
+            descriptor = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, mode)
         except FileExistsError:
             continue
         except OSError as error:
@@ -353,7 +337,7 @@ class Gate:
     """Held for the short moment of choosing and locking, so that starters do not tread on each other.
 
     Only fairness depends on it: whoever does not get it in time goes on without it, so nobody can block the others.
-    Where the lock files are closed to this process it chooses and locks nothing, and needs none.
+    Where the lock files are missing, or closed to this process, it chooses and locks nothing, and needs none.
     """
 
     def __init__(self, directory: LockDirectory, seconds: float = GATE_SECONDS) -> None:
@@ -362,7 +346,7 @@ class Gate:
         self._descriptor = -1
 
     def __enter__(self) -> Gate:
-        if self._directory.closed:
+        if self._directory.closed or self._directory.is_missing():
             return self
         self._descriptor = open_lock(self._directory, "gate")
         try:

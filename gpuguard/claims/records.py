@@ -111,8 +111,9 @@ def _encoded(content: Mapping[str, Any]) -> bytes:
 def read_records(directory: LockDirectory) -> list[ClaimRecord]:
     """All records whose claim lives, oldest first; those of dead claims are removed where this user may."""
     start = f"{directory.prefix}claim."
-    with os.scandir(directory.records) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith(start) and entry.name.endswith(".json")]
+    names = [name for name in directory.names() if name.startswith(start) and name.endswith(".json")]
+    if not names:
+        return []
     names, _ = first_of_each(directory, names, MOST_OF_ONE)
     root = os.lstat(directory.records).st_uid
     records = [record for name in names if (record := _read_record(f"{directory.records}/{name}", name, start, root))]

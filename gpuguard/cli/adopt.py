@@ -100,7 +100,7 @@ def _become_owner(pids: list[int]) -> None:
 def _claimed(args: argparse.Namespace) -> tuple[Claim, Family]:
     backend = backend_of(args)
     try:
-        claim, family = adopt(backend, directory_of(args), args.pids, tree=args.tree, note=args.note)
+        claim, family = adopt(backend, directory_of(args, make=True), args.pids, tree=args.tree, note=args.note)
     finally:
         backend.close()
     _write_down("claim", "adopted", claim, list(family.members))

@@ -223,7 +223,7 @@ def _sampled(name: str) -> Snapshot:
 def _directory() -> LockDirectory:
     from gpuguard.claims.lockfiles import lock_directory
 
-    return lock_directory(os.environ.get("GPUGUARD_DIR") or None, backend=_backend())
+    return lock_directory(os.environ.get("GPUGUARD_DIR") or None, backend=_backend(), make=False)
 
 
 def _backend() -> str:

@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
     settings = daemon.Settings(args.policy, args.enforce, interval, args.i_share_host_pids)
     if args.enforce and not in_first_pid_namespace() and not args.i_share_host_pids:
         _say("this is a pid namespace of its own, so nobody will be signalled: the driver's pids may be the host's.")
-    directory = directory_of(args)
+    directory = directory_of(args, make=True)
     with daemon.only_one(directory) as alone:
         if not alone:
             _say(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")

@@ -87,17 +87,19 @@ def _driver(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _lock(args: argparse.Namespace) -> dict[str, Any]:
-    from gpuguard.claims.lockfiles import file_system, open_lock
+    from gpuguard.claims.inplace import file_system
+    from gpuguard.claims.lockfiles import open_lock
 
     try:
         directory = directory_of(args)
-        if not directory.closed:
+        if not directory.closed and not directory.is_missing():
             os.close(open_lock(directory, "gate"))
     except (ClaimError, BackendError) as error:
         return {"lock_error": str(error)}
     return {
         "lock_path": directory.path,
         "lock_owner": directory.owner,
+        "lock_missing": directory.is_missing(),
         "file_system": file_system(directory.locks),
         "keeper": directory.keeper,
         "broker_error": _broker_error(directory),

@@ -35,7 +35,8 @@ def _a_daemon_tells(words: list[str]) -> bool:
         for word, after in zip(words, [*words[1:], ""], strict=True)
         if word.startswith("--dir")
     ]
+    where = named[-1] if named else os.environ.get("GPUGUARD_DIR") or None
     try:
-        return was_written_lately(lock_directory(named[-1] if named else os.environ.get("GPUGUARD_DIR") or None))
+        return was_written_lately(lock_directory(where, make=False))
     except GpuguardError:
         return True  # it will be said; and who cannot find the claims need not be quick

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.lockfiles import LockDirectory
 
+_told: set[str] = set()  # directories of which it was said that they do not exist
+
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """--backend and --dir: which machine is read, and where its claims are."""
@@ -47,11 +49,17 @@ def backend_of(args: argparse.Namespace) -> Backend:
     return open_isolated(args.backend, fork=True, on_slow=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
 
 
-def directory_of(args: argparse.Namespace) -> LockDirectory:
-    """The claim directory that goes with --backend and --dir."""
+def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirectory:
+    """The claim directory of --backend and --dir; who only looks makes none, and is told of a missing one."""
     from gpuguard.claims.lockfiles import lock_directory
 
-    return lock_directory(args.dir, backend=args.backend)
+    directory = lock_directory(args.dir, backend=args.backend, make=make)
+    if args.dir and args.dir not in _told and directory.is_missing():
+        _told.add(args.dir)
+        named_by = "GPUGUARD_DIR" if args.dir == os.environ.get("GPUGUARD_DIR") else "--dir"
+        why = "no claim was ever made there" if os.path.lexists(args.dir) else "it does not exist yet"
+        print(f"gpuguard: nothing is claimed in {args.dir} ({named_by}): {why}.", file=sys.stderr)
+    return directory
 
 
 def check_users(names: list[str]) -> None:

@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    directory = directory_of(args)
+    directory = directory_of(args, make=args.device is not None)
     if args.device is None:
         if args.for_ or args.reason or args.end:
             raise InvalidRequest("which one?  Name a device: `gpuguard quarantine 3`.")

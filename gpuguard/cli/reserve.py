@@ -96,7 +96,7 @@ def _show(args: argparse.Namespace, found: Reserved) -> int:
 def _make(args: argparse.Namespace) -> int:
     begins, ends = _times(args)
     uid, user = _whom(args)
-    request, directory, backend = _request(args), directory_of(args), backend_of(args)
+    request, directory, backend = _request(args), directory_of(args, make=True), backend_of(args)
     try:
         snapshot = backend.sample({MEMORY, PROCESSES, MODEL, HEALTH})
     finally:

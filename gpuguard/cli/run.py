@@ -107,7 +107,7 @@ def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None)
     policies, checkpoint = limits_of(args, time_limit)
     request, *ways = request_of(args), *alternatives_of(args)
     pass_on_sources(args)
-    directory = directory_of(args)
+    directory = directory_of(args, make=True)
     backend = backend_of(args)
     if not args.exec:
         become_subreaper()

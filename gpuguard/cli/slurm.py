@@ -99,7 +99,7 @@ def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) 
 def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
     from gpuguard.jobs import slurm_claim
 
-    directory, backend = directory_of(args), backend_of(args)
+    directory, backend = directory_of(args, make=True), backend_of(args)
     if slurm_claim.find(directory, given):  # an epilog that did not run, of a job that was put back
         slurm_claim.drop(directory, given)
     try:

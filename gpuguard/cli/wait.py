@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     request, ways, wait = request_of(args), alternatives_of(args), wait_of(args)
     target = _target(args.notify)
-    directory, backend = directory_of(args), backend_of(args)
+    directory, backend = directory_of(args, make=True), backend_of(args)
     telling, priority = Telling(args.quiet), priority_of(args)
     try:
         follow(args, directory, [request, *ways], None, priority, _WORDS)

@@ -8,7 +8,6 @@ site says.  Does not say which devices are kept from whom: see booking.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -92,7 +91,7 @@ def reserved(directory: LockDirectory, uuids: Collection[str], claims: Sequence[
         now: unix time.
     """
     start = f"{directory.prefix}reserve."
-    if not any(name.startswith(start) for name in os.listdir(directory.records)):
+    if not any(name.startswith(start) for name in directory.names()):
         return Reserved(now=now)
     found, torn, arrivals = read(directory, now)
     keys = read_line_file().reservations
@@ -106,7 +105,7 @@ def with_reserved_instances(backend: Backend, directory: LockDirectory, snapshot
         BackendError: the driver does not answer.
     """
     start = f"{directory.prefix}reserve."
-    if not any(name.startswith(start) for name in os.listdir(directory.records)):
+    if not any(name.startswith(start) for name in directory.names()):
         return snapshot
     seen = {device.uuid for device in snapshot.devices}
     named = {uuid for one in read(directory, snapshot.taken_at)[0] for uuid in one.devices if uuid.startswith("MIG-")}

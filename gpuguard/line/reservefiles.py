@@ -79,7 +79,7 @@ def read(directory: LockDirectory, now: float) -> tuple[list[Reservation], list[
 
     The last is (uid, key of a reservation) -> unix time at which that user last began or ended a claim.
     """
-    names = os.listdir(directory.records)
+    names = directory.names()
     found, torn = _read_all(directory, names, now)
     return found, torn, _arrivals(directory, names, {one.key for one in found}, now)
 

@@ -164,7 +164,7 @@ def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[Torn]]:
     """All who wait now, in no order, and the tickets that do not count; those of the dead are removed where one may."""
     start = f"{directory.prefix}ticket."
     tickets: list[Ticket] = []
-    there = [each for each in os.listdir(directory.records) if each.startswith(start) and each.endswith(".json")]
+    there = [each for each in directory.names() if each.startswith(start) and each.endswith(".json")]
     names, torn = not_too_many(directory, there, MOST_OF_ONE)
     for name in names:
         found = _read(directory, name, name[len(start) : -len(".json")])

@@ -39,6 +39,7 @@ class Facts:
     device_nodes: tuple[str, ...] = ()  # /dev/nvidia0 ...
     lock_path: str | None = None
     lock_owner: int | None = None  # None: anybody's files in a sticky directory
+    lock_missing: bool = False
     lock_error: str | None = None
     keeper: int | None = None  # whose the lock files are, where the daemon alone gives the locks
     broker_error: str | None = None  # why it gives none
@@ -193,6 +194,9 @@ def _lock_directory(facts: Facts) -> Finding | None:
         return None
     if facts.lock_error:
         return FAULT, facts.lock_error, None
+    if facts.lock_missing:
+        advice = "The first claim makes it.  If that is not the name you meant: it is that of --dir or GPUGUARD_DIR."
+        return WARNING, f"{facts.lock_path} is not there yet: nothing is claimed in it", advice
     if facts.broker_error:
         found = f"the daemon alone gives the locks in {facts.lock_path}, and gives none: {facts.broker_error}"
         return FAULT, found, "`sudo systemctl restart gpuguard`; or `sudo gpuguard setup --no-broker`."
