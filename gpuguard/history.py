@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 MACHINE_EVENTS = "/var/log/gpuguard/events.jsonl"  # of the daemon that root started
 ROTATE_BYTES = 10 * 2**20  # about 30,000 lines; one older file is kept beside it as events.jsonl.1
 
+MOST_BYTES = 4 * ROTATE_BYTES  # of a log that cannot be set aside: then there is no further line
+
 _reason = ""  # why a line could not be written
+_stuck = False  # it is known, and said, that the log cannot be set aside
 
 
 def append(event: Event) -> bool:
@@ -29,13 +32,15 @@ def append(event: Event) -> bool:
         _remember(error)
         return False
     try:
+        if os.fstat(descriptor).st_size >= MOST_BYTES:
+            _rotate(path, descriptor)
         line = _line(event)
         # One write of one line: O_APPEND keeps the lines of several processes apart.
         written = os.write(descriptor, line)
         if written < len(line):  # the disk is full: end the torn line, so that the next one can be read
             os.write(descriptor, b"\n")
             _remember(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        _rotate(path, descriptor)
+        _try_to_rotate(path, descriptor, event)
         return written == len(line)
     except OSError as error:
         _remember(error)
@@ -106,6 +111,19 @@ def _line(event: Event) -> bytes:
     return json.dumps({"schema": 1} | known, separators=(", ", ": ")).encode("ascii") + b"\n"
 
 
+def _try_to_rotate(path: str, descriptor: int, event: Event) -> None:
+    """As _rotate(); where that fails the line stands all the same, and it is tried again behind the next one."""
+    global _stuck
+    try:
+        _rotate(path, descriptor)
+        _stuck = False
+    except OSError as error:
+        if not _stuck:
+            why = f"{path} cannot be renamed: {error.strerror}.  At {MOST_BYTES >> 20} MiB nothing more is written"
+            os.write(descriptor, _line(type(event)(event.time, "log", "not set aside", message=why)))
+        _stuck = True
+
+
 def _rotate(path: str, descriptor: int) -> None:
     """Rename a file that has grown too large; of several processes that see it, the one with its lock does it."""
     seen = os.fstat(descriptor)
@@ -117,6 +135,9 @@ def _rotate(path: str, descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    now = os.lstat(path)
+    try:
+        now = os.lstat(path)
+    except FileNotFoundError:  # somebody else was quicker
+        return
     if (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino):
         os.rename(path, f"{path}.1")

@@ -145,6 +145,25 @@ def test_many_writers_lose_no_line_when_the_log_is_set_aside(log, monkeypatch):
     assert len(lines(log)) + len(lines(Path(f"{log}.1"))) == 500
 
 
+def test_a_log_that_cannot_be_set_aside_says_so_once_and_goes_on_until_it_is_four_times_as_long(log, monkeypatch):
+    monkeypatch.setattr(history, "ROTATE_BYTES", 1000)
+    monkeypatch.setattr(history, "MOST_BYTES", 4000)
+    older = Path(f"{log}.1")
+    older.mkdir()  # so that nothing can be renamed to it
+
+    written = [history.append(AN_EVENT) for _ in range(40)]
+
+    assert written == sorted(written, reverse=True) and 25 < sum(written) < 40
+    assert 4000 <= log.stat().st_size < 4200
+    assert [line["outcome"] for line in lines(log) if line["kind"] == "log"] == ["not set aside"]
+    assert history.complaint() == f"{log}: Is a directory"
+
+    older.rmdir()
+
+    assert history.append(AN_EVENT)
+    assert len(lines(older)) == sum(written) + 2
+
+
 @pytest.mark.root
 def test_a_log_that_root_begins_is_the_daemons(tmp_path, monkeypatch):
     own = tmp_path / "gpuguard"
