@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import threading
 import time
 from pathlib import Path
@@ -51,6 +52,16 @@ def test_events_of_both_logs_come_in_order_of_time(shown, log, monkeypatch):
     monkeypatch.setenv("GPUGUARD_EVENTS", str(log))
 
     assert shown() == ["first", "second", "third"]
+
+
+def test_whose_job_it_was_the_uid_says_and_not_the_environment_of_the_job(shown, log):
+    facts, nobody_here = (("uid", 1),), (("uid", 4_242_424),)
+    history.append(event("somebody else's name", user="root", facts=facts))
+    history.append(event("no name", facts=facts))
+    history.append(event("of another machine", user="ada", facts=nobody_here))
+
+    assert shown("--user", pwd.getpwuid(1).pw_name) == ["somebody else's name", "no name"]
+    assert shown("--user", "ada") == ["of another machine"]
 
 
 def test_a_rotated_log_is_read_too(shown, log):

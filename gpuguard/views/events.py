@@ -14,6 +14,7 @@ from gpuguard.model import Event
 from gpuguard.plainjson import is_finite, loads
 from gpuguard.text import neutralise
 from gpuguard.units import format_bytes, format_duration
+from gpuguard.users import user_name
 
 Line = Mapping[str, Any]
 
@@ -54,10 +55,17 @@ def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
         except ValueError:
             content = None
         if isinstance(content, dict) and _is_event(content):
-            events.append(content)
+            events.append(_named(content))
         else:
             torn += 1
     return events, torn
+
+
+def _named(line: Line) -> Line:
+    """*line* with the name of its uid: a job writes down what $LOGNAME says, which anybody can set."""
+    uid = facts_of(line).get("uid")
+    name = user_name(uid) if type(uid) is int else None
+    return {**line, "user": name} if name not in (None, str(uid)) else line
 
 
 def line_of(event: Event) -> Line:
