@@ -24,7 +24,8 @@ from gpuguard.text import neutralise
 
 TYPE_CHECKING = False  # attempt reads this while a job starts
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Any
 
 DENIED, QUARANTINED, KEPT = "denied", "quarantined", "kept"
 ADMINISTRATOR = "the administrator"
@@ -32,6 +33,7 @@ MAX_BYTES = 512 * 1024
 MAX_MARKS = 1000
 MAX_REASON = 200  # characters
 WRITE_SECONDS = 5.0  # for another writer to finish
+STEP_SECONDS = 1.0  # less of it is no step: the clock is led a little faster or slower all the time
 
 _NOT_HERE = (
     "without a directory of root's anybody could write this, so it would mean nothing.  "
@@ -176,15 +178,36 @@ def _read(place: DaemonFiles, kind: str) -> Iterator[Mark]:
         if not stat.S_ISREG(found.st_mode) or found.st_uid not in place.owners() or found.st_mode & 0o022:
             raise ValueError("somebody else could have written it")
         content = loads(file.read(MAX_BYTES))
+    step = _step_since(content)
     for entry in content["marks"]:
         yield Mark(
             str(entry["name"]),
-            _moment(entry["since_unix_seconds"]),
-            None if entry["until_unix_seconds"] is None else _moment(entry["until_unix_seconds"]),
+            _moment(entry["since_unix_seconds"] + step),
+            None if entry["until_unix_seconds"] is None else _moment(entry["until_unix_seconds"] + step),
             str(entry["reason"]),
             str(entry["by"]),
             None if entry["user"] is None else str(entry["user"]),
         )
+
+
+def _step_since(content: Mapping[str, Any]) -> float:
+    """By how many seconds the clock was set since that was written: what is left of a mark stays as long as it was."""
+    step = _booted() - content.get("booted_unix_seconds", 0.0) if content.get("boot") == boot_id() != "" else 0.0
+    return step if abs(step) > STEP_SECONDS else 0.0
+
+
+def _booted() -> float:
+    """The unix time at which the clock that nobody sets began to count."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def boot_id() -> str:
+    """Of this boot: a clock that counts from the start of the machine, and start times, mean nothing in another."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read(8)
+    except OSError:
+        return ""
 
 
 def _moment(value: float) -> float:
@@ -208,7 +231,8 @@ def to_json(mark: Mark) -> dict[str, str | float | None]:
 def _write(path: str, kind: str, marks: dict[str, Mark]) -> None:
     import json
 
-    content = json.dumps({"schema": 1, "marks": [to_json(mark) for mark in marks.values()]}, indent=1).encode("ascii")
+    facts = {"schema": 1, "boot": boot_id(), "booted_unix_seconds": _booted()}
+    content = json.dumps({**facts, "marks": [to_json(mark) for mark in marks.values()]}, indent=1).encode("ascii")
     if len(marks) > MAX_MARKS or len(content) >= MAX_BYTES:
         raise LockDirectoryError(f"{path} would become too long: end some of what is {kind} first.")
     unfinished = f"{path}.new"

@@ -20,7 +20,7 @@ from guarded import SOMEBODY
 from gpuguard import marks
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory
 from gpuguard.errors import LockDirectoryError
-from gpuguard.marks import DENIED, QUARANTINED, Mark, change, read_marks
+from gpuguard.marks import DENIED, KEPT, QUARANTINED, Mark, change, read_marks
 
 root = pytest.mark.root
 NOW = 1_800_000_000.0
@@ -66,6 +66,29 @@ def test_without_a_descriptor_left_no_mark_is_overlooked_and_none_is_lost(direct
             mark(directory, QUARANTINED, "GPU-2")
 
     assert read_marks(directory, QUARANTINED, NOW).keys() == {"GPU-1"}
+
+
+@pytest.mark.parametrize("step", [-7200.0, 7200.0])
+def test_who_sets_the_clock_makes_no_mark_shorter_or_longer(directory, monkeypatch, step):
+    now, real = time.time(), time.time
+    mark(directory, KEPT, "1001", since=now, until=now + 3600)
+    mark(directory, DENIED, "1002", since=now)
+
+    monkeypatch.setattr(time, "time", lambda: real() + step)
+    mark(directory, KEPT, "1003", until=time.time() + 60)  # the file is written anew
+    until = read_marks(directory, KEPT, time.time())["1001"].until
+
+    assert until and 3590 < until - time.time() <= 3600
+    assert read_marks(directory, DENIED, time.time())["1002"].since == pytest.approx(now + step, abs=5)
+
+
+def test_of_another_boot_only_the_time_of_day_is_known(directory, monkeypatch):
+    mark(directory, KEPT, "1001", until=NOW)
+
+    monkeypatch.setattr(marks, "boot_id", lambda: "another")
+    monkeypatch.setattr(marks, "_booted", lambda: 0.0)
+
+    assert read_marks(directory, KEPT, NOW - 1)["1001"].until == NOW
 
 
 def test_a_mark_ends_by_itself(directory):

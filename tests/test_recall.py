@@ -23,6 +23,7 @@ from gpuguard.guards import recall
 from gpuguard.guards.case import boot_clock
 from gpuguard.guards.ledger import HOUR, SIGNALS_PER_MINUTE, VICTIMS_PER_HOUR, Deed, Ledger
 from gpuguard.guards.recall import Recalled, recalled
+from gpuguard.marks import boot_id
 
 POLICY = "policies: [{name: small, for: 0s, when: {memory: {above: 1GiB}}, steps: [terminate]}]"
 
@@ -94,7 +95,7 @@ def test_a_daemon_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path
 
 
 def a_line(**change: Any) -> dict[str, Any]:
-    facts = {"start_time_seconds": 12.5, "clock_seconds": boot_clock() - 10, "boot": recall.boot_id()}
+    facts = {"start_time_seconds": 12.5, "clock_seconds": boot_clock() - 10, "boot": boot_id()}
     line = {"schema": 1, "time_unix_seconds": time.time() - 10, "kind": "terminate", "outcome": "about to", "pid": 4711}
     return line | {"facts": facts | change.pop("facts", {})} | change
 

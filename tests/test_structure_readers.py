@@ -36,6 +36,7 @@ from gpuguard.errors import GpuguardError
 from gpuguard.guards import recall
 from gpuguard.history import append
 from gpuguard.line import expecting
+from gpuguard.marks import boot_id
 from gpuguard.model import ALL_FIELDS, Event, Snapshot
 from gpuguard.nouns import replace
 from gpuguard.plainjson import loads
@@ -112,7 +113,7 @@ def of_marks(kind: str) -> Reader:
 
 
 def a_deed(place: Path) -> Any:
-    facts = {"clock_seconds": 5.0, "boot": recall.boot_id(), "signature": "s", "start_time_seconds": 1.0, "policy": "p"}
+    facts = {"clock_seconds": 5.0, "boot": boot_id(), "signature": "s", "start_time_seconds": 1.0, "policy": "p"}
     named = "alice", ("GPU-1",), 4711, "c1", "uses 41.0GiB"
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("GPUGUARD_EVENTS", str(place / "events.jsonl"))

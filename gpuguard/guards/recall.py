@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 
 from gpuguard.guards.ledger import HOUR, VICTIMS_PER_HOUR, Deed
+from gpuguard.marks import boot_id
 from gpuguard.model import Event
 from gpuguard.nouns import dataclass
 from gpuguard.plainjson import loads
@@ -71,15 +72,6 @@ def facts_of(deed: Deed) -> dict[str, float | str | None]:
 def is_deed(event: Event) -> bool:
     """Whether it is the line of a deed: those are read again after a restart."""
     return any(name == "clock_seconds" for name, _ in event.facts)
-
-
-def boot_id() -> str:
-    """Of this boot: a clock that counts from the start of the machine, and start times, mean nothing in another."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read(8)
-    except OSError:
-        return ""
 
 
 def _lines(path: str) -> Iterator[bytes]:
