@@ -137,6 +137,27 @@ def test_it_is_not_mounted_over_what_lives(tmp_path, what, when):
     assert ("root has a reservation" if "reserve" in what else f"{what} there is held") in str(told["why"])
 
 
+@pytest.mark.parametrize("fails", ["", "umount failed"])
+def test_nobody_who_stands_in_the_new_one_keeps_it_over_what_lives_and_a_failure_is_said(tmp_path, fails):
+    told = in_a_namespace(
+        tmp_path,
+        """
+        seen = iter([None, "a claim came meanwhile"])
+        setup_room._what_lives = lambda directory: next(seen)
+        mount = setup_room._mount
+        setup_room._mount = lambda place: mount(place) or os.chdir(place)
+        if sys.argv[2]:
+            setup_room._umount = lambda *words: sys.argv[2]
+        told["why"] = setup_room.mount_now(path)
+        told["mounted"] = claims.is_mount()
+        """,
+        fails,
+    )
+
+    why = "a claim came meanwhile"
+    assert told == {"why": f"{why}, and now hidden: {fails}" if fails else why, "mounted": bool(fails)}
+
+
 @pytest.mark.parametrize(("propagation", "follows"), [("slave", True), ("private", False)])
 def test_it_is_not_mounted_while_a_container_would_go_on_with_the_old_directory(tmp_path, propagation, follows):
     told = in_a_namespace(

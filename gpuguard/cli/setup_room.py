@@ -70,9 +70,10 @@ def mount_now(path: str) -> str | None:
             with contextlib.suppress(OSError):  # read-only for us: some service's mounts
                 os.fchmod(old, 0o755)  # nobody who stands in it can write there any more
             if why := _what_lives(before):  # it came meanwhile
-                os.fchmod(old, 0o1777)
-                _umount(directory.records)
-                return why
+                failed = _umount(directory.records, "--lazy")  # whoever stands in the new one by now
+                with contextlib.suppress(OSError):
+                    os.fchmod(old, 0o1777)
+                return f"{why}, and now hidden: {failed}" if failed else why
         with contextlib.suppress(OSError):  # nobody finds them any more, but they take room
             empty(old)
     finally:
