@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,13 @@ def test_what_a_process_has_locked_is_what_the_kernel_says(locked):
 
     assert inode in fdlocks.locked_files(os.getpid(), os.getuid(), 5).values()
     assert holders.locked_by(os.getpid(), os.getuid(), 5)[locked] == inode
+
+
+def test_a_lock_is_found_too_where_the_claims_lie_in_shared_memory():
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+        assert holders.locked_by(os.getpid(), os.getuid(), 5)[file.fileno()] == as_written(file.fileno())
 
 
 def test_where_it_can_be_seen_what_is_no_file_nobody_asks_it_what_is_locked(monkeypatch, locked):

@@ -100,8 +100,8 @@ def locked_by(pid: int, uid: int, seconds: float) -> dict[int, str]:
     try:
         for number in os.listdir(f"/proc/{pid}/fd"):
             target = target_of(pid, number)
-            # What stands for a device writes there what its driver likes.
-            if not target.startswith("/") or target.startswith("/dev/"):
+            # What stands for a device writes there what its driver likes; claims may lie in shared memory.
+            if not target.startswith("/") or (target.startswith("/dev/") and not target.startswith("/dev/shm/")):
                 continue
             if time.monotonic() > until:
                 break
