@@ -256,3 +256,15 @@ def test_a_daemon_lives_as_long_as_its_file_is_locked(
     monkeypatch.setattr("builtins.open", lambda *how: io.BytesIO(told))
 
     assert state._is_locked(str(lock)) is lives
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("owner", "counts"), [(0, True), (MALLORY, False)])
+def test_a_cgroup_that_was_given_to_a_user_names_no_container_that_trespass_would_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, counts: bool
+) -> None:
+    (tmp_path / "system.slice/his.service").mkdir(parents=True)
+    os.chown(tmp_path / "system.slice/his.service", owner, -1)
+    monkeypatch.setattr(processes, "_CGROUPS", str(tmp_path))
+
+    assert bool(processes.container_of(f"0::/system.slice/his.service/docker-{'c0ffee00' * 8}/x")) is counts

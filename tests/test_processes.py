@@ -364,7 +364,9 @@ ID = "0123456789abcdef" * 4
     [
         (f"0::/system.slice/docker-{ID}.scope", ID),
         (f"12:devices:/docker/{ID}\n0::/", ID),
-        (f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope/container", ID),
+        (f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope/container", None),
+        (f"1:name=systemd:/user.slice/user-7.slice/user@7.service/docker-{ID}.scope\n0::/", None),
+        (f"0::/system.slice/containerd.service/kubepods-pod1.slice:cri-containerd:{ID}", ID),
         (f"0::/kubepods.slice/kubepods-pod12ab.slice/cri-containerd-{ID}.scope", ID),
         (f"0::/kubepods/burstable/pod6f1c-22/{ID}", ID),
         (f"0::/kubepods.slice/kubepods-burstable.slice/crio-{ID}.scope", ID),

@@ -90,6 +90,7 @@ _CONTAINERS = (  # what /proc/PID/cgroup says, most specific first
     r"/machine\.slice/machine-([^/\n]+)\.scope",
     r"/slurm[^\n]*/(job_\d+)",
 )
+_CGROUPS = "/sys/fs/cgroup"
 _OF_CONTAINERS = (
     "docker", "libpod", "podman", "cri", "containerd", "nerdctl", "kubepods", "k8s.io", "/default/", "/lxc",
     "/machine-", "/slurm",
@@ -282,15 +283,29 @@ def life_in(line: bytes, before: Life | None = None) -> Life | None:
 
 
 def container_of(cgroup: str) -> str | None:
-    """The container id (docker, podman, containerd, CRI-O), name (LXC, nspawn) or Slurm job in a cgroup file."""
+    """The container id (docker, podman, containerd, CRI-O), name (LXC, nspawn) or Slurm job in a cgroup file.
+
+    Of what root has started: where a user may make cgroups he gives them the name that he likes.
+    """
     if not any(word in cgroup for word in _OF_CONTAINERS):
         return None  # without `re`, which takes 0.7 MiB of the process that watches a machine without containers
     import re
 
     for pattern in _CONTAINERS:
-        if match := re.search(pattern, cgroup):
-            return match[1]
+        for match in re.finditer(pattern, cgroup):
+            if not _is_a_users(cgroup[: match.start()].rpartition("\n")[2].rpartition("/")[0]):
+                return match[1]
     return None
+
+
+def _is_a_users(cgroup: str) -> bool:
+    """Whether a user may make cgroups there: in his own systemd, or where it was given to him; "0::/system.slice"."""
+    if "/user@" in cgroup:
+        return True
+    try:
+        return cgroup.startswith("0::") and os.stat(_CGROUPS + cgroup[3:]).st_uid != 0
+    except OSError:  # another version of cgroups, or not to be seen from here
+        return False
 
 
 def environment_of(variables: Mapping[str, str]) -> str | None:

@@ -20,6 +20,7 @@ class Trespass:
     the process: root's are taken for containers of the claim, and a lock without a record may be anybody's.
 
     containers: judge processes in containers, too; their user often is not the user who started the container.
+    Those that a user runs without root (rootless) are always judged: they are no containers here.
 
         when: {trespass: {}}
     """
