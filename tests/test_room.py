@@ -97,6 +97,39 @@ def test_folders_in_folders_keep_nothing_from_being_taken_away(tmp_path, what):
     assert told == {"why": None, "left": []}
 
 
+@pytest.mark.parametrize("whose", ["claims", "claims/mine"])
+def test_nobody_who_goes_on_writing_there_keeps_it_from_being_taken_away(tmp_path, whose):
+    told = in_a_namespace(
+        tmp_path,
+        """
+        place = Path(path, sys.argv[2])
+        place.mkdir(exist_ok=True)
+        os.chown(place, 1 if "mine" in sys.argv[2] else 0, -1)
+        stands, really = os.open(place, os.O_RDONLY), os.rmdir
+
+        def rmdir(*of, **where):
+            os.seteuid(1)
+            try:
+                os.fchmod(stands, 0o777)
+            except OSError:
+                pass
+            try:
+                os.close(os.open("one more", os.O_CREAT, dir_fd=stands))
+            except OSError as error:
+                told["he"] = error.strerror
+            os.seteuid(0)
+            really(*of, **where)
+
+        os.rmdir = rmdir
+        setup_remove._clear(path)
+        told["left"] = Path(path).exists()
+        """,
+        whose,
+    )
+
+    assert told["left"] is False
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 @pytest.mark.parametrize("what", ["claim.1.abcd.json", "reserve.0.abcd.json"])
 def test_it_is_not_mounted_over_what_lives(tmp_path, what, when):

@@ -179,6 +179,8 @@ def empty(folder: int) -> None:
         for name in folders:
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
+                os.fchown(inner, 0, 0)  # whoever goes on writing there would keep it from being removed
+                os.fchmod(inner, 0o700)
                 for one in _without_files(inner):
                     os.rename(one, os.urandom(8).hex(), src_dir_fd=inner, dst_dir_fd=folder)
             finally:
