@@ -142,8 +142,7 @@ def _look_later(
         raise fault
     if line:
         line.stand_aside()
-    which = "it is free" if wanted == 1 else "they are free"
-    text = f"wanted {wanted} GPU{'s' * (wanted != 1)}: whether {which} cannot be seen now, and is tried again: {why}"
+    text = f"wanted {wanted} GPU{'s' * (wanted != 1)}: what is free cannot be seen now, and is tried again: {why}"
     error = NotEnoughGpus(text, wanted)
     if on_wait:
         on_wait(error)

@@ -61,7 +61,7 @@ def tickets(directory: LockDirectory) -> list[str]:
 
 
 def waits_behind_another(
-    directory: LockDirectory, told: Callable[[NotEnoughGpus], None], wait: float = 20.0
+    directory: LockDirectory, told: Callable[[NotEnoughGpus], None], wait: float | None = 20.0
 ) -> tuple[int, list[str]]:
     """How many devices one who waits has got when the other goes, and which tickets there were meanwhile."""
     machine, seen = Machine(a_device(0)), []
@@ -115,6 +115,28 @@ def test_before_he_has_a_place_and_without_waiting_it_is_an_error(directory, mon
         for wait in (0, 60):
             with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
                 acquire(machine, Request(), directory, wait=wait)
+
+
+def test_who_gets_no_place_in_line_after_his_first_look_is_told_so(directory, monkeypatch):
+    def no_place(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(lock, "_in_line", no_place)
+    machine = Machine(a_device(0))
+    with acquire(machine, Request(), directory), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        acquire(machine, Request(), directory, wait=60)
+
+
+@pytest.mark.parametrize(("left", "pause"), [(None, 2.0), (60.0, 2.0), (1.5, 1.5), (-1.0, 0.0)])
+def test_he_looks_again_after_two_seconds_or_at_the_end_of_his_time(monkeypatch, left, pause):
+    pauses: list[float] = []
+    monkeypatch.setattr(lock.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(lock.time, "sleep", pauses.append)
+
+    error = lock._look_later(OSError(errno.EMFILE, "too many"), True, 2, None, left and 1000.0 + left, None)
+
+    assert pauses == [pause]
+    assert str(error).startswith("wanted 2 GPUs: what is free cannot be seen now")
 
 
 def test_who_leads_and_cannot_look_lets_another_one_lead(directory, monkeypatch):
