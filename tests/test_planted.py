@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,3 +107,17 @@ def test_nobody_keeps_another_user_from_being_seen_to_come_to_his_reservation(di
     *_, arrivals = reservefiles.read(directory, 2.0**32)
     assert os.stat(noted).st_uid == 0 and noted != planted
     assert arrivals == {(0, made.key): pytest.approx(os.stat(noted).st_ctime)}
+
+
+@pytest.mark.parametrize("kind", ["claim", "ticket", "reserve", "arrived"])
+def test_who_lets_nobody_open_a_file_of_his_by_a_lease_ends_no_look_of_others(directory, kind):
+    former = signal.signal(signal.SIGIO, lambda *_: None)  # by it the kernel asks for the lease back
+    leased = a_locked_file(Path(f"{directory.records}/{kind}.{os.geteuid()}.abc.json"))
+    fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+
+    torn = [*tickets.read_tickets(directory)[1], *reservefiles.read(directory, 0.0)[1]]
+
+    assert read_records(directory) == []
+    assert ["has a lease on it" in one.reason for one in torn] == [True] * (kind in ("ticket", "reserve"))
+    os.close(leased)
+    signal.signal(signal.SIGIO, former)

@@ -25,6 +25,8 @@ def open_in_place(path: str, flags: int = READING) -> int:
     held = hold_in_place(path)
     try:
         return os.open(f"/proc/self/fd/{held}", flags | os.O_CLOEXEC)
+    except BlockingIOError as error:  # whose number says elsewhere that no process can be started
+        raise OSError(errno.EBUSY, "its owner has a lease on it, fcntl(2)") from error
     finally:
         os.close(held)
 
