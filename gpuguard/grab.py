@@ -7,6 +7,7 @@ Does not start a command: see run.
 from __future__ import annotations
 
 import os
+import sys
 from _thread import allocate_lock
 
 # What is not needed before the other process starts is loaded while that one loads the driver's library: 5 ms.
@@ -250,8 +251,6 @@ def _claimed(
     backend: str | None,
     directory: str | None,
 ) -> Claim:
-    import sys
-
     if len(ways) > _MOST_WAYS:
         raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {_MOST_WAYS - 1}.")
 
@@ -313,6 +312,8 @@ def _enter(claim: Claim) -> None:
         else:  # what the program itself has set since then holds for its later claims, too
             now = {name: os.environ.get(name) for name in before}
             _outside.update({name: value for name, value in now.items() if value != before[name]})
+        # Those that were given back are forgotten: a server claims and releases for months.
+        _made[:] = [(pid, each) for pid, each in _made if each.pass_fds or not each.devices]
         _made.append((os.getpid(), claim))
         _write(claim.environment(), before or {})
 
@@ -375,8 +376,6 @@ def _opened(name: str) -> Isolated:
 
 def cuda_runs() -> bool:
     """Whether CUDA is initialised in this process, so that it will see no other devices than it does now."""
-    import sys
-
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # None too while torch is being imported
     return bool(cuda is not None and cuda.is_initialized()) or _has_open(_CUDA_DEVICE)
 

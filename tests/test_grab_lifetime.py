@@ -14,6 +14,7 @@ from grabbing import NAMES, a_node, claimed, indices, script, visible  # noqa: F
 from nodes import eventually
 
 import gpuguard
+from gpuguard import grab
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 
 # How long it lasts
@@ -88,6 +89,13 @@ def test_released_devices_are_free_and_can_be_grabbed_again():
     assert claimed() == []
 
     assert len(gpuguard.grab_gpus(4)) == 4
+
+
+def test_claims_that_were_given_back_take_no_memory():
+    for _ in range(3):
+        gpuguard.grab_gpus(1).release()
+
+    assert len(grab._made) == 1
 
 
 # More than once
