@@ -83,3 +83,27 @@ def test_on_a_full_disk_a_job_has_its_devices_or_does_not_start(tmp_path, what):
     first, _, rest = done.stdout.partition("ended with ")
     assert ("," in first) == ("devices " in first) == rest.startswith("0\n"), done
     assert rest.endswith("\nall of them\n") and "claim." not in rest, done
+
+
+# After the file of the reservation was written no further one can be opened.
+NO_LOOK = """
+import errno, os, sys
+from gpuguard.cli import main, reserve
+really = reserve.write
+def write(*words):
+    def full(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    reserve._reserved = full
+    return really(*words)
+reserve.write = write
+main(sys.argv[1:])
+"""
+
+
+def test_a_reservation_of_which_nobody_can_see_whether_it_counts_is_not_made(tmp_path):
+    gpuguard = Gpuguard(tmp_path, None)
+    words = [gpuguard.words()[0], "-c", NO_LOOK, "reserve", "-n", "1", "--for", "1h"]
+    done = subprocess.run(words, env=gpuguard.environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+    assert (done.returncode, "see `ulimit -n`" in done.stderr) == (1, True)
+    assert "nothing is reserved" in gpuguard("reserve").stdout

@@ -107,11 +107,14 @@ def _make(args: argparse.Namespace) -> int:
     if why := what_if(wanted, _reserved(directory, snapshot), [device.uuid for device in snapshot.devices]):
         raise GpuguardError(f"this cannot be reserved: {why}.\n`gpuguard reserve` shows what is reserved already.")
     made = write(directory, wanted)
-    # Somebody may have done the same at the same moment: then whoever came first has it.
-    judged = next((one for one in _reserved(directory, snapshot).judged if one.reservation.key == made.key), None)
-    if judged is None or judged.why_not:
+    try:
+        # Somebody may have done the same at the same moment: then whoever came first has it.
+        judged = next((one for one in _reserved(directory, snapshot).judged if one.reservation.key == made.key), None)
+        if judged is None or judged.why_not:
+            raise GpuguardError(f"this cannot be reserved: {judged.why_not if judged else 'its file is gone'}.")
+    except BaseException:  # also where that cannot be seen: nobody would know that it is there
         remove(directory, made)
-        raise GpuguardError(f"this cannot be reserved: {judged.why_not if judged else 'its file is gone'}.")
+        raise
     _write_down(args, "made", made)
     return _tell(args, judged, snapshot, now)
 
