@@ -140,7 +140,7 @@ def test_a_process_in_the_network_of_the_host_is_asked_about_it_once_a_minute(
 
 def test_a_user_id_is_kept_for_a_while_and_read_again_then(jobs: list[int], monkeypatch: Any) -> None:
     read: list[int] = []
-    monkeypatch.setattr(processes, "_uid", lambda pid: read.append(pid) or 1000 + len(read))
+    monkeypatch.setattr(processes, "uid_of", lambda pid: read.append(pid) or 1000 + len(read))
 
     assert [processes.described(GpuProcess(jobs[0])).uid for _ in range(3)] == [1001, 1001, 1001]
     monkeypatch.setattr(processes, "UID_SECONDS", -1.0)
@@ -154,7 +154,7 @@ def described_pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(processes, "_kept", processes._Kept())
     monkeypatch.setattr(processes, "life_of", lambda pid: (1.0, b"name", b"places"))
     monkeypatch.setattr(processes, "read_proc", lambda path, *limit: None)
-    monkeypatch.setattr(processes, "_uid", lambda pid: 0)
+    monkeypatch.setattr(processes, "uid_of", lambda pid: 0)
     monkeypatch.setattr(processes, "_described", lambda pid: read.append(pid) or {})
     return read
 
@@ -174,7 +174,7 @@ def test_a_process_is_described_anew_only_when_something_about_it_has_changed(
 
     assert processes.described(GpuProcess(2, 5)) is first
     assert processes.described(GpuProcess(2, 6)).memory_used == 6
-    monkeypatch.setattr(processes, "_uid", lambda pid: 7)
+    monkeypatch.setattr(processes, "uid_of", lambda pid: 7)
     monkeypatch.setattr(processes, "UID_SECONDS", -1.0)
     assert (first.uid, processes.described(GpuProcess(2, 6)).uid) == (0, 7)
 
@@ -194,7 +194,7 @@ def test_processes_that_are_gone_are_forgotten(described_pids: list[int], monkey
 def test_another_program_under_the_same_pid_is_asked_anew_who_it_is(monkeypatch: Any) -> None:
     script = "import os; print(flush=True); os.read(0, 3); os.execvp('cat', ['cat'])"
     read: list[int] = []
-    monkeypatch.setattr(processes, "_uid", lambda pid: read.append(pid) or 1000 + len(read))
+    monkeypatch.setattr(processes, "uid_of", lambda pid: read.append(pid) or 1000 + len(read))
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
     with subprocess.Popen([sys.executable, "-c", script], **pipes) as job:
         assert job.stdin and job.stdout
@@ -212,7 +212,7 @@ def test_another_program_under_the_same_pid_is_asked_anew_who_it_is(monkeypatch:
 def test_what_only_a_poll_of_the_details_keeps_is_never_kept_where_it_decides(jobs: list[int]) -> None:
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "_uid", lambda pid: read.append(pid) or os.getuid())
+        patch.setattr(processes, "uid_of", lambda pid: read.append(pid) or os.getuid())
         for _ in range(3):
             processes.identified(GpuProcess(jobs[0]))
 
