@@ -125,16 +125,23 @@ def test_the_user_is_made_once_by_what_there_is(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(setup_installed, "LIST", str(tmp_path / "etc" / "installed.json"))
     monkeypatch.setattr(setup_service, "_account", lambda name: made if called else None)
     monkeypatch.setattr(setup_service.shutil, "which", lambda name: f"/x/{name}" if name == tool else None)
-    monkeypatch.setattr(setup_service.subprocess, "run", lambda words, **_: called.append(words))
+
+    def run(words: list[str], **_: object) -> None:
+        called.append(words)
+        remembered.append(setup_installed.installed()["user"])
+
+    remembered: list[str | None] = []
+    monkeypatch.setattr(setup_service.subprocess, "run", run)
     if tool is None:
         with pytest.raises(LockDirectoryError, match="Make him by hand"):
             setup_service.make_user("gpuguard")
+        assert setup_installed.installed()["user"] is None
         return
     setup_service.make_user("gpuguard")
     setup_service.make_user("gpuguard")
 
     assert [words[0] for words in called] == [f"/x/{tool}"]
-    assert setup_installed.installed()["user"] == "gpuguard"
+    assert [*remembered, setup_installed.installed()["user"]] == ["gpuguard", "gpuguard"]  # even if killed meanwhile
 
 
 @pytest.mark.root

@@ -37,8 +37,8 @@ def write(path: str, text: str) -> None:
     _put(path, text)
 
 
-def remember_user(name: str) -> None:
-    """The account *name* was made for the daemon."""
+def remember_user(name: str | None) -> None:
+    """The account *name* is made for the daemon; None: there is none."""
     _enter({**installed(), "user": name})
 
 

@@ -26,11 +26,11 @@ def make_user(name: str) -> None:
     """
     found = _account(name)
     if found is None:
+        setup_installed.remember_user(name)  # first: whoever is interrupted behind it leaves none that nobody removes
         _install_user(name)
         found = _account(name)
-        if found is not None:
-            setup_installed.remember_user(name)
     if found is None:
+        setup_installed.remember_user(None)
         raise LockDirectoryError(
             f"the user {name} cannot be made here: neither systemd-sysusers nor useradd does it.  Make him by hand, or "
             "let the daemon run as root: `gpuguard setup --daemon-user root`."
