@@ -72,7 +72,6 @@ def test_a_job_without_its_devices_is_found(said):
 @pytest.mark.parametrize("what", ["blocks", "inodes"])
 def test_on_a_full_disk_a_job_has_its_devices_or_does_not_start(tmp_path, what):
     gpuguard = Gpuguard(tmp_path, None)
-    (tmp_path / "claims").mkdir()
     words = ["unshare", "-m", "sh", "-c", FULL, "sh", str(tmp_path / "claims"), gpuguard.words()[0], what]
     options = {"capture_output": True, "text": True, "timeout": SECONDS, "check": False}
     done = subprocess.run(words, env=gpuguard.environment, **options)  # type: ignore[call-overload]

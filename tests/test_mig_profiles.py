@@ -63,7 +63,6 @@ def test_a_profile_that_no_gpu_has_is_refused_with_those_that_exist(directory: L
 
 def test_what_can_never_be_met_is_refused_at_once_although_others_wait_in_line(tmp_path: Path) -> None:
     gpuguard = Gpuguard(tmp_path, None)
-    (tmp_path / "claims").mkdir()
     start(str(tmp_path / "node"), "1xH100-80GB")
     holder = gpuguard.start("run", "--", "sh", "-c", "echo; exec sleep 100")
     assert holder.stdout and holder.stdout.readline()
@@ -107,7 +106,6 @@ def test_an_instance_can_be_shared_by_its_profile(directory: LockDirectory) -> N
 
 def test_the_command_line_chooses_by_profile_and_says_which_exist(tmp_path: Path) -> None:
     gpuguard = Gpuguard(tmp_path, None)
-    (tmp_path / "claims").mkdir()
     start(str(tmp_path / "node"), "1xH100-80GB:mig=3g.40gb,3g.40gb")
     shown = gpuguard("run", "--no-wait", "--mig", "3g.40gb", "--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
     selected = gpuguard("select", "--mig", "3g.40gb", "-n", "2")
