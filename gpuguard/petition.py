@@ -16,7 +16,7 @@ from typing import Any
 
 from gpuguard.claims.answers import Given, checked
 from gpuguard.claims.calling import Busy, NoDaemon, call
-from gpuguard.claims.hold import Claim, Lock
+from gpuguard.claims.hold import Claim, Lock, lock_of
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.claims.shares import sharing_now
 from gpuguard.claims.slots import slot_names
@@ -183,14 +183,10 @@ def _locks(
             fault = fault or _fault(directory, descriptor, path)
         if fault:
             raise ClaimError(f"what the daemon gave is no claim: {fault}.  Nothing is claimed; ask an administrator.")
-        return tuple(
-            Lock(descriptor, path, fcntl.LOCK_EX, (status.st_dev, status.st_ino))
-            for descriptor, path in zip(descriptors, paths, strict=True)
-            if (status := os.fstat(descriptor))
-        )
     except BaseException:  # also where no file is left to look at them with
         _close(descriptors)
         raise
+    return tuple(lock_of(descriptor, path, fcntl.LOCK_EX) for descriptor, path in zip(descriptors, paths, strict=True))
 
 
 def _close(descriptors: Sequence[int]) -> None:

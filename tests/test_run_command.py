@@ -321,3 +321,13 @@ def test_with_exec_a_program_that_does_not_exist_is_127(gpuguard):
 
     assert (done.returncode, "command not found" in done.stderr) == (127, True)
     assert claims(gpuguard) == []
+
+
+def test_the_claim_is_kept_by_a_script_that_redirects_each_descriptor_with_one_digit(gpuguard):
+    script = f"exec {' '.join(f'{number}>/dev/null' for number in range(3, 10))}; echo ready; exec sleep 60"
+    with gpuguard.start("run", "--exec", "--", "sh", "-c", script) as job:
+        assert job.stdout.readline() == "ready\n"
+        held = claims(gpuguard)
+        job.kill()
+
+    assert [claim["pid"] for claim in held] == [job.pid]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 else:
     from _collections_abc import Sequence  # of the interpreter; the package collections would take 3 ms
 
+_FIRST = 40  # number of a descriptor: shells take 10 and the next ones for themselves, and from 64 on it costs memory
 _UNTIDY = 50  # records of one user, dead ones among them
 _REASSERT_TRIES = 5  # somebody may be looking (see records.locked_devices) for some microseconds
 
@@ -213,7 +214,7 @@ class Claim(Sequence[Device]):
         before = self._record
         try:
             path, descriptor = write_record(directory, content, owner)
-            self._record = Lock(descriptor, path, fcntl.LOCK_EX, _identity(descriptor))
+            self._record = lock_of(descriptor, path, fcntl.LOCK_EX)
             if before:
                 os.close(before.descriptor)
         except OSError as error:  # a full disk: the lock is the claim, the record only explains it
@@ -261,11 +262,25 @@ def take_lock(directory: LockDirectory, name: str, operation: int) -> Lock | Non
     descriptor, path, lock = open_lock(directory, name), directory.lock_path(name), None
     try:
         if try_flock(descriptor, operation) and is_same_file(descriptor, path):
-            lock = Lock(descriptor, path, operation, _identity(descriptor))
+            lock = lock_of(descriptor, path, operation)
         return lock
     finally:
         if lock is None:
             os.close(descriptor)
+
+
+def lock_of(descriptor: int, path: str, operation: int) -> Lock:
+    """What *descriptor* has locked, under a number that no script redirects.
+
+    After ``exec 3>log`` neither a shell nor what it starts has what it inherited as 3.
+    """
+    try:
+        further = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST)
+    except OSError:  # so many may not be open here
+        further = descriptor
+    else:
+        os.close(descriptor)
+    return Lock(further, path, operation, _identity(further))
 
 
 def unlock(locks: Sequence[Lock]) -> None:
