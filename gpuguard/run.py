@@ -20,7 +20,7 @@ from gpuguard.jobs import settle
 from gpuguard.jobs.ending import NEVER, TIME_LIMIT, Ending, is_stopped, kill_tree, signal_job, signal_tree
 from gpuguard.jobs.launch import callers_variables, execute, failure, start
 from gpuguard.jobs.meter import TICK_SECONDS, Ended, Meter, slower
-from gpuguard.jobs.settle import descendants
+from gpuguard.jobs.settle import descendants, patiently
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
 from gpuguard.request import IDLE_TOLERANCE
 
@@ -150,7 +150,7 @@ class _Job:
         self.limited = self.beyond = False  # whether the time limit ended it; whether it was signalled for another one
         self.others = settle.children() or frozenset()
         self.pid, self.report = start(command, environment, claim.pass_fds, FETCHED, enter)
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = patiently(os.pidfd_open, self.pid)
         signal.signal(actions.LETTER, lambda *_: None)  # fetched like the others; a handler is what others can see
         self.program = command[0]
         _record("claim", "started", claim, command=command)
@@ -322,7 +322,8 @@ class _Job:
             return ended
         status, die_of = self.final_status()
         try:
-            outcome = settle.wait_until_free(
+            outcome = patiently(
+                settle.wait_until_free,
                 tuple(self.claim),
                 self.backend,
                 pause=self.pause,

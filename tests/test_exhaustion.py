@@ -5,6 +5,7 @@ The disk is a real one, of 16 pages, in a mount namespace; which limits are trie
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ from commands import SECONDS, Gpuguard
 
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.claims.records import locked_devices, read_records
+from gpuguard.jobs import settle
 from gpuguard.line.tickets import read_tickets
 
 LIMITS = sorted(luck("limits").sample(range(3, 40), 3))
@@ -106,3 +108,53 @@ def test_a_reservation_of_which_nobody_can_see_whether_it_counts_is_not_made(tmp
 
     assert (done.returncode, "see `ulimit -n`" in done.stderr) == (1, True)
     assert "nothing is reserved" in gpuguard("reserve").stdout
+
+
+# What is called first by that name finds no further file: the pidfd of the job, the look after it, at a time limit.
+ONCE = """
+import errno, os, sys
+from {module} import {owner} as owner
+from gpuguard.cli import main
+really, failed = owner.{name}, []
+def once(*words, **more):
+    if failed:
+        return really(*words, **more)
+    failed.append(words)
+    raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+owner.{name} = once
+main(sys.argv[1:])
+"""
+DEAF = ("sh", "-c", "trap '' TERM; sleep 60 & wait; wait")
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name", "words", "status"),
+    [
+        ("posixpath", "os", "pidfd_open", ("--", "sh", "-c", "exit 6"), 6),
+        ("gpuguard.jobs", "settle", "wait_until_free", ("--", "sh", "-c", "exit 6"), 6),
+        ("gpuguard.jobs", "ending", "descendants", ("--time-limit", "500ms", "--grace", "200ms", "--", *DEAF), 124),
+        ("gpuguard.jobs", "ending", "status_of", ("--time-limit", "500ms", "--", "sleep", "60"), 124),
+    ],
+)
+def test_a_machine_without_files_for_a_moment_costs_a_job_neither_its_end_nor_its_status(
+    tmp_path, module, owner, name, words, status
+):
+    gpuguard = Gpuguard(tmp_path, None)
+    code = ONCE.format(module=module, owner=owner, name=name)
+    command = [gpuguard.words()[0], "-c", code, "run", "--no-wait", "--quiet", *words]
+    done = subprocess.run(command, env=gpuguard.environment, capture_output=True, timeout=SECONDS, check=False)
+
+    assert done.returncode == status
+    assert nothing_stays(tmp_path)
+
+
+def test_a_process_that_cannot_be_looked_at_for_want_of_a_descriptor_is_not_taken_for_gone(monkeypatch):
+    """A claim was given back while what the job had left behind still computed."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    monkeypatch.setattr(settle, "open", full, raising=False)
+
+    with pytest.raises(OSError, match="Too many open files in system"):
+        settle.descendants()

@@ -12,7 +12,7 @@ import signal
 import time
 
 from gpuguard import actions
-from gpuguard.jobs.settle import descendants, status_of
+from gpuguard.jobs.settle import descendants, patiently, status_of
 from gpuguard.nouns import dataclass
 from gpuguard.units import format_duration
 
@@ -102,7 +102,7 @@ def _last(kind: str, why: str, said: str, grace: float, limit: str | None = None
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped now."""
-    facts = status_of(pid)
+    facts = patiently(status_of, pid)
     return facts is not None and facts[0] == "T"
 
 
@@ -115,13 +115,13 @@ def signal_job(pid: int, pidfd: int, signum: int) -> None:
 
 def signal_tree(signum: int) -> int:
     """Signal every living process below this one, but not this one; returns how many there were."""
-    family = descendants()
+    family: dict[int, int] = patiently(descendants)
     for pid, started in family.items():
         try:
-            pidfd = os.pidfd_open(pid)
+            pidfd = patiently(os.pidfd_open, pid)
         except ProcessLookupError:
             continue
-        facts = status_of(pid)  # read behind the pidfd: it is still the one that was found below us
+        facts = patiently(status_of, pid)  # read behind the pidfd: it is still the one that was found below us
         if facts and facts[2] == started:
             actions.forward(pidfd, signum)
         os.close(pidfd)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import time
 
-from gpuguard.errors import BackendError
+from gpuguard.errors import BackendError, shortage
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESSES
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+    from typing import Any
 
     from gpuguard.backends import Backend
     from gpuguard.model import Device, Snapshot
@@ -30,6 +31,7 @@ SETTLE_SECONDS = 60.0  # the driver frees within a second or so; longer means a 
 SHARED_SETTLE_SECONDS = 2.0
 QUIET_SECONDS = 2.0  # before that nobody wonders why the prompt does not come back
 POLL_SECONDS = (0.1, 1.0)  # first and longest pause while the memory settles
+TRIES = 100  # so often a look that finds no file or memory is tried again, after the first of these pauses
 USER_POLL_SECONDS = 5.0  # between two looks at what outlives the job; the end of an adopted one wakes us
 
 
@@ -175,8 +177,24 @@ def status_of(pid: int) -> tuple[str, int, int] | None:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             fields = stat.read().rpartition(b") ")[2].split()
         return fields[0].decode("ascii"), int(fields[1]), int(fields[19])
-    except (OSError, IndexError, ValueError):  # it ended while we read
+    except OSError as error:
+        if shortage(error):  # it has not ended for that
+            raise
         return None
+    except (IndexError, ValueError):  # it ended while we read
+        return None
+
+
+def patiently(look: Callable[..., Any], *words: Any, **more: Any) -> Any:
+    """What *look* finds, tried again for a while where no file or memory is left: the job runs, and needs us."""
+    for _ in range(TRIES):
+        try:
+            return look(*words, **more)
+        except OSError as error:
+            if not shortage(error):
+                raise
+        time.sleep(POLL_SECONDS[0])
+    return look(*words, **more)
 
 
 def children() -> frozenset[Process] | None:
@@ -187,12 +205,12 @@ def children() -> frozenset[Process] | None:
         for thread in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{thread}/children", "rb") as found:  # only with CONFIG_PROC_CHILDREN
                 pids.update(map(int, found.read().split()))
+        for pid in pids:
+            if (facts := status_of(pid)) is None:
+                return None  # /proc with hidepid keeps a child of another user from us
+            known.add((pid, facts[2]))
     except OSError:
         return None
-    for pid in pids:
-        if (facts := status_of(pid)) is None:
-            return None  # /proc with hidepid keeps a child of another user from us
-        known.add((pid, facts[2]))
     return frozenset(known)
 
 
