@@ -11,12 +11,12 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from fake_nvml import _DEVICE_NUMBERS, GIB, KINDS, FakeNvml, Mig, Process
 
 from gpuguard.backends import isolated, nvml
+from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.cli.dispatch import run_command_line
 
 NUMBERS = (-1, 0, 1, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, -(2**63))
@@ -91,7 +91,7 @@ def findings(fake: FakeNvml, place: str, numbers: tuple[int, ...] = NUMBERS, onl
     """What is wrong with what the commands say to each change that begins with *only*."""
     isolated.open_isolated = lambda *_, **__: Anew()  # type: ignore[assignment]
     sound = bytes(fake._map)
-    Path(place).mkdir()
+    lock_directory(place)  # in one that nobody has made nothing is claimed, and nothing more is looked at
     found = []
     for where, change in changes(fake, numbers):
         if not where.startswith(only):
