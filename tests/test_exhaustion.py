@@ -9,6 +9,7 @@ import errno
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chances import luck
@@ -16,7 +17,7 @@ from commands import SECONDS, Gpuguard
 
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.claims.records import locked_devices, read_records
-from gpuguard.jobs import settle
+from gpuguard.jobs import launch, settle
 from gpuguard.line.tickets import read_tickets
 
 LIMITS = sorted(luck("limits").sample(range(3, 40), 3))
@@ -146,6 +147,22 @@ def test_a_machine_without_files_for_a_moment_costs_a_job_neither_its_end_nor_it
 
     assert done.returncode == status
     assert nothing_stays(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "code"), [("pipe", errno.ENFILE), ("fork", errno.EAGAIN)])
+def test_a_job_for_which_there_is_no_file_or_process_for_a_moment_starts_a_moment_later(monkeypatch, name, code):
+    answers, really = iter([OSError(code, os.strerror(code))]), getattr(os, name)
+
+    def once() -> Any:
+        if fault := next(answers, None):
+            raise fault
+        return really()
+
+    monkeypatch.setattr(os, name, once)
+    pid, report = launch.start(["true"], os.environ, (), ())
+    os.close(report)
+
+    assert os.waitpid(pid, 0) == (pid, 0)
 
 
 def test_a_process_that_cannot_be_looked_at_for_want_of_a_descriptor_is_not_taken_for_gone(monkeypatch):

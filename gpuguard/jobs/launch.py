@@ -9,6 +9,8 @@ import errno
 import os
 import signal
 
+from gpuguard.jobs.settle import patiently
+
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,12 +54,12 @@ def start(
     Returns:
         Its pid, and a descriptor on which it says, as a number in ASCII, with which errno exec failed.
     """
-    report, child_report = os.pipe()
+    report, child_report = patiently(os.pipe)  # who has waited for hours shall not lose his devices for that
     # An ignored SIGCHLD would make the kernel reap the job and keep its exit status to itself.
     children_ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = os.fork()
+    pid: int = patiently(os.fork)
     if pid == 0:
         try:
             if children_ignored:
