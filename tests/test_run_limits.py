@@ -39,7 +39,12 @@ class Gone:
         if name.startswith("gpuguard."):
             raise ModuleNotFoundError(name)
 settle_in = run.settle_in
-run.settle_in = lambda *given: settle_in(*given) or sys.meta_path.insert(0, Gone)
+def settled(*given):
+    if "--no-wait" not in sys.argv:
+        settle_in(*given)
+    sys.meta_path.insert(0, Gone)
+    settle_in(*given)
+run.settle_in = settled
 main(sys.argv[1:])
 """
 
@@ -255,6 +260,12 @@ def test_a_job_is_ended_when_it_should_be_although_gpuguard_was_upgraded_under_i
         _, err = wrapper.communicate(timeout=40)
 
     assert (wrapper.returncode, "SIGTERM to the job" in err) == (status, True)
+
+
+def test_a_job_lives_and_ends_as_it_likes_although_gpuguard_was_upgraded_while_it_waited(job):
+    words = [sys.executable, "-c", UPGRADED, "run", "--no-wait", "--", "sh", "-c", "sleep 1; exit 3"]
+
+    assert subprocess.run(words, env=job.gpuguard.environment, timeout=40, check=False).returncode == 3
 
 
 # Others

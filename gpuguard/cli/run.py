@@ -268,11 +268,14 @@ def claim_for(
 
 def settle_in(claim: Claim, directory: LockDirectory, note: str | None, command: Sequence[str] | None) -> None:
     """Load what a job of days may need yet, as gpuguard may be upgraded under it; say_how_long() a *command* takes."""
-    from gpuguard.jobs import heeding  # noqa: F401
-    from gpuguard.views import text  # noqa: F401
+    try:
+        from gpuguard.jobs import heeding  # noqa: F401
+        from gpuguard.views import text  # noqa: F401
 
-    if command:
-        say_how_long(claim, directory, note, command)
+        if command:
+            say_how_long(claim, directory, note, command)
+    except ImportError:  # it was while we waited in line
+        return
 
 
 def say_how_long(claim: Claim, directory: LockDirectory, note: str | None, command: Sequence[str]) -> None:
