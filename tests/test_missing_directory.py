@@ -28,6 +28,22 @@ def test_a_command_that_looks_makes_no_directory_and_says_once_that_it_is_missin
     assert not typo.exists()
 
 
+@pytest.mark.parametrize("command", ["select", "explain", "release 7"])
+def test_a_claim_that_the_environment_names_is_none_where_there_is_no_directory(tmp_path: Path, command: str) -> None:
+    gpuguard = Gpuguard(tmp_path, None, GPUGUARD_DIR=str(tmp_path / "typo"), GPUGUARD_CLAIM="7", GPUGUARD_GPUS="GPU-1")
+
+    assert "inside gpuguard" not in gpuguard(*command.split()).stderr
+
+
+@pytest.mark.root
+def test_after_a_boot_slurm_ends_a_job_whose_claims_nobody_has_made_a_directory_for(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1", "SLURM_JOB_GPUS": ""}
+
+    done = Gpuguard(tmp_path, None, GPUGUARD_DIR=str(tmp_path / "typo"), **job)("slurm", "epilog")
+
+    assert (done.returncode, (tmp_path / "typo").exists()) == (0, False)
+
+
 def test_what_programs_read_says_nothing_of_it(tmp_path: Path) -> None:
     done = Gpuguard(tmp_path, None)("who", "--json", "--dir", str(tmp_path / "typo"))
 

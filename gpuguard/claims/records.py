@@ -144,6 +144,8 @@ def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tupl
 
 def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecord | None:
     """The record of one living claim of one user; None when there is none."""
+    if directory.is_missing():
+        return None
     start = f"{directory.prefix}claim."
     path = record_path(directory, uid, claim_id)
     return _read_record(path, os.path.basename(path), start, os.lstat(directory.records).st_uid)
