@@ -63,3 +63,23 @@ def test_where_python_was_told_to_ignore_its_environment_the_sampler_ignores_it_
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
 
     assert (done.stdout, (tmp_path / "was here").exists()) == ("2\n", False)
+
+
+def test_what_a_program_does_at_a_signal_its_copy_does_not(tmp_path: Path) -> None:
+    nodes.start(str(tmp_path / "node"), "4xH100-80GB")
+    code = f"""
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: open({str(tmp_path / "saved")!r}, "w"))
+from gpuguard.backends.isolated import open_isolated
+from gpuguard.errors import BackendError
+with open_isolated({f"simulated:{tmp_path}/node"!r}, fork=True) as source:
+    source.sample({{"memory"}})
+    os.kill(source._channel[0], signal.SIGTERM)
+    try:
+        source.sample({{"memory"}})
+    except BackendError:
+        print("it has ended")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert (done.stdout, (tmp_path / "saved").exists()) == ("it has ended\n", False)

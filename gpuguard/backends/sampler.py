@@ -221,6 +221,9 @@ def _leave_the_family(keep: tuple[int, ...]) -> None:
     import _signal  # type: ignore[import-not-found]  # what signal is made of, without enum: 16 million instructions
 
     os.setpgid(0, 0)  # Ctrl-C and Ctrl-Z are for the job
+    for number in range(1, _signal.NSIG):
+        if callable(_signal.getsignal(number)):  # of the program: what it does at SIGTERM it does itself
+            _signal.signal(number, _signal.SIG_DFL)
     _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
     null = os.open(os.devnull, os.O_RDWR)
     for standard in {0, 1, 2}.difference(keep):  # a program without one of them: we read requests there
