@@ -16,7 +16,7 @@ LAST = 112
 NEVER = {
     "lockf": ("its locks end as soon as any descriptor of the file is closed", ""),
     "PR_SET_PDEATHSIG": ("it fires when the thread that forked ends, while the process lives", ""),
-    "/dev/shm": ("files there are removed when their user logs out", ""),
+    "/dev/shm": ("files there are removed when their user logs out", "claims/holders.py"),  # those of who uses it so
     "select.select": ("it fails beyond 1,024 descriptors", ""),
     "umask": ("it belongs to all threads of the process", "services/door.py web/listening.py"),
     "killpg": ("a group is never what was judged", ""),
