@@ -83,3 +83,22 @@ with open_isolated({f"simulated:{tmp_path}/node"!r}, fork=True) as source:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
     assert (done.stdout, (tmp_path / "saved").exists()) == ("it has ended\n", False)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_program_that_brings_its_own_python_is_not_started_again_as_its_sampler(tmp_path: Path, large: bool) -> None:
+    """As PyInstaller makes them: sys.executable is the program, and would claim devices in its turn, without end."""
+    nodes.start(str(tmp_path / "node"), "4xH100-80GB")
+    code = f"""
+import os, sys
+sys.frozen, sys.executable, os.posix_spawn = True, "/bin/false", None
+filled = bytearray(os.urandom(1024)) * 65536 * {large}
+import gpuguard
+try:
+    print(len(gpuguard.select_devices(2, backend={f"simulated:{tmp_path}/node"!r})))
+except gpuguard.BackendError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stdout.startswith("this program brings its own Python" if large else "2\n")

@@ -96,7 +96,20 @@ def start_by_fork(name: str) -> Channel:
 
 
 def start_by_spawn(name: str) -> Channel:
-    """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else."""
+    """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else.
+
+    Raises:
+        OSError: there can be no further process.
+        BackendError: there is no interpreter here but a program that has one in it.
+    """
+    if getattr(sys, "frozen", False):
+        from gpuguard.errors import BackendError
+
+        # What PyInstaller makes is its own sys.executable: it would start itself, and that one itself again.
+        raise BackendError(
+            "this program brings its own Python, so no process can be started that reads the devices.  Ask for GPUs "
+            "before threads are started and much is imported; or start it with `gpuguard run`."
+        )
     request_read, request_write, reply_read, reply_write, life, life_held, place = opened = _descriptors()
     code = "import gpuguard.backends.sampler as s; s.serve(sys.argv[1], 0, 1, 3, 4)"
     try:
