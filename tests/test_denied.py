@@ -16,7 +16,7 @@ from commands import Gpuguard
 from daemons import a_daemon, somebodys
 from guarded import SOMEBODY, a_scene
 from machines import Machine as Devices
-from nodes import GIB, start
+from nodes import GIB, eventually, start
 from users import ALICE, BOB, Machine, a_shared_machine
 
 from gpuguard import actions
@@ -243,6 +243,8 @@ def test_a_daemon_denies_and_quarantines_by_policy(tmp_path, options, done):
         somebodys(daemon.node, "0", 40 * GIB) as offender,
     ):
         [event] = daemon.until("quarantine")
+        if done:  # what it is about to do is in the log before it is done
+            assert eventually(lambda: json.loads(daemon.gpuguard("quarantine", "--json").stdout)["quarantined"])
         outcomes = {each["outcome"] for each in (event, *daemon.events("deny"))}
         explained = daemon.gpuguard("explain", "--gpus", "0", "--mine-as-free").stdout
         denied = json.loads(daemon.gpuguard("deny", "--json").stdout)["denied"]
