@@ -70,11 +70,12 @@ QUICK = {
 # So the daemon can be measured: as root it refuses a library of its caller's choice, which the fake driver is.
 WATCHES = (sys.executable, "-c", DAEMON, "daemon", "--interval", "1s", "--policy", "{policy}")
 GUARD = Program("gpuguard daemon --metrics, 10 policies", (*WATCHES, "--metrics", "127.0.0.1:{port}"), rival=False)
-ENFORCER = Program("gpuguard daemon, 1 policy", WATCHES, rival=False)
+ENFORCER = Program("gpuguard daemon --enforce, 1 policy", (*WATCHES, "--enforce"), rival=False)
 TRESPASS = """
 version: 1
+mode: enforce
 policies:
-  - {name: claim-first, when: trespass, steps: [warn, {after: 30s, do: terminate}]}
+  - {name: not-yours, when: {trespass: {}}, steps: [warn, {after: 30s, do: terminate}]}
 """
 
 
@@ -182,12 +183,12 @@ def _watched(programs: Sequence[Program], extent: Extent, *, draw: bool, policie
     tables = []
     for count, latency in extent.watched:
         with node(count, latency) as on:
-            (on.place / "policy.yaml").write_text(policies)
+            policy = _policy(on.place / "policy.yaml", policies)
             found: dict[str, list[list[float]]] = {}
             errors: dict[str, str] = {}
             for program in [*programs] * extent.turns:  # A B A B
                 if (words := placed(program, extent.others)) and program.name not in errors:
-                    command = [word.replace("{policy}", f"{on.place}/policy.yaml") for word in words]
+                    command = [word.replace("{policy}", policy) for word in words]
                     one = _one_watched(command, on, extent, draws=draw)
                     if isinstance(one, str):
                         errors[program.name] = one
@@ -210,6 +211,13 @@ def _watched(programs: Sequence[Program], extent: Extent, *, draw: bool, policie
         ]
         tables.append(table(header, rows))
     return "\n\n".join(tables)
+
+
+def _policy(place: Path, text: str) -> str:
+    """The path of a file with these policies; with a fault in them the daemon would only look, which costs less."""
+    place.write_text(text)
+    subprocess.run([sys.executable, "-m", "gpuguard", "policy", "check", "--strict", str(place)], check=True)
+    return str(place)
 
 
 UNITS = (".2f", ".1f", ".0f")

@@ -226,15 +226,15 @@ def asked(devices=None):
     fake.reset_calls()
     found = backend.sample(FIELDS, devices).devices[0]
     short = {name.removeprefix("nvmlDeviceGet"): count for name, count in fake.calls().items()}
-    names = "ComputeMode EnforcedPowerLimit PersistenceMode RemappedRows MigMode".split()
+    names = "ComputeMode EnforcedPowerLimit PersistenceMode RemappedRows MigMode FanSpeed".split()
     return [short.get(name, 0) for name in names], found
 """
 
 
-def test_what_only_an_administrator_changes_is_not_asked_at_every_look(fake: FakeNvml) -> None:
+def test_what_changes_seldom_is_not_asked_at_every_look(fake: FakeNvml) -> None:
     first, again = answer_of(fake, f"{SETTINGS}\nanswer = asked(), asked()")
 
-    assert (first[0], again[0]) == ([8] * 5, [0] * 5)
+    assert (first[0], again[0]) == ([8] * 6, [0] * 6)
     assert first[1] == again[1]
 
 
@@ -242,7 +242,7 @@ def test_what_is_kept_of_a_device_is_asked_anew_once_somebody_new_computes_on_it
     begin = "fake.add_process(3, os.getpid(), GIB)"
     counts = answer_of(fake, f"import os\n{SETTINGS}\nasked()\n{begin}\nanswer = asked()[0], asked()[0]")
 
-    assert counts == ([1] * 5, [0] * 5)
+    assert counts == ([1] * 6, [0] * 6)
 
 
 @pytest.mark.parametrize("look", ["[first[1].uuid]", "after ten seconds"])
@@ -270,14 +270,14 @@ def test_a_setting_that_could_not_be_read_is_asked_at_the_next_look(fake: FakeNv
 @pytest.mark.parametrize(
     ("between", "asked"), [("pass", 7), ("nvml.SETTINGS_SECONDS = -1.0", 8), ("uuids = [first[1].uuid]", 1)]
 )
-def test_a_device_without_a_fan_is_asked_for_its_speed_again_only_after_a_while_or_by_its_name(
+def test_a_device_that_does_not_tell_its_pstate_is_asked_again_only_after_a_while_or_by_its_name(
     fake: FakeNvml, between: str, asked: int
 ) -> None:
-    fake.fail("nvmlDeviceGetFanSpeed", NOT_SUPPORTED, device=0)
+    fake.fail("nvmlDeviceGetPerformanceState", NOT_SUPPORTED, device=0)
     count, clock = answer_of(
         fake,
         f"{SETTINGS}\nfirst, uuids = asked(), None\n{between}\nfound = asked(uuids)[1]\n"
-        "answer = fake.calls()['nvmlDeviceGetFanSpeed'], found.clock_memory",
+        "answer = fake.calls()['nvmlDeviceGetPerformanceState'], found.clock_memory",
     )
 
     assert count == asked

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from gpuguard.backends.nvml_ahead import Ahead
 
 # How old what ask_seldom() tells may be for who looks at all devices again and again: limits and modes, which an
-# administrator sets, and replaced rows, for which nobody is stopped; and that nobody draws or is a client of MPS.  Less
-# where somebody new computes: nvml_usage._forget.  Whoever names devices is about to act on what he sees, so he is told
-# what is true now.
+# administrator sets, fans, and replaced rows, for which nobody is stopped; and that nobody draws or is a client of MPS.
+# Less where somebody new computes: nvml_usage._forget.  Whoever names devices is about to act on what he sees, so he is
+# told what is true now.
 SETTINGS_SECONDS = 10.0
 SLOW_SECONDS = 0.0005  # for the first device; below that the others are read before threads have begun
 MOST_DEVICES = 1024  # of a machine: each that is counted takes a call, a number without a meaning takes hours

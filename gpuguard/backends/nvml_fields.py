@@ -97,7 +97,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     model.THERMAL: (
         Row("temperature", ("nvmlDeviceGetTemperature",), (0,), float, brief=True),
-        Row("fan_speed", ("nvmlDeviceGetFanSpeed",), (), float),
+        Row("fan_speed", ("nvmlDeviceGetFanSpeed",), (), float, setting=True),  # no rule asks, and it takes 137 us
         Row("temperature_slowdown", ("nvmlDeviceGetTemperatureThreshold",), (1,), float, True),
         Row("temperature_shutdown", ("nvmlDeviceGetTemperatureThreshold",), (0,), float, True),
     ),
