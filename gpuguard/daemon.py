@@ -33,6 +33,7 @@ from gpuguard.policychild import PolicyFile, load_apart
 from gpuguard.services.keeping import Keeping
 from gpuguard.services.systemd import signals, tell_systemd
 from gpuguard.state import lock_daemon, write_state
+from gpuguard.units import format_count
 from gpuguard.usage.consult import consult, store_path
 from gpuguard.usage.recorder import Recorder
 from gpuguard.watchdog import INTERVAL, Watchdog
@@ -214,7 +215,7 @@ class Daemon:
         if not number:
             what = "observing only: " + ("the policy file has faults" if self._faulty else "no policy file was named")
         else:
-            what = f"{number} polic{'y' if number == 1 else 'ies'}, "
+            what = f"{format_count(number, 'policy', 'policies')}, "
             switches = self._settings.enforce, any(policy.enforce for policy in self.watchdog.policies)
             what += "enforcing" if all(switches) else "dry run"
             if any(switches) and not all(switches):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import localtime, strftime
 
 from gpuguard.text import neutral_command, neutralise
-from gpuguard.units import format_bytes, format_duration
+from gpuguard.units import format_bytes, format_duration, format_rounded
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def _device_row(device: Device, claims: Sequence[ClaimRecord]) -> list[str]:
         f"{device.index} {device.mig_profile or ''}".strip(),
         device.name or "n/a",
         f"{format_bytes(device.memory_used)} / {format_bytes(device.memory_total)}",
-        _number(device.utilization, "%"),
-        _number(device.temperature, "°C"),
-        _number(device.power_draw, "W"),
+        format_rounded(device.utilization, "%"),
+        format_rounded(device.temperature, "°C"),
+        format_rounded(device.power_draw, "W"),
         "n/a" if device.processes is None else str(len(device.processes)),
         ", ".join(users),
     ]
@@ -84,7 +84,3 @@ def _claim_row(claim: ClaimRecord, now: float | None) -> list[str]:
     memory = "all" if claim.memory is None else format_bytes(claim.memory)
     since = format_duration(known)
     return [claim.id, claim.user, since, memory, claim.note or "", neutral_command(claim.command)]
-
-
-def _number(value: float | None, unit: str) -> str:
-    return "n/a" if value is None else f"{value:.0f}{unit}"

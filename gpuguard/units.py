@@ -84,6 +84,16 @@ def format_duration(seconds: float | None) -> str:
     return "".join(f"{number}{unit}" for number, unit in parts[first : first + 2] if number) or "0s"
 
 
+def format_rounded(value: float | None, unit: str) -> str:
+    """``"87%"``; ``"n/a"`` when unknown."""
+    return "n/a" if value is None else f"{value:.0f}{unit}"
+
+
+def format_count(number: int, noun: str, plural: str = "") -> str:
+    """``"1 policy"``, ``"2,000 faults"``; *plural* where it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
     import re
 

@@ -28,7 +28,7 @@ from gpuguard.cli.serving_options import ADDRESS, add_expose_option
 from gpuguard.errors import InvalidRequest
 from gpuguard.history import MACHINE_EVENTS
 from gpuguard.model import Event
-from gpuguard.units import parse_duration
+from gpuguard.units import format_count, parse_duration
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -140,10 +140,10 @@ def _reload(args: argparse.Namespace) -> int:
 
     answer = checked(ask(directory_of(args), {"do": "reload"}, READ_SECONDS + 10.0), Reloaded)
     if answer["faults"]:
-        count = f"{answer['faults']} fault{'s' * (answer['faults'] != 1)}"
+        count = format_count(answer["faults"], "fault")
         _say(f"{answer['path']} has {count}, so the last good one stays in force: {answer['first']}")
         return EXIT_FAULTY
-    count = f"{answer['policies']} {'policy' if answer['policies'] == 1 else 'policies'}"
+    count = format_count(answer["policies"], "policy", "policies")
     _say(f"{answer['path']} is read again: {count}.")
     return 0
 

@@ -16,6 +16,7 @@ import sys
 from gpuguard.cli import policy_backtest, policy_test
 from gpuguard.cli.actions_of import Row, add_actions
 from gpuguard.errors import InvalidRequest
+from gpuguard.units import format_count
 from gpuguard.views.text import json_text, neutralise, put
 
 SCHEMA = 1
@@ -67,15 +68,11 @@ def _check(args: argparse.Namespace) -> int:
     put((neutralise(f"warning: {path}: notify: {problem}") for problem in here), sys.stdout)
     if file.faults:
         first = f", the first {MOST} are shown" if len(file.faults) > MOST else ""
-        put([f"{path}: {_count(len(file.faults), 'fault')}{first}."], sys.stdout)
+        put([f"{path}: {format_count(len(file.faults), 'fault')}{first}."], sys.stdout)
     else:
         enforced = sum(policy.enforce for policy in file.policies)
-        put([f"{path}: ok, {_count(len(file.policies), 'policy', 'policies')}, {enforced} enforced."], sys.stdout)
+        put([f"{path}: ok, {format_count(len(file.policies), 'policy', 'policies')}, {enforced} enforced."], sys.stdout)
     return int(bad)
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:

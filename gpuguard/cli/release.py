@@ -44,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
         return _show(args, directory)
     from gpuguard.claims.wishes import Letter
     from gpuguard.services import asking
+    from gpuguard.units import format_count
     from gpuguard.users import user_name
     from gpuguard.views.text import json_text, neutralise, put
 
@@ -62,8 +63,7 @@ def main(args: argparse.Namespace) -> int:
         content = {"schema": 1, "claim": claim.id, "uid": claim.uid, "devices": list(claim.devices), "how": how}
         put([json_text(content)], sys.stdout)
     else:
-        number = len(claim.devices)
-        what = f"{number} device{'' if number == 1 else 's'} of {neutralise(claim.user)}"
+        what = f"{format_count(len(claim.devices), 'device')} of {neutralise(claim.user)}"
         put([f"released: the claim {claim.id}, {what}, {how}."], sys.stdout)
     return 0
 

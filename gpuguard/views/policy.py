@@ -22,7 +22,15 @@ from gpuguard.guards.ledger import DISRUPTIVE
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policychild import PolicyFile
 from gpuguard.policykeys import DAYS
-from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_celsius, parse_duration, parse_percent
+from gpuguard.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    parse_bytes,
+    parse_celsius,
+    parse_duration,
+    parse_percent,
+)
 from gpuguard.users import user_name
 from gpuguard.views.text import table
 
@@ -36,7 +44,7 @@ _WRITTEN: Mapping[Any, Callable[[Any], str]] = {
 
 def sentences(file: PolicyFile) -> Iterator[str]:
     """The lines for a person; one paragraph per policy."""
-    yield f"{file.path}: {_count(len(file.policies), 'policy', 'policies')}."
+    yield f"{file.path}: {format_count(len(file.policies), 'policy', 'policies')}."
     yield "Nothing is ever done to root, to system accounts, or to a process that cannot be identified for certain."
     yield from _protected(file.protected)
     if any(step.action in DISRUPTIVE for policy in file.policies for step in policy.steps):
@@ -104,15 +112,11 @@ def _occasion(policy: Policy) -> Iterator[str]:
 
 def _restraint(policy: Policy) -> Iterator[str]:
     yield (
-        f"If that would hit more than {_count(policy.at_most_users, 'user')} or "
-        f"{_count(policy.at_most_processes, 'process', 'processes')} at the same moment, nobody is hit."
+        f"If that would hit more than {format_count(policy.at_most_users, 'user')} or "
+        f"{format_count(policy.at_most_processes, 'process', 'processes')} at the same moment, nobody is hit."
     )
     if policy.cooldown:
         yield f"After the last step the same one is left alone for {format_duration(policy.cooldown)}."
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _local(moment: float) -> str:

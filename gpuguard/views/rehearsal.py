@@ -12,7 +12,7 @@ from typing import Any
 from gpuguard.policies.policy import NOTES
 from gpuguard.rehearsals.rehearsal import Act, Backtest, Ending
 from gpuguard.rehearsals.series_file import Recording
-from gpuguard.units import format_duration
+from gpuguard.units import format_count, format_duration
 from gpuguard.views.text import neutralise, table
 
 HOUR = 3600
@@ -23,15 +23,15 @@ def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[st
     """The text: what was looked at, what each policy did, and what that was worth; each act when asked."""
     jobs = recording.jobs()
     span = recording.rows[-1].time - recording.start
-    machines = _count(len({row.host for row in recording.rows}), "machine")
+    machines = format_count(len({row.host for row in recording.rows}), "machine")
     yield (
-        f"{len(recording.rows):,} samples of {_count(len(jobs), 'job')} on {machines}, "
+        f"{len(recording.rows):,} samples of {format_count(len(jobs), 'job')} on {machines}, "
         f"one per {format_duration(recording.interval)}, over {format_duration(span)}; "
         f"{result.held / HOUR:,.1f} GPU-hours held."
     )
     if result.holes:
         yield (
-            f"{_count(result.holes, 'pause')} between samples longer than {format_duration(result.longest_gap)}: "
+            f"{format_count(result.holes, 'pause')} between samples longer than {format_duration(result.longest_gap)}: "
             "all durations start anew after them, as with a daemon that slept (--longest-gap changes that)."
         )
     if each and result.acts:
@@ -88,7 +88,7 @@ def _summary(result: Backtest, policies: Sequence[str]) -> list[tuple[str, ...]]
 def _worth(policy: str, ended: Sequence[Ending], result: Backtest, jobs: int) -> Iterator[str]:
     freed, lost = sum(one.freed for one in ended), sum(one.lost for one in ended)
     again = sum(one.lost > 0 for one in ended)
-    yield f"{policy} ends {len(ended)} of {_count(jobs, 'job')}:"
+    yield f"{policy} ends {len(ended)} of {format_count(jobs, 'job')}:"
     yield f"  {freed / HOUR:,.1f} idle GPU-hours become free ({_share(freed, result.held)} of what was held);"
     yield (
         f"  {again} of the {len(ended)} worked again later ({_share(again, len(ended))}), "
@@ -149,10 +149,6 @@ def clock_text(moment: float, recording: Recording) -> str:
     if recording.dated:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
     return format_duration(moment)
-
-
-def _count(number: int, one: str) -> str:
-    return f"{number:,} {one if number == 1 else one + 's'}"
 
 
 def _share(part: float, whole: float) -> str:

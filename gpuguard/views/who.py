@@ -10,7 +10,7 @@ import time
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sharing import Sharing, memory_left, sharing_on, slots_left
-from gpuguard.units import format_bytes, format_duration
+from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views import usage
 from gpuguard.views.text import Paint, neutral_command, neutralise, shorten, table
 from gpuguard.views.usage import ClaimUse, DeviceUse, ProcessUse, UserTotal, Waiting
@@ -129,9 +129,9 @@ def _device_row(use: DeviceUse) -> list[str]:
         device_label(device),
         neutralise(name if (device.mig_profile or "") in name else f"{name} {device.mig_profile}"),
         _of(device.memory_used, device.memory_total),
-        _number(device.utilization, "%"),
-        _number(device.temperature, "C"),
-        _number(device.power_draw, "W"),
+        format_rounded(device.utilization, "%"),
+        format_rounded(device.temperature, "C"),
+        format_rounded(device.power_draw, "W"),
         LABELS[use.state][0] + _left(use),
     ]
 
@@ -389,10 +389,6 @@ def _running(running: ProcessUse, snapshot: Snapshot) -> float | None:
 
 def _colour(label: str) -> str:
     return next((colour for words, colour in LABELS.values() if label.startswith(words)), "")
-
-
-def _number(value: float | None, unit: str) -> str:
-    return "n/a" if value is None else f"{value:.0f}{unit}"
 
 
 def _of(used: int | None, total: int | None) -> str:
