@@ -25,7 +25,7 @@ from gpuguard.attempt import (
 from gpuguard.claims.hold import Claim
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import locked_devices
-from gpuguard.errors import GpuguardError, ImpossibleRequest, NotEnoughGpus, WaitTimeout, passing
+from gpuguard.errors import BackendError, GpuguardError, ImpossibleRequest, NotEnoughGpus, WaitTimeout, passing
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord, Snapshot
 from gpuguard.nouns import replace
 from gpuguard.select import Choice, Request, choose
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from gpuguard.line.turn import InLine
 
 POLL_SECONDS = 0.25  # between two looks at the locks while waiting: some 100 us each, no driver call
+DRIVER_SECONDS = 600.0  # in which a driver may fail whoever waits: it is being loaded anew, or its sampler was killed
 ASK_SECONDS = 2.0  # between two questions to the driver while locks are free but devices look busy, or nothing is seen
 
 
@@ -79,17 +80,18 @@ def acquire(
         WaitTimeout: not within *wait* seconds.
         ImpossibleRequest: never on this machine.
         LockDirectoryError: the directory cannot be used.
-        BackendError: the devices cannot be read.
+        BackendError: the devices cannot be read; who waits in line looks again for DRIVER_SECONDS.
         OSError: no file, lock or memory is left for a look; who waits in line already looks again later instead.
     """
     outer, deadline = outer_claim(directory, environ), None if wait is None else time.monotonic() + wait
-    line, error = None, None
+    line, error, failing_since = None, None, None
     try:
         while True:
             try:
                 if line is None and outer is None and (error or someone_waits(directory)):
                     line = _in_line(backend, directory, priority, time_limit, expected, note, command)
                 bounded, snapshot = first_look(backend, (request, *alternatives), outer, environ, in_line=bool(line))
+                failing_since = None
                 claim, error = _attempt(backend, snapshot, bounded, directory, outer, line)
                 if claim:
                     return _explained(claim, line, directory, note, command, _ends(time_limit))
@@ -101,7 +103,9 @@ def acquire(
                     error = line.sleep(snapshot, bounded, deadline, error, on_wait)
             except (OSError, MemoryError, GpuguardError) as fault:
                 waits = line.waits if line else bool(outer and error)
-                error = _look_later(fault, waits, request.num_gpus, line, deadline, on_wait)
+                failing_since = failing_since or time.monotonic()
+                patience = DRIVER_SECONDS - (time.monotonic() - failing_since)
+                error = _look_later(fault, waits, request.num_gpus, line, deadline, on_wait, patience)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout.after(error)
     finally:
@@ -135,9 +139,13 @@ def _look_later(
     line: InLine | None,
     deadline: float | None,
     on_wait: Callable[[NotEnoughGpus], None] | None,
+    patience: float,
 ) -> NotEnoughGpus:
-    """A pause of one who waits and cannot look now, which is no reason to lose his place: why he still waits."""
-    why = passing(fault)
+    """A pause of one who waits and cannot look now, which is no reason to lose his place: why he still waits.
+
+    A driver that does not come back within *patience* seconds is one.
+    """
+    why = passing(fault) or (str(fault) if isinstance(fault, BackendError) and patience > 0 else None)
     if not waits or not why:
         raise fault
     if line:

@@ -6,7 +6,9 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,14 @@ from machines import Machine
 from gpuguard import lock
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, read_records
-from gpuguard.errors import NotEnoughGpus, WaitTimeout
+from gpuguard.errors import BackendError, DriverNotFound, DriverUnresponsive, NotEnoughGpus, WaitTimeout
 from gpuguard.line import after, reservefiles
 from gpuguard.line.after import wait_until_over
 from gpuguard.line.file import read_line_file
 from gpuguard.line.reservefiles import Reservation
 from gpuguard.line.tickets import Held, read_tickets, ticket_content
 from gpuguard.line.turn import new_ticket
+from gpuguard.line.waiting import Waiter
 from gpuguard.lock import acquire
 from gpuguard.request import Request
 
@@ -133,10 +136,69 @@ def test_he_looks_again_after_two_seconds_or_at_the_end_of_his_time(monkeypatch,
     monkeypatch.setattr(lock.time, "monotonic", lambda: 1000.0)
     monkeypatch.setattr(lock.time, "sleep", pauses.append)
 
-    error = lock._look_later(OSError(errno.EMFILE, "too many"), True, 2, None, left and 1000.0 + left, None)
+    error = lock._look_later(OSError(errno.EMFILE, "too many"), True, 2, None, left and 1000.0 + left, None, 0.0)
 
     assert pauses == [pause]
     assert str(error).startswith("wanted 2 GPUs: what is free cannot be seen now")
+
+
+class Driver:
+    """Fails at an own look, once it is told to, with the next of *faults*; not where that is None."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, faults: Iterable[Exception | None]) -> None:
+        self.really, self.faults, self.fails = lock.first_look, iter(faults), False
+        monkeypatch.setattr(lock, "first_look", self)
+
+    def __call__(self, *words: Any, **more: Any) -> Any:
+        if self.fails and (fault := next(self.faults, None)):
+            raise fault
+        return self.really(*words, **more)
+
+
+@pytest.mark.parametrize("error", [DriverUnresponsive, DriverNotFound, BackendError])
+def test_a_driver_that_fails_for_a_while_takes_nobodys_place(directory, monkeypatch, error):
+    driver, said = Driver(monkeypatch, [error("the driver is being loaded anew.")] * 3), []
+
+    def told(missing: NotEnoughGpus) -> None:
+        said.append(str(missing))
+        driver.fails = True
+
+    got, seen = waits_behind_another(directory, told)
+
+    assert (got, len(set(seen)), next(driver.faults, None)) == (1, 1, None)
+    assert said[-1].endswith("and is tried again: the driver is being loaded anew.")
+
+
+def test_one_that_does_not_come_back_ends_the_wait_with_its_own_error(directory, monkeypatch):
+    monkeypatch.setattr(lock, "DRIVER_SECONDS", 0.2)
+    driver, said = Driver(monkeypatch, repeat(DriverNotFound("no NVIDIA kernel module answers."))), []
+
+    def told(missing: NotEnoughGpus) -> None:
+        said.append(str(missing))
+        driver.fails = True
+
+    with pytest.raises(DriverNotFound, match="no NVIDIA kernel module answers"):
+        waits_behind_another(directory, told)
+    assert len(said) > 2 and said[-1].endswith("is tried again: no NVIDIA kernel module answers.")
+    assert not tickets(directory)
+
+
+def test_one_that_fails_now_and_then_is_never_given_up(directory, monkeypatch):
+    """What counts is for how long it has not answered."""
+    monkeypatch.setattr(lock, "DRIVER_SECONDS", 0.05)
+    monkeypatch.setattr(Waiter, "sleep", lambda _waiter, _seconds, tell, _every: tell())  # as if called at once
+    fault, machine = DriverUnresponsive("a driver call did not come back."), Machine(a_device(0))
+    driver = Driver(monkeypatch, [fault, None] * 10)
+    other = acquire(machine, Request(), directory)
+
+    def told(missing: NotEnoughGpus) -> None:
+        driver.fails = True
+        if len(list(copy(driver.faults))) < 2:
+            other.release()
+
+    acquire(machine, Request(), directory, wait=20.0, on_wait=told).release()
+
+    assert next(driver.faults, None) is None
 
 
 def test_who_leads_and_cannot_look_lets_another_one_lead(directory, monkeypatch):
