@@ -11,7 +11,6 @@ which of them count: see reservations.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
@@ -20,14 +19,14 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gpuguard.claims.inplace import made_in_place, open_in_place, status_in_place
+from gpuguard.claims.inplace import made_in_place, status_in_place
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.claims.records import unfinished_path, write_whole
 from gpuguard.claims.room import why_full
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
 from gpuguard.hints import Any
 from gpuguard.line.booking import Booking
-from gpuguard.line.tickets import Torn, not_too_many, whole
+from gpuguard.line.tickets import Torn, not_too_many, opened, whole
 from gpuguard.plainjson import loads
 from gpuguard.users import user_name
 
@@ -189,17 +188,12 @@ def _read_all(directory: LockDirectory, names: Sequence[str], now: float) -> tup
 
 def _read(directory: LockDirectory, name: str, place: str, now: float) -> Reservation | Torn | None:
     path = f"{directory.records}/{name}"
-    try:
-        descriptor = open_in_place(path)
-    except OSError as error:
-        if shortage(error):  # which says nothing of the file: whoever has it would be passed over
-            raise
-        return None if error.errno == errno.ENOENT else Torn(-1, place[:80], f"it cannot be read: {error.strerror}")
+    descriptor = opened(path, place)
+    if not isinstance(descriptor, int):
+        return descriptor
     try:
         status = os.fstat(descriptor)
         uid, _, number = place.partition(".")
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            return Torn(status.st_uid, place[:80], "it is no ordinary file")
         if uid != str(status.st_uid) or not (number.isascii() and number.isalnum() and len(number) <= 32):
             return Torn(status.st_uid, place[:80], "its name is not that of its owner")
         one = _decoded(os.read(descriptor, MAX_BYTES + 1), status, number)

@@ -185,6 +185,25 @@ def not_too_many(directory: LockDirectory, names: list[str], most: int) -> tuple
     return names, [Torn(uid, f"{n} more", f"{user_name(uid)} has {most} before them") for uid, n in beyond.items()]
 
 
+def opened(path: str, place: str) -> int | Torn | None:
+    """A descriptor of the ordinary file at *path*, which is called *place* where it does not count; None: it is gone.
+
+    Raises:
+        OSError: none can be opened now, which says nothing of the file: whoever has it would be passed over.
+    """
+    try:
+        descriptor = open_in_place(path)
+    except OSError as error:
+        if shortage(error):
+            raise
+        return None if error.errno == errno.ENOENT else Torn(-1, place[:80], f"it cannot be read: {error.strerror}")
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        return descriptor
+    os.close(descriptor)
+    return Torn(status.st_uid, place[:80], "it is no ordinary file")
+
+
 def who_waits(directory: LockDirectory) -> tuple[Ticket, ...] | None:
     """All who wait now, in no order; None: the line cannot be read."""
     try:
@@ -205,17 +224,12 @@ def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
 
 def _read(directory: LockDirectory, name: str, place: str) -> Ticket | Torn | None:
     path = f"{directory.records}/{name}"
-    try:
-        descriptor = open_in_place(path)
-    except OSError as error:
-        if shortage(error):  # which says nothing of the file: whoever has it would be passed over
-            raise
-        return None if error.errno == errno.ENOENT else Torn(-1, place[:80], f"it cannot be read: {error.strerror}")
+    descriptor = opened(path, place)
+    if not isinstance(descriptor, int):
+        return descriptor
     try:
         status = os.fstat(descriptor)
         uid, _, number = place.partition(".")
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            return Torn(status.st_uid, place[:80], "it is no ordinary file")
         if try_flock(descriptor, fcntl.LOCK_SH):
             _remove_dead(directory, path, descriptor, status.st_uid, number)
             return None
