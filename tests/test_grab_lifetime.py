@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -99,6 +101,15 @@ def test_claims_that_were_given_back_take_no_memory():
 
 
 # More than once
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_claim_has_no_copies_that_seem_to_hold_it_and_its_devices_have(copied):
+    with gpuguard.claim(2) as claim:
+        with pytest.raises(TypeError, match="pickle or copy its devices instead"):
+            copied(claim)
+
+        assert pickle.loads(pickle.dumps(claim.devices)) == claim.devices
 
 
 def test_a_second_call_gets_other_devices():

@@ -87,6 +87,11 @@ class Claim(Sequence[Device]):
 
         return of_held(self)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a claim is of one process, which hands it to its children: pickle or copy its devices instead."
+        )
+
     def __enter__(self) -> Claim:
         return self
 
