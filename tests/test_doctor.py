@@ -154,6 +154,7 @@ DIAGNOSES = [
     ),
     ("container", {"container": "docker"}, OK, "claims of the host", None),
     ("kernel", {"protected_regular": 1}, OK, "fs.protected_regular=1", None),
+    ("kernel", {"protected_hardlinks": 0}, WARNING, "fs.protected_hardlinks=0", "sysctl -w fs.protected_hardlinks=1"),
     ("python", {"packages": {"psutil": None}}, FAULT, "psutil missing", "pip install psutil"),
 ]
 
@@ -184,7 +185,7 @@ def test_instances_are_counted_apart_from_devices():
 
 def test_unknown_is_no_fault():
     nothing: dict[str, Any] = dict.fromkeys(
-        ("kernel_version", "file_system", "first_pid_namespace", "hidepid", "protected_regular")
+        ("kernel_version", "file_system", "first_pid_namespace", "hidepid", "protected_regular", "protected_hardlinks")
     )
     snapshot = a_snapshot(a_device(persistence_mode=None, problems=None), driver_version=None)
 

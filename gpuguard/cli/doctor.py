@@ -67,6 +67,7 @@ def look(args: argparse.Namespace, environ: Mapping[str, str]) -> Facts:
         hidepid=_hidepid(),
         container=_container(environ),
         protected_regular=_number(_read("/proc/sys/fs/protected_regular")),
+        protected_hardlinks=_number(_read("/proc/sys/fs/protected_hardlinks")),
         environ={name: environ[name] for name in VARIABLES if name in environ},
         python=sys.version.split()[0],
         packages={name: _version(name) for name in PACKAGES},

@@ -52,6 +52,7 @@ class Facts:
     hidepid: str | None = None  # "" or "0": nothing is hidden
     container: str | None = None  # its kind
     protected_regular: int | None = None  # sysctl fs.protected_regular
+    protected_hardlinks: int | None = None  # sysctl fs.protected_hardlinks
     environ: Mapping[str, str] = field(default_factory=dict)
     outer: tuple[int, str] | None = None  # how many devices the environment leaves, and why
     python: str = ""
@@ -309,7 +310,10 @@ def _container(facts: Facts) -> Finding | None:
     return WARNING, f"{facts.container}, without the host's /run/gpuguard", advice
 
 
-def _protected_regular(facts: Facts) -> Finding | None:
+def _kernel(facts: Facts) -> Finding | None:
+    if facts.protected_hardlinks == 0:
+        advice = "`sudo sysctl -w fs.protected_hardlinks=1`, and the same in /etc/sysctl.d."
+        return WARNING, "fs.protected_hardlinks=0: a link to a lock file keeps its device from everybody", advice
     if facts.protected_regular is None:
         return None
     meaning = "lock files of others are opened, never created anew" if facts.protected_regular else "off"
@@ -341,7 +345,7 @@ CHECKS: Mapping[str, Callable[[Facts], Finding | None]] = {
     "hidepid": _hidepid,
     "environment": _environment,
     "container": _container,
-    "kernel": _protected_regular,
+    "kernel": _kernel,
     "python": _versions_of_python,
 }
 
