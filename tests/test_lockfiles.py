@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gpuguard.claims import lockfiles
+from gpuguard.claims import hold, lockfiles
 from gpuguard.claims.hold import take_lock
 from gpuguard.claims.inplace import file_system
 from gpuguard.claims.lockfiles import Gate, is_same_file, lock_directory, open_lock, try_flock
@@ -261,6 +261,21 @@ def test_where_a_file_cannot_be_locked_now_no_descriptor_of_it_stays_open(tmp_pa
         use(directory)
 
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_who_is_interrupted_while_he_takes_a_lock_holds_none(tmp_path, monkeypatch):
+    """Ctrl-C in a notebook: a lock that nobody knows of would last as long as the notebook does."""
+    directory, before = lock_directory(str(tmp_path)), os.listdir("/proc/self/fd")
+
+    def interrupted(descriptor: int) -> tuple[int, int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hold, "_identity", interrupted)  # what comes right behind the flock
+    with pytest.raises(KeyboardInterrupt):
+        take_lock(directory, UUID, fcntl.LOCK_EX)
+
+    assert os.listdir("/proc/self/fd") == before
+    assert not _held_locks(directory, [UUID])
 
 
 def test_the_descriptor_is_not_inherited_by_accident(tmp_path: Path) -> None:

@@ -264,10 +264,11 @@ def share_environment(memory: int, devices: Sequence[Device], environ: Mapping[s
 
 def take_lock(directory: LockDirectory, name: str, operation: int) -> Lock | None:
     """Take the lock of a name (a uuid), exclusive or shared; None when somebody else has it."""
-    descriptor, path, lock = open_lock(directory, name), directory.lock_path(name), None
+    # Its number comes first: whatever interrupts us behind the flock finds one descriptor, and closes it.
+    descriptor, path, lock = _apart(open_lock(directory, name)), directory.lock_path(name), None
     try:
         if try_flock(descriptor, operation) and is_same_file(descriptor, path):
-            lock = lock_of(descriptor, path, operation)
+            lock = Lock(descriptor, path, operation, _identity(descriptor))
         return lock
     finally:
         if lock is None:
@@ -275,17 +276,19 @@ def take_lock(directory: LockDirectory, name: str, operation: int) -> Lock | Non
 
 
 def lock_of(descriptor: int, path: str, operation: int) -> Lock:
-    """What *descriptor* has locked, under a number that no script redirects.
+    """What *descriptor* has locked, under a number that no script redirects."""
+    further = _apart(descriptor)
+    return Lock(further, path, operation, _identity(further))
 
-    After ``exec 3>log`` neither a shell nor what it starts has what it inherited as 3.
-    """
+
+def _apart(descriptor: int) -> int:
+    """After ``exec 3>log`` neither a shell nor what it starts has what it inherited as 3."""
     try:
         further = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST)
     except OSError:  # so many may not be open here
-        further = descriptor
-    else:
-        os.close(descriptor)
-    return Lock(further, path, operation, _identity(further))
+        return descriptor
+    os.close(descriptor)
+    return further
 
 
 def unlock(locks: Sequence[Lock]) -> None:
