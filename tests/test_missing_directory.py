@@ -28,6 +28,16 @@ def test_a_command_that_looks_makes_no_directory_and_says_once_that_it_is_missin
     assert not typo.exists()
 
 
+@pytest.mark.parametrize("command", ["quarantine 0 --end", "deny nobody --end"])
+def test_what_ends_nothing_makes_no_directory_and_says_that_it_is_missing(tmp_path: Path, command: str) -> None:
+    typo = tmp_path / "typo"
+
+    done = Gpuguard(tmp_path, None, GPUGUARD_DIR=str(typo))(*command.split())
+
+    assert (done.returncode, typo.exists()) == (1, False)
+    assert done.stderr == f"gpuguard: nothing is claimed in {typo} (GPUGUARD_DIR): it does not exist yet.\n"
+
+
 @pytest.mark.parametrize("command", ["select", "explain", "release 7"])
 def test_a_claim_that_the_environment_names_is_none_where_there_is_no_directory(tmp_path: Path, command: str) -> None:
     gpuguard = Gpuguard(tmp_path, None, GPUGUARD_DIR=str(tmp_path / "typo"), GPUGUARD_CLAIM="7", GPUGUARD_GPUS="GPU-1")

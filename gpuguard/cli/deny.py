@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest("root cannot be denied anything.")
     if args.end == (seconds is not None):
         raise InvalidRequest("say for how long, by --for 2h; or --end.")
-    directory, now, name, ended = directory_of(args, make=True), time.time(), str(uid), []
+    directory, now, name, ended = directory_of(args, make=not args.end), time.time(), str(uid), []
     until = None if seconds is None else now + seconds
     mark = Mark(name, now, until, reason, mark_options.administrator(), user_name(uid))
 
@@ -52,7 +52,8 @@ def main(args: argparse.Namespace) -> int:
         else:
             marks[name] = mark
 
-    change(directory, DENIED, update)
+    if not (args.end and directory.is_missing()):  # whose name is misspelt: nothing is to be made there
+        change(directory, DENIED, update)
     if args.end and not ended:
         print(f"{mark.user} was not denied.")
         return 1

@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    directory = directory_of(args, make=args.device is not None)
+    directory = directory_of(args, make=args.device is not None and not args.end)
     if args.device is None:
         if args.for_ or args.reason or args.end:
             raise InvalidRequest("which one?  Name a device: `gpuguard quarantine 3`.")
@@ -54,7 +54,8 @@ def main(args: argparse.Namespace) -> int:
         else:
             marks[uuid] = mark
 
-    change(directory, QUARANTINED, update)
+    if not (args.end and directory.is_missing()):  # whose name is misspelt: nothing is to be made there
+        change(directory, QUARANTINED, update)
     if args.end and not ended:
         print(f"{uuid} was not quarantined.")
         return 1
