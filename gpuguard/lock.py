@@ -91,8 +91,8 @@ def acquire(
                 if line is None and outer is None and (error or someone_waits(directory)):
                     line = _in_line(backend, directory, priority, time_limit, expected, note, command)
                 bounded, snapshot = first_look(backend, (request, *alternatives), outer, environ, in_line=bool(line))
-                failing_since = None
                 claim, error = _attempt(backend, snapshot, bounded, directory, outer, line)
+                failing_since = None
                 if claim:
                     return _explained(claim, line, directory, note, command, _ends(time_limit))
                 if isinstance(error, ImpossibleRequest) or wait == 0:

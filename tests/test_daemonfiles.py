@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import a_device, a_snapshot
@@ -263,6 +265,30 @@ def test_a_lock_file_is_for_nobody_else(directory, own):
 
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
     os.close(descriptor)
+
+
+def test_where_no_further_file_can_be_opened_nobody_is_told_to_remove_it(directory, own, monkeypatch):
+    os.close(open_lock_file(daemon_files(directory), "daemon.lock"))
+    really, told = os.open, []
+    open_before = os.listdir("/proc/self/fd")
+    for most in range(20):
+        calls = iter(range(most))
+
+        def opened(*words: Any, calls: Iterator[int] = calls, **more: Any) -> int:
+            if next(calls, None) is None:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return really(*words, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", opened)
+            try:
+                os.close(open_lock_file(daemon_files(directory), "daemon.lock"))
+                break
+            except OSError as error:
+                told.append(error.errno)
+
+    assert set(told) == {errno.EMFILE} and len(told) > 2
+    assert os.listdir("/proc/self/fd") == open_before
 
 
 @pytest.mark.parametrize("kind", [DENIED, QUARANTINED])

@@ -81,10 +81,14 @@ def open_lock_file(files: DaemonFiles, name: str) -> int:
         descriptor = open_in_place(path, flags)
     except FileNotFoundError:
         descriptor = _made(files, path, flags)
-    found = os.fstat(descriptor)
-    alone = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid in files.owners()
-    if alone and is_same_file(descriptor, path):
-        return descriptor
+    try:
+        found = os.fstat(descriptor)
+        alone = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid in files.owners()
+        if alone and is_same_file(descriptor, path, unsure=None):
+            return descriptor
+    except OSError:  # no further file can be opened to look: nothing is wrong with this one
+        os.close(descriptor)
+        raise
     os.close(descriptor)
     raise OSError(0, "it is not a file of the daemon's alone; look at it with `ls -l`, and remove it")
 
