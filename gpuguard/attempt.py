@@ -106,6 +106,7 @@ def lock_best(
 
         return ask_for(snapshot, request, directory, outer, taken, ticket)
     held: dict[str, tuple[Lock, ...]] = {}
+    claim: Claim | None = None
     verified: set[str] = set()
     sharing_now = _sharing_now(directory, request, outer)
     try:
@@ -118,18 +119,28 @@ def lock_best(
                     continue
                 unread = wanted - verified
                 if not unread:
-                    locks = tuple(lock for device in devices for lock in held.pop(device.uuid))
+                    locks = tuple(lock for device in devices for lock in held[device.uuid])
                     claim = Claim(_new_id(outer), devices, locks, memory=request.memory, most=request.most_sharers)
                     if outer or not request.share or _join(directory, snapshot, request, claim, taken):
                         return claim
+                    claim, held = None, {}
                     continue
                 # Whatever happened between the first look and the lock shows now: a stranger's process, a lost device.
                 snapshot = look_again(backend, snapshot, request, sorted(unread), taken)
                 verified |= unread
-        return None
-    finally:
-        for locks in held.values():
-            unlock(locks)
+    except BaseException:  # interrupted, too: who holds a lock that nobody knows of keeps it as long as he runs
+        if claim is None:
+            _unlock_all(held)
+        else:
+            claim.release()  # it has them all
+        raise
+    _unlock_all(held)
+    return None
+
+
+def _unlock_all(held: Mapping[str, Sequence[Lock]]) -> None:
+    for locks in held.values():
+        unlock(locks)
 
 
 def _join(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: Claim, taken: dict[str, str]) -> bool:

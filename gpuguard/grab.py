@@ -112,7 +112,7 @@ def grab_gpus(
             "CUDA_VISIBLE_DEVICES is set already: unset it, or leave env_set_ok out to stay inside it."
         )
     if num_gpus == 0:
-        claim = _no_claim()
+        _enter(claim := _no_claim())
     else:
         if gpu_select is not None:
             conditions["devices"] = gpu_select
@@ -125,7 +125,6 @@ def grab_gpus(
         ways = [_request(num_gpus=least, max_gpus=most, **conditions), *(_request(**each) for each in alternatives)]
         in_line = {"wait": wait, "priority": _priority(priority), "on_wait": on_wait, "note": note}
         claim = _claimed(ways, strict, in_line, backend, directory)
-    _enter(claim)
     return claim
 
 
@@ -245,11 +244,7 @@ def _priority(name: str) -> int:
 
 
 def _claimed(
-    ways: Sequence[Request],
-    strict: bool,
-    in_line: dict[str, Any],
-    backend: str | None,
-    directory: str | None,
+    ways: Sequence[Request], strict: bool, in_line: dict[str, Any], backend: str | None, directory: str | None
 ) -> Claim:
     if len(ways) > _MOST_WAYS:
         raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {_MOST_WAYS - 1}.")
@@ -263,9 +258,11 @@ def _claimed(
             place, environ = _place(directory, name), _outer_environment()
             where: dict[str, Any] = {"directory": place, "command": sys.orig_argv or sys.argv, "environ": environ}
             claim = _acquired(source, ways, strict, in_line, where)
+        _enter(claim)
     except BaseException:
-        if claim:  # interrupted: nobody would know of it
+        if claim is not None:  # interrupted: nobody would know of it
             claim.release()
+            _leave(claim)
         raise
     return claim
 
@@ -321,6 +318,8 @@ def _enter(claim: Claim) -> None:
 def _leave(claim: Claim) -> None:
     """Let os.environ name what it would name without *claim*; threads may leave in any order."""
     with _mutex:
+        if all(each is not claim for _, each in _made):
+            return
         _made[:] = [(pid, each) for pid, each in _made if each is not claim]
         left = [each for pid, each in _made if pid == os.getpid() and (each.pass_fds or not each.devices)]
         _write(left[-1].environment() if left else {}, claim.environment())

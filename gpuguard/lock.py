@@ -84,7 +84,7 @@ def acquire(
         OSError: no file, lock or memory is left for a look; who waits in line already looks again later instead.
     """
     outer, deadline = outer_claim(directory, environ), None if wait is None else time.monotonic() + wait
-    line, error, failing_since = None, None, None
+    line, error, failing_since, claim = None, None, None, None
     try:
         while True:
             try:
@@ -93,7 +93,7 @@ def acquire(
                 bounded, snapshot = first_look(backend, (request, *alternatives), outer, environ, in_line=bool(line))
                 claim, error = _attempt(backend, snapshot, bounded, directory, outer, line)
                 failing_since = None
-                if claim:
+                if claim is not None:
                     return _explained(claim, line, directory, note, command, _ends(time_limit))
                 if isinstance(error, ImpossibleRequest) or wait == 0:
                     raise error
@@ -108,6 +108,10 @@ def acquire(
                 error = _look_later(fault, waits, request.num_gpus, line, deadline, on_wait, patience)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout.after(error)
+    except BaseException:
+        if claim is not None:  # interrupted, and nobody would know of it
+            claim.release()
+        raise
     finally:
         if line:
             line.leave()
@@ -187,10 +191,10 @@ def _attempt(
     turn = line.turn(snapshot, ways) if line else None
     if turn:
         taken |= turn.kept
-    ticket = turn.place.ticket if turn and turn.place else None
+    ticket, nothing = turn.place.ticket if turn and turn.place else None, NotEnoughGpus("")
     for way in turn.ways if turn else ways:
-        if claim := lock_best(backend, snapshot, way, directory, outer, taken, ticket):
-            return claim, NotEnoughGpus("")
+        if (claim := lock_best(backend, snapshot, way, directory, outer, taken, ticket)) is not None:
+            return claim, nothing
     if line and line.waits and turn and turn.is_later:
         return None, turn.explained(NotEnoughGpus(f"wanted {ways[0].num_gpus} GPUs.", ways[0].num_gpus))
     surely = turn is not None and turn.is_impossible

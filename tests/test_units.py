@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from gpuguard.errors import InvalidRequest
 from gpuguard.units import (
     format_bytes,
+    format_count,
     format_duration,
+    format_rounded,
     parse_bytes,
     parse_celsius,
     parse_duration,
@@ -138,3 +140,15 @@ def test_no_text_makes_a_parser_fail_in_another_way(text):
     for parse in PARSERS:
         with contextlib.suppress(InvalidRequest):
             assert parse(text) >= 0
+
+
+def test_a_count_has_its_noun():
+    assert [format_count(1, "policy", "policies"), format_count(2000, "policy", "policies")] == [
+        "1 policy",
+        "2,000 policies",
+    ]
+    assert [format_count(0, "fault"), format_count(1, "fault")] == ["0 faults", "1 fault"]
+
+
+def test_a_rounded_number_has_its_unit_or_is_not_known():
+    assert [format_rounded(86.6, "%"), format_rounded(0, "W"), format_rounded(None, "%")] == ["87%", "0W", "n/a"]

@@ -18,6 +18,7 @@ import fcntl
 import os
 import stat
 import time
+from io import FileIO
 
 from gpuguard.backends import is_recorded
 from gpuguard.claims.inplace import file_system, open_in_place, status_in_place
@@ -343,25 +344,25 @@ class Gate:
     def __init__(self, directory: LockDirectory, seconds: float = GATE_SECONDS) -> None:
         self._directory = directory
         self._seconds = seconds
-        self._descriptor = -1
+        self._file: FileIO | None = None
 
     def __enter__(self) -> Gate:
         if self._directory.closed or self._directory.is_missing():
             return self
-        self._descriptor = open_lock(self._directory, "gate")
+        self._file = FileIO(open_lock(self._directory, "gate"))  # whoever is interrupted before __exit__ closes it, too
         try:
-            self._pass()
+            self._pass(self._file.fileno())
         except BaseException:  # as of a file system that cannot lock now
-            os.close(self._descriptor)
+            self._file.close()
             raise
         return self
 
-    def _pass(self) -> None:
+    def _pass(self, descriptor: int) -> None:
         path = self._directory.lock_path("gate")
         seconds = min(self._seconds, GATE_SECONDS_AGAIN) if path in _jammed else self._seconds
         deadline = time.monotonic() + seconds
         pause = 0.0005
-        while not try_flock(self._descriptor):
+        while not try_flock(descriptor):
             if time.monotonic() >= deadline:
                 _jammed.add(path)
                 return
@@ -372,12 +373,12 @@ class Gate:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._descriptor < 0:
+        if self._file is None:
             return
         try:
             # Explicitly: a child that another thread forked meanwhile has a copy of the descriptor.
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            fcntl.flock(self._file, fcntl.LOCK_UN)
         except OSError:
             return  # without such a child closing it will do
         finally:
-            os.close(self._descriptor)
+            self._file.close()

@@ -57,7 +57,9 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
         write_whole(descriptor, _encoded(content))
         _put_there(unfinished, path)  # readers see it whole, and already locked
     except BaseException:
-        os.unlink(unfinished)
+        for name in (unfinished, path):  # who is interrupted may have given it its name already
+            if is_same_file(descriptor, name):
+                os.unlink(name)
         os.close(descriptor)
         raise
     return path, descriptor
