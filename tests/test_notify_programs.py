@@ -7,9 +7,11 @@ import os
 import stat
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from builders import a_device, a_process, a_snapshot
+from endpoints import wait_until
 from targets import HOSTILE, PASSWORD, a_fake_apprise, a_message, a_script, a_secret, a_verdict
 
 from gpuguard.errors import InvalidRequest
@@ -85,6 +87,24 @@ def test_a_hook_that_fails_hangs_or_is_missing_is_told():
     assert attempt(Hook(("/bin/false",)), a_message()) == (False, "/bin/false ends with status 1")
     assert attempt(Hook(("/bin/sleep", "60"), timeout=0.1), a_message()) == (False, "/bin/sleep was not done in time")
     assert "cannot be run: No such file" in attempt(Hook(("/nonexistent",)), a_message())[1]
+
+
+def test_a_hook_that_hangs_is_ended_with_all_that_it_has_started(tmp_path):
+    told = tmp_path / "told"
+    told.touch()
+    told.chmod(0o666)
+    with _reachable(told):
+        hook = Hook(("/bin/sh", "-c", f"sleep 60 & echo $! >{told}; wait"), timeout=0.5)
+        assert attempt(hook, a_message()) == (False, "/bin/sh was not done in time")
+
+    wait_until(lambda: has_ended(int(told.read_text())))
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() == b""  # of who is not waited for
+    except FileNotFoundError:
+        return True
 
 
 @pytest.mark.root

@@ -101,7 +101,7 @@ TOP = [  # lines of the file
     ("interval: {shortest: «0s}", "out of range"),
     ("interval: {longest: «2h}", "out of range"),
     ("interval: «{shortest: 20s, longest: 10s}", "exchange them"),
-    ("interval: «10s", "must have keys"),
+    ("interval: «10s", "Known: shortest, longest."),
 ]
 
 POLICY = [  # lines of a policy
@@ -153,6 +153,7 @@ POLICY = [  # lines of a policy
     ("only: {devices: «0}", "Write [0]."),
     ("only: {kinds: [«notebook]}", "no choice"),
     ("only: {kinds: [«Batch]}", "Did you mean 'batch'?"),
+    ("only: {«gpus: [0]}", "Did you mean 'devices'?"),
     ("only: {models: «A100*}", "Write [A100*]."),
     ("only: {«until: 2026-12-24, users: [alice]}", UNKNOWN),
     ("only: {«user: [alice]}", "Did you mean 'users'?"),
@@ -273,6 +274,9 @@ STEPS = [
     ("[«{after: 5m}]", "the key 'do' is missing"),
     ("[«{warn: {}}]", "the key 'do' is missing"),
     ("[{do: «warm}]", "Did you mean 'warn'?"),
+    ("[{do: «SIGKILL}]", "Did you mean 'kill'?"),
+    ("[{do: «suspend}]", "Did you mean 'pause'?"),
+    ("[«notify: ops]", "Add do: notify"),
     ("[{do: «[warn]}]", "must be one value"),
     ("[{do: warn, after: «5}]", UNIT),
     ("[{do: warn, «affter: 5m}]", "Did you mean 'after'?"),

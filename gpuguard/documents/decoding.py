@@ -121,7 +121,7 @@ class Decoder:
         if origin is collections.abc.Mapping:
             return self._mapping(node, arguments, path)
         if is_dataclass(hint):
-            return self._fields(node, typing.cast(type, hint), dict(self._pairs(node, path)), path)
+            return self._fields(node, typing.cast(type, hint), dict(self._pairs(node, path, keys_of(hint)[0])), path)
         return self._read(node, _SCALARS[hint], path)
 
     def _read(self, node: Node, reader: Reader, path: Path) -> Any:
@@ -162,10 +162,11 @@ class Decoder:
             return self._broken(node, *_sentences(error, path))
 
     def _tagged(self, node: Node, tagged: Tagged, path: Path) -> Tag:
-        pairs = {tagged.key: node} if node.kind == "scalar" else dict(self._pairs(node, path))
+        pairs = {tagged.key: node} if node.kind == "scalar" else dict(self._pairs(node, path, [tagged.key]))
         word = pairs.pop(tagged.key, None)
         if word is None:
-            self._broken(node, f"{_title(path)}: the key {tagged.key!r} is missing.", f"Add {tagged.key}: ...")
+            meant = next((key for key in pairs if key in tagged.table), "...")
+            self._broken(node, f"{_title(path)}: the key {tagged.key!r} is missing.", f"Add {tagged.key}: {meant}")
         place = below(path, tagged.key)
         self.nodes[place] = word
         name = self._read(word, str, place)
@@ -199,7 +200,7 @@ class Decoder:
         return {names[key]: values[key] for key, _ in pairs}
 
     def _choice(self, node: Node, choice: Choice, path: Path) -> Any:
-        pairs = self._pairs(node, path)
+        pairs = self._pairs(node, path, choice.table)
         for key, _ in pairs:
             if key not in choice.table:
                 self.source.fault(self._key(path, key), *unknown(key, choice.table, choice.what))
@@ -211,9 +212,10 @@ class Decoder:
             raise Broken
         return next(iter(values.items()))
 
-    def _pairs(self, node: Node, path: Path) -> list[tuple[str, Node]]:
+    def _pairs(self, node: Node, path: Path, known: Iterable[str] = ()) -> list[tuple[str, Node]]:
         if node.kind != "mapping":
-            self._broken(node, f"{_title(path)} must have keys (key: value), not be a {_KINDS[node.kind]}.")
+            hint = f"Known: {names}." if (names := ", ".join(known)) else ""
+            self._broken(node, f"{_title(path)} must have keys (key: value), not be a {_KINDS[node.kind]}.", hint)
         found: dict[str, Node] = {}
         for key, value in node.pairs:
             if key.kind != "scalar" or not key.text:
@@ -273,9 +275,20 @@ def unknown(word: str, known: Iterable[str], what: str) -> tuple[str, str]:
     names = list(known)
     import difflib  # only for whoever makes a mistake
 
-    near = difflib.get_close_matches(word, names, n=1)
+    asked = (_OTHER_WORDS.get(word.lower(), ""), word, word.lower())
+    near = [name for each in asked for name in difflib.get_close_matches(each, names, n=1)]
     hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names) or 'none'}."
     return f"{word!r} is no {what}.", hint
+
+
+# What others call it, for "did you mean": nvidia-smi, Slurm, kill, and plain speech.
+_OTHER_WORDS = {
+    "gpu": "devices", "gpus": "devices", "user": "users", "group": "groups", "account": "groups",
+    "mem": "memory", "util": "utilization", "temp": "temperature", "runtime": "age", "walltime": "age",
+    "sigterm": "terminate", "term": "terminate", "sigkill": "kill", "sigstop": "pause", "stop": "pause",
+    "suspend": "pause", "sigcont": "resume", "nice": "renice", "email": "notify", "mail": "notify",
+    "block": "deny", "ban": "deny", "drain": "quarantine", "scancel": "cancel", "hook": "run_hook",
+}  # fmt: skip
 
 
 def _plain(hint: Any, node: Node) -> tuple[Any, tuple[Any, ...]]:

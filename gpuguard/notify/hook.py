@@ -9,6 +9,7 @@ GPUGUARD_SUBJECT, GPUGUARD_BODY and GPUGUARD_POLICY, _USER, _DEVICE_UUID ... for
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
 from gpuguard.errors import InvalidRequest
@@ -18,6 +19,8 @@ from gpuguard.notify.secret import Undelivered
 from gpuguard.notify.webhook import content
 from gpuguard.units import parse_duration
 
+_GRACE_SECONDS = 5.0  # for timeout to do its work
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -26,7 +29,7 @@ class Hook:
     Args:
         command: its path, starting with /, and its words.
         user: to run it as, when gpuguard itself is root; else it runs as gpuguard does, but with no right of its own.
-        timeout: when it is ended if it still runs.
+        timeout: when it is ended if it still runs, with all that it has started.
         language: of the message.
     """
 
@@ -50,22 +53,26 @@ def deliver(target: Hook, message: Message) -> None:
     """
     import subprocess
 
+    name, deadline = target.command[0], time.monotonic() + target.timeout
+    # coreutils' timeout ends what the program has started, too: a script whose curl hangs would leave one each time.
+    command = ["timeout", "-s", "KILL", f"{target.timeout:.3f}", *target.command]
     # Only root can become somebody else, and a service that could (CAP_SETUID) could become root as well.  So without
     # root the program runs as the service's user, from whom the daemon has taken all capabilities for its children:
     # it can signal nobody but that user's processes, and cannot look into the daemon, which has more rights than it.
     uid, gid = _identity(target.user)
     try:
+        os.stat(name)
         ended = subprocess.run(
-            list(target.command), input=content(message), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            timeout=target.timeout, check=False, cwd="/", env=_environment(message), start_new_session=True,
+            command, input=content(message), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            timeout=target.timeout + _GRACE_SECONDS, check=False, cwd="/", env=_environment(message), start_new_session=True,
             user=uid, group=gid, extra_groups=None if uid is None else [],
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise Undelivered(f"{target.command[0]} was not done in time") from None
     except OSError as error:
-        raise Undelivered(f"{target.command[0]} cannot be run: {error.strerror}") from None
+        raise Undelivered(f"{name} cannot be run: {error.strerror}") from None
+    if ended.returncode and time.monotonic() >= deadline:
+        raise Undelivered(f"{name} was not done in time")
     if ended.returncode:
-        raise Undelivered(f"{target.command[0]} ends with status {ended.returncode}")
+        raise Undelivered(f"{name} ends with status {ended.returncode}")
 
 
 def problem(target: Hook) -> str | None:
