@@ -160,6 +160,22 @@ def test_stop_ends_the_job_by_its_own_ladder_first(site, trap):
         assert "to be released by" in told and "maintenance" in told and ("SIGKILL" in told) == bool(trap)
 
 
+def test_stop_says_that_it_waits_and_does_not_wait_for_a_run_that_was_killed(site):
+    job = ("sh", "-c", "trap '' TERM; echo $$; while :; do sleep 0.1; done")
+    with site.job("-n", "2", "--grace", "100s", command=job) as run:
+        pid = int(run.stdout.readline())
+        [claim] = read_records(site.directory)
+        asked = site.gpuguard.start("release", claim.id, "--stop")
+        assert "ends it now" in asked.stderr.readline()
+        assert "has not ended yet" in asked.stderr.readline()
+        run.kill()
+        _, error = asked.communicate(timeout=60)
+
+        assert (asked.returncode, site.free()) == (1, 2)
+        assert "no gpuguard run stands over" in error and f"{pid}" in error
+        os.kill(pid, signal.SIGKILL)
+
+
 def test_stop_says_what_to_do_where_no_run_supervises_the_job(site):
     with a_holder(site.directory, site.uuids[0]) as holder:
         done = site.gpuguard("release", holder.id, "--stop")

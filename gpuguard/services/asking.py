@@ -22,7 +22,7 @@ from gpuguard.claims.records import probe, read_record, read_records, record_pat
 from gpuguard.claims.releasing import NotPermitted, gripped, listens, users_of
 from gpuguard.claims.wishes import ENDING, REFUSED, RELEASED, STOP, YIELD, Letter, read, write
 from gpuguard.errors import ClaimError, GpuguardError
-from gpuguard.guards.case import boot_clock
+from gpuguard.guards.case import boot_clock, has_ended
 from gpuguard.model import WHO_FIELDS, ClaimRecord, GpuProcess
 from gpuguard.nouns import replace
 from gpuguard.text import neutral_command
@@ -30,6 +30,7 @@ from gpuguard.units import format_bytes, format_duration
 
 ANSWER_SECONDS = 5.0  # a run looks at once when it is woken; it asks the driver before it answers
 LOOK_SECONDS = 0.02
+TELL_SECONDS = 5.0
 
 COMMAND_CHARACTERS = 60
 
@@ -115,22 +116,34 @@ def stop(directory: LockDirectory, claim: ClaimRecord, letter: Letter, *, say: C
     """Have the job of *claim* ended by its `gpuguard run`, and wait for that.
 
     Raises:
-        ClaimError: nobody supervises it.
+        ClaimError: nobody supervises it, or nobody does any more.
     """
     with _Supervisor(directory, claim) as run:
         if run is None:
-            pids = " ".join(str(pid) for pid in _holders(directory, claim)) or "of it"
-            raise ClaimError(
-                f"no gpuguard run stands over the claim {claim.id} that could end its job.  "
-                f"It ends with its processes: end {pids} yourself."
-            )
+            raise _unsupervised(directory, claim)
         answer = run.ask(replace(letter, what=STOP))
         if answer is None or answer.what not in (ENDING, RELEASED):
             raise ClaimError(f"the gpuguard run of the claim {claim.id} (pid {claim.pid}) does not answer.  Try again.")
         say(f"asked: the gpuguard run of the job (pid {claim.pid}) ends it now, as its --grace says.")
-        while read_record(directory, claim.uid, claim.id) is not None:
+        tell_at = time.monotonic() + TELL_SECONDS
+        while True:
+            alone = run.has_ended()
+            if read_record(directory, claim.uid, claim.id) is None:
+                return JOB_ENDED
+            if alone:
+                raise _unsupervised(directory, claim)
+            if time.monotonic() >= tell_at:
+                say("it has not ended yet.  Ctrl-C ends this wait, not what was asked.")
+                tell_at = float("inf")
             time.sleep(5 * LOOK_SECONDS)
-    return JOB_ENDED
+
+
+def _unsupervised(directory: LockDirectory, claim: ClaimRecord) -> ClaimError:
+    pids = " ".join(str(pid) for pid in _holders(directory, claim)) or "of it"
+    return ClaimError(
+        f"no gpuguard run stands over the claim {claim.id} that could end its job.  "
+        f"It ends with its processes: end {pids} yourself."
+    )
 
 
 class _Supervisor:
@@ -156,6 +169,9 @@ class _Supervisor:
         for descriptor in (self._record, self._pidfd):
             if descriptor >= 0:
                 os.close(descriptor)
+
+    def has_ended(self) -> bool:
+        return has_ended(self._pidfd)
 
     def ask(self, letter: Letter) -> Letter | None:
         """What it says to *letter*; None when it says nothing in time."""
