@@ -95,46 +95,66 @@ def lock_best(
     outer: ClaimRecord | None,
     taken: dict[str, str],
     ticket: Ticket | None = None,
+    explain: Callable[[Claim], object] | None = None,
 ) -> Claim | None:
     """Lock the best devices and read them again; None, and nothing locked, when that cannot be had.
 
     Fills *taken* with the devices that others were found to hold.  The *ticket* of whoever waits is for the daemon,
-    where it gives the locks.
+    where it gives the locks.  *explain* says what the claim is for; whoever is interrupted before its end has none.
     """
-    if directory.closed:
-        from gpuguard.petition import ask_for
-
-        return ask_for(snapshot, request, directory, outer, taken, ticket)
     held: dict[str, tuple[Lock, ...]] = {}
     claim: Claim | None = None
-    verified: set[str] = set()
-    sharing_now = _sharing_now(directory, request, outer)
     try:
-        with Gate(directory):
-            while devices := choose(snapshot, request, taken, sharing_now(held, snapshot)).devices:
-                wanted = {device.uuid for device in devices}
-                for uuid in held.keys() - wanted:
-                    unlock(held.pop(uuid))
-                if not all(_take(directory, device, request, held, taken, outer) for device in devices):
-                    continue
-                unread = wanted - verified
-                if not unread:
-                    locks = tuple(lock for device in devices for lock in held[device.uuid])
-                    claim = Claim(_new_id(outer), devices, locks, memory=request.memory, most=request.most_sharers)
-                    if outer or not request.share or _join(directory, snapshot, request, claim, taken):
-                        return claim
-                    claim, held = None, {}
-                    continue
-                # Whatever happened between the first look and the lock shows now: a stranger's process, a lost device.
-                snapshot = look_again(backend, snapshot, request, sorted(unread), taken)
-                verified |= unread
-    except BaseException:  # interrupted, too: who holds a lock that nobody knows of keeps it as long as he runs
+        if directory.closed:
+            from gpuguard.petition import ask_for
+
+            claim = ask_for(snapshot, request, directory, outer, taken, ticket)
+        else:
+            with Gate(directory):
+                claim = _locked(backend, snapshot, request, directory, outer, taken, held)
+        if claim is not None:
+            if explain:
+                explain(claim)
+            return claim
+    except BaseException:  # who holds a lock that nobody knows of keeps it as long as he runs
         if claim is None:
             _unlock_all(held)
         else:
-            claim.release()  # it has them all
+            claim.release()
         raise
     _unlock_all(held)
+    return None
+
+
+def _locked(
+    backend: Backend,
+    snapshot: Snapshot,
+    request: Request,
+    directory: LockDirectory,
+    outer: ClaimRecord | None,
+    taken: dict[str, str],
+    held: dict[str, tuple[Lock, ...]],
+) -> Claim | None:
+    """The claim of the best devices.  Fills *held* with what it has locked, also where it is interrupted."""
+    verified: set[str] = set()
+    sharing_now = _sharing_now(directory, request, outer)
+    while devices := choose(snapshot, request, taken, sharing_now(held, snapshot)).devices:
+        wanted = {device.uuid for device in devices}
+        for uuid in held.keys() - wanted:
+            unlock(held.pop(uuid))
+        if not all(_take(directory, device, request, held, taken, outer) for device in devices):
+            continue
+        unread = wanted - verified
+        if not unread:
+            locks = tuple(lock for device in devices for lock in held[device.uuid])
+            claim = Claim(_new_id(outer), devices, locks, memory=request.memory, most=request.most_sharers)
+            if outer or not request.share or _join(directory, snapshot, request, claim, taken):
+                return claim
+            held.clear()  # it has given them back
+            continue
+        # Whatever happened between the first look and the lock shows now: a stranger's process, a lost device.
+        snapshot = look_again(backend, snapshot, request, sorted(unread), taken)
+        verified |= unread
     return None
 
 

@@ -84,17 +84,17 @@ def acquire(
         OSError: no file, lock or memory is left for a look; who waits in line already looks again later instead.
     """
     outer, deadline = outer_claim(directory, environ), None if wait is None else time.monotonic() + wait
-    line, error, failing_since, claim = None, None, None, None
+    line, error, failures, details = None, None, list[float](), (note, command, time_limit)
     try:
         while True:
             try:
                 if line is None and outer is None and (error or someone_waits(directory)):
                     line = _in_line(backend, directory, priority, time_limit, expected, note, command)
                 bounded, snapshot = first_look(backend, (request, *alternatives), outer, environ, in_line=bool(line))
-                claim, error = _attempt(backend, snapshot, bounded, directory, outer, line)
-                failing_since = None
+                claim, error = _attempt(backend, snapshot, bounded, directory, outer, line, details)
                 if claim is not None:
-                    return _explained(claim, line, directory, note, command, _ends(time_limit))
+                    return claim
+                failures.clear()
                 if isinstance(error, ImpossibleRequest) or wait == 0:
                     raise error
                 if outer:
@@ -102,53 +102,30 @@ def acquire(
                 elif line:  # else look once more, at all that its plan goes by
                     error = line.sleep(snapshot, bounded, deadline, error, on_wait)
             except (OSError, MemoryError, GpuguardError) as fault:
-                waits = line.waits if line else bool(outer and error)
-                failing_since = failing_since or time.monotonic()
-                patience = DRIVER_SECONDS - (time.monotonic() - failing_since)
-                error = _look_later(fault, waits, request.num_gpus, line, deadline, on_wait, patience)
+                error = _look_later(fault, request, line, outer and error, deadline, on_wait, failures)
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeout.after(error)
-    except BaseException:
-        if claim is not None:  # interrupted, and nobody would know of it
-            claim.release()
-        raise
     finally:
         if line:
             line.leave()
 
 
-def _explained(
-    claim: Claim,
-    line: InLine | None,
-    directory: LockDirectory,
-    note: str | None,
-    command: Sequence[str],
-    ends: float | None,
-) -> Claim:
-    """*claim* with its record, or nothing is claimed."""
-    try:
-        claim.explain(directory, note, command, ends=ends)
-        if line:
-            line.served(claim)
-    except BaseException:  # interrupted, too: nobody would know of it
-        claim.release()
-        raise
-    return claim
-
-
 def _look_later(
     fault: Exception,
-    waits: bool,
-    wanted: int,
+    request: Request,
     line: InLine | None,
+    waits_inside: object,
     deadline: float | None,
     on_wait: Callable[[NotEnoughGpus], None] | None,
-    patience: float,
+    failures: list[float],
 ) -> NotEnoughGpus:
     """A pause of one who waits and cannot look now, which is no reason to lose his place: why he still waits.
 
-    A driver that does not come back within *patience* seconds is one.
+    A driver that does not come back within DRIVER_SECONDS is one; *failures* are the times since the last good look.
     """
+    waits, wanted = line.waits if line else waits_inside, request.num_gpus
+    failures.append(time.monotonic())
+    patience = DRIVER_SECONDS - (failures[-1] - failures[0])
     why = passing(fault) or (str(fault) if isinstance(fault, BackendError) and patience > 0 else None)
     if not waits or not why:
         raise fault
@@ -185,15 +162,23 @@ def _attempt(
     directory: LockDirectory,
     outer: ClaimRecord | None,
     line: InLine | None,
+    details: tuple[str | None, Sequence[str], float | None],
 ) -> tuple[Claim | None, NotEnoughGpus]:
-    """A claim if it is our turn and devices can be had; else why not."""
+    """A claim if it is our turn and devices can be had, with its record; else why not."""
+
+    def explain(claim: Claim) -> None:
+        note, command, time_limit = details
+        claim.explain(directory, note, command, ends=_ends(time_limit))
+        if line:
+            line.served(claim)
+
     taken = barred(snapshot, directory, outer)
     turn = line.turn(snapshot, ways) if line else None
     if turn:
         taken |= turn.kept
     ticket, nothing = turn.place.ticket if turn and turn.place else None, NotEnoughGpus("")
     for way in turn.ways if turn else ways:
-        if (claim := lock_best(backend, snapshot, way, directory, outer, taken, ticket)) is not None:
+        if (claim := lock_best(backend, snapshot, way, directory, outer, taken, ticket, explain)) is not None:
             return claim, nothing
     if line and line.waits and turn and turn.is_later:
         return None, turn.explained(NotEnoughGpus(f"wanted {ways[0].num_gpus} GPUs.", ways[0].num_gpus))

@@ -44,7 +44,7 @@ def test_what_the_line_keeps_for_others_is_left_alone(directory):
     mine = SimpleNamespace(kept=kept, ways=[Request()], place=None)
     line = SimpleNamespace(turn=lambda snapshot, ways: mine, served=lambda claim: None)
 
-    claim, _ = lock._attempt(machine, machine.sample(()), [Request()], directory, None, line)
+    claim, _ = lock._attempt(machine, machine.sample(()), [Request()], directory, None, line, (None, (), None))
 
     assert claim and [device.index for device in claim] == [0]
     claim.release()

@@ -136,7 +136,9 @@ def test_he_looks_again_after_two_seconds_or_at_the_end_of_his_time(monkeypatch,
     monkeypatch.setattr(lock.time, "monotonic", lambda: 1000.0)
     monkeypatch.setattr(lock.time, "sleep", pauses.append)
 
-    error = lock._look_later(OSError(errno.EMFILE, "too many"), True, 2, None, left and 1000.0 + left, None, 0.0)
+    error = lock._look_later(
+        OSError(errno.EMFILE, "too many"), Request(num_gpus=2), None, True, left and 1000.0 + left, None, []
+    )
 
     assert pauses == [pause]
     assert str(error).startswith("wanted 2 GPUs: what is free cannot be seen now")

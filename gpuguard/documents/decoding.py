@@ -121,7 +121,8 @@ class Decoder:
         if origin is collections.abc.Mapping:
             return self._mapping(node, arguments, path)
         if is_dataclass(hint):
-            return self._fields(node, typing.cast(type, hint), dict(self._pairs(node, path, keys_of(hint)[0])), path)
+            noun = typing.cast(type, hint)
+            return self._fields(node, noun, dict(self._pairs(node, path, keys_of(noun)[0])), path)
         return self._read(node, _SCALARS[hint], path)
 
     def _read(self, node: Node, reader: Reader, path: Path) -> Any:

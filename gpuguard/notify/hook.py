@@ -64,8 +64,8 @@ def deliver(target: Hook, message: Message) -> None:
         os.stat(name)
         ended = subprocess.run(
             command, input=content(message), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            timeout=target.timeout + _GRACE_SECONDS, check=False, cwd="/", env=_environment(message), start_new_session=True,
-            user=uid, group=gid, extra_groups=None if uid is None else [],
+            timeout=target.timeout + _GRACE_SECONDS, check=False, cwd="/", env=_environment(message),
+            start_new_session=True, user=uid, group=gid, extra_groups=None if uid is None else [],
         )  # fmt: skip
     except OSError as error:
         raise Undelivered(f"{name} cannot be run: {error.strerror}") from None
