@@ -95,7 +95,7 @@ def lock_best(
     outer: ClaimRecord | None,
     taken: dict[str, str],
     ticket: Ticket | None = None,
-    explain: Callable[[Claim], object] | None = None,
+    explain: Callable[[Claim], object] = lambda claim: None,
 ) -> Claim | None:
     """Lock the best devices and read them again; None, and nothing locked, when that cannot be had.
 
@@ -113,8 +113,7 @@ def lock_best(
             with Gate(directory):
                 claim = _locked(backend, snapshot, request, directory, outer, taken, held)
         if claim is not None:
-            if explain:
-                explain(claim)
+            explain(claim)
             return claim
     except BaseException:  # who holds a lock that nobody knows of keeps it as long as he runs
         if claim is None:
