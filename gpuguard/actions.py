@@ -258,10 +258,11 @@ def _warn(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:
 
 def _holders(verdict: Verdict, snapshot: Snapshot) -> tuple[int, ...]:
     """The processes that hold a claim under which none computes: its shell sits there."""
-    finding, claim = verdict.finding, (verdict.finding.subject.uid, verdict.finding.subject.claim)
-    if finding.processes:
-        return ()
-    return next((each.holders for each in snapshot.claims if (each.uid, each.id) == claim), ())
+    from gpuguard.model import claim_named
+
+    subject, processes = verdict.finding.subject, verdict.finding.processes
+    claim = None if processes else claim_named(snapshot.claims, subject.uid, subject.claim)
+    return claim.holders if claim else ()
 
 
 def _notify(verdict: Verdict, snapshot: Snapshot, context: Context) -> Outcome:

@@ -32,7 +32,7 @@ from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, try_flo
 from gpuguard.claims.records import MAX_BYTES, probe, read_record, record_path
 from gpuguard.claims.wishes import Letter, write
 from gpuguard.errors import ClaimError
-from gpuguard.model import ClaimRecord, GpuProcess, Snapshot
+from gpuguard.model import ClaimRecord, GpuProcess, Snapshot, claim_named
 from gpuguard.plainjson import loads
 from gpuguard.request import computes
 
@@ -236,12 +236,12 @@ def _held(directory: LockDirectory, claim: ClaimRecord) -> set[str]:
     outer = claim.id.partition(".")[0]
     if outer != claim.id and read_record(directory, claim.uid, outer):
         return set()  # inside of another one, whose the locks of these devices are
-    for one in probe(directory, claim.devices):
-        if (one.uid, one.id) == (claim.uid, claim.id):
-            shared = {name.partition(".slot")[0] for name in one.slots}
-            names = [*one.slots, *(uuid for uuid in one.devices if uuid not in shared)]
-            return {inode for name in names if (inode := inode_of(directory.lock_path(name)))}
-    return set()
+    seen = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
+    if seen is None:
+        return set()
+    shared = {name.partition(".slot")[0] for name in seen.slots}
+    names = [*seen.slots, *(uuid for uuid in seen.devices if uuid not in shared)]
+    return {inode for name in names if (inode := inode_of(directory.lock_path(name)))}
 
 
 def _lent(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:

@@ -20,7 +20,7 @@ from gpuguard.errors import BackendError, ClaimError
 from gpuguard.guards import identity
 from gpuguard.guards.case import INTERVALS, Context, boot_clock, enforced
 from gpuguard.guards.ledger import Against, Deed
-from gpuguard.model import WHO_FIELDS, ClaimRecord, Snapshot, Verdict
+from gpuguard.model import WHO_FIELDS, ClaimRecord, Snapshot, Verdict, claim_named
 from gpuguard.nouns import replace as changed
 from gpuguard.request import idle_limit
 from gpuguard.units import format_duration
@@ -89,15 +89,15 @@ def _claim(verdict: Verdict, snapshot: Snapshot, context: Context) -> ClaimRecor
     meant = subject.uid, subject.claim
     claim = read_record(context.directory, *meant)
     if claim is None and context.directory.keeper is not None:  # the daemon knows to whom it gave a lock
-        claim = next((each for each in snapshot.claims if (each.uid, each.id) == meant), None)
+        claim = claim_named(snapshot.claims, *meant)
     held = probe(context.directory, claim.devices) if claim else ()
-    return next((each for each in held if (each.uid, each.id) == meant), Against("claim", "it has ended"))
+    return claim_named(held, *meant) or Against("claim", "it has ended")
 
 
 def _said(case: Vacancy, snapshot: Snapshot, again: Snapshot, context: Context) -> Iterator[Against]:
     assert case.claim and case.grip and context.directory
     claims = probe(context.directory, case.claim.devices)
-    claim = next((each for each in claims if (each.uid, each.id) == (case.claim.uid, case.claim.id)), None)
+    claim = claim_named(claims, case.claim.uid, case.claim.id)
     if claim is None or set(claim.devices) != set(case.claim.devices):
         yield Against("claim", "it does not hold what it held just now")
         return

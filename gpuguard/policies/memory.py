@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from gpuguard.attribution import claims_on, places
 from gpuguard.hints import Annotated, Literal
-from gpuguard.model import ClaimRecord, Finding, Subject
+from gpuguard.model import ClaimRecord, Finding, Subject, claim_named
 from gpuguard.nouns import dataclass
 from gpuguard.policies.amounts import Amount, parse_memory_amount
 from gpuguard.policies.holders import USES
@@ -47,4 +47,5 @@ class Memory:
 
 
 def _share_of(subject: Subject, claims: Sequence[ClaimRecord]) -> int | None:
-    return next((one.memory for one in claims if (one.uid, one.id) == (subject.uid, subject.claim)), None)
+    claim = claim_named(claims, subject.uid, subject.claim)
+    return claim.memory if claim else None

@@ -23,7 +23,7 @@ from gpuguard.claims.releasing import NotPermitted, gripped, listens, users_of
 from gpuguard.claims.wishes import ENDING, REFUSED, RELEASED, STOP, YIELD, Letter, read, write
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.guards.case import boot_clock, has_ended
-from gpuguard.model import WHO_FIELDS, ClaimRecord, GpuProcess
+from gpuguard.model import WHO_FIELDS, ClaimRecord, GpuProcess, claim_named
 from gpuguard.nouns import replace
 from gpuguard.text import neutral_command
 from gpuguard.units import format_bytes, format_duration
@@ -74,9 +74,9 @@ def why_not(directory: LockDirectory, claim: ClaimRecord, backend: Backend) -> s
         BackendError: the driver cannot be read.
     """
     fresh = backend.sample(WHO_FIELDS, list(claim.devices))
-    claims = [each for each in probe(directory, claim.devices) if (each.uid, each.id) == (claim.uid, claim.id)]
-    snapshot = replace(fresh, claims=tuple(claims))
-    users, unknown = users_of(claims[0] if claims else claim, snapshot, look_up(snapshot))
+    seen = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
+    snapshot = replace(fresh, claims=(seen,) if seen else ())
+    users, unknown = users_of(seen or claim, snapshot, look_up(snapshot))
     if unknown:
         return f"whether somebody computes cannot be seen: {unknown}"
     return ", ".join(map(_in_words, users)) or None
@@ -193,9 +193,8 @@ class _Supervisor:
 
 def _holders(directory: LockDirectory, claim: ClaimRecord) -> tuple[int, ...]:
     """The processes that really hold its locks."""
-    return next(
-        (each.holders for each in probe(directory, claim.devices) if (each.uid, each.id) == (claim.uid, claim.id)), ()
-    )
+    seen = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
+    return seen.holders if seen else ()
 
 
 def _by_daemon(directory: LockDirectory, claim: ClaimRecord, letter: Letter, error: NotPermitted) -> str:

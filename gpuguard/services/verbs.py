@@ -26,7 +26,7 @@ from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.guards.case import INTERVALS, boot_clock
 from gpuguard.hints import TYPE_CHECKING, Any
 from gpuguard.marks import DENIED, MAX_REASON, QUARANTINED, Mark, change
-from gpuguard.model import Event, Snapshot
+from gpuguard.model import Event, Snapshot, claim_named
 from gpuguard.policies.outlook import Outlook
 from gpuguard.policychild import load_apart
 from gpuguard.request import resolve
@@ -100,7 +100,7 @@ def _release(desk: Desk, uid: int, request: Request) -> Mapping[str, Any]:
     snapshot = desk.snapshot()
     if boot_clock() - snapshot.clock > INTERVALS * desk.pause():
         raise ClaimError("the daemon does not see the devices now, so nobody knows whether they are used.  Try again.")
-    seen = next((each for each in snapshot.claims if (each.uid, each.id) == (claim.uid, claim.id)), claim)
+    seen = claim_named(snapshot.claims, claim.uid, claim.id) or claim
     users, unknown = users_of(seen, snapshot, look_up(snapshot))
     if users or unknown:
         raise ClaimError(unknown or f"pid {users[0].pid} computes under it: end it first.")
