@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.line.turn import InLine
 
+    _Details = tuple[str | None, Sequence[str], float | None]  # of a claim: its note, command and time limit
+
 POLL_SECONDS = 0.25  # between two looks at the locks while waiting: some 100 us each, no driver call
 DRIVER_SECONDS = 600.0  # in which a driver may fail whoever waits: it is being loaded anew, or its sampler was killed
 ASK_SECONDS = 2.0  # between two questions to the driver while locks are free but devices look busy, or nothing is seen
@@ -84,30 +86,62 @@ def acquire(
         OSError: no file, lock or memory is left for a look; who waits in line already looks again later instead.
     """
     outer, deadline = outer_claim(directory, environ), None if wait is None else time.monotonic() + wait
-    line, error, failures, details = None, None, list[float](), (note, command, time_limit)
+    lines: list[InLine] = []  # at most one, as soon as somebody waits
+    claim: Claim | None = None
+
+    def join() -> InLine:
+        lines.append(_in_line(backend, directory, priority, time_limit, expected, note, command))
+        return lines[0]
+
     try:
-        while True:
-            try:
-                if line is None and outer is None and (error or someone_waits(directory)):
-                    line = _in_line(backend, directory, priority, time_limit, expected, note, command)
-                bounded, snapshot = first_look(backend, (request, *alternatives), outer, environ, in_line=bool(line))
-                claim, error = _attempt(backend, snapshot, bounded, directory, outer, line, details)
-                if claim is not None:
-                    return claim
-                failures.clear()
-                if isinstance(error, ImpossibleRequest) or wait == 0:
-                    raise error
-                if outer:
-                    _await_sibling(snapshot, request, directory, deadline, error, on_wait)
-                elif line:  # else look once more, at all that its plan goes by
-                    error = line.sleep(snapshot, bounded, deadline, error, on_wait)
-            except (OSError, MemoryError, GpuguardError) as fault:
-                error = _look_later(fault, request, line, outer and error, deadline, on_wait, failures)
-            if deadline is not None and time.monotonic() >= deadline:
-                raise WaitTimeout.after(error)
-    finally:
-        if line:
+        ways, details = (request, *alternatives), (note, command, time_limit)
+        try:
+            claim = _wait_for(backend, ways, directory, wait, deadline, details, join, on_wait, outer, environ)
+        finally:
+            for line in lines:
+                line.leave()
+        return claim
+    except BaseException:  # Ctrl-C, and once more while it leaves: nobody would know of the claim, or of the place
+        for line in lines:
             line.leave()
+        if claim is not None:
+            claim.release()
+        raise
+
+
+def _wait_for(
+    backend: Backend,
+    ways: Sequence[Request],
+    directory: LockDirectory,
+    wait: float | None,
+    deadline: float | None,
+    details: _Details,
+    join: Callable[[], InLine],
+    on_wait: Callable[[NotEnoughGpus], None] | None,
+    outer: ClaimRecord | None,
+    environ: Mapping[str, str],
+) -> Claim:
+    """The claim, as soon as it can be had; *join* stands in line, once it is known that somebody waits."""
+    line, error, failures = None, None, list[float]()
+    while True:
+        try:
+            if line is None and outer is None and (error or someone_waits(directory)):
+                line = join()
+            bounded, snapshot = first_look(backend, ways, outer, environ, in_line=bool(line))
+            claim, error = _attempt(backend, snapshot, bounded, directory, outer, line, details)
+            if claim is not None:
+                return claim
+            failures.clear()
+            if isinstance(error, ImpossibleRequest) or wait == 0:
+                raise error
+            if outer:
+                _await_sibling(snapshot, ways[0], directory, deadline, error, on_wait)
+            elif line:  # else look once more, at all that its plan goes by
+                error = line.sleep(snapshot, bounded, deadline, error, on_wait)
+        except (OSError, MemoryError, GpuguardError) as fault:
+            error = _look_later(fault, ways[0], line, outer and error, deadline, on_wait, failures)
+        if deadline is not None and time.monotonic() >= deadline:
+            raise WaitTimeout.after(error)
 
 
 def _look_later(
@@ -162,7 +196,7 @@ def _attempt(
     directory: LockDirectory,
     outer: ClaimRecord | None,
     line: InLine | None,
-    details: tuple[str | None, Sequence[str], float | None],
+    details: _Details,
 ) -> tuple[Claim | None, NotEnoughGpus]:
     """A claim if it is our turn and devices can be had, with its record; else why not."""
 

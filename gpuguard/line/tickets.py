@@ -110,15 +110,16 @@ class Held:
             return b""
 
     def leave(self) -> None:
-        """Wait no longer.  Idempotent."""
+        """Wait no longer.  Idempotent, also after it was interrupted."""
         for path, descriptor in ((self._ticket, self._descriptor), (self._bell, self.bell)):
-            if descriptor >= 0:
-                with suppress(OSError):
-                    if is_same_file(descriptor, path):
-                        os.unlink(path)
-                with suppress(OSError):
+            with suppress(OSError):
+                if descriptor >= 0 and is_same_file(descriptor, path):
+                    os.unlink(path)
+        ours, self._descriptor, self.bell = (self._descriptor, self.bell), -1, -1
+        for descriptor in ours:
+            with suppress(OSError):
+                if descriptor >= 0:
                     os.close(descriptor)
-        self._descriptor = self.bell = -1
 
 
 def _new_bell(path: str) -> int:

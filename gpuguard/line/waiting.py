@@ -50,16 +50,18 @@ class Waiter:
         self, directory: LockDirectory, uuids: Sequence[str], ticket: Ticket, look: Callable[[bool], Standing]
     ) -> None:
         self._directory, self._uuids, self._look = directory, uuids, look
-        self._queue = open_lock(directory, "queue")
-        try:
-            self._held = Held(directory, ticket_content(ticket))
-        except BaseException:
-            os.close(self._queue)
-            raise
-        self.ticket = replace(ticket, id=self._held.id)
         self._leads: Leader | None = None
         self._leader = Processes()  # whose end makes us try to lead
         self._wakes, self._woken = WAKES, time.monotonic()
+        self._queue, held = open_lock(directory, "queue"), None
+        try:
+            self._held = held = Held(directory, ticket_content(ticket))
+            self.ticket = replace(ticket, id=held.id)
+        except BaseException:
+            if held:
+                held.leave()
+            os.close(self._queue)
+            raise
 
     def sleep(self, seconds: float | None, tell: Callable[[], object], every: float | None = None) -> None:
         """Return when it is worth to try, and after *seconds*; *tell* is called *every* so many if that is not None."""
@@ -88,14 +90,14 @@ class Waiter:
                     return
 
     def leave(self) -> None:
-        """Wait no longer, and let somebody else lead.  Idempotent."""
+        """Wait no longer, and let somebody else lead.  Idempotent, also after it was interrupted."""
         if self._queue < 0:
             return
         self._held.leave()
         self._leader.close()
         self.stand_aside()
-        os.close(self._queue)
-        self._queue = -1
+        queue, self._queue = self._queue, -1
+        os.close(queue)
 
     def stand_aside(self) -> None:
         """Let somebody else lead, if we do: others would wait for whoever cannot look.  Our place stays."""
