@@ -27,7 +27,7 @@ from gpuguard.lock import acquire
 from gpuguard.request import Request
 
 MOST = 1_000_000  # points; there are 12,000 at most
-LAST = 300
+LAST = 200
 # Of one who came not to its __exit__.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 PACKAGE = str(Path(gpuguard.__file__).parent)
@@ -56,12 +56,13 @@ def first_leftover(
 ) -> tuple[str, object] | None:
     """The first point at which an interrupt of *do* leaves something, with what *left* says; None when none does.
 
-    Tries *each* so many-th point, and all of the last LAST.
+    Tries the last LAST points, from the end on, and *each* so many-th before: a file that stays open, of an open()
+    whose result was lost, adds some points to those that come.
     """
     whole = interrupted(do, MOST, undo)
     assert not whole.point
     points = MOST - whole.left
-    for countdown in sorted({*range(0, points, each), *range(max(0, points - LAST), points)}):
+    for countdown in [*reversed(range(max(0, points - LAST), points)), *range(0, points - LAST, each)]:
         interrupt = interrupted(do, countdown, undo)
         if remains := left():
             return interrupt.point, remains
