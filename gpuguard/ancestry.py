@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gpuguard.attribution import Seen
-from gpuguard.backends.processes import alive, read_proc
+from gpuguard.backends.processes import PARENT, START, STATE, alive, read_proc
 from gpuguard.model import Snapshot
 from gpuguard.nouns import replace
 
@@ -86,9 +86,9 @@ def _look(pid: int, stat: Stat | None, closely: bool) -> Seen | None:
         if stat is None:
             return None
         if not closely:
-            return _made(stat[0], stat[1], stat[19])
+            return _made(stat[STATE], stat[PARENT], stat[START])
         uid, inner = _status(pid) or (None, None)
-        return replace(_made(stat[0], stat[1], stat[19]), inner_pid=inner, uid=uid)
+        return replace(_made(stat[STATE], stat[PARENT], stat[START]), inner_pid=inner, uid=uid)
     except (IndexError, ValueError):
         return None
 

@@ -322,17 +322,7 @@ class _Job:
             return ended
         status, die_of = self.final_status()
         try:
-            outcome = patiently(
-                settle.wait_until_free,
-                tuple(self.claim),
-                self.backend,
-                pause=self.pause,
-                say=self.say,
-                seen=self.meter.add_last if self.meter.counts else None,
-                tolerance=tolerance,
-                others=self.others,
-                longest=settle.SETTLE_SECONDS if self.claim.memory is None else settle.SHARED_SETTLE_SECONDS,
-            )
+            outcome = patiently(self.settling(tolerance).wait_until_free)
             self.claim.release()
         except settle.Left as left:
             # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
@@ -343,6 +333,19 @@ class _Job:
         )
         _record("release", outcome, self.claim, message=self.ending.why, ended=ended)
         return ended
+
+    def settling(self, tolerance: int) -> settle.Settling:
+        """What the claim waits for now."""
+        return settle.Settling(
+            tuple(self.claim),
+            self.backend,
+            pause=self.pause,
+            say=self.say,
+            seen=self.meter.add_last if self.meter.counts else None,
+            tolerance=tolerance,
+            others=self.others,
+            longest=settle.SETTLE_SECONDS if self.claim.memory is None else settle.SHARED_SETTLE_SECONDS,
+        )
 
     def exec_error(self) -> int | None:
         """The errno with which exec failed, or None."""

@@ -77,7 +77,7 @@ DIAGNOSES = [
         without_driver(DriverMismatch("x", "560.1", "550.2")),
         FAULT,
         "library 560.1, kernel module 550.2",
-        "Reboot",
+        "systemctl stop gpuguard",
     ),
     ("versions", {"kernel_version": "535.1"}, WARNING, "535.1", "Reboot"),
     (
@@ -85,7 +85,7 @@ DIAGNOSES = [
         {"snapshot": a_snapshot(a_device(problems=("lost",)), a_device())},
         FAULT,
         "1 of 2 unhealthy: GPU 0: lost",
-        "-r",
+        "after `sudo systemctl stop gpuguard`",
     ),
     ("processes", {"snapshot": a_snapshot(a_device(processes=None))}, WARNING, "no process list of GPU 0", "memory"),
     (

@@ -132,7 +132,7 @@ DEAF = ("sh", "-c", "trap '' TERM; sleep 60 & wait; wait")
     ("module", "owner", "name", "words", "status"),
     [
         ("posixpath", "os", "pidfd_open", ("--", "sh", "-c", "exit 6"), 6),
-        ("gpuguard.jobs", "settle", "wait_until_free", ("--", "sh", "-c", "exit 6"), 6),
+        ("gpuguard.jobs.settle", "Settling", "wait_until_free", ("--", "sh", "-c", "exit 6"), 6),
         ("gpuguard.jobs", "ending", "descendants", ("--time-limit", "500ms", "--grace", "200ms", "--", *DEAF), 124),
         ("gpuguard.jobs", "ending", "status_of", ("--time-limit", "500ms", "--", "sleep", "60"), 124),
     ],
@@ -171,7 +171,7 @@ def test_a_process_that_cannot_be_looked_at_for_want_of_a_descriptor_is_not_take
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
 
-    monkeypatch.setattr(settle, "open", full, raising=False)
+    monkeypatch.setattr(os, "open", full)
 
     with pytest.raises(OSError, match="Too many open files in system"):
         settle.descendants()

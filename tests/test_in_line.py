@@ -225,9 +225,9 @@ def test_a_mark_that_ends_by_itself_changes_the_line_then_and_its_file_is_watche
     change(directory, kind, lambda found: found.update({name: Mark(name, now, until, "a reason")}))
     line = stand(directory, Machine(*DEVICES).sample(()), Rules(fair_share=False))
 
-    assert line.changes_at == (until or float("inf"))
-    assert any(path.endswith(f"{kind}.json") for path in line.mark_files)
+    assert line.facts.changes_at == (until or float("inf"))
+    assert any(path.endswith(f"{kind}.json") for path in line.facts.mark_files)
 
 
 def test_without_marks_no_file_is_watched(directory):
-    assert stand(directory, Machine(*DEVICES).sample(()), Rules(fair_share=False)).mark_files == ()
+    assert stand(directory, Machine(*DEVICES).sample(()), Rules(fair_share=False)).facts.mark_files == ()

@@ -13,7 +13,7 @@ from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, 
 from gpuguard.line import leading
 from gpuguard.line.leading import Leader
 from gpuguard.line.plan import Place
-from gpuguard.line.standing import Standing
+from gpuguard.line.standing import Facts, Standing
 from gpuguard.request import Request, idle_limit
 
 UNIX = 1_700_000_000.0
@@ -43,10 +43,9 @@ class Led:
         self.now += self.cost
         return self.line
 
-    def standing(self, *places: Place, devices=(IDLE,), **fields) -> Standing:
+    def standing(self, *places: Place, devices=(IDLE,), deaf=frozenset(), **fields) -> Standing:
         given = places or (a_place("somebody"),)
-        facts = {"claims": (), "bookings": (), "changes_at": float("inf"), "mark_files": (), "now": UNIX, **fields}
-        self.line = Standing(given, (), a_snapshot(*devices), **facts)
+        self.line = Standing(given, (), a_snapshot(*devices), Facts(**fields), UNIX, deaf)
         return self.line
 
     def look(self, own: str = "own") -> float:
@@ -210,7 +209,7 @@ def test_he_is_awake_when_something_is_over_by_itself(led, after, seconds):
 
 
 def test_when_the_driver_did_not_answer_he_asks_again_after_ten_seconds(led):
-    led.line = Standing((), (), a_snapshot(IDLE), (), (), float("inf"), (), UNIX)
+    led.line = Standing((), (), a_snapshot(IDLE), Facts(), UNIX)
 
     assert led.look() == 10.0
 

@@ -196,9 +196,9 @@ class LineMachine(RuleBasedStateMachine):
                 claim = attempt.lock_best(self.machine, snapshot, job.request, self.directory, None, dict(kept))
                 assert claim or not fits or job.request.share or kept
                 if claim:
-                    arrive(self.directory, line.bookings)
+                    arrive(self.directory, line.facts.bookings)
                     devices = {each.uuid for each in claim}
-                    here = [one for one in line.bookings if not devices.isdisjoint(one.devices)]
+                    here = [one for one in line.facts.bookings if not devices.isdisjoint(one.devices)]
                     claim.arrivals = arrive(self.directory, here)
                     claim.explain(self.directory, None, (), ends=job.limit and self.model.now + job.limit)
                     self.waiting.remove((held, job))

@@ -22,7 +22,7 @@ from gpuguard.line.keys import parse
 from gpuguard.line.order import Rules, Ticket
 from gpuguard.line.plan import Place
 from gpuguard.line.reservations import Judged, Reserved
-from gpuguard.line.standing import Standing
+from gpuguard.line.standing import Facts, Standing
 from gpuguard.line.tickets import Held, Torn, ticket_content
 from gpuguard.lock import acquire
 from gpuguard.request import Request
@@ -48,7 +48,7 @@ NOTHING = Reserved()
 
 def a_line(*places, torn=(), claims=(), reserved=NOTHING, **snapshot):
     seen = a_snapshot(a_device(), a_device(), claims=claims, **snapshot)
-    return Standing(places, torn, seen, claims, (), float("inf"), (), NOW, reserved=reserved)
+    return Standing(places, torn, seen, Facts(claims=claims, reserved=reserved), NOW)
 
 
 def text(*places, site=None, width=None, **line):

@@ -191,7 +191,7 @@ def asked_after_a_job(
     """What a driver is asked whose device *held* so much before a job that left all children but *others*: none."""
     driver = Driver(memory_used)
     there = settle.children() or frozenset()
-    outcome = settle.wait_until_free(
+    settling = settle.Settling(
         (a_device(0, memory_used=held, processes=tuple(before)),),
         driver,
         pause=lambda seconds: None,
@@ -201,6 +201,7 @@ def asked_after_a_job(
         others=there if others is None else frozenset(others),
         longest=0.0,
     )
+    outcome = settling.wait_until_free()
     assert outcome == ("settled" if not memory_used or memory_used <= held + 512 * MIB else "memory did not settle")
     return driver.asked
 

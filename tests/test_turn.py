@@ -16,7 +16,7 @@ from gpuguard.line import turn
 from gpuguard.line.booking import Booking, clock_text
 from gpuguard.line.order import Rules
 from gpuguard.line.plan import Place
-from gpuguard.line.standing import Standing
+from gpuguard.line.standing import Facts, Standing
 from gpuguard.line.turn import Turn, in_words, new_ticket, promised
 from gpuguard.marks import DENIED, Mark
 from gpuguard.request import Request
@@ -37,8 +37,7 @@ def a_place(name="mine", number=1, start=None, way=ONE, devices=(FIRST,), ways=(
 
 
 def a_line(*places: Place, **fields) -> Standing:
-    facts = {"claims": (), "bookings": (), "changes_at": float("inf"), "mark_files": (), "now": NOW, **fields}
-    return Standing(places, (), a_snapshot(*DEVICES), **facts)
+    return Standing(places, (), a_snapshot(*DEVICES), Facts(**fields), NOW)
 
 
 def said(place: Place, *before: Place, **fields) -> str:

@@ -256,10 +256,11 @@ def _refuse_another_version(reply: tuple[object, ...]) -> None:
 
 
 def _is_runnable(pid: int) -> bool:
+    from gpuguard.backends.processes import STATE, stat_fields  # the driver hangs: time enough to load it
+
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b") ")[2][:1] == b"R"
-    except OSError:
+        return stat_fields(pid)[STATE] == b"R"
+    except (OSError, IndexError):
         return False
 
 

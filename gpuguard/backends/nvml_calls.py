@@ -136,7 +136,7 @@ def _init_error(nvml: Any, answer: Answer) -> BackendError:
         return DriverMismatch(
             f"the driver library is of version {library or 'unknown'}, the loaded kernel module of version "
             f"{kernel or 'unknown'}: the driver was updated while the old module was in use.\n"
-            "Reboot, or end all GPU processes and reload the module: "
+            "Reboot; or end all GPU processes and who watches them (`systemctl stop gpuguard`) and reload the module: "
             "`sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia`.",
             library,
             kernel,

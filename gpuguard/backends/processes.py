@@ -30,6 +30,9 @@ _HIDDEN = b"0 0 0 0 "
 _GONE = " (deleted)"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
+# Where stat_fields() has what; in proc_pid_stat(5) the state is the third.
+STATE, PARENT, GROUP, SESSION, TERMINAL, START = 0, 1, 2, 3, 4, 19
+
 # What is read about a process costs 0.5 ms: a daemon that looks once per second keeps it.
 FACTS_SECONDS = 60.0
 COMMAND_SECONDS = 30.0  # within which a title is seen that a program writes over its command line; another one at once
@@ -277,7 +280,7 @@ def life_in(line: bytes, before: Life | None = None) -> Life | None:
     # With the name they stand for the command line, whose reading takes as long.  Zeros: not shown to this user.
     places = fields[42] if len(fields) > 42 else _HIDDEN
     try:
-        return int(fields[19]) / _TICKS, name, None if places.startswith(_HIDDEN) else b" " + places
+        return int(fields[START]) / _TICKS, name, None if places.startswith(_HIDDEN) else b" " + places
     except ValueError:  # of something that is no kernel's
         return None
 
@@ -351,6 +354,19 @@ def read_proc(path: str, limit: int = 4096) -> bytes | None:
         return os.read(descriptor, limit)
     except OSError:  # it has ended since
         return None
+    finally:
+        os.close(descriptor)
+
+
+def stat_fields(pid: int) -> list[bytes]:
+    """The words of /proc/PID/stat from the state on: the name before it may itself hold blanks and brackets.
+
+    Raises:
+        OSError: the process has ended or is hidden, or there is no descriptor left.
+    """
+    descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, 4096).rpartition(b")")[2].split()
     finally:
         os.close(descriptor)
 

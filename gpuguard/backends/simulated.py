@@ -277,8 +277,7 @@ def _is_alive(use: Use) -> bool:
     from gpuguard.backends import processes
 
     try:
-        with os.fdopen(os.open(f"/proc/{use.pid}/stat", os.O_RDONLY | os.O_CLOEXEC), "rb") as stat:
-            state = stat.read().rpartition(b") ")[2][:1]
+        state = processes.stat_fields(use.pid)[processes.STATE]
     except (FileNotFoundError, ProcessLookupError):
         return processes.alive(use.pid)  # gone, or hidden from this user (hidepid)
     # The driver takes the memory back when a process exits, not when its parent gets round to reaping it.

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from gpuguard.backends.apart import in_time
-from gpuguard.backends.processes import LONGEST, read_memory, read_text
+from gpuguard.backends.processes import GROUP, LONGEST, PARENT, START, TERMINAL, read_memory, read_text, stat_fields
 from gpuguard.nouns import dataclass
 
 # Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
@@ -35,7 +35,6 @@ SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap
 
 _DRIVER_MAPPED = re.compile(rb"\S+ \S+ \S+ \S+ \d+ +/dev/nvidia[\w/-]*\n")  # a line of /proc/PID/maps
 _NS_GET_USERNS = 0xB701  # ioctl_nsfs(2): a descriptor of the user namespace that owns another namespace
-_STAT_PARENT, _STAT_GROUP, _STAT_TERMINAL, _STAT_START = 1, 2, 4, 19  # fields of /proc/PID/stat behind the name
 
 
 @dataclass(frozen=True)
@@ -72,17 +71,20 @@ def facts_of(pid: int) -> Facts | None:
 
 
 def _facts_of(pid: int) -> Facts | None:
-    fields = (read_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    try:
+        fields = stat_fields(pid)
+    except OSError:
+        return None
     status = dict(line.partition(":")[::2] for line in (read_text(f"/proc/{pid}/status") or "").splitlines())
     command, cgroup = read_memory(pid, "cmdline", LONGEST), read_text(f"/proc/{pid}/cgroup")
     executable, owner, in_place = _executable(pid)
     try:
         return Facts(
-            start_time=int(fields[_STAT_START]) / os.sysconf("SC_CLK_TCK"),
+            start_time=int(fields[START]) / os.sysconf("SC_CLK_TCK"),
             uids=tuple(int(word) for word in status["Uid"].split()),
-            parent=int(fields[_STAT_PARENT]),
-            group=int(fields[_STAT_GROUP]),
-            terminal=int(fields[_STAT_TERMINAL]),
+            parent=int(fields[PARENT]),
+            group=int(fields[GROUP]),
+            terminal=int(fields[TERMINAL]),
             tracer=int(status["TracerPid"]),
             caught=int(status["SigCgt"], 16),
             executable=executable,
@@ -151,10 +153,11 @@ def ancestors(pid: int) -> frozenset[int]:
     """The parents of *pid* up to the first process."""
     found: set[int] = set()
     while pid > 1:
-        fields = (read_text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-        if len(fields) <= _STAT_PARENT or not fields[_STAT_PARENT].isdigit():
+        try:
+            pid = int(stat_fields(pid)[PARENT])
+        except (OSError, IndexError, ValueError):
             break
-        if (pid := int(fields[_STAT_PARENT])) in found:
+        if pid in found:
             break
         found.add(pid)
     return frozenset(found)

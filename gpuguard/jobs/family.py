@@ -12,6 +12,7 @@ import os
 import resource
 import select
 
+from gpuguard.backends.processes import GROUP, PARENT, SESSION, START, STATE, stat_fields
 from gpuguard.errors import GpuguardError
 from gpuguard.nouns import dataclass
 
@@ -137,10 +138,9 @@ def processes() -> dict[int, Kin]:
 def kin_of(pid: int) -> Kin | None:
     """Where a process stands; None: it has ended, or cannot be seen."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b") ")[2].split()
-        if fields[0] in (b"Z", b"X"):
+        fields = stat_fields(pid)
+        if fields[STATE] in (b"Z", b"X"):
             return None
-        return Kin(int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+        return Kin(*(int(fields[place]) for place in (PARENT, GROUP, SESSION, START)))
     except (OSError, IndexError, ValueError):
         return None

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import time
 
+from gpuguard.backends.processes import PARENT, START, STATE, stat_fields
 from gpuguard.errors import BackendError, shortage
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESSES
+from gpuguard.nouns import dataclass
 
 TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
@@ -49,18 +51,9 @@ class Left(Exception):
         self.users = users
 
 
-def wait_until_free(
-    devices: Sequence[Device],
-    backend: Backend,
-    *,
-    pause: Callable[[float], int | None],
-    say: Callable[[str], None],
-    seen: Callable[[Snapshot], None] | None,
-    tolerance: int,
-    others: frozenset[Process] = frozenset(),
-    longest: float = SETTLE_SECONDS,
-) -> str:
-    """Wait until no process of the job uses *devices* and their memory is back where it was.
+@dataclass(frozen=True)
+class Settling:
+    """The devices of a job that has ended, and what their claim waits for.
 
     Args:
         devices: the claimed devices as they were before the job.
@@ -71,70 +64,82 @@ def wait_until_free(
         tolerance: bytes above the state before the job that count as free.
         others: children of this process that are not of the job, from before it.
         longest: seconds to wait for memory that no process holds any more.
-
-    Returns:
-        "settled", "memory did not settle", "driver unreachable", or "interrupted".
-
-    Raises:
-        Left: a signal came while processes of the job still use a device.
     """
-    try:
-        # A list of processes is the dearest that a driver is asked for (4.5 ms): not where nobody of the job lives, and
-        # the devices hold no more than before whoever is on it.
-        if _only(others) and _is_clear(_sample(devices, backend, seen, (MEMORY,)), devices, tolerance):
-            return SETTLED
-        snapshot = _sample(devices, backend, seen)
-        snapshot = _wait_for_users(snapshot, devices, backend, pause, say, seen)
-        return _wait_for_memory(snapshot, devices, backend, pause, say, seen, tolerance, longest)
-    except BackendError:
-        return DRIVER_UNREACHABLE
 
+    devices: Sequence[Device]
+    backend: Backend
+    pause: Callable[[float], int | None]
+    say: Callable[[str], None]
+    seen: Callable[[Snapshot], None] | None
+    tolerance: int
+    others: frozenset[Process] = frozenset()
+    longest: float = SETTLE_SECONDS
 
-def _wait_for_users(
-    snapshot: Snapshot,
-    devices: Sequence[Device],
-    backend: Backend,
-    pause: Callable[[float], int | None],
-    say: Callable[[str], None],
-    seen: Callable[[Snapshot], None] | None,
-) -> Snapshot:
-    told: set[int] = set()
-    while users := users_of(snapshot, devices):
-        if not users.keys() <= told:
-            say(f"the job ended, but {_in_words(users)}: the claim stays until that ends.")
-            told |= users.keys()
-        if signum := pause(USER_POLL_SECONDS):
-            raise Left(signum, _in_words(users))
+    def wait_until_free(self) -> str:
+        """Wait until no process of the job uses the devices and their memory is back where it was.
+
+        Returns:
+            "settled", "memory did not settle", "driver unreachable", or "interrupted".
+
+        Raises:
+            Left: a signal came while processes of the job still use a device.
+        """
         try:
-            snapshot = _sample(devices, backend, seen)
+            # A list of processes is the dearest that a driver is asked for (4.5 ms): not where nobody of the job lives,
+            # and the devices hold no more than before whoever is on it.
+            if _only(self.others) and self._is_clear(self._sample((MEMORY,))):
+                return SETTLED
+            return self._wait_for_memory(self._wait_for_users(self._sample()))
         except BackendError:
-            continue  # those that were seen to use a device are believed to use it as long as they live
-    return snapshot
+            return DRIVER_UNREACHABLE
 
+    def _wait_for_users(self, snapshot: Snapshot) -> Snapshot:
+        told: set[int] = set()
+        while users := users_of(snapshot, self.devices):
+            if not users.keys() <= told:
+                self.say(f"the job ended, but {_in_words(users)}: the claim stays until that ends.")
+                told |= users.keys()
+            if signum := self.pause(USER_POLL_SECONDS):
+                raise Left(signum, _in_words(users))
+            try:
+                snapshot = self._sample()
+            except BackendError:
+                continue  # those that were seen to use a device are believed to use it as long as they live
+        return snapshot
 
-def _wait_for_memory(
-    snapshot: Snapshot,
-    devices: Sequence[Device],
-    backend: Backend,
-    pause: Callable[[float], int | None],
-    say: Callable[[str], None],
-    seen: Callable[[Snapshot], None] | None,
-    tolerance: int,
-    longest: float,
-) -> str:
-    began, delay, told = time.monotonic(), POLL_SECONDS[0], False
-    while full := [device.index for device in devices if _residue(snapshot, device) > tolerance]:
-        waited = time.monotonic() - began
-        if waited > longest:
-            return NOT_SETTLED
-        if waited > QUIET_SECONDS and not told:
-            say(f"the job ended; waiting for the driver to free the memory of GPU {', '.join(map(str, full))} ...")
-            told = True
-        if pause(delay):
-            return INTERRUPTED
-        delay = min(delay * 1.5, POLL_SECONDS[1])
-        snapshot = _sample(devices, backend, seen)
-    return SETTLED
+    def _wait_for_memory(self, snapshot: Snapshot) -> str:
+        began, delay, told = time.monotonic(), POLL_SECONDS[0], False
+        while full := [device.index for device in self.devices if _residue(snapshot, device) > self.tolerance]:
+            waited = time.monotonic() - began
+            if waited > self.longest:
+                return NOT_SETTLED
+            if waited > QUIET_SECONDS and not told:
+                gpus = ", ".join(map(str, full))
+                self.say(f"the job ended; waiting for the driver to free the memory of GPU {gpus} ...")
+                told = True
+            if self.pause(delay):
+                return INTERRUPTED
+            delay = min(delay * 1.5, POLL_SECONDS[1])
+            snapshot = self._sample()
+        return SETTLED
+
+    def _is_clear(self, snapshot: Snapshot) -> bool:
+        """Whether the devices hold no more than before the job, whoever holds it."""
+        for before in self.devices:
+            now, used_before = snapshot.device(before.uuid), _unaccounted(before)
+            if now is None or now.memory_used is None or used_before is None:
+                return False
+            if now.memory_used - used_before > self.tolerance:
+                return False
+        return True
+
+    def _sample(self, asked: Collection[str] = (MEMORY, PROCESSES)) -> Snapshot:
+        fields = {*asked, POWER} if self.seen else {*asked}
+        fields |= {HEALTH} if any(device.parent_uuid for device in self.devices) else set()
+        snapshot = self.backend.sample(fields, [device.uuid for device in self.devices])
+        if self.seen:
+            self.seen(snapshot)
+        return snapshot
 
 
 def users_of(snapshot: Snapshot, devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
@@ -174,9 +179,8 @@ def descendants() -> dict[int, int]:
 def status_of(pid: int) -> tuple[str, int, int] | None:
     """State letter, parent and start time (clock ticks since boot) of *pid*; None when there is none."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b") ")[2].split()
-        return fields[0].decode("ascii"), int(fields[1]), int(fields[19])
+        fields = stat_fields(pid)
+        return fields[STATE].decode("ascii"), int(fields[PARENT]), int(fields[START])
     except OSError as error:
         if shortage(error):  # it has not ended for that
             raise
@@ -218,29 +222,6 @@ def _only(others: frozenset[Process]) -> bool:
     """Whether no child lives but *others*."""
     living = children()
     return living is not None and living <= others
-
-
-def _sample(
-    devices: Sequence[Device],
-    backend: Backend,
-    seen: Callable[[Snapshot], None] | None,
-    asked: Collection[str] = (MEMORY, PROCESSES),
-) -> Snapshot:
-    fields = {*asked, POWER} if seen else {*asked}
-    fields |= {HEALTH} if any(device.parent_uuid for device in devices) else set()
-    snapshot = backend.sample(fields, [device.uuid for device in devices])
-    if seen:
-        seen(snapshot)
-    return snapshot
-
-
-def _is_clear(snapshot: Snapshot, devices: Sequence[Device], tolerance: int) -> bool:
-    """Whether *devices* hold no more than before the job, whoever holds it."""
-    for before in devices:
-        now, used_before = snapshot.device(before.uuid), _unaccounted(before)
-        if now is None or now.memory_used is None or used_before is None or now.memory_used - used_before > tolerance:
-            return False
-    return True
 
 
 def _residue(snapshot: Snapshot, before: Device) -> int:

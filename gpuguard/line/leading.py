@@ -107,7 +107,7 @@ class Leader:
         self._look_at = now + self._next_look(line, told=any(place.now for place in line.places))
         self._checks = self._checks or self._poll(now)
         if self._watch:
-            self._watch.follow(line.mark_files)
+            self._watch.follow(line.facts.mark_files)
         return any(one.id == own for one in meant)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Leader:
         """Seconds until the driver is asked although nothing is known to have ended."""
         if not line.places:
             return SAMPLE_SECONDS  # the driver did not answer
-        claimed = {uuid for claim in line.claims for uuid in claim.devices}
+        claimed = {uuid for claim in line.facts.claims for uuid in claim.devices}
         unclaimed = [device for device in line.snapshot.devices if device.uuid not in claimed]
         pids = [process.pid for device in unclaimed for process in device.processes or ()]
         deaf = self._strangers.watch(pids[:STRANGERS])
@@ -168,13 +168,13 @@ class Leader:
             deaf
             or len(pids) > STRANGERS
             or any(way.max_util is not None or way.max_temperature is not None or way.share for way in ways)
-            or any(claim.since is None for claim in line.claims)  # no record: nobody tells of its end
+            or any(claim.since is None for claim in line.facts.claims)  # no record: nobody tells of its end
         ):
             pause = SAMPLE_SECONDS
         if deaf or any(_is_settling(device) for device in unclaimed):
             pause = min(pause, self._settling)
             self._settling = min(SAMPLE_SECONDS, self._settling * 2)
-        pause = min(pause, max(0.0, line.changes_at - line.now) + CHECK_SECONDS[0])
+        pause = min(pause, max(0.0, line.facts.changes_at - line.now) + CHECK_SECONDS[0])
         return min(pause, self._pause) if told else pause
 
 

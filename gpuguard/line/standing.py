@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from gpuguard.backends.processes import STATE, stat_fields
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.shares import sharing_of
 from gpuguard.errors import InvalidRequest
@@ -59,13 +60,9 @@ class Standing:
     places: tuple[Place, ...]
     torn: tuple[Torn, ...]
     snapshot: Snapshot
-    claims: Sequence[ClaimRecord]
-    bookings: tuple[Booking, ...]
-    changes_at: float
-    mark_files: tuple[str, ...]
+    facts: Facts
     now: float
     deaf: frozenset[str] = frozenset()  # ids of tickets that are passed over, because nobody hears when it is his turn
-    reserved: Reserved = field(default_factory=Reserved)
 
     def of(self, ticket_id: str) -> Place | None:
         """The place of a ticket."""
@@ -110,18 +107,7 @@ def standing(
     while True:
         places = plan(order(tickets, usage, rules, now), machine, usage, rules, now)
         if all(listens(directory, place.ticket) for place in places if place.now and place.ticket.id != own):
-            return Standing(
-                tuple(places),
-                tuple(torn),
-                snapshot,
-                tuple(facts.claims),
-                facts.bookings,
-                facts.changes_at,
-                facts.mark_files,
-                now,
-                frozenset(deaf),
-                facts.reserved,
-            )
+            return Standing(tuple(places), tuple(torn), snapshot, facts, now, frozenset(deaf))
         # Where one does not, many may: somebody has stopped the script that started them all.
         deaf |= {one.id: "it does not answer" for one in tickets if one.id != own and not listens(directory, one)}
         tickets = _passed_over(tickets, deaf)
@@ -232,7 +218,6 @@ def _stands_still(ticket: Ticket) -> bool:
 def is_stopped(pid: int) -> bool:
     """Whether a process stands still (Ctrl-Z)."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        return stat_fields(pid)[STATE] in (b"T", b"t")
     except (OSError, IndexError):
         return False

@@ -102,7 +102,7 @@ class InLine:
             turn = self._turn(self._closer(snapshot), ways, mine)
         self._was_turn, self._was_called = bool(turn.ways), False
         # Whoever has to wait for what is reserved for him has come, too.
-        self._bookings = turn.line.bookings
+        self._bookings = turn.line.facts.bookings
         arrive(self._directory, self._bookings)
         return turn
 
@@ -331,7 +331,7 @@ def in_words(place: Place, line: Standing) -> str:
 def _who(name: str, line: Standing) -> str:
     other = line.of(name)
     if other is None:
-        booking = next((one for one in line.bookings if one.id == name), None)
+        booking = next((one for one in line.facts.bookings if one.id == name), None)
         return _reservation(booking, line.now) if booking else f"reservation {name}"
     return f"{other.ticket.user}'s request for {other.ticket.num_gpus}, which came before"
 
@@ -344,7 +344,7 @@ def _reservation(booking: Booking, now: float) -> str:
 
 def _and_then(place: Place, line: Standing) -> str:
     """When it starts if it waits for the end of a reservation, and how it could start before it."""
-    booking = next((one for one in line.bookings if one.id == place.passes), None)
+    booking = next((one for one in line.facts.bookings if one.id == place.passes), None)
     if booking is None:
         return ""
     later = f"; starts in about {_until(place.start, line)}" if place.start is not None else ""
@@ -359,7 +359,7 @@ def _until(start: float, line: Standing) -> str:
 
 def _freed_by(place: Place, line: Standing) -> str:
     """Which device is the last one to be free, and what says so."""
-    for booking in line.bookings:
+    for booking in line.facts.bookings:
         if place.start is not None and abs(booking.ends - place.start) < 1.0:
             return f"after {_reservation(booking, line.now)}"
     for uuid in place.devices:
@@ -391,7 +391,7 @@ def _unknown_ends(place: Place, line: Standing) -> str:
 
 
 def _last_claim(uuid: str, line: Standing) -> ClaimRecord | None:
-    return next((claim for claim in line.claims if uuid in claim.devices), None)
+    return next((claim for claim in line.facts.claims if uuid in claim.devices), None)
 
 
 def _index(uuid: str, line: Standing) -> str:

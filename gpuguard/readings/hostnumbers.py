@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 
-from gpuguard.backends.processes import read_proc
+from gpuguard.backends.processes import START, STATE, read_proc, stat_fields
 
+_UTIME, _STIME, _RSS = 11, 12, 21  # further words of stat_fields()
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MIB = 2**20
@@ -48,12 +49,12 @@ class HostNumbers:
         """
         now, seconds, resident, count = time.monotonic(), {}, 0, 0
         for member in members:
-            fields = (read_proc(f"/proc/{member}/stat") or b"").rpartition(b")")[2].split()
-            if len(fields) > 21 and fields[0] not in (b"Z", b"X"):
-                try:
-                    user, system, start, pages = (int(fields[place]) for place in (11, 12, 19, 21))
-                except ValueError:  # of something that is no kernel's
-                    continue
+            try:
+                fields = stat_fields(member)
+                user, system, start, pages = (int(fields[place]) for place in (_UTIME, _STIME, START, _RSS))
+            except (OSError, IndexError, ValueError):  # it has ended; or this is no kernel's
+                continue
+            if fields[STATE] not in (b"Z", b"X"):
                 seconds[member, start] = (user + system) / _TICKS
                 resident, count = resident + pages * _PAGE, count + 1
         if not count:

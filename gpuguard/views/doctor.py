@@ -135,7 +135,7 @@ def _versions(facts: Facts) -> Finding | None:
     if isinstance(facts.error, DriverMismatch):
         found = f"library {facts.error.library_version or '?'}, kernel module {facts.error.kernel_version or '?'}"
         advice = (
-            "The driver was upgraded under a running system.  Reboot, or stop all GPU work and run "
+            "The driver was upgraded while it ran.  Reboot; or stop all GPU work and `systemctl stop gpuguard`; run "
             "`sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia`."
         )
         return FAULT, found, advice
@@ -155,7 +155,10 @@ def _devices(facts: Facts) -> Finding | None:
         return FAULT, "the driver lists no device", "See `lspci | grep -i nvidia` and `dmesg | grep -i nvrm`."
     ill = [f"GPU {device.index}: {', '.join(device.problems)}" for device in whole if device.problems]
     if ill:
-        advice = "Jobs get the other devices.  See `dmesg | grep -i xid`; try `sudo nvidia-smi -r -i INDEX`, or reboot."
+        advice = (
+            "Jobs get the other devices.  See `dmesg | grep -i xid`.  Reboot; or `sudo nvidia-smi -r -i INDEX` once "
+            "nobody has it open (`sudo fuser -v /dev/nvidia*`), which is so only after `sudo systemctl stop gpuguard`."
+        )
         return FAULT, f"{len(ill)} of {len(whole)} unhealthy: {'; '.join(ill)}", advice
     instances = len(facts.snapshot.devices) - len(whole)
     return OK, f"{len(whole)} healthy{f', and {instances} MIG instances' if instances else ''}", None
@@ -208,9 +211,7 @@ def _lock_directory(facts: Facts) -> Finding | None:
     if facts.lock_owner == 0:
         return OK, f"{facts.lock_path}, root's, for all users", None
     if facts.lock_owner is not None:
-        advice = (
-            "Whoever uses another directory does not see your claims: `sudo gpuguard setup` makes one for all users."
-        )
+        advice = "Who uses another directory does not see these claims: `sudo gpuguard setup` makes one for all users."
         return WARNING, f"{facts.lock_path}, of uid {facts.lock_owner} alone", advice
     advice = (
         "Claims work.  `sudo gpuguard setup` makes /run/gpuguard, where only root could tamper with the lock files."
@@ -289,9 +290,7 @@ def _environment(facts: Facts) -> Finding:
         advice = "No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs."
         return WARNING, facts.outer[1], advice
     if facts.environ.get("CUDA_DEVICE_ORDER") not in (None, "PCI_BUS_ID"):
-        advice = (
-            "`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere device 0 may be another one than nvidia-smi's."
-        )
+        advice = "`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere device 0 may be another than nvidia-smi's."
         return WARNING, f"CUDA_DEVICE_ORDER={facts.environ['CUDA_DEVICE_ORDER']}", advice
     if facts.outer:
         return WARNING, facts.outer[1], "gpuguard stays inside that.  Unset it to choose among all devices."

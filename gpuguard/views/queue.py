@@ -38,7 +38,7 @@ def to_text(
     lines += body[:1]
     for text, place in zip(body[1:], line.places, strict=True):
         lines += [text, *_folded(_prospects(place, line), _INDENT, width)]
-    if kept := reservations.to_text(line.reserved, width=width):
+    if kept := reservations.to_text(line.facts.reserved, width=width):
         lines += ["", *kept]
     if line.torn:
         lines += ["", "Not counted:"]
@@ -93,7 +93,7 @@ def to_json(line: Standing, site: LineFile, jobs: Sequence[Queued] | str = ()) -
         "taken_at": line.now,
         "fair_share": site.rules.fair_share,
         "places": [_place_json(place, line) for place in line.places],
-        "reservations": reservations.to_json(line.reserved),
+        "reservations": reservations.to_json(line.facts.reserved),
         "not_counted": [{"id": one.id, "uid": one.uid, "reason": one.reason} for one in line.torn],
         "faults": [fault.lines(site.path)[0] for fault in site.faults],
         "slurm_jobs": slurm.to_json(jobs),
