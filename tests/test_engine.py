@@ -91,6 +91,16 @@ def test_a_value_that_could_not_be_read_ends_the_condition_with_a_note():
     assert watch.until(100, a_device(temperature=90.0), begin=40) == [(70, "warn")]
 
 
+def test_a_value_that_nobody_had_asked_for_until_now_is_no_gap():
+    watch = Watch(a_policy("warn", hold=30, rules=(Devices(80),)))
+    watch.until(20, a_device(temperature=90.0))
+    scraped = (Gap(a_uuid(0), "retired_pages", "not supported"),)
+
+    over = watch.sees(busy(30, a_device(temperature=60.0), gaps=scraped))
+
+    assert kinds(over) == set(), "the temperature has fallen, and that is all"
+
+
 def test_a_value_that_this_model_never_has_is_no_gap():
     fans = (Gap(a_uuid(0), "fan_speed", "not supported"),)
     watch = Watch(a_policy("warn", hold=10))

@@ -232,9 +232,15 @@ def _gap(ended: Standing, sight: Sight, before: Sight) -> str | None:
             return blind
     for place in (*reach, None):
         for field, reason in sight.gaps.get(place, {}).items():
-            if field not in before.gaps.get(place, {}):
+            if _was_known(place, field, before):
                 return f"{field} could not be read, {reason}"
     return None
+
+
+def _was_known(place: str | None, field: str, before: Sight) -> bool:
+    # Some fields are only asked for when somebody wants to see them, as a scrape does: before, they were no gap either.
+    device = before.devices.get(place) if place else None
+    return field not in before.gaps.get(place, {}) and getattr(device, field, "a group of fields") is not None
 
 
 def _verdict(due: Due, further: int) -> Verdict:
