@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pwd
+import re
 
 import pytest
 from commands import SECONDS, Gpuguard
@@ -14,6 +16,12 @@ interval: {shortest: 200ms, longest: 200ms}
 policies:
   - {name: hogs, for: 0s, when: {memory: {above: 20GiB}}, steps: [log]}
   - {name: young, for: 0s, start_grace: 1h, when: {memory: {above: 20GiB}}, steps: [log]}
+"""
+PATIENT = """
+version: 1
+interval: {shortest: 200ms, longest: 200ms}
+policies:
+  - {name: patient, for: 2h, when: {memory: {above: 20GiB}}, steps: [warn]}
 """
 
 
@@ -57,6 +65,23 @@ def test_once_says_what_is_due_and_what_is_not_and_why(gpuguard, policy, tmp_pat
     assert f"pid {child.pid}" in done.stderr
     assert "policy=hogs" in done.stderr
     assert "young: nothing is done, grace" in done.stderr
+
+
+def test_once_says_what_would_follow_if_the_daemon_went_on(gpuguard, policy, tmp_path):
+    policy.write_text(PATIENT)
+    with a_user(str(tmp_path / "node"), "0", 40 * GIB) as child:
+        done = gpuguard("daemon", "--policy", str(policy), "--once")
+    user = pwd.getpwuid(os.getuid()).pw_name
+
+    whom, _, what = done.stderr.splitlines()[-1].rpartition(": patient for ")
+    assert whom.startswith(f"gpuguard: {user}, pid {child.pid} on GPU-"), done.stderr
+    assert re.fullmatch(r"\ds; warn in (2h|1h59m\d*s?), if nothing changes \(a dry run: only written down\)", what)
+
+
+def test_once_says_that_there_is_nothing_against_anybody(gpuguard, policy):
+    done = gpuguard("daemon", "--policy", str(policy), "--once")
+
+    assert done.stderr.splitlines()[-1] == "gpuguard: no policy has anything against anybody now."
 
 
 def test_a_file_with_faults_is_shown_line_by_line(gpuguard, policy):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from contextlib import suppress
 
 from gpuguard import capabilities, history
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from gpuguard.claims.lockfiles import LockDirectory
     from gpuguard.cli.daemon_metrics import Telling
+    from gpuguard.daemon import Daemon
+    from gpuguard.policies.policy import Judgement
 
 SHORTEST_SECONDS = 0.1
 LONGEST_SECONDS = 600.0
@@ -104,13 +107,28 @@ def main(args: argparse.Namespace) -> int:
                 _spare_the_collector()
                 return guard.serve()
             status, judgement = guard.once()
-            for note in judgement.notes if judgement else ():
-                _say(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
+            if judgement and args.policy:
+                _say_what_stands(guard, judgement, args.enforce)
             return status
         finally:
             if telling:
                 telling.close()
             backend.close()
+
+
+def _say_what_stands(guard: Daemon, judgement: Judgement, enforcing: bool) -> None:
+    """What was not done and why, and which steps would follow if the daemon went on."""
+    from gpuguard.guards.case import boot_clock
+    from gpuguard.services.verbs import row_of
+    from gpuguard.views.standing import lines
+
+    for note in judgement.notes:
+        _say(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
+    now = time.time()
+    rows = [row_of(one, now - boot_clock()) for one in guard.watchdog.outlook()]
+    if rows or not judgement.notes:
+        for line in lines({"enforcing": enforcing, "standing": rows, "left_out": 0}, now, "anybody"):
+            _say(line)
 
 
 def _spare_the_collector() -> None:

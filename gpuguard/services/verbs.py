@@ -127,7 +127,7 @@ def _status(desk: Desk, uid: int, request: Request) -> Mapping[str, Any]:
     mine = [one for one in desk.outlook() if whom is None or one.subject.uid == whom]
     boot, rows, room = time.time() - boot_clock(), [], ROOM
     for one in mine:
-        rows.append(_row(one, boot))
+        rows.append(row_of(one, boot))
         room -= len(json.dumps(rows[-1])) + 2
         if room < 0:
             rows.pop()
@@ -135,7 +135,8 @@ def _status(desk: Desk, uid: int, request: Request) -> Mapping[str, Any]:
     return {"enforcing": desk.enforcing, "standing": rows, "left_out": len(mine) - len(rows)}
 
 
-def _row(one: Outlook, boot: float) -> dict[str, Any]:
+def row_of(one: Outlook, boot: float) -> dict[str, Any]:
+    """One row of what `gpuguard keep --status` is told; *boot*: unix time of the boot."""
     subject = one.subject
     return {
         "policy": one.policy,

@@ -9,17 +9,18 @@ from gpuguard.text import neutralise
 from gpuguard.units import format_duration
 
 
-def lines(answer: Mapping[str, Any], now: float) -> list[str]:
+def lines(answer: Mapping[str, Any], now: float, whom: str = "you") -> list[str]:
     """An answer of the daemon in words.
 
     Args:
         answer: what it says to `status`.
         now: unix time.
+        whom: against whom there is nothing where there is nothing.
     """
     rows = [_line(row, now, bool(answer["enforcing"])) for row in answer["standing"]]
     if answer["left_out"]:
         rows.append(f"and {answer['left_out']} more")
-    return [neutralise(row) for row in rows] or ["no policy has anything against you now."]
+    return [neutralise(row) for row in rows] or [f"no policy has anything against {whom} now."]
 
 
 def _line(row: Mapping[str, Any], now: float, enforcing: bool) -> str:
