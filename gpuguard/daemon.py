@@ -311,6 +311,8 @@ class Daemon:
         return file
 
     def _use(self, file: PolicyFile) -> None:
+        if self._settings.enforce:
+            _load_what_acts()
         former, self._sender = self._sender, None
         templates = {**TEMPLATES, **file.messages}
         if file.notify:
@@ -374,6 +376,12 @@ def only_one(directory: LockDirectory) -> Iterator[bool]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _load_what_acts() -> None:
+    """Now: where gpuguard is installed anew under a daemon of months, none of the new one acts for the old one."""
+    from gpuguard.guards import preflight, terminals, vacancy  # noqa: F401
+    from gpuguard.usage import questions  # noqa: F401
 
 
 def _interval(settings: Settings, bounds: tuple[float, float]) -> tuple[float, float]:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
     from gpuguard.select import Refusal
 
+INSTALLED_ANEW = (
+    "{} was installed while this program, of gpuguard {}, was running.  "
+    "Start it again; the guard by `systemctl restart gpuguard`."
+)
 CROWDED = (
     "no further process or thread can be started here: see `ulimit -u`, TasksMax= of a service, and what runs "
     "(`ps -eLf`)."

@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from gpuguard import actions, capabilities
+from gpuguard import __version__, actions, capabilities
 from gpuguard.backends.sampler import interpreter
 from gpuguard.documents.faults import LARGEST, Fault
 from gpuguard.documents.rootfile import read_file
-from gpuguard.errors import InvalidRequest
+from gpuguard.errors import INSTALLED_ANEW, InvalidRequest
 from gpuguard.guards.identity import Protected
 from gpuguard.hints import TYPE_CHECKING, Any
 from gpuguard.messages import Template
@@ -83,7 +83,10 @@ def load_apart(path: str) -> PolicyFile:
     if not told:
         return faulty(path, "the process that reads the file ended by itself.", "Try `gpuguard policy check`.")
     try:
-        file = rebuilt(marshal.loads(told))
+        version, file = marshal.loads(told)
+        if version != __version__:
+            return faulty(path, INSTALLED_ANEW.format(f"gpuguard {version}", __version__))
+        file = rebuilt(file)
     except (ValueError, EOFError, TypeError, LookupError, AttributeError, ImportError):
         file = None  # a library of the child has printed into its answer
     if not isinstance(file, PolicyFile):

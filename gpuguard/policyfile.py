@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
 
+from gpuguard import __version__
 from gpuguard.digests import sha256
 from gpuguard.documents.accounts import Accounts
 from gpuguard.documents.decoding import GROUP, USER, Broken, Decoder, Tag, below
@@ -39,7 +40,7 @@ def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Acc
 def answer(path: str) -> None:
     """Be the child of policychild: the text is on standard input, and what it says goes to standard output."""
     content = os.pread(0, LARGEST + 1, 0)
-    os.write(1, marshal.dumps(plain(parse(content, path))))
+    os.write(1, marshal.dumps((__version__, plain(parse(content, path)))))
 
 
 def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | None = None) -> PolicyFile:

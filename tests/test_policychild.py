@@ -14,7 +14,7 @@ from policies import document
 from sources import ROOT
 from test_policyfile import EVERY_KEY
 
-from gpuguard import policychild
+from gpuguard import __version__, policychild
 from gpuguard.policychild import load_apart, plain, rebuilt
 from gpuguard.policyfile import load_policies, parse
 
@@ -29,6 +29,11 @@ messages: {zh: {subject: "$host：$policy"}}
 protect: {executables: [/usr/bin/ssh*]}
 """
 EXAMPLES = sorted(ROOT.glob("examples/**/*.y*ml"))
+
+
+def said(value: object) -> bytes:
+    """As the child says it."""
+    return marshal.dumps((__version__, value))
 
 
 @pytest.mark.parametrize("text", [EXPRESSION, JOINED, TARGETS, EVERY_KEY.replace("no]", "0]")], ids=range(4))
@@ -52,9 +57,9 @@ def test_the_examples_are_the_same_in_plain_values(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "told",
-    [b"Loading ...", marshal.dumps(1), marshal.dumps(("dict", 5)), marshal.dumps(("tuple", [([], 1)])),
-     marshal.dumps(("gpuguard.nothing:X", [])), marshal.dumps(("gpuguard.policychild:PolicyFile", 7)),
-     marshal.dumps(plain(parse(EXPRESSION)))[:-20], b"x" + marshal.dumps(plain(parse(EXPRESSION)))],
+    [b"Loading ...", marshal.dumps(1), said(1), said(("dict", 5)), said(("tuple", [([], 1)])),
+     said(("gpuguard.nothing:X", [])), said(("gpuguard.policychild:PolicyFile", 7)),
+     said(plain(parse(EXPRESSION)))[:-20], b"x" + said(plain(parse(EXPRESSION)))],
     ids=lambda told: repr(told)[:30],
 )  # fmt: skip
 def test_what_the_child_garbles_is_a_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bytes):

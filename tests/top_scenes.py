@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -57,6 +58,8 @@ class Orphan:
         with subprocess.Popen(ORPHAN, stdout=subprocess.PIPE, cwd="/", **identity) as parent:
             assert parent.stdout
             self.pid = int(parent.stdout.readline())
+        while os.getsid(self.pid) != self.pid:  # until then it is in our process group
+            time.sleep(0.01)
         self.pidfd = os.pidfd_open(self.pid)
 
     def ends(self, seconds: float = 10.0) -> bool:

@@ -249,10 +249,7 @@ def _refuse_another_version(reply: tuple[object, ...]) -> None:
     if reply[1:] == (__version__,):
         return
     another = f"gpuguard {reply[1]}" if reply[1:] else "another gpuguard"
-    raise errors.BackendError(
-        f"{another} was installed while this program, of gpuguard {__version__}, was running.  "
-        "Start it again; the guard by `systemctl restart gpuguard`."
-    )
+    raise errors.BackendError(errors.INSTALLED_ANEW.format(another, __version__))
 
 
 def _is_runnable(pid: int) -> bool:
