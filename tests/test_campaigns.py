@@ -54,6 +54,14 @@ def test_every_campaign_names_what_exists():
         assert coverage.measured(files) and all((ROOT / "tests" / f"test_{test}.py").exists() for test in tests.split())
 
 
+def test_torture_without_its_environment_says_what_makes_it(monkeypatch):
+    monkeypatch.setattr(torture, "PYTHON", "/no/such/python")
+    monkeypatch.setattr(sys, "argv", ["torture"])
+
+    with pytest.raises(SystemExit, match="setup-venv dev"):
+        torture.main()
+
+
 @pytest.mark.parametrize(("program", "word", "code"), [("exit(0)", "nothing broke", 0), ("exit(3)", "FAILED", 1)])
 def test_what_breaks_is_told_and_counts(program, word, code, tmp_path, monkeypatch, capsys):
     (tmp_path / "benchmarks").mkdir()
