@@ -90,6 +90,7 @@ def test_a_file_with_faults_is_shown_line_by_line(gpuguard, policy):
 
     assert done.returncode == 1
     assert f"{policy}:5:" in done.stderr
+    assert "no policy has anything against" not in done.stderr, "nobody was judged"
 
 
 @pytest.mark.parametrize("path", ["absent.yaml", "."])

@@ -12,18 +12,10 @@ import pytest
 from daemons import a_daemon, somebodys
 from nodes import GIB, eventually
 from sources import ROOT
+from test_daemon import HOGS
 
 from gpuguard import __version__, policychild
 
-LADDER = """
-version: 1
-mode: enforce
-policies:
-  - name: hogs
-    when: {memory: {above: 20GiB}}
-    for: 300ms
-    steps: [%s]
-"""
 # From the moment when it watches on, nothing of gpuguard can be loaded any more: the new one has other modules.
 UPGRADED = """
 import sys
@@ -47,12 +39,12 @@ UNDER = [sys.executable, "-c", UPGRADED]
 
 @pytest.mark.root
 def test_it_warns_and_ends_the_offender_as_before(tmp_path: Path) -> None:
-    steps = "warn, {after: 300ms, do: checkpoint, signal: USR1}, {after: 300ms, do: terminate}"
+    policy = HOGS.format(mode="enforce", steps="warn, {after: 300ms, do: terminate}")
     with (
-        a_daemon(tmp_path, LADDER % steps, "--enforce", named=True, under=UNDER) as daemon,
+        a_daemon(tmp_path, policy, "--enforce", named=True, under=UNDER) as daemon,
         somebodys(daemon.node, "0", 40 * GIB) as offender,
     ):
-        assert offender.wait(20) in (-signal.SIGUSR1, -signal.SIGTERM)
+        assert offender.wait(20) == -signal.SIGTERM
         said = [event["message"] for event in daemon.events() if event["kind"] == "watchdog"]
 
     assert said == []
@@ -62,7 +54,7 @@ def test_it_warns_and_ends_the_offender_as_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", ["renice", "pause", "deny", "quarantine"])
 def test_no_action_meets_a_module_that_is_gone(tmp_path: Path, step: str) -> None:
     with (
-        a_daemon(tmp_path, LADDER % step, "--enforce", named=True, under=UNDER) as daemon,
+        a_daemon(tmp_path, HOGS.format(mode="enforce", steps=step), "--enforce", named=True, under=UNDER) as daemon,
         somebodys(daemon.node, "0", 40 * GIB),
     ):
         assert eventually(lambda: any(event["kind"] in (step, "watchdog") for event in daemon.events()), 20)
@@ -99,7 +91,7 @@ def is_module(name: str) -> bool:
 
 def test_a_policy_file_that_another_version_has_read_is_not_used(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "policy.yaml"
-    path.write_text(LADDER % "log")
+    path.write_text(HOGS.format(mode="enforce", steps="log"))
     monkeypatch.setattr(policychild, "__version__", "0.0.9")
 
     [fault] = policychild.load_apart(str(path)).faults

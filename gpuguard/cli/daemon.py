@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
                 _spare_the_collector()
                 return guard.serve()
             status, judgement = guard.once()
-            if judgement and args.policy:
+            if judgement and args.policy and status == 0:  # by a file with faults nobody was judged
                 _say_what_stands(guard, judgement, args.enforce)
             return status
         finally:
