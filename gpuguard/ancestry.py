@@ -18,7 +18,8 @@ Stat = list[bytes]  # the fields of /proc/PID/stat behind the name
 _TICKS = os.sysconf("SC_CLK_TCK")
 # Most processes are in the same state at the next look, and to make a noun takes four times as long as to find it.
 _nouns: dict[tuple[bytes, bytes, bytes], Seen] = {}
-_MOST_NOUNS = 16384
+_FEW = 64  # of ended processes, that may be kept on any machine
+_STATES = 4  # of one process, that are kept: it runs, sleeps, and waits for a disk
 FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of include/linux/proc_ns.h: a constant of the kernel
 
 
@@ -63,6 +64,8 @@ def look_up(
             seen[pid] = process = _look(pid, stat, closely=pid in people)
             if process and ancestors:
                 todo.append(process.parent)
+    if len(_nouns) > _STATES * len(seen) + _FEW:
+        _nouns.clear()  # most are of processes that have ended
     gone = {pid for pid, process in seen.items() if process is None}
     uncertain = {pid for pid in gone if not in_first_pid_namespace() or alive(pid)}
     owners = {(record.uid, record.pid) for record in snapshot.claims if record.pid in gone - uncertain}
@@ -97,8 +100,6 @@ def _made(state: bytes, parent: bytes, start: bytes) -> Seen:
     key = state, parent, start
     found = _nouns.get(key)
     if found is None:
-        if len(_nouns) >= _MOST_NOUNS:
-            _nouns.clear()
         found = _nouns[key] = Seen(int(parent), state.decode(), int(start) / _TICKS)
     return found
 

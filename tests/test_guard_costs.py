@@ -17,9 +17,13 @@ from fake_nvml import GIB, FakeNvml
 from nvml_child import answer_of
 
 from gpuguard import ancestry
+from gpuguard.attribution import Seen
 from gpuguard.backends import processes
 from gpuguard.backends.nvml_calls import NOT_SUPPORTED
 from gpuguard.model import GpuProcess
+from gpuguard.policies import view
+from gpuguard.policies.sight import look
+from gpuguard.policies.view import View, process_subject
 from gpuguard.readings import hostuse
 from gpuguard.readings.hostuse import HostUses
 
@@ -110,10 +114,34 @@ def test_the_nouns_of_processes_that_have_not_changed_are_made_once(
     first, again = ancestry.look_up(snapshot), ancestry.look_up(snapshot)
     assert all(again[pid] is first[pid] for pid in jobs)
 
-    monkeypatch.setattr(ancestry, "_nouns", {(b"S", b"1", b"%d" % number): first[jobs[0]] for number in range(5)})
-    monkeypatch.setattr(ancestry, "_MOST_NOUNS", 5)  # which is no more than there are now
-    assert ancestry.look_up(snapshot).keys() == first.keys()
-    assert (b"S", b"1", b"0") not in ancestry._nouns
+
+def test_nouns_of_processes_that_have_ended_are_not_kept(jobs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = a_snapshot(a_device(0, processes=tuple(map(a_process, jobs))))
+    ended = {(b"S", b"1", b"%d" % number): Seen(1, "S", float(number)) for number in range(1000)}
+    monkeypatch.setattr(ancestry, "_nouns", ended)
+    seen = ancestry.look_up(snapshot)
+
+    assert seen.keys() >= set(jobs)
+    assert len(ancestry._nouns) < 100
+
+
+def test_subjects_of_processes_that_have_ended_are_not_kept() -> None:
+    for number in range(1000):
+        job = a_process(1000 + number)
+        look(View(a_snapshot(a_device(0, processes=(job,)))))
+        process_subject(a_device(0), job)
+
+    assert view._process_subject.cache_info().currsize < 100
+
+
+def test_subjects_of_many_living_processes_are_made_once() -> None:
+    devices = [a_device(index, processes=tuple(map(a_process, range(1000, 3000)))) for index in range(3)]
+    subjects = []
+    for _ in range(2):
+        look(View(a_snapshot(*devices)))
+        subjects.append([process_subject(each, job) for each in devices for job in each.processes])
+
+    assert all(first is again for first, again in zip(*subjects, strict=True))
 
 
 def test_a_process_in_the_network_of_the_host_is_asked_about_it_once_a_minute(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Subject
-from gpuguard.policies.view import View, judged
+from gpuguard.policies.view import View, forget_subjects, judged
 
 Identity = tuple[int, float]  # of a process: pid, start_time
 SubjectIdentity = tuple[str, str | None, int | None, float | None, int | None, str | None]
@@ -66,6 +66,7 @@ def look(view: View, zone: float = 0.0) -> Sight:
             assert process.start_time is not None and process.uid is not None  # judged() leaves out the others
             processes.setdefault((process.pid, process.start_time), {})[device.uuid] = process
             territory.setdefault(process.uid, set()).add(device.uuid)
+    forget_subjects(sum(map(len, processes.values())))
     # A claim without a readable record has no owner: nobody is judged by it.
     claims = {(claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0}
     claims_on: dict[str, tuple[ClaimRecord, ...]] = {}

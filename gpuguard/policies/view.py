@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from gpuguard.attribution import Processes
 from gpuguard.model import Device, GpuProcess, Snapshot, Subject
 
 Sample = tuple[float, float]  # (clock, value)
+_FEW = 64  # subjects of ended processes that may be kept on any machine
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,15 @@ def process_subject(device: Device, process: GpuProcess) -> Subject:
     return _process_subject(device.uuid, process.pid, process.start_time, process.uid, process.user)
 
 
-@lru_cache(maxsize=4096)  # every rule makes the same ones at every sample: a fifth of all the time that judging takes
+@cache  # every rule makes the same ones at every sample: a fifth of all the time that judging takes
 def _process_subject(uuid: str, pid: int, start_time: float | None, uid: int | None, user: str | None) -> Subject:
     return Subject("process", device=uuid, pid=pid, start_time=start_time, uid=uid, user=user)
+
+
+def forget_subjects(living: int) -> None:
+    """Forget those of processes that have ended, once they are more than those of the *living* ones."""
+    if _process_subject.cache_info().currsize > 2 * living + _FEW:
+        _process_subject.cache_clear()
 
 
 def device_subject(device: Device) -> Subject:
