@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from brokered import CLAIM, KEEPER, KINDS, Brokered, a_machine, claims_of
 from nodes import a_user, eventually
+from proc import born_with
 from users import ALICE, BOB
 
 pytestmark = pytest.mark.root
@@ -40,8 +41,10 @@ def own(site: Path) -> Iterator[Brokered]:
 
 def test_what_still_starts_when_a_machine_ends_leaves_nothing_of_it(site):
     with a_machine(site, "everybody") as machine:
-        makes = f"import os, time; time.sleep(0.3); os.makedirs({str(machine.place / 'node')!r}, exist_ok=True)"
+        makes = f"import os, time; time.sleep(0.5); os.makedirs({str(machine.place / 'node')!r}, exist_ok=True)"
         late = subprocess.Popen([sys.executable, "-c", makes], env=machine.environment)
+        # Popen returns when exec closes its pipe; what environment the process has shows some microseconds later.
+        assert eventually(lambda: late.pid in born_with(f"GPUGUARD_DIR={machine.place}/claims"))
 
     assert (late.wait(), machine.place.exists()) == (0, False)
 

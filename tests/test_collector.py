@@ -266,6 +266,19 @@ def test_a_forked_worker_neither_looks_nor_waits():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_when_it_has_stopped_nothing_of_it_is_left_for_who_waits_for_any_child(tmp_path):
+    code = f"""
+import gpuguard, os
+with gpuguard.collector(backend="simulated:{tmp_path}/node", environ={{}}) as numbers:
+    numbers.collect()
+os.wait()
+"""
+    start(str(tmp_path / "node"), "1xH100-80GB")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert "ChildProcessError" in done.stderr
+
+
 def test_it_works_on_a_simulated_node_in_a_process_of_its_own(tmp_path):
     start(str(tmp_path / "node"), "2xH100-80GB")
     with gpuguard.collector(interval=0.2, backend=f"simulated:{tmp_path}/node", environ={}) as numbers:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sources import ROOT
 
 from gpuguard.claims import hold, lockfiles
 from gpuguard.claims.hold import take_lock
@@ -144,6 +145,27 @@ def test_a_file_system_on_which_locks_do_not_exclude_everybody_is_refused_by_nam
 
     with pytest.raises(LockDirectoryError, match=rf"{kind}.*-v /run/gpuguard:/run/gpuguard"):
         lock_directory(str(tmp_path))
+
+
+READ_ONLY = """
+mount -t tmpfs -o mode=1777,size=64k image "$2" && mount -o remount,ro "$2" && exec "$1" -c '
+import sys
+from gpuguard.claims import lockfiles
+lockfiles.FALLBACK_DIRECTORIES, lockfiles.ADMIN_DIRECTORY = (sys.argv[1],), "/none"
+lockfiles.open_lock(lockfiles.lock_directory(), "gate")
+' "$2"
+"""
+
+
+@pytest.mark.root
+def test_in_the_read_only_image_of_a_container_the_directory_of_the_machine_is_advised(tmp_path: Path) -> None:
+    words = ["unshare", "--mount", "sh", "-c", READ_ONLY, "sh", sys.executable, str(tmp_path)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+
+    assert "Read-only file system" in done.stderr
+    assert "apptainer exec --bind /run/gpuguard" in done.stderr
 
 
 def test_a_planted_symbolic_link_is_not_followed(tmp_path: Path) -> None:

@@ -100,16 +100,19 @@ class Isolated:
         """End the sampler."""
         self._abandon()
 
-    def __enter__(self) -> Isolated:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """In somebody's program: its next os.wait() is for a child of its own, so ours must be gone by then."""
+    def leave(self) -> None:
+        """The same in somebody's program: its next os.wait() is for a child of its own, so ours is gone by then."""
         pid = self._channel and self._channel[0]
         self.close()
         if pid in _abandoned:
             _await_end(pid)
             self._abandon()
+
+    def __enter__(self) -> Isolated:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
     def _ask(self, request: tuple[object, ...]) -> None:
         channel = self._channel = self._channel or self._started()

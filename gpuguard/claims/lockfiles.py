@@ -39,6 +39,10 @@ GATE_SECONDS_AGAIN = 0.1  # for a gate that was not given up in time: a command 
 _UNSAFE_FILE_SYSTEMS = (
     "nfs", "cifs", "smb", "9p", "overlay", "fuse", "ceph", "lustre", "afs", "gluster", "beegfs", "gpfs",
 )  # fmt: skip
+_IN_CONTAINERS = (
+    f"In a container, mount the host's directory (docker run -v {ADMIN_DIRECTORY}:{ADMIN_DIRECTORY}, "
+    f"apptainer exec --bind {ADMIN_DIRECTORY})"
+)
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _jammed: set[str] = set()  # gates that this process could not get in time
 TRUSTED = "GPUGUARD_TRUSTED"  # "device:inode" of directories that are root's, as the gpuguard outside has seen
@@ -221,9 +225,8 @@ def _check_file_system(path: str) -> None:
     kind = file_system(path)
     if kind and kind.startswith(_UNSAFE_FILE_SYSTEMS):
         raise LockDirectoryError(
-            f"{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  In a container, "
-            f"mount the host's directory (docker run -v {ADMIN_DIRECTORY}:{ADMIN_DIRECTORY}); if nobody outside uses "
-            "the GPUs, name a directory on a volume or another local disk with --dir."
+            f"{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  {_IN_CONTAINERS}; "
+            "if nobody outside uses the GPUs, name a directory on a volume or another local disk with --dir."
         )
 
 
@@ -267,9 +270,10 @@ def _open_or_make(directory: LockDirectory, path: str) -> int:
         except FileExistsError:
             continue
         except OSError as error:
+            again = "Run `sudo gpuguard setup` again: it makes one lock file per device"
+            advice = _IN_CONTAINERS if error.errno == errno.EROFS else again
             raise LockDirectoryError(
-                f"{path} does not exist and cannot be made ({error.strerror}).  Run `sudo gpuguard setup` again: "
-                "it makes one lock file per device."
+                f"{path} does not exist and cannot be made ({error.strerror}).  {advice}."
             ) from error
         if directory.keeper is None:
             os.fchmod(descriptor, 0o444)  # whatever the umask: everybody must be able to open it

@@ -26,6 +26,10 @@ from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, THERMAL, UTILIZATION, Device, Snapshot
 from gpuguard.readings.hostnumbers import HostNumbers, family_of
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpuguard.backends.isolated import Isolated
+
 FIELDS = frozenset({MEMORY, UTILIZATION, THERMAL, POWER, PROCESSES, PROCESS_DETAILS})
 SHORTEST_SECONDS = 0.05
 _MIB = 2**20
@@ -141,6 +145,7 @@ class Collector:
         self._source, self._pids, self._interval = source, pids, interval
         self._devices, self._environ = devices, environ
         self._backend: Backend | None = None
+        self._opened: Isolated | None = None  # the same where it is our own
         self._hosts, self._fields, self._process = HostNumbers(), FIELDS, os.getpid()
         self._tags = [Tag("")]
         self._newest: float | None = None  # when the last look ended
@@ -170,9 +175,9 @@ class Collector:
         if thread and thread is not threading.current_thread():
             thread.join()
         with self._looking:
-            if self._backend and isinstance(self._source, str):
-                self._backend.close()
-            self._backend, self._newest = None, None
+            if self._opened:
+                self._opened.leave()
+            self._backend = self._opened = self._newest = None
 
     def __enter__(self) -> Collector:
         return self.start()
@@ -262,7 +267,7 @@ class Collector:
     def _sample(self) -> Snapshot | None:
         try:
             if self._backend is None:
-                self._backend = _opened(self._source)
+                self._backend = self._open()
             snapshot = self._backend.sample(self._fields)
             if HEALTH not in self._fields and any(uuid.startswith("MIG-") for uuid in self._uuids(snapshot) or ()):
                 self._fields |= {HEALTH}  # which is what finds instances
@@ -275,6 +280,14 @@ class Collector:
         self.trouble = None
         return snapshot
 
+    def _open(self) -> Backend:
+        if not isinstance(self._source, str):
+            return self._source
+        from gpuguard.backends.isolated import open_isolated
+
+        self._opened = open_isolated(self._source)
+        return self._opened
+
     def _own(self, snapshot: Snapshot) -> list[Device]:
         uuids = self._uuids(snapshot)
         return [device for device in snapshot.devices if uuids is None or device.uuid in uuids]
@@ -283,12 +296,6 @@ class Collector:
         if self._devices is not None:
             return self._devices
         return outer_devices(self._environ, snapshot.devices).uuids
-
-
-def _opened(source: Backend | str) -> Backend:
-    from gpuguard.backends.isolated import open_isolated
-
-    return open_isolated(source) if isinstance(source, str) else source
 
 
 def _scope(device: Device) -> str:
