@@ -2,11 +2,12 @@
 
     sudo python benchmarks/soak.py --seconds 3600
 
-8 devices of a fake driver library with 16 processes each, of 400 users (as root; else of one); two processes a
+8 devices of a fake driver library with 16 processes each, of 40 users (as root; else of one); two processes a
 second end and others begin, claims come and go, some break policies and are ended, and /metrics is read all the while.
 The daemon is the real one, told to look again at once instead of after its interval.  What it must not do from the
-second fifth of the time to the last: take 2 MiB more (Pss, with its sampler), keep descriptors or threads, or start its
-sampler anew.  --variant plants such a fault, to show that it is seen.
+second fifth of the time to the last: take 2 MiB more of its own (Pss_Anon, with its sampler: of the rest, more or
+less is shared with other Pythons), keep descriptors or threads, or start its sampler anew.  --variant plants such a
+fault, to show that it is seen.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import itertools
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,7 +37,7 @@ from metrics import free_port, scrape, started, until_ready
 from starters import surroundings
 
 DEVICES, EACH = 8, 16
-FIRST_UID, USERS = 20_000, 400
+FIRST_UID, USERS = 20_000, 40
 MOST_MIB = 2.0  # more is growth
 CHANGE_SECONDS = 0.5  # between two ends of a process, of which something is known for two minutes more: 2 KiB each
 FIFTHS = 5
@@ -72,7 +74,7 @@ VARIANTS = {
 class Reading:
     """What the daemon has at one moment, with its sampler."""
 
-    memory: float  # MiB, Pss
+    memory: float  # MiB of its own, Pss_Anon
     descriptors: int
     threads: int
     sampler: int  # its pid
@@ -133,7 +135,7 @@ def read(pid: int) -> Reading | None:
     try:
         family = [pid, *children(pid)]
         sampler = next(one for one in family[1:] if b"sampler" in Path(f"/proc/{one}/cmdline").read_bytes())
-        memory = sum(amount(f"/proc/{one}/smaps_rollup", "Pss") for one in (pid, sampler))
+        memory = sum(amount(f"/proc/{one}/smaps_rollup", "Pss_Anon") for one in (pid, sampler))
         descriptors = sum(len(os.listdir(f"/proc/{one}/fd")) for one in (pid, sampler))
         return Reading(memory, descriptors, len(os.listdir(f"/proc/{pid}/task")), sampler)
     except (OSError, StopIteration):
@@ -213,4 +215,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nothing of it stays
     sys.exit(main())
