@@ -53,6 +53,31 @@ print(len(gpuguard.select_devices(2, backend={f"simulated:{tmp_path}/node"!r})),
     assert done.stdout == ("2 started\n" if thread else "2 copied\n")
 
 
+def test_a_debugger_that_follows_each_python_a_program_starts_does_not_follow_the_sampler(tmp_path: Path) -> None:
+    """As pydevd of VS Code and PyCharm, in which a child waits until somebody attaches to it."""
+    nodes.start(str(tmp_path / "node"), "4xH100-80GB")
+    (tmp_path / "pydevd.py").write_text("""
+import contextlib, os
+follows, spawn = [True], os.posix_spawn
+@contextlib.contextmanager
+def skip_subprocess_arg_patch():
+    follows.remove(True)
+    yield
+    follows.append(True)
+waiting = ("/bin/sleep", ["sleep", "60"], os.environ)
+os.posix_spawn = lambda *words, **more: spawn(*(waiting if follows else words), **more)
+""")
+    code = f"""
+import pydevd, pynvml, gpuguard
+print(len(gpuguard.select_devices(2, backend={f"simulated:{tmp_path}/node"!r})), pydevd.follows)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.stdout == "2 [True]\n", done.stderr
+
+
 def test_where_python_was_told_to_ignore_its_environment_the_sampler_ignores_it_too(tmp_path: Path) -> None:
     (tmp_path / "encodings").mkdir()
     (tmp_path / "encodings/__init__.py").write_text(f"open({str(tmp_path / 'was here')!r}, 'w')")

@@ -133,9 +133,13 @@ def spawned(code: str, word: str, descriptors: Sequence[int]) -> int:
     # No number is overwritten before it is used: the later ones were given out later, so they are higher.
     places: list[Any] = [(os.POSIX_SPAWN_DUP2, *pair) for pair in zip(descriptors, (0, 1, 3, 4), strict=False)]
     places.insert(2, (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0))
+    start = os.posix_spawn
+    # pydevd, of VS Code and PyCharm, has each python that a program starts wait until a debugger attaches to it.
+    if aside := getattr(sys.modules.get("pydevd"), "skip_subprocess_arg_patch", None):
+        start = aside()(start)
     lent = capabilities.lend_for_looking()
     try:
-        return os.posix_spawn(words[0], words, os.environ, file_actions=places, setpgroup=0, setsigmask=())
+        return start(words[0], words, os.environ, file_actions=places, setpgroup=0, setsigmask=())
     finally:
         if lent:
             capabilities.keep_to_ourselves()
