@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import pytest
 
 from gpuguard import history
 from gpuguard.claims.hold import Claim
+from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.records import read_records
 from gpuguard.cli.run import say_how_long
 from gpuguard.line import expecting
 from gpuguard.line.expecting import expected_seconds, program
@@ -197,16 +200,30 @@ def test_a_command_that_is_too_long_for_the_log_is_found_again(log):
 class Record(Claim):
     """Keeps what would be written into its record."""
 
-    def explain(self, directory, note, command, **times):
-        self.told = (note, tuple(command), times)
+    def expect(self, when):
+        self.told = when
 
 
 def test_a_job_tells_when_it_should_end_and_only_what_is_known(log, monkeypatch):
     claim = Record("c", (), ())
     claim.since = 1000.0
-    say_how_long(claim, None, "note", TRAIN)
+    say_how_long(claim, TRAIN)
     assert not hasattr(claim, "told")
 
     ran(10.0, 20.0, 30.0)
-    say_how_long(claim, None, "note", TRAIN)
-    assert claim.told == ("note", TRAIN, {"expected": 1020.0})
+    say_how_long(claim, TRAIN)
+    assert claim.told == 1020.0
+
+
+def test_a_job_that_told_it_keeps_its_record_when_its_supervisor_is_killed(log, tmp_path):
+    directory, claim = lock_directory(str(tmp_path)), Claim("c", (), ())
+    claim.since = 1000.0
+    claim.explain(directory, "note", TRAIN)
+    ran(10.0, 20.0, 30.0)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=claim.pass_fds):
+        say_how_long(claim, TRAIN)
+        for descriptor in claim.pass_fds:
+            os.close(descriptor)
+        records = read_records(directory)
+
+    assert [(record.note, record.expected) for record in records] == [("note", 1020.0)]

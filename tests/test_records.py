@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.claims import records
+from gpuguard.claims import records, wishes
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.claims.lookout import Lookout, lock_names
 from gpuguard.claims.records import MAX_BYTES, _decoded, probe, read_record, read_records, write_record
@@ -50,6 +50,28 @@ def test_a_record_lives_on_in_the_job_that_inherited_it(directory: LockDirectory
 
     assert while_it_runs == ["abc"]
     assert read_records(directory) == []
+
+
+def test_when_a_job_should_end_is_written_between_what_stands_in_its_record(directory: LockDirectory) -> None:
+    path, descriptor = write_record(directory, content())
+    before = Path(path).stat()
+    wishes.write(descriptor, wishes.Letter("yield", "root"))
+    for when in (1.5, 2**34 + 0.1234, 2.0**60):  # the last one has no room
+        records.write_expected(descriptor, when)
+    (record,), letters, after = read_records(directory), wishes.read(descriptor), Path(path).stat()
+    os.close(descriptor)
+
+    assert (record.note, record.expected, after.st_ino) == ("n", 2**34 + 0.123, before.st_ino)
+    assert [letter.by for letter in letters] == ["root"]
+
+
+def test_a_record_that_its_owner_has_overwritten_is_left_alone(directory: LockDirectory) -> None:
+    path, descriptor = write_record(directory, content())
+    Path(path).write_bytes(b"{}")
+    records.write_expected(descriptor, 1.5)
+    os.close(descriptor)
+
+    assert Path(path).read_bytes() == b"{}"
 
 
 def test_the_file_of_a_dead_claim_is_removed_by_the_next_reader(directory: LockDirectory) -> None:

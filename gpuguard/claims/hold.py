@@ -13,7 +13,7 @@ import time
 from _thread import allocate_lock
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, open_lock, try_flock
-from gpuguard.claims.records import read_record, write_record
+from gpuguard.claims.records import read_record, write_expected, write_record
 from gpuguard.claims.wishes import released, unanswered, write
 from gpuguard.errors import ClaimError, ClaimLost
 from gpuguard.model import Device
@@ -193,7 +193,6 @@ class Claim(Sequence[Device]):
         command: Sequence[str],
         *,
         ends: float | None = None,
-        expected: float | None = None,
         owner: int | None = None,
     ) -> None:
         """Write the record that tells others whose claim this is, what it is for, and when (unix time) it ends.
@@ -210,7 +209,6 @@ class Claim(Sequence[Device]):
             "pid": os.getpid(),
             "since": self.since,
             "ends": ends,
-            "expected": expected,
             **({} if self.memory is None else shared),
             "note": note,
             "command": list(command),
@@ -229,6 +227,14 @@ class Claim(Sequence[Device]):
             self.warning = f"others cannot see what this claim is for: no record in {directory.records} ({why})"
             return
         _tidy(directory, os.geteuid() if owner is None else owner)
+
+    def expect(self, when: float) -> None:
+        """Let the record tell others when (unix time) the job should end, as far as anybody can tell."""
+        try:
+            if self._record:
+                write_expected(self._record.descriptor, when)
+        except OSError:
+            return  # only those who wait would have known
 
 
 def _tidy(directory: LockDirectory, uid: int) -> None:

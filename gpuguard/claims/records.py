@@ -33,6 +33,8 @@ MAX_BYTES = 4096
 LARGEST = 2**50  # of a number in a record: a time, or the bytes of a device
 MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have no details
 _NOBODY = -1
+_EXPECTED = b', "expected": '  # the last value of a record, behind which there is room for a time
+_ROOM = b" " * 12
 
 
 def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: int | None = None) -> tuple[str, int]:
@@ -101,13 +103,22 @@ def _encoded(content: Mapping[str, Any]) -> bytes:
 
     content = dict(content)
     # The command line is the one part that may be long; the claim is worth more than its last arguments.
-    while len(encoded := json.dumps(content).encode()) > MAX_BYTES:
+    while len(encoded := json.dumps({**content, "expected": None}).encode()) > MAX_BYTES - len(_ROOM):
         command, note = content.get("command") or (), content.get("note") or ""
         if command:
             content["command"] = [word[:200] for word in command[: len(command) // 2]]
         else:
             content["note"] = note[: len(note) // 2]
-    return encoded
+    return encoded[:-1] + _ROOM + b"}"
+
+
+def write_expected(descriptor: int, when: float) -> None:
+    """Write into a record when (unix time) its job should end: in its place, as a job holds the file it inherited."""
+    record = os.pread(descriptor, MAX_BYTES, 0).partition(b"\n")[0]
+    place = record.rfind(_EXPECTED) + len(_EXPECTED)
+    room = len(record) - len(b"}") - place
+    if _EXPECTED in record and len(told := b"%.3f" % when) <= room:
+        os.pwrite(descriptor, told.ljust(room), place)
 
 
 def read_records(directory: LockDirectory) -> list[ClaimRecord]:

@@ -130,7 +130,7 @@ def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None)
         limits=limits_for(policies, claim, request, backend),
         tolerance=request.tolerance,
         isolation=place,
-        later=partial(settle_in, claim, directory, args.note, None if time_limit else command),
+        later=partial(settle_in, claim, None if time_limit else command),
         say=say,
     )
     if chatty:
@@ -266,23 +266,23 @@ def claim_for(
     return claim
 
 
-def settle_in(claim: Claim, directory: LockDirectory, note: str | None, command: Sequence[str] | None) -> None:
+def settle_in(claim: Claim, command: Sequence[str] | None) -> None:
     """Load what a job of days may need yet, as gpuguard may be upgraded under it; say_how_long() a *command* takes."""
     try:
         from gpuguard.jobs import heeding  # noqa: F401
         from gpuguard.views import text  # noqa: F401
 
         if command:
-            say_how_long(claim, directory, note, command)
+            say_how_long(claim, command)
     except ImportError:  # it was while we waited in line
         return
 
 
-def say_how_long(claim: Claim, directory: LockDirectory, note: str | None, command: Sequence[str]) -> None:
+def say_how_long(claim: Claim, command: Sequence[str]) -> None:
     """Write into the record of the claim when the job should end, for those who wait behind it."""
     lasts = expectation_of(command)()
-    if lasts is not None and claim.since is not None and not claim.wish():
-        claim.explain(directory, note, command, expected=round(claim.since + lasts, 3))
+    if lasts is not None and claim.since is not None:
+        claim.expect(claim.since + lasts)
 
 
 def command_of(args: argparse.Namespace) -> list[str]:
