@@ -11,7 +11,7 @@ import sys
 from _thread import allocate_lock
 
 # What is not needed before the other process starts is loaded while that one loads the driver's library: 5 ms.
-from gpuguard.errors import BackendError, CudaInitialized, InvalidRequest, NotEnoughGpus
+from gpuguard.errors import BackendError, InvalidRequest, NotEnoughGpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ _NUMBERS = {
     "max_procs": "",
     "slots": "",
 }
-_CUDA_DEVICE = "/dev/nvidia-uvm"  # cuInit opens it, reading the driver by NVML does not
 
 _mutex = allocate_lock()  # guards the two below and what is written to os.environ
 _made: list[tuple[int, Claim]] = []  # the claims of this process, each with the pid that made it, the oldest first
@@ -255,10 +254,15 @@ def _claimed(
         with _opened(name) as source:
             import json  # noqa: F401  (for the record; for free while the driver initialises in the other process)
 
+            from gpuguard.program import claim_of_the_script, warn_of_workers
+
             place, environ = _place(directory, name), _outer_environment()
+            if (again := claim_of_the_script(source, place, environ)) is not None:
+                return again
             where: dict[str, Any] = {"directory": place, "command": sys.orig_argv or sys.argv, "environ": environ}
             claim = _acquired(source, ways, strict, in_line, where)
         _enter(claim)
+        warn_of_workers(os.environ["CUDA_VISIBLE_DEVICES"], stacklevel=3)
     except BaseException:
         if claim is not None:  # interrupted: nobody would know of it
             claim.release()
@@ -373,26 +377,7 @@ def _opened(name: str) -> Isolated:
     return isolated.open_isolated(name, fork=copied)
 
 
-def cuda_runs() -> bool:
-    """Whether CUDA is initialised in this process, so that it will see no other devices than it does now."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # None too while torch is being imported
-    return bool(cuda is not None and cuda.is_initialized()) or _has_open(_CUDA_DEVICE)
-
-
 def _refuse_when_too_late() -> None:
-    if cuda_runs():
-        raise CudaInitialized(
-            "CUDA runs in this process already and will not see another CUDA_VISIBLE_DEVICES.  "
-            "Call grab_gpus() before the first use of CUDA, or start the program with `gpuguard run -- ...`."
-        )
+    from gpuguard.program import refuse_when_too_late
 
-
-def _has_open(path: str) -> bool:
-    """Whether this process has *path* open."""
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{number}") == path:
-                return True
-        except OSError:
-            continue
-    return False
+    refuse_when_too_late()

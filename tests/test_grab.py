@@ -13,7 +13,7 @@ from grabbing import a_node, claimed, indices, script, visible  # noqa: F401  (a
 from nodes import GIB, a_user, change
 
 import gpuguard
-from gpuguard import grab, lock
+from gpuguard import grab, lock, program
 from gpuguard.backends import isolated, sampler
 from gpuguard.claims import hold
 from gpuguard.claims.lockfiles import lock_directory
@@ -302,7 +302,7 @@ def test_torch_without_cuda_in_use_is_no_obstacle(monkeypatch, torch):
 def test_cuda_that_anything_else_has_initialised_is_refused(monkeypatch, tmp_path):
     device = tmp_path / "nvidia-uvm"
     device.touch()
-    monkeypatch.setattr(grab, "_CUDA_DEVICE", str(device))
+    monkeypatch.setattr(program, "_CUDA_DEVICE", str(device))
     gpuguard.grab_gpus().release()
     with device.open(), pytest.raises(CudaInitialized):
         gpuguard.grab_gpus()

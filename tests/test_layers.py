@@ -14,10 +14,10 @@ ORDER = (
     "hints", "errors", "units", "text", "plainjson", "digests", "users", "capabilities", "markup", "standins", "nouns",
     "typed", "model", "backends", "clusters", "request",
     "sharing", "eligibility", "topology", "select", "attribution", "ancestry", "policies", "claims", "documents",
-    "usage", "marks", "state", "history", "line", "petition", "attempt", "lock", "grab", "ray", "wording", "messages",
-    "notify", "guards", "actions", "unkillable", "byhand", "policychild", "policykeys", "policypairs", "policychecks",
-    "policyfile", "rehearsals", "readings", "watchdog", "jobs", "isolation", "run", "services", "daemon", "serving",
-    "pushing", "fleet", "views", "web", "cli", "__init__", "__main__",
+    "usage", "marks", "state", "history", "line", "petition", "attempt", "lock", "program", "grab", "ray", "wording",
+    "messages", "notify", "guards", "actions", "unkillable", "byhand", "policychild", "policykeys", "policypairs",
+    "policychecks", "policyfile", "rehearsals", "readings", "watchdog", "jobs", "isolation", "run", "services",
+    "daemon", "serving", "pushing", "fleet", "views", "web", "cli", "__init__", "__main__",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from gpuguard import grab
+from gpuguard import grab, program
 from gpuguard.ancestry import look_up
 from gpuguard.claims.hold import Claim
 from gpuguard.cli.choice_options import add_choice_options, quantity, request_of
@@ -96,7 +96,7 @@ def run_line(shell: Any, line: str) -> None:
         if held.claim.warning:
             print(neutralise(held.claim.warning))
     elif held.words != tuple(words):
-        how = _RESTART if grab.cuda_runs() else "Run `%gpus release`"
+        how = _RESTART if program.cuda_runs() else "Run `%gpus release`"
         raise InvalidRequest(f"this kernel has {_names(held.claim)} already.  {how} first, to have others.")
     _publish(shell, *_card(held))
 
@@ -182,7 +182,7 @@ def _release() -> None:
     held = _current()
     if held is None:
         raise InvalidRequest("this kernel has no GPUs to give back.  `%gpus` shows who has which.")
-    if grab.cuda_runs():
+    if program.cuda_runs():
         raise CudaInitialized(
             f"CUDA runs in this kernel and keeps memory on {_names(held.claim)} until it ends.  {_RESTART}: that gives "
             "the GPUs back."
