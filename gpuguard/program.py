@@ -90,14 +90,12 @@ def _runs_again() -> bool:
 
 def warn_of_workers(visible: str, stacklevel: int) -> None:
     """Warn where a worker of later on will have the environment of a process that was started before the claim."""
+    from gpuguard.backends.processes import LONGEST, read_proc
+
     variable = b"CUDA_VISIBLE_DEVICES=" + visible.encode()
     for pid in _forerunners():
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as began:
-                blind = variable not in (its := began.read()).split(b"\0") and bool(its)
-        except OSError:  # it has ended
-            continue
-        if blind:
+        began = read_proc(f"/proc/{pid}/environ", LONGEST)  # nothing of one that has ended
+        if began and variable not in began.split(b"\0"):
             import warnings
 
             warnings.warn(_BLIND, RuntimeWarning, stacklevel=stacklevel + 1)

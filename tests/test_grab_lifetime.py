@@ -194,6 +194,20 @@ if __name__ == "__main__":
     assert done.stdout == "[([2, 3], 2), ([2, 3], 3)]\n", done.stderr
 
 
+def test_what_the_script_has_is_told_without_a_lock_and_given_back_by_the_script_alone(monkeypatch):
+    holds = "import gpuguard, sys; print(gpuguard.grab_gpus(2).id, flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", holds], **pipes) as main:
+        monkeypatch.setenv("GPUGUARD_CLAIM", main.stdout.readline().strip())
+        worker = {"__name__": "__mp_main__"}
+        exec("import gpuguard; claim = gpuguard.grab_gpus(2)", worker)  # as multiprocessing runs the script
+        worker["claim"].release()
+
+        assert (indices(worker["claim"]), worker["claim"].locks, visible()) == ([2, 3], (), "2,3")
+        assert claimed() == [2, 3]
+        main.communicate()
+
+
 @pytest.mark.parametrize(("rank", "found"), [("1", ["[0, 1, 2, 3]"] * 2), ("", ["[0, 1, 2, 3]", "refused"])])
 def test_ranks_that_the_script_starts_as_commands_have_its_claim(tmp_path, rank, found):
     """As the strategy "ddp" of Lightning does; other commands inside a claim exclude each other."""
@@ -246,17 +260,35 @@ if __name__ == "__main__":
     assert ("where it warns" in done.stderr) == warned
 
 
-@pytest.mark.parametrize("others", ["", "CUDA_VISIBLE_DEVICES=3"])
-def test_a_pool_of_joblib_that_is_used_again_warns_unless_it_sees_the_same_devices(monkeypatch, others):
-    environment = dict(os.environ) | dict([others.split("=")] if others else ())
+FORERUNNERS = {
+    "loky.reusable_executor": lambda pid: types.SimpleNamespace(
+        _executor=types.SimpleNamespace(_processes={pid: None})
+    ),
+    "multiprocessing.forkserver": lambda pid: types.SimpleNamespace(
+        _forkserver=types.SimpleNamespace(_forkserver_pid=pid)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORERUNNERS)
+@pytest.mark.parametrize("others", ["", "CUDA_VISIBLE_DEVICES=3", "ended"])
+def test_what_runs_already_and_is_used_again_warns_unless_it_sees_the_same_devices(monkeypatch, kind, others):
+    environment = dict(os.environ) | dict([others.split("=")] if "=" in others else ())
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=environment) as worker:
-        executor = types.SimpleNamespace(_processes={worker.pid: worker})
-        monkeypatch.setitem(sys.modules, "loky.reusable_executor", types.SimpleNamespace(_executor=executor))
+        monkeypatch.setitem(sys.modules, kind, FORERUNNERS[kind](worker.pid))
+        if others == "ended":
+            worker.communicate()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             gpuguard.grab_gpus(1)
 
     assert [each.filename for each in caught] == ([] if others else [__file__])
+
+
+def test_a_rank_without_a_claim_around_it_claims(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    assert indices(gpuguard.grab_gpus(1)) == claimed() == [3]
 
 
 def test_inside_gpuguard_run_a_subset_of_its_devices_is_taken(tmp_path):
