@@ -90,10 +90,10 @@ def _runs_again() -> bool:
 
 def warn_of_workers(visible: str, stacklevel: int) -> None:
     """Warn where a worker of later on will have the environment of a process that was started before the claim."""
-    from gpuguard.backends.processes import LONGEST, read_proc
-
     variable = b"CUDA_VISIBLE_DEVICES=" + visible.encode()
     for pid in _forerunners():
+        from gpuguard.backends.processes import LONGEST, read_proc  # of most programs none runs
+
         began = read_proc(f"/proc/{pid}/environ", LONGEST)  # nothing of one that has ended
         if began and variable not in began.split(b"\0"):
             import warnings
