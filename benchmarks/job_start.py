@@ -70,8 +70,8 @@ def memory(environment: dict[str, str], options: list[str], is_there: Callable[[
 
 
 def children(pid: int) -> list[int]:
-    """The processes that *pid* has started."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The processes that *pid* has started, in any of its threads."""
+    return [int(word) for each in Path(f"/proc/{pid}/task").glob("*/children") for word in each.read_text().split()]
 
 
 def command(pid: int) -> list[str]:

@@ -28,8 +28,13 @@ def test_a_guard_that_looks_hundreds_of_times_does_not_grow() -> None:
     assert done.stdout.endswith("nothing has grown\n")
 
 
-@pytest.mark.parametrize(("variant", "found"), [("memory", "it has grown"), ("descriptors", "descriptors, and has")])
-def test_a_guard_that_keeps_something_of_each_look_is_found(variant: str, found: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "found"),
+    [("memory", "it has grown"), ("descriptors", "descriptors, and has"), ("sampler", "samplers")],
+)
+def test_a_guard_that_keeps_something_of_each_look_or_starts_its_sampler_again_is_found(
+    variant: str, found: str
+) -> None:
     done = soaked("--variant", variant)
 
     assert done.returncode == 1, done.stdout + done.stderr
@@ -47,6 +52,10 @@ def test_a_guard_that_keeps_something_of_each_look_is_found(variant: str, found:
 )
 def test_what_grows_is_told(late: dict[str, float], found: str) -> None:
     assert faults([ONE] * 4 * FIFTHS + [replace(ONE, **late)] * FIFTHS) == [found]
+
+
+def test_a_guard_that_could_hardly_be_looked_at_is_not_called_sound() -> None:
+    assert faults([ONE] * (FIFTHS - 1)) == ["it could be looked at 4 times only"]
 
 
 def test_what_is_only_open_for_a_moment_or_at_the_start_has_not_grown() -> None:
