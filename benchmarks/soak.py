@@ -41,7 +41,7 @@ FIRST_UID, USERS = 20_000, 40
 MOST_MIB = 2.0  # more is growth
 CHANGE_SECONDS = 0.5  # between two ends of a process, of which something is known for two minutes more: 2 KiB each
 FIFTHS = 5
-LEAST_SECONDS = 10.0  # in less nothing can be told from the start
+LEAST_SECONDS = 6.0  # in less nothing can be told from the start
 POLICIES = """
 version: 1
 mode: enforce
@@ -61,7 +61,7 @@ AT_ONCE = DAEMON.replace(
 )
 FASTER = "watchdog.pace = lambda *seen: 0.0"
 VARIANTS = {
-    "memory": 'kept = []\nwatchdog.pace = lambda *seen: kept.append(b"x" * 2**14) or 0.0',
+    "memory": 'kept = []\nwatchdog.pace = lambda *seen: kept.append(b"x" * 2**18) or 0.0',
     "descriptors": "import os\nwatchdog.pace = lambda *seen: os.dup(2) * 0.0",
     "sampler": "import random\nfrom gpuguard.backends.isolated import Isolated\n"
     "look = Isolated.sample\n"
@@ -186,20 +186,10 @@ def main() -> int:
         environment = surroundings(fake, place / "claims") | {"GPUGUARD_EVENTS": str(place / "events.jsonl")}
         crowd = Crowd(fake, environment, args.seed)
         stack.callback(crowd.end)
-        (place / "policy.yaml").write_text(POLICIES)
+        (policy := place / "policy.yaml").write_text(POLICIES)
         url = f"127.0.0.1:{free_port()}"
         code = AT_ONCE.replace("PLANTED", VARIANTS.get(args.variant, FASTER))
-        words = [
-            sys.executable,
-            "-c",
-            code,
-            "daemon",
-            "--policy",
-            str(place / "policy.yaml"),
-            "--enforce",
-            "--metrics",
-            url,
-        ]
+        words = [sys.executable, "-c", code, "daemon", "--policy", str(policy), "--enforce", "--metrics", url]
         daemon = stack.enter_context(started(words, environment, place / "said"))
         try:
             until_ready(f"http://{url}/metrics")

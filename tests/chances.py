@@ -14,6 +14,11 @@ NUMBER = int(os.environ.get("GPUGUARD_CHANCE", "0"))
 THE_SAME = not NUMBER  # for hypothesis: derandomize
 
 
+def often(count: int) -> int:
+    """How often to throw them: *count* times in a campaign, a quarter of that where all tests shall run soon."""
+    return count if NUMBER else count // 4
+
+
 def luck(seed: int | str) -> random.Random:
     """Dice of a test that wants *seed*."""
     return random.Random(f"{seed} in run {NUMBER}" if NUMBER else seed)

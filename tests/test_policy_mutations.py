@@ -1,4 +1,4 @@
-"""10,000 damaged policy files: none crashes the decoder, and none is accepted with another meaning than it shows.
+"""Thousands of damaged policy files: none crashes the decoder, and none is accepted with another meaning than it shows.
 
 The second opinion is shown_by(): all keys and texts as YAML's own composer gives them, with nothing of the decoder, and
 with the few spellings that mean the same made equal.  Two files mean the same if, and only if, they read the same.
@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from chances import luck
+from chances import luck, often
 from policies import GROUPS, USERS, good, read
 
 from gpuguard.policychild import PolicyFile
 
-COUNT = 10_000
+COUNT = often(10_000)
 
 ORIGINAL = """\
 version: 1
@@ -223,10 +223,10 @@ def test_what_may_stand_around_a_document_changes_nothing(text, original):
 
 
 def test_both_kinds_of_damage_occur():
-    texts = [damaged(number)[0] for number in range(0, 2000, 3)]
+    texts = [damaged(number)[0] for number in range(0, 2000, 6)]
     accepted = [text for text in texts if read(text).policies]
 
-    assert 100 < len(accepted) < len(texts) - 100
+    assert 50 < len(accepted) < len(texts) - 50
 
 
 @pytest.mark.parametrize(

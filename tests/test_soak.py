@@ -16,13 +16,13 @@ from sources import ROOT
 ONE = Reading(memory=20.0, descriptors=30, threads=9, sampler=77)
 
 
-def soaked(*more: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", "12", *more]
+def soaked(seconds: int, *more: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(seconds), *more]
     return subprocess.run(words, capture_output=True, text=True, timeout=120)
 
 
 def test_a_guard_that_looks_hundreds_of_times_does_not_grow() -> None:
-    done = soaked()
+    done = soaked(12)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("nothing has grown\n")
@@ -35,7 +35,7 @@ def test_a_guard_that_looks_hundreds_of_times_does_not_grow() -> None:
 def test_a_guard_that_keeps_something_of_each_look_or_starts_its_sampler_again_is_found(
     variant: str, found: str
 ) -> None:
-    done = soaked("--variant", variant)
+    done = soaked(6, "--variant", variant)
 
     assert done.returncode == 1, done.stdout + done.stderr
     assert found in done.stdout
