@@ -20,6 +20,7 @@ from peers import Program, last_words, placed
 from starters import surroundings
 
 PROCESSES_EACH = 5
+SLEEPER = ("setpriv", "--pdeathsig", "KILL", "sleep", "7200")  # even one that we are ended while starting goes with us
 # Microseconds.  Process lists, fan, memory and utilization: driver 610 on an RTX 4090 (flightlessmango/MangoHud#2104);
 # power: 2,743 answers a second from a K40m (wookayin/gpustat#76); PCIe: the reference of NVML says that each answer is
 # counted over 20 ms.  Whatever nobody has told of is taken to cost what memory does.  And nobody has told how much a
@@ -63,6 +64,11 @@ class Cost:
         return statistics.median(self.wall)
 
 
+def _end(job: subprocess.Popen[bytes]) -> None:
+    job.kill()
+    job.wait()
+
+
 @contextmanager
 def node(devices: int, latency: str = "0 us", busy: int | None = None) -> Iterator[Node]:
     """A machine with so many devices; on *busy* of them (None: all) are 5 processes."""
@@ -70,8 +76,8 @@ def node(devices: int, latency: str = "0 us", busy: int | None = None) -> Iterat
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         fake = stack.enter_context(FakeNvml(place, devices=devices))
         for number in range(PROCESSES_EACH * (devices if busy is None else busy)):
-            job = stack.enter_context(subprocess.Popen(["sleep", "7200"]))
-            stack.callback(job.kill)
+            job = subprocess.Popen(SLEEPER)
+            stack.callback(_end, job)
             # stays: else the fake library itself looks into /proc at each call, which is no cost of anybody's.
             fake.add_process(number // PROCESSES_EACH, job.pid, GIB, stays=1)
         fake.one_at_a_time = latency == "realistic"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from nodes import eventually
+from proc import born_with
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 WORDS = [sys.executable, str(BENCHMARKS / "run"), "--quick", "--peers", "none"]
@@ -114,3 +115,19 @@ def test_a_fleet_that_is_told_to_end_leaves_no_prometheus_behind(tmp_path: Path)
     assert status == 143
     assert not os.path.exists(f"/proc/{pid.read_text().strip()}")
     assert {each.name for each in tmp_path.iterdir()} == {"pid", "prometheus"}
+
+
+def test_it_leaves_nothing_behind_when_it_is_told_to_end(tmp_path: Path) -> None:
+    environment, mark = {**os.environ, "TMPDIR": str(tmp_path)}, f"TMPDIR={tmp_path}"
+    words = [*WORDS, "--only", "who", "--output", os.devnull]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL) as running:
+        try:
+            assert eventually(lambda: len(born_with(mark)) > 20)
+            running.terminate()
+            status = running.wait(30)
+        finally:
+            running.kill()
+
+    assert status == 143
+    assert eventually(lambda: born_with(mark) == [])
+    assert list(tmp_path.iterdir()) == []
