@@ -42,18 +42,20 @@ MOST_MIB = 2.0  # more is growth
 CHANGE_SECONDS = 0.5  # between two ends of a process, of which something is known for two minutes more: 2 KiB each
 FIFTHS = 5
 LEAST_SECONDS = 6.0  # in less nothing can be told from the start
+# The engine knows who has had his steps until the cooldown is over, even when he has ended: with the usual 15 minutes a
+# run of ten would only see that fill up.
 POLICIES = """
 version: 1
 mode: enforce
 interval: {shortest: 100ms, longest: 100ms}
 policies:
   - {name: hogs, for: 1s, cooldown: 1s, when: {memory: {above: 20GiB}}, steps: [warn, {after: 1s, do: terminate}]}
-  - {name: many, for: 1s, when: {processes: {above: 3}}, steps: [log]}
-  - {name: idle, for: 2s, when: {idle: {below: 5%}}, steps: [log, {after: 1h, do: terminate}]}
-  - {name: strangers, for: 2s, when: {unclaimed: {}}, steps: [log]}
-  - {name: trespassers, for: 1s, when: {trespass: {}}, steps: [log]}
-  - {name: old, for: 1s, when: {age: {run_time_above: 10s}}, steps: [log]}
-  - {name: hot, for: 1s, when: {temperature: {above: 60C}}, steps: [log]}
+  - {name: many, cooldown: 2m, for: 1s, when: {processes: {above: 3}}, steps: [log]}
+  - {name: idle, cooldown: 2m, for: 2s, when: {idle: {below: 5%}}, steps: [log, {after: 1h, do: terminate}]}
+  - {name: strangers, cooldown: 2m, for: 2s, when: {unclaimed: {}}, steps: [log]}
+  - {name: trespassers, cooldown: 2m, for: 1s, when: {trespass: {}}, steps: [log]}
+  - {name: old, cooldown: 2m, for: 1s, when: {age: {run_time_above: 10s}}, steps: [log]}
+  - {name: hot, cooldown: 2m, for: 1s, when: {temperature: {above: 60C}}, steps: [log]}
 """
 # The interval stays what the policies say, so durations mean what they mean; only the pause after a look is left out.
 AT_ONCE = DAEMON.replace(
