@@ -18,12 +18,13 @@ _EXACT = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "XDG_
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No variable of this machine reaches a test or its children, and HOME is an empty directory."""
+    """No variable of this machine reaches a test or its children; HOME is empty, and the terminal a usual one."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name in _EXACT or (name.startswith(_FOREIGN) and not name.startswith("GPUGUARD_TEST_")):
                 patch.delenv(name)
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("TERM", "xterm-256color")
         yield
 
 

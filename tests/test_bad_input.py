@@ -230,10 +230,11 @@ def test_the_beginning_of_several_uuids_is_answered_with_those_that_it_could_be(
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything; test_two_users.py does it as somebody else")
 def test_a_directory_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "claims").mkdir(mode=0)
+    gpuguard = Gpuguard(tmp_path, None)
+    (tmp_path / "claims").chmod(0)
     start(str(tmp_path / "node"), "1xH100-80GB")
 
-    done = Gpuguard(tmp_path, None)("run", "true")
+    done = gpuguard("run", "true")
 
     assert (done.returncode, done.stdout) == (125, "")
     assert "claims is not readable for you (mode 0000).  Run `sudo gpuguard setup`" in done.stderr

@@ -54,6 +54,7 @@ class Head:
             "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": str(place),
+            "RAY_memory_monitor_refresh_ms": "0",  # it ends tasks for the memory that others use on this machine
             MARK: secrets.token_hex(8),
         }
         self.log = open(place / "ray.log", "w+b")  # noqa: SIM115

@@ -44,7 +44,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         setattr(module, error, HTTPError if name == "requests" else type(error, (Exception,), {}))
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ray_follow, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr(ray_follow, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(ray_follow, "SILENT_SECONDS", 60.0)
     yield
     for thread in threading.enumerate():
         if thread.name == "gpuguard-ray-log":
@@ -117,11 +117,12 @@ def test_whatever_ray_answers_the_exit_code_is_that_of_the_command_or_says_that_
     ],
     ids=repr,
 )  # fmt: skip
-def test_a_head_that_starts_again_costs_nobody_the_job_that_he_stays_with(answer, capfd):
+def test_a_head_that_starts_again_costs_nobody_the_job_that_he_stays_with(answer, monkeypatch, capfd):
     running = {"status": "RUNNING", "driver_exit_code": None, "message": None}
     assert follow(Client(running, answer, answer, running, FAILED)) == 3
     assert "Traceback" not in capfd.readouterr().err  # of the thread that listens
 
+    monkeypatch.setattr(ray_follow, "SILENT_SECONDS", 0.05)
     with pytest.raises(GpuguardError):
         follow(Client(running, answer))
     assert f"`ray job stop {NAME}` ends it" in capfd.readouterr().err

@@ -256,8 +256,10 @@ class _Plans:
             if against is None:
                 return self._start(ticket, it)
             refused[kind] = refused[alike] = self.against[ticket.id] = against
-        # Reservations move with a start, so two can be held back for each other: then the first of them in line starts.
-        stuck = next((one for one in waiting if self._in_circle(one.id)), None)
+        # Reservations move with a start, so two can be held back for each other: then the first of them in line starts,
+        # if it would in order.  Otherwise it waits for an end that is to come, after which they may both be in time.
+        in_turn = [one for one in waiting if base[one.id].start <= self.now]
+        stuck = next((one for one in in_turn if self._in_circle(one.id)), None)
         return self._start(stuck, self.earliest(stuck, self.busy)) if stuck else None
 
     def _start(self, ticket: Ticket, it: Planned) -> tuple[Ticket, Planned]:
