@@ -217,7 +217,7 @@ def test_the_claim_of_a_job_belongs_to_its_owner_and_ends_with_scancel(cluster):
 
     cluster.wait_for(lambda: cluster.claims() == {})
     cluster.wait_for(lambda: cluster.machine.locked() == [])  # who ended it may have forked something a moment before
-    assert events(cluster, "release", f"slurm{job}")
+    cluster.wait_for(lambda: events(cluster, "release", f"slurm{job}"))  # it is written when the lock is gone
 
 
 def test_a_policy_cancels_the_job_of_a_process_and_no_other(cluster, monkeypatch):
