@@ -29,7 +29,9 @@ NVLINK = "nvlink"  # links and peers: up to 18 calls per device
 NVLINK_FLOW = "nvlink_flow"  # 1    what goes over all links; the first look has nothing to go by
 TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
 STATS = "stats"  # Snapshot.stats: for who would read /proc/PID/stat of these processes right after
-BRIEF = "brief"  # no group: a backend may leave out of WHO_FIELDS what the text of `gpuguard who` does not show
+# No group: a backend may leave out of WHO_FIELDS what the text of `gpuguard who` does not show, and tell a temperature
+# and a power draw of a moment ago.
+BRIEF = "brief"
 
 BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much
 

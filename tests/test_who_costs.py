@@ -19,6 +19,7 @@ EACH_LOOK = (
     *("MemoryInfo_v2", "ComputeRunningProcesses_v3", "GraphicsRunningProcesses_v3", "Samples"),
     *("ComputeMode", "MigMode", "RemappedRows", "Temperature", "PowerUsage"),
 )
+OF_A_MOMENT_AGO = ("Temperature", "PowerUsage")
 FIRST_LOOK = ("HandleByIndex_v2", "UUID", "Name")  # of each device; and four calls for all
 BOTH = """
 from gpuguard.nouns import replace
@@ -66,7 +67,49 @@ def test_a_look_that_follows_asks_only_for_what_can_change(busy: FakeNvml) -> No
     calls = answer_of(busy, f"{twice}; answer = fake.calls()")
 
     kept = {"ComputeMode", "RemappedRows", "MigMode", "GraphicsRunningProcesses_v3"}  # for ten seconds
-    assert calls == {f"nvmlDeviceGet{name}": 8 for name in EACH_LOOK if name not in kept}
+    assert calls == {f"nvmlDeviceGet{name}": 8 for name in EACH_LOOK if name not in {*kept, *OF_A_MOMENT_AGO}}
+
+
+@pytest.mark.parametrize(
+    "seconds, fields, devices, asked",
+    [
+        (1.0, "TEXT_FIELDS", "None", 0),
+        (2.0, "TEXT_FIELDS", "None", 8),  # as often as `who --watch` looks unless told otherwise
+        (1.0, "WHO_FIELDS", "None", 8),  # as a guard that judges by them, and programs
+        (1.0, "TEXT_FIELDS", "[fake.devices[3].uuid]", 1),
+    ],
+)
+def test_who_looks_often_sees_a_temperature_and_a_power_draw_of_a_moment_ago(
+    fake: FakeNvml, seconds: float, fields: str, devices: str, asked: int
+) -> None:
+    script = f"""
+import time
+held = nvml.open()
+held.sample(TEXT_FIELDS)
+real = time.clock_gettime
+time.clock_gettime = lambda clock: real(clock) + {seconds}
+for device in fake.devices:
+    device.temperature, device.power_mw = 77, 377_000
+fake.reset_calls()
+look = held.sample({fields}, {devices})
+answer = fake.calls(), {{(one.temperature, one.power_draw) for one in look.devices}}
+"""
+    before = (fake.devices[0].temperature, fake.devices[0].power_mw / 1000)
+    calls, told = answer_of(fake, script)
+
+    assert {calls.get(f"nvmlDeviceGet{name}", 0) for name in OF_A_MOMENT_AGO} == {asked}
+    assert told == {(77.0, 377.0) if asked else before}
+
+
+def test_a_temperature_that_could_not_be_read_is_asked_for_again_at_once(fake: FakeNvml) -> None:
+    fake.fail("nvmlDeviceGetTemperature", 999, 2)
+    script = """
+held = nvml.open()
+failed = held.sample(TEXT_FIELDS)
+fake.fail("nvmlDeviceGetTemperature", 0, 2)
+answer = [look.devices[2].temperature for look in (failed, held.sample(TEXT_FIELDS))]
+"""
+    assert answer_of(fake, script) == [None, float(fake.devices[2].temperature)]
 
 
 def test_a_device_without_any_memory_in_use_has_no_graphics_process_either(fake: FakeNvml) -> None:

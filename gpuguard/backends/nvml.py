@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # Less where somebody new computes: nvml_usage._forget.  Whoever names devices is about to act on what he sees, so he is
 # told what is true now.
 SETTINGS_SECONDS = 10.0
+# How old temperature and power draw may be for a person before a screen, who wants BRIEF: power takes 365 us of a real
+# driver, and is a mean of a second.  Who looks every 2 s, as `who --watch` does, sees those of now.
+LATELY_SECONDS = 1.5
 SLOW_SECONDS = 0.0005  # for the first device; below that the others are read before threads have begun
 MOST_DEVICES = 1024  # of a machine: each that is counted takes a call, a number without a meaning takes hours
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
@@ -71,6 +74,8 @@ class Nvml:
         self._files.turn()
         if devices is not None or clock - self._settings_read > SETTINGS_SECONDS:
             self._forget_settings(clock)
+        if devices is not None or clock - self._lately_read > LATELY_SECONDS:
+            self._forget_lately(clock)
         seek = None if devices is None else frozenset(devices)
         if any(map(_is_mig, seek or ())):
             fields = {*fields, model.HEALTH}  # which is what finds instances
@@ -112,7 +117,7 @@ class Nvml:
             self._places: dict[int, Place] = {}
             self._owners: dict[str, int] = {}  # of uuids: index
             self._asked: Ahead | None = None
-            self._settings_read = float("-inf")
+            self._settings_read = self._lately_read = float("-inf")
             self._static: dict[str, str | None] = {}
             self._ancestors: dict[tuple[int, int], Answer] = {}
 
@@ -120,6 +125,11 @@ class Nvml:
         self._settings_read = clock
         for place in self._places.values():
             place.settings.clear()
+
+    def _forget_lately(self, clock: float) -> None:
+        self._lately_read = clock
+        for place in self._places.values():
+            place.lately.clear()
 
     def _devices(self, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
         """The devices with their gaps, in index order; of the uuids to *seek* those and their families."""

@@ -36,6 +36,7 @@ class Row:
     convert: Callable[[Any], Any] | None = None
     static: bool = False
     setting: bool = False  # asked seldom
+    lately: bool = False  # may be of a moment ago
     brief: bool = False  # read although only BRIEF is wanted
 
 
@@ -96,13 +97,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), True),
     ),
     model.THERMAL: (
-        Row("temperature", ("nvmlDeviceGetTemperature",), (0,), float, brief=True),
+        Row("temperature", ("nvmlDeviceGetTemperature",), (0,), float, lately=True, brief=True),
         Row("fan_speed", ("nvmlDeviceGetFanSpeed",), (), float, setting=True),  # no rule asks, and it takes 137 us
         Row("temperature_slowdown", ("nvmlDeviceGetTemperatureThreshold",), (1,), float, True),
         Row("temperature_shutdown", ("nvmlDeviceGetTemperatureThreshold",), (0,), float, True),
     ),
     model.POWER: (
-        Row("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth, brief=True),
+        Row("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth, lately=True, brief=True),
         Row("power_limit", ("nvmlDeviceGetEnforcedPowerLimit",), (), thousandth, setting=True),
         Row("total_energy", ("nvmlDeviceGetTotalEnergyConsumption",), (), thousandth),
     ),
@@ -146,6 +147,8 @@ def read_row(reading: Reading, row: Row) -> None:
             answer = reading.ask_once(f"{row.field} {function}", function, *row.arguments)
         elif row.setting:
             answer = reading.ask_seldom(function)
+        elif row.lately:
+            answer = reading.ask_lately(function, *row.arguments, key=row.field + function)
         else:
             answer = reading.ask_where_told(function, *row.arguments, key=row.field + function)
         if answer.code != FUNCTION_NOT_FOUND:

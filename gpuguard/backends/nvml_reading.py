@@ -7,7 +7,7 @@ Does not know which calls to make: see nvml_fields.
 from __future__ import annotations
 
 from gpuguard.backends.nvml_calls import ABSENT, LOST, NEVER, PROBLEMS, RESET_REQUIRED, Answer, call
-from gpuguard.model import Gap
+from gpuguard.model import BRIEF, Gap
 
 TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Place:
         self.static: dict[str, Answer] = {}
         self.constants: dict[str, Any] = {}  # fields of the device that never change
         self.settings: dict[str, Answer] = {}  # answers that are kept for a while: see ask_seldom
+        self.lately: dict[str, Answer] = {}  # answers that are kept for a moment: see ask_lately
         self.ahead: dict[tuple[Any, ...], Answer] = {}  # by function and arguments: see nvml_ahead
         self.used: int | None = None  # bytes in use when its processes were last listed
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
@@ -122,6 +123,15 @@ class Reading:
         answer = self.place.settings.get(key) or self.ask(function, *arguments)
         if answer.code in NEVER:
             self.place.settings[key] = answer
+        return answer
+
+    def ask_lately(self, function: str, *arguments: Any, key: str) -> Answer:
+        """As ask_where_told(), but for who wants only BRIEF an answer is kept for a moment: see nvml.LATELY_SECONDS."""
+        if BRIEF not in self.fields:
+            return self.ask_where_told(function, *arguments, key=key)
+        answer = self.place.lately.get(key) or self.ask_where_told(function, *arguments, key=key)
+        if answer.code == 0:
+            self.place.lately[key] = answer
         return answer
 
     def take(self, name: str, answer: Answer, convert: Callable[[Any], Any] | None = None) -> bool:

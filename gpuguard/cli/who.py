@@ -50,7 +50,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="only these: an index, a uuid or its beginning, 0,GPU-ab",
     )
     parser.add_argument(
-        "--watch", metavar="EVERY", nargs="?", const="2s", help="show again and again (default: every 2s)"
+        "--watch",
+        metavar="EVERY",
+        nargs="?",
+        const="2s",
+        help="show again and again (default: every 2s); temperature and power in the text are up to 1.5s old",
     )
     parser.add_argument("--json", action="store_true", help="one object for programs; with --watch one line per look")
     parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
