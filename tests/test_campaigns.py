@@ -54,12 +54,19 @@ def test_every_campaign_names_what_exists():
         assert coverage.measured(files) and all((ROOT / "tests" / f"test_{test}.py").exists() for test in tests.split())
 
 
-def test_torture_without_its_environment_says_what_makes_it(monkeypatch):
-    monkeypatch.setattr(torture, "PYTHON", "/no/such/python")
-    monkeypatch.setattr(sys, "argv", ["torture"])
+@pytest.mark.parametrize("name", ["torture", "mutate", "coverage"])
+def test_a_python_without_gpuguard_hands_on_to_that_of_the_checkout_or_says_what_makes_it(name, tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    words = [sys.executable, "-S", tmp_path / "scripts" / name]  # -S: without any packages
+    alone = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to("/bin/echo")
+    asked = [sys.executable, "-S", "-c", "import installed; print(installed.python())"]
+    there = subprocess.run(asked, cwd=tmp_path / "scripts", capture_output=True, text=True, timeout=60)
 
-    with pytest.raises(SystemExit, match="setup-venv dev"):
-        torture.main()
+    assert alone.returncode == 1 and "Run scripts/test first" in alone.stderr and "Traceback" not in alone.stderr
+    assert there.stdout.strip() == str(python)
 
 
 @pytest.mark.parametrize(("program", "word", "code"), [("exit(0)", "nothing broke", 0), ("exit(3)", "FAILED", 1)])
