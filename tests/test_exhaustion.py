@@ -62,7 +62,8 @@ def test_with_few_descriptors_a_job_has_its_devices_or_does_not_start(tmp_path, 
 
     done = with_descriptors(gpuguard, limit, "run", *JOB)
 
-    assert as_it_must_be(done) and "Traceback" not in done.stderr, (limit, done)
+    began = "Fatal Python error: init_import_site" not in done.stderr  # of 4, Python itself needs more
+    assert as_it_must_be(done) and not (began and "Traceback" in done.stderr), (limit, done)
     assert nothing_stays(tmp_path)
 
 
