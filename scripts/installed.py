@@ -1,18 +1,20 @@
-"""The python that has gpuguard and what its tests need: the one that runs this, else that of the checkout's .venv."""
+"""Goes on in the python of the checkout's .venv where this one has no gpuguard, as that of the system."""
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-OF_CHECKOUT = Path(__file__).resolve().parent.parent / ".venv/bin/python"
+VENV = Path(__file__).resolve().parent.parent / ".venv"
 
 
-def python() -> str:
-    """Its path.  Ends the program where there is none."""
+def hand_on() -> None:
+    """Start what runs anew in that python.  Where it has no gpuguard either, end it and say what to do first."""
     if find_spec("gpuguard"):
-        return sys.executable
-    if not OF_CHECKOUT.exists():
+        return
+    python = VENV / "bin/python"
+    if not python.exists() or Path(sys.prefix) == VENV:
         sys.exit("gpuguard is not installed for this python.  Run scripts/test first, then this again.")
-    return str(OF_CHECKOUT)
+    os.execv(python, [str(python), *sys.argv])

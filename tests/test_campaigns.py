@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 from importlib.machinery import SourceFileLoader
 
 import mutants
@@ -54,19 +55,23 @@ def test_every_campaign_names_what_exists():
         assert coverage.measured(files) and all((ROOT / "tests" / f"test_{test}.py").exists() for test in tests.split())
 
 
-@pytest.mark.parametrize("name", ["torture", "mutate", "coverage"])
+@pytest.mark.parametrize("name", ["scripts/torture", "scripts/mutate", "scripts/coverage", "benchmarks/run"])
 def test_a_python_without_gpuguard_hands_on_to_that_of_the_checkout_or_says_what_makes_it(name, tmp_path):
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    words = [sys.executable, "-S", tmp_path / "scripts" / name]  # -S: without any packages
-    alone = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    python = tmp_path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.symlink_to("/bin/echo")
-    asked = [sys.executable, "-S", "-c", "import installed; print(installed.python())"]
-    there = subprocess.run(asked, cwd=tmp_path / "scripts", capture_output=True, text=True, timeout=60)
+    for folder in ("scripts", "benchmarks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
 
-    assert alone.returncode == 1 and "Run scripts/test first" in alone.stderr and "Traceback" not in alone.stderr
-    assert there.stdout.strip() == str(python)
+    def said(python=sys.executable):  # -S: without any packages
+        return subprocess.run([python, "-S", tmp_path / name], capture_output=True, text=True, timeout=60)
+
+    alone = said()
+    venv.create(tmp_path / ".venv", symlinks=True)  # one that scripts/test has not come to the end of
+    without = said(), said(tmp_path / ".venv/bin/python")
+    (tmp_path / ".venv/bin/python").unlink()
+    (tmp_path / ".venv/bin/python").symlink_to("/bin/echo")
+
+    for one in (alone, *without):
+        assert one.returncode == 1 and "Run scripts/test first" in one.stderr and "Traceback" not in one.stderr
+    assert said().stdout == f"{tmp_path / name}\n"
 
 
 @pytest.mark.parametrize(("program", "word", "code"), [("exit(0)", "nothing broke", 0), ("exit(3)", "FAILED", 1)])
