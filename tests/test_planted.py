@@ -1,20 +1,25 @@
-"""Files that somebody puts where those of others are looked for, in the directory into which everybody may write."""
+"""Files that another user puts where those of this one are looked for: in directories that many can write."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import signal
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import SECONDS, Gpuguard
+from fake_nvml import FakeNvml
 from nodes import remove
 
 from gpuguard.claims.hold import Claim
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory
 from gpuguard.claims.records import read_record, read_records, record_path, write_record
+from gpuguard.cli import submit
 from gpuguard.clusters.slurm_jobs import Allocation
 from gpuguard.jobs import slurm_claim
 from gpuguard.line import reservefiles, tickets
@@ -121,3 +126,70 @@ def test_who_lets_nobody_open_a_file_of_his_by_a_lease_ends_no_look_of_others(di
     assert ["has a lease on it" in one.reason for one in torn] == [True] * (kind in ("ticket", "reserve"))
     os.close(leased)
     signal.signal(signal.SIGIO, former)
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A directory with modules that leave their name in a file `seen`."""
+    place = tmp_path / "planted"
+    place.mkdir()
+    for name in ("gpuguard", "yaml", "runpy"):
+        (place / f"{name}.py").write_text(f"open({str(place / 'seen')!r}, 'a').write('{name} ')\n")
+    return place
+
+
+def the_job_of(gpuguard: Gpuguard, engine: str) -> str:
+    """What the shell of the node runs for `gpuguard submit -- echo done`."""
+    done = gpuguard("submit", "--via", engine, "--print", "-n", "1", "--", "echo", "done")
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)[-1].removeprefix("--wrap=")
+
+
+def run_job(gpuguard: Gpuguard, job: str, place: Path) -> subprocess.CompletedProcess[str]:
+    """The job, started by the shell in the directory *place*."""
+    return subprocess.run(
+        job,
+        shell=True,
+        cwd=place,
+        env={**gpuguard.environment, "CUDA_VISIBLE_DEVICES": "0"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ray"])
+def test_a_job_that_is_submitted_runs_no_module_that_lies_where_it_starts(engine, planted, tmp_path, fake: FakeNvml):
+    gpuguard = Gpuguard(tmp_path, fake)
+    job = the_job_of(gpuguard, engine)
+
+    done = run_job(gpuguard, job, planted)
+
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["done"]), done.stderr
+    assert not (planted / "seen").exists()
+
+
+@pytest.mark.parametrize("module", ["gpuguard", "yaml"])
+def test_without_that_care_the_planted_module_would_run(module, planted, tmp_path, fake: FakeNvml):
+    """The test above could fail: with `python -m gpuguard` the same module runs as the user who submits."""
+    for other in {"gpuguard", "yaml", "runpy"} - {module}:
+        (planted / f"{other}.py").unlink()
+    program = [*submit.python_words("gpuguard"), "policy", "check", "absent.yaml"]
+    gpuguard = Gpuguard(tmp_path, fake)
+
+    run_job(gpuguard, shlex.join(program), planted)
+    assert not (planted / "seen").exists()
+
+    careless = [program[0], "-m", *program[3:]]
+    run_job(gpuguard, shlex.join(careless), planted)
+    assert (planted / "seen").read_text() == f"{module} "
+
+
+def test_a_package_that_the_user_names_in_pythonpath_is_still_found(planted, tmp_path, fake: FakeNvml):
+    """gpuguard may be installed for one user only, as on a cluster whose nodes share a home directory."""
+    gpuguard = Gpuguard(tmp_path, fake, PYTHONPATH=str(planted))
+
+    run_job(gpuguard, shlex.join([*submit.python_words("gpuguard"), "--version"]), tmp_path)
+
+    assert (planted / "seen").exists()

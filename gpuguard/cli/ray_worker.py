@@ -3,7 +3,7 @@
 Where somebody else has taken one of them, it asks Ray for another one of the same node, which it starts a process for:
 what is connected with Ray has threads, and those would catch the signals that are for the job.
 
-python -m gpuguard.cli.ray_worker DIRECTORY [options of gpuguard run] -- CMD...
+gpuguard.cli.ray_worker DIRECTORY [options of gpuguard run] -- CMD...
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gpuguard.claims.hold import Claim
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.cli import run
 from gpuguard.cli.dispatch import build_parser, exit_code
+from gpuguard.cli.submit import python_words
 from gpuguard.cli.telling import Telling, say
 from gpuguard.clusters import ray as engine
 from gpuguard.errors import GpuguardError, InvalidRequest, NotEnoughGpus
@@ -39,7 +40,7 @@ class PlacesProcess:
     def __init__(self, have: int) -> None:
         # Not where the command starts: a file ray.py of its author is not Ray.
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "gpuguard.cli.ray_places", str(have)],
+            [*python_words("gpuguard.cli.ray_places"), str(have)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd="/",
         )  # fmt: skip
         self._rest = b""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import sys
 
 from gpuguard.cli.choice_options import add_choice_options, request_of
 from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits_of
@@ -35,6 +36,15 @@ PASSED = (
     "temperature_limit", "idle_limit", "checkpoint_signal", "grace",
 )  # fmt: skip
 DEFAULTS = {"grace": "60s", "visible": "index"}
+
+# `python -m MODULE`, but never with modules of the working directory: another user may have put a gpuguard.py or
+# yaml.py there.  Python 3.10 has no -P, and the Python of another node may be of that version; -I would also leave out
+# PYTHONPATH and the user's own site-packages, where gpuguard may be installed.  So what -P leaves out is taken out
+# here: the empty entry that -c puts first.  Nothing is imported before that, because sys is built in.
+WITHOUT_WORKING_DIRECTORY = "import sys; sys.path[:] = filter(None, sys.path); import"
+RUN_MODULE = (
+    f"{WITHOUT_WORKING_DIRECTORY} runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +111,11 @@ def check(args: argparse.Namespace) -> None:
     request_of(args)
     _, time_limit, _ = durations_of(args)
     limits_of(args, time_limit)
+
+
+def python_words(module: str, python: str = sys.executable) -> list[str]:
+    """The words that run *module* of gpuguard by *python*, whatever lies in the directory where they are used."""
+    return [python, "-c", RUN_MODULE, module]
 
 
 def inner_words(args: argparse.Namespace) -> list[str]:

@@ -14,7 +14,7 @@ import sys
 
 from gpuguard.cli.ray_follow import follow
 from gpuguard.cli.run import durations_of
-from gpuguard.cli.submit import inner_words
+from gpuguard.cli.submit import WITHOUT_WORKING_DIRECTORY, inner_words, python_words
 from gpuguard.cli.telling import say
 from gpuguard.clusters import ray_jobs
 from gpuguard.errors import InvalidRequest
@@ -125,11 +125,13 @@ def entrypoint(args: argparse.Namespace, python: str, brings: bool) -> str:
     waiting = ["--no-wait"] if args.no_wait else ["--wait", args.wait] if args.wait else []
     # A directory that Ray brings to the worker is where the command starts; else the one here, if it is there too.
     place = "." if brings else os.getcwd()
-    worker = ["-m", "gpuguard.cli.ray_worker", place, *inner_words(args), *waiting, "--", *args.command]
+    _, *worker = python_words("gpuguard.cli.ray_worker")
+    worker += [place, *inner_words(args), *waiting, "--", *args.command]
     # exec: what Ray finds out about its child is the exit status of gpuguard run.
     missing = "has no gpuguard on this node: pip install 'gpuguard[ray]' there, or --with '--python PATH'."
+    probe = shlex.quote(f"{WITHOUT_WORKING_DIRECTORY} gpuguard")
     return (
-        f'P={shlex.quote(python)}; [ -x "$P" ] || P=python3; "$P" -c "import gpuguard" 2>/dev/null || '
+        f'P={shlex.quote(python)}; [ -x "$P" ] || P=python3; "$P" -c {probe} 2>/dev/null || '
         f'{{ echo gpuguard: "$P" {shlex.quote(missing)} >&2; exit 125; }}; exec "$P" {shlex.join(worker)}'
     )
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 
 from gpuguard.cli.run import durations_of
-from gpuguard.cli.submit import inner_words
+from gpuguard.cli.submit import inner_words, python_words
 from gpuguard.cli.telling import say
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.views.text import neutralise, put
@@ -100,7 +100,7 @@ def gpuguard() -> list[str]:
     program = os.path.abspath(sys.argv[0])
     if os.path.basename(program) == "gpuguard" and os.access(program, os.X_OK):
         return [program]
-    return [sys.executable, "-m", "gpuguard"]
+    return python_words("gpuguard")
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
