@@ -85,7 +85,7 @@ def _listing(snapshot: Snapshot) -> str:
     return "".join(lines)
 
 
-def _gpu(device: Device, instances: list[Device], odd: Odd) -> str:  # budget: one table
+def _gpu(device: Device, instances: list[Device], odd: Odd) -> str:
     rows = {
         "product_name": device.name,
         "persistence_mode": _enabled(device.persistence_mode),

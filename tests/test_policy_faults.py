@@ -1,5 +1,4 @@
 """Policy files that are refused, each with the place and the reason.  A ``«`` marks where the fault must be found."""
-# budget: a table, read by the kind of fault
 
 from __future__ import annotations
 

@@ -395,3 +395,31 @@ def test_the_cgroup_names_the_container(cgroup: str, container: str | None) -> N
 )
 def test_the_environment_names_the_python_environment(variables: dict[str, str], name: str | None) -> None:
     assert processes.environment_of(variables) == name
+
+
+def test_another_program_under_the_same_pid_is_asked_anew_who_it_is(monkeypatch: Any) -> None:
+    script = "import os; print(flush=True); os.read(0, 3); os.execvp('cat', ['cat'])"
+    read: list[int] = []
+    monkeypatch.setattr(processes, "uid_of", lambda pid: read.append(pid) or 1000 + len(read))
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as job:
+        assert job.stdin and job.stdout
+        job.stdout.readline()
+        before = processes.described(GpuProcess(job.pid))
+        job.stdin.write(b"go\nthere\n")
+        job.stdout.readline()  # by cat
+        after = processes.described(GpuProcess(job.pid))
+        job.kill()
+
+    assert (before.uid, after.uid, after.command) == (1001, 1002, ("cat",))
+    assert before.start_time == after.start_time
+
+
+def test_what_only_a_poll_of_the_details_keeps_is_never_kept_where_it_decides(sleeper: int) -> None:
+    read: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "uid_of", lambda pid: read.append(pid) or os.getuid())
+        for _ in range(3):
+            processes.identified(GpuProcess(sleeper))
+
+    assert len(read) == 3

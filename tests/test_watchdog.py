@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from nodes import a_user, change, clock, eventually, one, start
 
 from gpuguard import actions, watchdog
 from gpuguard.actions import Outcome
+from gpuguard.backends import processes
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.lock import acquire
@@ -23,6 +25,7 @@ from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS
 from gpuguard.policies import expression_names
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.health import Health
+from gpuguard.policies.idle import Idle
 from gpuguard.policies.memory import Memory
 from gpuguard.policies.needs import needs_of
 from gpuguard.policies.policy import Policy, Step
@@ -392,3 +395,21 @@ def test_what_rules_judge_by_is_read(place):
         known = set().union(*(groups[group] for group in asked))
 
         assert words & (set(vars(a_device())) - identity) & set().union(*groups.values()) <= known, name
+
+
+def test_the_host_is_looked_at_only_while_a_policy_judges_by_it():
+    us = os.getpid()
+    row = a_process(us, start_time=processes.start_time(us))
+    about_the_host = Policy("h", (Idle(below=5.0, cpu_below=2.0),), steps=(Step("log"),))
+    looked = Recording(a_snapshot(a_device(0, processes=(row,))))
+    guard = Watchdog(looked)
+    rates = []
+    for policy in about_the_host, about_the_host, HOGS, about_the_host, about_the_host:
+        guard.policies = (policy,)
+        looked.answers = [replace(looked.answers[0], clock=looked.answers[0].clock + 1.0)]
+        guard.step()
+        assert guard._view
+        rates.append([use.cpu is not None for use in guard._view.host.values()])
+
+    # A rate is never one over the time in which nobody looked.
+    assert rates == [[False], [True], [], [False], [True]]
