@@ -10,15 +10,12 @@ import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from lines import a_ticket
 
-from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
-from gpuguard.line import turn
 from gpuguard.line.booking import Booking, clock_text
 from gpuguard.line.order import Rules
 from gpuguard.line.plan import Place
 from gpuguard.line.standing import Facts, Standing
 from gpuguard.line.turn import Turn, in_words, new_ticket, promised
-from gpuguard.marks import DENIED, Mark
 from gpuguard.request import Request
 from gpuguard.select import Refusal
 
@@ -207,15 +204,6 @@ def test_who_has_not_joined_is_told_what_his_place_would_be_if_he_could(after, t
     mine = a_place("", start=NOW + HOUR, after=after)
 
     assert str(Turn(a_line(mine), mine, (ONE,)).explained(NotEnoughGpus("wanted 1."))) == f"wanted 1 GPU: {text}."
-
-
-def test_a_denial_of_what_is_no_uid_denies_nobody(tmp_path, monkeypatch):
-    marks = {name: Mark(name, 0.0, None, "r", "root") for name in ("1000", str(2**32 - 2), "9" * 11, "9" * 5000, "x")}
-    monkeypatch.setattr(turn, "read_marks", lambda directory, kind, now: marks if kind == DENIED else {})
-
-    facts = turn._facts(lock_directory(str(tmp_path)), a_snapshot(*DEVICES), Rules(fair_share=False))
-
-    assert facts.denied == {1000, 2**32 - 2}
 
 
 def test_an_error_that_waiting_cannot_help_stays_what_it_is():

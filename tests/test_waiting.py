@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nodes import eventually
+from nodes import change, eventually
 from waiters import Room, Waiter
+
+from gpuguard.backends.node import Course
 
 LONG = 30.0  # far beyond any answer
 
@@ -78,6 +80,28 @@ def test_whoever_waits_starts_when_a_process_without_a_claim_ends(room: Room) ->
 
         assert eventually(lambda: waiter.runs, LONG)
         assert looked < room.looks() <= looked + 8
+
+
+@pytest.mark.parametrize("how", ["its time is over", "root ends it"])
+def test_whoever_waits_starts_when_the_quarantine_of_the_device_is_over(room: Room, how: str) -> None:
+    assert room.gpuguard("quarantine", "0", *(["--for", "5s"] if how == "its time is over" else [])).returncode == 0
+    with room.wait() as waiter:
+        assert not waiter.runs
+        if how == "root ends it":
+            room.gpuguard("quarantine", "0", "--end")
+
+        assert eventually(lambda: waiter.runs, LONG)
+
+
+def test_whoever_waits_for_a_device_that_does_not_work_starts_when_its_work_is_done(tmp_path: Path) -> None:
+    room = Room(tmp_path, times="OWN_LOOK_SECONDS=300 LOOK_SECONDS=300 SAMPLE_SECONDS=0.5")
+    change(f"{tmp_path}/node", 0, utilization=Course(90.0, 90.0))
+    with room.wait("--max-util", "10%") as waiter:
+        assert eventually(lambda: room.looks() > 4, LONG)
+        assert not waiter.runs
+        change(f"{tmp_path}/node", 0, utilization=Course(0.0, 0.0))
+
+        assert eventually(lambda: waiter.runs, LONG)
 
 
 def test_nothing_is_asked_and_nobody_wakes_while_nothing_changes(tmp_path: Path) -> None:
