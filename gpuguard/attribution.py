@@ -44,10 +44,12 @@ def claims_readable(snapshot: Snapshot) -> bool:
 
 
 def claims_on(snapshot: Snapshot, device: Device) -> tuple[ClaimRecord, ...]:
-    """The living claims that name *device*, or the device that it is a part of."""
+    """The living claims that name *device*, or the device that it is a part of; hidden ones are none."""
     uuid, parent = device.uuid, device.parent_uuid
     claims = snapshot.claims
-    return tuple([one for one in claims if one.alive and (uuid in one.devices or parent in one.devices)])
+    return tuple(
+        [one for one in claims if one.alive and not one.hidden and (uuid in one.devices or parent in one.devices)]
+    )
 
 
 def places(snapshot: Snapshot) -> tuple[Device, ...]:

@@ -150,6 +150,7 @@ class ClaimRecord:
     memory: int | None = None  # bytes of each device, of a claim that shares them; None: they are its alone
     slots: tuple[str, ...] = ()  # of a claim that shares its devices, the slot locks that it says it holds
     most: int | None = None  # so many claims at most share a device with this one
+    hidden: bool = False  # no process has its lock open: for the rules it is no claim, see claims.holders
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -19,6 +19,7 @@ from gpuguard.ancestry import look_up, stats_of
 from gpuguard.attribution import Processes
 from gpuguard.backends import Backend
 from gpuguard.claims.firstseen import FirstSeen
+from gpuguard.claims.holders import hidden_claim_text
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import locked_devices, probe, read_records
 from gpuguard.errors import BackendError, ClaimError
@@ -108,6 +109,7 @@ class Watchdog:
         self._judged_by: Sequence[Policy] = ()  # ... the policies that it is about
         self._view: View | None = None
         self._probed: tuple[float, object, tuple[ClaimRecord, ...]] = (0.0, None, ())
+        self._hidden = set[str]()  # ids of claims whose lock no process has open
         self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
         self._put_off: dict[Key, tuple[int, float]] = {}  # by a check: which step of each, and until which clock
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
@@ -245,8 +247,17 @@ class Watchdog:
         clock, before, claims = self._probed
         if now != before or not 0 <= snapshot.clock - clock < HOLDERS_SECONDS:
             claims = probe(directory, uuids)
+            self._note_hidden(directory, claims)
             self._probed = snapshot.clock, now, claims
         return claims
+
+    def _note_hidden(self, directory: LockDirectory, claims: Iterable[ClaimRecord]) -> None:
+        """Leave an Event for each claim whose lock no process has open, once as long as that lasts."""
+        before, self._hidden = self._hidden, {claim.id for claim in claims if claim.hidden}
+        for claim in claims:
+            if claim.id in self._hidden - before:
+                text = hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
+                self._record(plain_event("claim", "hidden", text, claim.devices, None, claim=claim.id))
 
     def _look_around(self, snapshot: Snapshot, policies: Sequence[Policy], lines: Mapping[int, bytes]) -> View:
         if not policies:

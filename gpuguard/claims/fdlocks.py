@@ -32,19 +32,31 @@ _hanging: dict[int, int] = {}  # uid -> pid of the reader that waits for somethi
 _ended: list[int] = []  # readers to reap
 
 
-def locked_files(pid: int, uid: int, seconds: float) -> dict[int, str]:
+def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:
     """Descriptor -> "major:minor:inode" of what a process has locked; {} also where nobody can tell.
 
     Args:
-        pid: of the process.
+        pid: of the process, or "PID/task/TID".
         uid: of whoever it acts for: nobody else is unknown when this look does not come back.
         seconds: it may take; then it is what was found until then.
+        whole: raise where that is not all of it.
+
+    Raises:
+        TimeoutError: with *whole* only.
     """
+    found = _asked(pid, uid, seconds)
+    if whole and (found is None or not found[2]):
+        raise TimeoutError
+    return dict(found[0]) if found else {}
+
+
+def _asked(pid: int | str, uid: int, seconds: float) -> tuple[list[tuple[int, str]], float, bool] | None:
+    """What the reader says: descriptors with inodes, the seconds that it took, whether that is all; None: unknown."""
     with _asking:
         _reap()
         slow = owed_by(monotonic()).keys() | {(each, _KIND) for each in _hanging}
         if _is_unknown(uid) or (len(slow) >= MOST_HANGING and user_name(uid) == str(uid)):
-            return {}
+            return None
         try:
             _, reader, ask, answers = _started()
             begun = monotonic()
@@ -53,15 +65,15 @@ def locked_files(pid: int, uid: int, seconds: float) -> dict[int, str]:
                 _hanging[uid] = reader
                 charge((uid, _KIND), (now := monotonic()) - begun, now)
                 _close()
-                return {}
+                return None
             found = sampler.receive(answers)
         except OSError:  # no further process or file; or it has ended
             found = None
         if found is None:
             _close()
-            return {}
+            return None
         charge((uid, _KIND), found[1], monotonic())
-        return dict(found[0])
+        return found[0], found[1], found[2]
 
 
 def hangs(uid: int) -> bool:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import time
 
-from gpuguard.claims.inplace import device_of, hold_in_place
+from gpuguard.ancestry import in_first_pid_namespace
+from gpuguard.backends import processes
+from gpuguard.claims.inplace import device_of, hold_in_place, status_in_place
+from gpuguard.users import user_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from typing import NoReturn
 
     from gpuguard.claims.lockfiles import LockDirectory
@@ -88,12 +91,13 @@ def _locked(pid: str, uid: int, paths: dict[str, str]) -> list[tuple[str, str]]:
     return [(number, paths[path]) for number, path in targets if path in paths]
 
 
-def locked_by(pid: int, uid: int, seconds: float) -> dict[int, str]:
+def locked_by(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:
     """Descriptor -> "major:minor:inode" of what a process has locked, as fdlocks.locked_files().
 
     Without a process apart where it can be seen which descriptors are files.
 
     Raises:
+        TimeoutError: with *whole*, when not all could be read in that time.
         OSError: it is gone, or not ours to see.
     """
     until, found = time.monotonic() + seconds, dict[int, str]()
@@ -104,14 +108,106 @@ def locked_by(pid: int, uid: int, seconds: float) -> dict[int, str]:
             if not target.startswith("/") or (target.startswith("/dev/") and not target.startswith("/dev/shm/")):
                 continue
             if time.monotonic() > until:
+                if whole:
+                    raise TimeoutError
                 break
             if inode := locked_inode(pid, number):
                 found[int(number)] = inode
     except PermissionError:
         from gpuguard.claims.fdlocks import locked_files
 
-        return locked_files(pid, uid, seconds) if may_see_locks(pid) else {}
+        return locked_files(pid, uid, seconds, whole=whole) if may_see_locks(pid) else {}
     return found
+
+
+def held_by_no_process(directory: LockDirectory, names: Iterable[str]) -> set[str]:
+    """Those of the locks *names* that are held although certainly no process has them open.
+
+    A lock lives as long as its open file.  That may lie where no list of descriptors shows it: in a message that no
+    process receives (SCM_RIGHTS, unix(7)), in a mapping, in an io_uring.
+
+    Returns:
+        Nothing where the files of a single process cannot be read to their end.  A lock that one process hands on to
+        another is not among them: two scans must miss it, and the kernel must still list it between them.
+    """
+    inodes = {inode: name for name in names if (inode := inode_of(directory.lock_path(name)))}
+    if not inodes or not in_first_pid_namespace():
+        return set()
+    found = _open_nowhere(inodes.keys())
+    if found:
+        with open("/proc/locks", encoding="ascii") as locks:
+            found &= {words[-3] for words in map(str.split, locks) if "FLOCK" in words}
+    if found:
+        found = _open_nowhere(found)
+    return {inodes[inode] for inode in found}
+
+
+def _open_nowhere(inodes: Collection[str]) -> set[str]:
+    """Those of *inodes* that no process has locked; none of them where that cannot be told."""
+    left, spent = set(inodes), dict[int, float]()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        if entry == "1":
+            continue  # init is no job, and may have capabilities that root lacks here
+        begun = time.monotonic()
+        try:
+            uid = os.stat(f"/proc/{entry}").st_uid
+            for table in _descriptor_tables(entry):
+                left -= set(locked_by(table, uid, MOST_SECONDS - spent.get(uid, 0.0), whole=True).values())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+        except OSError:
+            return set()
+        if not left:
+            break
+        spent[uid] = spent.get(uid, 0.0) + time.monotonic() - begun
+    return left
+
+
+def _descriptor_tables(pid: str) -> list[str]:
+    """Where /proc lists what a process has open: with its threads, once the first of them has ended."""
+    if os.listdir(f"/proc/{pid}/fdinfo"):
+        return [pid]
+    return [f"{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+
+
+def hidden_claim_text(paths: Iterable[str]) -> str:
+    """What it means that no process has the locks at *paths* open, and what helps."""
+    text = (
+        "the device is locked, and no process has its lock file open: the open file lies in a message that no process "
+        "receives (descriptors in flight over a unix socket), in a mapping or in an io_uring.  It counts as no claim"
+    )
+    hiders = {pid: uid for path in paths for pid, uid in _possible_hiders(path).items()}
+    named = ", ".join(f"pid {pid} of {user_name(uid)}" for pid, uid in sorted(hiders.items()))
+    if not named:
+        return f"{text}.  The lock is free when that process ends; /proc/net/unix lists all unix sockets."
+    return f"{text}.  The lock is free when the process ends that keeps it, which may be: {named}."
+
+
+def _possible_hiders(path: str) -> dict[int, int]:
+    """The processes that may keep the lock at *path* out of sight, as far as this user may see them.
+
+    They map the file, or have a socket with descriptors in it that no process has received.
+
+    Returns:
+        pid -> uid
+    """
+    inode, found = status_in_place(path).st_ino, dict[int, int]()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{entry}/maps", "rb") as maps:
+                keeps = any(words[4] == b"%d" % inode for words in map(bytes.split, maps))
+            if keeps or any(_has_descriptors_in_flight(entry, number) for number in os.listdir(f"/proc/{entry}/fd")):
+                found[int(entry)] = os.stat(f"/proc/{entry}").st_uid
+        except OSError:
+            continue  # it has ended, or is not ours to see
+    return found
+
+
+def _has_descriptors_in_flight(pid: str, descriptor: str) -> bool:
+    if not target_of(pid, descriptor).startswith("socket:"):
+        return False
+    lines = (processes.read_proc(f"/proc/{pid}/fdinfo/{descriptor}") or b"").split(b"\n")
+    return any(line.startswith(b"scm_fds:") and line.split()[1:] != [b"0"] for line in lines)
 
 
 def may_see_locks(pid: str | int) -> bool:
@@ -147,9 +243,7 @@ def locked_inode(pid: str | int, descriptor: str) -> str:
     Anybody may put another kind of lock on a file that he may read.  And what the kernel says of every file stands in
     front: behind it may follow text of the owner, lines and all (the name of a dma-buf).
     """
-    from gpuguard.backends.processes import read_proc
-
-    for line in (read_proc(f"/proc/{pid}/fdinfo/{descriptor}") or b"").split(b"\n"):
+    for line in (processes.read_proc(f"/proc/{pid}/fdinfo/{descriptor}") or b"").split(b"\n"):
         words = line.split()
         if line.startswith(b"lock:"):
             if words[2:3] == [b"FLOCK"] and len(words) > 6:
@@ -169,15 +263,17 @@ def answer() -> NoReturn:
         pid, seconds = request
         until, took = time.monotonic() + seconds, stopwatch()
         found: list[tuple[int, str]] = []
+        whole = True
         try:
             for number in os.listdir(f"/proc/{pid}/fdinfo"):
                 if time.monotonic() > until:
+                    whole = False
                     break
                 if inode := locked_inode(pid, number):
                     found.append((int(number), inode))
         except OSError:  # it has ended
             pass
-        sampler.send(1, (found, took()))
+        sampler.send(1, (found, took(), whole))
     os._exit(0)
 
 

@@ -12,7 +12,7 @@ import fcntl
 import os
 import stat
 
-from gpuguard.claims.holders import holders_of, remembered
+from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
 from gpuguard.claims.inplace import lies_there, open_in_place, status_in_place
 from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.claims.slots import locked_slots
@@ -279,7 +279,10 @@ def _probed(
     holders = holders_of(directory, set(locked), lambda uid: uid in uids)
     if lost := locked.keys() - holders.keys():  # a lock without a record, or with somebody else's
         holders.update(holders_of(directory, lost, lambda uid: uid not in uids))
-    return _joined(locked, records, holders, given)
+    claims = _joined(locked, records, holders, given)
+    ownerless = {name for one in claims if one.uid == _NOBODY for name in one.slots or one.devices}
+    hidden = held_by_no_process(directory, ownerless - holders.keys())
+    return tuple(replace(one, hidden=True) if hidden & {*one.slots, *one.devices} else one for one in claims)
 
 
 def _joined(

@@ -183,6 +183,7 @@ def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
     note = f'"{neutralise(record.note)}"  ' if record.note else ""
     remarks = [word for word, true in (("orphaned", held.orphaned), ("stopped", held.stopped)) if true]
     remarks += ["its share"] if record.slots else []
+    remarks += ["no process holds it: counts as no claim"] if record.hidden else []
     since = None if record.since is None else snapshot.taken_at - record.since
     return [
         "claim",
