@@ -47,7 +47,8 @@ __all__ = [
     "who",
 ]
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
+from typing import TYPE_CHECKING
+
 if TYPE_CHECKING:
     from gpuguard import ray
     from gpuguard.backends import open_backend

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gpuguard.nouns import dataclass
-
-TYPE_CHECKING = False  # typing costs 6 ms of import; what the guard needs is imported where it is needed: see run
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import NoReturn

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.attribution import Seen
 from gpuguard.backends.processes import PARENT, START, STATE, alive, read_proc
 from gpuguard.model import Snapshot
-from gpuguard.nouns import replace
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.hold import Claim, Lock, unlock
 from gpuguard.claims.lockfiles import Gate, LockDirectory
@@ -24,11 +26,9 @@ from gpuguard.model import (
     Device,
     Snapshot,
 )
-from gpuguard.nouns import replace
 from gpuguard.request import ANY_MEMORY, Request, fields_needed, fields_to_verify
 from gpuguard.select import choose, not_enough, possible, taken_by
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 

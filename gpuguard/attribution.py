@@ -10,10 +10,11 @@ comes in as `Seen`.
 
 from __future__ import annotations
 
-from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
-from gpuguard.nouns import dataclass
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False  # collections takes 1.2 ms to import
+from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 

@@ -8,8 +8,8 @@ Decides nothing: see preflight, daemon.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False  # the sampler imports this while a job starts
 if TYPE_CHECKING:
     from collections.abc import Iterable
 

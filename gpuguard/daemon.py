@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from gpuguard import capabilities, history
 from gpuguard.backends import Backend
@@ -22,14 +24,12 @@ from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.guards.case import boot_clock
 from gpuguard.guards.recall import recalled
-from gpuguard.hints import TYPE_CHECKING
 from gpuguard.line.tickets import wanted, who_waits
 from gpuguard.messages import TEMPLATES
 from gpuguard.model import Event, Snapshot
-from gpuguard.nouns import dataclass
 from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
-from gpuguard.policychild import PolicyFile, load_apart
+from gpuguard.policyfile import PolicyFile, load_in_time
 from gpuguard.services.keeping import Keeping
 from gpuguard.services.systemd import signals, tell_systemd
 from gpuguard.state import lock_daemon, write_state
@@ -289,7 +289,7 @@ class Daemon:
         assert self._settings.policy
         self._again.clear()
         self._seen = _look_of(self._settings.policy)
-        file = load_apart(self._settings.policy)
+        file = load_in_time(self._settings.policy)
         self._faulty, self._read_at = bool(file.faults), time.monotonic()
         if said and file.faults:
             return file

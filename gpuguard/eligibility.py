@@ -6,13 +6,14 @@ in use, healthy).  Unknown never satisfies a condition.  Does not rank: see sele
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from gpuguard.model import Device, GpuProcess, Snapshot
-from gpuguard.nouns import dataclass
 from gpuguard.request import SHARE_MAX_UTIL, Request, computes, idle_limit, resolve
 from gpuguard.sharing import NOBODY, Sharing, capacity, memory_left, shared_by, slots_left
 from gpuguard.units import format_bytes, format_duration
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 

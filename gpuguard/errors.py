@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import errno
 import os
-
-TYPE_CHECKING = False  # typing costs 6 ms of import, and errors are imported before every job
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from _thread import allocate_lock
+from typing import TYPE_CHECKING
 
 # What is not needed before the other process starts is loaded while that one loads the driver's library: 5 ms.
 from gpuguard.errors import BackendError, InvalidRequest, NotEnoughGpus
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
@@ -189,8 +189,9 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
 
 def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot:
     """What the machine looks like now, with everybody's claims in ``.claims``."""
+    from dataclasses import replace
+
     from gpuguard.claims.records import probe
-    from gpuguard.nouns import replace
 
     name = _backend_name(backend)
     machine, place = snapshot(backend=name), _place(directory, name, make=False)
@@ -287,8 +288,7 @@ def _acquired(
         available = error.available if isinstance(error, NotEnoughGpus) else 0
     if available:
         from contextlib import suppress
-
-        from gpuguard.nouns import replace
+        from dataclasses import replace
 
         with suppress(NotEnoughGpus):  # somebody was quicker
             fewer = replace(ways[0], num_gpus=1, max_gpus=available)
@@ -368,13 +368,9 @@ def _backend_name(backend: str | None) -> str:
 
 def _opened(name: str) -> Isolated:
     """The backend in a process of its own: NVML must not hang in this one, which may be anything by now."""
-    from gpuguard.backends import sampler
-
-    if copied := sampler.may_be_copied():
-        sampler.prepare(name)
     from gpuguard.backends import isolated
 
-    return isolated.open_isolated(name, fork=copied)
+    return isolated.open_isolated(name)
 
 
 def _refuse_when_too_late() -> None:

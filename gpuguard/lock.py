@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.attempt import (
     barred,
@@ -27,10 +29,8 @@ from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import locked_devices
 from gpuguard.errors import BackendError, GpuguardError, ImpossibleRequest, NotEnoughGpus, WaitTimeout, passing
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord, Snapshot
-from gpuguard.nouns import replace
 from gpuguard.select import Choice, Request, choose
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import Any

@@ -15,14 +15,14 @@ from __future__ import annotations
 import os
 import stat
 import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.daemonfiles import DaemonFiles, daemon_files, open_lock_file
 from gpuguard.claims.lockfiles import LockDirectory, try_flock
 from gpuguard.errors import LockDirectoryError, shortage
-from gpuguard.nouns import dataclass, replace
 from gpuguard.text import neutralise
 
-TYPE_CHECKING = False  # attempt reads this while a job starts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any

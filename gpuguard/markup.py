@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from time import localtime, strftime
+from typing import TYPE_CHECKING
 
 from gpuguard.text import neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration, format_rounded
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, GpuProcess, Snapshot, Verdict
-from gpuguard.nouns import dataclass
 from gpuguard.text import display_width, neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.wording import ENGLISH, WORDS, Words

@@ -12,6 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gpuguard.claims.answers import Given, checked
@@ -24,7 +25,6 @@ from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.line.order import Ticket
 from gpuguard.line.tickets import as_json
 from gpuguard.model import ClaimRecord, Device, Snapshot
-from gpuguard.nouns import replace
 from gpuguard.request import Request
 from gpuguard.select import choose
 

@@ -6,23 +6,63 @@ once, here.  Does not keep the last good file: see daemon.
 
 from __future__ import annotations
 
-import marshal
-import os
-from collections.abc import Iterable
+import queue
+import threading
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
+from hashlib import sha256
+from typing import TYPE_CHECKING
 
-from gpuguard import __version__
-from gpuguard.digests import sha256
+from gpuguard import capabilities
 from gpuguard.documents.accounts import Accounts
 from gpuguard.documents.decoding import GROUP, USER, Broken, Decoder, Tag, below
+from gpuguard.documents.rootfile import read_file
 from gpuguard.documents.yaml_nodes import LARGEST, Fault, Source
 from gpuguard.errors import InvalidRequest
 from gpuguard.guards.identity import Protected
+from gpuguard.messages import Template
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policychecks import check
-from gpuguard.policychild import PolicyFile, content_of, plain
 from gpuguard.policykeys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ProtectKeys, ScopeKeys
+
+if TYPE_CHECKING:
+    from gpuguard.notify import Target
+
+READ_SECONDS = 20.0  # systemd starts a daemon anew that shows no sign of life for 60
+TOO_LONG = (
+    "What was in force stays so.  Names of users and groups may come from a server that does not answer: see whether "
+    "`gpuguard policy check` takes as long, then try `gpuguard daemon --reload`."
+)
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """What a file says.
+
+    Args:
+        path: as it was named.
+        policies: none when there is a fault.
+        notify: target name -> where its messages go.
+        messages: language -> texts of the admin's own.
+        interval: (shortest, longest) seconds between samples.
+        longest_keep: seconds for which users may ask to be left alone.
+        protected: who is never touched.
+        faults: what makes the file useless, in the order of the lines.
+        warnings: what is allowed, but hardly meant.
+        fingerprint: SHA-256 of the text.
+    """
+
+    path: str
+    policies: tuple[Policy, ...] = ()
+    notify: Mapping[str, Target] = field(default_factory=dict)
+    messages: Mapping[str, Template] = field(default_factory=dict)
+    interval: tuple[float, float] = (2.0, 10.0)
+    longest_keep: float = 86400.0
+    protected: Protected = field(default_factory=Protected)
+    faults: tuple[Fault, ...] = ()
+    warnings: tuple[Fault, ...] = ()
+    fingerprint: str = ""
 
 
 def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Accounts | None = None) -> PolicyFile:
@@ -37,16 +77,39 @@ def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Acc
     return content if isinstance(content, PolicyFile) else parse(content, path, accounts=accounts)
 
 
-def answer(path: str) -> None:
-    """Be the child of policychild: the text is on standard input, and what it says goes to standard output."""
-    content = os.pread(0, LARGEST + 1, 0)
-    os.write(1, marshal.dumps((__version__, plain(parse(content, path)))))
+def load_in_time(path: str) -> PolicyFile:
+    """As load_policies(), for a service: a directory server that does not answer costs READ_SECONDS at most."""
+    read: queue.SimpleQueue[PolicyFile] = queue.SimpleQueue()
+    try:
+        threading.Thread(target=lambda: read.put(load_policies(path)), daemon=True).start()
+        return read.get(timeout=READ_SECONDS)
+    except RuntimeError as error:
+        return faulty(path, f"no thread could be started that reads the file: {error}.")
+    except queue.Empty:
+        return faulty(path, f"reading the file took more than {READ_SECONDS:.0f} s.", TOO_LONG)
+
+
+def content_of(path: str, *, trusted_owner: bool | None = None) -> bytes | PolicyFile:
+    """The text of a policy file, or why it cannot be had; *trusted_owner* as for load_policies()."""
+    only_root = capabilities.is_powerful() if trusted_owner is None else trusted_owner
+    try:
+        return read_file(path, LARGEST, only_root=only_root)
+    except OSError as error:
+        return faulty(path, f"the file cannot be read: {error.strerror or error}.")
+    except InvalidRequest as error:
+        text, _, hint = str(error).partition("\n")
+        return faulty(path, text, hint)
+
+
+def faulty(path: str, text: str, hint: str = "") -> PolicyFile:
+    """A file that is of no use as a whole."""
+    return PolicyFile(path, faults=(Fault(0, 0, text, hint),))
 
 
 def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | None = None) -> PolicyFile:
     """The policies that *content* describes, or its faults; *path* only names it."""
     content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-    fingerprint = sha256(content)
+    fingerprint = sha256(content).hexdigest()
     if len(content) > LARGEST:
         fault = Fault(0, 0, f"the text is larger than {LARGEST // 1024} KiB.", "Split it, or delete what is not used.")
         return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)

@@ -5,6 +5,9 @@ Does not look at any device: see eligibility for why one will not do, and select
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import (
     HEALTH,
@@ -20,10 +23,8 @@ from gpuguard.model import (
     Device,
     GpuProcess,
 )
-from gpuguard.nouns import dataclass
 from gpuguard.units import format_bytes
 
-TYPE_CHECKING = False  # collections takes 1.2 ms to import
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 

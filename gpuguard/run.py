@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard import actions, history
 from gpuguard.errors import BackendError, ClaimError, ClaimLost, shortage
@@ -24,7 +25,6 @@ from gpuguard.jobs.settle import descendants, patiently
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
 from gpuguard.request import IDLE_TOLERANCE
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 

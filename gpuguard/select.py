@@ -9,6 +9,9 @@ Does not claim anything, so what it says may be over a moment later: see lock.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from gpuguard.eligibility import (
     OUTER,
     Reason,
@@ -23,12 +26,10 @@ from gpuguard.eligibility import (
 )
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Snapshot
-from gpuguard.nouns import dataclass
 from gpuguard.request import Request, fields_needed, fields_to_verify, options_of, resolve, spelled
 from gpuguard.sharing import Sharing, is_share_of, memory_left
 from gpuguard.units import format_bytes, format_duration
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 

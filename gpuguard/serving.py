@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.hints import NamedTuple
 from gpuguard.text import neutralise
 
 MOST_CONNECTIONS = 64

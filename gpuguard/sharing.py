@@ -7,11 +7,12 @@ read anything: see records for who shares a device.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from gpuguard.model import ClaimRecord, Device
-from gpuguard.nouns import dataclass
 from gpuguard.units import format_bytes
 
-TYPE_CHECKING = False  # collections takes 1.2 ms to import
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 

@@ -7,8 +7,8 @@ version or from somebody with a grudge: none of that must reach a view or a rule
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False  # `who` reads the daemon's state by this
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any

@@ -6,11 +6,12 @@ would be one for nothing.  Sends no signal: what is done about the device are ac
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpuguard import actions
 from gpuguard.guards.case import Context, boot_clock, is_alive, plain_event
 from gpuguard.guards.ledger import UNKILLABLE_SECONDS, Deed
 from gpuguard.model import Finding, Snapshot, Subject, Verdict
-from gpuguard.nouns import replace
 
 
 def give_up(context: Context, snapshot: Snapshot) -> tuple[actions.Outcome, ...]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 from _thread import allocate_lock, start_new_thread
 from time import monotonic
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 

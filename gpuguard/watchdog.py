@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from dataclasses import replace as replace_fields
 from functools import partial
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from gpuguard import actions, history
 from gpuguard.ancestry import look_up, stats_of
@@ -29,7 +31,6 @@ from gpuguard.guards.ledger import Deed
 from gpuguard.guards.lines import Lines
 from gpuguard.messages import TEMPLATES
 from gpuguard.model import STATS, ClaimRecord, Event, Gap, Snapshot, Subject, Verdict
-from gpuguard.nouns import replace
 from gpuguard.policies import engine
 from gpuguard.policies.needs import needs_of
 from gpuguard.policies.outlook import Outlook, outlook
@@ -40,7 +41,6 @@ from gpuguard.readings.hostuse import HostUses
 from gpuguard.unkillable import give_up
 from gpuguard.wording import ENGLISH
 
-TYPE_CHECKING = False  # typing is 0.7 MiB of a daemon
 if TYPE_CHECKING:
     from typing import TypeVar
 

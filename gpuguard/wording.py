@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from gpuguard.nouns import dataclass
+from dataclasses import dataclass
 
 ENGLISH = "en"
 

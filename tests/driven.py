@@ -25,10 +25,8 @@ from gpuguard.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 # The shortest times that are allowed take a minute and a half, in which nothing happens.
-# The policy file is read here too: what reads it in a process of its own knows the true seconds.
 IMPATIENT = """
-from gpuguard import policychecks, policychild, policyfile
-policychild.load_apart = policyfile.load_policies
+from gpuguard import policychecks
 from gpuguard.guards import ledger
 from gpuguard.policies import ladder, policy
 policychecks.KILL_AFTER = policy.KILL_AFTER = ladder.KILL_AFTER = ledger.KILL_GRACE = 1.0

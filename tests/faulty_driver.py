@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from dataclasses import replace as replace_fields
 from functools import partial
 from typing import Any
@@ -28,7 +29,6 @@ from gpuguard import actions, users
 from gpuguard.backends import isolated, nvml, nvml_reading, processes
 from gpuguard.guards import identity, ledger
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
-from gpuguard.nouns import replace
 from gpuguard.policies import Rule
 from gpuguard.policies.age import Age
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
@@ -351,7 +351,7 @@ def silence(world: World) -> Iterator[Case]:
         for what, code in {"hangs": HANG, "crashes": ABORT}.items():
             for when in ("sample", "last look"):
                 world.lay_out("guilty")
-                backend = isolated.open_isolated("nvml", fork=True)
+                backend = isolated.open_isolated("nvml")
                 hurt = partial(world.fake.fail, name, code, device=1)
                 hit = rounds(world, Driver(world, backend), hurt, when=when)
                 backend.close()

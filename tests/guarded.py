@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from gpuguard.backends import processes
 from gpuguard.guards.case import Context, boot_clock
 from gpuguard.guards.preflight import preflight
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
-from gpuguard.nouns import replace
 
 SOMEBODY = 20001  # a uid that nobody has
 SLEEP = ("sleep", "600")

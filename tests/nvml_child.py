@@ -20,8 +20,7 @@ PRELUDE = """
 import os, pickle, sys
 sys.path.insert(0, sys.argv[1])
 from fake_nvml import *
-from gpuguard.backends import nvml, nvml_loading
-nvml_loading.load_bindings()  # as a sampler does
+from gpuguard.backends import nvml
 from gpuguard.model import *
 fake = FakeNvml.attach()
 """

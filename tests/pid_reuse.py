@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace  # the standard one takes 3 ms for a noun
 
 from builders import GIB, a_device, a_process
 from guarded import SOMEBODY, Listing, until
@@ -22,7 +23,6 @@ from gpuguard.backends import processes
 from gpuguard.guards import preflight
 from gpuguard.guards.case import Context, boot_clock
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
-from gpuguard.nouns import replace  # the standard one takes 3 ms for a noun
 
 LAST_PID = "/proc/sys/kernel/ns_last_pid"
 _ready = os.pipe()

@@ -7,7 +7,7 @@ machine.since(policy, subject, at): since when the driver has said everything, w
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
@@ -15,7 +15,6 @@ from faulty_driver import AGGRESSIVE, GUILTY, OTHER
 
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import Device, Gap, GpuProcess, Snapshot, Verdict
-from gpuguard.nouns import replace
 from gpuguard.policies.amounts import parse_rate
 from gpuguard.policies.forecast import Forecast
 from gpuguard.policies.memory_growth import MemoryGrowth

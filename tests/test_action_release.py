@@ -7,6 +7,7 @@ import os
 import tempfile
 import termios
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from gpuguard.guards import identity
 from gpuguard.guards.case import Context
 from gpuguard.guards.ledger import Deed, Ledger
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
-from gpuguard.nouns import replace
 
 pytestmark = pytest.mark.root
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from gpuguard.claims.grants import Grant
 from gpuguard.claims.hold import take_lock
 from gpuguard.claims.lockfiles import BROKERED
 from gpuguard.model import HEALTH
-from gpuguard.nouns import replace
 from gpuguard.services.broker import Broker
 from gpuguard.services.giving import BY_SOMEBODY, IN_PART, give_all
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 from nodes import start
@@ -12,7 +13,6 @@ from gpuguard import daemon
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.daemon import Daemon, Settings
 from gpuguard.errors import GpuguardError
-from gpuguard.nouns import replace
 from gpuguard.services import door
 from gpuguard.services.systemd import tell_systemd
 

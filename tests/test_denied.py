@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -107,14 +106,6 @@ def test_who_waits_gets_the_device_when_the_denial_is_over(directory):
     acquire(Devices(a_device(0)), Request(), directory, wait=20.0, environ={}).release()
 
     assert time.monotonic() - begun > 0.5
-
-
-def test_a_claim_reads_nothing_where_nothing_is_marked(directory, monkeypatch):
-    monkeypatch.delitem(sys.modules, "gpuguard.marks")
-
-    acquire(Devices(a_device(0)), Request(), directory, environ={}).release()
-
-    assert "gpuguard.marks" not in sys.modules
 
 
 # The actions of policies.

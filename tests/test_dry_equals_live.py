@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from dataclasses import replace as replace_fields
 from typing import Any
 
@@ -20,7 +21,6 @@ from gpuguard import actions
 from gpuguard.guards import case, ledger, preflight
 from gpuguard.guards.case import boot_clock
 from gpuguard.model import Event, Snapshot
-from gpuguard.nouns import replace
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.health import Health
 from gpuguard.policies.idle import Idle

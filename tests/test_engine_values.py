@@ -5,14 +5,13 @@ Who found a value of which a rule fails would be out of its reach; what then bec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from builders import a_claim_record
 from worlds import CLOCK, a_bad_day, shown
 
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess
-from gpuguard.nouns import replace
 from gpuguard.policies.engine import Memory, evaluate
 from gpuguard.policies.people import everywhere
 from gpuguard.policies.policy import Policy, Scope, Step

@@ -14,7 +14,6 @@ from nodes import GIB, a_user, change
 
 import gpuguard
 from gpuguard import grab, lock, program
-from gpuguard.backends import isolated, sampler
 from gpuguard.claims import hold
 from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.claims.records import probe
@@ -385,14 +384,3 @@ def test_an_empty_name_of_a_directory_is_none(monkeypatch):
     assert len(claimed()) == len(
         probe(lock_directory(backend="simulated"), [d.uuid for d in gpuguard.snapshot().devices])
     )
-
-
-@pytest.mark.parametrize("copied", [True, False])
-def test_a_process_that_may_be_copied_is_copied_before_anything_else_is_loaded(monkeypatch, copied):
-    done = []
-    monkeypatch.setattr(sampler, "may_be_copied", lambda: copied)
-    monkeypatch.setattr(sampler, "prepare", done.append)
-    monkeypatch.setattr(isolated, "open_isolated", lambda name, *, fork: done.append(fork))
-    grab._opened("nvml")
-
-    assert done == (["nvml", True] if copied else [False])

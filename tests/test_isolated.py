@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from gpuguard.backends import isolated, open_backend, sampler
 from gpuguard.backends.isolated import Isolated, open_isolated
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, MEMORY, SELECT_FIELDS, WHO_FIELDS, Gap, Snapshot
-from gpuguard.nouns import replace
 
 SIM = [sys.executable, "-m", "gpuguard", "sim"]
 
@@ -32,9 +32,9 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"simulated:{tmp_path / 'node'}"
 
 
-@pytest.fixture(params=["fork", "spawn"])
-def backend(node: str, request: pytest.FixtureRequest) -> Iterator[Isolated]:
-    source = open_isolated(node, fork=request.param == "fork")
+@pytest.fixture
+def backend(node: str) -> Iterator[Isolated]:
+    source = open_isolated(node)
     yield source
     source.close()
 
@@ -182,7 +182,7 @@ def test_a_fault_inside_the_sampler_becomes_a_message(node: str, monkeypatch: py
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(simulated.Simulated, "sample", broken)
-    source = open_isolated(node, fork=True)
+    source = open_isolated(node)
     with pytest.raises(BackendError, match="planted"):
         source.sample(SELECT_FIELDS)
     source.close()
@@ -201,7 +201,7 @@ def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkey
         return proper(self, *values, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(simulated.Simulated, "_read", crash)
-    source = open_isolated(node, fork=True)
+    source = open_isolated(node)
     found = problems(source)
     source.close()
 
@@ -224,7 +224,7 @@ def test_a_device_is_not_late_because_those_before_it_were_slow(
 
     monkeypatch.setattr(simulated.Simulated, "_read", slow)
     sim("fault", "--device", str(first), "hang")
-    source = open_isolated(node, fork=True)
+    source = open_isolated(node)
     found = problems(source)
     source.close()
 
@@ -234,7 +234,7 @@ def test_a_device_is_not_late_because_those_before_it_were_slow(
 @pytest.mark.parametrize("index", [0, 3])
 def test_a_sampler_that_is_killed_while_it_reads_costs_the_device_that_it_read(node: str, index: int) -> None:
     sim("fault", "--device", str(index), "hang")
-    source = open_isolated(node, fork=True)
+    source = open_isolated(node)
     channel = source._channel
     assert channel
     sampler.mark(channel[3], None)
@@ -327,7 +327,7 @@ def test_a_mark_says_which_device_and_since_when(silent: sampler.Channel, index:
 
 def test_one_look_wakes_the_reader_once(node: str) -> None:
     """The others go on in the time that it has waited; each wake-up costs a tenth of a millisecond."""
-    source = open_isolated(node, fork=True)
+    source = open_isolated(node)
     source.sample(WHO_FIELDS)
     channel = source._channel
     assert channel
@@ -344,7 +344,7 @@ def test_the_sampler_ends_with_its_reader_however_that_ends_even_while_a_call_ha
         sim("fault", "--device", "0", "hang")
     code = (
         "import sys; from gpuguard.backends.isolated import open_isolated\n"
-        "source = open_isolated(sys.argv[1], fork=True)\n"
+        "source = open_isolated(sys.argv[1])\n"
         "print(source._channel[0], flush=True)\n"
         "from gpuguard.backends import sampler\n"
         "sampler.send(source._channel[1], (('memory',), None, ()))\n"
@@ -364,7 +364,7 @@ def test_the_sampler_ends_with_its_reader_however_that_ends_even_while_a_call_ha
 def test_the_sampler_holds_nothing_of_its_parent(node: str) -> None:
     held, other = os.pipe()
     os.set_inheritable(held, True)
-    source = open_isolated(node, fork=True)
+    source = open_isolated(node)
     source.sample(SELECT_FIELDS)
     assert source._channel
     pid = source._channel[0]

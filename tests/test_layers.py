@@ -11,11 +11,10 @@ import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "hints", "errors", "units", "text", "plainjson", "digests", "users", "capabilities", "markup", "standins", "nouns",
-    "typed", "model", "backends", "clusters", "request",
+    "errors", "units", "text", "plainjson", "users", "capabilities", "markup", "typed", "model", "backends", "clusters", "request",
     "sharing", "eligibility", "topology", "select", "attribution", "ancestry", "policies", "claims", "documents",
     "usage", "marks", "state", "history", "line", "petition", "attempt", "lock", "program", "grab", "ray", "wording",
-    "messages", "notify", "guards", "actions", "unkillable", "byhand", "policychild", "policykeys", "policypairs",
+    "messages", "notify", "guards", "actions", "unkillable", "byhand", "policykeys", "policypairs",
     "policychecks", "policyfile", "rehearsals", "readings", "watchdog", "jobs", "isolation", "run", "services",
     "daemon", "serving", "pushing", "fleet", "views", "web", "cli", "__init__", "__main__",
 )  # fmt: skip

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, 
 from gpuguard.claims.records import MOST_OF_ONE, locked_devices, probe, read_records, write_record
 from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import acquire, look
-from gpuguard.nouns import replace
 from gpuguard.request import Request
 
 

@@ -18,7 +18,7 @@ from gpuguard.backends.nvml_ahead import THREADS, Ahead
 
 DEVICES = 8
 BOTH_WAYS = """
-from gpuguard.nouns import replace
+from dataclasses import replace
 from gpuguard.backends import nvml_calls
 def looked(ahead):
     nvml_calls._known.clear()

@@ -15,7 +15,7 @@ import yaml
 from chances import luck, often
 from policies import GROUPS, USERS, good, read
 
-from gpuguard.policychild import PolicyFile
+from gpuguard.policyfile import PolicyFile
 
 COUNT = often(10_000)
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from gpuguard.claims import records, wishes
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.claims.lookout import Lookout, lock_names
 from gpuguard.claims.records import MAX_BYTES, _decoded, probe, read_record, read_records, write_record
-from gpuguard.nouns import replace
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 OTHER = "GPU-00000001-0000-4000-8000-000000000001"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from judging import A_DEVICE, A_PROCESS, HELD, a_past, a_series, found
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.nouns import replace
 from gpuguard.policies.amounts import parse_rate
 from gpuguard.policies.idle import Idle
 from gpuguard.policies.view import HostUse, View

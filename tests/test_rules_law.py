@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
@@ -18,7 +18,6 @@ from worlds import CLOCK, a_bad_day, examples, shown
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess
-from gpuguard.nouns import replace
 from gpuguard.policies import Rule
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import HostUse, View, device_subject, key_of, process_subject

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from wrapped import until
 from gpuguard import run
 from gpuguard.backends import node_file, processes, simulated
 from gpuguard.backends.node import Course, Use
-from gpuguard.nouns import replace
 
 FAST = """
 import sys
@@ -331,24 +331,3 @@ def test_a_driver_that_fails_is_asked_at_the_pace_of_the_limits_where_there_are_
 
 
 # What it costs a job without limits
-
-
-LOADED = """
-import sys
-from gpuguard.cli.dispatch import run_command_line
-before = set(sys.modules)
-run_command_line(["run", *sys.argv[1:], "--", "true"])
-print(*sorted(name for name in sys.modules if name.startswith("gpuguard.")))
-"""
-
-
-def test_a_job_without_limits_loads_nothing_of_them(job):
-    def loaded(*options: str) -> set[str]:
-        words = [sys.executable, "-c", LOADED, *options]
-        return set(
-            subprocess.run(words, env=job.gpuguard.environment, stdout=subprocess.PIPE, text=True).stdout.split()
-        )
-
-    guard = {"gpuguard.jobs.limits", "gpuguard.policies", "gpuguard.policies.engine", "gpuguard.guards.actiontable"}
-    assert loaded("--time-limit", "1h") & guard == set()
-    assert loaded("--memory-limit", "1GiB", "--checkpoint-signal", "USR1") >= guard

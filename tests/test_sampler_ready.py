@@ -6,7 +6,7 @@ import _thread
 import errno
 import os
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,7 +26,8 @@ def test_a_sampler_of_another_version_is_not_believed(told: tuple[str, ...], mon
     life, life_held = os.pipe()
     sampler.send(replies_write, told)
     channel = os.getpid(), requests, replies, os.memfd_create("place"), life_held
-    source = Isolated("nvml", lambda name: channel, None, None)
+    monkeypatch.setattr(sampler, "start", lambda name: channel)
+    source = Isolated("nvml")
 
     with pytest.raises(BackendError, match=r"was installed while.*Start it again; the guard by `systemctl restart"):
         source.sample(SELECT_FIELDS)
@@ -37,7 +38,7 @@ def test_a_sampler_of_another_version_is_not_believed(told: tuple[str, ...], mon
 
 
 def test_a_sampler_that_has_ended_before_it_is_asked_has_said_why() -> None:
-    source = open_isolated("nothing", fork=True)
+    source = open_isolated("nothing")
     assert source._channel
     end = os.pidfd_open(source._channel[0])
     assert select.select([end], [], [], 30)[0]
@@ -54,7 +55,9 @@ def test_a_sampler_that_never_becomes_ready_is_given_up(monkeypatch: pytest.Monk
     reply, _hold = os.pipe()
     requests, write = os.pipe()
     place = os.memfd_create("place")
-    source = Isolated("nvml", lambda name: (os.getppid(), write, reply, place, os.dup(place)), None, told.append)
+    channel = os.getppid(), write, reply, place, os.dup(place)
+    monkeypatch.setattr(sampler, "start", lambda name: channel)
+    source = Isolated("nvml", told.append)
     with pytest.raises(DriverUnresponsive, match="did not initialise"):
         source.sample(SELECT_FIELDS)
     os.close(requests)
@@ -67,15 +70,12 @@ def full(*_: object, **__: object) -> None:
     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
-@pytest.mark.parametrize(("call", "begin"), [("fork", sampler.start_by_fork), ("posix_spawn", sampler.start_by_spawn)])
-def test_a_sampler_that_cannot_be_started_leaves_no_descriptor_open(
-    call: str, begin: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard tries it again and again; with all descriptors gone it was blind for good."""
-    monkeypatch.setattr(os, call, full)
+    monkeypatch.setattr(os, "posix_spawn", full)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(BlockingIOError):
-        begin("simulated")
+        sampler.start("simulated")
 
     assert os.listdir("/proc/self/fd") == before
 
@@ -102,7 +102,7 @@ def test_a_sampler_that_may_start_no_thread_does_not_blame_the_driver(monkeypatc
 
     monkeypatch.setattr(_thread, "start_new_thread", full)
 
-    with open_isolated("simulated", fork=True) as source, pytest.raises(BackendError, match="see `ulimit -u`"):
+    with open_isolated("simulated") as source, pytest.raises(BackendError, match="see `ulimit -u`"):
         source.sample(SELECT_FIELDS)
 
 
@@ -110,7 +110,7 @@ def test_a_sampler_that_may_start_no_thread_does_not_blame_the_driver(monkeypatc
 def a_library_that_prints(place: Path, text: bytes) -> Iterator[Isolated]:
     """A source that has answered, and *text* in front of its next answer."""
     start(str(place / "node"))
-    with open_isolated(f"simulated:{place / 'node'}", fork=False) as source:
+    with open_isolated(f"simulated:{place / 'node'}") as source:
         assert source.sample({MEMORY}).devices and source._channel
         with open(f"/proc/{source._channel[0]}/fd/1", "wb", buffering=0) as out:
             out.write(text)

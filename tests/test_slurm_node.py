@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from slurm_answers import ALICE, BOB, EVE, NODE, Controller, a_job
 from gpuguard.clusters import slurm_node
 from gpuguard.clusters.slurm_node import Job, Node, SlurmNode, given, is_in, jobs_on, node_of
 from gpuguard.guards.case import boot_clock
-from gpuguard.nouns import replace
 
 FOUR = [a_device(index, minor_number=index) for index in range(4)]
 UP = Node("n1", 4, True)

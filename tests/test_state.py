@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from gpuguard import state
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import LockDirectoryError
 from gpuguard.model import Gap
-from gpuguard.nouns import replace
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from gpuguard.line.tickets import as_json
 from gpuguard.model import ALL_FIELDS, Subject
 from gpuguard.plainjson import loads
 from gpuguard.policies.outlook import Outlook
-from gpuguard.policychild import PolicyFile
+from gpuguard.policyfile import PolicyFile
 from gpuguard.request import Request
 from gpuguard.services import door, keeping, verbs
 from gpuguard.services.broker import Broker
@@ -83,7 +83,7 @@ def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter
     monkeypatch.setattr(door, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(keeping, "CHANGES", 10**9)
     monkeypatch.setattr(petition, "BUSY_SECONDS", 0.0)
-    monkeypatch.setattr(verbs, "load_apart", lambda path: PolicyFile(path))
+    monkeypatch.setattr(verbs, "load_in_time", lambda path: PolicyFile(path))
     made = Counter(tmp_path)
     yield made
     made.door.close()

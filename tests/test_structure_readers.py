@@ -9,11 +9,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import pytest
 from builders import GIB, a_claim_record, a_process, a_snapshot
 from chances import THE_SAME
 from nodes import start
-from sources import ROOT
 from structures import mutants
 
 from gpuguard import marks, state, typed
@@ -38,8 +36,6 @@ from gpuguard.history import append
 from gpuguard.line import expecting
 from gpuguard.marks import boot_id
 from gpuguard.model import ALL_FIELDS, Event, Snapshot
-from gpuguard.nouns import replace
-from gpuguard.plainjson import loads
 from gpuguard.rehearsals import tape
 from gpuguard.services.keeping import Keeping
 from gpuguard.views import events, who
@@ -253,43 +249,3 @@ def test_a_reader_that_believes_any_type_is_found(tmp_path, monkeypatch, name, w
 
     with pytest.raises(AssertionError, match=rf"^{name}: {where}"):
         test_what_is_read_is_what_it_says_or_nothing_or_refused(tmp_path, name)
-
-
-# Where json is not loaded Python's parser is asked without it, and has errors of its own.
-WITHOUT_JSON = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from gpuguard.plainjson import loads
-content = sys.stdin.buffer.read()
-place = 0
-while place < len(content):
-    size = int.from_bytes(content[place : place + 8], "little")
-    try:
-        print(ascii(loads(content[place + 8 : place + 8 + size])))
-    except ValueError:
-        print("no JSON")
-    place += 8 + size
-assert "json" not in sys.modules and "json.decoder" not in sys.modules
-"""
-
-
-def torn_ones() -> Iterator[bytes]:
-    for _, encoded in mutants({**LINES[2], "n": [1.5, None]}, brief=True):
-        yield from (encoded, encoded[:-1], encoded + b"]", encoded.replace(b'"', b"", 1), encoded.replace(b":", b"", 1))
-
-
-def as_told(encoded: bytes) -> str:
-    try:
-        return ascii(loads(encoded))
-    except ValueError:
-        return "no JSON"
-
-
-def test_where_json_is_not_loaded_the_same_is_read():
-    every = list(torn_ones())
-    told = b"".join(len(one).to_bytes(8, "little") + one for one in every)
-    words = [sys.executable, "-S", "-c", WITHOUT_JSON, str(ROOT)]
-    done = subprocess.run(words, input=told, capture_output=True, timeout=HANG_SECONDS, check=False)
-
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode().splitlines() == list(map(as_told, every))

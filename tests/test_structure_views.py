@@ -11,6 +11,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,6 @@ from gpuguard.claims.lockfiles import lock_directory
 from gpuguard.cli import top_feed
 from gpuguard.errors import BackendError, DriverUnresponsive
 from gpuguard.model import Snapshot
-from gpuguard.nouns import replace
 from gpuguard.views.query import csv_lines, query_of, to_json
 from gpuguard.views.query_fields import APP_FIELDS, GPU_FIELDS
 from gpuguard.views.text import json_text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
 from gpuguard.model import Gap
-from gpuguard.nouns import replace
 from gpuguard.usage.tally import DEVICE_COLUMNS, USER_COLUMNS, Slot, Tally
 
 LONGEST = 30.0

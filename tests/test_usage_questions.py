@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from builders import a_claim_record, a_device, a_process, a_snapshot
 from stores import ALICE, FIRST, a_busy_snapshot, a_sample, at, fill, held
 
 from gpuguard.model import Snapshot
-from gpuguard.nouns import replace
 from gpuguard.usage import questions, storefile
 from gpuguard.usage.consult import SLOTS, consult
 from gpuguard.usage.questions import Point, Waited

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from gpuguard.claims.records import locked_devices, probe
 from gpuguard.errors import GpuguardError
 from gpuguard.marks import DENIED, QUARANTINED, read_marks
 from gpuguard.model import Event, Subject
-from gpuguard.nouns import replace
 from gpuguard.policies.outlook import Outlook
 from gpuguard.services import verbs
 from gpuguard.services.keeping import Keeping

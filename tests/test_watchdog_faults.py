@@ -5,7 +5,7 @@ Whoever found out what makes a rule or an action fail could else switch off the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import replace as replace_fields
 
 import pytest
@@ -13,7 +13,6 @@ from builders import GIB, a_process
 from test_watchdog import A_HOG, HOGS, Recording, outcomes, snapshots
 
 from gpuguard import actions, watchdog
-from gpuguard.nouns import replace
 from gpuguard.policies.engine import Memory, evaluate
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.watchdog import Watchdog

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard.model import Gap, Snapshot
-from gpuguard.nouns import replace
 from gpuguard.views import usage
 from gpuguard.views.who import MOST_CLAIMS, to_json, to_text
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from functools import cache
 from textwrap import dedent
 
@@ -15,7 +16,6 @@ from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from gpuguard.documents.decoding import Decoder
 from gpuguard.documents.yaml_nodes import Source
 from gpuguard.model import Device
-from gpuguard.nouns import replace
 from gpuguard.policies import Rule
 from gpuguard.policies.view import HostUse, View, device_subject, judged, key_of, process_subject
 

@@ -5,16 +5,15 @@ A backend module has ``open(spec) -> Backend``.  Nothing above this drawer knows
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
 from gpuguard.errors import InvalidRequest
 
-TYPE_CHECKING = False  # this package is imported before every job: typing would cost it 6 ms, model 10
 if TYPE_CHECKING:
     from collections.abc import Collection
-    from typing import Protocol
 
     from gpuguard.model import Snapshot
-else:
-    Protocol = object
 
 
 class Backend(Protocol):
@@ -55,5 +54,4 @@ def open_backend(name: str) -> Backend:
     kind, _, spec = name.partition(":")
     if kind not in BACKENDS:
         raise InvalidRequest(f"there is no backend {kind!r}: choose one of {', '.join(BACKENDS)}.")
-    # Not by importlib, which a sampler needs for nothing else.
-    return __import__(f"gpuguard.backends.{kind}", fromlist=["open"]).open(spec)  # type: ignore[no-any-return]
+    return import_module(f"gpuguard.backends.{kind}").open(spec)  # type: ignore[no-any-return]

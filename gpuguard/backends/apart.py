@@ -14,10 +14,10 @@ import os
 from _thread import _local, allocate_lock, start_new_thread
 from resource import RUSAGE_THREAD, getrusage
 from time import monotonic, thread_time
+from typing import TYPE_CHECKING
 
 from gpuguard.users import user_name
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeVar

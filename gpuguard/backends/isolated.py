@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import select
 import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard import __version__, errors
 from gpuguard.backends import sampler
+from gpuguard.backends.processes import STATE, stat_fields
+from gpuguard.model import Device, Gap
 
-TYPE_CHECKING = False  # this file is imported before the sampler starts: see there
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
@@ -33,35 +36,26 @@ _SILENT = "a driver call did not come back"
 _abandoned: list[int] = []  # pids to reap, also of backends that are closed: who looks every minute leaves no zombies
 
 
-def open_isolated(name: str, *, fork: bool = False, on_slow: Callable[[str], None] | None = None) -> Isolated:
+def open_isolated(name: str, *, on_slow: Callable[[str], None] | None = None) -> Isolated:
     """The backend *name* behind a process border; the sampler starts at once and initialises meanwhile.
 
     Args:
         name: as for open_backend.
-        fork: copy this process instead of starting an interpreter; only for a process without threads.
         on_slow: told, in words, when the driver takes longer than SLOW_SECONDS to initialise.
 
     Raises:
         BackendError: no process can be started now.
     """
-    start = sampler.start_by_fork if fork else sampler.start_by_spawn
-    return Isolated(name, start, sampler.prepared(name) if fork else None, on_slow)
+    return Isolated(name, on_slow)
 
 
 class Isolated:
     """A Backend that lives in another process."""
 
-    def __init__(
-        self,
-        name: str,
-        start: Callable[[str], sampler.Channel],
-        channel: sampler.Channel | None,
-        on_slow: Callable[[str], None] | None,
-    ) -> None:
+    def __init__(self, name: str, on_slow: Callable[[str], None] | None = None) -> None:
         self.name = name
         self.simulated = name.startswith("simulated")
-        self._start = start
-        self._channel: sampler.Channel | None = channel or self._started()
+        self._channel: sampler.Channel | None = self._started()
         self._ready = False
         self._told: sampler.Told = {}  # what the sampler takes for known
         self._on_slow = on_slow
@@ -127,7 +121,7 @@ class Isolated:
 
     def _started(self) -> sampler.Channel:
         try:
-            return self._start(self.name)
+            return sampler.start(self.name)
         except OSError as error:  # whoever looks again and again shall go on: a job, or one who waits
             why = errors.shortage(error) or f"no process could be started that reads the devices: {error.strerror}."
             raise errors.BackendError(why) from error
@@ -172,9 +166,6 @@ class Isolated:
         if not self._skip:
             self._uuids.update({device.index: device.uuid for device in snapshot.devices if not device.parent_uuid})
             return snapshot
-        from gpuguard.model import Device, Gap
-        from gpuguard.nouns import replace
-
         unresponsive = {index: self._uuids.get(index, f"unknown-{index}") for index in self._skip}
         wanted = {index: uuid for index, uuid in unresponsive.items() if devices is None or uuid in devices}
         others = tuple(device for device in snapshot.devices if device.index not in self._skip)
@@ -256,8 +247,6 @@ def _refuse_another_version(reply: tuple[object, ...]) -> None:
 
 
 def _is_runnable(pid: int) -> bool:
-    from gpuguard.backends.processes import STATE, stat_fields  # the driver hangs: time enough to load it
-
     try:
         return stat_fields(pid)[STATE] == b"R"
     except (OSError, IndexError):

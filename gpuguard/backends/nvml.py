@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard import model
 from gpuguard.backends import nvml_fields
@@ -18,7 +19,6 @@ from gpuguard.backends.statfiles import StatFiles
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import Device, Gap, Snapshot
 
-TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Set
 

@@ -8,6 +8,7 @@ on, is found out there.  A later look asks alone: threads cost CPU time, and nob
 from __future__ import annotations
 
 import _thread
+from typing import TYPE_CHECKING
 
 from gpuguard.backends.nvml_calls import LOST, Answer, call
 from gpuguard.backends.nvml_fields import READERS, ROWS, read_rows
@@ -15,7 +16,6 @@ from gpuguard.backends.nvml_reading import DeviceLost, Reading
 from gpuguard.backends.nvml_usage import ask_processes
 from gpuguard.model import IDLE_PROCESSES, PROCESSES
 
-TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any

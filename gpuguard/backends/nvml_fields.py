@@ -5,13 +5,14 @@ What a device is used for, its memory and its processes, is in nvml_usage.  Does
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from gpuguard import model
 from gpuguard.backends.nvml_calls import FUNCTION_NOT_FOUND, INVALID_ARGUMENT, NEVER, Answer
 from gpuguard.backends.nvml_reading import Reading
 from gpuguard.backends.nvml_usage import read_idle_processes, read_memory, read_processes
-from gpuguard.nouns import dataclass
 
-TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from typing import Any
@@ -170,9 +171,18 @@ def read_utilization(reading: Reading) -> None:
         reading.take("utilization", rates, lambda rates: float(rates.gpu))
 
 
+_SAMPLE_VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
+
+
 def _mean_utilization(reading: Reading) -> float | None:
     samples = reading.ask_where_told("nvmlDeviceGetSamples", UTILIZATION_SAMPLES, 0)
-    sound = [number for number in samples.value or () if 0 <= number <= 100]
+    if samples.value is None:
+        return None
+    kind, rows = samples.value
+    if kind >= len(_SAMPLE_VALUES):  # a type that is newer than this
+        return None
+    numbers = [getattr(row.sampleValue, _SAMPLE_VALUES[kind]) for row in rows]
+    sound = [number for number in numbers if 0 <= number <= 100]
     return sum(sound) / len(sound) if sound else None
 
 

@@ -6,14 +6,15 @@ is not told by the driver, and stays unknown.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from gpuguard import model
 from gpuguard.backends.nvml_calls import NOT_FOUND, Answer
 from gpuguard.backends.nvml_reading import OF_THE_BOARD, Place, Reading, is_uuid
 from gpuguard.backends.nvml_usage import read_idle_processes, read_memory, read_processes
 from gpuguard.model import Device, Gap
-from gpuguard.nouns import replace
 
-TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     from collections.abc import Iterator
 

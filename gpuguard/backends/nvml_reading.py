@@ -6,10 +6,11 @@ Does not know which calls to make: see nvml_fields.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gpuguard.backends.nvml_calls import ABSENT, LOST, NEVER, PROBLEMS, RESET_REQUIRED, Answer, call
 from gpuguard.model import BRIEF, Gap
 
-TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from typing import Any

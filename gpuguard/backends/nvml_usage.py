@@ -7,14 +7,14 @@ not plausible: see processes for the rules.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.backends import processes
 from gpuguard.backends.nvml_calls import ABSENT, FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, Answer
 from gpuguard.backends.nvml_reading import Reading
 from gpuguard.model import BRIEF, BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, GpuProcess
-from gpuguard.nouns import replace
 
-TYPE_CHECKING = False  # see nvml_calls
 if TYPE_CHECKING:
     Lists = dict[str, list[tuple[int, "int | None"]]]  # by kind: pid and bytes of each process
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.model import GpuProcess
-from gpuguard.nouns import replace
 
-TYPE_CHECKING = False  # typing costs 6 ms of import, before every job
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any

@@ -10,14 +10,14 @@ At the end the last sample stays.  Its snapshots say that they are of another ti
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.backends.tape_file import read_tape
 from gpuguard.backends.tape_nouns import unpack
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.nouns import replace
 from gpuguard.units import parse_duration
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from typing import Any

@@ -1,7 +1,6 @@
 """The child side of the isolated backend: a process that reads the devices and answers over two pipes.
 
-It imports almost nothing before it forks: `gpuguard run` starts it before it parses its own command line, so that
-libnvidia-ml loads (22 ms for the Python bindings alone) on the other core meanwhile.
+It is a fresh interpreter: safe beside threads, CUDA and whatever else the program that looks has loaded.
 
 A frame is a 4-byte length and a marshal of a tuple: a request is (fields, devices, skip, ahead), a reply ("ready",
 version), ("snapshot", packed) or ("error", class, message, attributes).  Which device is being read is no frame, of
@@ -13,89 +12,30 @@ from __future__ import annotations
 import marshal
 import os
 import sys
+import threading
 import time
+from typing import TYPE_CHECKING
 
-from gpuguard import __version__
+from gpuguard import __version__, capabilities
+from gpuguard.backends import open_backend
+from gpuguard.errors import CROWDED, BackendError, GpuguardError
+from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
-    from gpuguard.model import Device, GpuProcess, Snapshot
-
-    Told = dict[str, tuple[GpuProcess, ...]]  # by uuid: the processes of a device that crossed last
+Told = dict[str, tuple[GpuProcess, ...]]  # by uuid: the processes of a device that crossed last
 
 # The pid of the child, and descriptors: to write requests to, to read replies from, of where it says what it reads, and
 # one that nobody writes to: when it is closed, the child ends.
 Channel = tuple[int, int, int, int, int]
-SMALL = 32 * 2**20  # bytes resident: a script before its imports has 13 MiB, and much more when it has begun to compute
 LONGEST = 2**26  # bytes of a frame: as a length any four letters are more
-_DEVICES = ("/dev/nvidia", "/dev/infiniband", "/dev/dri", "/dev/kfd")
 
 Mark = tuple["int | None", float]  # the index of the device that is read, None: none; and since when (monotonic)
 
-_prepared: dict[str, Channel] = {}
 
-
-def prepare(name: str) -> None:
-    """Start the sampler that the next open_isolated(name, fork=True) will use."""
-    try:
-        _prepared[name] = start_by_fork(name)
-    except OSError:  # too many open files, no further process: whoever needs the sampler tries again, and says so
-        return
-
-
-def prepared(name: str) -> Channel | None:
-    """The sampler that was prepared and not used yet, if there is one."""
-    return _prepared.pop(name, None)
-
-
-def may_be_copied() -> bool:
-    """Whether a copy of this process makes a sampler: a fresh interpreter takes 28 million instructions to begin.
-
-    Only of one that has hardly begun: one thread, small, without anything of a device's driver, whose handles and
-    registered memory are not for copies, and with Python's own threads (gevent changes what a copy needs).  What cannot
-    be read means no.
-    """
-    if "pynvml" in sys.modules or type(os.fork) is not type(os.getpid):
-        return False
-    try:
-        with open("/proc/self/stat", "rb") as stat:
-            fields = stat.read().rpartition(b") ")[2].split()
-        alone, pages = fields[17] == b"1", int(fields[21])
-        files = os.listdir("/proc/self/fd")
-    except (OSError, IndexError, ValueError):
-        return False
-    return alone and pages * os.sysconf("SC_PAGE_SIZE") < SMALL and not any(map(_is_of_a_device, files))
-
-
-def _is_of_a_device(descriptor: str) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}").startswith(_DEVICES)
-    except OSError:  # that of the listing itself
-        return False
-
-
-def start_by_fork(name: str) -> Channel:
-    """Start a sampler of backend *name* as a copy of this process: fast, and only for a process without threads."""
-    request_read, request_write, reply_read, reply_write, life, life_held, place = opened = _descriptors()
-    try:
-        pid = os.fork()
-    except OSError:
-        close_all(opened)
-        raise
-    if pid:
-        close_all((request_read, reply_write, life))
-        return pid, request_write, reply_read, place, life_held
-    try:
-        _leave_the_family(keep=(request_read, reply_write, place, life))
-        serve(name, request_read, reply_write, place, life)
-    finally:
-        os._exit(1)
-
-
-def start_by_spawn(name: str) -> Channel:
+def start(name: str) -> Channel:
     """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else.
 
     Raises:
@@ -103,8 +43,6 @@ def start_by_spawn(name: str) -> Channel:
         BackendError: there is no interpreter here but a program that has one in it.
     """
     if getattr(sys, "frozen", False):
-        from gpuguard.errors import BackendError
-
         # What PyInstaller makes is its own sys.executable: it would start itself, and that one itself again.
         raise BackendError(
             "this program brings its own Python, so no process can be started that reads the devices.  Ask for GPUs "
@@ -127,8 +65,6 @@ def spawned(code: str, word: str, descriptors: Sequence[int]) -> int:
     Raises:
         OSError: there can be no further process.
     """
-    from gpuguard import capabilities
-
     words = interpreter(code, word)
     # No number is overwritten before it is used: the later ones were given out later, so they are higher.
     places: list[Any] = [(os.POSIX_SPAWN_DUP2, *pair) for pair in zip(descriptors, (0, 1, 3, 4), strict=False)]
@@ -185,13 +121,9 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 def serve(name: str, requests: int, replies: int, place: int, life: int) -> NoReturn:
     """Answer requests until the other end is gone.  Never returns."""
-    import _thread
-
-    from gpuguard.errors import CROWDED, BackendError, GpuguardError
-
     try:
         try:
-            _thread.start_new_thread(_end_with_the_parent, (life,))
+            threading.Thread(target=_end_with_the_parent, args=(life,), daemon=True).start()
         except RuntimeError:
             raise BackendError(CROWDED) from None
         _answer(name, requests, replies, place)
@@ -205,20 +137,7 @@ def serve(name: str, requests: int, replies: int, place: int, life: int) -> NoRe
 
 
 def _answer(name: str, requests: int, replies: int, place: int) -> None:
-    import gc
-
-    from gpuguard.backends import open_backend
-    from gpuguard.errors import BackendError
-
-    gc.disable()  # while the bindings load
-
-    if name == "nvml":
-        from gpuguard.backends.nvml_loading import load_bindings
-
-        load_bindings()
     backend: Any = open_backend(name)
-    gc.freeze()  # what is loaded stays: no collection need look at it again
-    gc.enable()
     backend.progress = lambda index: mark(place, index)
     mark(place, None)  # the first request is there already
     send(replies, ("ready", __version__))
@@ -231,26 +150,6 @@ def _answer(name: str, requests: int, replies: int, place: int) -> None:
         except BackendError as error:
             reply = ("error", type(error).__name__, str(error), vars(error))  # type: ignore[assignment]
         send(replies, reply)
-
-
-def _leave_the_family(keep: tuple[int, ...]) -> None:
-    """Hold nothing of the parent: no claim, no terminal, no pipe that somebody waits for the end of."""
-    import _signal  # type: ignore[import-not-found]  # what signal is made of, without enum: 16 million instructions
-
-    os.setpgid(0, 0)  # Ctrl-C and Ctrl-Z are for the job
-    for number in range(1, _signal.NSIG):
-        if callable(_signal.getsignal(number)):  # of the program: what it does at SIGTERM it does itself
-            _signal.signal(number, _signal.SIG_DFL)
-    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in {0, 1, 2}.difference(keep):  # a program without one of them: we read requests there
-        os.dup2(null, standard)
-    for entry in os.listdir("/proc/self/fd"):
-        if int(entry) > 2 and int(entry) not in keep:
-            try:
-                os.close(int(entry))
-            except OSError:  # the descriptor of the listing itself
-                continue
 
 
 def _end_with_the_parent(life: int) -> None:
@@ -337,22 +236,14 @@ def _packed(device: Device, told: Told) -> Any:
 
 def unpack(packed: dict[str, Any], told: Told) -> Snapshot:
     """The snapshot that pack() made plain; its processes are the same objects as the last time, if they may be."""
-    from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
-
     for device in packed["devices"]:
         if processes := device["processes"]:
             if processes is not True:
-                told[device["uuid"]] = _nouns(GpuProcess, processes)
+                told[device["uuid"]] = tuple(GpuProcess(**fields) for fields in processes)
             device["processes"] = told[device["uuid"]]
-    packed["devices"] = _nouns(Device, packed["devices"])
-    packed["gaps"] = _nouns(Gap, packed["gaps"])
-    packed["claims"] = _nouns(ClaimRecord, packed["claims"])  # of a recording: drivers know of none
-    return _nouns(Snapshot, [packed])[0]  # type: ignore[no-any-return]
-
-
-def _nouns(kind: type[Any], values: list[dict[str, Any]]) -> tuple[Any, ...]:
-    """Nouns of values that were nouns: nothing is missing, so nothing is checked, in a fourth of the time."""
-    nouns = tuple([object.__new__(kind) for _ in values])
-    for noun, fields in zip(nouns, values, strict=True):
-        vars(noun).update(fields)
-    return nouns
+    packed["devices"] = tuple(Device(**fields) for fields in packed["devices"])
+    packed["gaps"] = tuple(Gap(**fields) for fields in packed["gaps"])
+    packed["claims"] = tuple(
+        ClaimRecord(**fields) for fields in packed["claims"]
+    )  # of a recording: drivers know of none
+    return Snapshot(**packed)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 
-TYPE_CHECKING = False  # lock.py asks this file for its directory before every job: it imports next to nothing
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 

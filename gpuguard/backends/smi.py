@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard import model
 from gpuguard.backends import smi_fields
@@ -25,7 +26,6 @@ from gpuguard.backends.smi_xml import MAX_BYTES, Element, parse
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.model import Device, Gap, Snapshot
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 

@@ -7,15 +7,15 @@ deprecated", ...), so none of them is listed: what is no number with the right u
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpuguard import model
 from gpuguard.backends.nvml_fields import kibibytes
 from gpuguard.backends.nvml_reading import PLAUSIBLE
 from gpuguard.backends.smi_xml import Element
 from gpuguard.model import Gap
-from gpuguard.nouns import dataclass
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any

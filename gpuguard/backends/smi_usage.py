@@ -6,13 +6,13 @@ Who a process is stands in /proc, and only of this machine, now: the processes o
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.backends import processes
 from gpuguard.backends.smi_fields import Sheet, mebibytes
 from gpuguard.model import PROCESS_DETAILS, GpuProcess
-from gpuguard.nouns import replace
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection
 

@@ -6,11 +6,11 @@ own, no more than MAX_BYTES, MAX_ELEMENTS and MAX_DEPTH.  Does not know what the
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from xml.parsers import expat
 
 from gpuguard.errors import BackendError
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import NoReturn

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from typing import TYPE_CHECKING
 
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.plainjson import loads
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any

@@ -5,12 +5,13 @@ A recording may come from anybody: a text where a number should be must not reac
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from gpuguard.errors import BackendError
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
-from gpuguard.nouns import replace
 from gpuguard.typed import noun
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

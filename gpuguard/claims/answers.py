@@ -6,10 +6,10 @@ An answer that lacks a field, as that of a daemon of another version may, is ref
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from gpuguard.errors import GpuguardError
-from gpuguard.hints import Any
-from gpuguard.nouns import dataclass
 from gpuguard.typed import noun
 
 

@@ -13,11 +13,11 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from gpuguard.claims.daemonfiles import daemon_files
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import GpuguardError
-from gpuguard.hints import Any
 from gpuguard.plainjson import is_finite, loads
 
 NAME = "daemon.sock"

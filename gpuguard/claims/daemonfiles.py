@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import dataclass
 
 from gpuguard.claims.inplace import open_in_place
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
-from gpuguard.nouns import dataclass
 
 NAME = "daemon"
 USER = "gpuguard"  # as whom the service runs, and to whom the directory is given

@@ -7,10 +7,11 @@ older by hours because the machine's clock is set.  Knows nothing of what was be
 
 from __future__ import annotations
 
-from gpuguard.model import ClaimRecord
-from gpuguard.nouns import replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False
+from gpuguard.model import ClaimRecord
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 

@@ -17,12 +17,12 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from dataclasses import replace as replace_noun
 
 from gpuguard.claims.calling import call
 from gpuguard.claims.lockfiles import BROKERED, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.errors import GpuguardError, LockDirectoryError
 from gpuguard.model import ClaimRecord
-from gpuguard.nouns import replace as replace_noun
 from gpuguard.plainjson import loads
 from gpuguard.typed import noun
 

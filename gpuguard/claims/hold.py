@@ -11,15 +11,15 @@ import fcntl
 import os
 import time
 from _thread import allocate_lock
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.claims.records import read_record, write_expected, write_record
 from gpuguard.claims.wishes import released, unanswered, write
 from gpuguard.errors import ClaimError, ClaimLost
 from gpuguard.model import Device
-from gpuguard.nouns import dataclass
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any

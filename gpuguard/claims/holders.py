@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.ancestry import in_first_pid_namespace
 from gpuguard.backends import processes
 from gpuguard.claims.inplace import device_of, hold_in_place, status_in_place
 from gpuguard.users import user_name
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from typing import NoReturn

@@ -18,14 +18,14 @@ import fcntl
 import os
 import stat
 import time
+from dataclasses import dataclass
 from io import FileIO
+from typing import TYPE_CHECKING
 
 from gpuguard.backends import is_recorded
 from gpuguard.claims.inplace import file_system, open_in_place, status_in_place
 from gpuguard.errors import LockDirectoryError, shortage
-from gpuguard.nouns import dataclass
 
-TYPE_CHECKING = False  # typing and contextlib cost 7 ms of import
 if TYPE_CHECKING:
     from types import TracebackType
 

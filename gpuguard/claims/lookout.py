@@ -7,10 +7,10 @@ process of the machine, and takes longer than all the rest.  Whoever decides som
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.records import probe
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 

@@ -11,6 +11,8 @@ import errno
 import fcntl
 import os
 import stat
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
 from gpuguard.claims.inplace import lies_there, open_in_place, status_in_place
@@ -18,11 +20,9 @@ from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, open_lo
 from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.model import ClaimRecord
-from gpuguard.nouns import replace
 from gpuguard.plainjson import loads
 from gpuguard.users import parties, user_name
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Any

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import dataclass, replace
 
 from gpuguard.claims.inplace import status_in_place
 from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.nouns import dataclass, replace
 from gpuguard.units import format_bytes
 from gpuguard.users import user_name
 

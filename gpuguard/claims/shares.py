@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.hold import Claim, Lock
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import probe_in_gate
 from gpuguard.eligibility import no_share_left, terms_of
 from gpuguard.model import ClaimRecord, Device, Snapshot
-from gpuguard.nouns import replace
 from gpuguard.request import Request
 from gpuguard.sharing import Sharing, is_share_of, sharing_on
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 

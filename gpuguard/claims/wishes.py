@@ -16,13 +16,13 @@ from __future__ import annotations
 import errno
 import os
 import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.records import MAX_BYTES
 from gpuguard.errors import ClaimError
-from gpuguard.nouns import dataclass
 from gpuguard.plainjson import loads
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

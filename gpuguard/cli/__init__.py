@@ -1,17 +1,16 @@
 """The command line: one file per sub-command, each with ``add_options(parser)`` and ``main(args) -> exit code``.
 
-This file only gives the driver a head start; `gpuguard.cli.dispatch` does the rest.
+`gpuguard.cli.dispatch` finds the command; this file opens and closes the process around it.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from gpuguard.cli import head_start
+from gpuguard.cli.dispatch import run_command_line
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
@@ -22,17 +21,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if argv is None else argv)
     if None in (sys.stdin, sys.stdout, sys.stderr):
         _fill_standard_streams()
-    gc.disable()  # until all is loaded: it would look for garbage where there is none (6 % of the start)
-    if head_start.is_due(words):
-        from gpuguard.backends.sampler import prepare
-
-        prepare("nvml")
-    from gpuguard.cli.dispatch import run_command_line
-
     status = run_command_line(words)
     _flush_standard_streams()
-    # Without taking the interpreter apart first: 3 ms, for nobody; the kernel closes what is open.
-    os._exit(status)
+    os._exit(status)  # at once: a thread that hangs in a driver or a mail server must not keep the command
 
 
 def _fill_standard_streams() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.request import IDLE_TOLERANCE, SLOTS, STRATEGIES, Request
 from gpuguard.units import parse_bytes, parse_celsius, parse_percent
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.views.shells import DIRECTORY, FILE, JOB, TEXT, WORDS, Command, Word
 
-TYPE_CHECKING = False  # typing costs 6 ms of import, and somebody waits behind a TAB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 

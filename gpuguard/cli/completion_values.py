@@ -10,12 +10,12 @@ import os
 import signal
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from gpuguard.errors import GpuguardError
 from gpuguard.text import neutral_command, neutralise
 from gpuguard.units import format_bytes
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import NoReturn
@@ -193,9 +193,10 @@ VALUES: dict[str, tuple[Callable[[str], Values], bool]] = {
 
 def _snapshot() -> Snapshot:
     """What the daemon saw; else what the driver says, with the claims."""
+    from dataclasses import replace
+
     from gpuguard.backends import is_recorded
     from gpuguard.claims.records import probe
-    from gpuguard.nouns import replace
     from gpuguard.state import read_state
 
     name = _backend()
@@ -213,7 +214,7 @@ def _sampled(name: str) -> Snapshot:
     from gpuguard.backends.isolated import open_isolated
     from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES
 
-    backend = open_isolated(name, fork=True)
+    backend = open_isolated(name)
     try:
         return backend.sample({HEALTH, MEMORY, MODEL, PROCESSES, PROCESS_DETAILS})
     finally:

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from gpuguard import capabilities, history
 from gpuguard.ancestry import in_first_pid_namespace
@@ -31,7 +32,6 @@ from gpuguard.history import MACHINE_EVENTS
 from gpuguard.model import Event
 from gpuguard.units import format_count, parse_duration
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
 
@@ -154,7 +154,7 @@ def _reload(args: argparse.Namespace) -> int:
     from gpuguard.claims.answers import Reloaded, checked
     from gpuguard.claims.calling import ask
     from gpuguard.daemon import EXIT_FAULTY
-    from gpuguard.policychild import READ_SECONDS
+    from gpuguard.policyfile import READ_SECONDS
 
     answer = checked(ask(directory_of(args), {"do": "reload"}, READ_SECONDS + 10.0), Reloaded)
     if answer["faults"]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from gpuguard import __version__, history
 from gpuguard.actions import ACTIONS
@@ -17,7 +18,6 @@ from gpuguard.cli.metrics_facts import Seldom, pages, told_of, with_directory
 from gpuguard.cli.serving_options import server_at
 from gpuguard.daemon import Daemon
 from gpuguard.model import Event, Snapshot
-from gpuguard.nouns import dataclass
 from gpuguard.serving import Server
 from gpuguard.views.metrics import Action, Facts
 from gpuguard.views.usage import DeviceUse, uses

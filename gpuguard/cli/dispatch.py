@@ -8,18 +8,16 @@ Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the other
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
 
+from gpuguard.cli.parser import Parser, parse, parser_of
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from types import ModuleType
-    from typing import Any
-
-    from gpuguard.cli.parser import Parser
 
 COMMANDS = {
     "run": "claim GPUs, run a command on them, give them back when it ends",
@@ -60,8 +58,6 @@ _ELSEWHERE = {
     **dict.fromkeys(("cancel", "scancel", "kill", "unlock", "detach"), "release"),
     **{"squeue": "queue", "sbatch": "submit", "enforce": "daemon", "monitor": "top", "logs": "events"},
 }
-_SERVICES = ("daemon", "metrics", "web")  # run for months
-_OFTEN_ALONE = ("who",)  # typed without an option, most of the time
 
 EXIT_NO = 1
 EXIT_USAGE = 2
@@ -126,8 +122,6 @@ def exit_code(command: str, error: GpuguardError) -> int:
 
 def build_parser(command: str) -> Parser:
     """The parser of one sub-command."""
-    from gpuguard.cli.parser import parser_of
-
     return parser_of(_module(command), command)
 
 
@@ -147,56 +141,15 @@ def _dispatch(command: str, words: list[str]) -> int:
         raise InvalidRequest(_unknown(command))
     module = _module(command)
     try:
-        args = (_parsed_once if command == "daemon" else _parsed)(module, command, words[1:])
+        args = parse(module, command, words[1:])
     except SystemExit as end:  # --help
         return end.code if isinstance(end.code, int) else EXIT_USAGE
-    gc.freeze()  # what is loaded stays: no collection need look at it again
-    gc.enable()
     status: int = module.main(args)
     return status
 
 
 def _module(command: str) -> ModuleType:
-    module = command.replace("-", "_")
-    if command in _SERVICES:
-        from gpuguard.standins import put_off
-
-        # dataclasses imports it, for classes without a docstring and (Python 3.12, 3.13) what is annotated: 1 MiB
-        put_off("inspect", get_annotations=_annotations)
-    __import__(f"gpuguard.cli.{module}")  # importlib would take 0.4 ms to load
-    return sys.modules[f"gpuguard.cli.{module}"]
-
-
-def _annotations(noun: Any) -> dict[str, Any]:
-    """As inspect.get_annotations()."""
-    from gpuguard.standins import real
-
-    return (
-        dict(vars(noun).get("__annotations__", {})) if isinstance(noun, type) else real("inspect").get_annotations(noun)
-    )
-
-
-def _parsed(module: ModuleType, command: str, words: list[str]) -> Any:
-    if not words and command in _OFTEN_ALONE:
-        from gpuguard.cli.unsaid import Unsaid
-
-        return Unsaid(module)
-    from gpuguard.cli.parser import parse
-
-    return parse(module, command, words)
-
-
-def _parsed_once(module: ModuleType, command: str, words: list[str]) -> Any:
-    """As _parsed(), and what was loaded to read words is unloaded: 1 MiB, of which the rest of the daemon is made."""
-    from types import SimpleNamespace
-
-    fresh = [name for name in ("argparse", "gettext", "locale", "gpuguard.cli.parser") if name not in sys.modules]
-    args = SimpleNamespace(**vars(_parsed(module, command, words)))
-    for name in fresh:
-        sys.modules.pop(name, None)
-    vars(sys.modules["gpuguard.cli"]).pop("parser", None)
-    gc.collect()
-    return args
+    return import_module(f"gpuguard.cli.{command.replace('-', '_')}")
 
 
 def overview() -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
 
-TYPE_CHECKING = False  # `who` without a word loads no argparse
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence

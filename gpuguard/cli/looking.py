@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.backends import Backend, is_recorded
 from gpuguard.claims.lookout import Lookout
@@ -11,7 +12,6 @@ from gpuguard.errors import ClaimError
 from gpuguard.model import WHO_FIELDS, Snapshot
 from gpuguard.state import read_state
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Collection

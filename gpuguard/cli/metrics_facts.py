@@ -9,7 +9,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from gpuguard import __version__
 from gpuguard.ancestry import look_up
@@ -21,14 +23,12 @@ from gpuguard.errors import BackendError, ClaimError
 from gpuguard.line.tickets import who_waits
 from gpuguard.marks import QUARANTINED, read_marks
 from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device, Gap, Snapshot
-from gpuguard.nouns import replace
 from gpuguard.serving import Page, Pages
 from gpuguard.state import daemon_lives, read_state
 from gpuguard.views.exposition import CONTENT_TYPE, to_prometheus
 from gpuguard.views.metrics import ERRORS, Facts, Family, families
 from gpuguard.views.usage import uses
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     import argparse
 
@@ -46,7 +46,7 @@ def backend_of(args: argparse.Namespace) -> Backend:
     """The backend that --backend names, in a process of its own, so that a driver that hangs cannot hang us."""
     from gpuguard.backends.isolated import open_isolated
 
-    return open_isolated(args.backend, fork=True, on_slow=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
+    return open_isolated(args.backend, on_slow=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
 
 
 def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirectory:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.backends import Backend
 from gpuguard.cli.choice_options import selectors
@@ -21,7 +22,6 @@ from gpuguard.cli.options import add_source_options, backend_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.units import parse_duration
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpuguard.views.query import Query
 

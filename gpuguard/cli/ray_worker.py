@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from select import select
 
@@ -26,7 +27,6 @@ from gpuguard.cli.submit import python_words
 from gpuguard.cli.telling import Telling, say
 from gpuguard.clusters import ray as engine
 from gpuguard.errors import GpuguardError, InvalidRequest, NotEnoughGpus
-from gpuguard.nouns import replace
 from gpuguard.request import Request
 
 AT_ONCE_SECONDS = 15.0  # what --no-wait leaves to look for another device: Ray needs some 2 s to give one

@@ -17,6 +17,7 @@ import os
 import signal
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.backends import is_recorded
 from gpuguard.cli.choice_options import quantity
@@ -25,7 +26,6 @@ from gpuguard.cli.telling import say
 from gpuguard.errors import BackendError, ClaimError, GpuguardError, InvalidRequest
 from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.lockfiles import LockDirectory

@@ -17,12 +17,12 @@ import argparse
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.cli import mark_options
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import InvalidRequest
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpuguard.claims.lockfiles import LockDirectory
     from gpuguard.model import ClaimRecord

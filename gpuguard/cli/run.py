@@ -17,6 +17,7 @@ import argparse
 import os
 import signal
 from functools import partial
+from typing import TYPE_CHECKING
 
 from gpuguard import actions
 from gpuguard.cli.choice_options import add_choice_options, quantity, request_of
@@ -30,7 +31,6 @@ from gpuguard.lock import acquire
 from gpuguard.run import replace_self, run
 from gpuguard.units import format_bytes, format_duration, parse_celsius, parse_duration
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.cli.choice_options import add_choice_options, request_of, selectors, whole_number
 from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import MODEL
-from gpuguard.nouns import replace
 from gpuguard.request import Request
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 

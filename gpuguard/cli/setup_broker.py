@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import pwd
 import stat
+from dataclasses import replace
 
 from gpuguard.claims.grants import EARLIER, look, names_of, renew, replace_file
 from gpuguard.claims.lockfiles import BROKERED, Gate, LockDirectory, lock_directory, open_lock
 from gpuguard.errors import LockDirectoryError
-from gpuguard.nouns import replace
 from gpuguard.users import user_name
 
 WHAT_NOW = """\

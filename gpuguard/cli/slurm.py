@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.cli import mark_options, slurm_setup
 from gpuguard.cli.actions_of import Row, add_actions
@@ -25,7 +26,6 @@ from gpuguard.clusters.slurm_jobs import Allocation
 from gpuguard.errors import GpuguardError
 from gpuguard.units import parse_duration
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpuguard.claims.hold import Claim
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.units import format_duration
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from gpuguard.errors import NotEnoughGpus
 

@@ -22,6 +22,7 @@ import time
 from dataclasses import replace
 
 from gpuguard.backends import Backend
+from gpuguard.backends.isolated import open_isolated
 from gpuguard.cli import screen
 from gpuguard.cli.choice_options import quantity
 from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
@@ -99,13 +100,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _opened(name: str) -> Backend:
-    """The backend behind a process border: copied off while there are no threads, a new interpreter later on."""
-    from gpuguard.backends import sampler
-    from gpuguard.backends.isolated import Isolated
-
-    if threading.active_count() > 1:
-        return Isolated(name, sampler.start_by_spawn, None, None)
-    return Isolated(name, sampler.start_by_spawn, sampler.prepared(name) or sampler.start_by_fork(name), _slow)
+    return open_isolated(name, on_slow=_slow)
 
 
 def _slow(text: str) -> None:

@@ -10,6 +10,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from gpuguard import history
 from gpuguard.actions import Outcome
@@ -26,7 +27,6 @@ from gpuguard.errors import GpuguardError
 from gpuguard.guards.identity import Protected
 from gpuguard.guards.ledger import Ledger
 from gpuguard.model import Snapshot
-from gpuguard.nouns import replace
 from gpuguard.readings.hostuse import HostUses
 from gpuguard.views.top_scene import Ancestor, Identity, Scene, Thresholds, Waits
 from gpuguard.views.usage import uses

@@ -7,6 +7,8 @@ at a time.  The first look reads everything.  Does not read anything itself: see
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpuguard.model import (
     HEALTH,
     MEMORY,
@@ -20,7 +22,6 @@ from gpuguard.model import (
     Device,
     Snapshot,
 )
-from gpuguard.nouns import replace
 
 EVERY_TIME = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION})
 IN_TURNS = frozenset({POWER, THERMAL, HEALTH})

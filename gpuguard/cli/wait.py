@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from gpuguard import actions
 from gpuguard.cli.choice_options import add_choice_options, request_of
@@ -24,7 +25,6 @@ from gpuguard.cli.telling import Telling, say
 from gpuguard.errors import InvalidRequest
 from gpuguard.lock import acquire
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpuguard.notify import Target
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpuguard.ancestry import in_first_pid_namespace, look_up
 from gpuguard.cli import screen
@@ -22,11 +24,9 @@ from gpuguard.cli.looking import Source
 from gpuguard.cli.options import add_source_options, check_users, directory_of
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Gap, Snapshot
-from gpuguard.nouns import replace
 from gpuguard.views import usage, who
 from gpuguard.views.text import json_text, neutralise, put, style
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     import argparse
 

@@ -6,11 +6,12 @@ when it has no opinion.  All opinions must agree on a device.  Does not read the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from gpuguard.clusters import containers, cuda, slurm
 from gpuguard.model import Device
-from gpuguard.nouns import dataclass
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 

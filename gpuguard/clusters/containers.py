@@ -6,9 +6,10 @@ driver shows only those that were let in, numbered from 0: what is visible is th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gpuguard.model import Device
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 

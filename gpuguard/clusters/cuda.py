@@ -6,9 +6,10 @@ the only order that the driver, nvidia-smi and `gpuguard run` share.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gpuguard.model import Device
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 

@@ -7,9 +7,10 @@ others (ConstrainDevices), the visible ones are numbered from 0 again and all of
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gpuguard.model import Device
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from gpuguard.backends.processes import read_proc, uid_behind
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.model import Device
-from gpuguard.nouns import dataclass
 from gpuguard.text import neutralise
 
 SECONDS = 20.0  # for an answer of the controller

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gpuguard.nouns import dataclass
+from dataclasses import dataclass
+
 from gpuguard.text import display_width, neutralise
 
 LARGEST = 64 * 1024  # bytes: the longest policy file that we have seen has 6 KiB

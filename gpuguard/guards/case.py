@@ -11,14 +11,14 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Protocol
 
 from gpuguard.backends import Backend, processes
 from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.digests import sha256
 from gpuguard.guards.identity import Facts
 from gpuguard.guards.ledger import Against, Deed, Ledger
 from gpuguard.guards.recall import facts_of
-from gpuguard.hints import Protocol
 from gpuguard.messages import TEMPLATES, Template
 from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.wording import ENGLISH
@@ -221,7 +221,7 @@ def signature(facts: Facts | None) -> str:
     if facts is None or facts.executable is None or facts.cgroup is None:
         return ""
     text = f"{facts.uids[:1]} {facts.executable} {facts.cgroup}"
-    return sha256(text.encode("utf-8", "surrogateescape"))[:16]  # a cgroup takes up to 12 lines
+    return sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]  # a cgroup takes up to 12 lines
 
 
 def is_alive(process: tuple[int, float]) -> bool:

@@ -12,11 +12,11 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gpuguard.backends.apart import in_time
 from gpuguard.backends.processes import GROUP, LONGEST, PARENT, START, TERMINAL, read_memory, read_text, stat_fields
-from gpuguard.nouns import dataclass
 
 # Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
 # them: see belongs_to_the_system.

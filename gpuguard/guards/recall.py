@@ -11,11 +11,11 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from gpuguard.guards.ledger import HOUR, VICTIMS_PER_HOUR, Deed
 from gpuguard.marks import boot_id
 from gpuguard.model import Event
-from gpuguard.nouns import dataclass
 from gpuguard.plainjson import loads
 
 OUTCOMES = {"about to": True, "dry run": False}  # of the lines that stand before a deed: whether it was one in earnest

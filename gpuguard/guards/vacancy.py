@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from dataclasses import replace as changed
 
 from gpuguard.ancestry import look_up
 from gpuguard.backends.processes import start_time
@@ -21,7 +22,6 @@ from gpuguard.guards import identity
 from gpuguard.guards.case import INTERVALS, Context, boot_clock, enforced
 from gpuguard.guards.ledger import Against, Deed
 from gpuguard.model import WHO_FIELDS, ClaimRecord, Snapshot, Verdict, claim_named
-from gpuguard.nouns import replace as changed
 from gpuguard.request import idle_limit
 from gpuguard.units import format_duration
 

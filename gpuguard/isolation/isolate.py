@@ -15,12 +15,12 @@ import re
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.lockfiles import TRUSTED, LockDirectory, is_roots
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import HEALTH, MODEL, Device
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.hold import Claim

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.ancestry import in_first_pid_namespace
 from gpuguard.attribution import places
@@ -22,7 +23,6 @@ from gpuguard.jobs.family import Family
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
 from gpuguard.request import ANY_MEMORY, Request, computes
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 

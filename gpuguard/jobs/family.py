@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import resource
 import select
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpuguard.backends.processes import GROUP, PARENT, SESSION, START, STATE, stat_fields
 from gpuguard.errors import GpuguardError
-from gpuguard.nouns import dataclass
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 

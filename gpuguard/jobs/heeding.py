@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.wishes import ENDING, REFUSED, RELEASED, STOP, Letter
 from gpuguard.errors import BackendError, ClaimError
@@ -15,7 +16,6 @@ from gpuguard.jobs.settle import descendants
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES
 from gpuguard.request import computes
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 

@@ -9,7 +9,7 @@ Pure; a job without such a limit does not even load this file.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ from gpuguard.model import (
     Snapshot,
     Verdict,
 )
-from gpuguard.nouns import replace
 from gpuguard.policies import engine
 from gpuguard.policies.amounts import Amount
 from gpuguard.policies.engine import Policy, Step

@@ -5,9 +5,9 @@ Does not read them itself; unknown stays None.
 
 from __future__ import annotations
 
-from gpuguard.nouns import dataclass
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Sequence
 

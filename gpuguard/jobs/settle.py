@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpuguard.backends.processes import PARENT, START, STATE, stat_fields
 from gpuguard.errors import BackendError, shortage
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESSES
-from gpuguard.nouns import dataclass
 
-TYPE_CHECKING = False  # typing costs 6 ms of import
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from typing import Any

@@ -9,10 +9,9 @@ Pure: see limits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpuguard.model import ClaimRecord, Device, GpuProcess
-from gpuguard.nouns import replace
 from gpuguard.request import IDLE_TOLERANCE
 
 MEMORY_LIMITS = ("memory", "memory-limit")  # the share of a device, and what ends a job

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest, shortage
-from gpuguard.hints import TYPE_CHECKING
 from gpuguard.line.order import ReservationKeys, Rules
 
 if TYPE_CHECKING:  # everybody who looks at the line looks for this file, and it is not there: yaml costs 20 ms

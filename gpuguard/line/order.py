@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from gpuguard.hints import Annotated
 from gpuguard.request import Request
 from gpuguard.units import parse_duration
 

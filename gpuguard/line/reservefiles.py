@@ -18,13 +18,13 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from gpuguard.claims.inplace import made_in_place, status_in_place
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file
 from gpuguard.claims.records import unfinished_path, write_whole
 from gpuguard.claims.room import why_full
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
-from gpuguard.hints import Any
 from gpuguard.line.booking import Booking
 from gpuguard.line.tickets import Torn, not_too_many, opened, whole
 from gpuguard.plainjson import loads

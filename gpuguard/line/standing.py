@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from dataclasses import replace as replace_noun
 
 from gpuguard.backends.processes import STATE, stat_fields
 from gpuguard.claims.lockfiles import LockDirectory
@@ -20,7 +21,6 @@ from gpuguard.line.plan import Fit, Machine, Place, plan
 from gpuguard.line.reservations import Reserved
 from gpuguard.line.tickets import Torn, read_tickets, unheard_since
 from gpuguard.model import ClaimRecord, Device, Snapshot
-from gpuguard.nouns import replace as replace_noun
 from gpuguard.request import Request
 from gpuguard.select import choose, possible, taken_by
 from gpuguard.users import parties

@@ -18,12 +18,12 @@ import termios
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gpuguard.claims.inplace import open_in_place, status_in_place
 from gpuguard.claims.lockfiles import LockDirectory, is_same_file, try_flock
 from gpuguard.claims.records import first_of_each, unfinished_path, write_whole
 from gpuguard.errors import ClaimError, InvalidRequest, shortage
-from gpuguard.hints import Any
 from gpuguard.line import served
 from gpuguard.line.order import PRIORITIES, Ticket
 from gpuguard.plainjson import loads

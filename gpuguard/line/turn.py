@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import replace as replace_noun
 from functools import partial
 
 from gpuguard.backends import Backend
@@ -29,7 +30,6 @@ from gpuguard.line.tickets import mark_served
 from gpuguard.line.waiting import Waiter
 from gpuguard.marks import DENIED, QUARANTINED, mark_files, quarantine, read_marks
 from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
-from gpuguard.nouns import replace as replace_noun
 from gpuguard.request import Request, fields_needed
 from gpuguard.units import format_duration
 from gpuguard.usage.consult import consult, store_path

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from gpuguard.hints import Annotated, Literal
 from gpuguard.messages import Message
 from gpuguard.notify.secret import Secret, Undelivered
 from gpuguard.units import parse_duration

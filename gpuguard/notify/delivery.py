@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from gpuguard.hints import Any
 from gpuguard.messages import Message
 from gpuguard.notify import chat, hook, mail, webhook
 from gpuguard.notify.chat import Apprise

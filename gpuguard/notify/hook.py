@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.hints import Annotated, Literal
 from gpuguard.messages import Message
 from gpuguard.notify.secret import Undelivered
 from gpuguard.notify.webhook import content

@@ -9,8 +9,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
-
-from gpuguard.hints import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import ssl

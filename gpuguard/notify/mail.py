@@ -10,9 +10,9 @@ import os
 import re
 import socket
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.hints import TYPE_CHECKING, Annotated, Literal
 from gpuguard.messages import Message
 from gpuguard.notify.limited import Limits, connected, encrypting
 from gpuguard.notify.secret import Secret, Undeliverable, Undelivered

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gpuguard.hints import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
+
 from gpuguard.notify.limited import Limits, connected, encrypting
 
 if TYPE_CHECKING:

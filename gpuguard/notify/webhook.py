@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.hints import Annotated, Literal
 from gpuguard.messages import Message
 from gpuguard.notify.posting import LOOPBACK, posted
 from gpuguard.notify.secret import Secret, Undelivered

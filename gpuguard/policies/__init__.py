@@ -9,8 +9,8 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
-from gpuguard.hints import Protocol
 from gpuguard.model import Finding
 from gpuguard.policies.view import View
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.hints import Annotated
 from gpuguard.model import Device, Finding
-from gpuguard.nouns import dataclass
 from gpuguard.policies.people import COMPUTING, claim_subject, everywhere
 from gpuguard.policies.trend import recent
 from gpuguard.policies.view import View, device_subject, process_subject

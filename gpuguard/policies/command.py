@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, GpuProcess
-from gpuguard.nouns import dataclass
 from gpuguard.policies.people import everywhere
 from gpuguard.policies.view import View, process_subject
 from gpuguard.units import format_bytes

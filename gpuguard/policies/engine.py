@@ -8,12 +8,12 @@ Does not act: see actions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from dataclasses import replace as replace_fields
 from functools import partial
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Snapshot, Subject, Verdict
-from gpuguard.nouns import replace
 from gpuguard.policies.join import findings_of
 from gpuguard.policies.ladder import Memory as Memory
 from gpuguard.policies.ladder import Standing, climb, next_step, pass_over

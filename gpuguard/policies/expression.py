@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated
 
 from gpuguard.attribution import places
-from gpuguard.hints import Annotated
 from gpuguard.model import Finding
-from gpuguard.nouns import dataclass
 from gpuguard.policies.expression_language import Expression as Condition
 from gpuguard.policies.expression_language import parse_expression
 from gpuguard.policies.expression_names import (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from gpuguard.attribution import places
-from gpuguard.hints import Annotated, Literal
 from gpuguard.model import Device, Finding
-from gpuguard.nouns import dataclass
 from gpuguard.policies.holders import USES
 from gpuguard.policies.trend import middle, slopes
 from gpuguard.policies.view import View

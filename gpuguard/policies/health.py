@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, Device, Finding
-from gpuguard.nouns import dataclass
 from gpuguard.policies.people import computing
 from gpuguard.policies.view import View, device_subject
 

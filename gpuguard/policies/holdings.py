@@ -7,9 +7,9 @@ too much: see quota.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from gpuguard.attribution import claim_of, claims_on, places
-from gpuguard.hints import NamedTuple
 from gpuguard.model import GpuProcess, Subject
 from gpuguard.policies.people import claim_subject, computing
 from gpuguard.policies.view import View, key_of, process_subject

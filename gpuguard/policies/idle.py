@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from gpuguard.attribution import claim_of, claims_on, places
 from gpuguard.errors import InvalidRequest
-from gpuguard.hints import Annotated, Literal
 from gpuguard.model import Device, Finding, GpuProcess, Subject
-from gpuguard.nouns import dataclass
 from gpuguard.policies.amounts import Rate, parse_rate
 from gpuguard.policies.holders import claim_here
 from gpuguard.policies.people import computing

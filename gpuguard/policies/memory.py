@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from gpuguard.attribution import claims_on, places
-from gpuguard.hints import Annotated, Literal
 from gpuguard.model import ClaimRecord, Finding, Subject, claim_named
-from gpuguard.nouns import dataclass
 from gpuguard.policies.amounts import Amount, parse_memory_amount
 from gpuguard.policies.holders import USES
 from gpuguard.policies.view import View

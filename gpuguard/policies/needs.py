@@ -6,9 +6,9 @@ What nobody judges by is not read.  Does not read anything: see watchdog.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from gpuguard.model import WHO_FIELDS
-from gpuguard.nouns import dataclass
 from gpuguard.policies import Rule
 from gpuguard.policies.health import Health
 from gpuguard.policies.outside_scheduler import OutsideScheduler

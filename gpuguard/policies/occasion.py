@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from gpuguard.model import Finding
-from gpuguard.nouns import replace
 from gpuguard.policies.policy import Note, Policy
 from gpuguard.policies.sight import Sight, reach_of
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from gpuguard.model import Finding
-from gpuguard.nouns import dataclass
 from gpuguard.policies.people import everywhere
 from gpuguard.policies.view import View, process_subject
 from gpuguard.units import format_bytes

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from gpuguard.hints import NamedTuple
 from gpuguard.model import ClaimRecord, GpuProcess, Subject
 from gpuguard.policies.sight import Sight, reach_of
 

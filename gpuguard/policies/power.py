@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from gpuguard.hints import Annotated, Literal
 from gpuguard.model import Finding
-from gpuguard.nouns import dataclass
 from gpuguard.policies.amounts import Amount, parse_power_amount
 from gpuguard.policies.holders import USES, wholes
 from gpuguard.policies.view import View

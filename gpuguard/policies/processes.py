@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 from gpuguard.attribution import places
-from gpuguard.hints import Literal
 from gpuguard.model import Finding
-from gpuguard.nouns import dataclass
 from gpuguard.policies.holders import USES
 from gpuguard.policies.people import computing
 from gpuguard.policies.view import View

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.hints import Annotated
 from gpuguard.model import Finding
-from gpuguard.nouns import dataclass
 from gpuguard.policies.holdings import Holding, claims, devices, excess, holdings, memory
 from gpuguard.policies.people import called
 from gpuguard.policies.policy import Policy

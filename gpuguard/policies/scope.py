@@ -7,10 +7,10 @@ looked at.  Whatever cannot be seen in this sample is left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from gpuguard.eligibility import is_model
 from gpuguard.model import Device, Finding, GpuProcess, Subject
-from gpuguard.nouns import replace
 from gpuguard.policies.party import Party, bystander, certain_kinds, claims_of, party_of, possible_kinds
 from gpuguard.policies.policy import Note, Policy, Scope
 from gpuguard.policies.sight import Sight

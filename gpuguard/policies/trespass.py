@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from gpuguard.attribution import claim_of, claims_on, places
 from gpuguard.model import Finding
-from gpuguard.nouns import dataclass
 from gpuguard.policies.people import called, computing
 from gpuguard.policies.view import View, process_subject
 from gpuguard.units import format_bytes

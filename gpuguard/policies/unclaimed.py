@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
 
 from gpuguard.attribution import claims_on, claims_readable, places
-from gpuguard.hints import Annotated
 from gpuguard.model import Finding
-from gpuguard.nouns import dataclass
 from gpuguard.policies.people import computing
 from gpuguard.policies.view import View, process_subject
 from gpuguard.units import format_bytes, parse_bytes

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpuguard.ancestry import look_up, stats_of
 from gpuguard.backends import Backend
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import probe
 from gpuguard.errors import ClaimError
 from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
-from gpuguard.nouns import replace
 from gpuguard.policies.view import View
 from gpuguard.readings.hostuse import HostUses
 

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from gpuguard.backends import Backend
 from gpuguard.clusters import outer_devices
@@ -26,7 +27,6 @@ from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, THERMAL, UTILIZATION, Device, Snapshot
 from gpuguard.readings.hostnumbers import HostNumbers, family_of
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpuguard.backends.isolated import Isolated
 

@@ -8,11 +8,10 @@ preflight) is not rehearsed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from dataclasses import replace as replace_fields
 
 from gpuguard.model import Device, Snapshot, Verdict
-from gpuguard.nouns import replace
 from gpuguard.policies.engine import Memory, evaluate
 from gpuguard.policies.past import LARGEST_DISTANCE
 from gpuguard.policies.policy import Judgement, Policy

@@ -16,8 +16,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Verdict
 from gpuguard.policies.policy import Policy
 from gpuguard.policies.view import View
-from gpuguard.policychild import PolicyFile
-from gpuguard.policyfile import load_policies
+from gpuguard.policyfile import PolicyFile, load_policies
 from gpuguard.rehearsals.rehearsal import rehearse
 from gpuguard.rehearsals.scenario import Expected, File, Test, accounts, read_tests, views
 from gpuguard.rehearsals.series_file import people

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from gpuguard import actions
 from gpuguard.ancestry import look_up
@@ -24,7 +25,6 @@ from gpuguard.claims.wishes import ENDING, REFUSED, RELEASED, STOP, YIELD, Lette
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.guards.case import boot_clock, has_ended
 from gpuguard.model import WHO_FIELDS, ClaimRecord, GpuProcess, claim_named
-from gpuguard.nouns import replace
 from gpuguard.text import neutral_command
 from gpuguard.units import format_bytes, format_duration
 

@@ -15,6 +15,8 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from dataclasses import replace as replace_noun
+from typing import Any
 
 from gpuguard.backends import Backend
 from gpuguard.claims.calling import MOST_DESCRIPTORS
@@ -22,7 +24,6 @@ from gpuguard.claims.grants import Grant, give, look, names_of
 from gpuguard.claims.lockfiles import Gate, LockDirectory
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.guards import identity
-from gpuguard.hints import Any
 from gpuguard.line import served
 from gpuguard.line.file import read_line_file
 from gpuguard.line.order import PRIORITIES, Ticket
@@ -31,7 +32,6 @@ from gpuguard.line.tickets import as_request, read_tickets
 from gpuguard.line.turn import in_words, new_ticket, stand
 from gpuguard.marks import against
 from gpuguard.model import MEMORY, PROCESSES, Snapshot
-from gpuguard.nouns import replace as replace_noun
 from gpuguard.request import Request, fields_needed, fields_to_verify
 from gpuguard.select import choose
 from gpuguard.services.door import Handover

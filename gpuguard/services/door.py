@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 
 from gpuguard.claims.calling import LARGEST, PASS_RIGHTS, encoded, short_path, uid_behind
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import GpuguardError
-from gpuguard.hints import Any
 from gpuguard.plainjson import loads
 
 LONGEST_ERROR = 600  # characters: written out as \uXXXX they fit as well

@@ -15,6 +15,7 @@ import fcntl
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from dataclasses import replace as replace_noun
 
 from gpuguard.claims.grants import Grant, give, look, names_of, replace_file
 from gpuguard.claims.lockfiles import Gate, LockDirectory, open_lock, try_flock
@@ -23,7 +24,6 @@ from gpuguard.claims.shares import sharing_of
 from gpuguard.claims.slots import slot_names
 from gpuguard.errors import LockDirectoryError
 from gpuguard.model import Snapshot
-from gpuguard.nouns import replace as replace_noun
 from gpuguard.sharing import Sharing
 
 BY_SOMEBODY = "claimed by somebody just now"

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.guards import identity
 from gpuguard.guards.case import boot_clock
-from gpuguard.hints import Any
 from gpuguard.marks import KEPT, MAX_MARKS, MAX_REASON, Mark, change, read_marks
 from gpuguard.model import Device, Event
 from gpuguard.request import resolve

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from gpuguard import actions
 from gpuguard.ancestry import look_up
@@ -24,11 +25,10 @@ from gpuguard.claims.releasing import gripped, users_of
 from gpuguard.claims.wishes import RELEASED, Letter
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.guards.case import INTERVALS, boot_clock
-from gpuguard.hints import TYPE_CHECKING, Any
 from gpuguard.marks import DENIED, MAX_REASON, QUARANTINED, Mark, change
 from gpuguard.model import Event, Snapshot, claim_named
 from gpuguard.policies.outlook import Outlook
-from gpuguard.policychild import load_apart
+from gpuguard.policyfile import load_in_time
 from gpuguard.request import resolve
 from gpuguard.services.asking import find
 from gpuguard.services.door import Handover
@@ -156,7 +156,7 @@ def row_of(one: Outlook, boot: float) -> dict[str, Any]:
 def _reload(desk: Desk, uid: int, request: Request) -> Mapping[str, Any]:
     if desk.policy is None:
         raise InvalidRequest("this daemon was started without a policy file.")
-    file = load_apart(desk.policy)
+    file = load_in_time(desk.policy)
     desk.reload()  # also one with faults: the daemon says so, and keeps the last good one
     first = file.faults[0].lines(file.path)[0] if file.faults else None
     return {"path": file.path, "policies": len(file.policies), "faults": len(file.faults), "first": first}

@@ -14,16 +14,16 @@ from __future__ import annotations
 import os
 import stat
 import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpuguard.claims.daemonfiles import daemon_files
 from gpuguard.claims.lockfiles import ADMIN_DIRECTORY, LockDirectory
 from gpuguard.errors import GpuguardError
-from gpuguard.nouns import dataclass
 from gpuguard.usage.tables import COARSEST as COARSEST
 from gpuguard.usage.tables import SLOTS as SLOTS
 from gpuguard.usage.tables import VERSION
 
-TYPE_CHECKING = False  # whoever waits in line reads this: sqlite3, typing and shutil cost 20 ms
 if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Callable, Mapping

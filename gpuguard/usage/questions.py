@@ -7,13 +7,14 @@ row passes _sound.  Does not open the store: see consult.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
 from gpuguard.errors import InvalidRequest
-from gpuguard.nouns import dataclass, replace
 from gpuguard.typed import LARGEST
 from gpuguard.usage.tables import COARSEST, SLOTS, holdings, key, rows
 from gpuguard.usage.tally import GAUGES, NOBODY_KNOWS, USER_COLUMNS
 
-TYPE_CHECKING = False  # whoever waits in line reads this
 if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Collection, Mapping

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from gpuguard.errors import GpuguardError
-from gpuguard.hints import TYPE_CHECKING
 from gpuguard.model import Snapshot
 from gpuguard.usage import storefile
 from gpuguard.usage.tally import WIDTH, Slot, Tally

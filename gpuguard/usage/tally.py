@@ -9,12 +9,12 @@ time is the wall clock's.  Does not store anything: see recorder.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from gpuguard.attribution import claim_of, claims_on, claims_readable, places
 from gpuguard.model import Device, GpuProcess, Snapshot
 from gpuguard.request import computes, idle_limit
 
-TYPE_CHECKING = False  # whoever waits in line loads this
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from gpuguard.hints import Any
 from gpuguard.model import Event
 from gpuguard.plainjson import is_finite, loads
 from gpuguard.text import neutralise

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import dataclass as noun
 from functools import lru_cache
 from operator import attrgetter
 
 from gpuguard.attribution import claims_readable
 from gpuguard.clusters.slurm_jobs import job_of_claim
 from gpuguard.model import Device, Snapshot
-from gpuguard.nouns import dataclass as noun
 from gpuguard.request import computes
 from gpuguard.text import neutralise
 from gpuguard.views import usage

@@ -20,7 +20,7 @@ from gpuguard.guards.case import INTERACTIVE_SECONDS
 from gpuguard.guards.identity import Protected
 from gpuguard.guards.ledger import DISRUPTIVE
 from gpuguard.policies.policy import Policy, Scope, Step
-from gpuguard.policychild import PolicyFile
+from gpuguard.policyfile import PolicyFile
 from gpuguard.policykeys import DAYS
 from gpuguard.units import (
     format_bytes,

@@ -5,12 +5,13 @@ What strangers wrote passes the neutraliser of gpuguard.text first.  Does not re
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gpuguard.text import columns_of
 from gpuguard.text import display_width as display_width
 from gpuguard.text import neutral_command as neutral_command
 from gpuguard.text import neutralise as neutralise
 
-TYPE_CHECKING = False  # typing costs 6 ms of import, before each `gpuguard who`
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any, TextIO

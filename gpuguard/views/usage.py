@@ -6,10 +6,11 @@ comes in as `Seen`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from gpuguard.attribution import Processes, claim_of, claims_readable
 from gpuguard.attribution import Seen as Seen
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
-from gpuguard.nouns import dataclass, replace
 from gpuguard.request import computes, idle_limit
 
 FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"

@@ -6,6 +6,7 @@ docs/json.md describes every field of the JSON, and a test compares the two.  Wh
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.request import SLOTS
@@ -15,7 +16,6 @@ from gpuguard.views import usage
 from gpuguard.views.text import Paint, neutral_command, neutralise, shorten, table
 from gpuguard.views.usage import ClaimUse, DeviceUse, ProcessUse, UserTotal, Waiting
 
-TYPE_CHECKING = False  # typing costs 6 ms of import, before each `gpuguard who`
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Any

@@ -7,7 +7,7 @@ cli.completion.
 
 from __future__ import annotations
 
-from gpuguard.nouns import dataclass
+from dataclasses import dataclass
 
 # Kinds of a value that a shell completes itself; every other kind is asked for.  TEXT: nobody knows.
 TEXT, FILE, DIRECTORY, JOB, WORDS = "text", "file", "directory", "job", "words"
