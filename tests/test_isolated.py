@@ -175,35 +175,53 @@ def test_a_backend_that_cannot_be_opened_says_so_at_the_first_question() -> None
     source.close()
 
 
-def test_a_fault_inside_the_sampler_becomes_a_message(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpuguard.backends.simulated as simulated
+def plant(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Have the next workers run *code* before all else."""
+    proper = sampler.interpreter
+    monkeypatch.setattr(sampler, "interpreter", lambda main, word: proper(f"exec({code!r}); {main}", word))
 
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(simulated.Simulated, "sample", broken)
-    source = open_isolated(node)
-    with pytest.raises(BackendError, match="planted"):
+BROKEN = """
+from gpuguard.backends import simulated
+def broken(*_):
+    raise ZeroDivisionError("planted")
+simulated.Simulated.sample = broken
+"""
+CRASHING = """
+import os
+from gpuguard.backends import simulated
+proper = simulated.Simulated._read
+def crash(self, *values, **named):
+    device = next(value for value in values if hasattr(value, "index"))
+    if device.index == 3 and 3 not in self.skip:
+        self.progress(3)
+        os.abort()
+    return proper(self, *values, **named)
+simulated.Simulated._read = crash
+"""
+SLOW = """
+import time
+from gpuguard.backends import simulated
+proper = simulated.Simulated._read
+def slow(self, *values, **named):
+    found = proper(self, *values, **named)
+    if not self.skip:
+        time.sleep(0.6)
+    return found
+simulated.Simulated._read = slow
+"""
+
+
+def test_a_fault_inside_the_worker_becomes_a_message(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, BROKEN)
+    with open_isolated(node) as source, pytest.raises(BackendError, match="planted"):
         source.sample(SELECT_FIELDS)
-    source.close()
 
 
 def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpuguard.backends.simulated as simulated
-
-    proper = simulated.Simulated._read
-
-    def crash(self: simulated.Simulated, *values: object, **named: object) -> object:
-        device = next(value for value in values if hasattr(value, "index"))
-        if device.index == 3 and 3 not in self.skip:
-            self.progress(3)
-            os.abort()
-        return proper(self, *values, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(simulated.Simulated, "_read", crash)
-    source = open_isolated(node)
-    found = problems(source)
-    source.close()
+    plant(monkeypatch, CRASHING)
+    with open_isolated(node) as source:
+        found = problems(source)
 
     assert [index for index, problem in found.items() if problem] == [3]
 
@@ -212,21 +230,10 @@ def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkey
 def test_a_device_is_not_late_because_those_before_it_were_slow(
     node: str, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    import gpuguard.backends.simulated as simulated
-
-    proper = simulated.Simulated._read
-
-    def slow(self: simulated.Simulated, node: object, device: object, *rest: object) -> object:
-        found = proper(self, node, device, *rest)  # type: ignore[arg-type]
-        if not self.skip:
-            time.sleep(0.6)
-        return found
-
-    monkeypatch.setattr(simulated.Simulated, "_read", slow)
+    plant(monkeypatch, SLOW)
     sim("fault", "--device", str(first), "hang")
-    source = open_isolated(node)
-    found = problems(source)
-    source.close()
+    with open_isolated(node) as source:
+        found = problems(source)
 
     assert [index for index, problem in found.items() if problem] == [first]
 

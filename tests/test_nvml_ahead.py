@@ -21,7 +21,6 @@ BOTH_WAYS = """
 from dataclasses import replace
 from gpuguard.backends import nvml_calls
 def looked(ahead):
-    nvml_calls._known.clear()
     nvml.SLOW_SECONDS = -1.0
     fake.reset_calls()
     backend = nvml.open()

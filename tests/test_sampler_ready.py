@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import errno
 import os
 import select
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from nodes import change, eventually, start
+from test_isolated import plant
 
 from gpuguard.backends import isolated, sampler
 from gpuguard.backends.isolated import Isolated, open_isolated
@@ -97,10 +97,11 @@ def test_a_sampler_that_cannot_be_started_again_is_a_driver_that_cannot_be_read(
 
 
 def test_a_sampler_that_may_start_no_thread_does_not_blame_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(_thread, "start_new_thread", full)
+    plant(
+        monkeypatch,
+        'import threading\ndef full(*_):\n    raise RuntimeError("can\'t start new thread")\n'
+        "threading.Thread.start = full",
+    )
 
     with open_isolated("simulated") as source, pytest.raises(BackendError, match="see `ulimit -u`"):
         source.sample(SELECT_FIELDS)

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuguard import __version__, capabilities
@@ -121,6 +122,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 def serve(name: str, requests: int, replies: int, place: int, life: int) -> NoReturn:
     """Answer requests until the other end is gone.  Never returns."""
+    _close_what_was_inherited(max(requests, replies, place, life))
     try:
         try:
             threading.Thread(target=_end_with_the_parent, args=(life,), daemon=True).start()
@@ -150,6 +152,14 @@ def _answer(name: str, requests: int, replies: int, place: int) -> None:
         except BackendError as error:
             reply = ("error", type(error).__name__, str(error), vars(error))  # type: ignore[assignment]
         send(replies, reply)
+
+
+def _close_what_was_inherited(last: int) -> None:
+    """Hold nothing of the parent: no lock of a claim, no pipe that somebody waits for the end of."""
+    for entry in os.listdir("/proc/self/fd"):
+        if int(entry) > last:
+            with suppress(OSError):  # the descriptor of the listing itself
+                os.close(int(entry))
 
 
 def _end_with_the_parent(life: int) -> None:
