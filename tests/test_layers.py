@@ -12,7 +12,8 @@ from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
     "errors", "units", "text", "plainjson", "users", "capabilities", "markup", "typed", "model",
-    "backends", "clusters", "request", "sharing", "eligibility", "topology", "select", "attribution", "ancestry", "policies", "claims", "documents",
+    "backends", "clusters", "request", "sharing", "eligibility", "topology", "select", "attribution",
+    "ancestry", "policies", "claims", "documents",
     "usage", "marks", "state", "history", "line", "petition", "attempt", "lock", "program", "grab", "ray", "wording",
     "messages", "notify", "guards", "actions", "unkillable", "byhand", "policykeys", "policypairs",
     "policychecks", "policyfile", "rehearsals", "readings", "watchdog", "jobs", "isolation", "run", "services",
