@@ -11,4 +11,3 @@ and exit codes.  Exit codes: 0 submitted; with --attach those of `gpuguard run`,
 """
 
 from __future__ import annotations
-
