@@ -89,7 +89,7 @@ EACH_LOOK = (
 OF_A_MOMENT_AGO = ("Temperature", "PowerUsage")
 FIRST_LOOK = ("HandleByIndex_v2", "UUID", "Name")  # of each device; and four calls for all
 BOTH = """
-from gpuguard.nouns import replace
+from dataclasses import replace
 from gpuguard.views.usage import uses
 from gpuguard.views.who import to_text
 backend = nvml.open()

@@ -1,3 +1,175 @@
 """Whom a request waits for: those before it in line, a reservation, the daemon."""
 
 from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from builders import a_device, a_process
+from machines import Machine
+
+from gpuguard import lock
+from gpuguard.claims.lockfiles import LockDirectory, open_lock, try_flock
+from gpuguard.claims.records import locked_devices
+from gpuguard.errors import ClaimError, ImpossibleRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.line import reservefiles, served
+from gpuguard.line.leading import YOUR_TURN
+from gpuguard.line.order import Ticket
+from gpuguard.line.reservefiles import Reservation
+from gpuguard.line.tickets import Held, read_tickets, ring, ticket_content
+from gpuguard.lock import acquire, look, look_closely
+from gpuguard.request import Request
+
+HOUR = 3600.0
+
+
+def two() -> Machine:
+    return Machine(a_device(0), a_device(1))
+
+
+# In line
+
+
+@pytest.fixture
+def line(directory: LockDirectory) -> Iterator[Machine]:
+    """Two devices, one claimed for an hour by somebody else, and behind him one who waits for both."""
+    machine = two()
+    with acquire(machine, Request(), directory, time_limit=HOUR):
+        first = Held(directory, ticket_content(Ticket("", 0, "", 0.0, (Request(num_gpus=2),), pid=os.getpid())))
+        yield machine
+        first.leave()
+
+
+def test_a_free_device_is_left_to_whoever_stands_before_and_starts_soon(
+    directory: LockDirectory, line: Machine
+) -> None:
+    with pytest.raises(WaitTimeout, match="it would delay"):
+        acquire(line, Request(), directory, wait=0.5)
+
+    assert len(locked_devices(directory, [each.uuid for each in line.devices])) == 1
+
+
+def test_whoever_is_called_before_his_turn_takes_nothing_and_goes_on_waiting(
+    directory: LockDirectory, line: Machine
+) -> None:
+    leader, told = open_lock(directory, "queue"), []
+    assert try_flock(leader)
+
+    def call(error: NotEnoughGpus) -> None:
+        if len(told) < 3:
+            ring(directory, read_tickets(directory)[0], YOUR_TURN)
+        told.append(str(error))
+
+    call.tell_every = 0.1  # type: ignore[attr-defined]
+    with pytest.raises(WaitTimeout, match="it would delay"):
+        acquire(line, Request(), directory, wait=2, on_wait=call)
+
+    os.close(leader)
+    assert len(told) > 3
+    assert len(locked_devices(directory, [each.uuid for each in line.devices])) == 1
+
+
+def test_a_job_that_ends_before_the_other_starts_is_not_held_back(directory: LockDirectory, line: Machine) -> None:
+    with acquire(line, Request(), directory, time_limit=60) as short:
+        assert len(short) == 1
+
+
+# A reservation
+
+
+@pytest.mark.root  # nobody else can reserve for others
+def test_a_look_leaves_out_what_is_reserved_for_somebody_else(directory: LockDirectory) -> None:
+    machine, now = two(), time.time()
+    wanted = Reservation(
+        "", os.geteuid(), os.geteuid() + 1, "bob", 1, now - 1, now + HOUR, (machine.devices[1].uuid,), now
+    )
+    made = reservefiles.write(directory, wanted)
+    _, choice = look(machine, Request(), directory)
+    assert [device.index for device in choice.devices] == [0]
+    assert "'s reservation until " in choice.refused[0].reasons[0].text
+
+    reservefiles.remove(directory, made)
+    _, choice = look(machine, Request(), directory)
+    assert [device.index for device in choice.devices] == [1]
+
+
+# The daemon
+
+
+def test_where_the_daemon_gives_the_locks_nothing_is_claimed_without_it(directory: LockDirectory) -> None:
+    closed = replace(directory, closed=True, keeper=os.geteuid())
+
+    with pytest.raises(ClaimError, match="It alone gives the GPUs"):
+        acquire(two(), Request(), closed)
+
+
+# Reasons
+
+
+def test_whoever_asks_for_reasons_is_told_whose_processes_are_in_the_way(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0, processes=(a_process(812, user="bob"),)))
+    _, choice = look_closely(machine, Request(), directory)
+
+    assert choice.devices == ()
+    assert "used by bob (pid 812" in choice.refused[0].reasons[0].text
+    assert {group for fields, _ in machine.asked for group in fields} >= {"health", "model", "process_details"}
+
+
+# Inside a claim
+
+
+def test_inside_a_claim_the_wait_is_over_when_its_time_is(directory):
+    machine = Machine(a_device(0))
+    with lock.acquire(machine, Request(), directory, environ={}) as outer:
+        environ = {"GPUGUARD_CLAIM": outer.id}
+        with (
+            lock.acquire(machine, Request(), directory, environ=environ),
+            pytest.raises(WaitTimeout, match="inside the claim"),
+        ):
+            lock.acquire(machine, Request(), directory, environ=environ, wait=0.5)
+
+
+def test_inside_a_claim_one_hears_what_is_missing_and_starts_when_a_sibling_ends(directory):
+    machine, told = Machine(a_device(0)), list[str]()
+    with lock.acquire(machine, Request(), directory, environ={}) as outer:
+        environ = {"GPUGUARD_CLAIM": outer.id}
+        sibling = lock.acquire(machine, Request(), directory, environ=environ)
+
+        def tell(error: NotEnoughGpus) -> None:
+            told.append(str(error))
+            sibling.release()
+
+        lock.acquire(machine, Request(), directory, environ=environ, wait=60, on_wait=tell).release()
+    assert len(told) == 1 and "used by another command inside the claim" in told[0]
+
+
+def test_of_two_ways_the_one_that_can_be_met_some_day_says_what_is_missing(directory):
+    machine = Machine(a_device(0))
+    with lock.acquire(machine, Request(), directory, environ={}):
+        for ways in ([Request(num_gpus=9), Request()], [Request(), Request(num_gpus=9)]):
+            with pytest.raises(NotEnoughGpus, match="wanted 1 GPU") as caught:
+                lock.acquire(machine, ways[0], directory, alternatives=ways[1:], environ={})
+
+            assert not isinstance(caught.value, ImpossibleRequest)
+
+
+# Served
+
+
+def test_whoever_gets_what_he_waited_for_has_been_served(directory):
+    machine = Machine(a_device(0))
+    holder = acquire(machine, Request(), directory, environ={})
+    assert served.last(directory, os.geteuid()) is None
+
+    acquire(machine, Request(), directory, wait=60, on_wait=lambda error: holder.release(), environ={}).release()
+
+    assert served.last(directory, os.geteuid()) is not None
+
+
+def test_whoever_did_not_have_to_wait_takes_nobodys_turn(directory):
+    acquire(Machine(), Request(), directory, environ={}).release()
+
+    assert served.last(directory, os.geteuid()) is None
