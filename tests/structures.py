@@ -4,7 +4,7 @@ from structures import mutants
 for name, encoded in mutants({"uid": 7, "devices": ["GPU-1"]}): ...
     # one of them is "devices.0 = null", b'{"uid": 7, "devices": [null]}'
 
-All of them, in the same order each time: nothing is left to dice.  test_garbage throws dice at bytes.
+All of them, in the same order each time: nothing is left to dice.  test_damaged_documents throws dice at bytes, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole commands beside claims, tickets and reservations of which one place is other than gpuguard writes it.
+"""Whole commands and a daemon beside claims, tickets and reservations of which one place is other than it should be.
 
 Each command ends in time and with a status that is documented, nobody gets a device that is locked, and what others
 wrote is read as it stands.  Many files lie there at once: one that hides another is found when it is mended.
@@ -18,17 +18,20 @@ from typing import Any
 import pytest
 from chances import THE_SAME, luck
 from commands import Gpuguard
-from nodes import start
+from daemons import DaemonUnderTest, a_daemon
+from nodes import eventually, start
 from structures import mutants
 
 from gpuguard import request as requests
 from gpuguard.backends.simulated import Simulated
 from gpuguard.claims import wishes
+from gpuguard.claims.calling import ask
 from gpuguard.claims.hold import Claim
 from gpuguard.claims.lockfiles import LockDirectory, lock_directory
 from gpuguard.line import reservefiles, tickets
 from gpuguard.line.order import Ticket
 from gpuguard.line.reservefiles import Reservation
+from gpuguard.line.tickets import ticket_content
 from gpuguard.lock import acquire
 from gpuguard.request import Request
 
@@ -90,10 +93,12 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 Batch = Sequence[tuple[str, bytes]]
 
 
-def batches(document: Any, most: int, *, brief: bool = False) -> Iterator[Batch]:
-    """All mutants, so many at a time; in long runs others together each time."""
-    every = list(mutants(document, brief=brief and THE_SAME))
-    if not THE_SAME:
+def batches(document: Any, most: int) -> Iterator[Batch]:
+    """All mutants, so many at a time, others together each time; where all tests shall run soon, some of each place."""
+    every = list(mutants(document, brief=THE_SAME))
+    if THE_SAME:
+        every = every[:: len(every) // most + 1]
+    else:
         luck("batches").shuffle(every)
     for place in range(0, len(every), most):
         yield every[place : place + most]
@@ -201,7 +206,7 @@ def only_free_ones(scene: Scene) -> Any:
 def test_a_record_stops_nobody_and_frees_no_device(scene, share):
     scene.claim(**share)
     try:
-        for batch in batches(scene.content(), CLAIMED, brief=not share):
+        for batch in batches(scene.content(), CLAIMED):
             check(scene, "record", batch, only_free_ones(scene))
     finally:
         scene.free()
@@ -215,7 +220,7 @@ def test_a_letter_stops_nobody(scene):
         wishes.write(descriptor, wishes.Letter(wishes.YIELD, "root", "why", time.time()))
         content = json.loads(os.pread(descriptor, 8192, size))
         os.ftruncate(descriptor, size)
-        for batch in batches(content, CLAIMED, brief=True):
+        for batch in batches(content, CLAIMED):
             check(scene, "letter", batch, only_free_ones(scene))
     finally:
         scene.free()
@@ -271,7 +276,88 @@ def test_a_ticket_that_stops_everybody_is_found_and_named(scene, monkeypatch):
     (place / "sitecustomize.py").write_text("import gpuguard.line.tickets as t\nt.whole = lambda value, *_: value\n")
     monkeypatch.setitem(scene.gpuguard.environment, "PYTHONPATH", str(place))
     content = tickets.ticket_content(Ticket("x", ME, "", 0.0, (Request(num_gpus=2),)))
-    wrong = [one for one in mutants(content) if one[0].startswith("requests.0.num_gpus =")]
+    wrong = [one for one in mutants(content, brief=True) if one[0].startswith("requests.0.num_gpus =")]
 
     with pytest.raises(AssertionError, match=r"gpuguard [a-z -]*: \[\('requests.0.num_gpus = "):
         check(scene, "ticket", wrong)
+
+
+# A whole daemon: it looks, judges and answers on
+
+
+NOW = time.time()
+POLICY = """
+version: 1
+mode: enforce
+policies:
+  - {name: quota, for: 1s, when: {quota: {claims: 1}}, steps: [warn]}
+  - {name: hogs, for: 1s, when: {memory: {above: share, per: claim}}, steps: [warn]}
+  - {name: idle, for: 1s, when: {idle: {}}, steps: [warn]}
+"""
+RECORD = {
+    "id": "c", "devices": [UUID], "pid": os.getpid(), "since": NOW - 100, "note": "n", "command": ["python", "x"],
+    "ends": NOW + 1000, "expected": NOW + 500, "memory": 2**30, "slots": [f"{UUID}.slot0"], "most": 3,
+    "descriptors": [5],
+}  # fmt: skip
+RESERVATION = {
+    "schema": 1, "uid": os.geteuid(), "num_gpus": 1, "begins_unix_seconds": NOW - 10,
+    "ends_unix_seconds": NOW + 1000, "devices": [UUID], "note": "n",
+}  # fmt: skip
+TICKET = ticket_content(Ticket("x", 0, "", 0.0, (Request(devices=("0",), models=("*",)),), pid=os.getpid(), note="n"))
+KINDS: dict[str, tuple[Any, int]] = {
+    "claim": (RECORD, 400), "ticket": (TICKET, 400), "reserve": (RESERVATION, 90),
+}  # fmt: skip
+
+
+class Place:
+    """Where the files go."""
+
+    def __init__(self, daemon: DaemonUnderTest) -> None:
+        self.directory: LockDirectory = lock_directory(str(daemon.place / "claims"))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonUnderTest]:
+    with a_daemon(tmp_path, POLICY) as one:
+        yield one
+
+
+def goes_on(daemon: DaemonUnderTest) -> bool:
+    """Whether it looks twice more without trouble, and publishes what it saw."""
+    for _ in range(2):
+        before = daemon.state()["snapshot"]["clock"]
+        eventually(lambda before=before: daemon.state()["snapshot"]["clock"] > before or troubled(daemon), 20.0)  # type: ignore[misc]
+        if troubled(daemon) or daemon.state()["snapshot"]["clock"] <= before:
+            return False
+    return "Traceback" not in daemon.said()
+
+
+def troubled(daemon: DaemonUnderTest) -> bool:
+    return any(event["outcome"] == "failed" for event in daemon.events("watchdog"))
+
+
+def test_a_daemon_looks_and_answers_on(daemon):
+    place, uuid = Place(daemon), daemon.uuid(0).encode()
+    every = {kind: list(batches(document, most)) for kind, (document, most) in KINDS.items()}
+    for number in range(max(map(len, every.values()))):
+        with ExitStack() as stack:
+            planted = {kind: of_kind[number] for kind, of_kind in every.items() if number < len(of_kind)}
+            for kind, batch in planted.items():
+                meant = [(where, encoded.replace(UUID.encode(), uuid)) for where, encoded in batch]
+                stack.enter_context(as_files(place, meant, kind))  # type: ignore[arg-type]
+            ends = {kind: (batch[0][0], batch[-1][0]) for kind, batch in planted.items()}
+            assert goes_on(daemon), f"{ends}: {daemon.said()}"
+            assert ask(place.directory, {"do": "status"})["ok"]
+
+
+def test_a_daemon_that_believes_any_type_is_found(tmp_path):
+    """A fault is planted: what a record says is a time is believed."""
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    code = "import gpuguard.claims.records as r\nr._number = lambda value, kind: value\n"
+    (planted / "sitecustomize.py").write_text(code)
+    with (
+        a_daemon(tmp_path, POLICY, environment={"PYTHONPATH": str(planted)}) as daemon,
+        pytest.raises(AssertionError, match="a fault inside gpuguard: TypeError"),
+    ):
+        test_a_daemon_looks_and_answers_on(daemon)
