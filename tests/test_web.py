@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import stat
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import Gpuguard
-from web_pages import a_page, ask, until
+from web_pages import a_page, a_port, answers, ask, until
 
 from gpuguard.claims.calling import PASS_RIGHTS
 
@@ -119,6 +120,23 @@ def test_with_a_token_only_who_knows_it_sees_anything(gpuguard, tmp_path):
 
     assert (without, wrong, asked.status, later, among, header) == (401, 401, 200, 200, 200, 200)
     assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+
+
+@pytest.mark.root
+def test_roots_page_wants_a_token_on_loopback_too_and_tells_root_alone_which(gpuguard):
+    """Every user of the machine reaches 127.0.0.1, and root's page shows root's audit log."""
+    port = a_port()
+    told = []
+    for _ in range(2):
+        with gpuguard.start("web", "--listen", f"127.0.0.1:{port}") as server:
+            assert server.stderr
+            told.append(re.search(r"http://127.0.0.1:\d+(/\?token=\S+)", server.stderr.readline())[1])
+            until(lambda: answers(port))
+            statuses = [ask(port, path)[0].status for path in ("/", "/api/now", "/?token=guess", told[-1])]
+            server.terminate()
+
+        assert statuses == [401, 401, 401, 200]
+    assert told[0] != told[1]
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,9 @@ def a_port() -> int:
 
 @contextmanager
 def a_server(gpuguard: Gpuguard, *words: str, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """The page on a port of loopback (0: a free one), and its process."""
+    """The page on a port of loopback (0: a free one), and its process; without a token unless *words* name one."""
     port = port or a_port()
+    words = words if "--token-file" in words else ("--no-token", *words)
     with gpuguard.start("web", "--listen", f"127.0.0.1:{port}", *words) as server:
         try:
             until(lambda: answers(port) or server.poll() is not None)

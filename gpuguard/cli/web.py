@@ -5,13 +5,17 @@ gpuguard web --listen unix:/run/user/1000/gpus.sock   for a proxy
 gpuguard web --listen 0.0.0.0:8466 --host gpu1.example.org --token-file /etc/gpuguard/web-token
 
 On another address than loopback a token is needed, since whoever sees the page sees who runs what; put a proxy with TLS
-before it.  Needs the extra web: pip install 'gpuguard[web]'.
+before it.  Root's page shows root's audit log, so it wants one on loopback, too: it makes one at each start and prints the
+address with it, unless --token-file names one or --no-token lets every user of this machine see the page.
+
+Needs the extra web: pip install 'gpuguard[web]'.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import sys
 from typing import Any
@@ -41,7 +45,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a further name by which browsers ask for the page, as behind a proxy (repeatable)",
     )
-    parser.add_argument("--token-file", metavar="PATH", help="holds what browsers must know; readable by you alone")
+    token = parser.add_mutually_exclusive_group()
+    token.add_argument("--token-file", metavar="PATH", help="holds what browsers must know; readable by you alone")
+    token.add_argument(
+        "--no-token",
+        action="store_true",
+        help="as root: show every user of this machine what root sees (loopback only)",
+    )
     parser.add_argument("--fresh", action="store_true", help="ask the driver, even if the daemon did so just now")
     add_source_options(parser)
 
@@ -49,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     host, _, path = address_of(args.listen)
     token = read_token(args.token_file) if args.token_file else None
+    is_roots_own = token is None and path is None and os.geteuid() == 0 and not args.no_token
     if path is None and host not in _LOOPBACK and token is None:
         raise InvalidRequest(
             f"--listen {args.listen} lets everybody on the network see who runs what: add --token-file PATH, made by\n"
@@ -58,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     source = _Source(args)
     try:
         source.sample()  # a driver that cannot be reached is said here, and not in a browser
-        _serve(args, source, token)
+        _serve(args, source, secrets.token_urlsafe() if is_roots_own else token)
     except KeyboardInterrupt:
         return 0
     finally:
@@ -95,7 +106,9 @@ def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None
     )
     with listening(host, port, path) as ours:
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}/" if path is None else f"unix:{path}"
-        print(f"gpuguard: {where}{'?token=...' if token else ''}  (Ctrl-C ends it)", file=sys.stderr)
+        # A token of a file is known to whoever may have it; one that was made just now is told here alone.
+        shown = "..." if args.token_file else token
+        print(f"gpuguard: {where}{f'?token={shown}' if token else ''}  (Ctrl-C ends it)", file=sys.stderr)
         uvicorn.Server(settings).run(sockets=[ours])
 
 
