@@ -71,28 +71,41 @@ def events_path() -> str:
 def _open(path: str) -> int:
     # O_NONBLOCK: a FIFO in that place must not hang the job that is being started.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-    # The directory is that of the daemon's user, who may not steer what root writes.
-    roots = os.geteuid() == 0 and path == MACHINE_EVENTS
-    flags |= os.O_NOFOLLOW if roots else 0
+    # The directory may be that of the daemon's user, or of any other one, who may not steer what root writes.
+    careful = os.geteuid() == 0 and _others_may_write(os.path.dirname(path) or ".")
+    flags |= os.O_NOFOLLOW if careful else 0
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
         if path.startswith("~"):  # of a uid without a name or HOME; who removes a directory ~ means another one
             raise OSError(errno.ENOENT, "nobody knows where your home directory is; set HOME") from None
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
-        return _made(path, flags, roots)
-    if roots and os.fstat(descriptor).st_nlink != 1:
+        return _made(path, flags)
+    except OSError as error:
+        if careful and error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link in a directory where others may write") from None
+        raise
+    if careful and os.fstat(descriptor).st_nlink != 1:
         os.close(descriptor)
         raise OSError(f"{path} is also another file")
     return descriptor
 
 
-def _made(path: str, flags: int, roots: bool) -> int:
+def _others_may_write(directory: str) -> bool:
+    """Whether anybody but root can have made a file there, or will make the directory that is missing."""
+    try:
+        found = os.stat(directory)
+    except FileNotFoundError:
+        return True
+    return found.st_uid != 0 or bool(found.st_mode & 0o022)
+
+
+def _made(path: str, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:  # somebody else was quicker
         return os.open(path, flags)
-    if roots:
+    if os.geteuid() == 0 and path == MACHINE_EVENTS:
         # It is the daemon's: a log that root made would keep it from writing, and so from doing anything.
         owner = os.stat(os.path.dirname(path))
         os.fchown(descriptor, owner.st_uid, owner.st_gid)

@@ -190,3 +190,28 @@ def test_the_daemons_user_cannot_make_root_write_elsewhere(tmp_path, monkeypatch
 
     assert not history.append(AN_EVENT)
     assert (victim.read_text(), victim.stat().st_uid) == ("root's", 0)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("plant", [os.symlink, os.link])
+def test_no_user_makes_root_write_elsewhere_from_a_directory_of_his(tmp_path, monkeypatch, plant):
+    """$GPUGUARD_EVENTS of root may name a file in a user's own directory, where no setting of the kernel helps."""
+    own, victim = tmp_path / "home", tmp_path / "victim"
+    own.mkdir()
+    os.chown(own, 20003, 20003)
+    victim.write_text("root's")
+    plant(victim, own / "events.jsonl")
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(own / "events.jsonl"))
+
+    assert not history.append(AN_EVENT)
+    assert victim.read_text() == "root's"
+    assert plant is not os.symlink or "it is a link in a directory where others may write" in history.complaint()
+
+
+def test_a_link_of_ones_own_is_followed(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").touch()
+    (tmp_path / "events.jsonl").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setenv("GPUGUARD_EVENTS", str(tmp_path / "events.jsonl"))
+
+    assert history.append(AN_EVENT)
+    assert len(lines(tmp_path / "elsewhere")) == 1

@@ -151,6 +151,22 @@ def test_every_report_has_every_form(store, capfdbinary, by, form):
     assert len(capfdbinary.readouterr().out.splitlines()) >= 1
 
 
+def test_a_page_replaces_a_file_and_writes_through_no_link(store, capsys, tmp_path):
+    """In a directory of another user's a link may stand at that path, to whatever root may write."""
+    page, victim = tmp_path / "week.html", tmp_path / "victim"
+    page.write_text("an old one")
+    assert run_command_line(["report", "--since", "1h", "--html", str(page)]) == 0
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+    victim.write_text("mine")
+    page.unlink()
+    page.symlink_to(victim)
+    assert run_command_line(["report", "--since", "1h", "--html", str(page)]) == 1
+    assert "this is no regular file" in capsys.readouterr().err
+    assert (victim.read_text(), page.is_symlink()) == ("mine", True)
+    assert not list(tmp_path.glob("*.new"))
+
+
 def test_a_report_by_claim_needs_no_store(said, store, tmp_path):
     os.unlink(store)
     facts = (("wall_time_seconds", 60.0),)

@@ -6,6 +6,7 @@ import os
 from dataclasses import fields
 
 import pytest
+from commands import Gpuguard
 
 from gpuguard.documents.accounts import Accounts
 from gpuguard.line import file as linefile
@@ -131,6 +132,18 @@ def test_the_variable_names_another_file(tmp_path, monkeypatch):
 
     assert read_line_file().rules.fair_share is False
     assert read_line_file().path == str(tmp_path / "mine.yaml")
+
+
+@pytest.mark.root
+def test_root_shows_nothing_of_a_secret_file_that_the_variable_names(tmp_path):
+    """`GPUGUARD_LINE=/etc/shadow gpuguard queue` printed a line of it, as a fault."""
+    secret = tmp_path / "shadow"
+    secret.write_text("root:$6$secret:20000:0:99999:7:::\n")
+    secret.chmod(0o640)
+    done = Gpuguard(tmp_path, None, GPUGUARD_LINE=str(secret))("queue")
+
+    assert "secret:" not in done.stdout + done.stderr
+    assert "not everybody may read this file" in done.stderr + done.stdout
 
 
 @pytest.mark.parametrize(

@@ -202,3 +202,15 @@ def test_it_answers_again_and_again_with_one_header(gpuguard, loop):
 
     assert [line.startswith("timestamp") for line in lines] == [True] + [False] * 9
     assert [line[-2] for line in lines[1:]] == list("012012012")
+
+
+def test_no_spreadsheet_runs_the_name_of_a_program():
+    names = ("=HYPERLINK(1)", "a, =cmd|' /C calc'!A0", "@SUM(1)", "python")
+    device = a_device(processes=[a_process(pid, command=(name,)) for pid, name in enumerate(names, 1)])
+
+    assert list(csv_lines(a_snapshot(device), query_of("process_name", apps=True), header=False)) == [
+        "'=HYPERLINK(1)",
+        "a, '=cmd|' /C calc'!A0",
+        "'@SUM(1)",
+        "python",
+    ]

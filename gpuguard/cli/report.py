@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Collection
+from contextlib import suppress
 
 from gpuguard.cli import screen
 from gpuguard.cli.events import logged
@@ -85,10 +87,17 @@ def _write(path: str, page: str) -> None:
     if path == "-":
         sys.stdout.buffer.write(encoded)
         return
+    # Beside it and renamed: where somebody else may write, what stands at PATH may be a link to a file of ours.
+    unfinished = f"{path}.{os.urandom(8).hex()}.new"
     try:
-        with open(path, "wb") as file:
+        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise GpuguardError(f"--html {path}: this is no regular file.  Name one, or - for standard output.")
+        with open(unfinished, "xb") as file:
             file.write(encoded)
+        os.rename(unfinished, path)
     except OSError as error:
+        with suppress(OSError):
+            os.unlink(unfinished)
         raise GpuguardError(f"--html {path}: it cannot be written: {error.strerror}.") from error
 
 

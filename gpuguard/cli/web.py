@@ -5,8 +5,8 @@ gpuguard web --listen unix:/run/user/1000/gpus.sock   for a proxy
 gpuguard web --listen 0.0.0.0:8466 --host gpu1.example.org --token-file /etc/gpuguard/web-token
 
 On another address than loopback a token is needed, since whoever sees the page sees who runs what; put a proxy with TLS
-before it.  Root's page shows root's audit log, so it wants one on loopback, too: it makes one at each start and prints the
-address with it, unless --token-file names one or --no-token lets every user of this machine see the page.
+before it.  Root's page shows root's audit log, so it wants one on loopback, too: it makes one at each start and prints
+the address with it, unless --token-file names one or --no-token lets every user of this machine see the page.
 
 Needs the extra web: pip install 'gpuguard[web]'.
 """

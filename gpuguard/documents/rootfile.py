@@ -15,13 +15,14 @@ _WAY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO must not hang the daemon
 
 
-def read_file(path: str, largest: int, *, only_root: bool) -> bytes:
+def read_file(path: str, largest: int, *, only_root: bool, only_public: bool = False) -> bytes:
     """The content of a regular file of at most *largest* bytes.
 
     Args:
         path: of the file.
         largest: bytes.
         only_root: it and every directory above it must be root's, with no write permission for others.
+        only_public: everybody may read it, so that what is said about it tells nothing new.
 
     Raises:
         InvalidRequest: it is too large, no regular file, or somebody else could have written it.
@@ -36,6 +37,8 @@ def read_file(path: str, largest: int, *, only_root: bool) -> bytes:
             raise InvalidRequest("this is not a regular file.\nName a file, not a directory or a device.")
         if only_root:
             _must_be_roots(found, path)
+        if only_public and not found.st_mode & stat.S_IROTH:
+            raise InvalidRequest("not everybody may read this file.\nRun: chmod o+r, if nothing secret is in it.")
         content = file.read(largest + 1)
     if len(content) > largest:
         raise InvalidRequest(f"the file is larger than {largest // 1024} KiB.\nSplit it, or delete what is not used.")

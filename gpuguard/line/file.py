@@ -58,7 +58,8 @@ def _read(path: str, accounts: Accounts | None) -> LineFile:
     from gpuguard.line.keys import parse
 
     try:
-        content = read_file(path, LARGEST, only_root=path == PATH)
+        # Root may not have chosen what the variable names, and faults are shown with the words that stand there.
+        content = read_file(path, LARGEST, only_root=path == PATH, only_public=os.geteuid() == 0 and path != PATH)
     except FileNotFoundError:
         return LineFile()
     except OSError as error:

@@ -215,13 +215,14 @@ def csv_lines(names: Sequence[str], rows: Sequence[Sequence[object]]) -> list[st
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
-        writer.writerow([_harmless(each) if isinstance(each, str) else each for each in row])
+        writer.writerow([harmless_cell(each) if isinstance(each, str) else each for each in row])
     return stream.getvalue().splitlines()
 
 
 _FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # with the wide ones, which a spreadsheet in Japanese takes as well
 
 
-def _harmless(text: str) -> str:
+def harmless_cell(text: str) -> str:
+    """Neutral text that no spreadsheet takes for a formula."""
     neutral = neutralise(text)
     return f"'{neutral}" if neutral.startswith(_FORMULA) else neutral

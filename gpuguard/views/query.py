@@ -13,8 +13,8 @@ from typing import Any
 from gpuguard import model
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Snapshot
+from gpuguard.views.history import harmless_cell
 from gpuguard.views.query_fields import APP_ALIASES, APP_FIELDS, GPU_ALIASES, GPU_FIELDS, Field, Subject
-from gpuguard.views.text import neutralise
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,18 @@ def rows(snapshot: Snapshot, query: Query, uuids: frozenset[str]) -> Iterator[Su
 def csv_lines(
     snapshot: Snapshot, query: Query, uuids: frozenset[str] = frozenset(), *, header: bool = True, units: bool = True
 ) -> Iterator[str]:
-    """The lines, with `, ` in between and without quotes, as nvidia-smi has them."""
+    """The lines, with `, ` in between and without quotes, as nvidia-smi has them; no spreadsheet runs a name."""
     if header:
         yield ", ".join(query.headers)
     for subject in rows(snapshot, query, uuids):
         written = (field.written(field.value(subject), units=units) for field in query.fields.values())
-        yield ", ".join(map(neutralise, written))
+        # A comma in the name of a program begins a cell, as there are no quotes.
+        yield ", ".join(",".join(map(_harmless_part, text.split(","))) for text in written)
+
+
+def _harmless_part(text: str) -> str:
+    name = text.lstrip(" ")
+    return " " * (len(text) - len(name)) + harmless_cell(name)
 
 
 def to_json(snapshot: Snapshot, query: Query, uuids: frozenset[str] = frozenset()) -> dict[str, Any]:
