@@ -6,9 +6,8 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.attribution import Seen
 from gpuguard.backends.processes import PARENT, START, STATE, alive, read_proc
-from gpuguard.model import Snapshot
+from gpuguard.model import Seen, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

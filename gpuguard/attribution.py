@@ -10,24 +10,12 @@ comes in as `Seen`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
+from gpuguard.model import ClaimRecord, Device, GpuProcess, Seen, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What /proc tells everybody about a process."""
-
-    parent: int
-    state: str  # R S D T t Z, as in /proc/PID/stat
-    start_time: float | None = None  # seconds since boot
-    inner_pid: int | None = None  # its pid in its own pid namespace
-    uid: int | None = None  # asked of those alone who hold or made a claim
 
 
 _NONE = {None}

@@ -259,3 +259,14 @@ class Event:
     claim: str | None = None
     message: str | None = None
     facts: tuple[tuple[str, float | int | str | None], ...] = ()  # further numbers, their names carry the unit
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What /proc tells everybody about a process."""
+
+    parent: int
+    state: str  # R S D T t Z, as in /proc/PID/stat
+    start_time: float | None = None  # seconds since boot
+    inner_pid: int | None = None  # its pid in its own pid namespace
+    uid: int | None = None  # asked of those alone who hold or made a claim

@@ -32,6 +32,7 @@ from gpuguard.guards.lines import Lines
 from gpuguard.messages import TEMPLATES
 from gpuguard.model import STATS, ClaimRecord, Event, Gap, Snapshot, Subject, Verdict
 from gpuguard.policies import engine
+from gpuguard.policies.ladder import Memory
 from gpuguard.policies.needs import needs_of
 from gpuguard.policies.outlook import Outlook, outlook
 from gpuguard.policies.policy import Judgement, Note, Policy
@@ -104,7 +105,7 @@ class Watchdog:
         self.trouble: str | None = None  # why there is no sample, in words
         self._backend, self._directory = backend, directory
         self._on_event, self._on_sample, self._append = on_event, on_sample, append
-        self._memory, self._host, self._first_seen, self._needs = engine.Memory(), HostUses(), FirstSeen(), needs_of(())
+        self._memory, self._host, self._first_seen, self._needs = Memory(), HostUses(), FirstSeen(), needs_of(())
         self._judging = threading.Lock()  # held while the memory changes, and ...
         self._judged_by: Sequence[Policy] = ()  # ... the policies that it is about
         self._view: View | None = None

@@ -21,11 +21,11 @@ from fake_nvml import FakeNvml
 from guarded import set_user_id_program
 from nodes import eventually
 
-from gpuguard.attribution import Seen
 from gpuguard.claims.lockfiles import lock_directory, open_lock
 from gpuguard.claims.records import probe
 from gpuguard.claims.releasing import gripped, let_go
 from gpuguard.claims.wishes import Letter
+from gpuguard.model import Seen
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.memory import Memory
 from gpuguard.policies.view import View

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
-from gpuguard.attribution import Seen, claim_of
+from gpuguard.attribution import claim_of
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Device, Finding, Gap
+from gpuguard.model import Device, Finding, Gap, Seen
 from gpuguard.policies import Rule
 from gpuguard.policies.age import Age
 from gpuguard.policies.command import Command

@@ -6,9 +6,8 @@ import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 from judging import found, pids
 
-from gpuguard.attribution import Seen
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import ClaimRecord, Device
+from gpuguard.model import ClaimRecord, Device, Seen
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.policies.memory import Memory
 from gpuguard.policies.power import Power

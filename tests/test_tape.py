@@ -20,12 +20,11 @@ from nodes import eventually
 
 from gpuguard import model
 from gpuguard.ancestry import look_up
-from gpuguard.attribution import Seen
 from gpuguard.backends import open_backend
 from gpuguard.backends.isolated import open_isolated
 from gpuguard.backends.tape_file import TapeWriter, read_tape
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Gap
+from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Gap, Seen
 from gpuguard.policies.engine import Memory, evaluate
 from gpuguard.policies.view import HostUse, View
 from gpuguard.policyfile import parse

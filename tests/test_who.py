@@ -13,10 +13,10 @@ from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a
 
 from gpuguard.line.reservations import Judged
 from gpuguard.line.tickets import Torn
-from gpuguard.model import Gap
+from gpuguard.model import Gap, Seen
 from gpuguard.views import usage
 from gpuguard.views.text import display_width, json_text
-from gpuguard.views.usage import Seen, Waiting, chosen, user_totals, uses
+from gpuguard.views.usage import Waiting, chosen, user_totals, uses
 from gpuguard.views.who import gap_lines, to_json, to_text
 
 BUSY: dict[str, Any] = {"memory_used": 10 * GIB, "utilization": 90.0}

@@ -15,7 +15,6 @@ from dataclasses import replace
 from gpuguard import history
 from gpuguard.actions import Outcome
 from gpuguard.ancestry import look_up
-from gpuguard.attribution import Seen
 from gpuguard.backends import Backend
 from gpuguard.backends.processes import read_memory
 from gpuguard.byhand import Hand, signal_process
@@ -26,7 +25,7 @@ from gpuguard.cli.options import directory_of
 from gpuguard.errors import GpuguardError
 from gpuguard.guards.identity import Protected
 from gpuguard.guards.ledger import Ledger
-from gpuguard.model import Snapshot
+from gpuguard.model import Seen, Snapshot
 from gpuguard.readings.hostuse import HostUses
 from gpuguard.views.top_scene import Ancestor, Identity, Scene, Thresholds, Waits
 from gpuguard.views.usage import uses

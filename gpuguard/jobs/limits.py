@@ -31,6 +31,7 @@ from gpuguard.policies import engine
 from gpuguard.policies.amounts import Amount
 from gpuguard.policies.engine import Policy, Step
 from gpuguard.policies.idle import Idle
+from gpuguard.policies.ladder import Memory as EngineMemory
 from gpuguard.policies.memory import Memory
 from gpuguard.policies.temperature import Temperature
 from gpuguard.policies.view import judged
@@ -129,7 +130,7 @@ class Limits:
     present: Collection[int] = ()
     stand_in: StandIn = field(default_factory=StandIn)
     ticks_per_second: int = 100
-    _memory: engine.Memory = field(default_factory=engine.Memory)
+    _memory: EngineMemory = field(default_factory=EngineMemory)
     _told: set[object] = field(default_factory=set)
     _unknown: set[tuple[str, str]] = field(default_factory=set)  # (limit, uuid) in the last sample
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpuguard.attribution import Seen
 from gpuguard.backends.tape_file import read_tape
 from gpuguard.backends.tape_nouns import pack as pack_noun
 from gpuguard.backends.tape_nouns import unpack as unpack_snapshot
 from gpuguard.errors import BackendError
+from gpuguard.model import Seen
 from gpuguard.policies.view import HostUse, View
 
 

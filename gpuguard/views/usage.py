@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gpuguard.attribution import Processes, claim_of, claims_readable
-from gpuguard.attribution import Seen as Seen
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
 from gpuguard.request import computes, idle_limit
 
