@@ -68,9 +68,15 @@ def forward(pidfd: int, signum: int) -> str:
     return SENT
 
 
-def stop_self() -> None:  # pragma: no cover: whoever stops himself counts nothing; test_actions sees it from outside
-    """Stop this process as Ctrl-Z does; comes back when somebody continues it."""
-    signal.raise_signal(signal.SIGSTOP)
+def stop_self(signum: int = signal.SIGSTOP) -> None:  # pragma: no cover: see die_of
+    """Stop this process as Ctrl-Z does; comes back when somebody continues it.
+
+    By SIGTSTP it is not stopped where nobody could continue it: in a process group without a shell.
+    """
+    former = None if signum == signal.SIGSTOP else signal.signal(signum, signal.SIG_DFL)
+    signal.raise_signal(signum)
+    if former is not None:
+        signal.signal(signum, former)
 
 
 def die_of(signum: int) -> NoReturn:  # pragma: no cover: whoever dies counts nothing; test_actions sees it from outside

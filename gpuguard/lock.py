@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25  # between two looks at the locks while waiting: some 100 us each, no driver call
 DRIVER_SECONDS = 600.0  # in which a driver may fail whoever waits: it is being loaded anew, or its sampler was killed
 ASK_SECONDS = 2.0  # between two questions to the driver while locks are free but devices look busy, or nothing is seen
+_in_queue: list[InLine] = []  # requests of this process that may wait, for pause_waiting()
 
 
 def acquire(
@@ -90,7 +91,8 @@ def acquire(
     claim: Claim | None = None
 
     def join() -> InLine:
-        lines.append(_in_line(backend, directory, priority, time_limit, expected, note, command))
+        _in_queue.append(_in_line(backend, directory, priority, time_limit, expected, note, command))
+        lines.append(_in_queue[-1])
         return lines[0]
 
     try:
@@ -99,6 +101,7 @@ def acquire(
             claim = _wait_for(backend, ways, directory, wait, deadline, details, join, on_wait, outer, environ)
         finally:
             for line in lines:
+                _in_queue.remove(line)
                 line.leave()
         return claim
     except BaseException:  # Ctrl-C, and once more while it leaves: nobody would know of the claim, or of the place
@@ -107,6 +110,22 @@ def acquire(
         if claim is not None:
             claim.release()
         raise
+
+
+def pause_waiting() -> bool:
+    """Let other processes lead the queue while this one is stopped, until go_on_waiting(); whether it waits there.
+
+    For the signal handler of SIGTSTP: it may be called at any moment.  The places in the queue stay.
+    """
+    for line in _in_queue:
+        line.pause()
+    return any(line.waits for line in _in_queue)
+
+
+def go_on_waiting() -> None:
+    """After pause_waiting(): lead the queue again, unless another process does by now."""
+    for line in _in_queue:
+        line.go_on()
 
 
 def _wait_for(

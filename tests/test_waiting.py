@@ -15,6 +15,8 @@ from nodes import change, eventually
 from waiters import Room, Waiter
 
 from gpuguard.backends.node import Course
+from gpuguard.line.standing import is_stopped
+from gpuguard.line.waiting import WATCH_SECONDS
 
 LONG = 30.0  # far beyond any answer
 
@@ -104,19 +106,20 @@ def test_whoever_waits_for_a_device_that_does_not_work_starts_when_its_work_is_d
         assert eventually(lambda: waiter.runs, LONG)
 
 
-def test_nothing_is_asked_and_nobody_wakes_while_nothing_changes(tmp_path: Path) -> None:
+def test_nothing_is_asked_and_nothing_but_a_sign_of_life_is_done_while_nothing_changes(tmp_path: Path) -> None:
     room = Room(tmp_path)
     with room.job(), room.wait() as one, room.wait() as two:
-        looked, before = calmly(room), [_switches(each.pid) for each in (one, two)]
+        looked, before, began = calmly(room), [_switches(each.pid) for each in (one, two)], time.monotonic()
         time.sleep(3.0)
+        woken = [_switches(each.pid) - earlier for each, earlier in zip((one, two), before, strict=True)]
 
         assert room.looks() == looked
-        assert [_switches(each.pid) for each in (one, two)] == before
+        assert max(woken) <= 3 * (time.monotonic() - began) / WATCH_SECONDS
 
 
-def _switches(pid: int) -> str:
+def _switches(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(line for line in lines if line.startswith("voluntary_ctxt_switches"))
+    return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -139,19 +142,40 @@ def test_when_the_leader_has_started_his_job_another_one_leads(room: Room) -> No
         assert eventually(lambda: follower.runs, LONG)
 
 
-def test_a_leader_who_is_stopped_delays_the_others_to_a_look_of_their_own(tmp_path: Path) -> None:
-    room = Room(tmp_path, times="OWN_LOOK_SECONDS=1 LOOK_SECONDS=300")
+def test_a_leader_that_is_stopped_is_passed_and_leads_again_when_it_goes_on(room: Room) -> None:
+    """The others would have had a look of their own after five minutes only."""
     with room.job() as holder, room.wait() as leader, room.wait() as follower:
         leader.signal(signal.SIGSTOP)
         holder.kill()
-
         assert eventually(lambda: follower.runs, LONG)
+
         leader.signal(signal.SIGCONT)
-        assert leader.waits
+        assert leader.waits and leader.leads
+        follower.kill()
+        assert eventually(lambda: leader.runs, LONG)
 
 
-def test_somebody_else_who_holds_the_lock_of_the_line_delays_it_only(tmp_path: Path) -> None:
-    room = Room(tmp_path, times="OWN_LOOK_SECONDS=1 LOOK_SECONDS=300")
+def test_while_one_stands_in_for_a_stopped_leader_the_others_are_served_too(room: Room) -> None:
+    with room.job() as holder, room.wait() as leader, contextlib.ExitStack() as stack:
+        others = [stack.enter_context(room.wait()) for _ in range(3)]
+        leader.signal(signal.SIGSTOP)
+        for _ in range(3):
+            holder.kill()
+            assert eventually(lambda: any(other.runs for other in others), LONG)
+            holder = next(other for other in others if other.runs)
+            others.remove(holder)
+
+
+def test_a_stopped_leader_that_is_killed_leaves_the_lead_to_one_of_the_others(room: Room) -> None:
+    with room.job(), room.wait() as leader, room.wait() as one, room.wait() as two:
+        leader.signal(signal.SIGSTOP)
+        time.sleep(2.0)  # one of the others stands in
+        leader.kill()
+
+        assert eventually(lambda: one.leads or two.leads, LONG)
+
+
+def test_a_program_that_only_holds_the_lock_of_the_queue_is_passed(room: Room) -> None:
     with room.job() as holder:
         queue = os.open(room.directory.lock_path("queue"), os.O_RDONLY | os.O_CREAT, 0o444)
         fcntl.flock(queue, fcntl.LOCK_EX)
@@ -162,6 +186,46 @@ def test_somebody_else_who_holds_the_lock_of_the_line_delays_it_only(tmp_path: P
 
             assert eventually(lambda: waiter.runs, LONG)
             assert room.leader == os.getpid()
+
+
+def test_where_a_program_holds_the_lock_of_the_deputy_too_the_others_look_for_themselves(tmp_path: Path) -> None:
+    room = Room(tmp_path, times="OWN_LOOK_SECONDS=1 LOOK_SECONDS=300")
+    Path(room.directory.lock_path("queue")).touch(0o444)
+    with room.job() as holder, contextlib.ExitStack() as stack:
+        for path in (room.directory.lock_path("queue"), room.directory.locks):
+            stack.callback(os.close, lock := os.open(path, os.O_RDONLY))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with room.run() as waiter:
+            assert eventually(lambda: waiter.waits, LONG)
+            holder.kill()
+
+            assert eventually(lambda: waiter.runs, LONG)
+
+
+def test_a_leader_that_is_told_to_stop_gives_up_its_lead_says_so_and_stops(room: Room) -> None:
+    with room.job() as holder, room.wait(quiet=False) as leader, room.wait() as follower:
+        leader.signal(signal.SIGTSTP)
+        assert eventually(lambda: follower.leads, LONG)
+        assert eventually(lambda: is_stopped(leader.pid), LONG)
+        assert b"stands aside" in os.read(leader.process.stderr.fileno(), 65536)
+        holder.kill()
+        assert eventually(lambda: follower.runs, LONG)
+
+        leader.signal(signal.SIGCONT)
+        follower.kill()
+        assert eventually(lambda: leader.runs, LONG)
+
+
+def test_a_leader_that_goes_on_before_another_one_leads_leads_on(room: Room) -> None:
+    with room.job() as holder, room.wait() as leader:
+        for _ in range(3):
+            leader.signal(signal.SIGTSTP)
+            assert eventually(lambda: is_stopped(leader.pid), LONG)
+            leader.signal(signal.SIGCONT)
+        assert eventually(lambda: leader.leads, LONG)
+        holder.kill()
+
+        assert eventually(lambda: leader.runs, LONG)
 
 
 def test_whoever_is_stopped_is_passed_over_and_keeps_his_place(room: Room) -> None:

@@ -91,16 +91,18 @@ class Room:
         self.directory = lock_directory(str(place / "claims"))
 
     @contextlib.contextmanager
-    def run(self, *words: str, command: tuple[str, ...] = ("sleep", "600"), **variables: str) -> Iterator[Waiter]:
+    def run(
+        self, *words: str, command: tuple[str, ...] = ("sleep", "600"), quiet: bool = True, **variables: str
+    ) -> Iterator[Waiter]:
         """`gpuguard run` with these options; killed at the end."""
         process = subprocess.Popen(
-            [sys.executable, "-c", IMPATIENT, "run", "--quiet", *words, "--", *command],
+            [sys.executable, "-c", IMPATIENT, "run", *["--quiet"] * quiet, *words, "--", *command],
             env={**self.gpuguard.environment, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
+            preexec_fn=os.setpgrp,  # of this session still: the kernel lets SIGTSTP stop nobody whom no shell continues
         )
         waiter = Waiter(self, process)
         try:

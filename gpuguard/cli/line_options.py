@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from typing import TYPE_CHECKING
 
+from gpuguard import actions
 from gpuguard.cli.choice_options import add_choice_options, quantity, request_of
 from gpuguard.cli.parser import HelpFormatter
 from gpuguard.errors import InvalidRequest
+from gpuguard.lock import go_on_waiting, pause_waiting
 from gpuguard.units import parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FrameType
+    from typing import Any
 
     from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.cli.telling import Telling
     from gpuguard.request import Request
 
 _FOR_EVER = "for ever"  # --wait without a duration
@@ -158,3 +164,22 @@ def _has_ended(what: str, directory: LockDirectory, quiet: bool) -> bool:
     if not quiet:
         say(f"the claim {what} has ended already: nothing to wait for.")
     return True
+
+
+def stand_aside_when_stopped(telling: Telling) -> Any:
+    """From now on Ctrl-Z lets other processes lead the queue, and says so, before it stops this one as it always does.
+
+    Returns:
+        What handled SIGTSTP before, for signal.signal().
+    """
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if pause_waiting():
+            telling.stopped()
+        actions.stop_self(signum)
+        go_on_waiting()
+
+    former = signal.getsignal(signal.SIGTSTP)
+    if former is signal.SIG_DFL:  # else a shell without job control ignores it
+        signal.signal(signal.SIGTSTP, stop)
+    return former

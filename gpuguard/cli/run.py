@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING
 
 from gpuguard import actions
 from gpuguard.cli.choice_options import add_choice_options, quantity, request_of
-from gpuguard.cli.line_options import add_line_options, alternatives_of, expectation_of, follow, priority_of, wait_of
+from gpuguard.cli.line_options import (
+    add_line_options,
+    alternatives_of,
+    expectation_of,
+    follow,
+    priority_of,
+    stand_aside_when_stopped,
+    wait_of,
+)
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.cli.telling import Telling, is_terminal, say
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -241,6 +249,7 @@ def claim_for(
 
         isolation.check(backend)
     telling, priority = Telling(args.quiet), priority_of(args)
+    former = stand_aside_when_stopped(telling)
     try:
         follow(args, directory, ways, time_limit, priority, command)
         claim = acquire(
@@ -260,6 +269,7 @@ def claim_for(
         telling.done()
         actions.die_of(signal.SIGINT)  # or else the loop of a shell script would go on
     finally:
+        signal.signal(signal.SIGTSTP, former)
         telling.done()
     if claim.warning:
         say(claim.warning)

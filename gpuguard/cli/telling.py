@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.units import format_duration
@@ -12,6 +13,7 @@ from gpuguard.units import format_duration
 if TYPE_CHECKING:
     from gpuguard.errors import NotEnoughGpus
 
+STANDS_ASIDE = "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
 WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
 
 
@@ -34,6 +36,14 @@ class Telling:
         shown = text.splitlines()[0] if self._last else text
         self._last = now
         say(f"waiting for {format_duration(round(now - self._began))}: {shown}", again=terminal)
+
+    def stopped(self) -> None:
+        """Say that others go first while this process is stopped; from a signal handler, at any moment."""
+        if not self._quiet:
+            clear = "\r\x1b[K" if self._last and rewrites() else ""
+            # Not by print: the signal may have come while it writes.
+            with suppress(OSError):
+                os.write(2, f"{clear}gpuguard: {STANDS_ASIDE}\n".encode())
 
     def done(self) -> None:
         """Leave a clean line."""

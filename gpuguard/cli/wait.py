@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING
 
 from gpuguard import actions
 from gpuguard.cli.choice_options import add_choice_options, request_of
-from gpuguard.cli.line_options import add_line_options, alternatives_of, follow, priority_of, wait_of
+from gpuguard.cli.line_options import (
+    add_line_options,
+    alternatives_of,
+    follow,
+    priority_of,
+    stand_aside_when_stopped,
+    wait_of,
+)
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.cli.telling import Telling, say
 from gpuguard.errors import InvalidRequest
@@ -57,6 +64,7 @@ def main(args: argparse.Namespace) -> int:
     target = _target(args.notify)
     directory, backend = directory_of(args, make=True), backend_of(args)
     telling, priority = Telling(args.quiet), priority_of(args)
+    former = stand_aside_when_stopped(telling)
     try:
         follow(args, directory, [request, *ways], None, priority, _WORDS)
         # For a moment it is claimed: so the answer is what `run` would have got, and not a guess.
@@ -76,6 +84,7 @@ def main(args: argparse.Namespace) -> int:
         telling.done()
         actions.die_of(signal.SIGINT)
     finally:
+        signal.signal(signal.SIGTSTP, former)
         telling.done()
         backend.close()
     names = ",".join(device.uuid if device.parent_uuid else str(device.index) for device in devices)

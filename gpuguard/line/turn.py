@@ -157,6 +157,16 @@ class InLine:
         if self._waiter:
             self._waiter.stand_aside()
 
+    def pause(self) -> None:
+        """See Waiter.pause."""
+        if self._waiter:
+            self._waiter.pause()
+
+    def go_on(self) -> None:
+        """See Waiter.go_on."""
+        if self._waiter:
+            self._waiter.go_on()
+
     def leave(self) -> None:
         """Wait no longer."""
         if self._waiter:

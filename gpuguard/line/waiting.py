@@ -3,8 +3,9 @@
 No server keeps the line.  One of those who wait holds the lock `queue` and leads: the kernel wakes him when a claim or
 a stranger's process ends, he looks once for all, and rings at whoever may start now (see leading).  The others sleep,
 and ask neither the driver nor anybody else; whoever is rung looks for himself before he believes it.  When the leader
-ends, however, the kernel tells the others and one of them takes over.  A leader who does nothing (stopped, stuck or
-hostile) delays the others to a look of their own now and then.  Claims nothing: see lock.
+ends, however, the kernel tells the others and one of them takes over.  One of the others, the deputy, watches the
+leader and leads in its place as long as it does nothing: stopped (Ctrl-Z), stuck or hostile.  Where that fails, too,
+each of the others has a look of its own now and then.  Claims nothing: see lock.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from gpuguard.claims.lockfiles import LockDirectory, open_lock, try_flock
 from gpuguard.errors import ClaimError
 from gpuguard.line.leading import YOUR_TURN, Leader
 from gpuguard.line.order import Ticket
-from gpuguard.line.standing import Standing, listens
+from gpuguard.line.standing import Standing, is_stopped, listens
 from gpuguard.line.tickets import Held, last_sign, read_tickets, ring, ticket_content
 from gpuguard.line.wakeup import Processes, flock_holder, wait_for
 
 NEW_LEADER = b"l"
-OWN_LOOK_SECONDS = 30.0  # a leader who does nothing delays the others by so much at most
+OWN_LOOK_SECONDS = 30.0  # a leader and a deputy who both do nothing delay the others by so much at most
+WATCH_SECONDS = 0.5  # between two signs of life of the leader, and between two looks of the deputy at them
+DEPUTY_SECONDS = 2.0  # between two looks of the others whether there is a deputy
+SILENT_SECONDS = 1.0  # a leader without a sign of life for so long is passed
 SIGNS_MISSED = 3  # so many times as long a leader may be silent
 TELL_SECONDS = 1.0  # between two signs of life for whoever sits at the terminal
 WAKES, WAKE_SECONDS = 20.0, 2.0  # so often in a row one may be called for nothing, then once in so many seconds
@@ -51,15 +55,24 @@ class Waiter:
     ) -> None:
         self._directory, self._uuids, self._look = directory, uuids, look
         self._leads: Leader | None = None
+        self._stands_in = False  # leads although another process has the lock of the queue
+        self._is_deputy = False
+        self._leader_tickets: Sequence[Ticket] | None = None  # of the process that the deputy watches
         self._leader = Processes()  # whose end makes us try to lead
         self._wakes, self._woken = WAKES, time.monotonic()
         self._queue, held = open_lock(directory, "queue"), None
+        self._deputy = -1
         try:
+            # The directory itself is the lock of the deputy: users cannot make a further lock file, and a machine that
+            # was set up by an earlier version has none.
+            self._deputy = os.open(directory.locks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._held = held = Held(directory, ticket_content(ticket))
             self.ticket = replace(ticket, id=held.id)
         except BaseException:
             if held:
                 held.leave()
+            if self._deputy >= 0:
+                os.close(self._deputy)
             os.close(self._queue)
             raise
 
@@ -83,7 +96,8 @@ class Waiter:
                 must_look = self._leads.must_look(ready)
             elif YOUR_TURN in sounds:
                 return
-            leaderless = not self._leads and (NEW_LEADER in sounds or not ready.isdisjoint(self._leader.descriptors))
+            ended = not ready.isdisjoint(self._leader.descriptors)
+            leaderless = not self._leads and (NEW_LEADER in sounds or ended or self._must_lead())
             if time.monotonic() >= own_look:
                 own_look, leaderless = time.monotonic() + OWN_LOOK_SECONDS, not self._leads
                 if self._is_alone():
@@ -96,8 +110,9 @@ class Waiter:
         self._held.leave()
         self._leader.close()
         self.stand_aside()
-        queue, self._queue = self._queue, -1
-        os.close(queue)
+        locks, self._queue, self._deputy = (self._queue, self._deputy), -1, -1
+        for lock in locks:
+            os.close(lock)
 
     def stand_aside(self) -> None:
         """Let somebody else lead, if we do: others would wait for whoever cannot look.  Our place stays."""
@@ -105,8 +120,27 @@ class Waiter:
         if leads:
             with suppress(OSError, ClaimError):
                 leads.close()
-                fcntl.flock(self._queue, fcntl.LOCK_UN)
+                self._give_up_the_locks()
                 self._find_heirs()
+
+    def pause(self) -> None:
+        """Let somebody else lead while this process is stopped, until go_on(); from a signal handler, at any moment."""
+        if self._queue >= 0:
+            with suppress(OSError, ClaimError):
+                self._give_up_the_locks()
+                if self._leads:
+                    self._find_heirs()
+
+    def go_on(self) -> None:
+        """Lead again after pause(), unless somebody else does by now."""
+        if self._queue >= 0 and self._leads:
+            with suppress(ClaimError):
+                self._stands_in = not try_flock(self._queue)
+
+    def _give_up_the_locks(self) -> None:
+        self._stands_in = False
+        fcntl.flock(self._queue, fcntl.LOCK_UN)
+        self._resign_as_deputy()
 
     def _find_heirs(self) -> None:
         others = [ticket for ticket in read_tickets(self._directory)[0] if ticket.id != self.ticket.id]
@@ -121,7 +155,59 @@ class Waiter:
         ends += [self._leads.until] if self._leads else []
         ends += [until] if until is not None else []
         others = self._leads.descriptors if self._leads else self._leader.descriptors
-        return wait_for([self._held.bell, *others], min(ends) - now)
+        while True:
+            left = min(ends) - time.monotonic()
+            pause = WATCH_SECONDS if self._leads or self._is_deputy else DEPUTY_SECONDS
+            ready = wait_for([self._held.bell, *others], min(left, pause))
+            if ready or left <= pause:
+                return ready
+            if self._leads:
+                self._held.live()
+            if self._must_end_standing_in() or (not self._leads and self._must_lead()):
+                return ready
+
+    def _must_lead(self) -> bool:
+        """Whether this one has to lead, as the deputy: nobody does, or a process that does nothing for the others."""
+        with suppress(OSError, ClaimError):
+            self._is_deputy = try_flock(self._deputy)
+            if not self._is_deputy or self._leader_shows_life():
+                return False
+            self._leader_tickets = self._find_leader()
+            return not self._leader_shows_life() and (self._leader_tickets is not None or try_flock(self._queue))
+        return False
+
+    def _must_end_standing_in(self) -> bool:
+        """Whether the leader works again, so that this one leads no longer.  If the leader has gone, this one is it."""
+        if not self._stands_in:
+            return False
+        with suppress(OSError, ClaimError):
+            if try_flock(self._queue):
+                self._stands_in = False
+                self._resign_as_deputy()
+                return False
+            self._leader_tickets = self._find_leader()
+            if self._leads and self._leader_shows_life():
+                self._leads.close()
+                self._leads, self._stands_in = None, False
+                return True
+        return False
+
+    def _find_leader(self) -> Sequence[Ticket] | None:
+        """The tickets of the process that has the lock of the queue; None where nobody, or an unknown one, has it."""
+        pid = flock_holder(self._queue)
+        if pid is None:
+            return None
+        return [] if is_stopped(pid) else [one for one in read_tickets(self._directory)[0] if one.pid == pid]
+
+    def _leader_shows_life(self) -> bool:
+        """Whether the leader, as it was last found, is not stopped, and has given a sign of life just now."""
+        lately = time.time() - SILENT_SECONDS
+        tickets = self._leader_tickets or ()
+        return any(listens(self._directory, one) and last_sign(self._directory, one) > lately for one in tickets)
+
+    def _resign_as_deputy(self) -> None:
+        self._is_deputy = False
+        fcntl.flock(self._deputy, fcntl.LOCK_UN)
 
     def _hush(self, ready: set[int], until: float | None) -> bytes:
         if self._held.bell not in ready:
@@ -145,9 +231,14 @@ class Waiter:
                 break
             pid = flock_holder(self._queue)
             if not self._leader.watch([pid] if pid else []) and pid:
+                self._stands_in = self._must_lead()
+                if self._stands_in:
+                    break
                 return False
         else:
             return False
+        if not self._stands_in:
+            self._resign_as_deputy()  # one of the others watches this one
         self._leader.close()
         self._leads = Leader(self._directory, self._uuids, self._look)
         with suppress(OSError, ClaimError):
