@@ -65,7 +65,7 @@ policies:
 # What protects from a guard that ends too many is for hours; here hours are seconds.
 DAEMON = """
 import sys
-from gpuguard.guards import ledger
+from gpuguard.enforcement import limits as ledger
 ledger.VICTIMS_PER_HOUR = ledger.SIGNALS_PER_MINUTE = ledger.ENDED_PER_HOUR = 10**6
 ledger.BETWEEN_DEEDS, ledger.EFFECT_SECONDS = 1.0, 2.0
 from gpuguard.cli import main

@@ -22,13 +22,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuguard import attempt
-from gpuguard.claims import hold, taking
-from gpuguard.claims.hold import Lock
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard import lock
+from gpuguard.claims import claim as hold
+from gpuguard.claims import shares
+from gpuguard.claims.claim import Lock
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import locked_devices
 from gpuguard.model import Device, Snapshot
-from gpuguard.select import Request
+from gpuguard.request import Request
 
 GIB = 2**30
 HOLDS, OVERLAPS, DYING = 0, 1, 2  # places of the counters behind the slots, three per worker
@@ -87,7 +88,7 @@ class IdleMachine:
 
 def break_stale(directory: LockDirectory) -> None:
     """The classic fault: a lock that cannot be had is called stale, and its file removed."""
-    proper = hold.take_lock
+    proper = hold.lock_device
 
     def broken(directory: LockDirectory, name: str, operation: int) -> Lock | None:
         taken = proper(directory, name, operation)
@@ -95,7 +96,7 @@ def break_stale(directory: LockDirectory) -> None:
             Path(directory.lock_path(name)).unlink(missing_ok=True)
         return taken
 
-    taking.take_lock = broken  # type: ignore[attr-defined]
+    shares.lock_device = broken  # type: ignore[attr-defined]
 
 
 def no_exclusion(directory: LockDirectory) -> None:
@@ -160,7 +161,7 @@ def _work(directory: LockDirectory, board: mmap.mmap, devices: int, place: int, 
     counters = 8 * (devices + 3 * place)
     while True:
         request = Request(num_gpus=dice.choice((1, 1, 1, 2, 4)))
-        claim = attempt.lock_best(machine, everything, request, directory, None, {})
+        claim = lock.lock_best(machine, everything, request, directory, None, {})
         if claim is None:
             time.sleep(dice.uniform(0.0, 0.1))
             continue

@@ -21,35 +21,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard.model import Snapshot
-from gpuguard.policies.age import Age
 from gpuguard.policies.amounts import parse_memory_amount, parse_rate
-from gpuguard.policies.engine import Memory, Policy, Scope, Step, evaluate
-from gpuguard.policies.health import Health
-from gpuguard.policies.idle import Idle
-from gpuguard.policies.memory import Memory as MemoryRule
-from gpuguard.policies.memory_growth import MemoryGrowth
-from gpuguard.policies.processes import Processes
-from gpuguard.policies.quota import Quota
-from gpuguard.policies.temperature import Temperature
-from gpuguard.policies.trespass import Trespass
-from gpuguard.policies.unclaimed import Unclaimed
-from gpuguard.policies.utilization import Utilization
-from gpuguard.policies.view import View
+from gpuguard.policies.engine import evaluate
+from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.health import HealthRule
+from gpuguard.policies.idle import AgeRule, IdleRule
+from gpuguard.policies.memory_trends import MemoryGrowthRule
+from gpuguard.policies.policy import Policy, Scope, Step
+from gpuguard.policies.quota import QuotaRule
+from gpuguard.policies.thresholds import MemoryRule as MemoryRule
+from gpuguard.policies.thresholds import ProcessesRule, TemperatureRule, UtilizationRule
+from gpuguard.policies.usage import TrespassRule, UnclaimedRule
+from gpuguard.policies.view import RuleView
 
 DEVICES, PROCESSES = 8, 5  # processes per device
 
 LADDER = (Step("warn"), Step("checkpoint", 600), Step("terminate", 1800))
 POLICIES = (
     Policy("memory", (MemoryRule(parse_memory_amount("30GiB")),), steps=LADDER),
-    Policy("growth", (MemoryGrowth(parse_rate("1GiB/10m"), over=60),), steps=LADDER),
-    Policy("hot", (Temperature(85),), steps=LADDER[:1]),
-    Policy("idle", (Idle(5), Utilization(below=5)), hold=7200, start_grace=1800, steps=LADDER),
-    Policy("unclaimed", (Unclaimed(),), steps=LADDER, exempt=(Scope(users=frozenset({1001})),)),
-    Policy("trespass", (Trespass(),), steps=LADDER, devices_at_least=2),
-    Policy("quota", (Quota(devices=3),), steps=LADDER),
-    Policy("age", (Age(run_time_above=72 * 3600.0),), steps=LADDER, hours=(0.0, 6 * 3600.0)),
-    Policy("ill", (Health(problems=("*",)),), steps=LADDER[:1]),
-    Policy("many", (Processes(8),), join="any", steps=LADDER, claimed_above=80),
+    Policy("growth", (MemoryGrowthRule(parse_rate("1GiB/10m"), over=60),), steps=LADDER),
+    Policy("hot", (TemperatureRule(85),), steps=LADDER[:1]),
+    Policy("idle", (IdleRule(5), UtilizationRule(below=5)), hold=7200, start_grace=1800, steps=LADDER),
+    Policy("unclaimed", (UnclaimedRule(),), steps=LADDER, exempt=(Scope(users=frozenset({1001})),)),
+    Policy("trespass", (TrespassRule(),), steps=LADDER, devices_at_least=2),
+    Policy("quota", (QuotaRule(devices=3),), steps=LADDER),
+    Policy("age", (AgeRule(run_time_above=72 * 3600.0),), steps=LADDER, hours=(0.0, 6 * 3600.0)),
+    Policy("ill", (HealthRule(problems=("*",)),), steps=LADDER[:1]),
+    Policy("many", (ProcessesRule(8),), join="any", steps=LADDER, claimed_above=80),
 )
 
 
@@ -74,9 +72,9 @@ def a_busy_node(clock: float) -> Snapshot:
 
 def seconds(steps: int) -> list[float]:
     """Of each step, at one sample per second, after a minute of warming up; the shortest first."""
-    memory, times = Memory(), []
+    memory, times = EngineMemory(), []
     for second in range(-60, steps):
-        view = View(a_busy_node(10_000.0 + second))
+        view = RuleView(a_busy_node(10_000.0 + second))
         begun = time.thread_time()
         evaluate(view, POLICIES, memory, interval=1.0)
         if second >= 0:
@@ -86,7 +84,7 @@ def seconds(steps: int) -> list[float]:
 
 def findings() -> int:
     """How many findings the policies have in one sample."""
-    view = View(a_busy_node(10_000.0))
+    view = RuleView(a_busy_node(10_000.0))
     return sum(len(list(rule.check(view))) for policy in POLICIES for rule in policy.rules)
 
 

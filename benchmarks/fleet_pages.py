@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from test_metrics import FULL
 
-from gpuguard.views.exposition import to_prometheus
-from gpuguard.views.metrics import Facts, families
-from gpuguard.views.metrics_compat import COMPAT
-from gpuguard.views.usage import uses
+from gpuguard.device_state import uses
+from gpuguard.metrics.compat import COMPAT
+from gpuguard.metrics.exposition import to_prometheus
+from gpuguard.metrics.families import MetricFacts, metric_families
 
 DEVICES, CLAIMED = 8, 6
 USERS = ("alice", "bob", "carol", "dave")
@@ -48,12 +48,12 @@ def page(variant: int, compat: tuple[str, ...] = ()) -> str:
     ]
     snapshot = a_snapshot(*devices, claims=tuple(claims))
     actions = {(policy, what, "done"): 3 for policy in ("idle", "quota", "hot") for what in ("warn", "terminate")}
-    facts = Facts(
+    facts = MetricFacts(
         snapshot.taken_at + 2, "0.1.0", snapshot, current=True, uses=uses(snapshot, {}), driver_up=True,
         waiting=(("eve", snapshot.taken_at - 60),), daemon_up=True, actions=actions, unrecorded=0, troubles=0,
         interval=2.0,
     )  # fmt: skip
-    found = families(facts)
+    found = metric_families(facts)
     for name in compat:
         found += COMPAT[name](facts)
     return to_prometheus(found)

@@ -31,9 +31,9 @@ WARM_UP_SECONDS = 5.0
 # what must not be loaded with it.
 DAEMON = """
 import sys
-from gpuguard.cli import dispatch
+from gpuguard import cli as dispatch
 dispatch._module("daemon")
-from gpuguard import daemon
+from gpuguard.daemon import service as daemon
 daemon.clean_environment = lambda environ, root: None
 from gpuguard.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -86,10 +86,11 @@ def measure_judging(policy: Path, rounds: int = 200) -> None:
 
     from builders import a_device, a_process, a_snapshot
 
-    from gpuguard.policies.engine import Memory, evaluate
-    from gpuguard.policyfile import load_policies
+    from gpuguard.policies.engine import evaluate
+    from gpuguard.policies.escalation import EngineMemory
+    from gpuguard.policies.files.loader import load_policies
 
-    policies, memory = load_policies(str(policy), trusted_owner=False).policies, Memory()
+    policies, memory = load_policies(str(policy), trusted_owner=False).policies, EngineMemory()
     assert len(policies) == 10, "the policy file of this benchmark has faults"
     each = PROCESSES // DEVICES
     snapshot = a_snapshot(

@@ -26,7 +26,7 @@ from section import table
 
 SELECT = "gpuguard.select_devices(1)"
 # Valgrind makes a process larger than what a sampler is copied from.
-IMPORT = "import gpuguard; from gpuguard.backends import sampler; sampler.SMALL = 2**40"
+IMPORT = "import gpuguard; from gpuguard.backends import worker as sampler; sampler.SMALL = 2**40"
 COMMANDS: Mapping[str, Sequence[str]] = {
     "`python -c pass`": (sys.executable, "-c", "pass"),
     "`import pynvml; nvmlInit()` (floor)": FLOOR,

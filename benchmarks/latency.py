@@ -27,12 +27,13 @@ from nodes import clock, start
 from pid_reuse import Everybody
 from users import interpreter
 
+from gpuguard import procfs
 from gpuguard import users as names
-from gpuguard.backends import node_file, processes
-from gpuguard.backends.node import Course, Node, Use
+from gpuguard.backends import simulated_node
+from gpuguard.backends.simulated_node import SimulatedNode, Use, WorkPattern
 from gpuguard.policies.amounts import parse_memory_amount
-from gpuguard.policies.memory import Memory
 from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.watchdog import Watchdog
 
 INTERVAL, SLACK = 1.0, 0.050
@@ -52,7 +53,7 @@ while True:
 
 def a_round(place: str, hold: float) -> float:
     """Seconds from the breach to the signal."""
-    limit = Memory(parse_memory_amount("20GiB"))
+    limit = MemoryRule(parse_memory_amount("20GiB"))
     policy = Policy("hogs", (limit,), hold=hold, enforce=True, steps=(Step("terminate"),))
     guard = Watchdog(
         start(place, "1xH100-80GB"), (policy,), enforce=True, append=lambda event: True,
@@ -68,18 +69,18 @@ def a_round(place: str, hold: float) -> float:
         with guard:
             time.sleep((0.5 + random.random()) * INTERVAL)
             breach = clock()
-            node_file.update(place, lambda node: used(node, job.pid))
+            simulated_node.update(place, lambda node: used(node, job.pid))
             caught = job.stdout.readline()
     if not caught:
         sys.exit("the guard did not act within a minute")
     return float(caught) - breach
 
 
-def used(node: Node, pid: int) -> Node:
+def used(node: SimulatedNode, pid: int) -> SimulatedNode:
     """The node, with *pid* far beyond its limit."""
-    course = Course(MUCH, MUCH, clock(), 0.0)
+    course = WorkPattern(MUCH, MUCH, clock(), 0.0)
     return replace(
-        node, uses=(Use(node.devices[0].uuid, pid, processes.start_time(pid) or 0.0, course, 0.0, "compute", None),)
+        node, uses=(Use(node.devices[0].uuid, pid, procfs.start_time(pid) or 0.0, course, 0.0, "compute", None),)
     )
 
 

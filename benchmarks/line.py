@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_records
-from gpuguard.line.tickets import read_tickets
+from gpuguard.queue.tickets import read_tickets
 
 SLACK_SECONDS = 0.75  # what is on its way already when a bound is over, and whoever was told at the same moment
 MIXED = (1, 1, 1, 1, 2, 2, 4, 8)
@@ -33,8 +33,8 @@ MIXED = (1, 1, 1, 1, 2, 2, 4, 8)
 WAITER = """
 import os, sys
 from dataclasses import replace
-from gpuguard.claims import hold
-from gpuguard.line import leading, plan, turn, waiting
+from gpuguard.claims import claim as hold
+from gpuguard.queue import leader as leading, backfill as plan, explain as turn, waiter as waiting
 read = turn.read_line_file
 def impatient():
     site = read()
@@ -50,7 +50,7 @@ PLANTED = {
 PLANTED[os.environ["VARIANT"]]()
 sample = turn.Backend
 with open(os.environ["PLACE"] + "/samples", "a") as notes:
-    from gpuguard.backends import isolated
+    from gpuguard.backends import client as isolated
     look = isolated.Isolated.sample
     def noted(self, *words):
         if sys.argv[-2] != "sleep":  # a job's watchdog looks at its own device

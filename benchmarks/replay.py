@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gpuguard.line.order import Rules, Ticket, order
-from gpuguard.line.plan import Fit, Machine, Place, plan, promise
+from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan, promise
+from gpuguard.queue.priority import Rules, Ticket, order
 from gpuguard.request import Request
 
 HOUR = 3600.0
@@ -152,7 +152,7 @@ class Line:
         place = next(each for each in self.places(server) if each.ticket.id == ticket.id)
         return replace(ticket, promise=promise(place, self.rules, server.now))
 
-    def places(self, server: Server) -> list[Place]:
+    def places(self, server: Server) -> list[QueuePosition]:
         """The plan."""
         uuids = tuple(str(device) for device in range(server.devices))
         opened = frozenset(str(device) for device in server.free)

@@ -24,10 +24,11 @@ from peers import Program, last_words, placed
 from rows import Extent
 from section import table
 
-from gpuguard.line.order import Rules, Ticket, order
-from gpuguard.line.plan import Fit, Machine, plan
-from gpuguard.policies.engine import Memory, evaluate
-from gpuguard.policies.view import View
+from gpuguard.policies.engine import evaluate
+from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.view import RuleView
+from gpuguard.queue.backfill import Fit, Machine, plan
+from gpuguard.queue.priority import Rules, Ticket, order
 from gpuguard.request import Request
 
 LOOKS = """
@@ -126,10 +127,10 @@ def policies(extent: Extent) -> str:
     points: dict[int, float] = {}
     for size in [size for size in (1, 10, 50, 100, 500) if size <= extent.largest]:
         many = tuple(replace(RULES[number % len(RULES)], name=f"p{number}") for number in range(size))
-        memory, clock = Memory(), iter(range(10**6))
+        memory, clock = EngineMemory(), iter(range(10**6))
 
-        def step(many: tuple[object, ...] = many, memory: Memory = memory, clock: Iterator[int] = clock) -> float:
-            view = View(a_busy_node(10_000.0 + next(clock)))
+        def step(many: tuple[object, ...] = many, memory: EngineMemory = memory, clock: Iterator[int] = clock) -> float:
+            view = RuleView(a_busy_node(10_000.0 + next(clock)))
             begun = time.thread_time()
             evaluate(view, many, memory, interval=1.0)  # type: ignore[arg-type]
             return time.thread_time() - begun

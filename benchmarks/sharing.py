@@ -28,10 +28,11 @@ from typing import Any
 
 from contention import GIB, IdleMachine, _end, _state
 
-from gpuguard import attempt
-from gpuguard.claims import hold, records, shares
-from gpuguard.claims.hold import Claim
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard import lock
+from gpuguard.claims import claim as hold
+from gpuguard.claims import records, shares
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import locked_devices
 from gpuguard.request import Request
 
@@ -65,7 +66,7 @@ def _open_gate(directory: LockDirectory) -> Iterator[None]:
 
 def without_gate() -> None:
     """What happens to who does not get the gate in time, all the time."""
-    attempt.Gate = records.Gate = _open_gate  # type: ignore
+    lock.Gate = records.Gate = _open_gate  # type: ignore
 
 
 def no_first_look() -> None:
@@ -76,7 +77,7 @@ def no_first_look() -> None:
 def no_look() -> None:
     """Count the slots alone."""
     no_first_look()
-    shares._overbooked = lambda *words: {}
+    shares._over_capacity = lambda *words: {}
 
 
 def no_exclusion() -> None:
@@ -97,7 +98,7 @@ def late_record() -> None:
 
     seen: list[Claim] = []
     Claim.explain = nothing_first  # type: ignore
-    shares._overbooked = _blind(shares._overbooked)
+    shares._over_capacity = _blind(shares._over_capacity)
 
 
 def _blind(proper: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
@@ -191,7 +192,7 @@ def _work(
         request = (
             Request() if size == ALONE else Request(share=True, memory=size, strategy=dice.choice(("pack", "spread")))
         )
-        claim = attempt.lock_best(machine, everything, request, directory, None, {})
+        claim = lock.lock_best(machine, everything, request, directory, None, {})
         if claim is None:
             time.sleep(dice.uniform(0.0, 0.02))
             continue
@@ -250,7 +251,7 @@ def _starter(directory: LockDirectory, board: mmap.mmap, place: int, memory: int
         everything = machine.sample(())
         while not board[0]:
             pass
-        claim = attempt.lock_best(machine, everything, Request(share=True, memory=memory), directory, None, {})
+        claim = lock.lock_best(machine, everything, Request(share=True, memory=memory), directory, None, {})
         board[8 * place] = 1 if claim else 2
         signal.pause()
     finally:

@@ -65,7 +65,7 @@ FASTER = "watchdog.pace = lambda *seen: 0.0"
 VARIANTS = {
     "memory": 'kept = []\nwatchdog.pace = lambda *seen: kept.append(b"x" * 2**18) or 0.0',
     "descriptors": "import os\nwatchdog.pace = lambda *seen: os.dup(2) * 0.0",
-    "sampler": "import random\nfrom gpuguard.backends.isolated import Isolated\n"
+    "sampler": "import random\nfrom gpuguard.backends.client import WorkerBackend as Isolated\n"
     "look = Isolated.sample\n"
     "Isolated.sample = lambda self, *asked: (random.random() < 0.1 and self.close(), look(self, *asked))[1]\n" + FASTER,
 }

@@ -26,11 +26,10 @@ from builders import a_device
 from job_start import show
 from stores import a_busy_snapshot
 
-from gpuguard.usage import storefile
-from gpuguard.usage.consult import COARSEST, consult
-from gpuguard.usage.questions import Usage
-from gpuguard.usage.recorder import Recorder
-from gpuguard.usage.tally import WIDTH, Slot, rates_of
+from gpuguard.history import store
+from gpuguard.history.queries import Usage, query_store
+from gpuguard.history.recorder import Recorder
+from gpuguard.history.schema import COARSEST, WIDTH, Slot, rates_of
 
 BATCH = 96  # slots in one transaction, to be done in time
 ROUNDS = 20
@@ -56,18 +55,18 @@ def slots(now: int, days: float) -> Iterator[tuple[int, Slot]]:
 
 def fill(path: str, now: int, days: float) -> None:
     """Write the past."""
-    connection = storefile.opened(path, check=False)
+    connection = store.opened(path, check=False)
     # Nobody's only copy: it may be faster than safe.
     connection.execute("PRAGMA synchronous = OFF")
     batch: dict[int, Slot] = {}
     for number, slot in slots(now, days):
         batch[number] = slot
         if len(batch) == BATCH:
-            storefile.write(connection, batch, ())
-            storefile.settle(connection)
+            store.write(connection, batch, ())
+            store.settle(connection)
             batch = {}
-    storefile.write(connection, batch or {now // WIDTH: Slot()}, ())
-    storefile.settle(connection)
+    store.write(connection, batch or {now // WIDTH: Slot()}, ())
+    store.settle(connection)
     connection.close()
 
 
@@ -89,15 +88,15 @@ def measure_writing(path: str, now: int) -> None:
     samples = iter(snapshots)
     show("a sample, for whoever samples", milliseconds(lambda: recorder.record(next(samples), 30.0)))
     begun = time.perf_counter()
-    connection = storefile.opened(path, check=True)
+    connection = store.opened(path, check=True)
     show("opening, with a look through it", f"{(time.perf_counter() - begun) * 1000:8.2f} ms")
     number = iter(range(now // WIDTH, now // WIDTH + ROUNDS))
 
     def write() -> None:
         slot = Slot()
         slot.add(rates_of(*snapshots[:2]), WIDTH)
-        storefile.write(connection, {next(number): slot}, snapshots[0].devices)
-        storefile.settle(connection)
+        store.write(connection, {next(number): slot}, snapshots[0].devices)
+        store.settle(connection)
 
     show("a slot of 10 s, with fsync", milliseconds(write))
     connection.close()
@@ -118,8 +117,8 @@ def measure_reading(path: str, now: int, days: float) -> None:
         "fair share, half-life 7 days": lambda usage: usage.decayed(7 * 86400.0),
     }
     for name, question in questions.items():
-        number = len(consult(path, question, now))
-        spent = milliseconds(partial(consult, path, question, now))
+        number = len(query_store(path, question, now))
+        spent = milliseconds(partial(query_store, path, question, now))
         show(name, f"{spent}  ({number} rows)")
 
 

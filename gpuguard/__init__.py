@@ -8,6 +8,35 @@ A name is loaded when it is first used: `import gpuguard` costs next to nothing 
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpuguard import ray
+    from gpuguard.api import claim, grab_gpus, select_devices, snapshot, who
+    from gpuguard.backends import open_backend
+    from gpuguard.claims.claim import Claim
+    from gpuguard.errors import (
+        BackendError,
+        ClaimError,
+        ClaimLost,
+        CudaInitialized,
+        DriverMismatch,
+        DriverNotFound,
+        DriverPermission,
+        DriverUnresponsive,
+        GpuguardError,
+        ImpossibleRequest,
+        InvalidRequest,
+        LockDirectoryError,
+        NotEnoughGpus,
+        WaitTimeout,
+    )
+    from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject, Verdict
+    from gpuguard.policies.files.loader import load_policies
+    from gpuguard.training_log import collector
+    from gpuguard.watchdog import Watchdog
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -47,42 +76,15 @@ __all__ = [
     "who",
 ]
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gpuguard import ray
-    from gpuguard.backends import open_backend
-    from gpuguard.claims.hold import Claim
-    from gpuguard.errors import (
-        BackendError,
-        ClaimError,
-        ClaimLost,
-        CudaInitialized,
-        DriverMismatch,
-        DriverNotFound,
-        DriverPermission,
-        DriverUnresponsive,
-        GpuguardError,
-        ImpossibleRequest,
-        InvalidRequest,
-        LockDirectoryError,
-        NotEnoughGpus,
-        WaitTimeout,
-    )
-    from gpuguard.grab import claim, grab_gpus, select_devices, snapshot, who
-    from gpuguard.model import ClaimRecord, Device, Event, Finding, Gap, GpuProcess, Snapshot, Subject, Verdict
-    from gpuguard.policyfile import load_policies
-    from gpuguard.readings.collecting import collector
-    from gpuguard.watchdog import Watchdog
 
 _HOMES = {
     "backends": ("open_backend",),
-    "readings.collecting": ("collector",),
-    "grab": ("claim", "grab_gpus", "select_devices", "snapshot", "who"),
-    "claims.hold": ("Claim",),
+    "training_log": ("collector",),
+    "api": ("claim", "grab_gpus", "select_devices", "snapshot", "who"),
+    "claims.claim": ("Claim",),
     "cli.notebook": ("load_ipython_extension",),
     "model": ("ClaimRecord", "Device", "Event", "Finding", "Gap", "GpuProcess", "Snapshot", "Subject", "Verdict"),
-    "policyfile": ("load_policies",),
+    "policies.files.loader": ("load_policies",),
     "watchdog": ("Watchdog",),
 }  # and all others: errors
 
@@ -94,10 +96,9 @@ def __getattr__(name: str) -> object:
     if name not in __all__ and name != _FOR_IPYTHON:
         raise AttributeError(f"module 'gpuguard' has no attribute {name!r}")
     if name == "ray":
-        return __import__("gpuguard.ray", fromlist=[""])
+        return import_module("gpuguard.ray")
     home = next((home for home, names in _HOMES.items() if name in names), "errors")
-    # Not by importlib, which a selection needs for nothing else.
-    found: object = getattr(__import__(f"gpuguard.{home}", fromlist=[name]), name)
+    found: object = getattr(import_module(f"gpuguard.{home}"), name)
     globals()[name] = found
     return found
 

@@ -68,7 +68,7 @@ def keep_to_ourselves() -> None:
         _prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
 
 
-def lend_for_looking() -> bool:
+def lend_for_reading() -> bool:
     """Let the next programs see what we can see, but signal nobody; whether keep_to_ourselves() is needed after that.
 
     Root needs no lending, and whoever has nothing has nothing to lend.

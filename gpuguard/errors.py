@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpuguard.select import Refusal
+    from gpuguard.eligibility import Refusal
 
 INSTALLED_ANEW = (
     "{} was installed while this program, of gpuguard {}, was running.  "

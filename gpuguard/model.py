@@ -154,7 +154,7 @@ class ClaimRecord:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from gpuguard.markup import of_claim
+        from gpuguard.sanitize import of_claim
 
         return of_claim(self)
 
@@ -189,7 +189,7 @@ class Snapshot:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from gpuguard.markup import of_snapshot
+        from gpuguard.sanitize import of_snapshot
 
         return of_snapshot(self)
 
@@ -262,7 +262,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProcessStat:
     """What /proc tells everybody about a process."""
 
     parent: int

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, overload
 
-from gpuguard import grab
-from gpuguard.claims.hold import Claim
+from gpuguard import api
+from gpuguard.claims.claim import Claim
 from gpuguard.clusters import ray as engine
 from gpuguard.errors import InvalidRequest, NotEnoughGpus
 
@@ -106,12 +106,12 @@ def _held(options: dict[str, Any]) -> Iterator[None]:
         # Not 0, which would ask for no waiting: what is raised then is no WaitTimeout.
         left = None if deadline is None else max(0.001, deadline - time.monotonic())
         seconds = left if on_wait else 0.0
-        return stack.enter_context(grab.claim(len(devices), devices=among, wait=seconds, on_wait=on_wait, **conditions))
+        return stack.enter_context(api.claim(len(devices), devices=among, wait=seconds, on_wait=on_wait, **conditions))
 
     before = os.environ.get(engine.VARIABLE)
     with ExitStack() as stack:
         stack.callback(_restore, before)
-        opened = functools.partial(engine.NodePlaces, len(devices))
+        opened = functools.partial(engine.LocalNodeDevices, len(devices))
         claim, places = engine.search(devices, len(devices), attempt, opened, deadline, waits=wait != 0)
         if places:
             places.keep([name for device in claim for name in (str(device.index), device.uuid)])

@@ -15,13 +15,14 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from gpuguard import actions, history
+from gpuguard.enforcement import actions
 from gpuguard.errors import BackendError, ClaimError, ClaimLost, shortage
-from gpuguard.jobs import settle
-from gpuguard.jobs.ending import NEVER, TIME_LIMIT, Ending, is_stopped, kill_tree, signal_job, signal_tree
-from gpuguard.jobs.launch import callers_variables, execute, failure, start
-from gpuguard.jobs.meter import TICK_SECONDS, Ended, Meter, slower
-from gpuguard.jobs.settle import descendants, patiently
+from gpuguard.history import audit_log
+from gpuguard.jobs import drain
+from gpuguard.jobs.drain import descendants, patiently
+from gpuguard.jobs.escalation import NEVER, TIME_LIMIT, Escalation, is_stopped, kill_tree, signal_job, signal_tree
+from gpuguard.jobs.meter import TICK_SECONDS, JobEnd, JobMeter, slower
+from gpuguard.jobs.spawn import callers_variables, execute, failure, start
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
 from gpuguard.request import IDLE_TOLERANCE
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gpuguard.backends import Backend
-    from gpuguard.claims.hold import Claim
-    from gpuguard.isolation.isolate import Isolation
-    from gpuguard.jobs.limits import Limits
+    from gpuguard.claims.claim import Claim
+    from gpuguard.jobs.isolation import Isolation
+    from gpuguard.jobs.limits import JobLimits
     from gpuguard.model import Snapshot
 
 SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
@@ -58,12 +59,12 @@ def run(
     time_limit: float | None = None,
     grace: float = 60.0,
     checkpoint: int | None = None,
-    limits: Limits | None = None,
+    limits: JobLimits | None = None,
     tolerance: int = IDLE_TOLERANCE,
     isolation: Isolation | None = None,
     later: Callable[[], None] | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> Ended:
+) -> JobEnd:
     """Run *command* on the devices of *claim*, and release the claim when it is done with them.
 
     Args:
@@ -84,7 +85,7 @@ def run(
         How it ended.  The caller obeys die_of.
     """
     environment = _environment(claim, visible, isolation)
-    ending = Ending(time.monotonic(), time_limit, grace, checkpoint)
+    ending = Escalation(time.monotonic(), time_limit, grace, checkpoint)
     enter = isolation.enter if isolation else None
     job = _Job(command, environment, claim, backend, say, ending, limits, enter)
     job.later = later
@@ -99,7 +100,7 @@ def _environment(claim: Claim, visible: str, isolation: Isolation | None) -> dic
     return {**callers_variables(), **claim.environment(visible), **(isolation.environment if isolation else {})}
 
 
-def replace_self(
+def exec_command(
     command: Sequence[str],
     claim: Claim,
     backend: Backend,
@@ -132,14 +133,14 @@ class _Job:
         claim: Claim,
         backend: Backend,
         say: Callable[[str], None],
-        ending: Ending,
-        limits: Limits | None,
+        ending: Escalation,
+        limits: JobLimits | None,
         enter: Callable[[], None] | None,
     ) -> None:
         self.claim, self.backend, self.say = claim, backend, say
         self.ending, self.limits = ending, limits
         # What a shared device does is its neighbours' doing too.
-        self.meter = Meter(claim if claim.memory is None else ())
+        self.meter = JobMeter(claim if claim.memory is None else ())
         self.status: int | None = None
         self.interrupted = self.killed_by_interrupt = False
         self.told: set[str] = set()
@@ -148,7 +149,7 @@ class _Job:
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
         self.sample_at, self.sample_every = self.tick_at, 0.0 if limits else SAMPLE_SECONDS
         self.limited = self.beyond = False  # whether the time limit ended it; whether it was signalled for another one
-        self.others = settle.children() or frozenset()
+        self.others = drain.children() or frozenset()
         self.pid, self.report = start(command, environment, claim.pass_fds, FETCHED, enter)
         self.pidfd = patiently(os.pidfd_open, self.pid)
         signal.signal(actions.LETTER, lambda *_: None)  # fetched like the others; a handler is what others can see
@@ -228,9 +229,9 @@ class _Job:
             later, self.later = self.later, None
             later()
         if wish := self.claim.wish():
-            from gpuguard.jobs.heeding import heed
+            from gpuguard.jobs.escalation import obey_release_request
 
-            heed(wish, self.claim, self.backend, self.ending, self.say)
+            obey_release_request(wish, self.claim, self.backend, self.ending, self.say)
         try:
             self.claim.reassert()
         except ClaimLost as lost:
@@ -310,33 +311,33 @@ class _Job:
             actions.stop_self()
         return got.si_signo if got and got.si_signo in ENDING else None
 
-    def finish(self, tolerance: int) -> Ended:
+    def finish(self, tolerance: int) -> JobEnd:
         """Give the devices back once the job is really off them."""
         wall_time = time.monotonic() - self.began
         if (code := self.exec_error()) is not None:
             status, message = failure(self.program, code)
             self.say(message)
             self.claim.release()
-            ended = Ended(status, None, wall_time, "could not be started")
+            ended = JobEnd(status, None, wall_time, "could not be started")
             _record("release", ended.outcome, self.claim, ended=ended)
             return ended
         status, die_of = self.final_status()
         try:
             outcome = patiently(self.settling(tolerance).wait_until_free)
             self.claim.release()
-        except settle.Left as left:
+        except drain.Left as left:
             # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
             self.say(f"not waiting any longer: {left.users}, and the claim is its own now.")
             outcome, die_of = LEFT, left.signum
-        ended = Ended(
+        ended = JobEnd(
             status, die_of, wall_time, outcome, self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
         )
         _record("release", outcome, self.claim, message=self.ending.why, ended=ended)
         return ended
 
-    def settling(self, tolerance: int) -> settle.Settling:
+    def settling(self, tolerance: int) -> drain.Settling:
         """What the claim waits for now."""
-        return settle.Settling(
+        return drain.Settling(
             tuple(self.claim),
             self.backend,
             pause=self.pause,
@@ -344,7 +345,7 @@ class _Job:
             seen=self.meter.add_last if self.meter.counts else None,
             tolerance=tolerance,
             others=self.others,
-            longest=settle.SETTLE_SECONDS if self.claim.memory is None else settle.SHARED_SETTLE_SECONDS,
+            longest=drain.SETTLE_SECONDS if self.claim.memory is None else drain.SHARED_SETTLE_SECONDS,
         )
 
     def exec_error(self) -> int | None:
@@ -371,7 +372,7 @@ def _record(
     *,
     message: str | None = None,
     command: Sequence[str] | None = None,
-    ended: Ended | None = None,
+    ended: JobEnd | None = None,
     limit: str | None = None,
 ) -> None:
     facts: dict[str, float | int | str | None] = {"uid": os.getuid()} | ({"limit": limit} if limit else {})
@@ -394,4 +395,4 @@ def _record(
         message=" ".join(command)[:1000] if command else message,
         facts=tuple(facts.items()),
     )
-    history.append(event)
+    audit_log.append(event)

@@ -93,7 +93,7 @@ def slots_left(sharing: Sharing, slots: int) -> int:
 
 def shared_by(sharing: Sharing) -> str:
     """``"alice (10GiB) and bob (20GiB)"``."""
-    from gpuguard.text import neutralise  # 0.3 ms that a job without neighbours need not pay
+    from gpuguard.sanitize import neutralise  # 0.3 ms that a job without neighbours need not pay
 
     names = [f"{neutralise(record.user)} ({format_bytes(record.memory)})" for record in sharing.claims]
     names += [f"{sharing.unknown} without a record"] if sharing.unknown else []

@@ -16,36 +16,35 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from gpuguard import actions, history
-from gpuguard.ancestry import look_up, stats_of
-from gpuguard.attribution import Processes
 from gpuguard.backends import Backend
-from gpuguard.claims.firstseen import FirstSeen
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import hidden_claim_text
-from gpuguard.claims.lockfiles import LockDirectory
 from gpuguard.claims.records import locked_devices, probe, read_records
+from gpuguard.claims.watch import FirstSeen
+from gpuguard.device_state import Processes
+from gpuguard.enforcement import actions
+from gpuguard.enforcement.actions import give_up
+from gpuguard.enforcement.identity import Protected
+from gpuguard.enforcement.limits import Lines, PastAction
+from gpuguard.enforcement.target import Context, Notifier, boot_clock, plain_event
 from gpuguard.errors import BackendError, ClaimError
-from gpuguard.guards.case import Context, Notifier, boot_clock, plain_event
-from gpuguard.guards.identity import Protected
-from gpuguard.guards.ledger import Deed
-from gpuguard.guards.lines import Lines
-from gpuguard.messages import TEMPLATES
-from gpuguard.model import STATS, ClaimRecord, Event, Gap, Snapshot, Subject, Verdict
+from gpuguard.history import audit_log
+from gpuguard.host import HostUses
+from gpuguard.model import CLOCKS, ECC, STATS, WHO_FIELDS, ClaimRecord, Event, Gap, Snapshot, Subject, Verdict
+from gpuguard.notify.templates import ENGLISH, TEMPLATES
 from gpuguard.policies import engine
-from gpuguard.policies.ladder import Memory
-from gpuguard.policies.needs import needs_of
-from gpuguard.policies.outlook import Outlook, outlook
+from gpuguard.policies.engine import PolicyStatus, policy_status
+from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.policy import Judgement, Note, Policy
-from gpuguard.policies.sight import SubjectIdentity, identity_of
-from gpuguard.policies.view import View
-from gpuguard.readings.hostuse import HostUses
-from gpuguard.unkillable import give_up
-from gpuguard.wording import ENGLISH
+from gpuguard.policies.rules import needs_of
+from gpuguard.policies.view import RuleView, SubjectIdentity, identity_of
+from gpuguard.procfs import process_facts, stats_of
 
 if TYPE_CHECKING:
     from typing import TypeVar
 
     T = TypeVar("T")
+
 INTERVAL = (2.0, 10.0)  # seconds, shortest and longest, between two samples
 RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: look again soon
 RISING_CELSIUS = 3.0
@@ -92,7 +91,7 @@ class Watchdog:
         on_sample: Callable[[Snapshot, float], object] | None = None,
         notifier: Notifier | None = None,
         interval: tuple[float, float] = INTERVAL,
-        append: Callable[[Event], bool] = history.append,
+        append: Callable[[Event], bool] = audit_log.append,
         share_host_pids: bool = False,
     ) -> None:
         self.policies, self.interval = tuple(policies), interval
@@ -105,10 +104,10 @@ class Watchdog:
         self.trouble: str | None = None  # why there is no sample, in words
         self._backend, self._directory = backend, directory
         self._on_event, self._on_sample, self._append = on_event, on_sample, append
-        self._memory, self._host, self._first_seen, self._needs = Memory(), HostUses(), FirstSeen(), needs_of(())
+        self._memory, self._host, self._first_seen, self._needs = EngineMemory(), HostUses(), FirstSeen(), needs_of(())
         self._judging = threading.Lock()  # held while the memory changes, and ...
         self._judged_by: Sequence[Policy] = ()  # ... the policies that it is about
-        self._view: View | None = None
+        self._view: RuleView | None = None
         self._probed: tuple[float, object, tuple[ClaimRecord, ...]] = (0.0, None, ())
         self._hidden = set[str]()  # ids of claims whose lock no process has open
         self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
@@ -153,15 +152,15 @@ class Watchdog:
             self._on_sample(snapshot, self.pause)
         return judgement
 
-    def outlook(self) -> tuple[Outlook, ...]:
+    def outlook(self) -> tuple[PolicyStatus, ...]:
         """What stands against whom since the last sample; from any thread."""
         with self._judging:
-            return outlook(self._judged_by, self._memory, self._put_off)
+            return policy_status(self._judged_by, self._memory, self._put_off)
 
     def seen(self, snapshot: Snapshot) -> Processes:
         """What /proc told of the processes of *snapshot*: just now, if the last step did not ask."""
         view = self._view
-        return view.seen if view and view.seen and view.snapshot is snapshot else look_up(snapshot)
+        return view.seen if view and view.seen and view.snapshot is snapshot else process_facts(snapshot)
 
     def run(self, stop: threading.Event) -> None:
         """Repeat step() until *stop* is set, whatever happens."""
@@ -181,7 +180,7 @@ class Watchdog:
             self.beat = time.monotonic()
             stop.wait(max(0.01, self.pause - (self.beat - begun)))
 
-    def remember(self, deeds: Iterable[Deed]) -> None:
+    def remember(self, deeds: Iterable[PastAction]) -> None:
         """Let *deeds*, the oldest first, count for the limits as if this watchdog had done them."""
         for deed in deeds:
             self._context.ledger.note(deed)
@@ -260,16 +259,16 @@ class Watchdog:
                 text = hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
                 self._record(plain_event("claim", "hidden", text, claim.devices, None, claim=claim.id))
 
-    def _look_around(self, snapshot: Snapshot, policies: Sequence[Policy], lines: Mapping[int, bytes]) -> View:
+    def _look_around(self, snapshot: Snapshot, policies: Sequence[Policy], lines: Mapping[int, bytes]) -> RuleView:
         if not policies:
-            return View(snapshot)
+            return RuleView(snapshot)
         stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()}, lines)
-        return View(
+        return RuleView(
             snapshot,
             host=self._host.look(snapshot, stats) if self._needs.host else self._host.rest(),
             groups=self._host.groups(snapshot),
             scheduled=self.scheduled(snapshot) if self._needs.scheduler else None,
-            seen=look_up(snapshot, stats, ancestors=bool(snapshot.claims)),
+            seen=process_facts(snapshot, stats, ancestors=bool(snapshot.claims)),
             gpu_seconds=self.gpu_seconds(),
         )
 
@@ -316,7 +315,7 @@ class Watchdog:
             return False
         return self._is_found(verdict, policy, replace_fields(self._view, snapshot=self._view.snapshot.updated(again)))
 
-    def _is_found(self, verdict: Verdict, policy: Policy, view: View) -> bool:
+    def _is_found(self, verdict: Verdict, policy: Policy, view: RuleView) -> bool:
         zone = _zone(view.snapshot.taken_at)
         self._memory.kept = dict(self.kept)  # somebody may have asked since the sample
         holds = partial(engine.still_holds, policy, verdict.finding.subject, view, self._memory, zone=zone)
@@ -384,7 +383,7 @@ def _people(snapshot: Snapshot) -> frozenset[int]:
     return frozenset(uids | {claim.uid for claim in snapshot.claims})
 
 
-def _is_same(before: View | None, now: View) -> bool:
+def _is_same(before: RuleView | None, now: RuleView) -> bool:
     return before is not None and before.clock == now.clock
 
 
@@ -409,3 +408,33 @@ def _rises(before: Snapshot, now: Snapshot) -> bool:
 def _zone(taken_at: float) -> float:
     """Seconds east of UTC, at the time of the snapshot: summer time may begin while the watchdog runs."""
     return float(time.localtime(taken_at).tm_gmtoff)
+
+
+# One look at this machine with all that policies judge by, for a recording.  Judges nothing and writes nothing.
+
+
+FIELDS = WHO_FIELDS | {CLOCKS, ECC}  # what any rule can ask for
+
+
+class Camera:
+    """Looks again and again; rates are since the look before."""
+
+    def __init__(self, backend: Backend, directory: LockDirectory | None) -> None:
+        self._backend, self._directory, self._hosts = backend, directory, HostUses()
+
+    def look(self) -> RuleView:
+        """The machine now.  Raises BackendError."""
+        snapshot = self._with_claims(self._backend.sample(FIELDS))
+        stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
+        host, groups = self._hosts.look(snapshot, stats), self._hosts.groups(snapshot)
+        return RuleView(snapshot, host=host, groups=groups, seen=process_facts(snapshot, stats))
+
+    def _with_claims(self, snapshot: Snapshot) -> Snapshot:
+        try:
+            if self._directory is None:
+                raise ClaimError("no directory of claims can be read")
+            claims = tuple(probe(self._directory, [device.uuid for device in snapshot.devices]))
+        except (ClaimError, OSError) as error:
+            gap = Gap(None, "claims", " ".join(str(error).split()))
+            return replace(snapshot, gaps=(*snapshot.gaps, gap))
+        return replace(snapshot, claims=claims)

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpuguard import __version__
-from gpuguard.cli.dispatch import COMMANDS, build_parser, overview
+from gpuguard.cli import COMMANDS, build_parser, overview
 
 _ESCAPES = {"\\": "\\e", "-": "\\-", "'": "\\(aq", "`": "\\(ga", "^": "\\(ha", "~": "\\(ti", '"': "\\(dq"}
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from gpuguard.line.reservations import Judged, Reserved
-from gpuguard.line.reservefiles import Reservation
+from gpuguard.queue.reservation_store import Reservation
+from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
 
 NOW = 1_800_000_000.0
 HOUR = 3600.0
@@ -27,6 +27,8 @@ def a_reservation(user: int = 1, gpus: int = 1, begins: float = HOUR, hours: flo
     return Reservation(**{**facts, **fields})
 
 
-def a_reserved(*judged: Judged, now: float = NOW, **fields: Any) -> Reserved:
+def a_reserved(*judged: ReservationStatus, now: float = NOW, **fields: Any) -> ReservationCalendar:
     """What was read: one reservation that counts, unless others are given."""
-    return Reserved(judged or (Judged(a_reservation(), no_show_at=now + 1.5 * HOUR),), now=now, **fields)
+    return ReservationCalendar(
+        judged or (ReservationStatus(a_reservation(), no_show_at=now + 1.5 * HOUR),), now=now, **fields
+    )

@@ -24,7 +24,7 @@ from nodes import eventually, remove, start
 from proc import born_with
 from users import HOLD, interpreter
 
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import locked_devices
 from gpuguard.model import HEALTH
 
@@ -33,8 +33,8 @@ KINDS = ("everybody", "broker", "keeper")
 # Connects as the client does, and shows what comes back.
 CALL = """
 import json, os, sys, time
-from gpuguard.claims.calling import call
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.daemon.client import call
+from gpuguard.claims.directory import lock_directory
 directory = lock_directory(os.environ["GPUGUARD_DIR"])
 """
 
@@ -121,11 +121,11 @@ class Brokered:
         ).read_text()
 
     def _answers(self) -> bool:
-        from gpuguard.claims.calling import ask
+        from gpuguard.daemon.client import call_daemon
         from gpuguard.errors import GpuguardError
 
         try:
-            return "held" in ask(self.directory, {"do": "claims"})
+            return "held" in call_daemon(self.directory, {"do": "claims"})
         except GpuguardError:
             return False
 

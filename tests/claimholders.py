@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import read_record
 from gpuguard.model import ClaimRecord
 
@@ -20,8 +20,8 @@ HOLD = """
 import fcntl, json, os, pwd, sys  # before it becomes somebody who may not read our Python
 from types import SimpleNamespace
 from gpuguard.errors import GpuguardError
-from gpuguard.claims.hold import Claim, take_lock
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.claim import Claim, lock_device as take_lock
+from gpuguard.claims.directory import lock_directory
 path, uid, name, *uuids = sys.argv[1:]
 if int(uid):
     os.setgroups([]); os.setresgid(*[int(uid)] * 3); os.setresuid(*[int(uid)] * 3)

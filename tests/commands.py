@@ -14,7 +14,7 @@ from typing import Any
 
 from fake_nvml import FakeNvml
 
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 
 # Far beyond any answer, even on a busy machine: whatever takes so long hangs.
 SECONDS = 60

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from guarded import Scene
     from wrapped import Wrapped
 
-    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.claims.directory import LockDirectory
 
 # A shell starts what runs in the background with these ignored, and our children would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -51,7 +51,7 @@ def fake(tmp_path: Path) -> Iterator[FakeNvml]:
 @pytest.fixture
 def directory(tmp_path: Path) -> LockDirectory:
     """Where claims are made, of this user alone."""
-    from gpuguard.claims.lockfiles import lock_directory
+    from gpuguard.claims.directory import lock_directory
 
     return lock_directory(str(tmp_path / "claims"))
 

@@ -17,8 +17,8 @@ from fake_nvml import FakeNvml
 # driver's device file open.
 COMMAND = """
 import sys
-from gpuguard import daemon
-from gpuguard.guards import identity
+from gpuguard.daemon import service as daemon
+from gpuguard.enforcement import identity
 daemon.clean_environment = lambda environ, root: None
 identity.DRIVER_FILE = "/no/driver"
 from gpuguard.cli import main
@@ -26,9 +26,9 @@ sys.exit(main(sys.argv[1:]))
 """
 # The shortest times that are allowed take a minute and a half, in which nothing happens.
 IMPATIENT = """
-from gpuguard import policychecks
-from gpuguard.guards import ledger
-from gpuguard.policies import ladder, policy
+from gpuguard.policies.files import checks as policychecks
+from gpuguard.enforcement import limits as ledger
+from gpuguard.policies import escalation as ladder, policy
 policychecks.KILL_AFTER = policy.KILL_AFTER = ladder.KILL_AFTER = ledger.KILL_GRACE = 1.0
 ledger.UNKILLABLE_SECONDS, ledger.BETWEEN_DEEDS = 2.0, 0.5
 """

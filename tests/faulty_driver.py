@@ -25,34 +25,25 @@ from guarded import SOMEBODY as GUILTY
 from guarded import a_child, started
 from pid_reuse import Everybody
 
-from gpuguard import actions, users
-from gpuguard.backends import isolated, nvml, nvml_reading, processes
-from gpuguard.guards import identity, ledger
+from gpuguard import procfs, users
+from gpuguard.backends import client, nvml, nvml_reading
+from gpuguard.enforcement import actions, identity
+from gpuguard.enforcement import limits as ledger
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies import Rule
-from gpuguard.policies.age import Age
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
-from gpuguard.policies.command import Command
-from gpuguard.policies.expression import Expression
+from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.expression_language import parse_expression
-from gpuguard.policies.forecast import Forecast
-from gpuguard.policies.health import Health
-from gpuguard.policies.idle import Idle
-from gpuguard.policies.memory import Memory
-from gpuguard.policies.memory_growth import MemoryGrowth
-from gpuguard.policies.outside_scheduler import OutsideScheduler
-from gpuguard.policies.past import Series
+from gpuguard.policies.health import HealthRule
+from gpuguard.policies.idle import AgeRule, IdleRule
+from gpuguard.policies.memory_trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.policy import Policy, Scope, Step
-from gpuguard.policies.power import Power
-from gpuguard.policies.processes import Processes
-from gpuguard.policies.quota import Quota
+from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.rules import RULES
-from gpuguard.policies.temperature import Temperature
-from gpuguard.policies.trespass import Trespass
-from gpuguard.policies.unclaimed import Unclaimed
-from gpuguard.policies.users import Users
-from gpuguard.policies.utilization import Utilization
-from gpuguard.policies.view import View, key_of, process_subject
+from gpuguard.policies.series import ValueSeries
+from gpuguard.policies.thresholds import MemoryRule, PowerRule, ProcessesRule, TemperatureRule, UtilizationRule
+from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
+from gpuguard.policies.view import RuleView, key_of, process_subject
 from gpuguard.watchdog import Watchdog
 
 OTHER = GUILTY + 1
@@ -68,23 +59,23 @@ VITAL = {
     "health": ("nvmlDeviceGetRemappedRows",),
 }
 AGGRESSIVE: dict[str, Rule] = {
-    "memory": Memory(parse_memory_amount("20GiB")),
-    "memory_growth": MemoryGrowth(parse_rate("1MiB/10m"), PAST),
-    "temperature": Temperature(80.0, per="process"),
-    "power": Power(parse_power_amount("600W"), per="process"),
-    "utilization": Utilization(above=50.0, per="process"),
-    "idle": Idle(5.0),
-    "processes": Processes(0, per="user"),
-    "forecast": Forecast(1e7, PAST, per="process"),
-    "unclaimed": Unclaimed(),
-    "trespass": Trespass(),
-    "users": Users(deny=(GUILTY,)),
-    "quota": Quota(devices=0),
-    "age": Age(run_time_above=0.0),
-    "health": Health(problems=("row remap*",), with_processes=True),
-    "command": Command(executables=("/*",)),
-    "outside_scheduler": OutsideScheduler(),
-    "expression": Expression(parse_expression("memory_used > 20GiB and utilization < 5% and user == 'alice'")),
+    "memory": MemoryRule(parse_memory_amount("20GiB")),
+    "memory_growth": MemoryGrowthRule(parse_rate("1MiB/10m"), PAST),
+    "temperature": TemperatureRule(80.0, per="process"),
+    "power": PowerRule(parse_power_amount("600W"), per="process"),
+    "utilization": UtilizationRule(above=50.0, per="process"),
+    "idle": IdleRule(5.0),
+    "processes": ProcessesRule(0, per="user"),
+    "forecast": ForecastRule(1e7, PAST, per="process"),
+    "unclaimed": UnclaimedRule(),
+    "trespass": TrespassRule(),
+    "users": UsersRule(deny=(GUILTY,)),
+    "quota": QuotaRule(devices=0),
+    "age": AgeRule(run_time_above=0.0),
+    "health": HealthRule(problems=("row remap*",), with_processes=True),
+    "command": CommandRule(executables=("/*",)),
+    "outside_scheduler": OutsideSchedulerRule(),
+    "expression": ExpressionRule(parse_expression("memory_used > 20GiB and utilization < 5% and user == 'alice'")),
 }
 # These would find everybody, whatever he does.
 BY_PERSON = {"processes", "quota", "age", "command"}
@@ -175,10 +166,10 @@ def guards(world: World, driver: Driver) -> dict[str, Watchdog]:
     return found
 
 
-def surrounded(look_around: Callable[..., View], world: World, rule: str) -> Callable[..., View]:
+def surrounded(look_around: Callable[..., RuleView], world: World, rule: str) -> Callable[..., RuleView]:
     """What does not come from the driver: claims, and a scheduler."""
 
-    def look(snapshot: Snapshot, *more: Any) -> View:
+    def look(snapshot: Snapshot, *more: Any) -> RuleView:
         uuids = [world.fake.devices[index].uuid for index in range(3)]
         taken = {"trespass": uuids, "unclaimed": uuids[1 if world.second_is == "innocent" else 2 :]}.get(rule, ())
         claims = (a_claim_record(*taken, uid=OTHER, user="bob", pid=None),) if taken else ()
@@ -193,7 +184,7 @@ def seed(guard: Watchdog, snapshot: Snapshot) -> None:
     """Ten minutes in which the memory of offenders has grown."""
     for device in snapshot.devices:
         for process in device.processes or ():
-            series = Series(PAST)
+            series = ValueSeries(PAST)
             used = process.memory_used or 0
             growth = GIB / 60 if used > GIB else 0
             for ago in range(int(PAST), 0, -10):
@@ -346,12 +337,12 @@ def desktops(world: World) -> Iterator[Case]:
 
 def silence(world: World) -> Iterator[Case]:
     """Calls that do not come back, or that crash the library: behind the process border."""
-    isolated.DEVICE_SECONDS = 0.7
+    client.DEVICE_SECONDS = 0.7
     for name in (LIST, "nvmlDeviceGetTemperature"):
         for what, code in {"hangs": HANG, "crashes": ABORT}.items():
             for when in ("sample", "last look"):
                 world.lay_out("guilty")
-                backend = isolated.open_isolated("nvml")
+                backend = client.open_worker("nvml")
                 hurt = partial(world.fake.fail, name, code, device=1)
                 hit = rounds(world, Driver(world, backend), hurt, when=when)
                 backend.close()
@@ -363,7 +354,7 @@ CAMPAIGNS = {one.__name__: one for one in (every_code, the_last_look, values, li
 
 
 def believe_every_list() -> None:
-    processes.implausibility = lambda *_, **__: None
+    procfs.implausibility = lambda *_, **__: None
 
 
 def take_unknown_for_zero() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from builders import a_device, a_snapshot
 from commands import Gpuguard
 
+from gpuguard.device_state import uses
 from gpuguard.views import who
 from gpuguard.views.text import json_text
-from gpuguard.views.usage import uses
 
 # Answers with what stands in files named after the host; waits for HOST.go where there is a HOST.waits.
 SSH = r"""

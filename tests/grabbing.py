@@ -15,8 +15,8 @@ import pytest
 from nodes import start
 
 import gpuguard
-from gpuguard import grab
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard import api
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices
 from gpuguard.model import MEMORY
 
@@ -34,9 +34,9 @@ def a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
     monkeypatch.setenv("GPUGUARD_SIM_DIR", place)
-    monkeypatch.setattr(grab, "_made", [])
+    monkeypatch.setattr(api, "_made", [])
     yield place
-    for _, claim in grab._made:
+    for _, claim in api._made:
         claim.release()
 
 

@@ -22,10 +22,10 @@ import pytest
 from builders import GIB, a_device, a_process
 from machines import Machine
 
-from gpuguard import actions
-from gpuguard.backends import processes
-from gpuguard.guards.case import Context, boot_clock
-from gpuguard.guards.preflight import preflight
+from gpuguard import procfs
+from gpuguard.enforcement import actions
+from gpuguard.enforcement.preflight import preflight
+from gpuguard.enforcement.target import Context, boot_clock
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
 
 SOMEBODY = 20001  # a uid that nobody has
@@ -60,7 +60,7 @@ def until(holds: Callable[[], object], seconds: float = 10.0) -> None:
 
 def started(pid: int) -> float:
     """The start time of a process, once a sample taken now can be told from it."""
-    start = processes.start_time(pid)
+    start = procfs.start_time(pid)
     assert start is not None
     until(lambda: boot_clock() > start + 0.035)
     return start
@@ -121,7 +121,7 @@ class Scene:
         finding = Finding("memory", self.subject, "uses 41.0GiB, 40.0GiB are allowed", (self.process,))
         return Verdict("a-policy", finding, action, 0, self.snapshot.clock - 60, **{"enforce": True, **fields})
 
-    def act(self, action: str = "terminate", **fields: Any) -> actions.Outcome:
+    def act(self, action: str = "terminate", **fields: Any) -> actions.ActionOutcome:
         """What became of it."""
         (outcome,) = actions.act(self.verdict(action, **fields), self.snapshot, self.context())
         return outcome

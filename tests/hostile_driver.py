@@ -15,9 +15,9 @@ from typing import Any
 
 from fake_nvml import _DEVICE_NUMBERS, GIB, KINDS, FakeNvml, Mig, Process
 
-from gpuguard.backends import isolated, nvml
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.cli.dispatch import run_command_line
+from gpuguard.backends import client, nvml
+from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import run_command_line
 
 NUMBERS = (-1, 0, 1, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, -(2**63))
 TEXTS = (
@@ -89,7 +89,7 @@ class Anew:
 
 def findings(fake: FakeNvml, place: str, numbers: tuple[int, ...] = NUMBERS, only: str = "") -> list[str]:
     """What is wrong with what the commands say to each change that begins with *only*."""
-    isolated.open_isolated = lambda *_, **__: Anew()  # type: ignore[assignment]
+    client.open_worker = lambda *_, **__: Anew()  # type: ignore[assignment]
     sound = bytes(fake._map)
     lock_directory(place)  # in one that nobody has made nothing is claimed, and nothing more is looked at
     found = []

@@ -19,7 +19,7 @@ from typing import Any
 
 from fake_nvml import DRIVERS, GIB, FakeNvml
 
-from gpuguard.claims import lockfiles
+from gpuguard.claims import directory as lockfiles
 from gpuguard.claims.records import locked_devices
 
 DEVICES = 4

@@ -11,7 +11,7 @@ from builders import GIB, a_device, a_process, a_snapshot
 
 from gpuguard.model import Device, Finding, Subject
 from gpuguard.policies import Rule
-from gpuguard.policies.view import Sample, View, device_subject, key_of, process_subject
+from gpuguard.policies.view import RuleView, Sample, device_subject, key_of, process_subject
 
 HELD = a_device(memory_used=20 * GIB, utilization=0.0, processes=(a_process(),))
 A_DEVICE = device_subject(a_device())
@@ -19,7 +19,7 @@ A_PROCESS = process_subject(a_device(), a_process())
 
 
 def found(rule: Rule, *devices: Device, **view: object) -> list[Finding]:
-    return list(rule.check(View(a_snapshot(*devices), **view)))
+    return list(rule.check(RuleView(a_snapshot(*devices), **view)))
 
 
 def pids(findings: list[Finding]) -> list[int]:

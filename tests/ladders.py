@@ -9,8 +9,10 @@ from typing import Any
 from builders import a_device, a_process, a_snapshot
 
 from gpuguard.model import Finding, Snapshot, Verdict
-from gpuguard.policies.engine import Judgement, Memory, Policy, Step, evaluate
-from gpuguard.policies.view import View, device_subject, judged, process_subject
+from gpuguard.policies.engine import evaluate
+from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.policy import Judgement, Policy, Step
+from gpuguard.policies.view import RuleView, device_subject, judged, process_subject
 
 START = 10_000.0  # clock of the first sample
 
@@ -21,7 +23,7 @@ class Processes:
 
     above: int = 0
 
-    def check(self, view: View) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> Iterator[Finding]:
         for device in view.snapshot.devices:
             for process in judged(device):
                 if process.memory_used is not None and process.memory_used > self.above:
@@ -35,7 +37,7 @@ class Devices:
     temperature: float = 0.0
     means: bool = False
 
-    def check(self, view: View) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> Iterator[Finding]:
         for device in view.snapshot.devices:
             if device.temperature is not None and device.temperature >= self.temperature:
                 processes = judged(device) if self.means else ()
@@ -46,9 +48,9 @@ class Devices:
 class Finds:
     """Holds for whatever *find* gives."""
 
-    find: Callable[[View], list[Finding]]
+    find: Callable[[RuleView], list[Finding]]
 
-    def check(self, view: View) -> list[Finding]:
+    def check(self, view: RuleView) -> list[Finding]:
         return self.find(view)
 
 
@@ -70,10 +72,10 @@ class Watch:
     """A memory and policies, shown one sample after the other."""
 
     def __init__(self, *policies: Policy, interval: float | None = None, zone: float = 0.0) -> None:
-        self.policies, self.memory = policies, Memory()
+        self.policies, self.memory = policies, EngineMemory()
         self.interval, self.zone = interval, zone
 
-    def sees(self, sample: Snapshot | View) -> Judgement:
+    def sees(self, sample: Snapshot | RuleView) -> Judgement:
         return evaluate(sample, self.policies, self.memory, interval=self.interval, zone=self.zone)
 
     def until(self, end: float, *devices: Any, begin: float = 0, every: float = 10, **fields: Any) -> list[Any]:

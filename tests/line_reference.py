@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
 
-from gpuguard.line.booking import HORIZON_SECONDS
-from gpuguard.line.order import ReservationKeys
 from gpuguard.model import Device
+from gpuguard.queue.calendar import HORIZON_SECONDS
+from gpuguard.queue.priority import ReservationKeys
 from gpuguard.request import Request
 
 KEYS = ReservationKeys()

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpuguard.line.order import Rules, Ticket
-from gpuguard.line.plan import Fit, Machine, Place, plan
+from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
+from gpuguard.queue.priority import Rules, Ticket
 from gpuguard.request import Request
 
 HOUR = 3600.0
@@ -43,11 +43,11 @@ def a_machine(
 
 def planned(
     line: Sequence[Ticket], machine: Machine, usage: Mapping[int, float] | None = None, **rules: Any
-) -> list[Place]:
+) -> list[QueuePosition]:
     """The plan at time 0."""
     return plan(line, machine, usage or {}, Rules(**rules), 0.0)
 
 
-def started(places: Sequence[Place]) -> list[str]:
+def started(places: Sequence[QueuePosition]) -> list[str]:
     """Ids of those who may start now, in order."""
     return [place.ticket.id for place in places if place.now]

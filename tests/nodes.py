@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpuguard.backends import node, node_file, simulated
+from gpuguard.backends import simulated, simulated_node
 from gpuguard.model import ALL_FIELDS
 
 GIB = 2**30
@@ -30,7 +30,7 @@ time.sleep(600)
 
 
 def start(place: str, spec: str = "4xH100-80GB") -> simulated.Simulated:
-    node_file.create(simulated.directory(place), lambda: node.new_node(spec, place, clock()))
+    simulated_node.create(simulated.directory(place), lambda: simulated_node.new_node(spec, place, clock()))
     return simulated.open(place)
 
 
@@ -39,7 +39,7 @@ def clock() -> float:
 
 
 def change(place: str, index: int, **change: object) -> None:
-    node_file.update(place, lambda state: node.changed(state, (state.devices[index].uuid,), change))
+    simulated_node.update(place, lambda state: simulated_node.changed(state, (state.devices[index].uuid,), change))
 
 
 def one(backend: simulated.Simulated, index: int = 0, groups: Collection[str] = ALL_FIELDS) -> Any:

@@ -18,10 +18,9 @@ from dataclasses import replace  # the standard one takes 3 ms for a noun
 from builders import GIB, a_device, a_process
 from guarded import SOMEBODY, Listing, until
 
-from gpuguard import actions
-from gpuguard.backends import processes
-from gpuguard.guards import preflight
-from gpuguard.guards.case import Context, boot_clock
+from gpuguard import procfs
+from gpuguard.enforcement import actions, preflight
+from gpuguard.enforcement.target import Context, boot_clock
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
 
 LAST_PID = "/proc/sys/kernel/ns_last_pid"
@@ -73,7 +72,7 @@ def _is_pending(pid: int) -> bool:
 
 
 def a_row(pid: int) -> GpuProcess:
-    return a_process(pid, start_time=processes.start_time(pid), uid=SOMEBODY)
+    return a_process(pid, start_time=procfs.start_time(pid), uid=SOMEBODY)
 
 
 class Everybody(frozenset[tuple[int, float]]):

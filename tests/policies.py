@@ -5,8 +5,8 @@ A ``«`` in a text marks a place: marked() takes it out and says at which line a
 
 from __future__ import annotations
 
-from gpuguard.documents.accounts import Accounts
-from gpuguard.policyfile import PolicyFile, parse
+from gpuguard.policies.files.decoder import Accounts
+from gpuguard.policies.files.loader import PolicyFile, parse
 
 USERS = {"alice": 1000, "bob": 1001, "no": 1002, "root": 0, "on": 1003}
 GROUPS = {"staff": 50, "students": 51}

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from sources import ROOT
 
-from gpuguard.documents.decoding import implied, keys_of
-from gpuguard.guards.actiontable import ACTION_KEYS
-from gpuguard.notify import TARGETS
+from gpuguard.enforcement.action_keys import ACTION_KEYS
+from gpuguard.notify.sender import TARGETS
+from gpuguard.policies.files.decoder import implied, keys_of
 from gpuguard.policies.rules import RULES
 from gpuguard.views.policy import first_sentence
 from gpuguard.views.policy_language import kind

@@ -16,16 +16,15 @@ from faulty_driver import AGGRESSIVE, GUILTY, OTHER
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import Device, Gap, GpuProcess, Snapshot, Verdict
 from gpuguard.policies.amounts import parse_rate
-from gpuguard.policies.forecast import Forecast
-from gpuguard.policies.memory_growth import MemoryGrowth
-from gpuguard.policies.view import HostUse, View
+from gpuguard.policies.memory_trends import ForecastRule, MemoryGrowthRule
+from gpuguard.policies.view import HostUse, RuleView
 
 INTERVAL, DEVICES = 10.0, 3
 WINDOW = 100.0  # of the rules that look back
 RULES = {
     **AGGRESSIVE,
-    "memory_growth": MemoryGrowth(parse_rate("1MiB/10m"), WINDOW),
-    "forecast": Forecast(1e7, WINDOW, per="process"),
+    "memory_growth": MemoryGrowthRule(parse_rate("1MiB/10m"), WINDOW),
+    "forecast": ForecastRule(1e7, WINDOW, per="process"),
 }
 LOOKS_BACK = {"memory_growth", "forecast"}
 # What a rule reads of a device, and of a process there, beside who it is.
@@ -95,10 +94,10 @@ class Troubled:
     def close(self) -> None:
         pass
 
-    def look_around(self, snapshot: Snapshot, *more: object) -> View:
+    def look_around(self, snapshot: Snapshot, *more: object) -> RuleView:
         """What the watchdog finds beside the driver."""
         given = {device.uuid: frozenset({OTHER}) for device in snapshot.devices}
-        return View(replace(self.now, clock=snapshot.clock), host=dict[Any, HostUse](), scheduled=given)
+        return RuleView(replace(self.now, clock=snapshot.clock), host=dict[Any, HostUse](), scheduled=given)
 
     def _device(self, index: int, fault: str) -> Device | None:
         pid, used = 4000 + index, 30 * GIB + self.tick * GIB // 4

@@ -24,7 +24,7 @@ import pytest
 from exporters import free_port
 from nodes import eventually, start
 
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 
 # Says nothing and ends when nobody listens any more: what a hanging file system does to a login.
 HANGS = """

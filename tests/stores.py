@@ -13,11 +13,10 @@ from typing import Any
 
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
+from gpuguard.history import store
+from gpuguard.history.queries import query_store
+from gpuguard.history.schema import SLOTS, WIDTH, Slot, rates_of, rows
 from gpuguard.model import Snapshot
-from gpuguard.usage import storefile
-from gpuguard.usage.consult import SLOTS, consult
-from gpuguard.usage.tables import rows
-from gpuguard.usage.tally import WIDTH, Slot, rates_of
 
 ALICE = 1001
 FIRST = 169_999_920  # a slot that begins a quarter of an hour
@@ -71,12 +70,12 @@ def a_busy_snapshot(
 
 def fill(path: str, numbers: Iterable[int], together: int = 1, uid: int = ALICE) -> None:
     """Write these slots, so many in a transaction."""
-    connection = storefile.opened(path, check=False)
+    connection = store.opened(path, check=False)
     waiting = list(numbers)
     while waiting:
         batch, waiting = waiting[:together], waiting[together:]
-        storefile.write(connection, {number: a_slot(uid=uid) for number in batch}, a_sample(0.0).devices)
-        storefile.settle(connection)
+        store.write(connection, {number: a_slot(uid=uid) for number in batch}, a_sample(0.0).devices)
+        store.settle(connection)
     connection.close()
 
 
@@ -94,7 +93,7 @@ def held(path: str, now: float) -> dict[int, tuple[int, float, float]]:
             found[width] = slots, seen or 0.0, claimed or 0.0
         return found
 
-    return consult(path, ask, now)
+    return query_store(path, ask, now)
 
 
 @contextmanager

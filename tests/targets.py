@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from builders import a_device, a_process, a_snapshot
 
-from gpuguard.messages import message_for
 from gpuguard.model import Finding, Subject, Verdict
-from gpuguard.notify import Email, Secret
+from gpuguard.notify.mail import Email
+from gpuguard.notify.secrets import Secret
+from gpuguard.notify.templates import message_for
 
 HOSTILE = [
     "; touch /tmp/x #",

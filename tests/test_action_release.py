@@ -17,16 +17,15 @@ from claimholders import Holder, a_holder
 from guarded import SOMEBODY, Listing
 from nodes import remove
 
-from gpuguard import actions
-from gpuguard.claims import releasing
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock
+from gpuguard.claims import release as releasing
+from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.records import locked_devices, probe, record_path
-from gpuguard.claims.wishes import FULL_BYTES
+from gpuguard.claims.release_requests import FULL_BYTES
 from gpuguard.clusters import slurm_jobs
+from gpuguard.enforcement import actions, identity
+from gpuguard.enforcement.limits import ActionLimits, PastAction
+from gpuguard.enforcement.target import Context
 from gpuguard.errors import ClaimError
-from gpuguard.guards import identity
-from gpuguard.guards.case import Context
-from gpuguard.guards.ledger import Deed, Ledger
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
 
 pytestmark = pytest.mark.root
@@ -60,7 +59,7 @@ class Claimed:
         finding = Finding("age", subject, "held for 3h without a process", fields.pop("processes", ()))
         return Verdict("idle-claims", finding, "release", 0, 0.0, **{"enforce": True, **fields})
 
-    def act(self, holder: Holder, **fields: Any) -> actions.Outcome:
+    def act(self, holder: Holder, **fields: Any) -> actions.ActionOutcome:
         """What became of it."""
         snapshot: Snapshot = fields.pop("snapshot", None) or self.machine.sample((), None)
         facts = {
@@ -245,7 +244,7 @@ def test_the_rate_of_the_guard_holds_for_releases_and_the_step_is_tried_again(cl
     outcome = claimed.act(holder, enforce=False)
     ledger, now = claimed.facts["ledger"], claimed.snapshot.clock
     for pid in (2, 3, 4):
-        ledger.note(Deed(now, "terminate", (pid, 1.0), (), True))
+        ledger.note(PastAction(now, "terminate", (pid, 1.0), (), True))
     limited = claimed.act(holder)
 
     assert (outcome.word, limited.word, claimed.locked()) == (actions.DRY_RUN, actions.REFUSED, 2)
@@ -294,9 +293,9 @@ def test_what_was_released_counts_for_the_limits_of_the_guard(claimed, holder):
 def test_whose_share_of_the_hour_is_used_up_has_his_job_of_slurm_live(claimed, holder, monkeypatch):
     monkeypatch.setattr(slurm_jobs, "against_cancelling", lambda job, uid: None)
     monkeypatch.setattr(slurm_jobs, "cancel", lambda job: pytest.fail("it was cancelled"))
-    claimed.facts["ledger"], now = Ledger(), claimed.snapshot.clock
+    claimed.facts["ledger"], now = ActionLimits(), claimed.snapshot.clock
     for pid in range(2, 7):
-        claimed.facts["ledger"].note(Deed(now - 600, "terminate", (pid, 1.0), (), True, uid=SOMEBODY))
+        claimed.facts["ledger"].note(PastAction(now - 600, "terminate", (pid, 1.0), (), True, uid=SOMEBODY))
     verdict = replace(claimed.verdict(holder), action="cancel")
     [outcome] = actions.act(verdict, claimed.machine.sample((), None), Context(**claimed.facts))
 

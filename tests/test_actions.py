@@ -10,7 +10,7 @@ import sys
 import pytest
 from guarded import SOMEBODY, a_child
 
-from gpuguard import actions
+from gpuguard.enforcement import actions
 
 
 @pytest.fixture
@@ -53,26 +53,31 @@ def test_a_process_of_another_user_is_not_permitted_and_no_error():
 
 @pytest.mark.parametrize("blocked", ["()", "(2,)"])
 def test_dying_of_a_signal_is_seen_by_the_parent_even_when_it_was_blocked(blocked):
-    script = f"import signal; from gpuguard import actions; signal.pthread_sigmask(0, {blocked}); actions.die_of(2)"
+    dying = f"signal.pthread_sigmask(0, {blocked}); actions.die_of(2)"
+    script = f"import signal; from gpuguard.enforcement import actions; {dying}"
 
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize("before", ["SIG_IGN", "default_int_handler"])
 def test_dying_of_a_signal_heeds_no_handler(before):
-    script = f"import signal; from gpuguard import actions; signal.signal(2, signal.{before}); actions.die_of(2)"
+    script = (
+        f"import signal; from gpuguard.enforcement import actions; signal.signal(2, signal.{before}); actions.die_of(2)"
+    )
 
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGINT
 
 
 def test_of_a_signal_that_ends_nobody_one_dies_by_the_code_of_shells():
-    script = f"from gpuguard import actions; actions.die_of({int(signal.SIGWINCH)})"
+    script = f"from gpuguard.enforcement import actions; actions.die_of({int(signal.SIGWINCH)})"
 
     assert subprocess.run([sys.executable, "-c", script]).returncode == 128 + signal.SIGWINCH
 
 
 def test_whoever_stops_himself_stops_until_somebody_continues_him():
-    with subprocess.Popen([sys.executable, "-c", "from gpuguard import actions; actions.stop_self()"]) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", "from gpuguard.enforcement import actions; actions.stop_self()"]
+    ) as child:
         _, status = os.waitpid(child.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
 

@@ -21,7 +21,7 @@ from proc import kinds_of_files
 from wrapped import until
 
 from gpuguard.backends.simulated import Simulated
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices, read_records
 from gpuguard.errors import ClaimError
 from gpuguard.jobs import adopt

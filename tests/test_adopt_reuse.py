@@ -15,7 +15,7 @@ import os, signal, sys
 from gpuguard.jobs import adopt
 from gpuguard.backends.simulated import Simulated, use
 from gpuguard.errors import ClaimError
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices
 place = sys.argv[1]
 read, write = os.pipe()

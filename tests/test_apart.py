@@ -12,19 +12,19 @@ import pytest
 from builders import a_process
 from guarded import SLEEP, a_child
 
-from gpuguard.backends import apart, processes
-from gpuguard.backends.apart import MOST_HANGING, in_time
-from gpuguard.guards import identity
+from gpuguard import deadline, procfs
+from gpuguard.deadline import MOST_HANGING, in_time
+from gpuguard.enforcement import identity
 
 UNKNOWN = 20002  # another user
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "SECONDS", 0.1)
-    monkeypatch.setattr(apart, "_hanging", {})
-    monkeypatch.setattr(apart, "_free", [])
-    monkeypatch.setattr(apart, "_spent", {})
+    monkeypatch.setattr(deadline, "SECONDS", 0.1)
+    monkeypatch.setattr(deadline, "_hanging", {})
+    monkeypatch.setattr(deadline, "_free", [])
+    monkeypatch.setattr(deadline, "_spent", {})
 
 
 @pytest.fixture
@@ -64,19 +64,19 @@ def test_who_came_back_is_looked_at_again_by_the_same_thread(comes_back):
 
 
 def test_many_without_a_name_who_hang_take_a_bounded_number_of_threads_and_hide_nobody_else(comes_back, monkeypatch):
-    monkeypatch.setattr(apart, "user_name", str)
+    monkeypatch.setattr(deadline, "user_name", str)
     for number in range(2 * MOST_HANGING):
         in_time(os.getpid(), str(number), hangs(comes_back))
-    assert len(apart._hanging) == MOST_HANGING
+    assert len(deadline._hanging) == MOST_HANGING
 
-    monkeypatch.setattr(apart, "user_name", lambda uid: "alice")
+    monkeypatch.setattr(deadline, "user_name", lambda uid: "alice")
     assert in_time(os.getpid(), "memory", lambda: "found") == "found"
 
 
 def test_a_copy_of_a_process_has_a_thread_of_its_own(comes_back):
     in_time(os.getpid(), "memory", hangs(comes_back))
     in_time(os.getpid(), "facts", lambda: "found")
-    apart._spent[os.getuid(), "memory"] = 10.0, time.monotonic()
+    deadline._spent[os.getuid(), "memory"] = 10.0, time.monotonic()
     if (child := os.fork()) == 0:
         found = [in_time(os.getpid(), kind, lambda: 5) for kind in ("facts", "memory")]
         os._exit(sum(one or 0 for one in found))
@@ -94,19 +94,19 @@ def test_an_error_is_that_of_whoever_asked_and_what_cannot_be_read_is_nothing():
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch, comes_back: threading.Event) -> Iterator[subprocess.Popen[bytes]]:
     """A process whose memory keeps its readers waiting, as one can that maps a file of FUSE."""
-    read_proc = processes.read_proc
+    read_proc = procfs.read_proc
 
     def read(path: str, limit: int = 4096) -> bytes | None:
         own = [f"/proc/{child.pid}/{name}" for name in ("cmdline", "environ")]
         return hangs(comes_back)() if path in own else read_proc(path, limit)
 
-    monkeypatch.setattr(processes, "read_proc", read)
+    monkeypatch.setattr(procfs, "read_proc", read)
     with a_child(*SLEEP) as child:
         yield child
 
 
 def test_a_process_whose_command_line_keeps_its_readers_waiting_is_described_without_it(silent):
-    found = processes.described(a_process(silent.pid, uid=None, start_time=None, command=None))
+    found = procfs.described(a_process(silent.pid, uid=None, start_time=None, command=None))
 
     assert (found.pid, found.command, found.conda_environment) == (silent.pid, None, None)
     assert found.uid is not None and found.start_time is not None and found.executable
@@ -122,7 +122,7 @@ def test_the_guard_knows_it_by_everything_else(silent):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The time; looks that take long move it on, and no test waits for them."""
     now = [0.0]
-    monkeypatch.setattr(apart, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadline, "monotonic", lambda: now[0])
     yield now
 
 
@@ -139,7 +139,7 @@ def test_who_lets_each_look_come_back_just_in_time_gets_no_more_time_than_who_ne
     looks = [in_time(os.getpid(), "memory", taking(0.09, clock)) for _ in range(50)]
 
     assert looks.count("found") == 2
-    clock[0] += 0.2 / apart.SHARE
+    clock[0] += 0.2 / deadline.SHARE
     assert in_time(os.getpid(), "memory", taking(0.09, clock)) == "found"
 
 
@@ -156,7 +156,7 @@ def test_what_a_look_takes_of_a_processor_counts(clock, monkeypatch):
         clock[0] += 0.09  # as with a very long list of mappings
         return "found"
 
-    monkeypatch.setattr(apart, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(deadline, "thread_time", lambda: clock[0])
 
     assert [in_time(os.getpid(), "memory", look) for _ in range(50)].count("found") == 2
 
@@ -180,7 +180,7 @@ def test_where_a_program_lies_is_looked_for_only_if_it_may_be_gone(monkeypatch, 
     with a_child(*SLEEP) as there, a_child(*words, uid=os.getuid()) as left:
         while not os.readlink(f"/proc/{left.pid}/cwd").endswith(" (deleted)"):
             continue
-        found = [processes.described(a_process(child.pid, uid=None, start_time=None)) for child in (there, left)]
+        found = [procfs.described(a_process(child.pid, uid=None, start_time=None)) for child in (there, left)]
 
     assert found[0].executable and found[0].working_directory == "/"
     assert found[1].working_directory == str(gone)

@@ -19,7 +19,7 @@ from smi_files import a_program
 
 from gpuguard import model
 from gpuguard.backends import Backend
-from gpuguard.backends.isolated import open_isolated
+from gpuguard.backends.client import open_worker
 from gpuguard.model import ALL_FIELDS, SELECT_FIELDS, VERIFY_FIELDS, WHO_FIELDS, Device, Snapshot
 
 GIB = 2**30
@@ -141,7 +141,7 @@ def opened(machine: Machine) -> Iterator[Callable[[], Backend]]:
     backends = []
 
     def open_it() -> Backend:
-        backends.append(open_isolated(machine.name))
+        backends.append(open_worker(machine.name))
         return backends[-1]
 
     yield open_it

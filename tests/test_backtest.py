@@ -8,11 +8,11 @@ import os
 import pytest
 from commands import Gpuguard
 
+from gpuguard.backtest.backtest import Backtest, backtest
+from gpuguard.backtest.csv_series import people, read_recording
+from gpuguard.backtest.unit_tests import accounts
 from gpuguard.errors import InvalidRequest
-from gpuguard.policyfile import parse
-from gpuguard.rehearsals.rehearsal import Backtest, backtest
-from gpuguard.rehearsals.scenario import accounts
-from gpuguard.rehearsals.series_file import people, read_recording
+from gpuguard.policies.files.loader import parse
 
 IDLE = """
 version: 1

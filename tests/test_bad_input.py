@@ -13,7 +13,7 @@ from fake_nvml import FakeNvml
 from nodes import eventually, start
 from proc import born_with
 
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices
 
 # Since Python 3.14 this is a number for argparse.
@@ -267,15 +267,15 @@ def uuids(place: Path) -> list[str]:
 
 
 def test_a_fault_inside_gpuguard_is_a_sentence_for_the_user(monkeypatch, capsys):
-    from gpuguard.cli import dispatch
+    from gpuguard import cli
 
     def broken(command, words):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(dispatch, "_dispatch", broken)
+    monkeypatch.setattr(cli, "_dispatch", broken)
 
-    assert (dispatch.run_command_line(["run"]), dispatch.run_command_line(["who"])) == (125, 1)
+    assert (cli.run_command_line(["run"]), cli.run_command_line(["who"])) == (125, 1)
     assert "ZeroDivisionError('planted')" in capsys.readouterr().err
     monkeypatch.setenv("GPUGUARD_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
-        dispatch.run_command_line(["run"])
+        cli.run_command_line(["run"])

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.text import display_width
-from gpuguard.views.bars import alarm, bar, fitted, sparkline
+from gpuguard.sanitize import display_width
+from gpuguard.views.charts import alarm, bar, fitted, sparkline
 
 SHARES = st.none() | st.floats(-1, 3, allow_nan=False)
 

@@ -11,10 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lines import a_ticket
 
-from gpuguard.line import plan as plans
-from gpuguard.line.booking import (
-    Booking,
+from gpuguard.queue import backfill as plans
+from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
+from gpuguard.queue.calendar import (
     Calendars,
+    DeviceReservations,
     Prospects,
     Span,
     Started,
@@ -25,8 +26,7 @@ from gpuguard.line.booking import (
     in_the_way,
     in_words,
 )
-from gpuguard.line.order import Rules, Ticket, order
-from gpuguard.line.plan import Fit, Machine, Place, plan
+from gpuguard.queue.priority import Rules, Ticket, order
 from gpuguard.request import Request
 
 HOUR = 3600.0
@@ -34,13 +34,17 @@ NAMES = ("d0", "d1", "d2", "d3")
 FREE = Prospects(dict.fromkeys(NAMES, 0.0))
 
 
-def a_booking(gpus: int = 1, begins: float = 1.0, ends: float = 2.0, *devices: str, user: int = 9) -> Booking:
+def a_booking(
+    gpus: int = 1, begins: float = 1.0, ends: float = 2.0, *devices: str, user: int = 9
+) -> DeviceReservations:
     """Begin and end in hours."""
     name = f"{user}.{gpus}.{begins}.{ends}"
-    return Booking(name, user, f"u{user}", gpus, begins * HOUR, ends * HOUR, devices or NAMES)
+    return DeviceReservations(name, user, f"u{user}", gpus, begins * HOUR, ends * HOUR, devices or NAMES)
 
 
-def kept(bookings: list[Booking], prospects: Prospects = FREE, liked: tuple[str, ...] = NAMES) -> dict[str, set[int]]:
+def kept(
+    bookings: list[DeviceReservations], prospects: Prospects = FREE, liked: tuple[str, ...] = NAMES
+) -> dict[str, set[int]]:
     """uuid -> for whom."""
     last = {uuid: float(place) for place, uuid in enumerate(reversed(liked), 1)}
     found = calendar(bookings, prospects, 0.0, last)
@@ -160,7 +164,9 @@ def test_words_name_the_day_where_it_is_not_today() -> None:
 # The plan
 
 
-def planned(line: list[Ticket], bookings: list[Booking], fits: dict[Request, Fit] | None = None) -> list[Place]:
+def planned(
+    line: list[Ticket], bookings: list[DeviceReservations], fits: dict[Request, Fit] | None = None
+) -> list[QueuePosition]:
     every = Fit(NAMES, frozenset(NAMES))
     machine = Machine(
         fits or {way: every for one in line for way in one.requests}, bookings=tuple(bookings), free=frozenset(NAMES)
@@ -224,7 +230,7 @@ def test_a_start_is_promised_with_the_reservations_in_mind() -> None:
 class Server:
     """A server that is used as the plan says; jobs end in time, and nobody knows it of those without a limit."""
 
-    def __init__(self, bookings: list[Booking]) -> None:
+    def __init__(self, bookings: list[DeviceReservations]) -> None:
         self.bookings = bookings
         self.running: dict[str, tuple[Ticket, float, tuple[str, ...]]] = {}  # id -> ticket, end, devices
         self.line: list[Ticket] = []
@@ -269,7 +275,7 @@ def broken(
     wanted: list[tuple[int, int, int, tuple[str, ...]]], others: list[tuple[int, int, int, bool, tuple[str, ...]]]
 ) -> list[str]:
     """The reservations whose user could not start when they began, on a server of four devices."""
-    bookings: list[Booking] = []
+    bookings: list[DeviceReservations] = []
     for number, (gpus, begins, hours, devices) in enumerate(wanted):
         booking = a_booking(gpus, begins, begins + hours, *devices, user=100 + number)
         if can_be_met(booking, bookings, NAMES):

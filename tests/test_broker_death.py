@@ -24,7 +24,7 @@ GIB = 2**30
 CLAIMANT = """
 import fcntl, random
 from gpuguard.errors import GpuguardError
-from gpuguard.claims.lockfiles import is_same_file
+from gpuguard.claims.directory import is_same_file
 chance = random.Random(os.getpid())
 asks = json.loads(sys.argv[2])
 with open(sys.argv[1], "a") as log:

@@ -14,7 +14,7 @@ from brokered import CLAIM, KINDS, Brokered, a_machine, claims_of
 from nodes import a_user, eventually
 from users import ALICE, BOB
 
-from gpuguard.line import served
+from gpuguard.queue import tickets
 
 pytestmark = pytest.mark.root
 
@@ -182,7 +182,7 @@ def say(program: Any, word: str) -> None:
 
 UNREAD = """
 import socket, time
-from gpuguard.claims.calling import _connect, encoded
+from gpuguard.daemon.client import _connect, encoded
 connection = socket.socket(socket.AF_UNIX)
 _connect(connection, directory, time.monotonic() + 10)
 connection.sendall(encoded({"do": "claim", "devices": sys.argv[1:], "conditions": {}}))
@@ -212,7 +212,7 @@ def test_whoever_goes_before_the_answer_leaves_nothing_locked(broker):
 
 FLOOD = """
 import socket, time
-from gpuguard.claims.calling import _connect, encoded
+from gpuguard.daemon.client import _connect, encoded
 until = time.monotonic() + 4.0
 print("begun", flush=True)
 while time.monotonic() < until:
@@ -256,7 +256,7 @@ def test_nobody_passes_the_line_by_asking_the_daemon_himself(broker):
 
 
 FORGETS = """
-from gpuguard.claims.daemonfiles import daemon_files
+from gpuguard.claims.directory import daemon_files
 for attempt in (os.unlink, lambda path: os.utime(path, (1.0, 1.0)), lambda path: os.rename(path, path + ".old")):
     try:
         attempt(daemon_files(directory).file(f"served.{os.geteuid()}"))
@@ -269,7 +269,7 @@ for attempt in (os.unlink, lambda path: os.utime(path, (1.0, 1.0)), lambda path:
 def test_nobody_can_forget_that_he_was_served_while_others_wait(broker):
     asked = CLAIM.replace("{}}", '{}, "time_limit_seconds": 600}')
     assert json.loads(broker.python(BOB, asked, broker.uuids[0]))["descriptors"] == 1
-    before = served.last(broker.directory, BOB.pw_uid)  # nobody waited
+    before = tickets.last_served(broker.directory, BOB.pw_uid)  # nobody waited
     with broker.job(ALICE, "--gpus", "3", "--time-limit", "1h"):
         waiting = broker.start(ALICE, "run", "-n", "4", "--wait", "60s", "--time-limit", "1h", "--", "true")
         assert eventually(lambda: any(name.startswith("ticket.") for name in os.listdir(broker.directory.records)))
@@ -278,12 +278,12 @@ def test_nobody_can_forget_that_he_was_served_while_others_wait(broker):
         waiting.kill()
         waiting.communicate()
 
-    lately = served.last(broker.directory, BOB.pw_uid)
+    lately = tickets.last_served(broker.directory, BOB.pw_uid)
     assert (before, said) == (None, "") and lately and time.time() - lately < 60.0
 
 
 ELSEWHERE = """
-from gpuguard.line.tickets import Held
+from gpuguard.queue.tickets import OwnTicket as Held
 free, wanted = sys.argv[1:]
 place = Held(directory, {"requests": [{"devices": [free]}]})
 for device in (wanted, free):

@@ -13,10 +13,9 @@ from nodes import eventually
 from test_broker_hostile import UNREAD
 from users import ALICE, BOB
 
-from gpuguard import actions
 from gpuguard.claims.records import probe
-from gpuguard.guards import identity
-from gpuguard.guards.case import Context
+from gpuguard.enforcement import actions, identity
+from gpuguard.enforcement.target import Context
 from gpuguard.model import Finding, Subject, Verdict
 
 pytestmark = pytest.mark.root

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from brokered import KEEPER
 
-from gpuguard.claims.lockfiles import lock_directory, open_lock
+from gpuguard.claims.directory import lock_directory, open_lock
 from gpuguard.cli import setup_broker
 
 

@@ -17,12 +17,11 @@ from nodes import eventually
 from users import ALICE, BOB
 
 from gpuguard.backends import open_backend
+from gpuguard.claims.claim import lock_device
+from gpuguard.claims.directory import BROKERED
 from gpuguard.claims.grants import Grant
-from gpuguard.claims.hold import take_lock
-from gpuguard.claims.lockfiles import BROKERED
+from gpuguard.daemon.broker import BY_SOMEBODY, IN_PART, Broker, grant_all
 from gpuguard.model import HEALTH
-from gpuguard.services.broker import Broker
-from gpuguard.services.giving import BY_SOMEBODY, IN_PART, give_all
 
 pytestmark = pytest.mark.root
 MIG = "2xH100-80GB:mig=3g.40gb,3g.40gb"
@@ -247,7 +246,7 @@ def given(machine: Brokered, name: str, *, shown: bool = True, memory: int | Non
     if not shown:
         snapshot = replace(snapshot, devices=tuple(one for one in snapshot.devices if not one.parent_uuid))
     descriptors: list[int] = []
-    _, refused = give_all(machine.directory, snapshot, [name], Grant(ALICE.pw_uid, "c", memory), descriptors)
+    _, refused = grant_all(machine.directory, snapshot, [name], Grant(ALICE.pw_uid, "c", memory), descriptors)
     while refused and descriptors:
         os.close(descriptors.pop())
     return descriptors, refused
@@ -290,7 +289,7 @@ def test_a_share_that_came_behind_the_look_at_the_line_is_counted(own):
 
 
 def test_a_lock_file_that_root_makes_is_the_daemons_alone(own):
-    lock = take_lock(own.directory, "MIG-made-just-now", fcntl.LOCK_EX)
+    lock = lock_device(own.directory, "MIG-made-just-now", fcntl.LOCK_EX)
     assert lock
     found = os.fstat(lock.descriptor)
     os.close(lock.descriptor)
@@ -301,7 +300,7 @@ def test_a_lock_file_that_root_makes_is_the_daemons_alone(own):
 def test_a_share_is_looked_at_behind_its_lock(own):
     """So whoever takes the device himself at that moment, as root does, and it never overlook each other."""
     own.kill_daemon()
-    lock = take_lock(own.directory, own.uuids[0], fcntl.LOCK_EX)
+    lock = lock_device(own.directory, own.uuids[0], fcntl.LOCK_EX)
     assert lock
     assert given(own, own.uuids[0], memory=2**30) == ([], {own.uuids[0]: BY_SOMEBODY})
     os.close(lock.descriptor)

@@ -10,11 +10,11 @@ from builders import GIB, a_device, a_process
 from guarded import Listing, somebody, started, until
 from top_scenes import an_orphan
 
-from gpuguard.actions import GONE, REFUSED, SENT, UNRECORDED
-from gpuguard.backends import processes
-from gpuguard.byhand import BY_HAND, Hand, signal_process
-from gpuguard.guards.identity import Protected
-from gpuguard.guards.ledger import Ledger
+from gpuguard import procfs
+from gpuguard.enforcement.actions import GONE, REFUSED, SENT, UNRECORDED
+from gpuguard.enforcement.identity import Protected
+from gpuguard.enforcement.limits import ActionLimits
+from gpuguard.enforcement.signals import BY_HAND, Hand, signal_process
 from gpuguard.users import user_name
 
 
@@ -26,7 +26,7 @@ class Desk:
         self.process = a_process(child.pid, start_time=started(child.pid), uid=uid, user="alice")
         self.machine = Listing(a_device(0, processes=(self.process,), memory_used=20 * GIB))
         self.machine.simulated = True
-        self.hand = Hand(self.machine, self.append, Ledger())
+        self.hand = Hand(self.machine, self.append, ActionLimits())
 
     def append(self, event):
         self.events.append((event.kind, event.outcome, self.child.lives()))
@@ -37,7 +37,7 @@ class Desk:
         return signal_process(replace(self.hand, **changes), action, identity, (a_device(0).uuid,))
 
     def state(self):
-        stat = processes.read_proc(f"/proc/{self.child.pid}/stat") or b""
+        stat = procfs.read_proc(f"/proc/{self.child.pid}/stat") or b""
         return stat.rpartition(b") ")[2][:1].decode()
 
 

@@ -66,7 +66,7 @@ def test_a_program_that_it_runs_gets_what_is_lent_and_nothing_else(before, left)
 
 def test_who_has_nothing_lends_nothing():
     assert started_with((), "print(c.lend_for_looking())") == "False\n"
-    assert capabilities.lend_for_looking() is False, "root needs no lending"
+    assert capabilities.lend_for_reading() is False, "root needs no lending"
 
 
 def test_nothing_is_assumed_where_the_kernel_does_not_say(monkeypatch):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.usage.questions import Point
-from gpuguard.views.chart import Scale, bucketed, plot, round_marks, scale_of, stacked
-from gpuguard.views.text import display_width
+from gpuguard.history.queries import Point
+from gpuguard.sanitize import display_width
+from gpuguard.views.charts import Scale, bucketed, plot, round_marks, scale_of, stacked
 
 PERCENT = Scale(0.0, 100.0, "%")
 HOUR = 3600.0

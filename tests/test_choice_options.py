@@ -8,7 +8,7 @@ import shlex
 import pytest
 from builders import GIB
 
-from gpuguard.cli.choice_options import add_choice_options, request_of
+from gpuguard.cli.options import add_choice_options, request_of
 from gpuguard.cli.parser import Parser
 from gpuguard.errors import InvalidRequest
 from gpuguard.request import Request, spelled

@@ -17,9 +17,9 @@ from nodes import eventually, start
 
 import gpuguard
 from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.host import HostNumbers, family_of
 from gpuguard.model import Snapshot
-from gpuguard.readings.collecting import FIELDS, Collector
-from gpuguard.readings.hostnumbers import HostNumbers, family_of
+from gpuguard.training_log import FIELDS, Collector
 
 SLOW = 3600.0  # an interval in which the thread looks once
 

@@ -16,9 +16,9 @@ from fake_nvml import FakeNvml
 from nodes import eventually, start
 from shells import Shell, needed
 
+from gpuguard.cli import COMMANDS
 from gpuguard.cli.completion import SHELLS, commands
 from gpuguard.cli.completion_values import VALUES
-from gpuguard.cli.dispatch import COMMANDS
 from gpuguard.views.shells import OWN
 
 # What is typed, and the words of the command line then; ^ is TAB.

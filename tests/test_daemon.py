@@ -19,9 +19,8 @@ from nodes import GIB, a_user, change, eventually
 from proc import children_of
 from sources import ROOT
 
-from gpuguard.daemon import clean_environment
+from gpuguard.daemon.service import clean_environment, notify_systemd
 from gpuguard.errors import InvalidRequest
-from gpuguard.services.systemd import tell_systemd
 
 UNIT = ROOT / "packaging" / "gpuguard.service"
 HOGS = """
@@ -273,8 +272,8 @@ def test_systemd_is_told_how_it_is(tmp_path):
 
 
 def test_no_manager_is_no_fault(tmp_path):
-    tell_systemd("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "nobody")})
-    tell_systemd("READY=1", {})
+    notify_systemd("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "nobody")})
+    notify_systemd("READY=1", {})
 
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT"])

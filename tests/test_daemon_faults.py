@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 from nodes import start
 
-from gpuguard import daemon
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.daemon import Daemon, Settings
+from gpuguard.claims.directory import lock_directory
+from gpuguard.daemon import server, service
+from gpuguard.daemon.service import Daemon, Settings, notify_systemd
 from gpuguard.errors import GpuguardError
-from gpuguard.services import door
-from gpuguard.services.systemd import tell_systemd
 
 POLICY = "{version: 1, policies: [{name: small, when: {memory: {above: 1GiB}}, for: 1m, steps: [log]}]}"
 
@@ -32,7 +30,7 @@ def test_a_file_that_cannot_be_read_now_is_complained_of_once_and_read_later(tmp
     with monkeypatch.context() as crowded:
         crowded.setattr(os, "posix_spawn", full)
         guard._reload_if_changed(asked=False)
-        monkeypatch.setattr(daemon, "AGAIN_SECONDS", 0.0)
+        monkeypatch.setattr(service, "AGAIN_SECONDS", 0.0)
         guard._reload_if_changed(asked=False)
     assert len(said) == 1
     guard._reload_if_changed(asked=False)
@@ -45,7 +43,7 @@ def test_a_sign_of_life_for_which_no_descriptor_is_left_ends_nobody(tmp_path, mo
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(socket, "socket", full)
-    tell_systemd("WATCHDOG=1", {"NOTIFY_SOCKET": str(tmp_path / "manager")})
+    notify_systemd("WATCHDOG=1", {"NOTIFY_SOCKET": str(tmp_path / "manager")})
 
 
 @pytest.mark.parametrize("keeper", [None, 0])
@@ -55,7 +53,7 @@ def test_a_daemon_that_can_make_no_door_ends_where_it_gives_the_locks(tmp_path, 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(door, "Door", full)
+    monkeypatch.setattr(server, "SocketServer", full)
     directory, told = replace(lock_directory(str(tmp_path)), keeper=keeper), list[str]()
     guard = Daemon(start(str(tmp_path / "node")), directory, Settings(), told.append, print, lambda event: True)
     if keeper is None:

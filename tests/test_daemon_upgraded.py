@@ -18,7 +18,7 @@ class Gone:
     def find_spec(name, path=None, target=None):
         if name.startswith("gpuguard."):
             raise ModuleNotFoundError(name)
-from gpuguard import daemon
+from gpuguard.daemon import service as daemon
 open_door = daemon.Daemon._open_door
 def opened(self):
     try:

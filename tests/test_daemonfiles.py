@@ -15,14 +15,14 @@ import pytest
 from builders import a_device, a_snapshot
 from daemons import SOMEBODY
 
-from gpuguard import attempt, marks, state
-from gpuguard.attempt import barred
-from gpuguard.claims.calling import ask
-from gpuguard.claims.daemonfiles import daemon_files, open_lock_file
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard import lock, source
+from gpuguard.claims import restrictions
+from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory, open_lock_file
+from gpuguard.claims.restrictions import DENIED, KEPT, QUARANTINED, Restriction, change, read_restrictions, to_json
+from gpuguard.daemon.client import call_daemon
+from gpuguard.daemon.server import SocketServer
 from gpuguard.errors import LockDirectoryError
-from gpuguard.marks import DENIED, KEPT, QUARANTINED, Mark, change, read_marks, to_json
-from gpuguard.services.door import Door
+from gpuguard.lock import barred
 
 root = pytest.mark.root
 STRANGER = SOMEBODY + 1
@@ -63,7 +63,7 @@ def as_user(uid: int, does) -> int:
 
 
 def mark(directory: LockDirectory, kind: str, name: str, until: float | None = None) -> None:
-    change(directory, kind, lambda found: found.update({name: Mark(name, NOW, until, "because")}))
+    change(directory, kind, lambda found: found.update({name: Restriction(name, NOW, until, "because")}))
 
 
 def test_without_a_directory_of_its_own_the_daemon_writes_beside_the_claims(directory):
@@ -71,8 +71,8 @@ def test_without_a_directory_of_its_own_the_daemon_writes_beside_the_claims(dire
 
 
 def test_with_one_it_writes_there_and_nowhere_else(directory, own):
-    descriptor = state.lock_daemon(directory)
-    state.write_state(directory, a_snapshot(a_device()), 10.0)
+    descriptor = source.lock_daemon(directory)
+    source.write_state(directory, a_snapshot(a_device()), 10.0)
     mark(directory, KEPT, "1001")
 
     assert {path.name for path in own.iterdir()} == {"daemon.lock", "state.json", "kept.json", "marks.lock"}
@@ -105,15 +105,15 @@ def test_where_anybody_may_make_directories_none_is_the_daemons(tmp_path):
 @root
 def test_its_user_can_be_the_daemon_and_a_stranger_cannot(directory, own):
     def serve():
-        assert state.lock_daemon(directory) is not None
-        state.write_state(directory, a_snapshot(a_device()), 10.0)
+        assert source.lock_daemon(directory) is not None
+        source.write_state(directory, a_snapshot(a_device()), 10.0)
         mark(directory, KEPT, "1001")
         mark(directory, DENIED, "1001")
         mark(directory, QUARANTINED, "GPU-1")
 
     assert as_user(STRANGER, serve) == 1
     assert as_user(SOMEBODY, serve) == 0
-    assert {kind: list(read_marks(directory, kind, NOW)) for kind in (KEPT, DENIED, QUARANTINED)} == {
+    assert {kind: list(read_restrictions(directory, kind, NOW)) for kind in (KEPT, DENIED, QUARANTINED)} == {
         KEPT: ["1001"], DENIED: ["1001"], QUARANTINED: ["GPU-1"],
     }  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_its_user_cannot_touch_what_root_decided(directory, own):
     assert as_user(SOMEBODY, lambda: change(directory, DENIED, dict.clear)) == 0
     assert Path(directory.path, "denied.json").read_bytes() == before
     assert as_user(SOMEBODY, lambda: os.unlink(directory.lock_path("gate"))) == 1
-    assert list(read_marks(directory, DENIED, NOW)) == ["1001"]
+    assert list(read_restrictions(directory, DENIED, NOW)) == ["1001"]
 
 
 @root
@@ -137,8 +137,8 @@ def test_what_lasts_longer_counts(directory, own):
         (own / "denied.json").read_bytes().replace(str(later).encode(), str(later - 50).encode())
     )
 
-    assert read_marks(directory, DENIED, NOW)["1001"].until == later
-    assert read_marks(directory, DENIED, later - 10).keys() == {"1001"}
+    assert read_restrictions(directory, DENIED, NOW)["1001"].until == later
+    assert read_restrictions(directory, DENIED, later - 10).keys() == {"1001"}
 
 
 @root
@@ -148,25 +148,25 @@ def test_root_can_end_what_the_daemon_decided_and_takes_the_rest_over(directory,
     as_user(SOMEBODY, lambda: mark(directory, DENIED, "1002", until))
     change(directory, DENIED, lambda found: found.pop("1001"))
 
-    assert list(read_marks(directory, DENIED, NOW)) == ["1002"]
+    assert list(read_restrictions(directory, DENIED, NOW)) == ["1002"]
     assert not (own / "denied.json").exists()
     change(directory, DENIED, dict.clear)
-    assert read_marks(directory, DENIED, NOW) == {}
+    assert read_restrictions(directory, DENIED, NOW) == {}
 
 
 @root
 @pytest.mark.parametrize("name", ["state.json", "kept.json", "denied.json"])
 def test_files_of_a_third_user_count_for_nothing_there(directory, own, name):
-    descriptor = state.lock_daemon(directory)
+    descriptor = source.lock_daemon(directory)
     snapshot = a_snapshot(a_device())
-    state.write_state(directory, snapshot, 10.0)
+    source.write_state(directory, snapshot, 10.0)
     as_user(SOMEBODY, lambda: mark(directory, KEPT, "1"))
     as_user(SOMEBODY, lambda: mark(directory, DENIED, "1"))
     os.chown(own / name, STRANGER, STRANGER)
     seen = {
-        "state.json": state.read_state(directory, snapshot.clock, simulated=snapshot.simulated) is not None,
-        "kept.json": bool(read_marks(directory, KEPT, NOW)),
-        "denied.json": bool(read_marks(directory, DENIED, NOW)),
+        "state.json": source.read_state(directory, snapshot.clock, simulated=snapshot.simulated) is not None,
+        "kept.json": bool(read_restrictions(directory, KEPT, NOW)),
+        "denied.json": bool(read_restrictions(directory, DENIED, NOW)),
     }
     os.close(descriptor)
 
@@ -175,11 +175,11 @@ def test_files_of_a_third_user_count_for_nothing_there(directory, own, name):
 
 @root
 def test_what_root_locks_there_its_user_can_lock_later(directory, own):
-    os.close(state.lock_daemon(directory))
+    os.close(source.lock_daemon(directory))
     mark(directory, KEPT, "1001")
 
     def serve():
-        assert state.lock_daemon(directory) is not None
+        assert source.lock_daemon(directory) is not None
         mark(directory, KEPT, "1002")
 
     assert as_user(SOMEBODY, serve) == 0
@@ -195,7 +195,7 @@ def test_a_planted_lock_file_does_root_no_harm(directory, own, tmp_path, plant):
      "hard link": lambda: os.link(victim, path)}[plant]()  # fmt: skip
 
     with pytest.raises(LockDirectoryError, match=r"daemon\.lock"):
-        state.lock_daemon(directory)
+        source.lock_daemon(directory)
     assert (victim.stat().st_uid, victim.read_text()) == (0, "root's")
 
 
@@ -204,7 +204,7 @@ def test_where_only_root_may_be_the_daemon_nobody_else_is_named(directory):
     os.setresuid(-1, STRANGER, 0)
     try:
         with pytest.raises(LockDirectoryError, match="the daemon as root; "):
-            state.lock_daemon(directory)
+            source.lock_daemon(directory)
     finally:
         os.setresuid(-1, 0, 0)
 
@@ -214,24 +214,24 @@ def test_a_user_who_may_not_be_the_daemon_is_told_who_may(directory, own):
     os.setresuid(-1, STRANGER, 0)
     try:
         with pytest.raises(LockDirectoryError, match=f"as root or as {SOMEBODY}"):
-            state.lock_daemon(directory)
+            source.lock_daemon(directory)
     finally:
         os.setresuid(-1, 0, 0)
 
 
 def test_a_daemon_that_was_started_before_there_was_such_a_directory_is_still_the_one(directory):
-    descriptor = state.lock_daemon(directory)
+    descriptor = source.lock_daemon(directory)
     Path(directory.path, "daemon").mkdir(mode=0o755)
 
-    assert state.lock_daemon(directory) is None
+    assert source.lock_daemon(directory) is None
     os.close(descriptor)
-    os.close(state.lock_daemon(directory))
+    os.close(source.lock_daemon(directory))
 
 
 def test_requests_reach_the_daemon_there(directory, own):
-    door = Door(directory, lambda uid, request: {"heard": request["do"]})
+    door = SocketServer(directory, lambda uid, request: {"heard": request["do"]})
     try:
-        assert ask(directory, {"do": "keep"})["heard"] == "keep"
+        assert call_daemon(directory, {"do": "keep"})["heard"] == "keep"
         assert (own / "daemon.sock").stat().st_mode & 0o777 == 0o666
     finally:
         door.close()
@@ -244,7 +244,7 @@ def test_a_socket_of_a_third_user_is_not_asked(directory, own):
     child = os.fork()
     if not child:
         os.setresuid(STRANGER, STRANGER, STRANGER)
-        door = Door(directory, lambda uid, request: {})
+        door = SocketServer(directory, lambda uid, request: {})
         os.write(writer, b".")
         time.sleep(30)
         os._exit(len(repr(door)))
@@ -253,7 +253,7 @@ def test_a_socket_of_a_third_user_is_not_asked(directory, own):
     os.chown(own, SOMEBODY, SOMEBODY)  # the directory is given to somebody else, the socket in it is not
     try:
         with pytest.raises(Exception, match="not that of the daemon"):
-            ask(directory, {"do": "keep"})
+            call_daemon(directory, {"do": "keep"})
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -296,7 +296,7 @@ def test_what_the_daemon_decided_binds_whoever_claims(directory, own, kind):
     device = a_device(0)
     name = str(os.geteuid()) if kind == DENIED else device.uuid
     Path(own, f"{kind}.json").write_text(
-        json.dumps({"schema": 1, "marks": [to_json(Mark(name, NOW, None, "because", "the policy p"))]})
+        json.dumps({"schema": 1, "marks": [to_json(Restriction(name, NOW, None, "because", "the policy p"))]})
     )
     Path(own, f"{kind}.json").chmod(0o644)
 
@@ -304,7 +304,7 @@ def test_what_the_daemon_decided_binds_whoever_claims(directory, own, kind):
 
 
 def test_every_file_that_can_decide_against_a_claim_is_looked_for(directory, own):
-    looked_for = {f"{directory.path}/{name}" for name in attempt._AGAINST}
+    looked_for = {f"{directory.path}/{name}" for name in lock._AGAINST}
 
-    places = [(place, kind) for kind in (DENIED, QUARANTINED) for place in marks._places(directory, kind)]
-    assert looked_for == {marks._path(place, kind) for place, kind in places}
+    places = [(place, kind) for kind in (DENIED, QUARANTINED) for place in restrictions._places(directory, kind)]
+    assert looked_for == {restrictions._path(place, kind) for place, kind in places}

@@ -28,34 +28,33 @@ from nodes import start
 from structures import mutants
 from top_scenes import page_of, texts
 
-from gpuguard import marks, state, typed
-from gpuguard.ancestry import look_up
-from gpuguard.backends import node_file, simulated
-from gpuguard.claims import grants, records, wishes
-from gpuguard.claims.daemonfiles import daemon_files
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
-from gpuguard.cli import mark_options, top_feed
-from gpuguard.cli.metrics_facts import text_of
+from gpuguard import jsonio
+from gpuguard import source as state
+from gpuguard.backends import simulated, simulated_node
+from gpuguard.backtest import recording
+from gpuguard.claims import grants, records, release_requests, restrictions
+from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory
+from gpuguard.claims.restrictions import boot_id
+from gpuguard.cli import deny, top_feed
+from gpuguard.cli.metrics import text_of
+from gpuguard.daemon.exemptions import Exemptions
+from gpuguard.device_state import uses
+from gpuguard.enforcement import limits
 from gpuguard.errors import BackendError, DriverUnresponsive, GpuguardError
-from gpuguard.guards import recall
-from gpuguard.history import append
-from gpuguard.line import expecting, reservefiles, tickets
-from gpuguard.line.order import Ticket
-from gpuguard.marks import boot_id
+from gpuguard.history.audit_log import append
+from gpuguard.metrics.families import MetricFacts
 from gpuguard.model import ALL_FIELDS, ClaimRecord, Event, Snapshot
-from gpuguard.rehearsals import tape
+from gpuguard.procfs import process_facts
+from gpuguard.queue import estimates, reservation_store, tickets
+from gpuguard.queue.priority import Ticket
 from gpuguard.request import Request
-from gpuguard.services.keeping import Keeping
+from gpuguard.top.page import page
+from gpuguard.top.scene import History, Scene, ScreenView
 from gpuguard.views import events, who
-from gpuguard.views.metrics import Facts
-from gpuguard.views.query import csv_lines, query_of, to_json
-from gpuguard.views.query_fields import APP_FIELDS, GPU_FIELDS
+from gpuguard.views.query import APP_FIELDS, GPU_FIELDS, csv_lines, query_of, to_json
 from gpuguard.views.text import json_text
-from gpuguard.views.top_history import History
-from gpuguard.views.top_page import page
-from gpuguard.views.top_scene import Scene, View
-from gpuguard.views.usage import uses
-from gpuguard.web.feed import METRICS, Feed
+from gpuguard.web.feed import FrameFeed
+from gpuguard.web.samples import METRICS
 
 HANG_SECONDS = 60.0
 NOW = time.time()
@@ -66,10 +65,10 @@ def shown(snapshot: Snapshot) -> None:
     """All that most commands make of a snapshot."""
     if len(snapshot.devices) > 1000:
         return  # it takes 4 s
-    found = uses(snapshot, look_up(snapshot))
+    found = uses(snapshot, process_facts(snapshot))
     "\n".join(who.to_text(snapshot, found, width=80)).encode()
     json_text(who.to_json(snapshot, found))
-    text_of(Facts(NOW, "1", snapshot), ["dcgm"]).encode()
+    text_of(MetricFacts(NOW, "1", snapshot), ["dcgm"]).encode()
 
 
 def a_whole_snapshot(place: Path) -> Snapshot:
@@ -101,9 +100,14 @@ def of_state(place: Path, encoded: bytes) -> None:
 
 def some_marks(kind: str) -> Callable[[Path], Any]:
     def written(place: Path) -> Any:
-        directory, name = directory_in(place), {marks.KEPT: "7 GPU-1", marks.DENIED: "7"}.get(kind, "GPU-1")
-        whole = marks.Mark(name, NOW, NOW + 100, "why", "by", "user")
-        marks.change(directory, kind, lambda them: them.update({"x": whole, "y": marks.Mark("GPU-2", NOW)}))
+        directory, name = (
+            directory_in(place),
+            {restrictions.KEPT: "7 GPU-1", restrictions.DENIED: "7"}.get(kind, "GPU-1"),
+        )
+        whole = restrictions.Restriction(name, NOW, NOW + 100, "why", "by", "user")
+        restrictions.change(
+            directory, kind, lambda them: them.update({"x": whole, "y": restrictions.Restriction("GPU-2", NOW)})
+        )
         return json.loads(Path(daemon_files(directory).file(f"{kind}.json")).read_bytes())
 
     return written
@@ -113,11 +117,11 @@ def of_marks(kind: str) -> Reader:
     def read(place: Path, encoded: bytes) -> None:
         directory = directory_in(place)
         Path(daemon_files(directory).file(f"{kind}.json")).write_bytes(encoded)
-        for mark in marks.read_marks(directory, kind, NOW).values():
-            assert all(text.isprintable() for text in (mark_options.line_of(mark, NOW), marks.denial(mark)))
-            json_text(marks.to_json(mark))
-        Keeping(directory, lambda kept: None, lambda: (), lambda event: None)
-        marks.against(directory, ["GPU-1"], 7, NOW)
+        for mark in restrictions.read_restrictions(directory, kind, NOW).values():
+            assert all(text.isprintable() for text in (deny.line_of(mark, NOW), restrictions.denial(mark)))
+            json_text(restrictions.to_json(mark))
+        Exemptions(directory, lambda kept: None, lambda: (), lambda event: None)
+        restrictions.against(directory, ["GPU-1"], 7, NOW)
 
     return read
 
@@ -143,7 +147,7 @@ def of_events(place: Path, encoded: bytes) -> None:
 def of_deeds(place: Path, encoded: bytes) -> None:
     path = place / "log"
     path.write_bytes(encoded + b"\n")
-    recall.recalled(str(path), 10.0, NOW + 5)
+    limits.recent_actions(str(path), 10.0, NOW + 5)
 
 
 JOBS = (
@@ -157,23 +161,27 @@ def of_jobs(which: int) -> Reader:
         lines = [json.dumps(one).encode() for one in JOBS]
         lines[which] = encoded
         (place / "log").write_bytes(b"\n".join(lines * 4) + b"\n")
-        lasts = expecting.expected_seconds(["python", "x.py"], str(place / "log"))
+        lasts = estimates.expected_seconds(["python", "x.py"], str(place / "log"))
         assert lasts is None or 0 <= lasts < float("inf")
 
     return read
 
 
 def a_sample(place: Path) -> Any:
-    view = tape.View(a_whole_snapshot(place))
+    view = recording.RuleView(a_whole_snapshot(place))
     host = {"4711@1000.0": {"cpu": 5.0, "memory": 1, "network": 2.0, "terminal": "pts/1"}}
-    return tape.pack(view) | {"host": host, "groups": {"7": ["g"]}, "seen": {"4711": [1, "S", 5.0, None], "1": None}}
+    return recording.pack(view) | {
+        "host": host,
+        "groups": {"7": ["g"]},
+        "seen": {"4711": [1, "S", 5.0, None], "1": None},
+    }
 
 
 def of_samples(place: Path, encoded: bytes) -> None:
     with suppress(ValueError):
         sample = json.loads(encoded)
         if isinstance(sample, dict):
-            shown(tape.unpack(sample).snapshot)
+            shown(recording.unpack(sample).snapshot)
 
 
 LINES: tuple[dict[str, Any], ...] = (
@@ -189,7 +197,7 @@ def of_lines(which: int) -> Reader:
         lines[which] = encoded
         path = place / "a.rec"
         path.write_bytes(gzip.compress(b"\n".join(lines) + b"\n", 1))
-        list(tape.views(str(path)))
+        list(recording.views(str(path)))
 
     return read
 
@@ -198,12 +206,12 @@ def a_node(place: Path) -> Any:
     spec = str(place / "node")
     start(spec, "1xA100-80GB:mig=3g.40gb")
     simulated.use("0", GIB, 50.0, spec=spec)
-    return json.loads((place / "node" / node_file.STATE).read_bytes())
+    return json.loads((place / "node" / simulated_node.STATE).read_bytes())
 
 
 def of_nodes(place: Path, encoded: bytes) -> None:
-    (place / "node" / node_file.STATE).write_bytes(encoded)
-    node = node_file.load(str(place / "node"))
+    (place / "node" / simulated_node.STATE).write_bytes(encoded)
+    node = simulated_node.load(str(place / "node"))
     if node and all(device.latency < 1 for device in node.devices):
         shown(simulated.open(str(place / "node")).sample(ALL_FIELDS))
 
@@ -300,7 +308,7 @@ def of_reservations(place: Path, encoded: bytes) -> None:
     directory = directory_in(place)
     path = Path(f"{directory.records}/{directory.prefix}reserve.{os.geteuid()}.abcd.json")
     path.write_bytes(encoded)
-    found, torn, _ = reservefiles.read(directory, NOW)
+    found, torn, _ = reservation_store.read(directory, NOW)
     path.unlink(missing_ok=True)
     assert len(found) + len(torn) <= 1
     assert all(type(one.num_gpus) is int and one.begins < one.ends for one in found), found
@@ -310,7 +318,7 @@ def of_letters(place: Path, encoded: bytes) -> None:
     descriptor = os.memfd_create("record")
     try:
         os.write(descriptor, json.dumps(RECORD).encode() + b"\n" + encoded + b"\n")
-        assert all(isinstance(letter, wishes.Letter) for letter in wishes.read(descriptor))
+        assert all(isinstance(letter, release_requests.ReleaseRequest) for letter in release_requests.read(descriptor))
     finally:
         os.close(descriptor)
 
@@ -318,13 +326,16 @@ def of_letters(place: Path, encoded: bytes) -> None:
 # name -> what is written, by whom else than a test, and who reads it
 READERS: dict[str, tuple[Callable[[Path], Any], Reader]] = {
     "record": (lambda place: RECORD, of_records),
-    "letter": (lambda place: vars(wishes.Letter(wishes.YIELD, "root", "why", NOW)), of_letters),
+    "letter": (
+        lambda place: vars(release_requests.ReleaseRequest(release_requests.YIELD, "root", "why", NOW)),
+        of_letters,
+    ),
     "ticket": (a_ticket, of_tickets),
     "reservation": (lambda place: RESERVATION, of_reservations),
     "state": (a_state, of_state),
-    "denied": (some_marks(marks.DENIED), of_marks(marks.DENIED)),
-    "quarantined": (some_marks(marks.QUARANTINED), of_marks(marks.QUARANTINED)),
-    "kept": (some_marks(marks.KEPT), of_marks(marks.KEPT)),
+    "denied": (some_marks(restrictions.DENIED), of_marks(restrictions.DENIED)),
+    "quarantined": (some_marks(restrictions.QUARANTINED), of_marks(restrictions.QUARANTINED)),
+    "kept": (some_marks(restrictions.KEPT), of_marks(restrictions.KEPT)),
     "event": (a_deed, of_events),
     "deed": (a_deed, of_deeds),
     "a job's start": (lambda place: JOBS[0], of_jobs(0)),
@@ -363,9 +374,9 @@ def test_a_damaged_document_is_read_as_what_it_says_or_not_at_all(tmp_path, name
 
 def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a fault: whatever type stands there is believed."""
-    monkeypatch.setattr(typed, "_exactly", lambda *kinds: lambda value: value)
-    monkeypatch.setattr(typed, "_PLAIN", dict.fromkeys(typed._PLAIN, lambda value: value))
-    monkeypatch.setattr(typed, "_checks", {})
+    monkeypatch.setattr(jsonio, "_exactly", lambda *kinds: lambda value: value)
+    monkeypatch.setattr(jsonio, "_PLAIN", dict.fromkeys(jsonio._PLAIN, lambda value: value))
+    monkeypatch.setattr(jsonio, "_checks", {})
     monkeypatch.setattr(records, "_number", lambda value, *_: value)
     monkeypatch.setattr(tickets, "whole", lambda value, *_: value)
 
@@ -390,10 +401,10 @@ QUERIES = (query_of(",".join(GPU_FIELDS), apps=False), query_of(",".join(APP_FIE
 NONE: frozenset[str] = frozenset()
 
 
-def a_feed(place: Path, sample: Any) -> Feed:
+def a_feed(place: Path, sample: Any) -> FrameFeed:
     """Of the page in the browser; somebody wants to see everything."""
     source: Any = SimpleNamespace(sample=lambda: (sample(), None), throughput=sample)
-    feed = Feed(source, lock_directory(str(place / "claims")), lambda: ())
+    feed = FrameFeed(source, lock_directory(str(place / "claims")), lambda: ())
     feed.curious = 1
     return feed
 
@@ -449,7 +460,7 @@ def test_devices_that_come_and_go_between_two_looks_end_no_view(tmp_path):
     driver: Any = Restless()
     web = a_feed(tmp_path, lambda: driver.sample(None))
     args: Any = SimpleNamespace(fresh=True, tree=True, backend="nvml", dir=str(tmp_path / "claims"), filter="")
-    top, history = top_feed.Feed(args, lambda: driver), History()
+    top, history = top_feed.SceneFeed(args, lambda: driver), History()
     for _ in range(100):
         try:
             scene = top.look()
@@ -457,14 +468,14 @@ def test_devices_that_come_and_go_between_two_looks_end_no_view(tmp_path):
             continue
         history.add(scene)
         for mode in ("full", "compact"):
-            assert page(scene, history, View(mode=mode, tree=True), 100, 30)
+            assert page(scene, history, ScreenView(mode=mode, tree=True), 100, 30)
         assert b"inside gpuguard" not in web._look()
         for metric in METRICS:
             web._drawn(metric, 60.0)
 
 
 def test_a_view_that_shows_what_it_was_told_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpuguard.views.top_processes.neutralise", str)
+    monkeypatch.setattr("gpuguard.top.processes.neutralise", str)
 
     with pytest.raises(AssertionError, match=r"^devices\.0\.processes\.0\.kind = NUL$"):
         test_no_value_of_a_snapshot_does_anything_to_a_terminal_or_ends_a_view(tmp_path)

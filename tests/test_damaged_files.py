@@ -24,15 +24,15 @@ from structures import mutants
 
 from gpuguard import request as requests
 from gpuguard.backends.simulated import Simulated
-from gpuguard.claims import wishes
-from gpuguard.claims.calling import ask
-from gpuguard.claims.hold import Claim
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
-from gpuguard.line import reservefiles, tickets
-from gpuguard.line.order import Ticket
-from gpuguard.line.reservefiles import Reservation
-from gpuguard.line.tickets import ticket_content
+from gpuguard.claims import release_requests
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.daemon.client import call_daemon
 from gpuguard.lock import acquire
+from gpuguard.queue import reservation_store, tickets
+from gpuguard.queue.priority import Ticket
+from gpuguard.queue.reservation_store import Reservation
+from gpuguard.queue.tickets import ticket_content
 from gpuguard.request import Request
 
 ME = os.geteuid()
@@ -217,7 +217,9 @@ def test_a_letter_stops_nobody(scene):
     try:
         descriptor = scene.claims[0].pass_fds[-1]
         size = os.fstat(descriptor).st_size
-        wishes.write(descriptor, wishes.Letter(wishes.YIELD, "root", "why", time.time()))
+        release_requests.write(
+            descriptor, release_requests.ReleaseRequest(release_requests.YIELD, "root", "why", time.time())
+        )
         content = json.loads(os.pread(descriptor, 8192, size))
         os.ftruncate(descriptor, size)
         for batch in batches(content, CLAIMED):
@@ -235,7 +237,7 @@ def test_a_ticket_stops_nobody_and_hides_no_other(scene):
     )  # fmt: skip
     times = {"time_limit": 60.0, "expected": 30.0, "promise": time.time() + 100}
     content = tickets.ticket_content(Ticket("x", ME, "", 0.0, ways, pid=os.getpid(), note="n", command=("a",), **times))
-    sound = tickets.Held(scene.directory, content | {"note": "sound"})
+    sound = tickets.OwnTicket(scene.directory, content | {"note": "sound"})
 
     def judge(words: tuple[str, ...], done: Any) -> str | None:
         if words != QUEUE:
@@ -254,7 +256,7 @@ def test_a_ticket_stops_nobody_and_hides_no_other(scene):
 def test_a_reservation_stops_nobody_and_hides_no_other(scene):
     now = time.time()
     wanted = Reservation("", ME, ME, "", 1, now + 9000, now + 9900, (scene.uuids[-1],), note="sound")
-    sound = reservefiles.write(scene.directory, wanted)
+    sound = reservation_store.write(scene.directory, wanted)
     path = Path(f"{scene.directory.records}/{scene.directory.prefix}reserve.{ME}.{sound.id}.json")
 
     def judge(words: tuple[str, ...], done: Any) -> str | None:
@@ -273,7 +275,7 @@ def test_a_ticket_that_stops_everybody_is_found_and_named(scene, monkeypatch):
     """A fault is planted: what a ticket says is a number is believed."""
     place = Path(scene.gpuguard.environment["GPUGUARD_DIR"]).parent / "planted"
     place.mkdir()
-    (place / "sitecustomize.py").write_text("import gpuguard.line.tickets as t\nt.whole = lambda value, *_: value\n")
+    (place / "sitecustomize.py").write_text("import gpuguard.queue.tickets as t\nt.whole = lambda value, *_: value\n")
     monkeypatch.setitem(scene.gpuguard.environment, "PYTHONPATH", str(place))
     content = tickets.ticket_content(Ticket("x", ME, "", 0.0, (Request(num_gpus=2),)))
     wrong = [one for one in mutants(content, brief=True) if one[0].startswith("requests.0.num_gpus =")]
@@ -347,7 +349,7 @@ def test_a_daemon_looks_and_answers_on(daemon):
                 stack.enter_context(as_files(place, meant, kind))  # type: ignore[arg-type]
             ends = {kind: (batch[0][0], batch[-1][0]) for kind, batch in planted.items()}
             assert goes_on(daemon), f"{ends}: {daemon.said()}"
-            assert ask(place.directory, {"do": "status"})["ok"]
+            assert call_daemon(place.directory, {"do": "status"})["ok"]
 
 
 def test_a_daemon_that_believes_any_type_is_found(tmp_path):

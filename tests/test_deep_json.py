@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import PACKAGE, ROOT, module_name, modules, tree
 
-from gpuguard.claims import grants, records, wishes
-from gpuguard.claims.calling import LARGEST
-from gpuguard.fleet.answers import DEPTH, answer_of
-from gpuguard.fleet.asking import Reply
-from gpuguard.guards import recall
-from gpuguard.line import reservefiles, tickets
-from gpuguard.plainjson import DEEPEST, loads, shallow
-from gpuguard.services import door
+from gpuguard.claims import grants, records, release_requests
+from gpuguard.daemon import server
+from gpuguard.daemon.client import LARGEST
+from gpuguard.enforcement import limits
+from gpuguard.fleet.answers import DEPTH, reply_of
+from gpuguard.fleet.ssh import Reply
+from gpuguard.jsonio import DEEPEST, loads, shallow
+from gpuguard.queue import reservation_store, tickets
 from gpuguard.views import events
 
 TEXTS = st.text('{}[],:"\\a é\n', max_size=60)
@@ -106,12 +106,12 @@ RESERVATION = {
 # What is written, and its reader: what it gives for a document that it cannot understand is falsy or a Torn.
 KINDS: dict[str, tuple[dict[str, object], Callable[[bytes], object]]] = {
     "record": ({"devices": ["GPU-1"]}, lambda encoded: records._decoded(encoded, 7, "7.x").devices),
-    "letter": ({"what": "stop"}, wishes._letter),
+    "letter": ({"what": "stop"}, release_requests._decode_request),
     "grant": ({"uid": 7, "claim": "x"}, in_a_file(grants._grant_in)),
     "ticket": ({"requests": [{"num_gpus": 1}]}, lambda encoded: tickets._decoded(encoded, HERE, "x")),
-    "reservation": (RESERVATION, lambda encoded: reservefiles._decoded(encoded, HERE, "x")),
-    "request": ({"do": "x"}, lambda encoded: isinstance(door._request(encoded), dict)),
-    "deed": (DEED, lambda encoded: recall._deed(encoded, "b", 2.0, 2.0)),
+    "reservation": (RESERVATION, lambda encoded: reservation_store._decoded(encoded, HERE, "x")),
+    "request": ({"do": "x"}, lambda encoded: isinstance(server._request(encoded), dict)),
+    "deed": (DEED, lambda encoded: limits._deed(encoded, "b", 2.0, 2.0)),
     "event": ({"schema": 1, "time_unix_seconds": 1.0}, lambda encoded: events.decoded([encoded])[0]),
 }
 
@@ -128,7 +128,7 @@ def test_each_reader_takes_what_is_as_deep_as_may_be_and_refuses_what_is_deeper(
 
 
 def test_an_answer_of_another_host_is_refused_earlier():
-    answers = [answer_of(Reply("a", 0.1, 0, nested({"schema": 1}, levels))) for levels in (DEPTH, DEPTH + 1)]
+    answers = [reply_of(Reply("a", 0.1, 0, nested({"schema": 1}, levels))) for levels in (DEPTH, DEPTH + 1)]
 
     assert [answer.error is None for answer in answers] == [True, False]
 
@@ -137,8 +137,8 @@ def test_an_answer_of_another_host_is_refused_earlier():
 IN_A_SMALL_THREAD = """
 import os, sys, threading
 threading.stack_size(128 * 1024)
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.services.door import Door
+from gpuguard.claims.directory import lock_directory
+from gpuguard.daemon.server import SocketServer as Door
 from test_door import connect, said
 directory = lock_directory(sys.argv[1])
 door = Door(directory, lambda uid, request: {"well": True})

@@ -18,13 +18,12 @@ from machines import Machine as Devices
 from nodes import GIB, eventually, start
 from users import ALICE, BOB, Machine, a_shared_machine
 
-from gpuguard import actions
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, change, read_restrictions
+from gpuguard.enforcement import actions, identity
+from gpuguard.enforcement.target import Context
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
-from gpuguard.guards import identity
-from gpuguard.guards.case import Context
-from gpuguard.lock import acquire, look
-from gpuguard.marks import DENIED, QUARANTINED, Mark, change, read_marks
+from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.model import Event, Finding, Subject, Verdict
 from gpuguard.request import Request
 
@@ -42,8 +41,8 @@ def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> No
     change(directory, kind, lambda found: found.update({name: replace_mark(name, **fields)}))
 
 
-def replace_mark(name: str, **fields: object) -> Mark:
-    return Mark(name, **{"since": time.time(), "reason": "a good reason", **fields})  # type: ignore[arg-type]
+def replace_mark(name: str, **fields: object) -> Restriction:
+    return Restriction(name, **{"since": time.time(), "reason": "a good reason", **fields})  # type: ignore[arg-type]
 
 
 # The devices of nobody's driver: what claims make of the marks.
@@ -53,7 +52,7 @@ def test_a_quarantined_device_is_refused_with_its_reason(directory):
     devices = Devices(a_device(0), a_device(1))
     mark(directory, QUARANTINED, devices.devices[1].uuid)
 
-    _, choice = look(devices, Request(num_gpus=1), directory)
+    _, choice = sample_and_lock(devices, Request(num_gpus=1), directory)
 
     assert [device.index for device in choice.devices] == [0]
     assert [reason.text for reason in choice.refused[0].reasons] == ["quarantined by the administrator: a good reason"]
@@ -74,7 +73,7 @@ def test_a_quarantined_gpu_takes_its_instances_along(directory):
     child = a_device(0, uuid="MIG-1", parent_uuid=parent.uuid, gpu_instance_id=1)
     mark(directory, QUARANTINED, parent.uuid)
 
-    _, choice = look(Devices(parent, child), Request(num_gpus=1), directory)
+    _, choice = sample_and_lock(Devices(parent, child), Request(num_gpus=1), directory)
 
     assert choice.devices == ()
 
@@ -127,7 +126,9 @@ class Acting:
         )
 
     def write(self, event: Event) -> bool:
-        found = read_marks(self.directory, DENIED, time.time()) | read_marks(self.directory, QUARANTINED, time.time())
+        found = read_restrictions(self.directory, DENIED, time.time()) | read_restrictions(
+            self.directory, QUARANTINED, time.time()
+        )
         self.events.append((event.outcome, sorted(found)))
         return self.writes
 
@@ -144,7 +145,7 @@ def test_a_policy_denies_a_user_after_it_was_written_down(directory):
 
     assert guard.act(a_verdict("deny", BOBS, **{"for": 60.0})) == "done"
 
-    [found] = read_marks(directory, DENIED, time.time()).values()
+    [found] = read_restrictions(directory, DENIED, time.time()).values()
     assert (found.name, found.user, found.by) == (str(SOMEBODY), "bob", "the policy greedy")
     assert found.until is not None and found.until - found.since == 60.0
     assert guard.events == [("about to", [])]
@@ -161,7 +162,7 @@ def test_only_what_is_meant_in_earnest_and_written_down_is_done(directory, actio
     assert guard.act(a_verdict(action, subject, enforce)) == word
 
     kind = DENIED if action == "deny" else QUARANTINED
-    assert len(read_marks(directory, kind, time.time())) == (word == "done")
+    assert len(read_restrictions(directory, kind, time.time())) == (word == "done")
 
 
 def replace_subject(subject: Subject, device: str) -> Subject:
@@ -173,7 +174,7 @@ def test_people_of_the_system_are_never_denied(directory, uid):
     guard = Acting(directory)
 
     assert guard.act(a_verdict("deny", Subject("device", "GPU-1", uid=uid))) == "refused"
-    assert read_marks(directory, DENIED, time.time()) == {}
+    assert read_restrictions(directory, DENIED, time.time()) == {}
 
 
 def test_the_first_user_who_is_no_account_of_the_system_can_be_denied(directory, monkeypatch):
@@ -184,7 +185,7 @@ def test_the_first_user_who_is_no_account_of_the_system_can_be_denied(directory,
 
 def test_a_verdict_about_no_device_quarantines_none(directory):
     assert Acting(directory).act(a_verdict("quarantine", BOBS)) == "refused"
-    assert read_marks(directory, QUARANTINED, time.time()) == {}
+    assert read_restrictions(directory, QUARANTINED, time.time()) == {}
 
 
 def test_a_protected_user_is_never_denied(directory):
@@ -192,7 +193,7 @@ def test_a_protected_user_is_never_denied(directory):
     guard.context = replace(guard.context, protected=frozenset({SOMEBODY}))
 
     assert guard.act(a_verdict("deny", BOBS)) == "refused"
-    assert read_marks(directory, DENIED, time.time()) == {}
+    assert read_restrictions(directory, DENIED, time.time()) == {}
 
 
 @pytest.mark.parametrize(("devices", "most"), [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)])
@@ -207,7 +208,7 @@ def test_an_action_that_cannot_be_done_says_so(directory, monkeypatch):
     def fail(*of):
         raise LockDirectoryError("the disk is full")
 
-    monkeypatch.setattr("gpuguard.marks.change", fail)
+    monkeypatch.setattr("gpuguard.claims.restrictions.change", fail)
     with a_scene() as scene:
         assert scene.act("deny").word == "failed"
         scene.context(directory=directory)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.isolation.devicefilter import BLOCK, CHARACTER, program
-from gpuguard.isolation.isolate import Nodes
+from gpuguard.jobs.device_filter import BLOCK, CHARACTER, program
+from gpuguard.jobs.isolation import Nodes
 
 READ_WRITE, MAKE = 6, 1  # BPF_DEVCG_ACC_READ | BPF_DEVCG_ACC_WRITE, BPF_DEVCG_ACC_MKNOD of linux/bpf.h
 INSTRUCTION = struct.Struct("=BBhi")

@@ -14,7 +14,7 @@ import pytest
 from pages import RUNNABLE, SILENT, Block, a_place, anchors, blocks, documents, faults, links, matches
 from sources import ROOT
 
-from gpuguard.cli.dispatch import COMMANDS, build_parser
+from gpuguard.cli import COMMANDS, build_parser
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in documents()}
 ALL_BLOCKS = [block for name, text in PAGES.items() for block in blocks(text, name)]

@@ -10,14 +10,14 @@ import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
 from test_who import DOCUMENT, documented, printed
 
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.claims.room import Room, Taken
-from gpuguard.cli.dispatch import run_command_line
+from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.room import Room, RoomUsage
+from gpuguard.cli import run_command_line
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
-from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, Facts, checks, to_json, to_text, worst
-from gpuguard.views.text import display_width
+from gpuguard.sanitize import display_width
+from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, MachineFacts, checks, to_json, to_text, worst
 
-HEALTHY = Facts(
+HEALTHY = MachineFacts(
     host="node1",
     backend="nvml",
     uid=1001,
@@ -62,8 +62,8 @@ def test_without_the_library_the_program_is_named():
     assert "library" not in {check.name for check in checks(replace(HEALTHY, backend="smi", library_error="none"))}
 
 
-ROOM = Room("/run/gpuguard/claims", True, 64 * 2**20, 63 * 2**20, 16384, 16372, (Taken(0, 11, 2**20),))
-FILLED = replace(ROOM, files_free=2000, taken=(Taken(2**22 + 7, 14000, 2 * 2**20), Taken(0, 11, 2**20)))
+ROOM = Room("/run/gpuguard/claims", True, 64 * 2**20, 63 * 2**20, 16384, 16372, (RoomUsage(0, 11, 2**20),))
+FILLED = replace(ROOM, files_free=2000, taken=(RoomUsage(2**22 + 7, 14000, 2 * 2**20), RoomUsage(0, 11, 2**20)))
 NO_GPU = without_driver(DriverNotFound("none"), device_nodes=(), kernel_version=None)
 DIAGNOSES = [
     ("driver", NO_GPU, FAULT, "no NVIDIA driver", "gpuguard sim start"),

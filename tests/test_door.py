@@ -21,12 +21,11 @@ import pytest
 from guarded import SOMEBODY
 from nodes import eventually
 
-from gpuguard.claims import calling
-from gpuguard.claims.calling import LARGEST, NAME, ask
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.daemon import client, server
+from gpuguard.daemon.client import LARGEST, NAME, call_daemon
+from gpuguard.daemon.server import MOST, MOST_OF_ONE, PATIENCE_SECONDS, SocketServer
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.services import door
-from gpuguard.services.door import MOST, MOST_OF_ONE, PATIENCE_SECONDS, Door
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def echo(uid, request):
 
 @pytest.fixture
 def opened(directory: LockDirectory) -> Iterator[LockDirectory]:
-    one = Door(directory, echo)
+    one = SocketServer(directory, echo)
     yield directory
     one.close()
 
@@ -70,23 +69,23 @@ def said(connection: socket.socket) -> bytes:
 
 
 def test_the_answer_is_for_whoever_asks(opened):
-    assert ask(opened, {"do": "x"}) == {"ok": True, "uid": os.geteuid(), "asked": {"do": "x"}}
+    assert call_daemon(opened, {"do": "x"}) == {"ok": True, "uid": os.geteuid(), "asked": {"do": "x"}}
 
 
 def test_a_refusal_is_an_error_with_its_words(opened):
     with pytest.raises(GpuguardError, match=r"^not you$"):
-        ask(opened, {"refuse": "not you"})
+        call_daemon(opened, {"refuse": "not you"})
 
 
 def test_the_words_of_an_error_never_break_the_line(opened):
     with pytest.raises(GpuguardError, match="\ud800" * 100):
-        ask(opened, {"refuse": "\ud800" * 650})
+        call_daemon(opened, {"refuse": "\ud800" * 650})
 
 
 ASK_AS_SOMEBODY = """
 import os, sys
-from gpuguard.claims.calling import ask
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.daemon.client import call_daemon as ask
+from gpuguard.claims.directory import lock_directory
 directory = lock_directory(sys.argv[1])
 os.setgroups([]); os.setresgid(*[int(sys.argv[2])] * 3); os.setresuid(*[int(sys.argv[2])] * 3)
 print(ask(directory, {"uid": 0})["uid"])
@@ -97,7 +96,7 @@ print(ask(directory, {"uid": 0})["uid"])
 def test_who_asks_is_what_the_kernel_says():
     place = Path(tempfile.mkdtemp(prefix="gpuguard-door-"))  # pytest's own tmp_path lets nobody else in
     place.chmod(0o755)
-    one = Door(lock_directory(str(place / "claims")), echo)
+    one = SocketServer(lock_directory(str(place / "claims")), echo)
     try:
         words = [sys.executable, "-c", ASK_AS_SOMEBODY, str(place / "claims"), str(SOMEBODY)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -115,29 +114,29 @@ def test_everybody_may_connect(opened):
 
 
 def test_the_door_of_a_dead_daemon_is_replaced(opened):
-    second = Door(opened, lambda uid, request: {"second": True})
+    second = SocketServer(opened, lambda uid, request: {"second": True})
 
-    assert ask(opened, {})["second"]
+    assert call_daemon(opened, {})["second"]
     second.close()
 
 
 def test_a_closed_door_says_what_to_do(directory):
-    Door(directory, echo).close()
+    SocketServer(directory, echo).close()
 
     assert not os.path.lexists(f"{directory.path}/{NAME}")
     with pytest.raises(GpuguardError, match=r"no daemon answers .* `gpuguard daemon"):
-        ask(directory, {})
+        call_daemon(directory, {})
 
 
 @pytest.mark.root
 def test_a_socket_of_somebody_else_is_not_the_daemon(directory, monkeypatch):
-    with socket.socket(socket.AF_UNIX) as listener, calling.short_path(directory) as path:
+    with socket.socket(socket.AF_UNIX) as listener, client.short_path(directory) as path:
         listener.bind(path)
         listener.listen()
-        monkeypatch.setattr(calling, "uid_behind", lambda connection: SOMEBODY)
+        monkeypatch.setattr(client, "uid_behind", lambda connection: SOMEBODY)
 
         with pytest.raises(GpuguardError, match="not that of the daemon"):
-            ask(directory, {})
+            call_daemon(directory, {})
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_garbage_gets_an_answer_and_the_next_one_is_served(opened, line):
 
     assert not answer or json.loads(answer)["ok"] is False
     assert answer or len(line) > LARGEST
-    assert ask(opened, {})["ok"]
+    assert call_daemon(opened, {})["ok"]
 
 
 def test_a_request_may_come_in_pieces(opened):
@@ -180,7 +179,7 @@ def test_a_request_may_come_in_pieces(opened):
 def test_who_says_nothing_is_sent_away_and_keeps_nobody_waiting(opened):
     with connect(opened) as silent:
         begun = time.monotonic()
-        assert ask(opened, {})["ok"]
+        assert call_daemon(opened, {})["ok"]
         assert time.monotonic() - begun < PATIENCE_SECONDS / 2
 
         assert said(silent) == b""
@@ -193,7 +192,7 @@ def test_who_never_reads_keeps_nobody_waiting(opened):
             connection = stack.enter_context(connect(opened))
             connection.sendall(b'{"do": "' + b"x" * 4000 + b'"}\n')
         begun = time.monotonic()
-        assert ask(opened, {})["ok"]
+        assert call_daemon(opened, {})["ok"]
         assert time.monotonic() - begun < PATIENCE_SECONDS / 2
 
 
@@ -212,19 +211,19 @@ def test_who_hangs_up_leaves_nothing_behind(opened):
         connect(opened).close()
 
     assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    assert ask(opened, {})["ok"]
+    assert call_daemon(opened, {})["ok"]
 
 
 def test_many_at_once_of_other_users_are_all_served(opened, monkeypatch):
     numbers = iter(range(1000))
-    real = door.uid_behind
+    real = server.uid_behind
     monkeypatch.setattr(
-        door,
+        server,
         "uid_behind",
         lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-door" else real(connection),
     )
     answers = []
-    threads = [threading.Thread(target=lambda: answers.append(ask(opened, {})["ok"])) for _ in range(20)]
+    threads = [threading.Thread(target=lambda: answers.append(call_daemon(opened, {})["ok"])) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -235,9 +234,9 @@ def test_many_at_once_of_other_users_are_all_served(opened, monkeypatch):
 
 def test_one_user_with_many_uids_keeps_nobody_out(opened, monkeypatch):
     numbers = iter(range(100_000, 200_000))
-    real = door.uid_behind
+    real = server.uid_behind
     monkeypatch.setattr(
-        door,
+        server,
         "uid_behind",
         lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-door" else real(connection),
     )
@@ -245,13 +244,13 @@ def test_one_user_with_many_uids_keeps_nobody_out(opened, monkeypatch):
         silent = [stack.enter_context(connect(opened)) for _ in range(MOST)]
         begun = time.monotonic()
 
-        assert ask(opened, {})["ok"]
+        assert call_daemon(opened, {})["ok"]
         assert (said(silent[0]), time.monotonic() - begun < PATIENCE_SECONDS / 2) == (b"", True)
 
 
 def is_answered(directory: LockDirectory) -> bool:
     try:
-        return bool(ask(directory, {})["ok"])
+        return bool(call_daemon(directory, {})["ok"])
     except GpuguardError:  # "busy, try again"
         return False
 
@@ -277,12 +276,12 @@ def test_somebody_who_never_stops_connecting_keeps_nobody_out(opened):
 def test_a_fault_of_ours_ends_one_request_and_not_the_service(directory, monkeypatch, verb):
     told = []
     monkeypatch.setattr(threading, "excepthook", told.append)
-    one = Door(directory, lambda uid, request: {"sum": 1 + request["number"]})
+    one = SocketServer(directory, lambda uid, request: {"sum": 1 + request["number"]})
     try:
         with pytest.raises(GpuguardError, match="a fault inside the daemon"):
-            ask(directory, {"do": verb, "number": "1"})
+            call_daemon(directory, {"do": verb, "number": "1"})
 
-        assert ask(directory, {"do": verb, "number": 1})["sum"] == 2
+        assert call_daemon(directory, {"do": verb, "number": 1})["sum"] == 2
         assert [each.exc_type for each in told] == [TypeError]
     finally:
         one.close()
@@ -309,10 +308,10 @@ def a_full_socket() -> Iterator[socket.socket]:
 def test_open_files_that_somebody_sends_hold_up_nobody(directory, monkeypatch, kernel, first):
     """A socket can let its last holder wait for days when he closes it, and that one was the thread that listens."""
     if kernel != "as it is":
-        monkeypatch.setattr(door, "PASS_RIGHTS", 0x7FFF)
+        monkeypatch.setattr(server, "PASS_RIGHTS", 0x7FFF)
     until_all_is_sent = threading.Event()
     with ExitStack() as stack:
-        one = Door(directory, lambda uid, request: {"waited": until_all_is_sent.wait(60)})
+        one = SocketServer(directory, lambda uid, request: {"waited": until_all_is_sent.wait(60)})
         stack.callback(one.close)
         with connect(directory) as busy:
             busy.send(b"{}\n")
@@ -327,18 +326,20 @@ def test_open_files_that_somebody_sends_hold_up_nobody(directory, monkeypatch, k
             until_all_is_sent.set()
             assert said(busy)
 
-        assert all(ask(directory, {"do": str(number)})["ok"] for number in range(MOST))
+        assert all(call_daemon(directory, {"do": str(number)})["ok"] for number in range(MOST))
 
 
 @pytest.mark.parametrize("slow", ["claim", "release"])
 def test_what_takes_long_for_one_holds_up_nobody_who_asks_for_something_else(directory, slow):
     """Whoever has much open can make it take seconds to release a claim of his, and ask for that again and again."""
     done = threading.Event()
-    one = Door(directory, lambda uid, request: {"did": request["do"] == slow and done.wait(30)})
+    one = SocketServer(directory, lambda uid, request: {"did": request["do"] == slow and done.wait(30)})
     try:
         with connect(directory) as connection:
             connection.send(json.dumps({"do": slow}).encode() + b"\n")
-            assert all(ask(directory, {"do": other})["ok"] for other in ("keep", *({"claim", "release"} - {slow})))
+            assert all(
+                call_daemon(directory, {"do": other})["ok"] for other in ("keep", *({"claim", "release"} - {slow}))
+            )
             done.set()
             assert b'"did": true' in said(connection)
     finally:

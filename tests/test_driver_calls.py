@@ -22,10 +22,10 @@ from machines import Machine
 from nvml_child import answer_of
 
 from gpuguard.backends.nvml_calls import NOT_SUPPORTED
-from gpuguard.backends.nvml_usage import MPS_SERVER
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.backends.nvml_processes import MPS_SERVER
+from gpuguard.claims.directory import lock_directory
 from gpuguard.errors import NotEnoughGpus
-from gpuguard.lock import acquire, look
+from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.model import HEALTH, IDLE_PROCESSES, PROCESSES, Device, Gap, Snapshot
 from gpuguard.request import Request
 from gpuguard.select import choose
@@ -89,7 +89,7 @@ EACH_LOOK = (
 OF_A_MOMENT_AGO = ("Temperature", "PowerUsage")
 BOTH = """
 from dataclasses import replace
-from gpuguard.views.usage import uses
+from gpuguard.device_state import uses
 from gpuguard.views.who import to_text
 backend = nvml.open()
 looks = [backend.sample(fields) for fields in (TEXT_FIELDS, WHO_FIELDS)]
@@ -354,7 +354,7 @@ def test_the_winners_are_those_of_who_has_read_everything(facts: list[dict[str, 
 
     with tempfile.TemporaryDirectory() as place:
         directory = lock_directory(place)
-        _, choice = look(Reticent(*everything), request, directory)
+        _, choice = sample_and_lock(Reticent(*everything), request, directory)
         assert [device.index for device in choice.devices] == expected
         try:
             with acquire(Reticent(*everything), request, directory) as claim:

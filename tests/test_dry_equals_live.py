@@ -17,17 +17,15 @@ from guarded import a_child, started
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gpuguard import actions
-from gpuguard.guards import case, ledger, preflight
-from gpuguard.guards.case import boot_clock
+from gpuguard.enforcement import actions, limits, preflight, target
+from gpuguard.enforcement.target import boot_clock
 from gpuguard.model import Event, Snapshot
 from gpuguard.policies.amounts import parse_memory_amount
-from gpuguard.policies.health import Health
-from gpuguard.policies.idle import Idle
-from gpuguard.policies.memory import Memory
+from gpuguard.policies.health import HealthRule
+from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
-from gpuguard.policies.temperature import Temperature
-from gpuguard.policies.users import Users
+from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
+from gpuguard.policies.usage import UsersRule
 from gpuguard.watchdog import Watchdog
 
 pytestmark = pytest.mark.root  # the processes are those of another user
@@ -37,12 +35,12 @@ SCENARIOS, PEOPLE = 1200, 3
 SAME = {"about to": "it", "dry run": "it", "done": "it"}
 
 RULES = {
-    "memory": Memory(parse_memory_amount("20GiB")),
-    "per-user": Memory(parse_memory_amount("20GiB"), per="user"),
-    "hot": Temperature(80.0, per="process"),
-    "idle": Idle(5.0),
-    "who": Users(deny=(GUILTY, 0)),
-    "sick": Health(problems=("*",), with_processes=True),
+    "memory": MemoryRule(parse_memory_amount("20GiB")),
+    "per-user": MemoryRule(parse_memory_amount("20GiB"), per="user"),
+    "hot": TemperatureRule(80.0, per="process"),
+    "idle": IdleRule(5.0),
+    "who": UsersRule(deny=(GUILTY, 0)),
+    "sick": HealthRule(problems=("*",), with_processes=True),
 }
 NOTIFY = Step("notify", options=(("to", "ops"),))
 LADDERS = (
@@ -130,7 +128,7 @@ def told(people: list[tuple[int, float]], policies: Any, schedule: Any, *, enfor
     guard._context = replace_fields(guard._context, jobs=frozenset(people))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(actions, "forward", lambda *_: actions.SENT)
-        for module in (case, preflight):
+        for module in (target, preflight):
             patch.setattr(module, "boot_clock", lambda: stage.clock)
             patch.setattr(module, "is_alive", stage.lives)
         for pause, stage.states, stage.mortal in schedule:
@@ -183,8 +181,8 @@ def test_a_rehearsal_tells_the_same_story_as_the_real_thing(people):
 
 
 def test_a_rehearsal_that_forgets_what_it_did_is_found(people, monkeypatch):
-    note = ledger.Ledger.note
-    monkeypatch.setattr(ledger.Ledger, "note", lambda self, deed: note(self, deed) if deed.live else None)
+    note = limits.ActionLimits.note
+    monkeypatch.setattr(limits.ActionLimits, "note", lambda self, deed: note(self, deed) if deed.live else None)
 
     with pytest.raises(AssertionError, match="refused"):
         differences(people, SCENARIOS)

@@ -13,10 +13,10 @@ from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_proce
 from gpuguard import model
 from gpuguard.eligibility import _fits, is_model, named, used_by
 from gpuguard.errors import InvalidRequest
-from gpuguard.line.tickets import as_json, as_request
 from gpuguard.model import Gap
-from gpuguard.request import SLOTS, fields_to_verify
-from gpuguard.select import Request, choose, fields_needed, resolve, taken_by
+from gpuguard.queue.tickets import as_json, as_request
+from gpuguard.request import SLOTS, Request, fields_needed, fields_to_verify, resolve
+from gpuguard.select import choose, claimed_by
 from gpuguard.sharing import Sharing
 
 INSTANCE = a_mig_instance(a_device(mig_mode=True))
@@ -149,7 +149,7 @@ def test_memory_that_my_process_may_hold_does_not_make_a_device_busy():
 
 
 def test_a_claimed_device_is_refused_before_its_memory_shows_up():
-    taken = taken_by([a_claim_record(user="bob")], now=1_700_000_000.0 + 3600)
+    taken = claimed_by([a_claim_record(user="bob")], now=1_700_000_000.0 + 3600)
 
     assert reasons(a_device(), taken=taken) == ["claimed by bob, 2h ago: python train.py"]
 
@@ -161,7 +161,7 @@ def test_a_shared_device_says_to_whoever_wants_it_alone_who_shares_it():
         a_claim_record(slots=(slot,), user="bob"),  # of a record that tells no size
     ]
 
-    assert reasons(a_device(), taken=taken_by(claims, now=0)) == ["shared by alice (10.0GiB), bob"]
+    assert reasons(a_device(), taken=claimed_by(claims, now=0)) == ["shared by alice (10.0GiB), bob"]
 
 
 def test_an_instance_of_a_gpu_that_is_shared_whole_is_refused():
@@ -179,14 +179,14 @@ def test_an_instance_is_called_by_its_gpu_its_number_and_its_profile():
 
 
 def test_a_claim_that_has_ended_takes_nothing():
-    assert taken_by([a_claim_record(alive=False)], now=0) == {}
+    assert claimed_by([a_claim_record(alive=False)], now=0) == {}
 
 
 def test_hostile_text_in_a_command_cannot_steer_the_terminal():
     process = a_process(command=("\x1b[2J\u202egpj",), user="b\nob")
     claim = a_claim_record(note="\x1b]0;x\x07" * 99)
 
-    texts = reasons(a_device(processes=(process,)), taken=taken_by([claim], 1_700_000_000.0))
+    texts = reasons(a_device(processes=(process,)), taken=claimed_by([claim], 1_700_000_000.0))
     assert all(text.isprintable() and len(text) < 200 for text in texts) and len(texts) == 2
 
 

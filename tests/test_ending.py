@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from gpuguard.jobs.ending import NEVER, TIME_LIMIT, Ending, Rung
+from gpuguard.jobs.escalation import NEVER, TIME_LIMIT, Escalation, EscalationStep
 
 USR1 = int(signal.SIGUSR1)
 
 
-def an_ending(time_limit: float | None = None, grace: float = 60.0, checkpoint: int | None = None) -> Ending:
+def an_ending(time_limit: float | None = None, grace: float = 60.0, checkpoint: int | None = None) -> Escalation:
     """Of a job that began at 1000."""
-    return Ending(1000.0, time_limit, grace, checkpoint)
+    return Escalation(1000.0, time_limit, grace, checkpoint)
 
 
-def climbed(ending: Ending) -> list[tuple[float, str]]:
+def climbed(ending: Escalation) -> list[tuple[float, str]]:
     """Every signal that is still to come, each taken when it is due."""
     taken = []
     while ending.due != NEVER:
@@ -27,7 +27,7 @@ def climbed(ending: Ending) -> list[tuple[float, str]]:
     return taken
 
 
-def rung_of(ending: Ending, now: float) -> Rung:
+def rung_of(ending: Escalation, now: float) -> EscalationStep:
     rung = ending.take(now)
     assert rung is not None
     return rung

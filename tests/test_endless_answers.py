@@ -16,10 +16,11 @@ from endpoints import a_certificate, a_mail_server
 from targets import a_message, by_smtp
 
 from gpuguard.errors import GpuguardError
-from gpuguard.notify import Email, Webhook
-from gpuguard.notify.delivery import attempt
-from gpuguard.notify.limited import MOST_BYTES
-from gpuguard.pushing import Outbox
+from gpuguard.metrics.influx import Outbox
+from gpuguard.notify.connections import MOST_BYTES
+from gpuguard.notify.mail import Email
+from gpuguard.notify.sender import attempt
+from gpuguard.notify.webhook import Webhook
 
 LONG = 200 * MOST_BYTES  # what a peer says at most, so that a test without a bound ends as well
 PIECES = 80  # of a slow peer, likewise

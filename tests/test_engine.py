@@ -10,8 +10,8 @@ from ladders import Devices, Finds, Processes, Watch, a_policy, actions, busy, k
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Gap, Subject
-from gpuguard.policies.engine import KILL_AFTER, Scope, Step
-from gpuguard.policies.ladder import Standing, next_step
+from gpuguard.policies.escalation import EscalationState, next_step
+from gpuguard.policies.policy import KILL_AFTER, Scope, Step
 
 NOBODY = a_device(processes=())
 
@@ -243,7 +243,7 @@ def test_a_policy_that_contradicts_itself_is_refused(contradiction, said):
 
 def test_no_kill_is_due_before_a_terminate_was_asked_for_whatever_the_policy_says():
     policy = a_policy("terminate", Step("kill", 30))
-    standing = Standing(Subject("process"), since=0.0, samples=9, done=1)
+    standing = EscalationState(Subject("process"), since=0.0, samples=9, done=1)
 
     assert next_step(standing, policy, clock=1000.0) is None
     standing.terminated_at = 980.0

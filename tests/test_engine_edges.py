@@ -8,8 +8,10 @@ from builders import a_device
 from ladders import START, Watch, a_policy, actions, busy, kinds
 
 from gpuguard.model import Finding, Subject
-from gpuguard.policies.engine import Memory, Note, _note_order, evaluate, still_holds
-from gpuguard.policies.view import View
+from gpuguard.policies.engine import _note_order, evaluate, still_holds
+from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.policy import Note
+from gpuguard.policies.view import RuleView
 
 HOUR = 3600.0
 MIDNIGHT = 1_699_920_000.0  # of 2023-11-14, UTC
@@ -20,7 +22,7 @@ def test_without_a_zone_hours_are_those_of_utc_to_the_second():
     noted = []
     for second in (12 * HOUR - 1, 12 * HOUR, 13 * HOUR - 1, 13 * HOUR):
         sample = busy(0, taken_at=MIDNIGHT + second)
-        noted.append((kinds(evaluate(sample, (policy,), Memory())), holds(policy, sample)))
+        noted.append((kinds(evaluate(sample, (policy,), EngineMemory())), holds(policy, sample)))
 
     assert noted == [({"hours"}, False), (set(), True), (set(), True), ({"hours"}, False)]
 
@@ -28,7 +30,7 @@ def test_without_a_zone_hours_are_those_of_utc_to_the_second():
 def holds(policy, sample) -> bool:
     [process] = sample.devices[0].processes
     subject = Subject("process", sample.devices[0].uuid, process.pid, process.start_time, process.uid)
-    return still_holds(policy, subject, View(sample), Memory())
+    return still_holds(policy, subject, RuleView(sample), EngineMemory())
 
 
 def test_samples_may_be_a_fraction_of_a_second_apart():
@@ -43,7 +45,7 @@ class Looking:
     def needs(self) -> list[tuple[str, float]]:
         return [("temperature", 60.0)]
 
-    def check(self, view: View) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> Iterator[Finding]:
         self.seen = [series[:] for series in view.past.values()]
         return iter(())
 

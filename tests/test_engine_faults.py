@@ -7,7 +7,8 @@ import test_engine
 import test_restraint
 import test_scope
 
-from gpuguard.policies import engine, ladder, occasion, restraint, scope, sight
+from gpuguard.policies import breaker, engine, escalation, scope, view
+from gpuguard.policies import scope as occasion
 
 
 def nothing(*_, **__):
@@ -16,7 +17,7 @@ def nothing(*_, **__):
 
 FAULTS = {
     "a pause is overlooked": (
-        ladder.Memory, "start_anew", nothing,
+        escalation.EngineMemory, "start_anew", nothing,
         lambda: test_engine.test_a_pause_of_more_than_three_intervals_starts_all_durations_anew(3600),
     ),
     "a step is repeated": (
@@ -24,11 +25,11 @@ FAULTS = {
         test_engine.test_the_ladder_is_climbed_one_step_after_the_other_and_none_is_repeated,
     ),
     "one sample is enough": (
-        ladder, "FEWEST_SAMPLES", 1,
+        escalation, "FEWEST_SAMPLES", 1,
         test_engine.test_a_spike_in_one_sample_never_fires,
     ),
     "a garbled list is believed": (
-        sight, "judged", lambda device: device.processes or (),
+        view, "judged", lambda device: device.processes or (),
         test_engine.test_nothing_is_known_of_a_device_whose_list_is_garbled,
     ),
     "a changed policy keeps its ladders": (
@@ -36,19 +37,19 @@ FAULTS = {
         lambda: test_engine.test_a_policy_that_was_changed_cancels_its_ladders({"enforce": True}),
     ),
     "the breaker is ignored": (
-        restraint, "_breaker", lambda due: (set(), []),
+        breaker, "_breaker", lambda due: (set(), []),
         test_restraint.test_the_breaker_lets_nobody_be_hit_when_too_many_users_would_be,
     ),
     "the effect is not awaited": (
-        restraint, "_await_effect", nothing,
+        breaker, "_await_effect", nothing,
         lambda: test_restraint.test_one_process_per_device_is_hit_until_its_effect_is_seen(True),
     ),
     "an effect is taken for seen": (
-        restraint, "_is_seen", lambda *_: True,
+        breaker, "_is_seen", lambda *_: True,
         lambda: test_restraint.test_one_process_per_device_is_hit_until_its_effect_is_seen(False),
     ),
     "blindness does not count": (
-        sight.Sight, "blindness", nothing,
+        view.SampleIndex, "blindness", nothing,
         test_restraint.test_nothing_destructive_happens_on_a_device_whose_processes_cannot_be_seen,
     ),
     "exemptions are ignored": (

@@ -10,7 +10,7 @@ from ladders import Finds, Processes, Watch, a_policy, busy, pids
 
 from gpuguard.model import Finding, Subject
 from gpuguard.policies.engine import still_holds
-from gpuguard.policies.view import View, process_subject
+from gpuguard.policies.view import RuleView, process_subject
 
 NOBODY = a_device(processes=())
 
@@ -90,5 +90,5 @@ def test_a_condition_is_looked_at_once_more_without_a_sample_of_its_own(device, 
     before = copy.deepcopy(watch.memory)
     subject = process_subject(a_device(), a_process())
 
-    assert still_holds(policy, subject, View(busy(35, device)), watch.memory) is holds
+    assert still_holds(policy, subject, RuleView(busy(35, device)), watch.memory) is holds
     assert (watch.memory.standings, watch.memory.past) == (before.standings, before.past)

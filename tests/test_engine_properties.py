@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ladders import Devices, Processes, Watch, a_policy, busy
 
 from gpuguard.model import Snapshot
-from gpuguard.policies.engine import DESTRUCTIVE, KILL_AFTER, Step
+from gpuguard.policies.policy import DESTRUCTIVE, KILL_AFTER, Step
 
 DEVICES, USERS, INTERVAL, LENGTH = 3, 3, 10, 24
 FULL, GARBLED, LISTLESS, ABSENT = "full", "garbled", "listless", "absent"

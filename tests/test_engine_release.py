@@ -6,11 +6,10 @@ import pytest
 from builders import GIB, a_claim_record, a_device, a_process
 from ladders import Finds, Watch, a_policy, actions, busy, kinds
 
+from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import Finding, Subject
-from gpuguard.policies.engine import Step
-from gpuguard.policies.policy import ON_PROCESSES, meaningless
-from gpuguard.policies.view import View, process_subject
-from gpuguard.rehearsals.rehearsal import rehearse
+from gpuguard.policies.policy import ON_PROCESSES, Step, meaningless
+from gpuguard.policies.view import RuleView, process_subject
 
 CLAIM = Subject("claim", uid=1001, claim="c1")
 FOUND = Finding("age", CLAIM, "held without a process")
@@ -70,7 +69,7 @@ def test_a_claim_without_processes_is_released():
 
 
 def test_a_claim_that_is_released_in_a_rehearsal_is_gone_from_its_next_sample_on():
-    samples = [View(busy(clock, a_device(), claims=HELD)) for clock in range(0, 200, 10)]
+    samples = [RuleView(busy(clock, a_device(), claims=HELD)) for clock in range(0, 200, 10)]
     held = Finds(lambda view: [FOUND] if view.snapshot.claims else [])
     judged = list(rehearse(samples, [a_policy("release", rules=(held,), cooldown=0.0)], interval=10))
 

@@ -12,10 +12,11 @@ from builders import a_claim_record
 from worlds import CLOCK, a_bad_day, shown
 
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess
-from gpuguard.policies.engine import Memory, evaluate
-from gpuguard.policies.people import everywhere
+from gpuguard.policies.engine import evaluate
+from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policies.rules import RULES
+from gpuguard.policies.subjects import everywhere
 from gpuguard.policies.view import HostUse, process_subject
 
 NUMBERS = (0, -1, 1, 255, 65534, 2**31, 2**32 - 1, 2**50, 2**53, -(2**53))
@@ -67,7 +68,7 @@ def _with(day, devices, claims, used):
 def fails_of(kind, policies):
     """The first of these values at which somebody fails, or None."""
     for what, looks in worlds(kind):
-        memory = Memory()
+        memory = EngineMemory()
         for look in looks:
             try:
                 evaluate(look, policies, memory, interval=10.0)

@@ -12,17 +12,8 @@ import sys
 
 import pytest
 
-from gpuguard import errors
-from gpuguard.cli import dispatch
-from gpuguard.cli.dispatch import (
-    EXIT_NO,
-    EXIT_NO_DRIVER,
-    EXIT_NOT_NOW,
-    EXIT_RUN_FAILED,
-    EXIT_TIMEOUT,
-    EXIT_USAGE,
-    exit_code,
-)
+from gpuguard import cli, errors
+from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, EXIT_NOT_NOW, EXIT_RUN_FAILED, EXIT_TIMEOUT, EXIT_USAGE, exit_code
 from gpuguard.errors import BackendError, DriverMismatch, GpuguardError, InvalidRequest, NotEnoughGpus
 
 CLASSES = {
@@ -106,9 +97,9 @@ def test_a_fault_of_the_machine_is_told_as_such(monkeypatch, capsys, code, said)
     def fail(*_: object) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(dispatch, "_dispatch", fail)
+    monkeypatch.setattr(cli, "_dispatch", fail)
 
-    assert dispatch.run_command_line(["who"]) == EXIT_NO
+    assert cli.run_command_line(["who"]) == EXIT_NO
     assert said in capsys.readouterr().err
 
 

@@ -14,9 +14,9 @@ from commands import Gpuguard
 from nodes import eventually
 from test_who import DOCUMENT, documented, printed
 
-from gpuguard import history
 from gpuguard.cli import events as command
-from gpuguard.cli.dispatch import run_command_line
+from gpuguard.cli import run_command_line
+from gpuguard.history import audit_log
 from gpuguard.model import Event
 
 NOW = time.time()
@@ -45,10 +45,10 @@ def shown(log, capsys):
 
 
 def test_events_of_both_logs_come_in_order_of_time(shown, log, monkeypatch):
-    history.append(event("third", ago=1))
-    history.append(event("first", ago=3))
+    audit_log.append(event("third", ago=1))
+    audit_log.append(event("first", ago=3))
     monkeypatch.setenv("GPUGUARD_EVENTS", command.MACHINE_EVENTS)
-    history.append(event("second", ago=2))
+    audit_log.append(event("second", ago=2))
     monkeypatch.setenv("GPUGUARD_EVENTS", str(log))
 
     assert shown() == ["first", "second", "third"]
@@ -56,18 +56,18 @@ def test_events_of_both_logs_come_in_order_of_time(shown, log, monkeypatch):
 
 def test_whose_job_it_was_the_uid_says_and_not_the_environment_of_the_job(shown, log):
     facts, nobody_here = (("uid", 1),), (("uid", 4_242_424),)
-    history.append(event("somebody else's name", user="root", facts=facts))
-    history.append(event("no name", facts=facts))
-    history.append(event("of another machine", user="ada", facts=nobody_here))
+    audit_log.append(event("somebody else's name", user="root", facts=facts))
+    audit_log.append(event("no name", facts=facts))
+    audit_log.append(event("of another machine", user="ada", facts=nobody_here))
 
     assert shown("--user", pwd.getpwuid(1).pw_name) == ["somebody else's name", "no name"]
     assert shown("--user", "ada") == ["of another machine"]
 
 
 def test_a_rotated_log_is_read_too(shown, log):
-    history.append(event("old", ago=9))
+    audit_log.append(event("old", ago=9))
     log.rename(f"{log}.1")
-    history.append(event("new", ago=1))
+    audit_log.append(event("new", ago=1))
 
     assert shown() == ["old", "new"]
 
@@ -86,15 +86,15 @@ def test_a_rotated_log_is_read_too(shown, log):
     ],
 )
 def test_filters(shown, options, left):
-    history.append(event("a", ago=7200, user="alice", devices=("GPU-1",)))
-    history.append(event("b", ago=60, user="bob", devices=("GPU-2",), facts=(("policy", "hogs"),)))
-    history.append(event("c", ago=4000, user=None))
+    audit_log.append(event("a", ago=7200, user="alice", devices=("GPU-1",)))
+    audit_log.append(event("b", ago=60, user="bob", devices=("GPU-2",), facts=(("policy", "hogs"),)))
+    audit_log.append(event("c", ago=4000, user=None))
 
     assert sorted(shown(*options)) == left
 
 
 def test_torn_lines_are_left_out_and_counted(log, capsys):
-    history.append(event("whole"))
+    audit_log.append(event("whole"))
     with log.open("ab") as file:
         file.write(b'{"schema": 1, "time_unix\n\xff\xfe\n[1]\n' + b"[" * 4000 + b'\n{"schema": 1}\n')
     run_command_line(["events"])
@@ -105,7 +105,7 @@ def test_torn_lines_are_left_out_and_counted(log, capsys):
 
 
 def test_what_users_wrote_cannot_reach_the_terminal(log, capsys):
-    history.append(event("sent", user="eve\x1b[2J", message="line\nforged \u202e", facts=(("policy", "x\x07"),)))
+    audit_log.append(event("sent", user="eve\x1b[2J", message="line\nforged \u202e", facts=(("policy", "x\x07"),)))
     run_command_line(["events"])
     out = capsys.readouterr().out
 
@@ -116,7 +116,7 @@ def test_what_users_wrote_cannot_reach_the_terminal(log, capsys):
 
 def test_facts_are_in_words_for_people_and_exact_for_programs(log, capsys):
     facts = {"wall_time_seconds": 7380.25, "peak_memory_bytes": 10738466816, "energy_joules": 979.0249999999999}
-    history.append(event(facts=tuple({**facts, "until_unix_seconds": NOW, "mean_utilization_percent": 90.0}.items())))
+    audit_log.append(event(facts=tuple({**facts, "until_unix_seconds": NOW, "mean_utilization_percent": 90.0}.items())))
     run_command_line(["events"])
     now = time.strftime("%m-%d %H:%M:%S", time.localtime(NOW))
     words = f"wall_time=2h3m, peak_memory=10.0GiB, energy_joules=979.025, until={now}, mean_utilization=90%"
@@ -170,17 +170,17 @@ def test_a_wrong_option_is_a_usage_error(log, words):
 
 def test_following_shows_what_comes_through_a_rotation_too(log, tmp_path):
     gpuguard = Gpuguard(tmp_path, None)
-    history.append(event("before"))
+    audit_log.append(event("before"))
     follower = gpuguard.start("events", "--follow", "--json", "--file", str(log))
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(iter(follower.stdout.readline, "")), daemon=True)
     reader.start()
     try:
         assert eventually(lambda: len(lines) == 1, 20)
-        history.append(event("during"))
+        audit_log.append(event("during"))
         assert eventually(lambda: len(lines) == 2)
         os.rename(log, f"{log}.1")
-        history.append(event("after"))
+        audit_log.append(event("after"))
         assert eventually(lambda: len(lines) == 3)
     finally:
         follower.terminate()
@@ -190,7 +190,9 @@ def test_following_shows_what_comes_through_a_rotation_too(log, tmp_path):
 
 
 def test_the_document_describes_exactly_what_is_printed(log, capsys):
-    history.append(event("sent", user="u", devices=("GPU-1",), pid=1, claim="c", message="m", facts=(("policy", "p"),)))
+    audit_log.append(
+        event("sent", user="u", devices=("GPU-1",), pid=1, claim="c", message="m", facts=(("policy", "p"),))
+    )
     run_command_line(["events", "--json"])
     content = json.loads(capsys.readouterr().out)
     found = printed("events", content)

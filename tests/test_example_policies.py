@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from sources import ROOT
 
-from gpuguard.policyfile import load_policies
-from gpuguard.rehearsals.scenario import accounts
-from gpuguard.rehearsals.series_file import people
-from gpuguard.rehearsals.trial import run_tests
+from gpuguard.backtest.csv_series import people
+from gpuguard.backtest.unit_tests import accounts, run_tests
+from gpuguard.policies.files.loader import load_policies
 
 FOLDER = ROOT / "examples" / "policies"
 POLICIES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("_test"))

@@ -15,10 +15,10 @@ import pytest
 from chances import luck
 from commands import SECONDS, Gpuguard
 
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices, read_records
-from gpuguard.jobs import launch, settle
-from gpuguard.line.tickets import read_tickets
+from gpuguard.jobs import drain, spawn
+from gpuguard.queue.tickets import read_tickets
 
 LIMITS = sorted(luck("limits").sample(range(3, 40), 3))
 JOB = ("--no-wait", "-n", "2", "--", "sh", "-c", 'echo "devices $CUDA_VISIBLE_DEVICES"')
@@ -133,7 +133,7 @@ DEAF = ("sh", "-c", "trap '' TERM; sleep 60 & wait; wait")
     ("module", "owner", "name", "words", "status"),
     [
         ("posixpath", "os", "pidfd_open", ("--", "sh", "-c", "exit 6"), 6),
-        ("gpuguard.jobs.settle", "Settling", "wait_until_free", ("--", "sh", "-c", "exit 6"), 6),
+        ("gpuguard.jobs.drain", "Settling", "wait_until_free", ("--", "sh", "-c", "exit 6"), 6),
         ("gpuguard.jobs", "ending", "descendants", ("--time-limit", "500ms", "--grace", "200ms", "--", *DEAF), 124),
         ("gpuguard.jobs", "ending", "status_of", ("--time-limit", "500ms", "--", "sleep", "60"), 124),
     ],
@@ -160,7 +160,7 @@ def test_a_job_for_which_there_is_no_file_or_process_for_a_moment_starts_a_momen
         return really()
 
     monkeypatch.setattr(os, name, once)
-    pid, report = launch.start(["true"], os.environ, (), ())
+    pid, report = spawn.start(["true"], os.environ, (), ())
     os.close(report)
 
     assert os.waitpid(pid, 0) == (pid, 0)
@@ -175,4 +175,4 @@ def test_a_process_that_cannot_be_looked_at_for_want_of_a_descriptor_is_not_take
     monkeypatch.setattr(os, "open", full)
 
     with pytest.raises(OSError, match="Too many open files in system"):
-        settle.descendants()
+        drain.descendants()

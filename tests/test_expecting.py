@@ -7,14 +7,14 @@ import subprocess
 
 import pytest
 
-from gpuguard import history
-from gpuguard.claims.hold import Claim
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_records
-from gpuguard.cli.run import say_how_long
-from gpuguard.line import expecting
-from gpuguard.line.expecting import expected_seconds, program
+from gpuguard.cli.run import write_expected_end
+from gpuguard.history import audit_log
 from gpuguard.model import Event
+from gpuguard.queue import estimates
+from gpuguard.queue.estimates import expected_seconds, program
 
 TRAIN = ("python", "train.py", "--lr", "3")
 
@@ -28,12 +28,12 @@ def log(tmp_path, monkeypatch):
 def begins(claim, *command):
     """What run.py writes."""
     message = " ".join(command)[:1000]
-    history.append(Event(time=0.0, kind="claim", outcome="started", claim=claim, message=message))
+    audit_log.append(Event(time=0.0, kind="claim", outcome="started", claim=claim, message=message))
 
 
 def ends(claim, seconds, outcome="released"):
     facts = (("wall_time_seconds", seconds),)
-    history.append(Event(time=0.0, kind="release", outcome=outcome, claim=claim, facts=facts))
+    audit_log.append(Event(time=0.0, kind="release", outcome=outcome, claim=claim, facts=facts))
 
 
 def ran(*lasted, command=TRAIN, name="c"):
@@ -62,7 +62,7 @@ def test_a_few_tell_nothing_and_old_ones_are_forgotten(log):
     ran(10.0, 10.0)
     assert expected_seconds(TRAIN) is None
 
-    ran(*[10.0] * 30, *[50.0] * expecting.NEWEST, name="d")
+    ran(*[10.0] * 30, *[50.0] * estimates.NEWEST, name="d")
     assert expected_seconds(TRAIN) == 50.0
 
 
@@ -138,7 +138,7 @@ def test_a_job_may_have_begun_before_the_log_was_turned(log):
 
 
 def test_of_a_long_log_the_end_is_read(log, monkeypatch):
-    monkeypatch.setattr(expecting, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(estimates, "TAIL_BYTES", 2000)
     ran(*[10.0] * 50)
     ran(*[77.0] * 5, name="later")
     ran(*[77.0] * 5, name="last")
@@ -207,11 +207,11 @@ class Record(Claim):
 def test_a_job_tells_when_it_should_end_and_only_what_is_known(log, monkeypatch):
     claim = Record("c", (), ())
     claim.since = 1000.0
-    say_how_long(claim, TRAIN)
+    write_expected_end(claim, TRAIN)
     assert not hasattr(claim, "told")
 
     ran(10.0, 20.0, 30.0)
-    say_how_long(claim, TRAIN)
+    write_expected_end(claim, TRAIN)
     assert claim.told == 1020.0
 
 
@@ -221,7 +221,7 @@ def test_a_job_that_told_it_keeps_its_record_when_its_supervisor_is_killed(log, 
     claim.explain(directory, "note", TRAIN)
     ran(10.0, 20.0, 30.0)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=claim.pass_fds):
-        say_how_long(claim, TRAIN)
+        write_expected_end(claim, TRAIN)
         for descriptor in claim.pass_fds:
             os.close(descriptor)
         records = read_records(directory)

@@ -8,9 +8,9 @@ import pytest
 from builders import GIB, a_device, a_process
 from machines import Machine
 
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.cli.dispatch import run_command_line
-from gpuguard.lock import acquire, look
+from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import run_command_line
+from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.request import Request
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3600)
@@ -114,7 +114,7 @@ def test_what_is_unknown_is_said_and_never_shown_as_0(explain, machine):
 
 def test_it_chooses_what_run_would_choose(explain, machine, tmp_path):
     machine.devices = [a_device(i, temperature=90.0 - 10 * i, utilization=10.0 * i) for i in range(4)]
-    _, choice = look(machine, Request(2), lock_directory(str(tmp_path)))
+    _, choice = sample_and_lock(machine, Request(2), lock_directory(str(tmp_path)))
     _, output = explain("-n", "2")
 
     assert f"on {', '.join(f'device {device.index}' for device in choice.devices)}." in output

@@ -10,10 +10,9 @@ from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from sources import ROOT
 
 from gpuguard.model import Gap
-from gpuguard.policies.expression import Expression
-from gpuguard.policies.expression_language import parse_expression
-from gpuguard.policies.expression_names import NAMES, Place
-from gpuguard.policies.view import HostUse, View
+from gpuguard.policies.expression import ExpressionRule
+from gpuguard.policies.expression_language import NAMES, NameSource, parse_expression
+from gpuguard.policies.view import HostUse, RuleView
 
 BOB = a_process(
     memory_used=40 * GIB, uid=1002, user="bob", utilization=3.0, start_time=1000.0, executable="/opt/conda/bin/python"
@@ -25,7 +24,7 @@ A_DEVICE = a_device(
 
 def holds(text: str, process=BOB, device=A_DEVICE, **view) -> bool:
     snapshot = a_snapshot(device, **view.pop("snapshot", {}))
-    return parse_expression(text).holds(Place(View(snapshot, **view), device, process))
+    return parse_expression(text).holds(NameSource(RuleView(snapshot, **view), device, process))
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -143,8 +142,8 @@ def test_a_condition_on_something_unknown_is_false_and_so_is_its_opposite(name):
         temperature=None, power_draw=None, power_limit=None, processes=None,
     )  # fmt: skip
     process = a_process(memory_used=None, uid=None, user=None, start_time=None, command=None)
-    unreadable = View(a_snapshot(nothing, gaps=(Gap(None, "claims", "no permission"),)))
-    place = Place(unreadable, nothing, process)
+    unreadable = RuleView(a_snapshot(nothing, gaps=(Gap(None, "claims", "no permission"),)))
+    place = NameSource(unreadable, nothing, process)
 
     assert [text for text in conditions_about(name) if parse_expression(text).holds(place)] == []
 
@@ -183,9 +182,9 @@ def test_what_grows_beyond_every_number_is_unknown():
 
 
 def test_a_finding_says_what_was_seen_and_what_is_allowed():
-    rule = Expression(parse_expression("memory_used > 30GiB and  utilization < 5%"))
+    rule = ExpressionRule(parse_expression("memory_used > 30GiB and  utilization < 5%"))
 
-    [finding] = rule.check(View(a_snapshot(A_DEVICE)))
+    [finding] = rule.check(RuleView(a_snapshot(A_DEVICE)))
     assert finding.why == "memory_used is 40.0GiB, utilization is 2%: true is memory_used > 30GiB and utilization < 5%"
     assert finding.processes == (BOB,)
     assert (finding.subject.kind, finding.subject.pid, finding.subject.start_time) == ("process", BOB.pid, 1000.0)
@@ -201,14 +200,14 @@ def test_a_finding_says_what_was_seen_and_what_is_allowed():
 def test_a_finding_says_what_is_false_and_what_is_unknown(text, seen):
     device = replace(A_DEVICE, power_draw=None)
 
-    [finding] = Expression(parse_expression(text)).check(View(a_snapshot(device)))
+    [finding] = ExpressionRule(parse_expression(text)).check(RuleView(a_snapshot(device)))
     assert finding.why == f"{seen}: true is {text}"
 
 
 def test_without_a_name_about_processes_it_is_about_the_device():
-    rule = Expression(parse_expression("temperature > 70C and processes > 0"))
+    rule = ExpressionRule(parse_expression("temperature > 70C and processes > 0"))
 
-    [finding] = rule.check(View(a_snapshot(A_DEVICE, a_device(1))))
+    [finding] = rule.check(RuleView(a_snapshot(A_DEVICE, a_device(1))))
     assert (finding.subject.kind, finding.processes) == ("device", ())
 
 
@@ -223,7 +222,7 @@ def test_without_a_name_about_processes_it_is_about_the_device():
     ],
 )
 def test_who_may_not_be_judged_is_not_judged(device):
-    assert list(Expression(parse_expression("memory_used > 30GiB")).check(View(a_snapshot(device)))) == []
+    assert list(ExpressionRule(parse_expression("memory_used > 30GiB")).check(RuleView(a_snapshot(device)))) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -231,7 +230,7 @@ def test_each_name_stands_in_the_help_and_on_the_page(name):
     of = "process" if NAMES[name].of_process else "device"
     row = f"| `{name}` | {NAMES[name].type} | {NAMES[name].meaning} | {of} |"
 
-    assert re.search(rf"\b{name}\b", Expression.__doc__ or "")
+    assert re.search(rf"\b{name}\b", ExpressionRule.__doc__ or "")
     assert row in (ROOT / "docs" / "expressions.md").read_text(encoding="utf-8")
 
 

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from test_expression import A_DEVICE, BOB, holds
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.policies.expression_language import parse_expression
-from gpuguard.policies.expression_names import NAMES, Place
-from gpuguard.policies.expression_tokens import LONGEST
-from gpuguard.policies.view import View
+from gpuguard.policies.expression_language import LONGEST, NAMES, NameSource, parse_expression
+from gpuguard.policies.view import RuleView
 
 REFUSED = {
     # names and types: (text, column, part of the fault)
@@ -293,5 +291,8 @@ def test_whatever_is_written_is_refused_or_can_be_judged(text):
     except InvalidRequest:
         return
 
-    assert condition.holds(Place(View(a_snapshot(A_DEVICE)), A_DEVICE, BOB)) in (True, False)
-    assert condition.holds(Place(View(a_snapshot()), a_device(memory_used=None, processes=None))) in (True, False)
+    assert condition.holds(NameSource(RuleView(a_snapshot(A_DEVICE)), A_DEVICE, BOB)) in (True, False)
+    assert condition.holds(NameSource(RuleView(a_snapshot()), a_device(memory_used=None, processes=None))) in (
+        True,
+        False,
+    )

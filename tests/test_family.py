@@ -13,8 +13,8 @@ import pytest
 from wrapped import until
 
 from gpuguard.errors import GpuguardError
-from gpuguard.jobs import family
-from gpuguard.jobs.family import Family
+from gpuguard.jobs import adopt
+from gpuguard.jobs.adopt import ProcessFamily
 
 # A process that starts a child when it is told so on its stdin, says the child's pid, and can start it in a session of
 # its own ("away").  Ends with its stdin.
@@ -77,12 +77,12 @@ def silent() -> Iterator[int]:
 
 
 @pytest.fixture
-def of() -> Iterator[Callable[..., Family]]:
+def of() -> Iterator[Callable[..., ProcessFamily]]:
     """Makes families, and forgets them."""
     made = []
 
-    def make(*pids: int, tree: bool = True) -> Family:
-        made.append(Family(pids, tree=tree))
+    def make(*pids: int, tree: bool = True) -> ProcessFamily:
+        made.append(ProcessFamily(pids, tree=tree))
         return made[-1]
 
     yield make
@@ -98,7 +98,7 @@ def kill(pid: int) -> None:
     except ProcessLookupError:
         return
     os.close(pidfd)
-    until(lambda: family.kin_of(pid) is None)
+    until(lambda: adopt.kin_of(pid) is None)
 
 
 def test_a_process_and_what_it_has_started_belong_together(job, of):
@@ -164,7 +164,7 @@ def test_nobody_waits_for_himself(of):
 
 def test_a_process_that_has_ended_but_was_not_buried_is_none(job, of):
     job.process.kill()
-    until(lambda: family.kin_of(job.pid) is None)
+    until(lambda: adopt.kin_of(job.pid) is None)
 
     with pytest.raises(GpuguardError, match="has ended"):
         of(job.pid)
@@ -172,10 +172,10 @@ def test_a_process_that_has_ended_but_was_not_buried_is_none(job, of):
 
 
 def test_a_pid_that_is_another_process_by_now_does_not_join(job, of, monkeypatch):
-    child, read = job.child(), family.kin_of
-    listed = {pid: kin for pid, kin in family.processes().items() if pid in (job.pid, child)}
-    older = family.Kin(job.pid, job.pid, job.pid, listed[child].started - 1)
-    monkeypatch.setattr(family, "processes", lambda: {job.pid: listed[job.pid], child: older})
+    child, read = job.child(), adopt.kin_of
+    listed = {pid: kin for pid, kin in adopt.processes().items() if pid in (job.pid, child)}
+    older = adopt.Kin(job.pid, job.pid, job.pid, listed[child].started - 1)
+    monkeypatch.setattr(adopt, "processes", lambda: {job.pid: listed[job.pid], child: older})
 
     assert read(child) == listed[child]
     assert set(of(job.pid).members) == {job.pid}

@@ -17,8 +17,10 @@ import pytest
 from guarded import SLEEP, a_child
 from nodes import eventually
 
-from gpuguard.backends import apart, sampler
-from gpuguard.claims import fdlocks, holders
+from gpuguard import deadline
+from gpuguard.backends import worker
+from gpuguard.claims import holders
+from gpuguard.claims import holders as fdlocks
 from gpuguard.claims.holders import as_written, inode_of
 
 UNKNOWN = 20002  # another user
@@ -82,7 +84,7 @@ libc.epoll_wait(waits.fileno(), ctypes.c_void_p(page), 10, -1)
 def _no_reader_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("SLACK_SECONDS", "SLACK_AGAIN"):
         monkeypatch.setattr(fdlocks, name, 20.0)  # no reader of these tests is too slow by accident
-    monkeypatch.setattr(apart, "_spent", {})
+    monkeypatch.setattr(deadline, "_spent", {})
     fdlocks._close()
     yield
     fdlocks._close()
@@ -100,7 +102,7 @@ def locked(tmp_path: Path) -> Iterator[int]:
 def silent(monkeypatch: pytest.MonkeyPatch, reader: str = SILENT) -> None:
     monkeypatch.setattr(fdlocks, "SLACK_SECONDS", 0.0)
     monkeypatch.setattr(fdlocks, "SLACK_AGAIN", 0.0)
-    monkeypatch.setattr(sampler, "interpreter", lambda code, word: [sys.executable, "-c", reader, *sys.path])
+    monkeypatch.setattr(worker, "interpreter", lambda code, word: [sys.executable, "-c", reader, *sys.path])
 
 
 def test_what_a_process_has_locked_is_what_the_kernel_says(locked):
@@ -186,7 +188,7 @@ def test_who_answers_each_look_just_in_time_gets_no_more_time_than_who_never_doe
         assert 0 < sum(map(bool, looks)) <= 2
         assert fdlocks.hangs(UNKNOWN)
         assert fdlocks.locked_files(os.getpid(), os.getuid(), 5), "nobody else is hidden"
-        now[0] += 20 / apart.SHARE
+        now[0] += 20 / deadline.SHARE
         assert fdlocks.locked_files(os.getpid(), UNKNOWN, 5), "once it is paid off"
 
 
@@ -197,7 +199,7 @@ def test_looks_that_take_next_to_nothing_are_never_too_many(locked):
 def test_a_reader_that_has_ended_is_replaced(locked):
     fdlocks.locked_files(os.getpid(), os.getuid(), 5)
     _, pid, ask, _ = fdlocks._reader[0]
-    sampler.send(ask, ())  # what ends it
+    worker.send(ask, ())  # what ends it
 
     assert eventually(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None)
     fdlocks.locked_files(os.getpid(), os.getuid(), 5)

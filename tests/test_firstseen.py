@@ -8,7 +8,7 @@ import pytest
 from builders import a_claim_record, a_device, a_snapshot
 
 from gpuguard import watchdog
-from gpuguard.claims.firstseen import FirstSeen
+from gpuguard.claims.watch import FirstSeen
 
 GPU, OTHER = a_device(0), a_device(1)
 NOW = 1_000_000.0  # unix time at a clock of 0

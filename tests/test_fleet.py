@@ -21,9 +21,8 @@ from nodes import eventually
 
 from gpuguard.cli.serve_ssh import judged
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.fleet.asking import ERR_MOST, OUT_MOST, Asking, Pool, Reply, ssh_words
-from gpuguard.fleet.hosts import MOST, host_names
-from gpuguard.fleet.questions import VIEWS, asked, command_line, words_of
+from gpuguard.fleet.hosts import MOST, VIEWS, asked, command_line, host_names, words_of
+from gpuguard.fleet.ssh import ERR_MOST, OUT_MOST, FleetQuery, Pool, Reply, ssh_words
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def test_more_hosts_than_can_be_asked_are_refused(tmp_path):
 
 
 def test_ssh_asks_nobody_forwards_nothing_and_takes_the_host_for_no_option():
-    words = ssh_words(Asking("gpuguard who --json", timeout=4.0), "gpu1")
+    words = ssh_words(FleetQuery("gpuguard who --json", timeout=4.0), "gpu1")
 
     assert {"-T", "-n", "-x", "-a", "-oBatchMode=yes", "-oClearAllForwardings=yes", "-oConnectTimeout=4"} <= set(words)
     assert words[-3:] == ["--", "gpu1", "gpuguard who --json"]
@@ -126,7 +125,7 @@ def test_the_question_of_select_can_be_asked_and_is_the_same_on_the_other_side(h
 
 
 def test_every_view_that_can_be_asked_has_these_options():
-    from gpuguard.cli.dispatch import build_parser
+    from gpuguard.cli import build_parser
 
     for name, options in VIEWS.items():
         parser = build_parser(name)
@@ -218,7 +217,7 @@ def test_no_ssh_is_left_behind_by_one_that_is_interrupted(hosts, number, status)
 
 
 def test_one_that_does_not_heed_the_first_signal_is_killed():
-    how = Asking("x", ssh=("sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"), timeout=0.5)
+    how = FleetQuery("x", ssh=("sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"), timeout=0.5)
     pool = Pool(how)
     pool.ask(["a"])
     replies: list[Reply] = []
@@ -239,7 +238,7 @@ def _children() -> list[str]:
 
 def test_a_connection_that_stays_open_behind_ssh_does_not_delay_its_answer():
     # As a master of ControlPersist in older versions: it keeps standard error.
-    how = Asking("x", ssh=("sh", "-c", "(exec sleep 20 >/dev/null) & echo '{\"schema\": 1}'"), timeout=15.0)
+    how = FleetQuery("x", ssh=("sh", "-c", "(exec sleep 20 >/dev/null) & echo '{\"schema\": 1}'"), timeout=15.0)
     began, replies = time.monotonic(), list[Reply]()
     with Pool(how) as pool:
         pool.ask(["a"])
@@ -253,7 +252,7 @@ def test_a_connection_that_stays_open_behind_ssh_does_not_delay_its_answer():
 def test_the_pool_is_bounded(hosts):
     for name in "abcdef":
         hosts.say(name, an_answer(), waits=True)
-    how = Asking("x", ssh=tuple(hosts.ssh.split()), timeout=60.0, parallel=2)
+    how = FleetQuery("x", ssh=tuple(hosts.ssh.split()), timeout=60.0, parallel=2)
     started = lambda: sorted(path.stem for path in hosts.place.glob("*.pid"))  # noqa: E731
     with Pool(how) as pool:
         pool.ask(list("abcdef"))
@@ -286,7 +285,7 @@ def test_where_few_files_may_be_open_fewer_hosts_are_asked_at_once(hosts, monkey
 
     monkeypatch.setattr(subprocess, "Popen", start)
     replies: list[Reply] = []
-    with Pool(Asking("x", ssh=tuple(hosts.ssh.split()), timeout=60.0)) as pool:
+    with Pool(FleetQuery("x", ssh=tuple(hosts.ssh.split()), timeout=60.0)) as pool:
         pool.ask(list("abcdef"))
         while pool.waiting_for:
             replies += pool.step(1.0)
@@ -299,7 +298,7 @@ def test_where_few_files_may_be_open_fewer_hosts_are_asked_at_once(hosts, monkey
 
 
 def test_an_answer_without_end_is_cut_off():
-    with Pool(Asking("x", ssh=("sh", "-c", "exec cat /dev/zero"), timeout=60.0)) as pool:
+    with Pool(FleetQuery("x", ssh=("sh", "-c", "exec cat /dev/zero"), timeout=60.0)) as pool:
         pool.ask(["a"])
         replies: list[Reply] = []
         while not replies:
@@ -310,7 +309,7 @@ def test_an_answer_without_end_is_cut_off():
 
 def test_complaints_without_end_are_cut_off():
     ssh = ("sh", "-c", "head -c 1000000 /dev/zero | tr '\\0' x >&2; echo '{}'")
-    with Pool(Asking("x", ssh=ssh, timeout=60.0)) as pool:
+    with Pool(FleetQuery("x", ssh=ssh, timeout=60.0)) as pool:
         pool.ask(["a"])
         replies: list[Reply] = []
         while not replies:
@@ -324,7 +323,7 @@ def test_a_machine_without_ssh_is_told_how_to_get_it(hosts):
 
     assert done.returncode == 1
     assert "/no/ssh cannot be run: No such file or directory.  Install it (apt-get" in done.stderr
-    with pytest.raises(GpuguardError), Pool(Asking("x", ssh=("/no/ssh",))) as pool:
+    with pytest.raises(GpuguardError), Pool(FleetQuery("x", ssh=("/no/ssh",))) as pool:
         pool.ask(["a"])
         pool.step(1.0)
 

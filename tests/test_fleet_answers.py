@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_who import a_hostile_snapshot, documented
 
-from gpuguard.fleet.answers import ROWS, Answer, answer_of, rows
-from gpuguard.fleet.asking import Reply
+from gpuguard.device_state import uses
+from gpuguard.fleet.answers import ROWS, HostReply, reply_of, rows
+from gpuguard.fleet.ssh import Reply
+from gpuguard.top import fleet
 from gpuguard.views import fleet as view
-from gpuguard.views import fleet_top, who
+from gpuguard.views import who
 from gpuguard.views.text import json_text
-from gpuguard.views.usage import uses
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def hosts(tmp_path: Path) -> Hosts:
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_an_error_with_a_reason(out, why):
-    answer = answer_of(Reply("a", 0.1, 0, out))
+    answer = reply_of(Reply("a", 0.1, 0, out))
 
     assert answer.facts is None and answer.error is not None and why in answer.error
 
@@ -52,20 +53,20 @@ def test_an_answer_that_is_none_is_an_error_with_a_reason(out, why):
 def test_the_reason_of_a_refusal_is_one_line():
     out = json.dumps({"schema": 1, "refused": "who", "reason": "no\ngpuguard: other: 8 GPUs free\r\u2028 x"})
 
-    assert answer_of(Reply("a", 0.1, 1, out.encode())).error == "refused there: no gpuguard: other: 8 GPUs free x"
+    assert reply_of(Reply("a", 0.1, 1, out.encode())).error == "refused there: no gpuguard: other: 8 GPUs free x"
 
 
 @pytest.mark.parametrize("name", ["devices", "users", "waiting", "places"])
 def test_a_list_without_end_costs_no_more_than_a_long_one(name):
     # What a view does with each row took 13 s for the 2.8 million of 8 MiB, and all other hosts were late.
-    answer = answer_of(Reply("a", 0.1, 0, b'{"schema": 1, "%s": [' % name.encode() + b"{}," * 50_000 + b"{}]}"))
+    answer = reply_of(Reply("a", 0.1, 0, b'{"schema": 1, "%s": [' % name.encode() + b"{}," * 50_000 + b"{}]}"))
 
     assert len(rows(answer.facts, name)) == ROWS
     assert view.sums(answer.facts).devices <= ROWS
 
 
 def test_what_a_shell_says_at_its_start_does_not_spoil_the_answer():
-    answer = answer_of(Reply("a", 0.1, 0, b'Welcome to {gpu}!\n{"schema": 1}\n'))
+    answer = reply_of(Reply("a", 0.1, 0, b'Welcome to {gpu}!\n{"schema": 1}\n'))
 
     assert answer.facts == {"schema": 1} and answer.error is None
 
@@ -83,7 +84,7 @@ def test_what_a_shell_says_at_its_start_does_not_spoil_the_answer():
     ],
 )
 def test_a_failure_is_told_with_what_to_do(status, err, why):
-    answer = answer_of(Reply("a", 0.1, status, b"", err))
+    answer = reply_of(Reply("a", 0.1, status, b"", err))
 
     assert answer.error is not None and why in answer.error and len(answer.error) < 500
 
@@ -91,7 +92,7 @@ def test_a_failure_is_told_with_what_to_do(status, err, why):
 def test_a_refusal_of_a_locked_down_account_is_an_error_of_that_host():
     refusal = b'{"schema": 1, "refused": "x", "reason": "this key is for who alone", "answered": ["who"]}'
 
-    assert answer_of(Reply("a", 0.1, 1, refusal)).error == "refused there: this key is for who alone"
+    assert reply_of(Reply("a", 0.1, 1, refusal)).error == "refused there: this key is for who alone"
 
 
 def test_of_a_hostile_host_nothing_reaches_the_terminal_but_plain_text():
@@ -103,15 +104,15 @@ def test_of_a_hostile_host_nothing_reaches_the_terminal_but_plain_text():
     facts["devices"] += [evil] * 3
     facts["users"] += [evil]
     facts |= {"places": [evil], "taken_at": HOSTILE, "host": HOSTILE}
-    answer = Answer("a", 0.1, facts)
-    broken = Answer("b", 0.1, error=HOSTILE)
-    known = {"a": fleet_top.after(fleet_top.Known(), answer, 1.0), "b": fleet_top.after(fleet_top.Known(), broken, 1.0)}
+    answer = HostReply("a", 0.1, facts)
+    broken = HostReply("b", 0.1, error=HOSTILE)
+    known = {"a": fleet.after(fleet.KnownHost(), answer, 1.0), "b": fleet.after(fleet.KnownHost(), broken, 1.0)}
     paint = lambda text, _: text  # noqa: E731
     lines = [
         *view.host_lines(answer, None, paint), *view.queue_lines(answer, 80, paint),
         *view.total_lines([answer, broken], None), *view.end_lines([answer, broken], None, paint),
         view.room_line(broken, None, ["a", "b"], None, paint),
-        *fleet_top.page(["a", "b"], known, 2.0, width=120, paint=paint),
+        *fleet.page(["a", "b"], known, 2.0, width=120, paint=paint),
     ]  # fmt: skip
 
     assert [line for line in lines if not line.isprintable()] == []
@@ -128,12 +129,12 @@ def test_a_field_of_another_type_than_it_should_have_breaks_no_view(wrong):
     queue = {"places": [{"number": 1, "user": "a", "num_gpus": 1, "waited_seconds": 1.0, "why": "x"}]}
     facts = {**whole, **queue}
     for change in _changed(facts, wrong):
-        answer = Answer("a", 0.1, change)
+        answer = HostReply("a", 0.1, change)
         lines = [
             *view.host_lines(answer, 80, paint), *view.queue_lines(answer, None, paint),
             *view.total_lines([answer], 80),
             view.room_line(answer, view.room(view.chosen(answer), "index", ","), ["a"], 80, paint),
-            *fleet_top.page(["a"], {"a": fleet_top.after(fleet_top.Known(), answer, 0.0)}, 1.0, width=80, paint=paint),
+            *fleet.page(["a"], {"a": fleet.after(fleet.KnownHost(), answer, 0.0)}, 1.0, width=80, paint=paint),
         ]  # fmt: skip
         assert max(map(len, lines)) < 5000
         json_text(view.to_json([answer], 1.0))
@@ -253,15 +254,15 @@ def test_a_device_whose_state_is_missing_counts_and_is_unknown():
 @given(st.binary(max_size=200), st.sampled_from([0, 1, 2, 127, 255, None]), st.binary(max_size=100))
 def test_no_bytes_of_a_host_make_an_answer_fail(out, status, err):
     for content in (out, b'{"schema": 1, ' + out, json.dumps({"schema": 1, "x": out.decode("latin-1")}).encode()):
-        answer = answer_of(Reply("a", 0.1, status, content, err))
+        answer = reply_of(Reply("a", 0.1, status, content, err))
         assert (answer.facts is None) != (answer.error is None and answer.refusal is None)
 
 
 def test_top_keeps_what_it_knew_of_a_host_that_falls_silent():
     facts = an_answer(a_device(0, utilization=100.0), a_device(1, utilization=None))
-    known = fleet_top.after(fleet_top.Known(), Answer("a", 0.1, facts), 100.0)
-    known = fleet_top.after(known, Answer("a", 0.1, error="no answer within 10s"), 130.0)
-    lines = fleet_top.page(["a", "b"], {"a": known}, 131.0, width=None, paint=lambda text, _: text, ascii_only=True)
+    known = fleet.after(fleet.KnownHost(), HostReply("a", 0.1, facts), 100.0)
+    known = fleet.after(known, HostReply("a", 0.1, error="no answer within 10s"), 130.0)
+    lines = fleet.page(["a", "b"], {"a": known}, 131.0, width=None, paint=lambda text, _: text, ascii_only=True)
 
     assert "2 hosts, 2 GPUs" in lines[0] and "1 does not answer" in lines[0]
     assert "#? n/a" in lines[2] and "31s" in lines[2] and "no answer within 10s" in lines[2]
@@ -270,6 +271,6 @@ def test_top_keeps_what_it_knew_of_a_host_that_falls_silent():
 
 def test_the_document_describes_the_fields_that_are_printed():
     page = (Path(__file__).parent.parent / "docs" / "json.md").read_text(encoding="utf-8")
-    content = view.to_json([Answer("a", 0.1, {"schema": 1}), Answer("b", 0.1, error="x")], 10.0)
+    content = view.to_json([HostReply("a", 0.1, {"schema": 1}), HostReply("b", 0.1, error="x")], 10.0)
 
     assert documented("hosts", page) == {"hosts": set(content), "hosts.hosts[]": set(content["hosts"][0])}

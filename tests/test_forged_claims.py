@@ -21,14 +21,14 @@ from fake_nvml import FakeNvml
 from guarded import set_user_id_program
 from nodes import eventually
 
-from gpuguard.claims.lockfiles import lock_directory, open_lock
+from gpuguard.claims.directory import lock_directory, open_lock
 from gpuguard.claims.records import probe
-from gpuguard.claims.releasing import gripped, let_go
-from gpuguard.claims.wishes import Letter
-from gpuguard.model import Seen
+from gpuguard.claims.release import let_go, lock_handle
+from gpuguard.claims.release_requests import ReleaseRequest
+from gpuguard.model import ProcessStat
 from gpuguard.policies.amounts import parse_memory_amount
-from gpuguard.policies.memory import Memory
-from gpuguard.policies.view import View
+from gpuguard.policies.thresholds import MemoryRule
+from gpuguard.policies.view import RuleView
 
 MALLORY = 20002
 QUOTA = """
@@ -92,12 +92,12 @@ def test_what_a_record_copies_from_another_accuses_nobody(forged):
     hers = a_claim_record(device, id="c1", memory=20 * GIB, slots=(f"{slot}0",), holders=(11,), since=2.0)
     bobs = {"id": "c2", "uid": 1002, "user": "bob", "pid": 31, "since": 1.0, "memory": GIB, "slots": (f"{slot}1",)}
     his = a_claim_record(device, **{**bobs, **forged})
-    seen = {21: Seen(parent=11, state="S"), 11: Seen(parent=0, state="S", uid=1001)}
+    seen = {21: ProcessStat(parent=11, state="S"), 11: ProcessStat(parent=0, state="S", uid=1001)}
 
     assert (
         list(
-            Memory(parse_memory_amount("share"), per="claim").check(
-                View(a_snapshot(device, claims=(his, hers)), seen=seen)
+            MemoryRule(parse_memory_amount("share"), per="claim").check(
+                RuleView(a_snapshot(device, claims=(his, hers)), seen=seen)
             )
         )
         == []
@@ -108,8 +108,8 @@ def test_what_a_record_copies_from_another_accuses_nobody(forged):
 HELD_BY_ROOTS_PROGRAM = """
 import fcntl, json, os, pwd, sys
 from types import SimpleNamespace
-from gpuguard.claims.hold import Claim, take_lock
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.claim import Claim, lock_device as take_lock
+from gpuguard.claims.directory import lock_directory
 path, uuid, program = sys.argv[1:]
 os.setgroups([]); os.setresgid(*[20001] * 3); os.setresuid(*[20001] * 3)
 directory = lock_directory(path)
@@ -131,8 +131,8 @@ def test_a_claim_held_by_a_program_with_the_set_user_id_bit_is_not_roots(tmp_pat
         try:
             assert eventually(lambda: Path(f"/proc/{holder.pid}/comm").read_text() == "sleep\n")
             [claim] = probe(directory, ["GPU-a"])
-            with gripped(directory, claim) as grip:
-                let_go(grip, Letter("released", "root"))
+            with lock_handle(directory, claim) as grip:
+                let_go(grip, ReleaseRequest("released", "root"))
         finally:
             holder.kill()
 

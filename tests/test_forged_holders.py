@@ -22,10 +22,9 @@ from builders import GIB
 from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import eventually
 
-from gpuguard import state
-from gpuguard.backends import processes
+from gpuguard import procfs, source
+from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.holders import holders_of, inode_of, locked_inode
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock
 
 MALLORY = 20002
 POLICY = """
@@ -132,10 +131,10 @@ def test_a_pretender_is_no_holder(
 # Of an overlay, as of a Btrfs, stat() says another device than the kernel does of its locks.
 TWO_NUMBERS = """
 import fcntl, os, subprocess
-from gpuguard import state
+from gpuguard import source as state
 from gpuguard.claims import holders
-from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.line import wakeup
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.queue import leader as wakeup
 for name in ("low", "high"):
     os.mkdir(name)
     subprocess.run(["mount", "-t", "tmpfs", "none", name], check=True)
@@ -189,7 +188,7 @@ READ = b"lock:\t1: POSIX  ADVISORY  READ 4711 00:1a:57 0 EOF\n"
 def test_a_lock_is_what_the_kernel_says_in_front(
     told: bytes | None, inode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "read_proc", lambda path: told)
+    monkeypatch.setattr(procfs, "read_proc", lambda path: told)
 
     assert locked_inode("1", "3") == inode
 
@@ -197,8 +196,8 @@ def test_a_lock_is_what_the_kernel_says_in_front(
 # Of two file systems a file of the same number each; somebody has locked that of the second one.
 TWINS = """
 import fcntl, os, subprocess, sys
-from gpuguard import state
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard import source as state
+from gpuguard.claims.directory import lock_directory
 for name in ("a", "b"):
     os.mkdir(name)
     subprocess.run(["mount", "-t", "tmpfs", "none", name], check=True)
@@ -255,7 +254,7 @@ def test_a_daemon_lives_as_long_as_its_file_is_locked(
     told = line.format(inode=inode_of(str(lock))).encode() + b"\n"
     monkeypatch.setattr("builtins.open", lambda *how: io.BytesIO(told))
 
-    assert state._is_locked(str(lock)) is lives
+    assert source._is_locked(str(lock)) is lives
 
 
 @pytest.mark.root
@@ -265,6 +264,6 @@ def test_a_cgroup_that_was_given_to_a_user_names_no_container_that_trespass_woul
 ) -> None:
     (tmp_path / "system.slice/his.service").mkdir(parents=True)
     os.chown(tmp_path / "system.slice/his.service", owner, -1)
-    monkeypatch.setattr(processes, "_CGROUPS", str(tmp_path))
+    monkeypatch.setattr(procfs, "_CGROUPS", str(tmp_path))
 
-    assert bool(processes.container_of(f"0::/system.slice/his.service/docker-{'c0ffee00' * 8}/x")) is counts
+    assert bool(procfs.container_of(f"0::/system.slice/his.service/docker-{'c0ffee00' * 8}/x")) is counts

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from gpuguard import state
-from gpuguard.claims.inplace import file_system
+from gpuguard import source
+from gpuguard.claims.safe_files import file_system
 from gpuguard.cli import doctor
 from gpuguard.cli.setup_room import _mounts
-from gpuguard.isolation import jobgroup
+from gpuguard.jobs import device_filter
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACES = ["a\rb", "a\vb\fc", "m\ra\vb\vc\vd\v/proc", "\x1c\x85\u2028", "a b\tc\nd\\040e", "#", "0::", " - cgroup2 "]
@@ -37,7 +37,7 @@ assert told == told[:1] * len(told), told
 
 def all_that_is_read() -> list[object]:
     """What is asked of the mounts of this machine."""
-    hidden = state._processes_are_hidden(), doctor._hidepid()
+    hidden = source._processes_are_hidden(), doctor._hidepid()
     return [*hidden, *map(file_system, ("/", "/proc", "/sys", "/dev/shm"))]
 
 
@@ -74,4 +74,4 @@ def test_the_name_of_a_cgroup_is_one_name(end: str, monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(os, "access", lambda path, how: True)
 
-    assert jobgroup.own_cgroup() == f"/sys/fs/cgroup/mine{end}0::/another"
+    assert device_filter.own_cgroup() == f"/sys/fs/cgroup/mine{end}0::/another"

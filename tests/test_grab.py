@@ -13,9 +13,9 @@ from grabbing import a_node, claimed, indices, script, visible  # noqa: F401  (a
 from nodes import GIB, a_user, change
 
 import gpuguard
-from gpuguard import grab, lock, program
-from gpuguard.claims import hold
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard import api, lock
+from gpuguard.claims import claim as hold
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import probe
 from gpuguard.errors import CudaInitialized, ImpossibleRequest, InvalidRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.model import MEMORY
@@ -244,14 +244,14 @@ def test_a_wish_for_the_line_without_sense_is_a_value_error(arguments, message):
 
 
 def test_as_many_alternatives_as_a_ticket_takes():
-    from gpuguard.line.tickets import MOST_WAYS
+    from gpuguard.queue.tickets import MOST_WAYS
 
-    assert grab._MOST_WAYS == MOST_WAYS
+    assert api._MOST_WAYS == MOST_WAYS
     assert len(gpuguard.grab_gpus(1, alternatives=[{"num_gpus": 2}] * (MOST_WAYS - 1))) == 1
 
 
 def test_who_waits_in_python_is_seen_and_hears_why(node):
-    from gpuguard.line.tickets import read_tickets
+    from gpuguard.queue.tickets import read_tickets
 
     holder = gpuguard.grab_gpus(4)
     seen, told = [], []
@@ -301,7 +301,7 @@ def test_torch_without_cuda_in_use_is_no_obstacle(monkeypatch, torch):
 def test_cuda_that_anything_else_has_initialised_is_refused(monkeypatch, tmp_path):
     device = tmp_path / "nvidia-uvm"
     device.touch()
-    monkeypatch.setattr(program, "_CUDA_DEVICE", str(device))
+    monkeypatch.setattr(api, "_CUDA_DEVICE", str(device))
     gpuguard.grab_gpus().release()
     with device.open(), pytest.raises(CudaInitialized):
         gpuguard.grab_gpus()
@@ -327,7 +327,7 @@ def test_select_devices_raises_when_there_are_too_few_and_says_why(node):
 
 
 def test_select_devices_takes_what_became_free_while_it_looked_for_reasons(node, monkeypatch):
-    looks = lock.look
+    looks = lock.sample_and_lock
     with a_user(node, "0", 10 * GIB) as user:
 
         def ends_meanwhile(*of):
@@ -336,7 +336,7 @@ def test_select_devices_takes_what_became_free_while_it_looked_for_reasons(node,
             user.wait()
             return answer
 
-        monkeypatch.setattr(lock, "look", ends_meanwhile)
+        monkeypatch.setattr(lock, "sample_and_lock", ends_meanwhile)
 
         assert len(gpuguard.select_devices(4)) == 4
 

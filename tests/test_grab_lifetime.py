@@ -16,7 +16,7 @@ from grabbing import NAMES, a_node, claimed, indices, script, visible  # noqa: F
 from nodes import eventually
 
 import gpuguard
-from gpuguard import grab
+from gpuguard import api
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 
 # How long it lasts
@@ -97,7 +97,7 @@ def test_claims_that_were_given_back_take_no_memory():
     for _ in range(3):
         gpuguard.grab_gpus(1).release()
 
-    assert len(grab._made) == 1
+    assert len(api._made) == 1
 
 
 # More than once
@@ -263,7 +263,7 @@ except gpuguard.ClaimLost:
     assert (script(code).stdout, claimed()) == ("True\n", [])
 
 
-@pytest.mark.parametrize("place", ["gpuguard.claims.hold._tidy", "gpuguard.backends.isolated._reaped"])
+@pytest.mark.parametrize("place", ["gpuguard.claims.claim._tidy", "gpuguard.backends.client._reaped"])
 def test_who_interrupts_a_claim_that_is_just_being_made_leaves_no_device_claimed(place, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

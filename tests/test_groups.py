@@ -8,9 +8,9 @@ import threading
 import pytest
 from builders import a_device, a_process, a_snapshot
 
+from gpuguard import host as hostuse
+from gpuguard.host import GROUPS_SECONDS, HostUses
 from gpuguard.model import Snapshot
-from gpuguard.readings import hostuse
-from gpuguard.readings.hostuse import GROUPS_SECONDS, HostUses
 
 ME = pwd.getpwuid(0)
 

@@ -15,13 +15,12 @@ from builders import a_process
 from guarded import SLEEP, Scene, a_child, a_scene, somebody, started, until
 from users import interpreter
 
-from gpuguard import actions
-from gpuguard.guards import case, ledger
-from gpuguard.guards.actiontable import ACTION_KEYS
-from gpuguard.guards.ledger import Deed, Ledger
+from gpuguard.enforcement import actions, limits, target
+from gpuguard.enforcement.action_keys import ACTION_KEYS
+from gpuguard.enforcement.actions import give_up
+from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.policies.policy import DESTRUCTIVE
-from gpuguard.unkillable import give_up
 
 SIGNALS = ["terminate", "pause", "resume", "renice"]
 
@@ -51,7 +50,7 @@ def test_every_action_is_one_that_a_policy_can_name():
 
 
 def test_what_disrupts_is_what_the_engine_does_one_at_a_time():
-    assert ledger.DISRUPTIVE <= DESTRUCTIVE
+    assert limits.DISRUPTIVE <= DESTRUCTIVE
 
 
 # One process, and nobody else.
@@ -118,7 +117,7 @@ def test_a_lower_priority_for_every_thread_and_never_a_higher_one():
 
         assert scene.act("renice", options=(("niceness", low),)).word == "sent"
         assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {low}
-        scene.context(ledger=Ledger())
+        scene.context(ledger=ActionLimits())
         assert scene.act("renice", options=(("niceness", low - 4),)).word == "sent"
         assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {low}
 
@@ -146,7 +145,7 @@ def later(scene: Scene, patch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def test_who_outlives_sigkill_is_given_up_and_its_device_left_alone(scene):
     # A process in the driver cannot be made here: one that was never killed looks the same.
-    killed = Deed(case.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), ("GPU-x",), live=True)
+    killed = PastAction(target.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), ("GPU-x",), live=True)
     scene.context().ledger.note(killed)
 
     (outcome,) = give_up(scene.context(), scene.snapshot)
@@ -164,7 +163,7 @@ def test_who_outlives_sigkill_is_given_up_and_its_device_left_alone(scene):
 @pytest.mark.parametrize("deed", [{"action": "terminate"}, {"live": False}, {"process": (2**22, 1.0)}])
 def test_only_who_was_really_killed_and_is_still_there_is_given_up(scene, deed):
     facts = {"action": "kill", "process": (scene.pid, scene.process.start_time), "devices": (), "live": True, **deed}
-    scene.context().ledger.note(Deed(case.boot_clock() - 61, **facts))
+    scene.context().ledger.note(PastAction(target.boot_clock() - 61, **facts))
 
     assert give_up(scene.context(), scene.snapshot) == ()
 
@@ -241,7 +240,7 @@ def test_both_switches_must_be_on(scene, monkeypatch, switches):
 
     assert scene.act(enforce=switches[1]).word == "dry run"
     assert scene.lives()
-    monkeypatch.setattr(case, "enforced", lambda *of: True)  # the planted fault
+    monkeypatch.setattr(target, "enforced", lambda *of: True)  # the planted fault
     assert scene.act(enforce=switches[1]).word == "sent"
     assert scene.dies()
 

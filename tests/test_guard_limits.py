@@ -12,8 +12,8 @@ import pytest
 from builders import GIB, a_process, a_uuid
 from guarded import Scene
 
-from gpuguard.guards import case, identity, ledger, preflight
-from gpuguard.guards.ledger import HOUR, REMEMBERED, Deed
+from gpuguard.enforcement import identity, limits, preflight, target
+from gpuguard.enforcement.limits import HOUR, REMEMBERED, PastAction
 from gpuguard.model import Finding, Subject, Verdict
 
 OTHER = (2, 1.0)
@@ -29,11 +29,11 @@ def deeds(scene: Scene, *, ago: float, count: int = 1, **fields: Any) -> None:
             "live": True,
             **fields,
         }
-        scene.context().ledger.note(Deed(scene.snapshot.clock - ago, **facts))  # type: ignore[arg-type]
+        scene.context().ledger.note(PastAction(scene.snapshot.clock - ago, **facts))  # type: ignore[arg-type]
 
 
 def own_signature(scene: Scene) -> str:
-    return case.signature(identity.facts_of(scene.pid))
+    return target.signature(identity.facts_of(scene.pid))
 
 
 LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
@@ -85,9 +85,9 @@ def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, l
     assert scene.lives()
 
     if limit == "unkillable":
-        monkeypatch.setattr(ledger.Ledger, "_unkillable", lambda *of: None)
+        monkeypatch.setattr(limits.ActionLimits, "_unkillable", lambda *of: None)
     else:
-        monkeypatch.setattr(ledger, _CHECK_OF[limit], lambda *of: None)
+        monkeypatch.setattr(limits, _CHECK_OF[limit], lambda *of: None)
     assert scene.act(action).word == "sent"
     assert scene.dies()
 
@@ -114,19 +114,19 @@ def test_within_the_limits_it_goes_on(scene, before, action):
 
 def test_whoever_has_many_ended_uses_up_no_others_share_of_the_hour():
     """Ten small processes that break a rule on purpose kept the guard from everybody for an hour."""
-    book, pids, ended = ledger.Ledger(), count(2), Counter()
+    book, pids, ended = limits.ActionLimits(), count(2), Counter()
     for uid in (uid for uid in (1001, 1002, 1003, 1004, 1005) for _ in range(20)):
         process = (next(pids), 1.0)
         if list(book.against("terminate", process, ["GPU"], uid=uid, **NOW)):
             continue
         ended[uid] += 1
-        book.note(Deed(0.0, "terminate", process, ("GPU",), live=True, uid=uid))
+        book.note(PastAction(0.0, "terminate", process, ("GPU",), live=True, uid=uid))
 
     assert ended == {1001: 5, 1002: 3, 1003: 1, 1004: 1}
 
 
 def test_a_share_that_is_used_up_says_for_whom_the_rest_is():
-    book = ledger.Ledger([Deed(0.0, "terminate", (2 + i, 1.0), ("GPU",), True, uid=1001) for i in range(5)])
+    book = limits.ActionLimits([PastAction(0.0, "terminate", (2 + i, 1.0), ("GPU",), True, uid=1001) for i in range(5)])
     [refusal] = book.against("terminate", (99, 1.0), ["GPU"], uid=1001, **NOW)
 
     assert "the 5 that are left are for other users: of this one 5 were ended" in refusal.text
@@ -134,7 +134,7 @@ def test_a_share_that_is_used_up_says_for_whom_the_rest_is():
 
 
 def test_those_come_first_of_whom_fewest_were_met_and_then_the_largest():
-    book = ledger.Ledger([Deed(0.0, "checkpoint", (2, 1.0), ("GPU",), True, uid=1001)])
+    book = limits.ActionLimits([PastAction(0.0, "checkpoint", (2, 1.0), ("GPU",), True, uid=1001)])
     names = {
         "small of the one who was met": a_verdict(1001, 1),
         "large of the one who was met": a_verdict(1001, 70),
@@ -181,7 +181,7 @@ def test_the_grace_of_a_notebook_ends(scene, monkeypatch):
     read = identity.facts_of
     monkeypatch.setattr(identity, "facts_of", lambda pid: replace(read(pid), command="python -m ipykernel_launcher"))
     assert scene.act().wait == pytest.approx(600, abs=1)
-    clock = case.boot_clock
+    clock = target.boot_clock
 
     monkeypatch.setattr(preflight, "boot_clock", lambda: clock() + 601)
     scene.context(interval=1000.0)

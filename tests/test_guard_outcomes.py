@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpuguard import actions
 from gpuguard.clusters import slurm_jobs
-from gpuguard.guards import case
+from gpuguard.enforcement import actions, target
 from gpuguard.model import Event, Subject
 
 
@@ -77,7 +76,7 @@ def test_a_niceness_is_10_unless_the_step_names_one_that_there_is(scene, priorit
 
 
 def test_a_thread_of_a_process_that_has_ended_gets_back_what_it_had(scene, priorities, monkeypatch):
-    monkeypatch.setattr(case, "has_ended", lambda pidfd: True)
+    monkeypatch.setattr(target, "has_ended", lambda pidfd: True)
     scene.act("renice")
 
     assert priorities == [10, 0]
@@ -107,7 +106,9 @@ def test_a_priority_that_cannot_be_changed_is_said_and_written_down(scene, monke
 
 def test_the_user_of_a_verdict_is_denied_by_his_name_else_the_only_one_of_its_processes(scene, monkeypatch):
     asked = []
-    monkeypatch.setattr(actions, "_mark", lambda verdict, context, *what: asked.append(what) or actions.Outcome("done"))
+    monkeypatch.setattr(
+        actions, "_restrict", lambda verdict, context, *what: asked.append(what) or actions.ActionOutcome("done")
+    )
     alice = replace(scene.process, user="alice")
     bob = replace(alice, pid=scene.pid + 1, uid=alice.uid + 1, user="bob")
 

@@ -12,15 +12,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schedules import DEVICES, FAULTS, INTERVAL, LOOKS_BACK, NO_CLAIMS, NO_SAMPLE, PAUSES, RULES, WINDOW, Troubled
 
-from gpuguard import actions, watchdog
-from gpuguard.actions import Outcome
+from gpuguard import watchdog
+from gpuguard.enforcement import actions, preflight
+from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.enforcement.target import ActionTarget, Context, targets
 from gpuguard.errors import BackendError
-from gpuguard.guards import preflight
-from gpuguard.guards.case import Case, Context, targets
 from gpuguard.model import Snapshot, Verdict
-from gpuguard.policies import engine, sight
-from gpuguard.policies.engine import DESTRUCTIVE
-from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies import engine, view
+from gpuguard.policies.policy import DESTRUCTIVE, Policy, Step
 from gpuguard.watchdog import Watchdog
 
 EXAMPLES = 2000
@@ -56,15 +55,15 @@ class Law:
         self.machine, self.policy, self.waits = machine, policy, waits
         self.done: list[Verdict] = []
 
-    def act(self, verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[Outcome, ...]:
-        cases = [Case(verdict, snapshot, context, each, snapshot.clock) for each in targets(verdict, snapshot)]
+    def act(self, verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[ActionOutcome, ...]:
+        cases = [ActionTarget(verdict, snapshot, context, each, snapshot.clock) for each in targets(verdict, snapshot)]
         if any(preflight.EARLY["sampled"](case) for case in cases):
-            return (Outcome("refused"),)  # one that waited, while the list was garbled
+            return (ActionOutcome("refused"),)  # one that waited, while the list was garbled
         self.check(verdict)
         if self.waits and self.waits.pop():
-            return (Outcome("refused", wait=5.0),)
+            return (ActionOutcome("refused", wait=5.0),)
         self.done.append(verdict)
-        return (Outcome("sent"),)
+        return (ActionOutcome("sent"),)
 
     def check(self, verdict: Verdict) -> None:
         if not hits(verdict):
@@ -136,8 +135,8 @@ def test_nobody_is_hit_whose_data_was_bad_within_the_window():
 @pytest.mark.parametrize(
     ("where", "name", "broken"),
     [
-        (sight, "judged", lambda device: tuple(row for row in device.processes or () if row.uid and row.start_time)),
-        (engine.Memory, "start_anew", lambda *_: None),
+        (view, "judged", lambda device: tuple(row for row in device.processes or () if row.uid and row.start_time)),
+        (engine.EngineMemory, "start_anew", lambda *_: None),
         (watchdog.Watchdog, "_holds", lambda *_: True),
         (watchdog, "_is_same", lambda *_: True),
     ],
@@ -151,8 +150,8 @@ def test_nobody_is_hit_whose_data_was_bad_within_the_window():
 def test_a_planted_fault_is_found(monkeypatch, where, name, broken):
     monkeypatch.setattr(where, name, broken)
     if name == "judged":
-        from gpuguard.policies import people
+        from gpuguard.policies import subjects
 
-        monkeypatch.setattr(people, "judged", broken)
+        monkeypatch.setattr(subjects, "judged", broken)
     with pytest.raises(AssertionError):
         search(EXAMPLES, same=True)  # with other dice some need more examples than there are: seen once

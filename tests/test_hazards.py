@@ -9,7 +9,7 @@ import re
 import pytest
 from sources import PACKAGE, ROOT, module_name, modules, tree
 
-from gpuguard.claims.lockfiles import lock_directory, open_lock
+from gpuguard.claims.directory import lock_directory, open_lock
 
 LAST = 112
 # Name or text -> why not, and the files that may: a socket takes its mode from nothing but the umask.

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from gpuguard.cli.dispatch import COMMANDS, build_parser, overview, run_command_line
+from gpuguard.cli import COMMANDS, build_parser, overview, run_command_line
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 

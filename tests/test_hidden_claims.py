@@ -16,10 +16,9 @@ from daemons import SOMEBODY, a_daemon, somebodys
 from nodes import eventually
 
 from gpuguard.claims import holders
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock
-from gpuguard.policies.trespass import Trespass
-from gpuguard.policies.unclaimed import Unclaimed
-from gpuguard.policies.view import View
+from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
+from gpuguard.policies.usage import TrespassRule, UnclaimedRule
+from gpuguard.policies.view import RuleView
 
 POLICY = """
 version: 1
@@ -95,9 +94,9 @@ def test_a_hidden_claim_is_none_for_the_rules() -> None:
     hidden = a_claim_record(device, uid=-1, user="unknown", hidden=True)
     hers = a_claim_record(device, uid=1001, user="alice")
 
-    assert list(Unclaimed().check(View(a_snapshot(device, claims=(hidden,)))))
-    assert list(Trespass().check(View(a_snapshot(device, claims=(hidden, hers)))))
-    assert not list(Trespass().check(View(a_snapshot(device, claims=(hidden,)))))
+    assert list(UnclaimedRule().check(RuleView(a_snapshot(device, claims=(hidden,)))))
+    assert list(TrespassRule().check(RuleView(a_snapshot(device, claims=(hidden, hers)))))
+    assert not list(TrespassRule().check(RuleView(a_snapshot(device, claims=(hidden,)))))
 
 
 @pytest.mark.root

@@ -18,13 +18,13 @@ from commands import Gpuguard
 from stores import fill
 from test_who import DOCUMENT, documented, printed
 
-from gpuguard import history as log
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.cli.dispatch import run_command_line
-from gpuguard.cli.moments import period
+from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import run_command_line
+from gpuguard.cli.times import period
 from gpuguard.errors import InvalidRequest
+from gpuguard.history import audit_log as log
+from gpuguard.history.schema import WIDTH
 from gpuguard.model import Event
-from gpuguard.usage.tally import WIDTH
 from gpuguard.views.history import METRICS
 
 NOW = time.time()

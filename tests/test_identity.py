@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from gpuguard.backends import processes
-from gpuguard.claims.releasing import listens
-from gpuguard.guards import identity
-from gpuguard.guards.terminals import write
+from gpuguard import procfs
+from gpuguard.claims.release import listens
+from gpuguard.enforcement import identity
+from gpuguard.enforcement.actions import write
 
 MAPPED = b"7f0-7f1 rw-s 00000000 00:06 451                              /dev/nvidiactl\n"
 OTHERS = b"7f0-7f1 r-xp 00000000 fe:00 1 /home/alice/dev/nvidiactl.py\n7f0-7f1 rw-p 00000000 00:00 0 [heap]\n"
@@ -182,7 +182,7 @@ def test_nobody_has_another_owner_or_other_signals_by_the_name_that_he_gives_him
     with subprocess.Popen([sys.executable, "-c", NAMED, name], stdout=subprocess.PIPE) as child:
         try:
             child.stdout.readline()
-            owners = processes.uid_of(child.pid), processes.uid_behind(child.pid), identity.facts_of(child.pid).uids[0]
+            owners = procfs.uid_of(child.pid), procfs.uid_behind(child.pid), identity.facts_of(child.pid).uids[0]
             assert (owners, listens(child.pid)) == ((os.getuid(),) * 3, False)
         finally:
             child.kill()

@@ -16,9 +16,9 @@ from nodes import eventually, start
 from test_metrics import FULL, facts_about
 
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.pushing import MOST_BATCHES, Outbox
-from gpuguard.views.exposition import to_influx
-from gpuguard.views.metrics import families
+from gpuguard.metrics.exposition import to_influx
+from gpuguard.metrics.families import metric_families
+from gpuguard.metrics.influx import MOST_BATCHES, Outbox
 
 HOSTILE = 'eve, x=1\\ "q" 张\n\\'
 
@@ -69,7 +69,7 @@ def test_influxdb_answers_with_our_numbers(tmp_path):
     device = a_device(memory_used=10 * GIB, **FULL)
     snapshot = a_snapshot(device, claims=(a_claim_record(device, user=HOSTILE),))
     with an_influxdb(tmp_path) as influx:
-        Outbox(influx.url).send(to_influx(families(facts_about(snapshot)), "node 1,x=\\", snapshot.taken_at))
+        Outbox(influx.url).send(to_influx(metric_families(facts_about(snapshot)), "node 1,x=\\", snapshot.taken_at))
 
         (one,) = influx.query("SELECT memory_used_bytes, temperature_celsius FROM gpuguard_device WHERE uuid != ''")[:1]
         assert (one["memory_used_bytes"], one["temperature_celsius"]) == (10 * GIB, 35)

@@ -13,11 +13,11 @@ from builders import a_device
 from lines import a_ticket
 from machines import Machine
 
-from gpuguard.claims import holders, inplace
-from gpuguard.claims.inplace import device_of, lies_there, made_in_place, open_in_place, status_in_place
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.line.tickets import Held, ticket_content
+from gpuguard.claims import holders, safe_files
+from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.safe_files import device_of, lies_there, made_in_place, open_in_place, status_in_place
 from gpuguard.lock import acquire
+from gpuguard.queue.tickets import OwnTicket, ticket_content
 from gpuguard.request import Request
 
 # A file system of FUSE that everybody may enter (user_allow_other), and whose server answers nothing.
@@ -35,12 +35,12 @@ for path in sys.argv[2:]:
         sys.exit(3)
 """
 ADMINS = """
-from gpuguard.claims import records, releasing, room
-from gpuguard.claims.lockfiles import is_same_file, lock_directory
+from gpuguard.claims import records, release as releasing, room
+from gpuguard.claims.directory import is_same_file, lock_directory
 from gpuguard.cli import setup_remove, setup_room
-from gpuguard.line import reservefiles, served, tickets
+from gpuguard.queue import reservation_store as reservefiles, tickets as served, tickets
 from gpuguard.model import ClaimRecord
-from gpuguard.services import asking
+from gpuguard.daemon import release as asking
 records.MOST_OF_ONE = reservefiles.MOST_OF_ONE = 1
 directory = lock_directory(sys.argv[1])
 print([one.note for one in records.read_records(directory)])
@@ -53,8 +53,8 @@ with asking._Supervisor(directory, ClaimRecord("a", 1, "eve", (), pid=os.getpid(
 """
 # Where setup was never run: the first who needs a lock file makes it, for all.
 STICKY = """
-from gpuguard import state
-from gpuguard.claims import daemonfiles, holders, lockfiles, records
+from gpuguard import source as state
+from gpuguard.claims import directory as daemonfiles, holders, directory as lockfiles, records
 lockfiles.FALLBACK_DIRECTORIES, lockfiles.ADMIN_DIRECTORY = (sys.argv[1],), "/none"
 directory = lockfiles.lock_directory()
 print(sorted(records.locked_devices(directory, ["GPU-a", "GPU-b", "GPU-c"])))
@@ -105,7 +105,7 @@ def test_no_link_is_followed_and_what_is_not_there_is_told(tmp_path: Path) -> No
 
 
 def test_of_a_mount_that_is_not_ours_the_device_is_what_stat_says(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(inplace, "_mount_of", lambda descriptor: b"0")
+    monkeypatch.setattr(safe_files, "_mount_of", lambda descriptor: b"0")
     with (tmp_path / "borrowed").open("x") as file:
         assert device_of(file.fileno()) == os.fstat(file.fileno()).st_dev
 
@@ -170,9 +170,9 @@ def test_who_can_open_nothing_more_has_lost_neither_his_claim_nor_his_place(tmp_
         raise OSError(code, os.strerror(code))
 
     with acquire(Machine(a_device(0)), Request(), directory) as claim:
-        waits = Held(directory, ticket_content(a_ticket()))
+        waits = OwnTicket(directory, ticket_content(a_ticket()))
         with monkeypatch.context() as exhausted:
-            exhausted.setattr(inplace.os, "open", full)
+            exhausted.setattr(safe_files.os, "open", full)
             claim.reassert()
             assert waits.counts
         waits.leave()

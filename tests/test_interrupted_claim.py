@@ -20,9 +20,9 @@ from grabbing import a_node, claimed, visible  # noqa: F401  (a fixture)
 from machines import Machine
 
 import gpuguard
-from gpuguard import grab
-from gpuguard.claims.hold import Claim
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard import api
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import lock_directory
 from gpuguard.lock import acquire
 from gpuguard.request import Request
 
@@ -153,14 +153,14 @@ def test_an_interrupt_while_the_environment_is_written_leaves_it_as_it_was(node:
 
     def grabbed() -> Claim:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(grab, "_enter", started(sys.getprofile(), grab._enter))
+            patched.setattr(api, "_enter", started(sys.getprofile(), api._enter))
             sys.setprofile(None)
             return gpuguard.grab_gpus(1)
 
     def left() -> list[object]:
         return [each for each in (claimed(), visible(), os.environ.get("GPUGUARD_CLAIM")) if each]
 
-    assert first_leftover(grabbed, left, undo=lambda claim: claim.release() or grab._leave(claim)) is None
+    assert first_leftover(grabbed, left, undo=lambda claim: claim.release() or api._leave(claim)) is None
 
 
 def started(interrupt: object, function: Callable[..., object]) -> Callable[..., object]:

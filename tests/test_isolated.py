@@ -16,8 +16,8 @@ import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from nodes import eventually
 
-from gpuguard.backends import isolated, open_backend, sampler
-from gpuguard.backends.isolated import Isolated, open_isolated
+from gpuguard.backends import client, open_backend, worker
+from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import ALL_FIELDS, MEMORY, SELECT_FIELDS, WHO_FIELDS, Gap, Snapshot
 
@@ -33,8 +33,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def backend(node: str) -> Iterator[Isolated]:
-    source = open_isolated(node)
+def backend(node: str) -> Iterator[WorkerBackend]:
+    source = open_worker(node)
     yield source
     source.close()
 
@@ -51,11 +51,11 @@ def runs(pid: int) -> bool:
         return False
 
 
-def problems(source: Isolated) -> dict[int, tuple[str, ...] | None]:
+def problems(source: WorkerBackend) -> dict[int, tuple[str, ...] | None]:
     return {device.index: device.problems for device in source.sample(WHO_FIELDS).devices}
 
 
-def test_a_snapshot_crosses_the_border_unchanged(backend: Isolated, node: str) -> None:
+def test_a_snapshot_crosses_the_border_unchanged(backend: WorkerBackend, node: str) -> None:
     here, there = open_backend(node).sample(ALL_FIELDS), backend.sample(ALL_FIELDS)
 
     assert [device.uuid for device in there.devices] == [device.uuid for device in here.devices]
@@ -63,9 +63,9 @@ def test_a_snapshot_crosses_the_border_unchanged(backend: Isolated, node: str) -
     assert (there.host, there.simulated, there.driver_version) == (here.host, here.simulated, here.driver_version)
 
 
-def crossed(snapshot: Snapshot, sent: sampler.Told, received: sampler.Told) -> Snapshot:
+def crossed(snapshot: Snapshot, sent: worker.Told, received: worker.Told) -> Snapshot:
     """*snapshot* at the other end of the pipe."""
-    return sampler.unpack(marshal.loads(marshal.dumps(sampler.pack(snapshot, sent))), received)
+    return worker.unpack(marshal.loads(marshal.dumps(worker.pack(snapshot, sent))), received)
 
 
 def test_packing_loses_nothing(node: str) -> None:
@@ -83,8 +83,8 @@ def test_a_recording_with_claims_crosses_the_border_and_its_nouns_can_be_looked_
 
 
 def test_processes_that_are_as_before_do_not_cross_the_border_again_and_those_that_are_not_do() -> None:
-    sent: sampler.Told = {}
-    received: sampler.Told = {}
+    sent: worker.Told = {}
+    received: worker.Told = {}
     one, other = a_process(7), a_process(8)
     looks = [
         [(one,), (other,)], [(one,), (other, one)], [(one,), None], [(one,), (other, one)], [(), (other,)],
@@ -97,10 +97,10 @@ def test_processes_that_are_as_before_do_not_cross_the_border_again_and_those_th
 
     assert there == looks
     assert there[1][0] is there[0][0] and there[3][1] is there[1][1]
-    assert len(marshal.dumps(sampler.pack(snapshot, sent))) < len(marshal.dumps(sampler.pack(snapshot, {})))
+    assert len(marshal.dumps(worker.pack(snapshot, sent))) < len(marshal.dumps(worker.pack(snapshot, {})))
 
 
-def test_a_new_sampler_tells_anew_what_the_one_before_it_had_told(backend: Isolated) -> None:
+def test_a_new_sampler_tells_anew_what_the_one_before_it_had_told(backend: WorkerBackend) -> None:
     with subprocess.Popen([*SIM, "use", "--device", "1", "--memory", "1GiB"], stdout=subprocess.DEVNULL) as job:
         try:
             eventually(lambda: bool(backend.sample(WHO_FIELDS).devices[1].processes))
@@ -112,14 +112,14 @@ def test_a_new_sampler_tells_anew_what_the_one_before_it_had_told(backend: Isola
             job.kill()
 
 
-def test_only_what_was_asked_for_is_read(backend: Isolated) -> None:
+def test_only_what_was_asked_for_is_read(backend: WorkerBackend) -> None:
     device = backend.sample({MEMORY}).devices[0]
 
     assert device.memory_total is not None
     assert (device.temperature, device.processes) == (None, None)
 
 
-def test_a_hanging_call_costs_one_device_and_the_others_are_read(backend: Isolated) -> None:
+def test_a_hanging_call_costs_one_device_and_the_others_are_read(backend: WorkerBackend) -> None:
     sim("fault", "--device", "2", "hang")
     begun = time.monotonic()
     snapshot = backend.sample(WHO_FIELDS)
@@ -130,7 +130,7 @@ def test_a_hanging_call_costs_one_device_and_the_others_are_read(backend: Isolat
     assert all(device.memory_used is not None for device in snapshot.devices if device.index != 2)
 
 
-def test_several_hanging_devices_are_all_named(backend: Isolated) -> None:
+def test_several_hanging_devices_are_all_named(backend: WorkerBackend) -> None:
     for index in ("0", "1", "3"):
         sim("fault", "--device", index, "hang")
 
@@ -139,18 +139,18 @@ def test_several_hanging_devices_are_all_named(backend: Isolated) -> None:
     assert [index for index, problem in found.items() if problem] == [0, 1, 3]
 
 
-def test_a_device_that_hung_before_is_not_touched_again_soon_and_keeps_its_uuid(backend: Isolated) -> None:
+def test_a_device_that_hung_before_is_not_touched_again_soon_and_keeps_its_uuid(backend: WorkerBackend) -> None:
     uuids = [device.uuid for device in backend.sample(SELECT_FIELDS).devices]
     sim("fault", "--device", "1", "hang")
     backend.sample(SELECT_FIELDS)
     begun = time.monotonic()
     again = backend.sample(SELECT_FIELDS)
 
-    assert time.monotonic() - begun < isolated.NEXT_DEVICE_SECONDS
+    assert time.monotonic() - begun < client.NEXT_DEVICE_SECONDS
     assert [device.uuid for device in again.devices] == uuids
 
 
-def test_a_device_that_hangs_while_it_alone_is_asked_for_comes_back_as_unresponsive(backend: Isolated) -> None:
+def test_a_device_that_hangs_while_it_alone_is_asked_for_comes_back_as_unresponsive(backend: WorkerBackend) -> None:
     uuid = backend.sample(SELECT_FIELDS).devices[1].uuid
     sim("fault", "--device", "1", "hang")
 
@@ -159,8 +159,8 @@ def test_a_device_that_hangs_while_it_alone_is_asked_for_comes_back_as_unrespons
     assert (device.uuid, device.problems) == (uuid, ("unresponsive",))
 
 
-def test_a_device_that_recovered_is_read_again(backend: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated, "RETRY_SECONDS", 0.0)
+def test_a_device_that_recovered_is_read_again(backend: WorkerBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "RETRY_SECONDS", 0.0)
     sim("fault", "--device", "1", "hang")
     hung = problems(backend)
     sim("fault", "--device", "1", "none")
@@ -169,7 +169,7 @@ def test_a_device_that_recovered_is_read_again(backend: Isolated, monkeypatch: p
 
 
 def test_a_backend_that_cannot_be_opened_says_so_at_the_first_question() -> None:
-    source = open_isolated("nothing")
+    source = open_worker("nothing")
     with pytest.raises(InvalidRequest, match="no backend 'nothing'"):
         source.sample(SELECT_FIELDS)
     source.close()
@@ -177,8 +177,8 @@ def test_a_backend_that_cannot_be_opened_says_so_at_the_first_question() -> None
 
 def plant(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Have the next workers run *code* before all else."""
-    proper = sampler.interpreter
-    monkeypatch.setattr(sampler, "interpreter", lambda main, word: proper(f"exec({code!r}); {main}", word))
+    proper = worker.interpreter
+    monkeypatch.setattr(worker, "interpreter", lambda main, word: proper(f"exec({code!r}); {main}", word))
 
 
 BROKEN = """
@@ -214,13 +214,13 @@ simulated.Simulated._read = slow
 
 def test_a_fault_inside_the_worker_becomes_a_message(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, BROKEN)
-    with open_isolated(node) as source, pytest.raises(BackendError, match="planted"):
+    with open_worker(node) as source, pytest.raises(BackendError, match="planted"):
         source.sample(SELECT_FIELDS)
 
 
 def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, CRASHING)
-    with open_isolated(node) as source:
+    with open_worker(node) as source:
         found = problems(source)
 
     assert [index for index, problem in found.items() if problem] == [3]
@@ -232,7 +232,7 @@ def test_a_device_is_not_late_because_those_before_it_were_slow(
 ) -> None:
     plant(monkeypatch, SLOW)
     sim("fault", "--device", str(first), "hang")
-    with open_isolated(node) as source:
+    with open_worker(node) as source:
         found = problems(source)
 
     assert [index for index, problem in found.items() if problem] == [first]
@@ -241,12 +241,12 @@ def test_a_device_is_not_late_because_those_before_it_were_slow(
 @pytest.mark.parametrize("index", [0, 3])
 def test_a_sampler_that_is_killed_while_it_reads_costs_the_device_that_it_read(node: str, index: int) -> None:
     sim("fault", "--device", str(index), "hang")
-    source = open_isolated(node)
+    source = open_worker(node)
     channel = source._channel
     assert channel
-    sampler.mark(channel[3], None)
+    worker.write_mark(channel[3], None)
     killer = threading.Thread(
-        target=lambda: eventually(lambda: sampler.marked(channel[3])[0] == index) and os.kill(channel[0], 9)
+        target=lambda: eventually(lambda: worker.read_mark(channel[3])[0] == index) and os.kill(channel[0], 9)
     )
     killer.start()
     found = problems(source)
@@ -257,7 +257,7 @@ def test_a_sampler_that_is_killed_while_it_reads_costs_the_device_that_it_read(n
 
 
 @pytest.fixture
-def silent() -> Iterator[sampler.Channel]:
+def silent() -> Iterator[worker.Channel]:
     """A sampler that says nothing: a process that sleeps."""
     process = subprocess.Popen(["sleep", "600"])
     requests, replies = os.pipe()
@@ -269,77 +269,77 @@ def silent() -> Iterator[sampler.Channel]:
         os.close(each)
 
 
-def test_who_marks_a_device_in_time_is_waited_for(silent: sampler.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_marks_a_device_in_time_is_waited_for(silent: worker.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     marks = iter(range(5))
 
-    def looked(_: int) -> sampler.Mark:
+    def looked(_: int) -> worker.Mark:
         index = next(marks, 5)
         return index, begun + (0.0 if index == 5 else 60.0)
 
     begun = time.monotonic() - 1.0
-    monkeypatch.setattr(sampler, "marked", looked)
+    monkeypatch.setattr(worker, "read_mark", looked)
 
-    assert isolated._overdue(silent, 0.01) == (5, begun)
+    assert client._overdue(silent, 0.01) == (5, begun)
 
 
 def test_a_mark_that_was_read_half_blames_nobody_and_holds_up_nobody(
-    silent: sampler.Channel, monkeypatch: pytest.MonkeyPatch
+    silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = time.monotonic()
-    half: list[sampler.Mark] = [(7, 0.0), (6, begun + 10_000.0), (7, 0.0)]
-    monkeypatch.setattr(sampler, "marked", lambda _: half.pop(0) if half else (2, begun))
+    half: list[worker.Mark] = [(7, 0.0), (6, begun + 10_000.0), (7, 0.0)]
+    monkeypatch.setattr(worker, "read_mark", lambda _: half.pop(0) if half else (2, begun))
 
-    assert isolated._overdue(silent, 0.01) == (2, begun)
+    assert client._overdue(silent, 0.01) == (2, begun)
 
 
 def test_a_device_is_not_blamed_when_the_sampler_goes_on_to_the_next_while_it_is_judged(
-    silent: sampler.Channel, monkeypatch: pytest.MonkeyPatch
+    silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, moment = time.monotonic(), [1, 1, 2]
-    monkeypatch.setattr(sampler, "marked", lambda _: (moment.pop(0) if moment else 2, begun))
+    monkeypatch.setattr(worker, "read_mark", lambda _: (moment.pop(0) if moment else 2, begun))
 
-    assert isolated._overdue(silent, 0.01) == (2, begun)
+    assert client._overdue(silent, 0.01) == (2, begun)
 
 
 def test_a_sampler_that_gets_no_cpu_has_a_grace_and_no_more(
-    silent: sampler.Channel, monkeypatch: pytest.MonkeyPatch
+    silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolated, "STARVED_SECONDS", 0.5)
+    monkeypatch.setattr(client, "STARVED_SECONDS", 0.5)
     asked: list[int] = []
-    monkeypatch.setattr(isolated, "_is_runnable", lambda pid: not asked.append(pid))
-    sampler.mark(silent[3], 4)
+    monkeypatch.setattr(client, "_is_runnable", lambda pid: not asked.append(pid))
+    worker.write_mark(silent[3], 4)
     begun = time.monotonic()
-    late = isolated._overdue(silent, 0.01)
+    late = client._overdue(silent, 0.01)
 
     assert (late and late[0], time.monotonic() - begun >= 0.5, set(asked)) == (4, True, {silent[0]})
 
 
 def test_an_answer_that_comes_at_the_last_moment_counts(
-    silent: sampler.Channel, monkeypatch: pytest.MonkeyPatch
+    silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler.mark(silent[3], 0)
-    monkeypatch.setattr(isolated, "_is_runnable", lambda pid: bool(sampler.send(silent[1], ("ready",))))
+    worker.write_mark(silent[3], 0)
+    monkeypatch.setattr(client, "_is_runnable", lambda pid: bool(worker.send(silent[1], ("ready",))))
 
-    assert isolated._overdue(silent, 0.01) is None
+    assert client._overdue(silent, 0.01) is None
 
 
 @pytest.mark.parametrize("index", [None, 0, 3, 4095])
-def test_a_mark_says_which_device_and_since_when(silent: sampler.Channel, index: int | None) -> None:
+def test_a_mark_says_which_device_and_since_when(silent: worker.Channel, index: int | None) -> None:
     before = time.monotonic()
-    sampler.mark(silent[3], index)
-    told = sampler.marked(silent[3])
+    worker.write_mark(silent[3], index)
+    told = worker.read_mark(silent[3])
 
     assert (told[0], before <= told[1] <= time.monotonic()) == (index, True)
 
 
 def test_one_look_wakes_the_reader_once(node: str) -> None:
     """The others go on in the time that it has waited; each wake-up costs a tenth of a millisecond."""
-    source = open_isolated(node)
+    source = open_worker(node)
     source.sample(WHO_FIELDS)
     channel = source._channel
     assert channel
-    sampler.send(channel[1], (tuple(WHO_FIELDS), None, (), False))
-    kind = sampler.receive(channel[2])[0]
+    worker.send(channel[1], (tuple(WHO_FIELDS), None, (), False))
+    kind = worker.receive(channel[2])[0]
     source.close()
 
     assert kind == "snapshot"
@@ -350,10 +350,10 @@ def test_the_sampler_ends_with_its_reader_however_that_ends_even_while_a_call_ha
     if hang:
         sim("fault", "--device", "0", "hang")
     code = (
-        "import sys; from gpuguard.backends.isolated import open_isolated\n"
+        "import sys; from gpuguard.backends.client import open_worker as open_isolated\n"
         "source = open_isolated(sys.argv[1])\n"
         "print(source._channel[0], flush=True)\n"
-        "from gpuguard.backends import sampler\n"
+        "from gpuguard.backends import worker as sampler\n"
         "sampler.send(source._channel[1], (('memory',), None, ()))\n"
         "input()"
     )
@@ -371,7 +371,7 @@ def test_the_sampler_ends_with_its_reader_however_that_ends_even_while_a_call_ha
 def test_the_sampler_holds_nothing_of_its_parent(node: str) -> None:
     held, other = os.pipe()
     os.set_inheritable(held, True)
-    source = open_isolated(node)
+    source = open_worker(node)
     source.sample(SELECT_FIELDS)
     assert source._channel
     pid = source._channel[0]
@@ -387,7 +387,7 @@ def test_the_sampler_holds_nothing_of_its_parent(node: str) -> None:
 
 
 def test_closing_twice_is_harmless(node: str) -> None:
-    source = open_isolated(node)
+    source = open_worker(node)
     source.close()
     source.close()
 
@@ -395,7 +395,7 @@ def test_closing_twice_is_harmless(node: str) -> None:
 def test_who_looks_again_and_again_leaves_no_zombies(node: str) -> None:
     samplers = []
     for _ in range(3):
-        source = open_isolated(node)
+        source = open_worker(node)
         source.sample(SELECT_FIELDS)
         assert source._channel
         samplers.append(source._channel[0])

@@ -24,9 +24,9 @@ from users import ALICE, BOB, Machine
 from wrapped import until
 
 from gpuguard.errors import GpuguardError
-from gpuguard.isolation import isolate as isolation
-from gpuguard.isolation import namespaces
-from gpuguard.isolation.isolate import Nodes
+from gpuguard.jobs import isolation
+from gpuguard.jobs import isolation as namespaces
+from gpuguard.jobs.isolation import Nodes
 
 DEVICES = 4
 ALL = [f"/dev/nvidia{index}" for index in range(DEVICES)]
@@ -115,7 +115,7 @@ def test_without_bubblewrap_the_job_is_refused_and_told_what_to_install(monkeypa
     monkeypatch.setenv("PATH", "/nonexistent")
 
     with pytest.raises(GpuguardError, match="apt install bubblewrap"):
-        namespaces.check()
+        namespaces.check_bubblewrap()
 
 
 def test_where_there_are_no_namespaces_the_job_is_refused_and_told_what_to_allow(monkeypatch, tmp_path):
@@ -125,7 +125,7 @@ def test_where_there_are_no_namespaces_the_job_is_refused_and_told_what_to_allow
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(GpuguardError, match=r"(?s)No permissions to create new namespace.*sysctl"):
-        namespaces.check()
+        namespaces.check_bubblewrap()
 
 
 # Ordinary users: a namespace

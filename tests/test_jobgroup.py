@@ -15,7 +15,7 @@ from nodes_of_devices import OPEN
 from wrapped import until
 
 from gpuguard.errors import GpuguardError
-from gpuguard.isolation import jobgroup
+from gpuguard.jobs import device_filter
 
 # They count what lies in this process's own cgroup, which all that was started with it share.
 pytestmark = pytest.mark.usefixtures("alone")
@@ -28,7 +28,7 @@ def filters() -> str:
     if os.geteuid() != 0:
         return "NOT TESTED: device filters need root"
     try:
-        jobgroup.check()
+        device_filter.check()
     except GpuguardError as error:
         return f"NOT TESTED: {error}".splitlines()[0]
     return ""
@@ -41,11 +41,11 @@ def test_a_kernel_without_device_filters_refuses_the_job(monkeypatch, tmp_path):
     def refused(code: bytes) -> int:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(jobgroup, "load", refused)
-    monkeypatch.setattr(jobgroup, "own_cgroup", lambda: str(tmp_path))
+    monkeypatch.setattr(device_filter, "load", refused)
+    monkeypatch.setattr(device_filter, "own_cgroup", lambda: str(tmp_path))
 
     with pytest.raises(GpuguardError, match="takes no device filter from us \\(Operation not permitted\\)"):
-        jobgroup.prepare({}, "x")
+        device_filter.prepare_cgroup({}, "x")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,7 +66,7 @@ def root(tmp_path: Path, fake: FakeNvml) -> Gpuguard:
 
 def groups() -> list[str]:
     """The cgroups of isolated jobs."""
-    return [name for name in os.listdir(jobgroup.own_cgroup()) if name.startswith(jobgroup.PREFIX)]
+    return [name for name in os.listdir(device_filter.own_cgroup()) if name.startswith(device_filter.PREFIX)]
 
 
 @pytest.mark.root
@@ -76,7 +76,7 @@ def test_root_can_open_only_what_he_claimed(root, nodes, manner):
     done = root("run", "--gpus", "1,3", "--isolate", *manner, "--", sys.executable, "-c", OPEN, *nodes, "/dev/null")
 
     assert done.stdout.split()[1::2] == ["EPERM", "ENXIO", "EPERM", "ENXIO", "opened"], done.stderr
-    jobgroup.sweep(jobgroup.own_cgroup())
+    device_filter.sweep(device_filter.own_cgroup())
     assert groups() == []
 
 
@@ -95,7 +95,7 @@ def test_root_cannot_make_the_nodes_of_others(root: Gpuguard, tmp_path: Path) ->
 def test_the_cgroup_goes_with_the_job(root):
     during = root("run", "--isolate", "--", "sh", "-c", "grep ^0:: /proc/self/cgroup")
 
-    assert jobgroup.PREFIX in during.stdout
+    assert device_filter.PREFIX in during.stdout
     assert groups() == []
 
 
@@ -122,10 +122,10 @@ def test_a_killed_wrapper_leaves_the_filter_on_and_the_next_job_clears_up(root, 
 @pytest.mark.root
 @needs_filter
 def test_a_cgroup_whose_maker_lives_is_not_swept():
-    parent = jobgroup.own_cgroup()
-    _, close = jobgroup.prepare({}, f"test-{os.getpid()}")
+    parent = device_filter.own_cgroup()
+    _, close = device_filter.prepare_cgroup({}, f"test-{os.getpid()}")
 
-    jobgroup.sweep(parent)  # flock goes by the open file, so that this process stands for another one
+    device_filter.sweep(parent)  # flock goes by the open file, so that this process stands for another one
     assert len(groups()) == 1
     close()
     assert groups() == []

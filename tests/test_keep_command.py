@@ -23,13 +23,13 @@ from guarded import SOMEBODY
 from nodes import GIB, eventually, remove
 from users import ALICE, BOB, DEVICES, Machine, install
 
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.restrictions import KEPT, Restriction, change, read_restrictions
+from gpuguard.daemon import exemptions
+from gpuguard.daemon.exemptions import CHANGES, MOST_OF_ONE, Exemptions
+from gpuguard.enforcement.target import boot_clock
 from gpuguard.errors import GpuguardError
-from gpuguard.guards.case import boot_clock
-from gpuguard.marks import KEPT, Mark, change, read_marks
 from gpuguard.model import Event
-from gpuguard.services import keeping
-from gpuguard.services.keeping import CHANGES, MOST_OF_ONE, Keeping
 
 root = pytest.mark.root
 DEVICE = a_device(0).uuid
@@ -52,7 +52,7 @@ class Granting:
     def __init__(self, directory: LockDirectory) -> None:
         self.kept: dict = {}
         self.events: list[Event] = []
-        self.keeping = Keeping(directory, self.use, lambda: (a_device(0), a_device(1)), self.events.append)
+        self.keeping = Exemptions(directory, self.use, lambda: (a_device(0), a_device(1)), self.events.append)
 
     def use(self, kept: dict) -> None:
         self.kept = kept
@@ -156,7 +156,7 @@ def test_a_restarted_daemon_still_knows_whom_to_keep(directory, granting):
 
 
 def test_what_is_over_is_not_kept(directory):
-    change(directory, KEPT, lambda marks: marks.update({"1001": Mark("1001", 0.0, time.time() - 1)}))
+    change(directory, KEPT, lambda marks: marks.update({"1001": Restriction("1001", 0.0, time.time() - 1)}))
 
     assert Granting(directory).kept == {}
 
@@ -184,7 +184,7 @@ def _add(mark, marks):
 
 def test_nobody_fills_the_file(directory):
     for number in range(MOST_OF_ONE):
-        mark = Mark(f"1001 GPU-{number}", 0.0, time.time() + 60, "", "1001", "1001")
+        mark = Restriction(f"1001 GPU-{number}", 0.0, time.time() + 60, "", "1001", "1001")
         change(directory, KEPT, partial(_add, mark))
 
     with pytest.raises(GpuguardError, match="too much"):
@@ -192,7 +192,7 @@ def test_nobody_fills_the_file(directory):
 
 
 def test_uids_that_nobody_knows_leave_room_for_those_who_have_a_name(directory, monkeypatch):
-    monkeypatch.setattr(keeping, "MAX_MARKS", 8)
+    monkeypatch.setattr(exemptions, "MAX_MARKS", 8)
     for uid in range(200_000, 200_004):
         Granting(directory)(uid)
 
@@ -280,7 +280,7 @@ def test_two_users_keep_each_their_own(tmp_path):
             too_long = machine(BOB, "keep", "--for", "2h")
             ended = machine(ALICE, "keep", "--end")
             seen = json.loads(machine(ALICE, "keep", "--list", "--json").stdout)["kept"]
-            marks = read_marks(machine.directory, KEPT, time.time())
+            marks = read_restrictions(machine.directory, KEPT, time.time())
     finally:
         remove(site)
         remove(place)

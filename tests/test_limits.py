@@ -9,7 +9,7 @@ from builders import GIB, a_device, a_mig_instance, a_process, a_snapshot, a_uui
 
 from gpuguard import model
 from gpuguard.errors import InvalidRequest
-from gpuguard.jobs.limits import TEMPERATURE_SECONDS, Limits, policies_of, share_policy
+from gpuguard.jobs.limits import TEMPERATURE_SECONDS, JobLimits, policies_of, share_policy
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.engine import evaluate
@@ -20,13 +20,13 @@ FAMILY = {4711: 100_000, 4712: 100_000}  # start_time 1000.0 of a_process(), in 
 
 def limits(
     memory: str | None = None, temperature: float | None = None, idle: float | None = None, **facts: Any
-) -> Limits:
+) -> JobLimits:
     amount = None if memory is None else parse_memory_amount(memory)
     devices = facts.pop("devices", (a_uuid(0),))
-    return Limits(policies_of(amount, temperature, idle), ClaimRecord("c1", ALICE, "alice", devices), **facts)
+    return JobLimits(policies_of(amount, temperature, idle), ClaimRecord("c1", ALICE, "alice", devices), **facts)
 
 
-def judge(limits: Limits, *samples: Device | tuple[Device, ...], every: float = 2.5) -> list[bool]:
+def judge(limits: JobLimits, *samples: Device | tuple[Device, ...], every: float = 2.5) -> list[bool]:
     """Whether a limit was reached, sample by sample."""
     found = []
     for number, sample in enumerate(samples):
@@ -239,9 +239,9 @@ def test_the_owner_is_not_told_of_anybody_else(process):
 # Shares
 
 
-def sharer(**facts: Any) -> Limits:
+def sharer(**facts: Any) -> JobLimits:
     claim = ClaimRecord("c1", ALICE, "alice", (a_uuid(0),), memory=10 * GIB)
-    return Limits((share_policy(10 * GIB),), claim, **facts)
+    return JobLimits((share_policy(10 * GIB),), claim, **facts)
 
 
 def test_neighbours_on_a_shared_device_are_no_strangers():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lines import HOUR, a_ticket
 
-from gpuguard.line.order import Rules, Ticket, order
+from gpuguard.queue.priority import Rules, Ticket, order
 
 NOW = 30 * HOUR
 

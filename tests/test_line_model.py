@@ -24,18 +24,18 @@ from lines import HOUR, a_ticket
 from machines import Machine
 from pretended import Pretended
 
-from gpuguard import attempt
-from gpuguard.claims.hold import Claim
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard import lock
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import locks_held, probe
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
-from gpuguard.line.file import LineFile
-from gpuguard.line.order import Rules
-from gpuguard.line.reservations import reserved, what_if
-from gpuguard.line.reservefiles import Reservation, arrive, remove, write
-from gpuguard.line.tickets import Held, ticket_content
-from gpuguard.line.turn import stand
 from gpuguard.lock import acquire
+from gpuguard.queue.explain import stand
+from gpuguard.queue.priority import Rules
+from gpuguard.queue.reservation_store import Reservation, arrive, remove, write
+from gpuguard.queue.reservations import reservation_calendar, what_if
+from gpuguard.queue.settings import QueueSettings
+from gpuguard.queue.tickets import OwnTicket, ticket_content
 from gpuguard.request import Request
 from gpuguard.select import choose
 
@@ -79,12 +79,12 @@ class LineMachine(RuleBasedStateMachine):
         # Names in order: several tickets may have one time of arrival, and then their names decide.
         numbers = itertools.count(1)
         self.world.enter_context(mock.patch("os.urandom", lambda size: next(numbers).to_bytes(size, "big")))
-        self.world.enter_context(mock.patch("gpuguard.line.turn.read_line_file", lambda: LineFile(RULES)))
+        self.world.enter_context(mock.patch("gpuguard.queue.explain.read_line_file", lambda: QueueSettings(RULES)))
         name = self.place.name
         self.directory = LockDirectory(name, name, name, prefix="gpuguard.")  # as without `gpuguard setup`
         self.machine = Machine(*DEVICES)
         self.claims: dict[str, Claim] = {}
-        self.waiting: list[tuple[Held, Job]] = []
+        self.waiting: list[tuple[OwnTicket, Job]] = []
         self.reservations: dict[str, Reservation] = {}
 
     @initialize(divided=st.booleans())
@@ -104,7 +104,7 @@ class LineMachine(RuleBasedStateMachine):
         self.world.user = job.user
         if len(self.waiting) < 12:
             ticket = a_ticket(ways=[job.request], time_limit=job.limit)
-            self.waiting.append((Held(self.directory, ticket_content(ticket)), job))
+            self.waiting.append((OwnTicket(self.directory, ticket_content(ticket)), job))
         self.serve()
 
     @rule(job=JOBS)
@@ -193,7 +193,7 @@ class LineMachine(RuleBasedStateMachine):
                 fits = self.model.fits(job)
                 kept = line.kept_from(held.id)
                 self.world.user = job.user
-                claim = attempt.lock_best(self.machine, snapshot, job.request, self.directory, None, dict(kept))
+                claim = lock.lock_best(self.machine, snapshot, job.request, self.directory, None, dict(kept))
                 assert claim or not fits or job.request.share or kept
                 if claim:
                     arrive(self.directory, line.facts.bookings)
@@ -219,7 +219,7 @@ class LineMachine(RuleBasedStateMachine):
         self.model.end(name)
 
     def seen(self) -> Any:
-        return reserved(self.directory, UUIDS, probe(self.directory, UUIDS), self.world.clock)
+        return reservation_calendar(self.directory, UUIDS, probe(self.directory, UUIDS), self.world.clock)
 
     @invariant()
     def everybody_sees_who_holds_what(self) -> None:
@@ -264,13 +264,13 @@ def test_line_claims_shares_mig_and_reservations_do_what_the_model_does() -> Non
 
 
 PLANTED = {
-    "gpuguard.claims.hold.try_flock": lambda *_: True,
-    "gpuguard.line.plan._Plans._against": lambda *_: "somebody",
+    "gpuguard.claims.claim.try_flock": lambda *_: True,
+    "gpuguard.queue.backfill._Plans._against": lambda *_: "somebody",
     "gpuguard.eligibility.memory_left": lambda *_: 2**60,
-    "gpuguard.line.booking.calendar": lambda *_: {},
-    "gpuguard.line.reservations._beyond": lambda *_: "",
-    "gpuguard.line.reservations.can_be_met": lambda *_: True,
-    "gpuguard.line.reservefiles._arrivals": lambda *_: {},
+    "gpuguard.queue.calendar.calendar": lambda *_: {},
+    "gpuguard.queue.reservations._beyond": lambda *_: "",
+    "gpuguard.queue.reservations.can_be_met": lambda *_: True,
+    "gpuguard.queue.reservation_store._arrivals": lambda *_: {},
 }
 
 

@@ -15,14 +15,14 @@ from commands import Gpuguard
 from nodes import start
 from wrapped import until
 
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.cli.dispatch import build_parser
-from gpuguard.cli.line_options import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
+from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import build_parser
+from gpuguard.cli.queue_options import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
 from gpuguard.errors import InvalidRequest
-from gpuguard.line import after
-from gpuguard.line.order import PRIORITIES
-from gpuguard.line.tickets import MOST_WAYS
-from gpuguard.line.turn import new_ticket
+from gpuguard.queue import waiter
+from gpuguard.queue.explain import new_ticket
+from gpuguard.queue.priority import PRIORITIES
+from gpuguard.queue.tickets import MOST_WAYS
 from gpuguard.request import Request
 
 LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
@@ -136,7 +136,7 @@ def follow(directory):
 
     def run(what, **environ):
         told = []
-        after.wait_until_over(what, directory, new_ticket([Request()]), told.append, environ)
+        waiter.wait_until_over(what, directory, new_ticket([Request()]), told.append, environ)
         return told
 
     return run
@@ -169,7 +169,7 @@ def test_the_beginning_of_an_id_is_enough_unless_it_could_be_two(directory, foll
 
 def test_a_whole_id_is_never_ambiguous(directory, follow, monkeypatch):
     found = []
-    monkeypatch.setattr(after, "_until_claim_ends", lambda claim, *_: found.append(claim.id))
+    monkeypatch.setattr(waiter, "_until_claim_ends", lambda claim, *_: found.append(claim.id))
     with a_holder(directory, "GPU-a", name="abcd1111"), a_holder(directory, "GPU-b", name="abcd1111.0badcafe"):
         follow("abcd1111")
 
@@ -178,7 +178,7 @@ def test_a_whole_id_is_never_ambiguous(directory, follow, monkeypatch):
 
 @pytest.mark.parametrize("own", ["abcd1111", "abcd1111.0badcafe"])
 def test_nobody_waits_for_the_claim_that_he_runs_in(directory, follow, monkeypatch, own):
-    monkeypatch.setattr(after, "_until_claim_ends", lambda *_: None)  # or else it would, if it were not refused
+    monkeypatch.setattr(waiter, "_until_claim_ends", lambda *_: None)  # or else it would, if it were not refused
     message = "--after abcd is the claim that this runs in: it would wait for itself"
     with a_holder(directory, "GPU-a", name="abcd1111"), pytest.raises(InvalidRequest, match=message):
         follow("abcd", GPUGUARD_CLAIM=own)
@@ -193,14 +193,14 @@ def test_a_process_that_has_ended_and_was_not_collected_has_ended(follow):
 
 def test_a_claim_that_ends_while_it_is_looked_at_is_over(directory, follow, monkeypatch):
     with a_holder(directory, "GPU-a", name="abcd1111") as holder:
-        real = after.DirectoryWatch
+        real = waiter.DirectoryWatch
 
         def ends_first(path):
             holder.child.kill()
             holder.child.wait()
             return real(path)
 
-        monkeypatch.setattr(after, "DirectoryWatch", ends_first)
+        monkeypatch.setattr(waiter, "DirectoryWatch", ends_first)
 
         assert follow("abcd1111") == []
 
@@ -211,11 +211,11 @@ def test_the_end_of_a_holder_that_is_killed_is_heard(directory, follow, monkeypa
         raise OSError("no more instances")
 
     if not inotify:
-        monkeypatch.setattr(after, "DirectoryWatch", none_left)
-        monkeypatch.setattr(after, "POLL_SECONDS", 0.05)
+        monkeypatch.setattr(waiter, "DirectoryWatch", none_left)
+        monkeypatch.setattr(waiter, "POLL_SECONDS", 0.05)
     with a_holder(directory, "GPU-a", name="abcd1111") as holder:
         told = []
-        after.wait_until_over("abcd", directory, new_ticket([Request()]), lambda t: told.append(t) or end(holder), {})
+        waiter.wait_until_over("abcd", directory, new_ticket([Request()]), lambda t: told.append(t) or end(holder), {})
 
     assert re.fullmatch(r"waits until \S+'s claim abcd1111 has ended", told[0])
 
@@ -228,7 +228,7 @@ def test_a_directory_that_takes_no_ticket_is_said(directory, follow, monkeypatch
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(after, "Held", full)
+    monkeypatch.setattr(waiter, "Held", full)
     from gpuguard.errors import LockDirectoryError
 
     with pytest.raises(LockDirectoryError, match=r"no ticket can be written into .*: No space left on device"):

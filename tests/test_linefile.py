@@ -8,11 +8,10 @@ from dataclasses import fields
 import pytest
 from commands import Gpuguard
 
-from gpuguard.documents.accounts import Accounts
-from gpuguard.line import file as linefile
-from gpuguard.line.file import LineFile, read_line_file
-from gpuguard.line.keys import LineKeys, PriorityKeys, parse
-from gpuguard.line.order import ReservationKeys, Rules
+from gpuguard.policies.files.decoder import Accounts
+from gpuguard.queue import settings as linefile
+from gpuguard.queue.priority import ReservationKeys, Rules
+from gpuguard.queue.settings import LineKeys, PriorityKeys, QueueSettings, parse, read_queue_settings
 
 USERS = {"alice": 1001, "bob": 1002, "no": 1003}
 EVERYTHING = b"""
@@ -30,7 +29,7 @@ def accounts():
 
 
 def read(text):
-    return LineFile(*parse(text if isinstance(text, bytes) else text.encode(), accounts()))
+    return QueueSettings(*parse(text if isinstance(text, bytes) else text.encode(), accounts()))
 
 
 def test_every_key_is_read_in_its_unit():
@@ -55,8 +54,8 @@ def test_the_example_has_every_key():
 
 
 def test_what_is_not_written_is_as_without_the_file():
-    assert read("fair_share: true") == LineFile()
-    assert read("patience: 25%\nbound: 24h\nhalf_life: 7d\npriority: {everybody: normal}") == LineFile()
+    assert read("fair_share: true") == QueueSettings()
+    assert read("patience: 25%\nbound: 24h\nhalf_life: 7d\npriority: {everybody: normal}") == QueueSettings()
 
 
 def test_who_is_named_twice_gets_the_lower_priority():
@@ -123,15 +122,15 @@ def test_what_is_no_text_is_a_fault():
 
 
 def test_no_file_is_no_fault(tmp_path):
-    assert read_line_file(str(tmp_path / "none")) == LineFile(path=str(tmp_path / "none"))
+    assert read_queue_settings(str(tmp_path / "none")) == QueueSettings(path=str(tmp_path / "none"))
 
 
 def test_the_variable_names_another_file(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("fair_share: false\n")
     monkeypatch.setenv("GPUGUARD_LINE", str(tmp_path / "mine.yaml"))
 
-    assert read_line_file().rules.fair_share is False
-    assert read_line_file().path == str(tmp_path / "mine.yaml")
+    assert read_queue_settings().rules.fair_share is False
+    assert read_queue_settings().path == str(tmp_path / "mine.yaml")
 
 
 @pytest.mark.root
@@ -157,7 +156,7 @@ def test_root_shows_nothing_of_a_secret_file_that_the_variable_names(tmp_path):
 )
 def test_what_cannot_be_read_is_a_fault_and_never_an_error(tmp_path, make, what):
     make(tmp_path / "line.yaml")
-    file = read_line_file(str(tmp_path / "line.yaml"))
+    file = read_queue_settings(str(tmp_path / "line.yaml"))
 
     assert file.rules == Rules()
     assert what in file.faults[0].text and file.faults[0].line == 0
@@ -172,19 +171,19 @@ def test_the_file_of_the_machine_counts_only_when_nobody_but_root_can_have_writt
     path.chmod(0o644)
     monkeypatch.setattr(linefile, "PATH", str(path))
     monkeypatch.delenv("GPUGUARD_LINE", raising=False)
-    assert read_line_file().rules.fair_share is False
+    assert read_queue_settings().rules.fair_share is False
 
     os.chown(path, 1001, 1001)
-    assert read_line_file().rules == Rules()
-    assert "belongs to uid 1001" in read_line_file().faults[0].text
+    assert read_queue_settings().rules == Rules()
+    assert "belongs to uid 1001" in read_queue_settings().faults[0].text
 
     os.chown(path, 0, 0)
     path.chmod(0o666)
-    assert "can be written by others" in read_line_file().faults[0].text
+    assert "can be written by others" in read_queue_settings().faults[0].text
 
     path.chmod(0o644)
     os.chown(place, 1001, 1001)
-    assert f"{place} belongs to uid 1001" in read_line_file().faults[0].text
+    assert f"{place} belongs to uid 1001" in read_queue_settings().faults[0].text
 
 
 def test_a_directory_service_that_hangs_is_a_fault_and_not_a_wait_without_end():
@@ -192,7 +191,7 @@ def test_a_directory_service_that_hangs_is_a_fault_and_not_a_wait_without_end():
 
     never = threading.Event()
     silent = Accounts(user_number=lambda name: never.wait(60) and 0, seconds=0.05)
-    file = LineFile(*parse(b"priority: {high: [alice, bob]}\n", silent))
+    file = QueueSettings(*parse(b"priority: {high: [alice, bob]}\n", silent))
     never.set()
 
     assert file.rules == Rules() and len(file.faults) == 2

@@ -11,18 +11,17 @@ from builders import GIB, a_device, a_process, a_snapshot
 from guarded import a_scene
 from test_watchdog import Recording
 
-from gpuguard import history
-from gpuguard.guards import lines
-from gpuguard.guards.lines import AT_ONCE, EVERY, TELL_SECONDS, Lines
-from gpuguard.guards.recall import recalled
+from gpuguard.enforcement import limits
+from gpuguard.enforcement.limits import AT_ONCE, EVERY, TELL_SECONDS, Lines, recent_actions
+from gpuguard.history import audit_log
 from gpuguard.model import Event
 from gpuguard.policies.amounts import parse_memory_amount
-from gpuguard.policies.memory import Memory
 from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.thresholds import MemoryRule
 from gpuguard.watchdog import Watchdog
 
 STEPS = (Step("log"),)
-SMALL = Policy("small", (Memory(above=parse_memory_amount("20MiB")),), hold=0.0, steps=STEPS)
+SMALL = Policy("small", (MemoryRule(above=parse_memory_amount("20MiB")),), hold=0.0, steps=STEPS)
 
 
 def a_line(user: str | None = "bob", kind: str = "log", outcome: str = "done", **facts: float) -> Event:
@@ -101,7 +100,7 @@ def test_who_is_heard_of_no_more_is_forgotten():
 def test_a_flood_of_one_user_leaves_the_lines_about_others_and_says_so(tmp_path: Path, monkeypatch):
     log, told, clock = tmp_path / "events.jsonl", [], [5000.0]
     monkeypatch.setenv("GPUGUARD_EVENTS", str(log))
-    monkeypatch.setattr(lines, "AT_ONCE", 20)
+    monkeypatch.setattr(limits, "AT_ONCE", 20)
     monkeypatch.setattr("gpuguard.watchdog.boot_clock", lambda: clock[0])
     alices = a_process(pid=99, uid=1001, user="alice", memory_used=GIB)
     samples = []
@@ -109,7 +108,7 @@ def test_a_flood_of_one_user_leaves_the_lines_about_others_and_says_so(tmp_path:
         bobs = [a_process(pid=1000 + n, uid=1002, user="bob", memory_used=GIB) for n in range(at * 30, at * 30 + 90)]
         device = a_device(memory_used=40 * GIB, processes=(*bobs, alices))
         samples.append(a_snapshot(device, clock=10_000.0 + at, taken_at=1.7e9 + at))
-    dog = Watchdog(Recording(*samples), (SMALL,), append=history.append, on_event=told.append)
+    dog = Watchdog(Recording(*samples), (SMALL,), append=audit_log.append, on_event=told.append)
     for _ in samples:
         dog.step()
         clock[0] += TELL_SECONDS / 6
@@ -124,13 +123,13 @@ def test_a_flood_of_one_user_leaves_the_lines_about_others_and_says_so(tmp_path:
 def test_deeds_are_remembered_over_a_restart_in_spite_of_a_flood(tmp_path: Path, monkeypatch):
     log = tmp_path / "events.jsonl"
     monkeypatch.setenv("GPUGUARD_EVENTS", str(log))
-    monkeypatch.setattr(history, "ROTATE_BYTES", 2**16)
-    monkeypatch.setattr(lines, "AT_ONCE", 50)
-    dog = Watchdog(Recording(a_snapshot(a_device())), (SMALL,), append=history.append)
+    monkeypatch.setattr(audit_log, "ROTATE_BYTES", 2**16)
+    monkeypatch.setattr(limits, "AT_ONCE", 50)
+    dog = Watchdog(Recording(a_snapshot(a_device())), (SMALL,), append=audit_log.append)
     with a_scene() as scene:
         scene.context(append=dog._record)
         assert scene.act().word == "sent"
     for _ in range(3000):
         dog._record(a_line())
 
-    assert len(recalled(str(log), time.clock_gettime(time.CLOCK_BOOTTIME), time.time()).deeds) == 1
+    assert len(recent_actions(str(log), time.clock_gettime(time.CLOCK_BOOTTIME), time.time()).deeds) == 1

@@ -12,15 +12,15 @@ from builders import a_device, a_process
 from machines import Machine
 
 from gpuguard import lock
-from gpuguard.claims.lockfiles import LockDirectory, open_lock, try_flock
+from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices
 from gpuguard.errors import ClaimError, ImpossibleRequest, NotEnoughGpus, WaitTimeout
-from gpuguard.line import reservefiles, served
-from gpuguard.line.leading import YOUR_TURN
-from gpuguard.line.order import Ticket
-from gpuguard.line.reservefiles import Reservation
-from gpuguard.line.tickets import Held, read_tickets, ring, ticket_content
-from gpuguard.lock import acquire, look, look_closely
+from gpuguard.lock import acquire, sample_and_lock, sample_closely
+from gpuguard.queue import reservation_store, tickets
+from gpuguard.queue.leader import YOUR_TURN
+from gpuguard.queue.priority import Ticket
+from gpuguard.queue.reservation_store import Reservation
+from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, wake
 from gpuguard.request import Request
 
 HOUR = 3600.0
@@ -38,7 +38,7 @@ def line(directory: LockDirectory) -> Iterator[Machine]:
     """Two devices, one claimed for an hour by somebody else, and behind him one who waits for both."""
     machine = two()
     with acquire(machine, Request(), directory, time_limit=HOUR):
-        first = Held(directory, ticket_content(Ticket("", 0, "", 0.0, (Request(num_gpus=2),), pid=os.getpid())))
+        first = OwnTicket(directory, ticket_content(Ticket("", 0, "", 0.0, (Request(num_gpus=2),), pid=os.getpid())))
         yield machine
         first.leave()
 
@@ -60,7 +60,7 @@ def test_whoever_is_called_before_his_turn_takes_nothing_and_goes_on_waiting(
 
     def call(error: NotEnoughGpus) -> None:
         if len(told) < 3:
-            ring(directory, read_tickets(directory)[0], YOUR_TURN)
+            wake(directory, read_tickets(directory)[0], YOUR_TURN)
         told.append(str(error))
 
     call.tell_every = 0.1  # type: ignore[attr-defined]
@@ -86,13 +86,13 @@ def test_a_look_leaves_out_what_is_reserved_for_somebody_else(directory: LockDir
     wanted = Reservation(
         "", os.geteuid(), os.geteuid() + 1, "bob", 1, now - 1, now + HOUR, (machine.devices[1].uuid,), now
     )
-    made = reservefiles.write(directory, wanted)
-    _, choice = look(machine, Request(), directory)
+    made = reservation_store.write(directory, wanted)
+    _, choice = sample_and_lock(machine, Request(), directory)
     assert [device.index for device in choice.devices] == [0]
     assert "'s reservation until " in choice.refused[0].reasons[0].text
 
-    reservefiles.remove(directory, made)
-    _, choice = look(machine, Request(), directory)
+    reservation_store.remove(directory, made)
+    _, choice = sample_and_lock(machine, Request(), directory)
     assert [device.index for device in choice.devices] == [1]
 
 
@@ -111,7 +111,7 @@ def test_where_the_daemon_gives_the_locks_nothing_is_claimed_without_it(director
 
 def test_whoever_asks_for_reasons_is_told_whose_processes_are_in_the_way(directory: LockDirectory) -> None:
     machine = Machine(a_device(0, processes=(a_process(812, user="bob"),)))
-    _, choice = look_closely(machine, Request(), directory)
+    _, choice = sample_closely(machine, Request(), directory)
 
     assert choice.devices == ()
     assert "used by bob (pid 812" in choice.refused[0].reasons[0].text
@@ -162,14 +162,14 @@ def test_of_two_ways_the_one_that_can_be_met_some_day_says_what_is_missing(direc
 def test_whoever_gets_what_he_waited_for_has_been_served(directory):
     machine = Machine(a_device(0))
     holder = acquire(machine, Request(), directory, environ={})
-    assert served.last(directory, os.geteuid()) is None
+    assert tickets.last_served(directory, os.geteuid()) is None
 
     acquire(machine, Request(), directory, wait=60, on_wait=lambda error: holder.release(), environ={}).release()
 
-    assert served.last(directory, os.geteuid()) is not None
+    assert tickets.last_served(directory, os.geteuid()) is not None
 
 
 def test_whoever_did_not_have_to_wait_takes_nobodys_turn(directory):
     acquire(Machine(), Request(), directory, environ={}).release()
 
-    assert served.last(directory, os.geteuid()) is None
+    assert tickets.last_served(directory, os.geteuid()) is None

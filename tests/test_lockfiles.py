@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from sources import ROOT
 
-from gpuguard.claims import hold, lockfiles
-from gpuguard.claims.hold import take_lock
-from gpuguard.claims.inplace import file_system
-from gpuguard.claims.lockfiles import Gate, is_same_file, lock_directory, open_lock, try_flock
+from gpuguard.claims import claim as hold
+from gpuguard.claims import directory as lockfiles
+from gpuguard.claims.claim import lock_device
+from gpuguard.claims.directory import Gate, is_same_file, lock_directory, open_lock, try_flock
 from gpuguard.claims.records import _held_locks
+from gpuguard.claims.safe_files import file_system
 from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError
 
@@ -150,7 +151,7 @@ def test_a_file_system_on_which_locks_do_not_exclude_everybody_is_refused_by_nam
 READ_ONLY = """
 mount -t tmpfs -o mode=1777,size=64k image "$2" && mount -o remount,ro "$2" && exec "$1" -c '
 import sys
-from gpuguard.claims import lockfiles
+from gpuguard.claims import directory as lockfiles
 lockfiles.FALLBACK_DIRECTORIES, lockfiles.ADMIN_DIRECTORY = (sys.argv[1],), "/none"
 lockfiles.open_lock(lockfiles.lock_directory(), "gate")
 ' "$2"
@@ -262,7 +263,7 @@ def test_a_lock_file_that_cannot_be_opened_for_lack_of_descriptors_was_planted_b
     "use",
     [
         lambda directory: Gate(directory).__enter__(),
-        lambda directory: take_lock(directory, "GPU-1", fcntl.LOCK_EX),
+        lambda directory: lock_device(directory, "GPU-1", fcntl.LOCK_EX),
         lambda directory: _held_locks(directory, ["GPU-1"]),
         lambda directory: locked_slots(directory, "GPU-1"),
     ],
@@ -294,7 +295,7 @@ def test_who_is_interrupted_while_he_takes_a_lock_holds_none(tmp_path, monkeypat
 
     monkeypatch.setattr(hold, "_identity", interrupted)  # what comes right behind the flock
     with pytest.raises(KeyboardInterrupt):
-        take_lock(directory, UUID, fcntl.LOCK_EX)
+        lock_device(directory, UUID, fcntl.LOCK_EX)
 
     assert os.listdir("/proc/self/fd") == before
     assert not _held_locks(directory, [UUID])

@@ -10,9 +10,10 @@ from endpoints import a_certificate, a_mail_server
 from targets import HOSTILE, PASSWORD, a_message, a_script, a_secret, a_verdict, by_smtp
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.messages import Template, message_for
-from gpuguard.notify import Email, Secret
-from gpuguard.notify.delivery import attempt
+from gpuguard.notify.mail import Email
+from gpuguard.notify.secrets import Secret
+from gpuguard.notify.sender import attempt
+from gpuguard.notify.templates import Template, message_for
 
 
 def test_a_mail_arrives_with_subject_and_text():

@@ -15,7 +15,7 @@ from shells import needed
 from sources import ROOT
 from test_help import parsers
 
-from gpuguard.cli.dispatch import COMMANDS
+from gpuguard.cli import COMMANDS
 
 PLAIN = {"PATH": "/usr/bin:/bin", "PYTHON": os.path.realpath(sys.executable), "LC_ALL": "C.UTF-8", "MANWIDTH": "1000"}
 

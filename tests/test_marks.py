@@ -17,10 +17,10 @@ import pytest
 from chances import luck
 from guarded import SOMEBODY
 
-from gpuguard import marks
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims import restrictions
+from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.claims.restrictions import DENIED, KEPT, QUARANTINED, Restriction, change, read_restrictions
 from gpuguard.errors import LockDirectoryError
-from gpuguard.marks import DENIED, KEPT, QUARANTINED, Mark, change, read_marks
 
 root = pytest.mark.root
 NOW = 1_800_000_000.0
@@ -30,8 +30,8 @@ def mark(directory: LockDirectory, kind: str, name: str, **fields: object) -> No
     change(directory, kind, lambda found: found.update({name: replace_mark(name, **fields)}))
 
 
-def replace_mark(name: str, **fields: object) -> Mark:
-    return Mark(name, **{"since": time.time(), "reason": "a good reason", **fields})  # type: ignore[arg-type]
+def replace_mark(name: str, **fields: object) -> Restriction:
+    return Restriction(name, **{"since": time.time(), "reason": "a good reason", **fields})  # type: ignore[arg-type]
 
 
 def file_of(directory: LockDirectory, kind: str) -> Path:
@@ -39,11 +39,11 @@ def file_of(directory: LockDirectory, kind: str) -> Path:
 
 
 def test_marks_come_back_as_they_were_written(directory):
-    written = Mark("1001", NOW, NOW + 60, 'x"\u4f60\n', "the policy p", "bob")
+    written = Restriction("1001", NOW, NOW + 60, 'x"\u4f60\n', "the policy p", "bob")
     mark(directory, DENIED, "7", until=None)
     change(directory, DENIED, lambda found: found.update({"1001": replace(written, until=time.time() + 60)}))
 
-    found = read_marks(directory, DENIED, time.time())
+    found = read_restrictions(directory, DENIED, time.time())
 
     assert replace(found["1001"], until=written.until) == written
     assert found["7"].until is None
@@ -61,11 +61,11 @@ def test_without_a_descriptor_left_no_mark_is_overlooked_and_none_is_lost(direct
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", full)
         with pytest.raises(OSError, match="Too many open files in system"):
-            read_marks(directory, QUARANTINED, NOW)
+            read_restrictions(directory, QUARANTINED, NOW)
         with pytest.raises(LockDirectoryError, match="Too many open files in system"):
             mark(directory, QUARANTINED, "GPU-2")
 
-    assert read_marks(directory, QUARANTINED, NOW).keys() == {"GPU-1"}
+    assert read_restrictions(directory, QUARANTINED, NOW).keys() == {"GPU-1"}
 
 
 @pytest.mark.parametrize("step", [-7200.0, 7200.0])
@@ -76,26 +76,26 @@ def test_who_sets_the_clock_makes_no_mark_shorter_or_longer(directory, monkeypat
 
     monkeypatch.setattr(time, "time", lambda: real() + step)
     mark(directory, KEPT, "1003", until=time.time() + 60)  # the file is written anew
-    until = read_marks(directory, KEPT, time.time())["1001"].until
+    until = read_restrictions(directory, KEPT, time.time())["1001"].until
 
     assert until and 3590 < until - time.time() <= 3600
-    assert read_marks(directory, DENIED, time.time())["1002"].since == pytest.approx(now + step, abs=5)
+    assert read_restrictions(directory, DENIED, time.time())["1002"].since == pytest.approx(now + step, abs=5)
 
 
 def test_of_another_boot_only_the_time_of_day_is_known(directory, monkeypatch):
     mark(directory, KEPT, "1001", until=NOW)
 
-    monkeypatch.setattr(marks, "boot_id", lambda: "another")
-    monkeypatch.setattr(marks, "_booted", lambda: 0.0)
+    monkeypatch.setattr(restrictions, "boot_id", lambda: "another")
+    monkeypatch.setattr(restrictions, "_booted", lambda: 0.0)
 
-    assert read_marks(directory, KEPT, NOW - 1)["1001"].until == NOW
+    assert read_restrictions(directory, KEPT, NOW - 1)["1001"].until == NOW
 
 
 def test_a_mark_ends_by_itself(directory):
     mark(directory, QUARANTINED, "GPU-1", until=NOW)
 
-    assert read_marks(directory, QUARANTINED, NOW - 1).keys() == {"GPU-1"}
-    assert read_marks(directory, QUARANTINED, NOW) == {}
+    assert read_restrictions(directory, QUARANTINED, NOW - 1).keys() == {"GPU-1"}
+    assert read_restrictions(directory, QUARANTINED, NOW) == {}
 
 
 def test_without_marks_there_is_no_file(directory):
@@ -132,7 +132,7 @@ def test_everybody_can_read_the_file_whatever_the_umask(directory):
 def test_a_damaged_file_stops_nobody(directory, content):
     file_of(directory, QUARANTINED).write_bytes(content)
 
-    assert read_marks(directory, QUARANTINED, NOW) == {}
+    assert read_restrictions(directory, QUARANTINED, NOW) == {}
 
 
 def forged(directory: LockDirectory, how: str) -> None:
@@ -157,7 +157,7 @@ def forged(directory: LockDirectory, how: str) -> None:
 def test_a_forged_file_counts_for_nothing(directory, how):
     forged(directory, how)
 
-    assert read_marks(directory, QUARANTINED, time.time()) == {}
+    assert read_restrictions(directory, QUARANTINED, time.time()) == {}
 
 
 def test_where_anybody_may_make_files_there_are_no_marks(tmp_path):
@@ -165,15 +165,15 @@ def test_where_anybody_may_make_files_there_are_no_marks(tmp_path):
     mark(lock_directory(str(tmp_path / "own")), QUARANTINED, "GPU-1")
     shutil.copy(tmp_path / "own" / "quarantined.json", tmp_path)
 
-    assert read_marks(flat, QUARANTINED, time.time()) == {}
+    assert read_restrictions(flat, QUARANTINED, time.time()) == {}
     with pytest.raises(LockDirectoryError, match="sudo gpuguard setup"):
         mark(flat, QUARANTINED, "GPU-1")
 
 
 WRITER = """
 import sys, time
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.marks import Mark, change
+from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.restrictions import Restriction as Mark, change
 directory = lock_directory(sys.argv[1])
 print("ready", flush=True)
 while True:
@@ -192,14 +192,14 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_whole_marks(directory):
             deadline = time.monotonic() + dice.uniform(0.0, 0.08)
             seen = []
             while time.monotonic() < deadline:
-                seen.append("GPU-0" in read_marks(directory, QUARANTINED, time.time()))
+                seen.append("GPU-0" in read_restrictions(directory, QUARANTINED, time.time()))
             writer.send_signal(signal.SIGKILL)
 
-        before = read_marks(directory, QUARANTINED, time.time())
+        before = read_restrictions(directory, QUARANTINED, time.time())
         mark(directory, QUARANTINED, "GPU-last")  # and the next writer is not held up
 
         assert all(seen) and "GPU-0" in before
-        assert read_marks(directory, QUARANTINED, time.time()).keys() == before.keys() | {"GPU-last"}
+        assert read_restrictions(directory, QUARANTINED, time.time()).keys() == before.keys() | {"GPU-last"}
 
 
 def test_two_writers_lose_nothing(directory):
@@ -208,7 +208,7 @@ def test_two_writers_lose_nothing(directory):
     writers = [subprocess.Popen([*words, name], stdout=subprocess.DEVNULL) for name in "ab"]
     assert [writer.wait(60) for writer in writers] == [0, 0]
 
-    assert len(read_marks(directory, QUARANTINED, time.time())) == 198
+    assert len(read_restrictions(directory, QUARANTINED, time.time())) == 198
 
 
 def test_a_writer_that_gets_one_of_two_locks_alone_keeps_neither(directory):
@@ -222,13 +222,13 @@ def test_a_writer_that_gets_one_of_two_locks_alone_keeps_neither(directory):
     assert os.listdir("/proc/self/fd") == before
     os.rmdir(f"{directory.path}/daemon/marks.lock")
     mark(directory, DENIED, "1001")
-    assert read_marks(directory, DENIED, time.time()).keys() == {"1001"}
+    assert read_restrictions(directory, DENIED, time.time()).keys() == {"1001"}
 
 
 def test_a_longer_mark_is_not_shortened_by_a_policy():
-    longer = Mark("1", NOW, NOW + 100)
+    longer = Restriction("1", NOW, NOW + 100)
     found = {"1": longer}
-    marks.prolong(found, Mark("1", NOW, NOW + 50))
-    marks.prolong(found, Mark("2", NOW, NOW + 50, "x" * 999))
+    restrictions.prolong(found, Restriction("1", NOW, NOW + 50))
+    restrictions.prolong(found, Restriction("2", NOW, NOW + 50, "x" * 999))
 
-    assert (found["1"], len(found["2"].reason)) == (longer, marks.MAX_REASON)
+    assert (found["1"], len(found["2"].reason)) == (longer, restrictions.MAX_REASON)

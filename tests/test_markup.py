@@ -10,8 +10,8 @@ from builders import a_claim_record, a_device, a_process, a_snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.claims.hold import Claim, Lock
-from gpuguard.cli.notebook import Held, _card
+from gpuguard.claims.claim import Claim, Lock
+from gpuguard.cli.notebook import NotebookClaim, _card
 
 NO_LOCK = Lock(-1, "/nowhere", 0, (0, 0))
 HOSTILE = "<img src=x onerror=alert(1)>\"'&\x1b[31m\u202e"
@@ -57,7 +57,7 @@ def test_a_claim_of_this_process_is_a_table_of_its_devices_as_programs_in_it_cou
 
 def test_a_model_that_nobody_asked_for_is_left_out_of_the_line_of_a_notebook():
     known, unread = (
-        _card(Held(Claim("1f2e", (a_device(name=name),), (NO_LOCK,)), (), {"backend": None}, nullcontext()))[0]
+        _card(NotebookClaim(Claim("1f2e", (a_device(name=name),), (NO_LOCK,)), (), {"backend": None}, nullcontext()))[0]
         for name in ("NVIDIA T4", None)
     )
 

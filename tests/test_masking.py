@@ -11,10 +11,10 @@ import pytest
 from test_tape import SECRETS, a_view
 
 from gpuguard import model
-from gpuguard.backends.tape_file import TapeWriter
+from gpuguard.backends.recording import TapeWriter
+from gpuguard.backtest.masking import KEPT, MASKED, Mask
+from gpuguard.backtest.recording import pack, views
 from gpuguard.policies.view import HostUse
-from gpuguard.rehearsals.masking import KEPT, MASKED, Mask
-from gpuguard.rehearsals.tape import pack, views
 
 
 def masked_text(path: Path) -> str:

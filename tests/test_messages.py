@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from targets import HOSTILE, a_verdict
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.messages import (
-    LONGEST_SUBJECT,
-    MOST_LINES,
-    NAMES,
-    Template,
-    joined,
-    message_for,
-)
 from gpuguard.model import Finding, Subject, Verdict
-from gpuguard.wording import WORDS, Words
+from gpuguard.notify.templates import LONGEST_SUBJECT, MOST_LINES, NAMES, WORDS, Template, Words, joined, message_for
 
 ALL_NAMES = "\n".join(f"{name}=${{{name}}}" for name in sorted(NAMES))
 
@@ -63,7 +55,7 @@ def test_the_last_step_promises_nothing_more():
 
 
 def test_only_commands_that_exist_are_recommended():
-    from gpuguard.cli.dispatch import COMMANDS
+    from gpuguard.cli import COMMANDS
 
     said = " ".join(
         text for words in WORDS.values() for text in (*words.stop.values(), words.stop_otherwise, words.body)

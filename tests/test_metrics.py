@@ -11,22 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuguard.model import Device, Gap, Snapshot
-from gpuguard.views.exposition import spelled, to_influx, to_prometheus
-from gpuguard.views.metrics import (
+from gpuguard.device_state import STATES, uses
+from gpuguard.metrics.compat import COMPAT, DCGM, NVITOP, dcgm, nvitop
+from gpuguard.metrics.exposition import spelled, to_influx, to_prometheus
+from gpuguard.metrics.families import (
     DEVICE_VALUES,
     LONGEST_LABEL,
     MOST_JOBS,
     MOST_NAMELESS,
     MOST_USERS,
-    Facts,
-    Family,
-    families,
+    MetricFacts,
+    MetricFamily,
     labels,
+    metric_families,
     namer,
 )
-from gpuguard.views.metrics_compat import COMPAT, DCGM, NVITOP, dcgm, nvitop
-from gpuguard.views.usage import STATES, uses
+from gpuguard.model import Device, Gap, Snapshot
 
 FULL = {
     "temperature_slowdown": 90.0, "temperature_shutdown": 95.0, "fan_speed": 30.0, "total_energy": 12.5,
@@ -37,13 +37,14 @@ FULL = {
 }  # fmt: skip
 
 
-def facts_about(snapshot: Snapshot, **more) -> Facts:
+def facts_about(snapshot: Snapshot, **more) -> MetricFacts:
     return replace(
-        Facts(snapshot.taken_at + 2, "1.2", snapshot, current=True, uses=uses(snapshot, {}), driver_up=True), **more
+        MetricFacts(snapshot.taken_at + 2, "1.2", snapshot, current=True, uses=uses(snapshot, {}), driver_up=True),
+        **more,
     )
 
 
-def told(found: list[Family]) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+def told(found: list[MetricFamily]) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """What somebody else's parser reads from the page, by name and labels."""
     read: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(to_prometheus(found)):
@@ -61,7 +62,7 @@ def the_one(page, name, **labels_):
 
 def test_a_device_is_told_in_base_units():
     device = a_device(memory_used=10 * GIB, **FULL)
-    page = told(families(facts_about(a_snapshot(device))))
+    page = told(metric_families(facts_about(a_snapshot(device))))
     one = {"uuid": device.uuid}
 
     assert the_one(page, "gpuguard_device_memory_used_bytes", **one) == 10 * GIB
@@ -76,8 +77,8 @@ def test_a_device_is_told_in_base_units():
 @pytest.mark.parametrize("name", [field.name for field in fields(Device) if field.name not in ("index", "uuid")])
 def test_what_is_unknown_of_a_device_is_absent_and_nothing_else_is(name):
     known = a_device(**FULL)
-    whole = told(families(facts_about(a_snapshot(known))))
-    less = told(families(facts_about(a_snapshot(replace(known, **{name: None})))))
+    whole = told(metric_families(facts_about(a_snapshot(known))))
+    less = told(metric_families(facts_about(a_snapshot(replace(known, **{name: None})))))
     sources = [f"gpuguard_device_{row[0]}" for row in DEVICE_VALUES if row[3] == name]
 
     assert all(each in whole and each not in less for each in sources)
@@ -86,13 +87,13 @@ def test_what_is_unknown_of_a_device_is_absent_and_nothing_else_is(name):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_absent(value):
-    page = told(families(facts_about(a_snapshot(a_device(temperature=value)))))
+    page = told(metric_families(facts_about(a_snapshot(a_device(temperature=value)))))
 
     assert "gpuguard_device_temperature_celsius" not in page
 
 
 def test_a_device_is_in_one_state():
-    page = told(families(facts_about(a_snapshot(a_device()))))
+    page = told(metric_families(facts_about(a_snapshot(a_device()))))
 
     assert len(page["gpuguard_device_state"]) == len(STATES)
     assert sum(page["gpuguard_device_state"].values()) == 1
@@ -101,7 +102,7 @@ def test_a_device_is_in_one_state():
 
 def test_the_slurm_job_that_has_a_device_is_named():
     device = a_device(0)
-    page = told(families(facts_about(a_snapshot(device, claims=(a_claim_record(device, id="slurm12"),)))))
+    page = told(metric_families(facts_about(a_snapshot(device, claims=(a_claim_record(device, id="slurm12"),)))))
 
     assert the_one(page, "gpuguard_device_slurm_job", user="alice", uuid=device.uuid, job="12") == 1
 
@@ -109,7 +110,7 @@ def test_the_slurm_job_that_has_a_device_is_named():
 def test_who_claims_and_leaves_idle_and_who_computes_without_a_claim():
     idle = a_device(0)
     stolen = a_device(1, processes=(a_process(9, user="bob", uid=1002),), utilization=90.0, memory_used=11 * GIB)
-    page = told(families(facts_about(a_snapshot(idle, stolen, claims=(a_claim_record(idle),)))))
+    page = told(metric_families(facts_about(a_snapshot(idle, stolen, claims=(a_claim_record(idle),)))))
 
     assert the_one(page, "gpuguard_user_claimed_devices", user="alice") == 1
     assert the_one(page, "gpuguard_user_idle_devices", user="alice") == 1
@@ -121,7 +122,7 @@ def test_who_claims_and_leaves_idle_and_who_computes_without_a_claim():
 
 def test_nothing_is_told_of_claims_that_cannot_be_read():
     snapshot = a_snapshot(a_device(processes=(a_process(),)), gaps=(Gap(None, "claims", "no directory"),))
-    page = told(families(facts_about(snapshot)))
+    page = told(metric_families(facts_about(snapshot)))
 
     assert not {name for name in page if "claim" in name or "_user_" in name}
     assert the_one(page, "gpuguard_sample_gaps", field="claims") == 1
@@ -129,13 +130,13 @@ def test_nothing_is_told_of_claims_that_cannot_be_read():
 
 def test_memory_of_which_a_part_is_unknown_is_unknown():
     running = (a_process(8), a_process(9, memory_used=None))
-    page = told(families(facts_about(a_snapshot(a_device(processes=running)))))
+    page = told(metric_families(facts_about(a_snapshot(a_device(processes=running)))))
 
     assert "gpuguard_user_memory_used_bytes" not in page
 
 
 def test_the_waiting_line():
-    page = told(families(Facts(1000.0, "1", waiting=(("alice", 400.0), ("bob", 900.0), ("alice", 950.0)))))
+    page = told(metric_families(MetricFacts(1000.0, "1", waiting=(("alice", 400.0), ("bob", 900.0), ("alice", 950.0)))))
 
     assert the_one(page, "gpuguard_waiting_requests") == 3
     assert the_one(page, "gpuguard_waiting_oldest_seconds") == 600
@@ -143,7 +144,7 @@ def test_the_waiting_line():
 
 
 def test_nobody_waits_is_a_number_and_a_line_that_cannot_be_read_is_none():
-    nobody, unknown = (told(families(Facts(1000.0, "1", waiting=waiting))) for waiting in ((), None))
+    nobody, unknown = (told(metric_families(MetricFacts(1000.0, "1", waiting=waiting))) for waiting in ((), None))
 
     assert nobody["gpuguard_waiting_requests"] == {(): 0} and "gpuguard_waiting_oldest_seconds" not in nobody
     assert "gpuguard_waiting_requests" not in unknown
@@ -151,7 +152,7 @@ def test_nobody_waits_is_a_number_and_a_line_that_cannot_be_read_is_none():
 
 def test_old_numbers_are_not_told_as_new_ones():
     facts = facts_about(a_snapshot(a_device(**FULL)), current=False, driver_up=False, uses=())
-    page = told(families(facts) + dcgm(facts) + nvitop(facts))
+    page = told(metric_families(facts) + dcgm(facts) + nvitop(facts))
 
     assert {name for name in page if "device" in name} == {"gpuguard_device_info", "gpuguard_devices"}
     assert not {name for name in page if not name.startswith("gpuguard_")}
@@ -159,7 +160,7 @@ def test_old_numbers_are_not_told_as_new_ones():
 
 
 def test_what_policies_did_is_counted():
-    page = told(families(Facts(1.0, "1", actions={("idle", "warn", "done"): 3}, unrecorded=2, troubles=1)))
+    page = told(metric_families(MetricFacts(1.0, "1", actions={("idle", "warn", "done"): 3}, unrecorded=2, troubles=1)))
 
     assert the_one(page, "gpuguard_policy_actions_total", policy="idle", action="warn", outcome="done") == 3
     assert the_one(page, "gpuguard_audit_failures_total") == 2
@@ -168,14 +169,14 @@ def test_what_policies_did_is_counted():
 def test_no_label_is_a_pid():
     snapshot = a_snapshot(a_device(processes=(a_process(4711),), **FULL), claims=(a_claim_record(pid=4711),))
     facts = facts_about(snapshot)
-    text = to_prometheus([*families(facts), *dcgm(facts), *nvitop(facts)])
+    text = to_prometheus([*metric_families(facts), *dcgm(facts), *nvitop(facts)])
 
     assert "pid=" not in text and "4711" not in text
 
 
 def test_so_many_users_make_no_more_series():
     running = tuple(a_process(100 + place, user=f"user{place}", uid=2000 + place) for place in range(3 * MOST_USERS))
-    page = told(families(facts_about(a_snapshot(a_device(processes=running)))))
+    page = told(metric_families(facts_about(a_snapshot(a_device(processes=running)))))
 
     assert len(page["gpuguard_user_used_devices"]) == MOST_USERS + 1
     assert the_one(page, "gpuguard_user_used_devices", user="(others)") == 2 * MOST_USERS
@@ -185,7 +186,7 @@ def test_uids_without_a_name_are_few_and_keep_nobody_off_the_page():
     # Somebody in a user namespace has 65536 of them, and each may have more devices than alice.
     crowd = [a_process(100 + place, user=str(100_000 + place), uid=100_000 + place) for place in range(3 * MOST_USERS)]
     devices = a_device(0, processes=tuple(crowd)), a_device(1, processes=(a_process(99, user="alice"), *crowd))
-    page = told(families(facts_about(a_snapshot(*devices))))
+    page = told(metric_families(facts_about(a_snapshot(*devices))))
 
     assert the_one(page, "gpuguard_user_used_devices", user="alice") == 1
     assert len(page["gpuguard_user_used_devices"]) == MOST_NAMELESS + 2
@@ -195,7 +196,7 @@ def test_claims_that_call_themselves_jobs_of_slurm_make_few_series():
     device = a_device(0)
     ids = ["slurm" + "9" * 100, "slurm\u0661\u0662", *(f"slurm{number}" for number in range(1000, 1500))]
     claims = tuple(a_claim_record(device, id=each) for each in ids)
-    page = told(families(facts_about(a_snapshot(device, claims=claims))))
+    page = told(metric_families(facts_about(a_snapshot(device, claims=claims))))
 
     assert len(page["gpuguard_device_slurm_job"]) == MOST_JOBS
     assert {len(dict(each)["job"]) for each in page["gpuguard_device_slurm_job"]} == {4}
@@ -204,7 +205,7 @@ def test_claims_that_call_themselves_jobs_of_slurm_make_few_series():
 def test_names_that_look_alike_when_they_are_harmless_are_one():
     hostile = "a\x1b[31m", "a\\x1b[31m"
     running = tuple(a_process(10 + place, user=name) for place, name in enumerate(hostile))
-    page = told(families(facts_about(a_snapshot(a_device(processes=running)))))
+    page = told(metric_families(facts_about(a_snapshot(a_device(processes=running)))))
 
     assert page["gpuguard_user_used_devices"] == {(("user", "a\\x1b[31m"),): 2}
 
@@ -216,7 +217,7 @@ def test_a_nameless_process_is_nobodys():
 
 @given(st.text(max_size=200))
 def test_whatever_a_name_is_it_stays_one_label_of_one_line(name):
-    family = Family("gpuguard_x", "gauge", "Help.", {labels(user=name): 1.0})
+    family = MetricFamily("gpuguard_x", "gauge", "Help.", {labels(user=name): 1.0})
 
     (read,) = told([family])["gpuguard_x"].items()
 
@@ -234,7 +235,7 @@ def test_two_devices_with_the_same_uuid_do_not_spoil_the_page():
     twins = (a_device(0, uuid="GPU-same", **FULL), a_device(1, uuid="GPU-same", **FULL))
     facts = facts_about(Snapshot("h", "b", 1.0, 1.0, twins))
 
-    assert the_one(told([*families(facts), *nvitop(facts)]), "gpuguard_devices") == 2
+    assert the_one(told([*metric_families(facts), *nvitop(facts)]), "gpuguard_devices") == 2
 
 
 def test_dcgm_names_have_the_units_of_dcgm():
@@ -265,7 +266,7 @@ def test_the_counters_of_dcgm_are_called_as_they_are_there():
 def test_errors_of_memory_are_those_that_were_read_last():
     before, now = a_device(**FULL | {"temperature": 30.0}), a_device(temperature=40.0)
     facts = facts_about(a_snapshot(now), errors=(before,))
-    page = told([*families(facts), *dcgm(facts)])
+    page = told([*metric_families(facts), *dcgm(facts)])
 
     assert the_one(page, "gpuguard_device_temperature_celsius", uuid=now.uuid) == 40
     assert the_one(page, "gpuguard_device_remapped_rows", uuid=now.uuid) == 6
@@ -293,12 +294,12 @@ def test_nvitop_names_have_the_units_of_nvitop():
 
 @pytest.mark.parametrize("name", COMPAT)
 def test_before_the_first_sample_there_are_no_numbers(name):
-    assert COMPAT[name](Facts(1.0, "1")) == []
+    assert COMPAT[name](MetricFacts(1.0, "1")) == []
 
 
 def test_influx_has_one_line_per_subject():
     device = a_device(**FULL)
-    lines = to_influx(families(facts_about(a_snapshot(device))), "node1", 1_700_000_000.0)
+    lines = to_influx(metric_families(facts_about(a_snapshot(device))), "node1", 1_700_000_000.0)
     (line,) = [each for each in lines if each.startswith(f"gpuguard_device,host=node1,uuid={device.uuid} ")]
 
     assert "temperature_celsius=35" in line and "energy_joules_total=12.5" in line
@@ -316,8 +317,8 @@ def test_influx_has_one_line_per_subject():
     ],
 )
 def test_a_tag_cannot_become_another_line_or_field(name, tag):
-    (line,) = to_influx([Family("gpuguard_user_x", "gauge", "", {labels(user=name): 1.0})], "h", 1.0)
-    (of_host,) = to_influx([Family("gpuguard_x", "gauge", "", {(): 1.0})], name, 1.0)
+    (line,) = to_influx([MetricFamily("gpuguard_user_x", "gauge", "", {labels(user=name): 1.0})], "h", 1.0)
+    (of_host,) = to_influx([MetricFamily("gpuguard_x", "gauge", "", {(): 1.0})], name, 1.0)
 
     assert line == f"gpuguard_user,host=h,user={tag} x=1 1000000000"
     assert of_host == f"gpuguard,host={tag} x=1 1000000000", "it is no label, which would be one line already"

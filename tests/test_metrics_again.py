@@ -11,13 +11,14 @@ from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 from chances import luck
 from test_metrics import FULL, facts_about
 
+from gpuguard.metrics import exposition
+from gpuguard.metrics import families as metrics
+from gpuguard.metrics.exposition import to_prometheus
+from gpuguard.metrics.families import DEVICE_VALUES, MetricFacts, metric_families
 from gpuguard.model import Gap
-from gpuguard.views import exposition, metrics
-from gpuguard.views.exposition import to_prometheus
-from gpuguard.views.metrics import DEVICE_VALUES, Facts, families
 
 
-def some_facts(chance: random.Random) -> Facts:
+def some_facts(chance: random.Random) -> MetricFacts:
     """Whatever a machine may be like, of so few values that many are as they were at some page before."""
 
     def one_of(*values):
@@ -59,16 +60,16 @@ def forget() -> None:
                 each.cache_clear()
 
 
-def anew(facts: Facts) -> str:
+def anew(facts: MetricFacts) -> str:
     forget()
-    return to_prometheus(families(facts))
+    return to_prometheus(metric_families(facts))
 
 
-def pages_that_others_show_in() -> list[Facts]:
+def pages_that_others_show_in() -> list[MetricFacts]:
     chance = luck(20261122)
     seen = [some_facts(chance) for _ in range(200)]
     forget()
-    after_others = [to_prometheus(families(facts)) for facts in seen]
+    after_others = [to_prometheus(metric_families(facts)) for facts in seen]
     return [facts for facts, page in zip(seen, after_others, strict=True) if page != anew(facts)]
 
 
@@ -78,9 +79,9 @@ def test_a_page_does_not_tell_what_was_told_before():
 
 def test_a_family_that_remembers_too_much_is_found(monkeypatch):
     right = metrics._numbers
-    first: dict[str, metrics.Family] = {}
+    first: dict[str, metrics.MetricFamily] = {}
 
-    def wrong(name: str, *of: Any) -> metrics.Family:
+    def wrong(name: str, *of: Any) -> metrics.MetricFamily:
         return first.setdefault(name, right(name, *of))
 
     monkeypatch.setattr(wrong, "cache_clear", first.clear, raising=False)
@@ -91,8 +92,8 @@ def test_a_family_that_remembers_too_much_is_found(monkeypatch):
 
 def test_what_did_not_change_is_not_made_anew():
     snapshot = a_snapshot(a_device(**FULL))
-    before = {family.name: family for family in families(facts_about(snapshot))}
-    after = families(facts_about(a_snapshot(a_device(**FULL | {"fan_speed": 31.0}))))
+    before = {family.name: family for family in metric_families(facts_about(snapshot))}
+    after = metric_families(facts_about(a_snapshot(a_device(**FULL | {"fan_speed": 31.0}))))
 
     assert {family.name for family in after if family is not before[family.name]} <= {
         "gpuguard_device_fan_speed_ratio", "gpuguard_sample_gaps",

@@ -16,7 +16,7 @@ from nodes import GIB, a_user, eventually
 from test_metrics import the_one
 from test_metrics_command import read
 
-from gpuguard.cli import daemon_metrics, metrics_facts
+from gpuguard.cli import metrics
 from gpuguard.model import CLOCKS, ECC, Event, Gap
 
 POLICY = """
@@ -113,7 +113,7 @@ class AGuard:
     """A daemon that looked *age* seconds ago."""
 
     def __init__(self, age: float, trouble: str | None = None) -> None:
-        now = daemon_metrics.time.clock_gettime(daemon_metrics.time.CLOCK_BOOTTIME)
+        now = metrics.time.clock_gettime(metrics.time.CLOCK_BOOTTIME)
         self.last, self.waiting = a_snapshot(clock=now - age), (a_ticket(),)
         dog = {"interval": (1.0, 2.0), "pause": 2.0, "trouble": trouble, "seen": lambda snapshot: {}}
         self.watchdog = type("Dog", (), dog)
@@ -121,16 +121,16 @@ class AGuard:
 
 @pytest.mark.parametrize(("age", "trouble", "current"), [(1, None, True), (7, None, False), (1, "lost", False)])
 def test_a_sample_counts_for_three_intervals(tmp_path, monkeypatch, age, trouble, current):
-    monkeypatch.setattr(daemon_metrics, "with_directory", lambda facts, _: facts)
-    facts = daemon_metrics.facts_of(AGuard(age, trouble), None, daemon_metrics.Counting(), metrics_facts.Seldom())()
+    monkeypatch.setattr(metrics, "with_directory", lambda facts, _: facts)
+    facts = metrics.facts_of(AGuard(age, trouble), None, metrics.Counting(), metrics.Seldom())()
 
     assert (facts.current, facts.driver_up, bool(facts.uses)) == (current, current, current)
     assert (facts.waiting is not None) == current  # else the line is read again
 
 
 def test_only_what_a_policy_did_is_counted_as_such(monkeypatch):
-    counting = daemon_metrics.Counting()
-    monkeypatch.setattr(daemon_metrics.history, "append", lambda event: event.kind != "warn")
+    counting = metrics.Counting()
+    monkeypatch.setattr(metrics.audit_log, "append", lambda event: event.kind != "warn")
     for kind, outcome, policy in (
         ("warn", "done", "p"), ("warn", "done", "p"), ("note", "gap", "p"), ("release", "done", None),
         ("watchdog", "driver unresponsive", None), ("watchdog", "watching again", None),
@@ -144,8 +144,8 @@ def test_only_what_a_policy_did_is_counted_as_such(monkeypatch):
 
 def test_errors_of_memory_are_read_each_minute_and_only_while_somebody_asks(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(metrics_facts.time, "monotonic", lambda: now)
-    seldom, without = metrics_facts.Seldom(), a_snapshot(a_device())
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    seldom, without = metrics.Seldom(), a_snapshot(a_device())
     assert seldom.groups() == frozenset()
 
     seldom.asked()

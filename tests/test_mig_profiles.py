@@ -18,8 +18,8 @@ from nodes import start
 from sharing import VARIANTS, without_gate
 from wrapped import until
 
-from gpuguard import attempt
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard import lock
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.lock import acquire
 from gpuguard.request import Request
@@ -194,7 +194,7 @@ def child(
         VARIANTS[variant]()
         os.close(there)  # which the parent alone shall hold
         os.read(here, 1)
-        claim = attempt.lock_best(machine, machine.sample(()), request, directory, None, {})
+        claim = lock.lock_best(machine, machine.sample(()), request, directory, None, {})
         os.write(answer, str(place % 2).encode() if claim else b"-")
         signal.pause()
     finally:

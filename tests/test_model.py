@@ -9,16 +9,7 @@ import pytest
 from builders import a_device, a_mig_instance, a_process, a_snapshot
 
 from gpuguard import model
-from gpuguard.model import (
-    ALL_FIELDS,
-    VERIFY_FIELDS,
-    WHO_FIELDS,
-    ClaimRecord,
-    Device,
-    Gap,
-    GpuProcess,
-    Snapshot,
-)
+from gpuguard.model import ALL_FIELDS, VERIFY_FIELDS, WHO_FIELDS, ClaimRecord, Device, Gap, GpuProcess, Snapshot
 
 NOUNS = [kind for kind in vars(model).values() if dataclasses.is_dataclass(kind)]
 

@@ -14,18 +14,17 @@ from gpuguard import policies
 from gpuguard.model import Snapshot
 from gpuguard.policies import Rule
 from gpuguard.policies.amounts import parse_rate
-from gpuguard.policies.expression import Expression
-from gpuguard.policies.expression_language import parse_expression
-from gpuguard.policies.expression_names import NAMES, NAMES_OF_HOST, Place
-from gpuguard.policies.idle import Idle
-from gpuguard.policies.needs import needs_of
-from gpuguard.policies.outside_scheduler import OutsideScheduler
+from gpuguard.policies.expression import ExpressionRule
+from gpuguard.policies.expression_language import NAMES, NAMES_OF_HOST, NameSource, parse_expression
+from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Scope, Step
-from gpuguard.policies.processes import Processes
-from gpuguard.policies.view import View
+from gpuguard.policies.rules import needs_of
+from gpuguard.policies.thresholds import ProcessesRule
+from gpuguard.policies.usage import OutsideSchedulerRule
+from gpuguard.policies.view import RuleView
 from gpuguard.watchdog import Watchdog
 
-CALM = Processes(above=9)
+CALM = ProcessesRule(above=9)
 
 
 def a_policy(rule: Rule = CALM, **fields: Any) -> Policy:
@@ -36,11 +35,11 @@ def a_policy(rule: Rule = CALM, **fields: Any) -> Policy:
     ("policy", "host"),
     [
         (a_policy(), False),
-        (a_policy(Idle(below=5.0)), False),
-        (a_policy(Idle(below=5.0, cpu_below=2.0)), True),
-        (a_policy(Idle(below=5.0, network_below=parse_rate("1MB/s"))), True),
-        (a_policy(Expression(parse_expression("memory_used > 1GiB"))), False),
-        (a_policy(Expression(parse_expression("memory_used > 1GiB and cpu < 5%"))), True),
+        (a_policy(IdleRule(below=5.0)), False),
+        (a_policy(IdleRule(below=5.0, cpu_below=2.0)), True),
+        (a_policy(IdleRule(below=5.0, network_below=parse_rate("1MB/s"))), True),
+        (a_policy(ExpressionRule(parse_expression("memory_used > 1GiB"))), False),
+        (a_policy(ExpressionRule(parse_expression("memory_used > 1GiB and cpu < 5%"))), True),
         (a_policy(only=Scope(users=frozenset({1}))), False),
         (a_policy(only=Scope(kinds=frozenset({"batch"}))), True),
         (a_policy(exempt=(Scope(users=frozenset({1})), Scope(kinds=frozenset({"interactive"})))), True),
@@ -58,7 +57,7 @@ def test_the_names_of_the_host_are_those_that_look_at_it() -> None:
 
     process = a_process(4711)
     device = a_device(0, processes=(process,))
-    place = Place(View(a_snapshot(device), host=Wire()), device, process)
+    place = NameSource(RuleView(a_snapshot(device), host=Wire()), device, process)
 
     def looks(name: str) -> bool:
         try:
@@ -80,7 +79,7 @@ def test_nobody_else_judges_by_the_host() -> None:
 
 def test_a_scheduler_is_asked_for_those_who_judge_by_it() -> None:
     assert not needs_of([a_policy()]).scheduler
-    assert needs_of([a_policy(), a_policy(OutsideScheduler())]).scheduler
+    assert needs_of([a_policy(), a_policy(OutsideSchedulerRule())]).scheduler
 
 
 def test_targets_are_those_of_all_steps_each_once() -> None:
@@ -94,7 +93,7 @@ def test_what_stands_is_told_of_the_policies_that_it_was_judged_by() -> None:
     """Somebody may ask between the moment in which a policy is replaced and the next look."""
     row = a_process(4711, start_time=5.0)
     snapshots = iter([a_snapshot(a_device(0, processes=(row,)), clock=100.0 + second) for second in range(3)])
-    many = a_policy(Processes(above=0), hold=0.0, join="any", steps=(Step("log"), Step("log", after=3600.0)))
+    many = a_policy(ProcessesRule(above=0), hold=0.0, join="any", steps=(Step("log"), Step("log", after=3600.0)))
     guard = Watchdog(Looked(snapshots), [many])
     assert guard.outlook() == ()
     guard.step()

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.backends.node import find, new_node
-from gpuguard.backends.node_spec import DEVICES_AT_MOST, MODELS, instance_memory, parse_spec
+from gpuguard.backends.simulated_node import DEVICES_AT_MOST, MODELS, find, instance_memory, new_node, parse_spec
 from gpuguard.errors import InvalidRequest
 
 GIB = 2**30

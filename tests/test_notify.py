@@ -13,12 +13,12 @@ from endpoints import a_mail_server, a_web_server, wait_until
 from sources import ROOT
 from targets import a_message, a_verdict, by_smtp
 
-from gpuguard.messages import NAMES, Template, message_for
 from gpuguard.model import Event
-from gpuguard.notify import TARGETS, Email, Hook, Sender, Webhook
-from gpuguard.notify.delivery import DELIVER
-from gpuguard.notify.pace import CAPACITY
-from gpuguard.notify.sender import STUCK
+from gpuguard.notify.hook import Hook
+from gpuguard.notify.mail import Email
+from gpuguard.notify.sender import CAPACITY, DELIVER, STUCK, TARGETS, Sender
+from gpuguard.notify.templates import NAMES, Template, message_for
+from gpuguard.notify.webhook import Webhook
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def test_a_slow_endpoint_blocks_neither_the_caller_nor_the_other_targets():
 
 
 def test_a_dead_endpoint_is_an_event_and_the_message_goes_out_when_it_lives_again(monkeypatch):
-    monkeypatch.setattr("gpuguard.notify.pace.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("gpuguard.notify.sender.FIRST_PAUSE", 0.05)
     with a_web_server(status=503) as web, a_sender({"ops": Webhook(web.url)}) as (sender, events):
         sender.send("ops", a_message())
         assert not sender.flush(10)
@@ -213,7 +213,7 @@ def test_each_kind_of_target_can_be_delivered_to_and_has_its_help():
 def test_the_file_in_the_page_about_notifications_is_one_that_can_be_used():
     from pages import blocks
 
-    from gpuguard.policyfile import parse
+    from gpuguard.policies.files.loader import parse
 
     page = (ROOT / "docs/notifications.md").read_text(encoding="utf-8")
     (block,) = (block for block in blocks(page, "page") if block.language == "yaml")

@@ -15,9 +15,11 @@ from endpoints import wait_until
 from targets import HOSTILE, PASSWORD, a_fake_apprise, a_message, a_script, a_secret, a_verdict
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.messages import message_for
-from gpuguard.notify import Apprise, Email, Hook, problems
-from gpuguard.notify.delivery import attempt
+from gpuguard.notify.apprise import Apprise
+from gpuguard.notify.hook import Hook
+from gpuguard.notify.mail import Email
+from gpuguard.notify.sender import attempt, problems
+from gpuguard.notify.templates import message_for
 
 
 def test_a_hook_gets_the_message_by_environment_and_standard_input(tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def test_a_process_is_described_again_when_it_or_its_list_is_another_or_it_is_lo
     found, before, after = answer_of(
         fake,
         "import subprocess, time\n"
-        "from gpuguard.backends import processes\n"
+        "from gpuguard import procfs as processes\n"
         "job = subprocess.Popen(['sh', '-c', 'read word; exec sleep 60'], stdin=subprocess.PIPE)\n"
         "fake.add_process(0, job.pid, GIB); fake.add_process(1, os.getppid(), GIB)\n"
         "backend, change, late, real, clock = nvml.open(), None, 0.0, processes.described, time.monotonic\n"
@@ -250,8 +250,8 @@ def test_sm_utilization_is_asked_since_the_last_time_and_kept_for_the_next_look(
 
 
 UTILIZATION = """
-from gpuguard.backends import nvml_usage
-from gpuguard.backends.statfiles import StatFiles
+from gpuguard.backends import nvml_processes as nvml_usage
+from gpuguard.procfs import StatFiles
 backend = nvml.open()
 utilization = lambda: backend.sample(WHO_FIELDS).devices[0].processes[0].utilization
 row = fake._state.devices[0].processes[0]

@@ -13,8 +13,8 @@ from commands import Gpuguard
 from fake_nvml import ABORT, GIB, HANG, LOST, NOT_SUPPORTED, UNKNOWN, FakeNvml
 from nvml_child import answer_of
 
-from gpuguard.backends import nvml_ahead
-from gpuguard.backends.nvml_ahead import THREADS, Ahead
+from gpuguard.backends import nvml
+from gpuguard.backends.nvml import THREADS, Ahead
 
 DEVICES = 8
 BOTH_WAYS = """
@@ -72,7 +72,7 @@ def test_where_no_more_threads_may_begin_the_others_are_not_waited_for(monkeypat
             raise RuntimeError("can't start new thread")
         return real(*arguments)
 
-    monkeypatch.setattr(nvml_ahead._thread, "start_new_thread", start)
+    monkeypatch.setattr(nvml._thread, "start_new_thread", start)
     ahead = Ahead(range(2 * THREADS), lambda index: asked.append(index) or index + 1)
 
     told = {index: answer for index in range(2 * THREADS) if (answer := ahead.of(index))}
@@ -93,7 +93,7 @@ def test_an_ask_that_fails_holds_nobody_up(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(("slow", "threads"), [(-1.0, True), (30.0, False)])
 def test_a_driver_that_answers_at_once_is_asked_by_one_thread(fake: FakeNvml, slow: float, threads: bool) -> None:
     look = "backend = nvml.open(); backend.ahead = True; backend.sample({MEMORY})"
-    loaded = f"nvml.SLOW_SECONDS = {slow}; {look}; answer = 'gpuguard.backends.nvml_ahead' in sys.modules"
+    loaded = f"nvml.SLOW_SECONDS = {slow}; {look}; answer = 'gpuguard.backends.nvml' in sys.modules"
 
     assert answer_of(fake, loaded) is threads
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from lines import a_ticket
 
-from gpuguard.line.busy import Planned
-from gpuguard.line.order import PRIORITIES, ReservationKeys, Rules, Ticket, due_at, order, overdue, permitted
-from gpuguard.line.plan import Fit, Machine, Place, _Way
-from gpuguard.line.standing import Facts, Standing
-from gpuguard.line.turn import Turn
+from gpuguard.queue.backfill import Fit, Machine, Planned, QueuePosition, _Way
+from gpuguard.queue.explain import QueueAnswer
+from gpuguard.queue.priority import PRIORITIES, ReservationKeys, Rules, Ticket, due_at, order, overdue, permitted
+from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.request import Request
 
 NOW = 1_000_000.0
@@ -137,7 +136,7 @@ def test_a_higher_class_goes_first_and_in_it_the_same_order():
 
 @pytest.mark.parametrize(
     "noun",
-    [Ticket, Rules, ReservationKeys, Fit, Machine, Place, Planned, _Way, Facts, Standing, Turn],
+    [Ticket, Rules, ReservationKeys, Fit, Machine, QueuePosition, Planned, _Way, QueueFacts, QueueState, QueueAnswer],
     ids=lambda noun: noun.__name__,
 )
 def test_what_the_line_is_made_of_never_changes(noun):

@@ -6,7 +6,8 @@ import pytest
 from builders import a_device, a_mig_instance, a_snapshot, a_uuid
 
 from gpuguard.clusters import Outer, outer_devices
-from gpuguard.select import Request, choose
+from gpuguard.request import Request
+from gpuguard.select import choose
 
 DEVICES = tuple(a_device(i) for i in range(4))
 

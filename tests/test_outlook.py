@@ -6,10 +6,10 @@ import pytest
 from builders import a_device, a_process
 from ladders import START, Watch, a_policy, busy
 
-from gpuguard import actions
-from gpuguard.actions import Outcome
-from gpuguard.policies.engine import KILL_AFTER, Step, evaluate
-from gpuguard.policies.outlook import outlook
+from gpuguard.enforcement import actions
+from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.policies.engine import evaluate, policy_status
+from gpuguard.policies.policy import KILL_AFTER, Step
 from gpuguard.watchdog import Watchdog
 
 LADDER = a_policy("warn", "terminate", Step("kill", KILL_AFTER), cooldown=1000)
@@ -17,7 +17,7 @@ LADDER = a_policy("warn", "terminate", Step("kill", KILL_AFTER), cooldown=1000)
 
 def steps(watch: Watch) -> list[tuple[str | None, str | None, float | None]]:
     """(last step, next one, when) of everything that stands."""
-    return [(one.last, one.next, one.due and one.due - START) for one in outlook(watch.policies, watch.memory)]
+    return [(one.last, one.next, one.due and one.due - START) for one in policy_status(watch.policies, watch.memory)]
 
 
 def test_before_the_first_step_it_is_known_when_that_comes():
@@ -128,7 +128,7 @@ def test_a_step_that_a_check_has_put_off_is_told_as_the_next_one_and_until_when(
     """It is on a terminal, and has ten minutes more: its user was told that nothing came any more."""
 
     def act(verdict, snapshot, context):
-        return (Outcome("refused", wait=600.0) if verdict.action == "terminate" else Outcome("done"),)
+        return (ActionOutcome("refused", wait=600.0) if verdict.action == "terminate" else ActionOutcome("done"),)
 
     monkeypatch.setattr(actions, "act", act)
     guard = Watchdog(Seen(), [a_policy(*(Step(action) for action in ladder), hold=0.0)])
@@ -161,9 +161,9 @@ def test_the_oldest_stands_first_and_nobody_who_is_well_behaved():
     watch = Watch(LADDER, calm)
     watch.until(10, a_device(processes=(a_process(1),)))
     watch.until(20, a_device(processes=(a_process(1), a_process(2))), begin=20)
-    found = outlook(watch.policies, watch.memory)
+    found = policy_status(watch.policies, watch.memory)
 
     assert [(one.policy, one.subject.pid, one.since - START) for one in found] == [
         ("p", 1, 0.0), ("calm", 1, 0.0), ("p", 2, 20.0), ("calm", 2, 20.0),
     ]  # fmt: skip
-    assert outlook((calm,), Watch().memory) == ()
+    assert policy_status((calm,), Watch().memory) == ()

@@ -10,14 +10,14 @@ import pytest
 from nodes import GIB, a_user, start
 from slurm_answers import BOB, Controller, a_job
 
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 from gpuguard.clusters import slurm_node
 from gpuguard.clusters.slurm_node import SlurmNode
-from gpuguard.daemon import Daemon, Settings
+from gpuguard.daemon.service import Daemon, Settings
 from gpuguard.model import Event
-from gpuguard.policies.idle import Idle
-from gpuguard.policies.outside_scheduler import OutsideScheduler
+from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.usage import OutsideSchedulerRule
 from gpuguard.watchdog import Watchdog
 
 
@@ -26,7 +26,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_node, "is_here", lambda: True)
 
 
-OUTSIDE = Policy("outside", (OutsideScheduler(),), hold=0.0, steps=(Step("terminate"),), enforce=False)
+OUTSIDE = Policy("outside", (OutsideSchedulerRule(),), hold=0.0, steps=(Step("terminate"),), enforce=False)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_without_a_scheduler_nobody_is_outside_it(live):
 def test_a_scheduler_is_asked_only_where_a_policy_wants_to_know(tmp_path):
     place = str(tmp_path / "node")
     asked: list[object] = []
-    guard = Watchdog(start(place), (Policy("p", (Idle(5.0),), hold=0.0, steps=(Step("log"),)),))
+    guard = Watchdog(start(place), (Policy("p", (IdleRule(5.0),), hold=0.0, steps=(Step("log"),)),))
     guard.scheduled = asked.append  # type: ignore[assignment]
     guard.step()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lines import HOUR
 from replay import Job, Line, Server, replay
 
-from gpuguard.line.order import Rules, Ticket
+from gpuguard.queue.priority import Rules, Ticket
 
 DEVICES = 8
 
@@ -100,7 +100,7 @@ def test_where_nothing_is_known_nobody_passes_once_the_bound_is_over(jobs: list[
 
 def test_a_fault_in_the_plan_breaks_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The property above can fail: when everybody may be put off for ever, somebody is."""
-    monkeypatch.setattr("gpuguard.line.plan._Plans._against", lambda *_: None)
+    monkeypatch.setattr("gpuguard.queue.backfill._Plans._against", lambda *_: None)
     jobs = [Job(0, 0, 0.0, 7, 100.0), Job(1, 1, 1.0, 8, 10.0), *(Job(n, 2, float(n), 1, 99.0) for n in range(2, 12))]
     line = Recorded("limits", Rules(fair_share=False))
     replay(jobs, DEVICES, line.starts, line.ended)

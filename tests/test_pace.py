@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from targets import a_message
 
-from gpuguard.notify.pace import CAPACITY, FIRST_PAUSE, INTERVAL, LONGEST_PAUSE, MOST_PER_INTERVAL, SETTLE, Pace
+from gpuguard.notify.sender import CAPACITY, FIRST_PAUSE, INTERVAL, LONGEST_PAUSE, MOST_PER_INTERVAL, SETTLE, Pace
 
 MESSAGE = a_message()
 

@@ -23,9 +23,9 @@ import yaml
 from sources import ROOT
 
 import gpuguard
-from gpuguard.claims.lockfiles import ADMIN_DIRECTORY
-from gpuguard.cli.dispatch import COMMANDS, build_parser
-from gpuguard.policyfile import load_policies
+from gpuguard.claims.directory import ADMIN_DIRECTORY
+from gpuguard.cli import COMMANDS, build_parser
+from gpuguard.policies.files.loader import load_policies
 
 DEBIAN = ROOT / "packaging" / "deb"
 CONTAINER = ROOT / "packaging" / "container"

@@ -17,17 +17,16 @@ from builders import a_device
 from machines import Machine
 
 from gpuguard import lock
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, read_records
 from gpuguard.errors import BackendError, DriverNotFound, DriverUnresponsive, NotEnoughGpus, WaitTimeout
-from gpuguard.line import after, reservefiles
-from gpuguard.line.after import wait_until_over
-from gpuguard.line.file import read_line_file
-from gpuguard.line.reservefiles import Reservation
-from gpuguard.line.tickets import Held, read_tickets, ticket_content
-from gpuguard.line.turn import new_ticket
-from gpuguard.line.waiting import Waiter
 from gpuguard.lock import acquire
+from gpuguard.queue import reservation_store, waiter
+from gpuguard.queue.explain import new_ticket
+from gpuguard.queue.reservation_store import Reservation
+from gpuguard.queue.settings import read_queue_settings
+from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content
+from gpuguard.queue.waiter import Waiter, wait_until_over
 from gpuguard.request import Request
 
 CALLS = [(os, "open", errno.EMFILE), (os, "open", errno.ENFILE), (fcntl, "flock", errno.ENOLCK)]
@@ -124,7 +123,7 @@ def test_who_gets_no_place_in_line_after_his_first_look_is_told_so(directory, mo
     def no_place(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(lock, "_in_line", no_place)
+    monkeypatch.setattr(lock, "_in_line_of_lock", no_place)
     machine = Machine(a_device(0))
     with acquire(machine, Request(), directory), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         acquire(machine, Request(), directory, wait=60)
@@ -136,7 +135,7 @@ def test_he_looks_again_after_two_seconds_or_at_the_end_of_his_time(monkeypatch,
     monkeypatch.setattr(lock.time, "monotonic", lambda: 1000.0)
     monkeypatch.setattr(lock.time, "sleep", pauses.append)
 
-    error = lock._look_later(
+    error = lock._sample_later(
         OSError(errno.EMFILE, "too many"), Request(num_gpus=2), None, True, left and 1000.0 + left, None, []
     )
 
@@ -148,7 +147,7 @@ class Driver:
     """Fails at an own look, once it is told to, with the next of *faults*; not where that is None."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, faults: Iterable[Exception | None]) -> None:
-        self.really, self.faults, self.fails = lock.first_look, iter(faults), False
+        self.really, self.faults, self.fails = lock.first_sample, iter(faults), False
         monkeypatch.setattr(lock, "first_look", self)
 
     def __call__(self, *words: Any, **more: Any) -> Any:
@@ -245,7 +244,7 @@ def test_who_waits_for_the_end_of_a_claim_and_cannot_see_it_goes_on(directory, m
             claim.release()
         failing.armed = True
 
-    monkeypatch.setattr(after, "_pause", lambda: 0.01)
+    monkeypatch.setattr(waiter, "_pause", lambda: 0.01)
     wait_until_over(claim.id, directory, new_ticket([Request()]), tell)
 
     assert failing.left < 0 and len(said) == 2
@@ -258,14 +257,14 @@ def test_what_cannot_be_opened_now_is_not_taken_for_nothing(directory, monkeypat
     rules = tmp_path / "line.yaml"
     rules.write_text("fair_share: false\n")
     now, wanted = time.time(), Reservation("", 0, os.geteuid(), "", 1, time.time(), time.time() + 60, ("GPU-1",))
-    mine = reservefiles.write(directory, wanted)
-    reservefiles.arrive(directory, [mine.booking()])
-    held = Held(directory, ticket_content(new_ticket([Request()])))
+    mine = reservation_store.write(directory, wanted)
+    reservation_store.arrive(directory, [mine.booking()])
+    held = OwnTicket(directory, ticket_content(new_ticket([Request()])))
     read = {
         "tickets": lambda: [each.id for each in read_tickets(directory)[0]],
-        "reservations": lambda: reservefiles.read(directory, now)[0],
-        "who came": lambda: reservefiles.read(directory, now)[2],
-        "rules": lambda: read_line_file(str(rules)).rules,
+        "reservations": lambda: reservation_store.read(directory, now)[0],
+        "who came": lambda: reservation_store.read(directory, now)[2],
+        "rules": lambda: read_queue_settings(str(rules)).rules,
     }[what]
     known = read()
     with monkeypatch.context() as patch:

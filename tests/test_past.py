@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ladders import Watch, a_policy, busy
 
-from gpuguard.policies.past import MOST, Rhythm, Series
-from gpuguard.policies.trend import slopes
-from gpuguard.policies.view import View, device_subject, key_of, process_subject
+from gpuguard.policies.series import MOST, Rhythm, ValueSeries, slopes
+from gpuguard.policies.view import RuleView, device_subject, key_of, process_subject
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Looks:
     def needs(self):
         return self.wanted
 
-    def check(self, view: View):
+    def check(self, view: RuleView):
         self.seen.append({key: list(series) for key, series in view.past.items()})
         return ()
 
@@ -128,7 +127,7 @@ def test_the_past_of_processes_with_an_unknown_identity_is_not_recorded():
 
 
 def test_a_long_window_is_kept_as_means_of_slices():
-    series = Series(window=100_000.0)
+    series = ValueSeries(window=100_000.0)
     for second in range(120_000):
         series.add(float(second), float(second % 2))
 
@@ -139,7 +138,7 @@ def test_a_long_window_is_kept_as_means_of_slices():
 
 
 def test_a_series_is_a_sequence():
-    series = Series(window=25)
+    series = ValueSeries(window=25)
     for clock in range(0, 100, 10):
         series.add(clock, clock * 2)
 
@@ -165,7 +164,7 @@ def test_the_usual_distance_is_the_median_of_the_last_ones():
 def test_what_a_series_knows_of_itself_never_changes_a_trend(
     steps: list[tuple[float, int]], window: float, pause: float
 ) -> None:
-    series, clock = Series(40.0), 0.0
+    series, clock = ValueSeries(40.0), 0.0
     for distance, value in steps:
         clock += distance
         series.add(clock, value)
@@ -174,7 +173,7 @@ def test_what_a_series_knows_of_itself_never_changes_a_trend(
     snapshot = a_snapshot(device, clock=clock + pause)
 
     known, plain = (
-        slopes(View(snapshot, past={key: one}), device_subject(device), "memory_used", window)
+        slopes(RuleView(snapshot, past={key: one}), device_subject(device), "memory_used", window)
         for one in (series, list(series))
     )
     assert known == plain

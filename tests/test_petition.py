@@ -9,8 +9,8 @@ import resource
 import pytest
 from builders import a_device
 
-from gpuguard.claims.lockfiles import lock_directory, open_lock, try_flock
-from gpuguard.petition import _locks
+from gpuguard.claims.directory import lock_directory, open_lock, try_flock
+from gpuguard.daemon.broker_client import _locks
 
 DEVICE = a_device(0)
 GIVEN = {"claim": "3f0c9e21", "locks": [DEVICE.uuid]}

@@ -9,11 +9,11 @@ import pytest
 from builders import a_device
 from machines import Machine
 
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.cli.dispatch import run_command_line
-from gpuguard.line.order import Ticket
-from gpuguard.line.tickets import Held, read_tickets, ticket_content
+from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import run_command_line
 from gpuguard.lock import acquire
+from gpuguard.queue.priority import Ticket
+from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content
 from gpuguard.request import Request
 from gpuguard.users import user_name
 
@@ -50,7 +50,7 @@ def waits(tmp_path):
     def put(**fields):
         facts = {"id": "", "uid": os.geteuid(), "user": "", "since": 0.0, "requests": (Request(num_gpus=2),)}
         held.append(
-            Held(lock_directory(str(tmp_path)), ticket_content(Ticket(**{**facts, "pid": os.getpid()} | fields)))
+            OwnTicket(lock_directory(str(tmp_path)), ticket_content(Ticket(**{**facts, "pid": os.getpid()} | fields)))
         )
         return held[-1]
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lines import HOUR, a_machine, a_ticket, planned, started
 
-from gpuguard.line import plan as plans
-from gpuguard.line.order import Rules, Ticket, order
-from gpuguard.line.plan import Fit, Machine, Place, plan, promise
+from gpuguard.queue import backfill as plans
+from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan, promise
+from gpuguard.queue.priority import Rules, Ticket, order
 from gpuguard.request import Request
 
 SHARE = Request(share=True, memory=2**30)
@@ -155,7 +155,7 @@ def test_the_promise_is_a_quarter_more_than_the_planned_wait() -> None:
     (place,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": 8.0}))
 
     assert (promise(place, Rules(), 0.0), promise(place, Rules(), 4.0)) == (10.0, 9.0)
-    assert promise(Place(line[0], 1, None, None), Rules(), 0.0) is None
+    assert promise(QueuePosition(line[0], 1, None, None), Rules(), 0.0) is None
 
 
 def test_the_second_way_is_taken_where_it_starts_earlier() -> None:
@@ -184,7 +184,7 @@ def test_shares_start_beside_each_other_and_not_beside_whoever_wants_the_device_
     assert started(planned(line[::-1], a_machine(line, 1))) == [line[2].id]
 
 
-def beside_an_endless_share(*line: Ticket) -> list[Place]:
+def beside_an_endless_share(*line: Ticket) -> list[QueuePosition]:
     """The plan where d1 is somebody's, and shares fit beside the one on d0, both without end; d1 is liked best."""
     fits = dict.fromkeys((way for ticket in line for way in ticket.requests), Fit(("d1", "d0"), frozenset()))
     return planned(line, Machine(fits | {SHARE: Fit(("d0",), frozenset({"d0"}))}))
@@ -238,7 +238,7 @@ def test_whoever_stands_too_far_behind_for_a_plan_is_not_refused() -> None:
 
 
 def test_it_is_nobodys_turn_unless_the_plan_says_so() -> None:
-    assert not Place(a_ticket(), 1, None, None).now
+    assert not QueuePosition(a_ticket(), 1, None, None).now
 
 
 def test_a_reason_to_wait_is_the_last_one() -> None:

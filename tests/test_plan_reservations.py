@@ -7,13 +7,14 @@ from typing import Any
 
 from lines import HOUR, a_machine, a_ticket, planned, started
 
-from gpuguard.line import plan as plans
-from gpuguard.line.plan import Booking, Fit, Machine, Place
+from gpuguard.queue import backfill as plans
+from gpuguard.queue.backfill import Fit, Machine, QueuePosition
+from gpuguard.queue.calendar import DeviceReservations
 from gpuguard.request import Request
 
 
-def a_booking(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> Booking:
-    return Booking("b1", user, f"u{user}", gpus, begins, begins + HOUR, devices or ("d0", "d1"), **fields)
+def a_booking(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> DeviceReservations:
+    return DeviceReservations("b1", user, f"u{user}", gpus, begins, begins + HOUR, devices or ("d0", "d1"), **fields)
 
 
 def test_a_reservation_keeps_its_devices_from_jobs_that_may_last_until_then() -> None:
@@ -158,7 +159,7 @@ def test_of_two_devices_neither_may_be_kept_for_somebody_by_the_time_that_the_ot
     assert (place.start, place.devices) == (booking.ends, ("d1", "d0"))
 
 
-def a_guest_beside(**fields: Any) -> list[Place]:
+def a_guest_beside(**fields: Any) -> list[QueuePosition]:
     """The plan for one who could have d0, and another one who may share d1 and for whom one of both is reserved."""
     line = [a_ticket(1), a_ticket(9, ways=[share := Request(share=True, memory=2**30)])]
     fits = {

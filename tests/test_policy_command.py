@@ -14,13 +14,21 @@ from policies import document, good
 from policy_page import PAGE, with_tables
 from test_policyfile import EVERY_KEY
 
-from gpuguard.actions import ACTIONS
-from gpuguard.documents.decoding import keys_of
-from gpuguard.guards.actiontable import ACTION_KEYS
-from gpuguard.notify import TARGETS
+from gpuguard.enforcement.action_keys import ACTION_KEYS
+from gpuguard.enforcement.actions import ACTIONS
+from gpuguard.notify.sender import TARGETS
+from gpuguard.policies.files.decoder import keys_of
+from gpuguard.policies.files.keys import (
+    BreakerKeys,
+    ExceptKeys,
+    FileKeys,
+    IntervalKeys,
+    PolicyKeys,
+    ScopeKeys,
+    StepKeys,
+)
+from gpuguard.policies.files.loader import parse
 from gpuguard.policies.rules import RULES
-from gpuguard.policyfile import parse
-from gpuguard.policykeys import BreakerKeys, ExceptKeys, FileKeys, IntervalKeys, PolicyKeys, ScopeKeys, StepKeys
 from gpuguard.views.policy import sentences
 from gpuguard.views.policy_language import SECTIONS, describe, json_schema, key_texts
 

@@ -15,7 +15,7 @@ import yaml
 from chances import luck, often
 from policies import GROUPS, USERS, good, read
 
-from gpuguard.policyfile import PolicyFile
+from gpuguard.policies.files.loader import PolicyFile
 
 COUNT = often(10_000)
 

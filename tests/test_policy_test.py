@@ -7,9 +7,8 @@ import json
 import pytest
 from commands import Gpuguard
 
+from gpuguard.backtest.unit_tests import read_tests, run_tests, series_of
 from gpuguard.errors import InvalidRequest
-from gpuguard.rehearsals.scenario import read_tests, series_of
-from gpuguard.rehearsals.trial import run_tests
 from gpuguard.units import parse_celsius, parse_percent
 
 POLICY = """

@@ -10,13 +10,12 @@ from dataclasses import replace
 import pytest
 from policies import accounts, document, good, marked, read
 
-from gpuguard.documents.accounts import Accounts
-from gpuguard.policies.idle import Idle
-from gpuguard.policies.memory import Memory
+from gpuguard.policies.files.decoder import Accounts
+from gpuguard.policies.files.loader import load_policies, parse
+from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Scope, Step
-from gpuguard.policies.unclaimed import Unclaimed
-from gpuguard.policies.users import Users
-from gpuguard.policyfile import load_policies, parse
+from gpuguard.policies.thresholds import MemoryRule
+from gpuguard.policies.usage import UnclaimedRule, UsersRule
 
 EVERY_KEY = """\
 version: 1
@@ -55,7 +54,7 @@ def policy(**pieces):
 def test_every_key_reaches_the_policy():
     [found] = good(EVERY_KEY).policies
 
-    assert found.rules == (Idle(below=5.0),)
+    assert found.rules == (IdleRule(below=5.0),)
     assert (found.hold, found.start_grace, found.cooldown) == (7200.0, 1800.0, 900.0)
     assert found.only.users == frozenset({1000, 1005})
     assert replace(found.only, users=None) == Scope(
@@ -112,12 +111,12 @@ def test_the_mode_of_a_policy_overrides_the_files(of_file, of_policy, enforced):
 def test_several_rules_are_joined(when, join):
     found = policy(when=f"{{{when}: [{{idle: {{below: 5%}}}}, {{memory: {{above: 40GiB}}}}]}}")
 
-    assert (found.join, [type(rule) for rule in found.rules]) == (join, [Idle, Memory])
+    assert (found.join, [type(rule) for rule in found.rules]) == (join, [IdleRule, MemoryRule])
 
 
 def test_users_of_a_rule_are_uids():
     assert policy(when="{users: {deny: [alice, 7], allow_groups: [staff]}}").rules == (
-        Users(deny=(1000, 7), allow_groups=("staff",)),
+        UsersRule(deny=(1000, 7), allow_groups=("staff",)),
     )
 
 
@@ -127,7 +126,7 @@ def test_a_user_whose_name_yaml_takes_for_a_truth_is_a_user(name):
 
 
 def test_a_rule_without_keys_is_written_with_braces():
-    assert policy(when="{unclaimed: {}}").rules == (Unclaimed(),)
+    assert policy(when="{unclaimed: {}}").rules == (UnclaimedRule(),)
 
 
 def test_several_exemptions_are_a_list():

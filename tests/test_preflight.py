@@ -15,10 +15,9 @@ import pytest
 from builders import a_device, a_process
 from guarded import SOMEBODY, Scene, a_child, a_scene
 
-from gpuguard import actions, capabilities
-from gpuguard.backends import apart, processes
+from gpuguard import capabilities, deadline, procfs
+from gpuguard.enforcement import actions, identity, preflight
 from gpuguard.errors import DriverUnresponsive
-from gpuguard.guards import identity, preflight
 
 Patch = pytest.MonkeyPatch
 
@@ -33,7 +32,7 @@ def test_an_offender_whom_nothing_protects_is_hit(scene):
 
 
 def pid_beyond_all(scene: Scene, patch: Patch) -> None:
-    patch.setattr(processes, "pid_max", lambda: scene.pid - 1)
+    patch.setattr(procfs, "pid_max", lambda: scene.pid - 1)
 
 
 def owner_unknown_to_the_rule(scene: Scene, patch: Patch) -> None:
@@ -160,7 +159,7 @@ def of_a_protected_program(scene: Scene, patch: Patch) -> None:
 def of_a_program_where_nobody_answers(scene: Scene, patch: Patch) -> None:
     scene.context(protected_executables=("/none",))
     for name, value in (("SECONDS", 0.05), ("_hanging", {}), ("_spent", {})):
-        patch.setattr(apart, name, value)
+        patch.setattr(deadline, name, value)
     patch.setattr(identity, "runs_one_of", lambda *_: threading.Event().wait(20))
 
 
@@ -296,7 +295,7 @@ def test_gpuguard_and_what_it_stands_on_are_never_hit(scene, monkeypatch, who):
         return "sent"
 
     monkeypatch.setattr(actions, "forward", record)
-    scene.row(pid=pid, start_time=processes.start_time(pid), uid=os.getuid())
+    scene.row(pid=pid, start_time=procfs.start_time(pid), uid=os.getuid())
     scene.subject = replace(scene.subject, pid=pid, start_time=scene.process.start_time, uid=os.getuid())
     switch_off(monkeypatch, "protected", "program", "interactive", "owner")
 

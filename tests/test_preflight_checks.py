@@ -11,19 +11,19 @@ import pytest
 from builders import GIB, a_device, a_snapshot, a_uuid
 from guarded import Scene
 
-from gpuguard.backends import processes
+from gpuguard import procfs
+from gpuguard.enforcement import identity, preflight
+from gpuguard.enforcement.limits import PastAction
+from gpuguard.enforcement.target import ActionTarget, is_alive, targets
 from gpuguard.errors import DriverUnresponsive
-from gpuguard.guards import identity, preflight
-from gpuguard.guards.case import Case, is_alive, targets
-from gpuguard.guards.ledger import Deed
 
-Change = Callable[[Case], Case]
+Change = Callable[[ActionTarget], ActionTarget]
 CHECKS = {**preflight.EARLY, **preflight.LATE}
 CLOCK = 1000.0
 
 
 @pytest.fixture
-def case(scene: Scene) -> Case:
+def case(scene: Scene) -> ActionTarget:
     """An offender whom nothing protects, a second after the sample; the driver has just answered again."""
     snapshot = replace(scene.snapshot, clock=CLOCK)
     verdict = scene.verdict()
@@ -33,7 +33,7 @@ def case(scene: Scene) -> Case:
     target = replace(targets(verdict, snapshot)[0], start_time=CLOCK - 60)
     again = replace(snapshot, clock=CLOCK + 1)
     context = scene.context(jobs=frozenset(), interval=10.0, share_host_pids=True)
-    return Case(verdict, snapshot, context, target, CLOCK + 1, scene.pidfd, again, facts)
+    return ActionTarget(verdict, snapshot, context, target, CLOCK + 1, scene.pidfd, again, facts)
 
 
 def at(clock: float) -> Change:
@@ -48,14 +48,14 @@ def facts(**fields: object) -> Change:
     return lambda case: replace(case, facts=replace(case.facts, **fields))
 
 
-def unknown(case: Case) -> Case:
+def unknown(case: ActionTarget) -> ActionTarget:
     return replace(case, facts=None)
 
 
 def driver_says(**fields: object) -> Change:
     """The driver's second answer about the process."""
 
-    def change(case: Case) -> Case:
+    def change(case: ActionTarget) -> ActionTarget:
         assert case.again
         device = case.again.devices[0]
         rows = tuple(replace(row, **fields) for row in device.processes or ())
@@ -64,17 +64,17 @@ def driver_says(**fields: object) -> Change:
     return change
 
 
-def again(case: Case) -> Case:
+def again(case: ActionTarget) -> ActionTarget:
     return replace(case, again=case.snapshot)
 
 
-def of_a_driver(case: Case) -> Case:
+def of_a_driver(case: ActionTarget) -> ActionTarget:
     """Of a driver that is no simulation."""
     case.context.backend.simulated = False  # type: ignore[misc]
     return case
 
 
-def in_another_group(case: Case) -> Case:
+def in_another_group(case: ActionTarget) -> ActionTarget:
     return facts(group=os.getpgrp() + 1)(case)
 
 
@@ -85,8 +85,8 @@ EDGES: list[tuple[str, Change, str | None]] = [
     ("fresh", at(CLOCK + 21), "the sample is 21s old"),
     ("pid", pid(lambda: 1), "1 is no pid"),
     ("pid", pid(lambda: 2), None),
-    ("pid", pid(processes.pid_max), None),
-    ("pid", pid(lambda: processes.pid_max() + 1), f"{processes.pid_max() + 1} is no pid"),
+    ("pid", pid(procfs.pid_max), None),
+    ("pid", pid(lambda: procfs.pid_max() + 1), f"{procfs.pid_max() + 1} is no pid"),
     ("start time", unknown, "/proc does not show it"),
     ("sample time", facts(start_time=CLOCK - 2 / os.sysconf("SC_CLK_TCK")), None),
     ("sample time", facts(start_time=CLOCK - 0.015), "it may have started after the sample"),
@@ -178,9 +178,9 @@ def test_a_checkpoint_goes_to_whoever_catches_that_very_signal(case, number, cau
 GONE = (2**22 + 1, 1.0)
 
 
-def a_deed(**fields: object) -> Deed:
+def a_deed(**fields: object) -> PastAction:
     facts = {"process": GONE, "memory_used": ((a_uuid(0), 40 * GIB),), "memory": 10 * GIB, **fields}
-    return Deed(CLOCK, "terminate", devices=(a_uuid(0),), live=True, **facts)
+    return PastAction(CLOCK, "terminate", devices=(a_uuid(0),), live=True, **facts)
 
 
 @pytest.mark.parametrize(

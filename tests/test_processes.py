@@ -17,8 +17,7 @@ from builders import GIB, TOTAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuguard import users
-from gpuguard.backends import processes
+from gpuguard import procfs, users
 from gpuguard.model import GpuProcess
 
 Rows = Sequence[tuple[int, int | None]]
@@ -28,7 +27,7 @@ ALIVE = range(2, 5000)  # the pids that exist in these tests
 
 def judged(rows: Rows, **facts: Any) -> str | None:
     known = {"alive": ALIVE.__contains__, "pid_max": PID_MAX, "memory_total": TOTAL, "memory_used": TOTAL, **facts}
-    return processes.implausibility(rows, **known)
+    return procfs.implausibility(rows, **known)
 
 
 def test_an_ordinary_list_is_believed() -> None:
@@ -64,8 +63,8 @@ def test_processes_that_need_more_than_the_device_has_are_not_believed_whatever_
 
 
 def test_a_process_that_grew_between_two_calls_is_within_the_slack() -> None:
-    assert judged([(100, GIB + processes.SLACK)], memory_used=GIB) is None
-    assert judged([(100, GIB + processes.SLACK + 1)], memory_used=GIB)
+    assert judged([(100, GIB + procfs.SLACK)], memory_used=GIB) is None
+    assert judged([(100, GIB + procfs.SLACK + 1)], memory_used=GIB)
 
 
 def test_what_is_not_known_of_the_device_is_not_checked() -> None:
@@ -105,7 +104,7 @@ def is_safe(gate: Callable[..., str | None], rows: Rows) -> bool:
 
 @given(lists_with_a_bad_element)
 def test_the_gate_never_passes_a_list_with_a_bad_element(rows: Rows) -> None:
-    assert is_safe(processes.implausibility, rows)
+    assert is_safe(procfs.implausibility, rows)
 
 
 @given(st.lists(good_elements, max_size=50, unique_by=lambda row: row[0]))
@@ -114,20 +113,20 @@ def test_the_gate_passes_every_good_list(rows: Rows) -> None:
 
 
 def judges_the_first_only(rows: Rows, **facts: Any) -> str | None:
-    return processes.implausibility(rows[:1], **facts)
+    return procfs.implausibility(rows[:1], **facts)
 
 
 def forgets_the_upper_bound(rows: Rows, *, pid_max: int, **facts: Any) -> str | None:
     facts["alive"] = lambda pid: pid in ALIVE or pid > PID_MAX
-    return processes.implausibility(rows, pid_max=2**40, **facts)
+    return procfs.implausibility(rows, pid_max=2**40, **facts)
 
 
 def believes_the_dead(rows: Rows, *, alive: object, **facts: Any) -> str | None:
-    return processes.implausibility(rows, alive=lambda pid: True, **facts)
+    return procfs.implausibility(rows, alive=lambda pid: True, **facts)
 
 
 def drops_what_is_bad(rows: Rows, **facts: Any) -> str | None:
-    return processes.implausibility([row for row in rows if row[0] > 0], **facts)
+    return procfs.implausibility([row for row in rows if row[0] > 0], **facts)
 
 
 @pytest.mark.parametrize("gate", [judges_the_first_only, forgets_the_upper_bound, believes_the_dead, drops_what_is_bad])
@@ -159,7 +158,7 @@ def job(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_process_of_ours_is_described_in_full(job: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    seen = processes.described(GpuProcess(job.pid, GIB))
+    seen = procfs.described(GpuProcess(job.pid, GIB))
 
     assert seen.uid == os.getuid()
     assert seen.user == users.user_name(os.getuid())
@@ -184,31 +183,31 @@ def test_a_process_of_ours_is_described_in_full(job: subprocess.Popen[bytes], tm
     ],
 )
 def test_a_command_line_is_its_words(written: bytes, words: tuple[str, ...]) -> None:
-    assert processes._words(written) == words
+    assert procfs._words(written) == words
 
 
 def test_every_process_of_this_machine_reads_as_psutil_reads_it(job: subprocess.Popen[bytes]) -> None:
-    seen, known = processes._described(job.pid), psutil.Process(job.pid)
+    seen, known = procfs._described(job.pid), psutil.Process(job.pid)
 
     assert seen["command"] == tuple(known.cmdline())
     assert (seen["executable"], seen["working_directory"]) == (known.exe(), known.cwd())
-    assert seen["conda_environment"] == processes.environment_of(known.environ())
+    assert seen["conda_environment"] == procfs.environment_of(known.environ())
 
 
 def test_a_program_that_was_replaced_on_disk_keeps_its_name(tmp_path: Path) -> None:
     program = tmp_path / "program"
     shutil.copy("/bin/sleep", program)
     with subprocess.Popen([program, "60"]) as child:
-        before = processes._linked(child.pid, "exe")
+        before = procfs._linked(child.pid, "exe")
         program.unlink()
-        after = processes._linked(child.pid, "exe")
+        after = procfs._linked(child.pid, "exe")
         child.kill()
 
     assert before == after == str(program)
 
 
 def test_the_start_time_tells_a_process_from_an_older_one(job: subprocess.Popen[bytes]) -> None:
-    started, ours = processes.start_time(job.pid), processes.start_time(os.getpid())
+    started, ours = procfs.start_time(job.pid), procfs.start_time(os.getpid())
 
     assert started is not None and ours is not None and started > ours
 
@@ -241,18 +240,18 @@ def described_twice(request: pytest.FixtureRequest) -> Iterator[tuple[GpuProcess
     change, places_are_shown = request.param
     environment = {**os.environ, "CODE": CHANGING, "CHANGE": CHANGES[change]}
     words = [sys.executable, "-c", CHANGING, "a"]
-    real = processes.life_of
+    real = procfs.life_of
     with pytest.MonkeyPatch.context() as patch, subprocess.Popen(words, env=environment, **PIPES) as job:
         if not places_are_shown:
-            patch.setattr(processes, "life_of", lambda pid: (life := real(pid)) and (*life[:2], None))
+            patch.setattr(procfs, "life_of", lambda pid: (life := real(pid)) and (*life[:2], None))
         assert job.stdin and job.stdout
         job.stdout.readline()
-        before = processes.described(GpuProcess(job.pid))
+        before = procfs.described(GpuProcess(job.pid))
         job.stdin.write(b"go\nthere\n")
         job.stdout.readline()
-        after = processes.described(GpuProcess(job.pid))
-        patch.setattr(processes, "COMMAND_SECONDS", -1.0)
-        later = processes.described(GpuProcess(job.pid))
+        after = procfs.described(GpuProcess(job.pid))
+        patch.setattr(procfs, "COMMAND_SECONDS", -1.0)
+        later = procfs.described(GpuProcess(job.pid))
         job.kill()
         yield before, after, later
 
@@ -287,69 +286,69 @@ def test_a_title_is_seen_when_the_command_line_is_read_again(
 def test_what_was_described_holds_until_some_of_it_is_read_again(
     job: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    lives = {pid: life for pid in (job.pid, os.getpid()) if (life := processes.life_of(pid))}
+    lives = {pid: life for pid in (job.pid, os.getpid()) if (life := procfs.life_of(pid))}
     listed = [GpuProcess(pid) for pid in lives]
     before = time.monotonic()
     for process in listed:
-        processes.described(process, lives[process.pid])
-    monkeypatch.setattr(processes, name, 5.0)
+        procfs.described(process, lives[process.pid])
+    monkeypatch.setattr(procfs, name, 5.0)
 
-    assert processes.described_until(listed, lives) <= time.monotonic() + 5.0
-    monkeypatch.setattr(processes, name, 1e9)
-    assert before < processes.described_until(listed, lives) < before + 100.0
+    assert procfs.described_until(listed, lives) <= time.monotonic() + 5.0
+    monkeypatch.setattr(procfs, name, 1e9)
+    assert before < procfs.described_until(listed, lives) < before + 100.0
 
 
 def test_whom_nobody_knows_well_is_described_each_time(job: subprocess.Popen[bytes]) -> None:
-    life = processes.life_of(job.pid)
+    life = procfs.life_of(job.pid)
     assert life
-    told = [processes.described(GpuProcess(job.pid), one) for one in (life, (*life[:2], None))]
+    told = [procfs.described(GpuProcess(job.pid), one) for one in (life, (*life[:2], None))]
     never, nobody = float("-inf"), GpuProcess(2**22 + 1)
 
     assert told[0] == told[1]
-    assert processes.described_until([GpuProcess(job.pid)], {job.pid: life}) > time.monotonic()
-    assert processes.described_until([GpuProcess(job.pid)], {}) == never  # hidden from us
-    assert processes.described_until([GpuProcess(job.pid)], {job.pid: (*life[:2], None)}) == never
-    assert processes.described_until([GpuProcess(job.pid), nobody], {job.pid: life, nobody.pid: life}) == never
+    assert procfs.described_until([GpuProcess(job.pid)], {job.pid: life}) > time.monotonic()
+    assert procfs.described_until([GpuProcess(job.pid)], {}) == never  # hidden from us
+    assert procfs.described_until([GpuProcess(job.pid)], {job.pid: (*life[:2], None)}) == never
+    assert procfs.described_until([GpuProcess(job.pid), nobody], {job.pid: life, nobody.pid: life}) == never
 
 
 def test_a_process_whose_memory_is_not_shown_to_us_is_known_by_its_start_alone(monkeypatch: Any) -> None:
-    told = processes.read_proc(f"/proc/{os.getpid()}/stat") or b""
+    told = procfs.read_proc(f"/proc/{os.getpid()}/stat") or b""
     words = told.split()
     started = int(words[21]) / os.sysconf("SC_CLK_TCK")
     hidden = b" ".join([*words[:44], *[b"0"] * 7, words[51]])
 
     for shown in (hidden, b" ".join(words[:44])):  # the kernel before 3.5 shows nobody
-        monkeypatch.setattr(processes, "read_proc", lambda path, shown=shown: shown)
-        assert (processes.life_of(1) or ())[::2] == (started, None)
-    monkeypatch.setattr(processes, "read_proc", lambda path: told)
-    assert (processes.life_of(1) or (0, b"", None))[2] is not None
+        monkeypatch.setattr(procfs, "read_proc", lambda path, shown=shown: shown)
+        assert (procfs.life_of(1) or ())[::2] == (started, None)
+    monkeypatch.setattr(procfs, "read_proc", lambda path: told)
+    assert (procfs.life_of(1) or (0, b"", None))[2] is not None
 
 
 def test_a_process_that_is_gone_is_described_as_what_the_driver_said() -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
 
-    assert processes.described(GpuProcess(gone.pid, GIB)) == GpuProcess(gone.pid, GIB)
-    assert not processes.alive(gone.pid)
+    assert procfs.described(GpuProcess(gone.pid, GIB)) == GpuProcess(gone.pid, GIB)
+    assert not procfs.alive(gone.pid)
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**31, 2**32 - 1, 2**64])
 def test_a_number_that_is_no_pid_is_nobody(pid: int) -> None:
-    assert not processes.alive(pid)
-    assert processes.described(GpuProcess(pid)) == GpuProcess(pid)
+    assert not procfs.alive(pid)
+    assert procfs.described(GpuProcess(pid)) == GpuProcess(pid)
 
 
 def test_a_pid_that_changes_hands_while_we_look_is_nobody(job: subprocess.Popen[bytes], monkeypatch: Any) -> None:
     times = iter([100.0, 200.0])
-    monkeypatch.setattr(processes, "life_of", lambda pid: (next(times), b"name", b"places"))
+    monkeypatch.setattr(procfs, "life_of", lambda pid: (next(times), b"name", b"places"))
 
-    assert processes.described(GpuProcess(job.pid)) == GpuProcess(job.pid)
+    assert procfs.described(GpuProcess(job.pid)) == GpuProcess(job.pid)
 
 
 def test_a_process_that_proc_hides_from_us_is_alive(job: subprocess.Popen[bytes], monkeypatch: Any) -> None:
     monkeypatch.setattr("os.path.exists", lambda path: False)
 
-    assert processes.alive(job.pid)
+    assert procfs.alive(job.pid)
 
 
 def test_a_user_without_a_name_is_a_number() -> None:
@@ -381,7 +380,7 @@ ID = "0123456789abcdef" * 4
     ],
 )
 def test_the_cgroup_names_the_container(cgroup: str, container: str | None) -> None:
-    assert processes.container_of(cgroup) == container
+    assert procfs.container_of(cgroup) == container
 
 
 @pytest.mark.parametrize(
@@ -394,21 +393,21 @@ def test_the_cgroup_names_the_container(cgroup: str, container: str | None) -> N
     ],
 )
 def test_the_environment_names_the_python_environment(variables: dict[str, str], name: str | None) -> None:
-    assert processes.environment_of(variables) == name
+    assert procfs.environment_of(variables) == name
 
 
 def test_another_program_under_the_same_pid_is_asked_anew_who_it_is(monkeypatch: Any) -> None:
     script = "import os; print(flush=True); os.read(0, 3); os.execvp('cat', ['cat'])"
     read: list[int] = []
-    monkeypatch.setattr(processes, "uid_of", lambda pid: read.append(pid) or 1000 + len(read))
+    monkeypatch.setattr(procfs, "uid_of", lambda pid: read.append(pid) or 1000 + len(read))
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
     with subprocess.Popen([sys.executable, "-c", script], **pipes) as job:
         assert job.stdin and job.stdout
         job.stdout.readline()
-        before = processes.described(GpuProcess(job.pid))
+        before = procfs.described(GpuProcess(job.pid))
         job.stdin.write(b"go\nthere\n")
         job.stdout.readline()  # by cat
-        after = processes.described(GpuProcess(job.pid))
+        after = procfs.described(GpuProcess(job.pid))
         job.kill()
 
     assert (before.uid, after.uid, after.command) == (1001, 1002, ("cat",))
@@ -418,8 +417,8 @@ def test_another_program_under_the_same_pid_is_asked_anew_who_it_is(monkeypatch:
 def test_what_only_a_poll_of_the_details_keeps_is_never_kept_where_it_decides(sleeper: int) -> None:
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "uid_of", lambda pid: read.append(pid) or os.getuid())
+        patch.setattr(procfs, "uid_of", lambda pid: read.append(pid) or os.getuid())
         for _ in range(3):
-            processes.identified(GpuProcess(sleeper))
+            procfs.identified(GpuProcess(sleeper))
 
     assert len(read) == 3

@@ -15,9 +15,9 @@ from nodes import GIB, a_user, change, start
 from sources import ROOT
 from test_metrics import FULL, facts_about
 
-from gpuguard.backends.node import Course
-from gpuguard.views.exposition import to_prometheus
-from gpuguard.views.metrics import Family, families
+from gpuguard.backends.simulated_node import WorkPattern
+from gpuguard.metrics.exposition import to_prometheus
+from gpuguard.metrics.families import MetricFamily, metric_families
 
 PACKAGING = ROOT / "packaging"
 RULES = PACKAGING / "prometheus" / "gpuguard.rules.yml"
@@ -44,14 +44,14 @@ def promtool(*words: str, text: str | None = None) -> subprocess.CompletedProces
     return subprocess.run([program("promtool"), *words], input=text, capture_output=True, text=True, check=False)
 
 
-def everything() -> list[Family]:
+def everything() -> list[MetricFamily]:
     claimed, used = a_device(0, **FULL), a_device(1, processes=(a_process(user="eve"),), problems=("lost",), **FULL)
     snapshot = a_snapshot(claimed, used, claims=(a_claim_record(claimed),))
     more = {
         "waiting": (("bob", snapshot.taken_at - 60),), "quarantined": frozenset({used.uuid}), "daemon_up": True,
         "actions": {("p", "warn", "done"): 1}, "unrecorded": 0, "troubles": 0, "interval": 2.0,
     }  # fmt: skip
-    return families(facts_about(snapshot, **more))
+    return metric_families(facts_about(snapshot, **more))
 
 
 def names_told() -> set[str]:
@@ -78,7 +78,7 @@ def test_the_linter_would_have_something_to_say(planted):
 def test_prometheus_answers_with_our_numbers(tmp_path):
     place = str(tmp_path / "node")
     start(place, "2xH100-80GB")
-    change(place, 1, temperature=Course(81.0, 81.0))
+    change(place, 1, temperature=WorkPattern(81.0, 81.0))
     gpuguard = Gpuguard(tmp_path, None)
     with a_user(place, "0", 10 * GIB), a_server(gpuguard) as target, a_prometheus(tmp_path, target) as prometheus:
         prometheus.until("gpuguard_device_temperature_celsius")

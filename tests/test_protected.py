@@ -12,10 +12,10 @@ from driven import driven
 from fake_nvml import GIB, FakeNvml
 from guarded import SOMEBODY, Scene, a_child, a_scene, somebody
 
-from gpuguard.documents.accounts import Accounts
-from gpuguard.guards import identity
-from gpuguard.guards.identity import Protected
-from gpuguard.policyfile import parse
+from gpuguard.enforcement import identity
+from gpuguard.enforcement.identity import Protected
+from gpuguard.policies.files.decoder import Accounts
+from gpuguard.policies.files.loader import parse
 
 POLICY = """
 protect: {protect}

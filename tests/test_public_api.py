@@ -9,8 +9,7 @@ import sys
 import pytest
 
 import gpuguard
-from gpuguard import errors, model
-from gpuguard.cli import dispatch
+from gpuguard import cli, errors, model
 
 MODEL = {
     "Device", "GpuProcess", "ClaimRecord", "Gap", "Snapshot", "Subject", "Finding", "Verdict", "Event",
@@ -85,4 +84,4 @@ def test_a_backend_that_is_set_but_empty_is_the_default_as_for_grab_gpus(command
     """As left behind by ``export GPUGUARD_BACKEND=$UNSET``."""
     monkeypatch.setenv("GPUGUARD_BACKEND", "")
 
-    assert dispatch.build_parser(command).parse_args([]).backend == "nvml"
+    assert cli.build_parser(command).parse_args([]).backend == "nvml"

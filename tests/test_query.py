@@ -13,8 +13,16 @@ from commands import Gpuguard
 from gpuguard import model
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ALL_FIELDS
-from gpuguard.views.query import csv_lines, help_lines, query_of, to_json
-from gpuguard.views.query_fields import APP_ALIASES, APP_FIELDS, GPU_ALIASES, GPU_FIELDS
+from gpuguard.views.query import (
+    APP_ALIASES,
+    APP_FIELDS,
+    GPU_ALIASES,
+    GPU_FIELDS,
+    csv_lines,
+    help_lines,
+    query_of,
+    to_json,
+)
 
 DEVICE = a_device(
     3, memory_used=32362 * MIB, memory_free=110796 * MIB, memory_total=143771 * MIB, memory_reserved=614 * MIB,

@@ -13,21 +13,20 @@ from builders import a_claim_record, a_device, a_process, a_snapshot, a_uuid
 from machines import Machine
 from test_who import DOCUMENT, documented, printed
 
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.cli.dispatch import run_command_line
-from gpuguard.clusters.slurm_queue import Queued
-from gpuguard.documents.accounts import Accounts
-from gpuguard.line.file import LineFile
-from gpuguard.line.keys import parse
-from gpuguard.line.order import Rules, Ticket
-from gpuguard.line.plan import Place
-from gpuguard.line.reservations import Judged, Reserved
-from gpuguard.line.standing import Facts, Standing
-from gpuguard.line.tickets import Held, Torn, ticket_content
+from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import run_command_line
+from gpuguard.clusters.slurm import Queued
 from gpuguard.lock import acquire
+from gpuguard.policies.files.decoder import Accounts
+from gpuguard.queue.backfill import QueuePosition
+from gpuguard.queue.priority import Rules, Ticket
+from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
+from gpuguard.queue.settings import QueueSettings, parse
+from gpuguard.queue.state import QueueFacts, QueueState
+from gpuguard.queue.tickets import OwnTicket, Torn, ticket_content
 from gpuguard.request import Request
+from gpuguard.sanitize import display_width
 from gpuguard.views.queue import to_json, to_text
-from gpuguard.views.text import display_width
 
 NOW = 1_700_000_000.0
 EVIL = "\x1b[2J\n\u202e\udcff李"
@@ -40,19 +39,19 @@ def a_ticket(**fields):
 
 def a_place(number=1, *, start=None, now=False, **ticket):
     its = a_ticket(**ticket)
-    return Place(its, number, start, start, now, its.requests[0], (a_uuid(0),))
+    return QueuePosition(its, number, start, start, now, its.requests[0], (a_uuid(0),))
 
 
-NOTHING = Reserved()
+NOTHING = ReservationCalendar()
 
 
 def a_line(*places, torn=(), claims=(), reserved=NOTHING, **snapshot):
     seen = a_snapshot(a_device(), a_device(), claims=claims, **snapshot)
-    return Standing(places, torn, seen, Facts(claims=claims, reserved=reserved), NOW)
+    return QueueState(places, torn, seen, QueueFacts(claims=claims, reserved=reserved), NOW)
 
 
 def text(*places, site=None, width=None, **line):
-    return to_text(a_line(*places, **line), site or LineFile(), width=width)
+    return to_text(a_line(*places, **line), site or QueueSettings(), width=width)
 
 
 # The screen
@@ -103,7 +102,7 @@ def test_one_that_waits_for_something_else_says_for_what():
 
 
 def test_a_site_in_order_of_arrival_says_so():
-    assert text(site=LineFile(Rules(fair_share=False)))[0].endswith("(order of arrival)")
+    assert text(site=QueueSettings(Rules(fair_share=False)))[0].endswith("(order of arrival)")
 
 
 def test_torn_tickets_are_named_with_their_owner_and_the_reason():
@@ -118,7 +117,7 @@ def test_torn_tickets_are_named_with_their_owner_and_the_reason():
 
 
 def test_faults_of_the_rules_are_shown_with_their_place(monkeypatch):
-    lines = text(site=LineFile(*parse(b"patience: 25\n", Accounts())))
+    lines = text(site=QueueSettings(*parse(b"patience: 25\n", Accounts())))
 
     assert lines[2] == "The rules of this site do not count, because their file has faults:"
     assert lines[3].startswith("/etc/gpuguard/line.yaml:1:11: ") and "'25' has no unit" in lines[3]
@@ -133,13 +132,15 @@ def a_hostile_line():
         torn=(Torn(1, EVIL, EVIL),),
         claims=(record,),
         host=EVIL,
-        reserved=a_reserved(Judged(a_reservation(user=EVIL, id=EVIL, note=EVIL), EVIL), torn=(Torn(1, EVIL, EVIL),)),
+        reserved=a_reserved(
+            ReservationStatus(a_reservation(user=EVIL, id=EVIL, note=EVIL), EVIL), torn=(Torn(1, EVIL, EVIL),)
+        ),
     )
 
 
 @pytest.mark.parametrize("width", [None, 12, 40, 80, 200])
 def test_hostile_text_is_shown_and_does_no_harm(width):
-    lines = to_text(a_hostile_line(), LineFile(), width=width)
+    lines = to_text(a_hostile_line(), QueueSettings(), width=width)
 
     assert all(line.isprintable() for line in lines)
     assert width is None or all(display_width(line) <= width for line in lines)
@@ -148,7 +149,7 @@ def test_hostile_text_is_shown_and_does_no_harm(width):
 def test_a_narrow_terminal_folds_the_reason_and_loses_nothing_of_it():
     place = a_place(start=NOW + 7200, promise=NOW + 9000)
     line = a_line(place, claims=(a_claim_record(a_uuid(0), user="李小明", ends=NOW + 7200),))
-    wide, narrow = to_text(line, LineFile()), to_text(line, LineFile(), width=40)
+    wide, narrow = to_text(line, QueueSettings()), to_text(line, QueueSettings(), width=40)
 
     assert len(narrow) > len(wide)
     assert " ".join(line.strip() for line in narrow[3:]) == wide[3].strip()
@@ -163,7 +164,7 @@ def test_a_pipe_gets_the_whole_command_line():
 
 def a_full_output():
     jobs = (Queued("12", "bob", "x", "PENDING", 2, "Priority", NOW, None, None),)
-    return json.loads(json.dumps(to_json(a_hostile_line(), LineFile(*parse(b"what: 1\n", Accounts())), jobs)))
+    return json.loads(json.dumps(to_json(a_hostile_line(), QueueSettings(*parse(b"what: 1\n", Accounts())), jobs)))
 
 
 def test_the_document_describes_exactly_the_fields_that_are_printed():
@@ -178,7 +179,7 @@ def test_a_field_missing_on_either_side_is_noticed():
 
 
 def test_unknown_is_null_and_never_zero():
-    (place,) = to_json(a_line(a_place()), LineFile())["places"]
+    (place,) = to_json(a_line(a_place()), QueueSettings())["places"]
 
     unknown = {name for name, value in place.items() if value is None}
     assert unknown == {
@@ -188,7 +189,7 @@ def test_unknown_is_null_and_never_zero():
 
 
 def test_the_numbers_are_those_of_the_ticket_and_of_the_plan():
-    (place,) = to_json(a_line(a_place(start=NOW + 60, promise=NOW + 75, priority=-1, time_limit=9.0)), LineFile())[
+    (place,) = to_json(a_line(a_place(start=NOW + 60, promise=NOW + 75, priority=-1, time_limit=9.0)), QueueSettings())[
         "places"
     ]
 
@@ -203,7 +204,7 @@ def test_the_numbers_are_those_of_the_ticket_and_of_the_plan():
 def machine(monkeypatch, tmp_path):
     """Two devices."""
     machine = Machine(a_device(0), a_device(1))
-    monkeypatch.setattr("gpuguard.cli.looking.backend_of", lambda args: machine)
+    monkeypatch.setattr("gpuguard.cli.options.backend_of", lambda args: machine)
     monkeypatch.setenv("GPUGUARD_LINE", str(tmp_path / "line.yaml"))
     return machine
 
@@ -228,7 +229,7 @@ def waits(tmp_path):
 
     def put(**fields):
         ticket = a_ticket(**{"pid": os.getpid()} | fields)
-        held.append(Held(lock_directory(str(tmp_path)), ticket_content(ticket)))
+        held.append(OwnTicket(lock_directory(str(tmp_path)), ticket_content(ticket)))
         return held[-1]
 
     yield put
@@ -289,7 +290,7 @@ def test_a_strangers_process_keeps_a_request_waiting_and_is_named(queue, waits, 
 
 def test_what_the_daemon_saw_is_used_instead_of_the_driver(queue, machine, monkeypatch):
     asked = []
-    monkeypatch.setattr("gpuguard.cli.looking.read_state", lambda *a, **k: asked.append(a) or a_snapshot(host="seen"))
+    monkeypatch.setattr("gpuguard.cli.options.read_state", lambda *a, **k: asked.append(a) or a_snapshot(host="seen"))
 
     assert queue().startswith("seen: ")
     assert asked and machine.asked == []

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from gpuguard.cli import ray_follow, submit_ray
-from gpuguard.cli.dispatch import build_parser
+from gpuguard.cli import build_parser, ray_follow, submit
 from gpuguard.cli.run import command_of
 from gpuguard.cli.submit import check
 from gpuguard.clusters import ray as engine
-from gpuguard.clusters.ray_jobs import State
+from gpuguard.clusters.ray import State
 from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.ray import guarded
 
@@ -102,9 +101,7 @@ def test_a_task_that_is_not_asked_to_wait_does_not_fail_for_the_time_to_wait(mon
     monkeypatch.setattr(engine, "given", lambda: ("0",))
     monkeypatch.setattr(engine, "is_part", lambda: False)
     monkeypatch.setenv(engine.VARIABLE, "0")
-    monkeypatch.setattr(
-        "gpuguard.grab.claim", lambda number, *, devices, on_wait, **_: Node().attempt(devices, on_wait)
-    )
+    monkeypatch.setattr("gpuguard.api.claim", lambda number, *, devices, on_wait, **_: Node().attempt(devices, on_wait))
     monkeypatch.setattr("time.monotonic", itertools.count().__next__)
     with pytest.raises(NotEnoughGpus) as failed:
         guarded(wait=wait)(lambda: None)()
@@ -144,7 +141,7 @@ def options(*words: str) -> argparse.Namespace:
 
 def job(*words: str) -> Any:
     args = options(*words)
-    return submit_ray.job_of(args, submit_ray.engine_words(args.engine_words))
+    return submit.job_of(args, submit.engine_words(args.engine_words))
 
 
 def test_a_job_asks_ray_for_its_devices_and_runs_under_gpuguard_run_with_the_same_options():
@@ -192,7 +189,7 @@ def test_words_that_ray_does_not_have_are_refused_with_those_that_it_has(words):
 
 
 def test_print_shows_the_words_of_ray_job_submit(capsys):
-    assert submit_ray.submit(options("--print", "-n", "2", "--name", "sweep", "--", "ls")) == 0
+    assert submit.submit_to_ray(options("--print", "-n", "2", "--name", "sweep", "--", "ls")) == 0
 
     words = shlex.split(capsys.readouterr().out)
     assert words[:5] == ["ray", "job", "submit", "--entrypoint-num-gpus", "2"]

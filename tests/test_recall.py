@@ -17,13 +17,20 @@ from driven import driven
 from fake_nvml import GIB, FakeNvml
 from guarded import Scene, a_child, a_scene
 
-from gpuguard import actions, history
+from gpuguard.claims.restrictions import boot_id
 from gpuguard.clusters import slurm_jobs
-from gpuguard.guards import recall
-from gpuguard.guards.case import boot_clock
-from gpuguard.guards.ledger import HOUR, SIGNALS_PER_MINUTE, VICTIMS_PER_HOUR, Deed, Ledger
-from gpuguard.guards.recall import Recalled, recalled
-from gpuguard.marks import boot_id
+from gpuguard.enforcement import actions, limits
+from gpuguard.enforcement.limits import (
+    HOUR,
+    SIGNALS_PER_MINUTE,
+    VICTIMS_PER_HOUR,
+    ActionLimits,
+    PastAction,
+    Recalled,
+    recent_actions,
+)
+from gpuguard.enforcement.target import boot_clock
+from gpuguard.history import audit_log
 
 POLICY = "policies: [{name: small, for: 0s, when: {memory: {above: 1GiB}}, steps: [terminate]}]"
 
@@ -35,17 +42,17 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def past(log: Path, **more: float) -> Recalled:
-    return recalled(str(log), **{"clock": boot_clock(), "now": time.time(), **more})
+    return recent_actions(str(log), **{"clock": boot_clock(), "now": time.time(), **more})
 
 
 def restarted(scene: Scene, log: Path) -> None:
     """The scene's guard begins anew, with what the log says."""
-    scene.context(ledger=Ledger(list(past(log).deeds)), append=history.append)
+    scene.context(ledger=ActionLimits(list(past(log).deeds)), append=audit_log.append)
 
 
 def test_a_deed_comes_back_from_its_line_as_it_was(log: Path) -> None:
     with a_scene() as scene:
-        scene.context(append=history.append)
+        scene.context(append=audit_log.append)
         assert scene.act().word == "sent"
         (deed,) = scene.context().ledger.deeds
 
@@ -57,7 +64,7 @@ def test_a_deed_comes_back_from_its_line_as_it_was(log: Path) -> None:
 
 def test_what_was_not_done_in_earnest_comes_back_as_such(log: Path) -> None:
     with a_scene() as scene:
-        scene.context(append=history.append, enforce=False)
+        scene.context(append=audit_log.append, enforce=False)
         assert scene.act().word == "dry run"
 
     assert [deed.live for deed in past(log).deeds] == [False]
@@ -177,7 +184,7 @@ def test_nobody_is_hit_while_it_cannot_be_known_who_was(log: Path, kind: str) ->
 
     assert "cannot be read" in (found.trouble or "")
     with a_scene() as scene:
-        scene.context(ledger=Ledger(list(found.deeds)))
+        scene.context(ledger=ActionLimits(list(found.deeds)))
         said = scene.act()
         assert said.word == "refused"
         assert {each.check for each in said.against} == {"rate", "victims"}
@@ -196,7 +203,7 @@ def test_every_action_that_is_counted_has_its_deed_in_its_line(log: Path, monkey
         monkeypatch.setattr(slurm_jobs, name, lambda *_, answer=answer: answer)
     for action in sorted(actions._SIGNALS.keys() - {"checkpoint", "kill"}):
         with a_scene() as scene:
-            scene.context(append=history.append)
+            scene.context(append=audit_log.append)
             assert scene.act(action).word == "sent"
 
     assert {deed.action for deed in past(log).deeds} == actions._SIGNALS.keys() - {"checkpoint", "kill"}
@@ -211,4 +218,4 @@ def test_a_daemon_says_what_it_cannot_know(tmp_path: Path, log: Path) -> None:
 
 
 def test_deeds_are_known_by_what_only_their_lines_have() -> None:
-    assert set(recall.facts_of(Deed(1.0, "kill", (2, 3.0), (), True))) == {"signature", "clock_seconds", "boot"}
+    assert set(limits.facts_of(PastAction(1.0, "kill", (2, 3.0), (), True))) == {"signature", "clock_seconds", "boot"}

@@ -19,10 +19,11 @@ import pytest
 from nodes import eventually
 from stores import ALICE, FIRST, a_sample, at, fill, held
 
-from gpuguard.usage import recorder as recorder_module
-from gpuguard.usage import storefile
-from gpuguard.usage.consult import SLOTS, consult
-from gpuguard.usage.recorder import Recorder
+from gpuguard.history import recorder as recorder_module
+from gpuguard.history import store
+from gpuguard.history.queries import query_store
+from gpuguard.history.recorder import Recorder
+from gpuguard.history.schema import SLOTS
 
 LONGEST = 30.0
 HOUR = 3600.0
@@ -66,7 +67,7 @@ def feed(recorder: Recorder, first: int, last: int, **fields: float) -> None:
 
 
 def claimed(path: str, now: int) -> float:
-    return consult(path, lambda usage: usage.gpu_seconds({HOUR}), at(now)).get(ALICE, {}).get(HOUR, 0.0)
+    return query_store(path, lambda usage: usage.gpu_seconds({HOUR}), at(now)).get(ALICE, {}).get(HOUR, 0.0)
 
 
 def test_what_was_sampled_is_written_slot_by_slot_and_the_rest_at_the_end(path):
@@ -122,14 +123,14 @@ def test_the_writer_does_not_wake_up_for_each_snapshot(path, monkeypatch):
 
 
 def test_whoever_samples_does_not_wait_for_a_disk_that_hangs_and_nothing_is_lost(path, monkeypatch):
-    real, disk, reached = storefile.write, threading.Event(), threading.Event()
+    real, disk, reached = store.write, threading.Event(), threading.Event()
 
     def hangs(*about):
         reached.set()
         assert disk.wait(20.0)
         return real(*about)
 
-    monkeypatch.setattr(storefile, "write", hangs)
+    monkeypatch.setattr(store, "write", hangs)
     with a_recorder(path) as recorder:
         feed(recorder, 0, 10)
         assert reached.wait(20.0)
@@ -144,7 +145,7 @@ def test_whoever_samples_does_not_wait_for_a_disk_that_hangs_and_nothing_is_lost
 @pytest.mark.parametrize("fault", [sqlite3.OperationalError("disk I/O error"), MemoryError()], ids=repr)
 def test_what_is_added_to_a_slot_whose_writing_fails_counts_once(path, monkeypatch, fault):
     """As after a clock that was set back.  Where memory was short the writer ended, and nothing was recorded again."""
-    real, failing = storefile.write, [True]
+    real, failing = store.write, [True]
 
     def fails(connection, slots, devices):
         if failing and failing.pop():
@@ -152,7 +153,7 @@ def test_what_is_added_to_a_slot_whose_writing_fails_counts_once(path, monkeypat
             raise fault
         return real(connection, slots, devices)
 
-    monkeypatch.setattr(storefile, "write", fails)
+    monkeypatch.setattr(store, "write", fails)
     with a_recorder(path) as recorder:
         for number in range(7):
             recorder.record(a_sample(at(number), clock=at(number)), LONGEST)
@@ -164,7 +165,7 @@ def test_what_is_added_to_a_slot_whose_writing_fails_counts_once(path, monkeypat
 def test_a_store_that_another_daemon_writes_is_told_once_and_nothing_is_lost(path):
     said = Told()
     os.makedirs(os.path.dirname(path))
-    other = storefile.lock(path)
+    other = store.lock(path)
     with a_recorder(path, said, HOUR) as recorder:
         feed(recorder, 0, 30)
         assert "another daemon writes it" in (recorder.why_unknown(5.0) or "")
@@ -181,7 +182,7 @@ def test_a_disk_that_stays_full_takes_two_hours_of_memory_and_no_more(path, monk
     monkeypatch.setattr(recorder_module, "PENDING", 20)
     said = Told()
     os.makedirs(os.path.dirname(path))
-    other = storefile.lock(path)
+    other = store.lock(path)
     with a_recorder(path, said) as recorder:
         feed(recorder, 0, 100)
         assert eventually(lambda: len(recorder._tally.slots) <= 21)
@@ -230,7 +231,7 @@ def test_who_waits_is_written_down_and_when_nobody_can_tell_that_too(path):
         for number, wanted in enumerate(({}, {ALICE: 4}, {ALICE: 2, 7: 1}, None)):
             recorder.record(a_sample(at(number)), LONGEST, wanted)
 
-    found = consult(path, lambda usage: usage.waiting(at(0), at(4)), at(4))
+    found = query_store(path, lambda usage: usage.waiting(at(0), at(4)), at(4))
     assert [(one.uid, one.waiting, one.wanted) for one in found] == [(ALICE, 20, 60), (7, 10, 10), (None, 10, 0)]
 
 
@@ -239,9 +240,9 @@ def test_a_store_that_is_damaged_again_and_again_is_not_renamed_for_ever(path, m
 
     def spoiled(path: str, *, check: bool) -> None:
         Path(path).write_bytes(b"")
-        raise storefile.sqlite3.DatabaseError("malformed")
+        raise store.sqlite3.DatabaseError("malformed")
 
-    monkeypatch.setattr(storefile, "opened", spoiled)
+    monkeypatch.setattr(store, "opened", spoiled)
     with a_recorder(path, said) as recorder:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         feed(recorder, 0, 30)
@@ -272,7 +273,7 @@ def test_where_the_file_system_cannot_lock_no_try_leaves_a_descriptor_open(path,
     monkeypatch.setattr(fcntl, "flock", fail)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="No locks available") as raised:
-        storefile.lock(path)
+        store.lock(path)
 
     assert raised.value.filename == path
     assert os.listdir("/proc/self/fd") == before
@@ -289,7 +290,7 @@ FULL = """
 import resource, sys
 sys.path[:0] = sys.argv[2:]
 import test_recorder as tests
-from gpuguard.usage import recorder as module
+from gpuguard.history import recorder as module
 module.RETRY_SECONDS, module.WRITE_SECONDS = 0.0, 0.01
 path, said = sys.argv[1], tests.Told()
 with tests.a_recorder(path, said, tests.HOUR) as recorder:

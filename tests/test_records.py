@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.claims import records, wishes
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.lookout import Lookout, lock_names
+from gpuguard.claims import records, release_requests
+from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.claims.records import MAX_BYTES, _decoded, probe, read_record, read_records, write_record
+from gpuguard.claims.watch import ClaimWatcher, lock_names
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 OTHER = "GPU-00000001-0000-4000-8000-000000000001"
@@ -55,10 +55,10 @@ def test_a_record_lives_on_in_the_job_that_inherited_it(directory: LockDirectory
 def test_when_a_job_should_end_is_written_between_what_stands_in_its_record(directory: LockDirectory) -> None:
     path, descriptor = write_record(directory, content())
     before = Path(path).stat()
-    wishes.write(descriptor, wishes.Letter("yield", "root"))
+    release_requests.write(descriptor, release_requests.ReleaseRequest("yield", "root"))
     for when in (1.5, 2**34 + 0.1234, 2.0**60):  # the last one has no room
         records.write_expected(descriptor, when)
-    (record,), letters, after = read_records(directory), wishes.read(descriptor), Path(path).stat()
+    (record,), letters, after = read_records(directory), release_requests.read(descriptor), Path(path).stat()
     os.close(descriptor)
 
     assert (record.note, record.expected, after.st_ino) == ("n", 2**34 + 0.123, before.st_ino)
@@ -225,10 +225,10 @@ def test_a_lookout_asks_every_process_now_and_then(directory: LockDirectory, mon
     assert try_flock(lock)
     asked: list[float] = []
     clock = [1000.0]
-    monkeypatch.setattr("gpuguard.claims.lookout.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("gpuguard.claims.watch.time.monotonic", lambda: clock[0])
     really = records.holders_of
     monkeypatch.setattr(records, "holders_of", lambda *some: asked.append(clock[0]) or really(*some))
-    seen = Lookout()
+    seen = ClaimWatcher()
     for clock[0] in (1000.0, 1001.0, 1009.9, 1010.0, 1011.0):
         assert [claim.holders for claim in seen.look(directory, [UUID])] == [(os.getpid(),)]
     os.close(lock)

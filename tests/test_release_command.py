@@ -17,7 +17,7 @@ from claimholders import a_holder
 from commands import Gpuguard
 from nodes import GIB, a_user, change, eventually, start
 
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices, read_records
 
 NOTEBOOK = """

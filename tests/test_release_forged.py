@@ -14,9 +14,9 @@ import pytest
 from claimholders import Holder, a_holder
 from test_releasing import BY_ROOT, GPUS, free
 
-from gpuguard.claims import releasing
+from gpuguard.claims import release as releasing
 from gpuguard.claims.records import record_path
-from gpuguard.claims.releasing import gripped, let_go
+from gpuguard.claims.release import let_go, lock_handle
 from gpuguard.errors import ClaimError
 from gpuguard.model import ClaimRecord
 
@@ -33,7 +33,7 @@ def rewritten(holder: Holder, descriptors: object) -> ClaimRecord | None:
 def test_whatever_a_record_says_of_descriptors_its_claim_is_released_and_no_other_one(directory, descriptors):
     """Who wrote nonsense there, or nothing, kept his devices for ever, whatever a policy says."""
     with a_holder(directory, GPUS[0]) as holder, a_holder(directory, GPUS[1], name="other"):
-        with gripped(directory, rewritten(holder, descriptors)) as grip:
+        with lock_handle(directory, rewritten(holder, descriptors)) as grip:
             let_go(grip, BY_ROOT)
 
         assert free(directory) == [GPUS[0], *GPUS[2:]]
@@ -47,7 +47,7 @@ def test_two_who_release_the_claims_of_one_user_at_once_do_not_take_each_other_f
         found: list[object] = []
 
         def release(holder: Holder) -> None:
-            with gripped(directory, holder.record()) as grip:
+            with lock_handle(directory, holder.record()) as grip:
                 found.append(let_go(grip, BY_ROOT))
 
         threads = [threading.Thread(target=release, args=(each,)) for each in (one, two)]
@@ -73,7 +73,7 @@ def test_a_record_that_lists_any_number_of_files_fills_nobodys_table_of_open_fil
             fork = int(holder.does("os.fork() or __import__('time').sleep(60)"))
             stack.callback(os.kill, fork, signal.SIGKILL)
         before = len(os.listdir("/proc/self/fd"))
-        with suppress(ClaimError), gripped(directory, rewritten(holder, list(range(100)))):
+        with suppress(ClaimError), lock_handle(directory, rewritten(holder, list(range(100)))):
             pass
 
     assert len(seen) > 100 and max(seen) < before + 10

@@ -19,17 +19,26 @@ from chances import luck
 from claimholders import a_holder
 from nodes import eventually
 
-from gpuguard.backends import apart
-from gpuguard.claims import releasing
-from gpuguard.claims.lockfiles import LockDirectory, open_lock, try_flock
+from gpuguard import deadline
+from gpuguard.claims import release as releasing
+from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import record_path
-from gpuguard.claims.releasing import gripped, let_go, users_of
-from gpuguard.claims.wishes import FULL_BYTES, RELEASED, YIELD, Letter, read, released, unanswered, write
+from gpuguard.claims.release import let_go, lock_handle, users_of
+from gpuguard.claims.release_requests import (
+    FULL_BYTES,
+    RELEASED,
+    YIELD,
+    ReleaseRequest,
+    pending_request,
+    read,
+    released,
+    write,
+)
 from gpuguard.errors import ClaimError
 from gpuguard.model import ClaimRecord
 
 GPUS = tuple(f"GPU-{place:08x}-0000-4000-8000-{place:012x}" for place in range(4))
-BY_ROOT = Letter(RELEASED, "root", "somebody waits")
+BY_ROOT = ReleaseRequest(RELEASED, "root", "somebody waits")
 
 
 def is_free(directory: LockDirectory, name: str) -> bool:
@@ -46,7 +55,7 @@ def free(directory: LockDirectory, names=GPUS) -> list[str]:
 
 def test_all_devices_of_a_claim_are_free_at_once_while_its_process_lives(directory):
     with a_holder(directory, *GPUS[:3]) as holder:
-        with gripped(directory, holder.record()) as grip:
+        with lock_handle(directory, holder.record()) as grip:
             held = free(directory)
             let_go(grip, BY_ROOT)
 
@@ -57,7 +66,7 @@ def test_all_devices_of_a_claim_are_free_at_once_while_its_process_lives(directo
 
 def test_a_claim_that_was_released_is_not_taken_again_and_says_who_released_it(directory):
     with a_holder(directory, *GPUS) as holder:
-        with gripped(directory, holder.record()) as grip:
+        with lock_handle(directory, holder.record()) as grip:
             let_go(grip, BY_ROOT)
 
         said = holder.does("claim.reassert()")
@@ -69,7 +78,7 @@ def test_a_claim_that_was_released_is_not_taken_again_and_says_who_released_it(d
 
 def test_others_keep_what_they_took_meanwhile(directory):
     with a_holder(directory, *GPUS[:2]) as holder:
-        with gripped(directory, holder.record()) as grip:
+        with lock_handle(directory, holder.record()) as grip:
             let_go(grip, BY_ROOT)
         with a_holder(directory, *GPUS[:2], name="0ther") as other:
             assert "released by root" in holder.does("claim.reassert()")
@@ -85,7 +94,7 @@ def test_a_bystanders_claim_of_the_same_user_and_even_of_the_same_process_stays(
     )
     with a_holder(directory, GPUS[0]) as holder, a_holder(directory, GPUS[1], name="other") as bystander:
         assert holder.does(second) == "None"
-        with gripped(directory, holder.record()) as grip:
+        with lock_handle(directory, holder.record()) as grip:
             let_go(grip, BY_ROOT)
 
         assert free(directory) == [GPUS[0], GPUS[3]]
@@ -95,7 +104,7 @@ def test_a_bystanders_claim_of_the_same_user_and_even_of_the_same_process_stays(
 def test_an_inner_claim_gives_up_its_own_locks_and_not_those_of_the_claim_around_it(directory):
     nested = f"{GPUS[0]}.nested"
     with a_holder(directory, GPUS[0]) as outer, a_holder(directory, nested, name="1dea1234.inner") as inner:
-        with gripped(directory, inner.record()) as grip:
+        with lock_handle(directory, inner.record()) as grip:
             let_go(grip, BY_ROOT)
 
         assert is_free(directory, nested) and not is_free(directory, GPUS[0])
@@ -110,7 +119,7 @@ def test_the_shared_lock_of_a_whole_device_stays_with_the_other_claim_of_the_pro
     )
     with a_holder(directory) as holder:
         holder.does(two)
-        with gripped(directory, ClaimRecord("one", holder.uid, "", ("MIG-1",))) as grip:
+        with lock_handle(directory, ClaimRecord("one", holder.uid, "", ("MIG-1",))) as grip:
             let_go(grip, BY_ROOT)
 
         assert (is_free(directory, "MIG-1"), is_free(directory, "MIG-2"), is_free(directory, GPUS[0])) == (
@@ -129,7 +138,7 @@ def test_a_job_that_outlived_its_wrapper_gives_up_what_it_inherited(directory):
         holder.child.wait()
         try:
             assert free(directory) == list(GPUS[2:])
-            with gripped(directory, record) as grip:
+            with lock_handle(directory, record) as grip:
                 let_go(grip, BY_ROOT)
             assert free(directory) == list(GPUS)
             assert os.path.exists(f"/proc/{pid}")
@@ -150,7 +159,7 @@ def test_what_a_killed_releaser_began_is_finished_by_the_claim_itself_or_by_the_
             if finish == "claim":
                 assert "released by root" in holder.does("claim.reassert()")
             else:
-                with gripped(directory, record) as grip:
+                with lock_handle(directory, record) as grip:
                     let_go(grip, BY_ROOT)
 
             assert free(directory) == list(GPUS) and holder.record() is None
@@ -167,7 +176,7 @@ def killed_after(unlocked: int, directory: LockDirectory, record: ClaimRecord) -
             left[0] -= 1
         real(descriptor, operation)
 
-    with gripped(directory, record) as grip:
+    with lock_handle(directory, record) as grip:
         releasing.fcntl.flock = flock
         let_go(grip, BY_ROOT)
     os._exit(1)
@@ -175,10 +184,10 @@ def killed_after(unlocked: int, directory: LockDirectory, record: ClaimRecord) -
 
 RELEASE = """
 import sys
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_record
-from gpuguard.claims.releasing import gripped, let_go
-from gpuguard.claims.wishes import RELEASED, Letter
+from gpuguard.claims.release import lock_handle as gripped, let_go
+from gpuguard.claims.release_requests import RELEASED, ReleaseRequest as Letter
 directory = lock_directory(sys.argv[1])
 claim = read_record(directory, int(sys.argv[2]), sys.argv[3])
 print("now", flush=True)
@@ -213,12 +222,12 @@ def test_whoever_of_the_two_is_killed_at_whatever_instant_a_claim_is_held_or_fre
 
 
 def test_nothing_is_unlocked_when_the_decision_cannot_be_written_down(directory, monkeypatch):
-    def full(descriptor: int, letter: Letter) -> None:
+    def full(descriptor: int, letter: ReleaseRequest) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(releasing, "write", full)
     with a_holder(directory, *GPUS) as holder:
-        with gripped(directory, holder.record()) as grip, pytest.raises(OSError, match="space"):
+        with lock_handle(directory, holder.record()) as grip, pytest.raises(OSError, match="space"):
             let_go(grip, BY_ROOT)
 
         assert free(directory) == [] and holder.does("claim.reassert()") == "None"
@@ -228,15 +237,15 @@ def test_a_file_that_does_not_answer_holds_up_one_thread_and_nobody_who_asks(dir
     """One of FUSE, say, whose owner never lets go whoever closes a copy of it."""
     answers, really, before = threading.Event(), releasing._is_lock, len(os.listdir("/proc/self/fd"))
     with a_holder(directory, GPUS[0]) as holder, monkeypatch.context() as patch:
-        patch.setattr(apart, "SECONDS", 0.03)
+        patch.setattr(deadline, "SECONDS", 0.03)
         patch.setattr(releasing, "_is_lock", lambda *some: answers.wait(60) and really(*some))
         for _ in range(3):
-            with pytest.raises(ClaimError, match="does not answer"), gripped(directory, holder.record()):
+            with pytest.raises(ClaimError, match="does not answer"), lock_handle(directory, holder.record()):
                 pass
-        assert [kind for _, kind in apart._hanging] == ["lent"]
+        assert [kind for _, kind in deadline._hanging] == ["lent"]
         answers.set()
         assert eventually(lambda: bool(releasing.in_time(os.getpid(), "lent", lambda: True)))
-        with gripped(directory, holder.record()) as grip:
+        with lock_handle(directory, holder.record()) as grip:
             let_go(grip, BY_ROOT)
 
         assert is_free(directory, GPUS[0]), "and what came too late was given back"
@@ -249,21 +258,21 @@ def test_a_descriptor_that_is_closed_while_it_is_borrowed_is_no_fault(directory,
 
     with a_holder(directory, GPUS[0]) as holder:
         monkeypatch.setattr(releasing, "_getfd", closed)
-        with pytest.raises(ClaimError, match="just ending"), gripped(directory, holder.record()):
+        with pytest.raises(ClaimError, match="just ending"), lock_handle(directory, holder.record()):
             pass
 
 
 def test_nobody_is_searched_for_longer_than_it_is_worth(directory, monkeypatch):
     with a_holder(directory, GPUS[0]) as holder:
         monkeypatch.setattr(releasing, "SEARCH_SECONDS", -1.0)
-        with pytest.raises(ClaimError, match="Look again"), gripped(directory, holder.record()):
+        with pytest.raises(ClaimError, match="Look again"), lock_handle(directory, holder.record()):
             pass
 
 
 def test_a_claim_that_has_ended_cannot_be_gripped(directory):
     with a_holder(directory, GPUS[0]) as holder:
         record = holder.record()
-    with pytest.raises(ClaimError, match="has ended"), gripped(directory, record):
+    with pytest.raises(ClaimError, match="has ended"), lock_handle(directory, record):
         pass
 
 
@@ -278,12 +287,12 @@ def letter_box(tmp_path: Path, behind: bytes = b"") -> int:
 
 def test_letters_are_read_in_their_order_and_the_last_wish_waits_for_its_answer(tmp_path):
     box = letter_box(tmp_path)
-    before = unanswered(box)
-    write(box, Letter(YIELD, "alice", "näher", 5.0))
-    asked = unanswered(box)
-    write(box, Letter("refused", "gpuguard run", "pid 3 computes"))
+    before = pending_request(box)
+    write(box, ReleaseRequest(YIELD, "alice", "näher", 5.0))
+    asked = pending_request(box)
+    write(box, ReleaseRequest("refused", "gpuguard run", "pid 3 computes"))
 
-    assert (before, asked, unanswered(box)) == (None, Letter(YIELD, "alice", "näher", 5.0), None)
+    assert (before, asked, pending_request(box)) == (None, ReleaseRequest(YIELD, "alice", "näher", 5.0), None)
     assert [letter.what for letter in read(box)] == ["yield", "refused"]
     assert released(box) is None
 
@@ -306,7 +315,7 @@ def test_a_letter_behind_junk_is_read_and_a_box_that_is_full_says_so(tmp_path):
     assert released(box) is not None
 
     with pytest.raises(ClaimError, match="full"):
-        write(letter_box(tmp_path, b"x" * (FULL_BYTES + 1)), Letter(YIELD, "bob"))
+        write(letter_box(tmp_path, b"x" * (FULL_BYTES + 1)), ReleaseRequest(YIELD, "bob"))
 
 
 def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_letters():
@@ -314,7 +323,7 @@ def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_letters():
     os.close(reader)
     os.close(writer)
 
-    assert (released(writer), unanswered(writer)) == (None, None)
+    assert (released(writer), pending_request(writer)) == (None, None)
 
 
 # --- who computes under a claim -----------------------------------------------------------------------------------

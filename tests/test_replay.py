@@ -13,7 +13,7 @@ import pytest
 import replay as benchmark
 from sources import ROOT
 
-from gpuguard.line.order import Rules
+from gpuguard.queue.priority import Rules
 
 DEVICES = 4
 HOUR = 3600.0

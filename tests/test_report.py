@@ -13,16 +13,17 @@ from builders import a_claim_record, a_device, a_process, a_snapshot
 from stores import FIRST, at
 from test_who import DOCUMENT, documented, printed
 
+from gpuguard.history import store
+from gpuguard.history.queries import query_store
+from gpuguard.history.report import BY, Report, gathered
+from gpuguard.history.schema import NOBODY_KNOWS, Slot, rates_of
 from gpuguard.model import Snapshot
-from gpuguard.usage import storefile
-from gpuguard.usage.consult import consult
-from gpuguard.usage.report import BY, Report, gathered
-from gpuguard.usage.tally import NOBODY_KNOWS, Slot, rates_of
+from gpuguard.sanitize import display_width
 from gpuguard.views import report as view
 from gpuguard.views.claims import ended_claims
 from gpuguard.views.history import csv_lines, remarks
 from gpuguard.views.report_page import to_html
-from gpuguard.views.text import display_width, json_text, style
+from gpuguard.views.text import json_text, style
 
 ALICE, BOB, CAROL, DAVE = 1001, 1002, 1003, 1004
 NAMES = {ALICE: "alice", BOB: "王小明", CAROL: "<script>alert(1)</script>\x1b[31m", DAVE: "=cmd()"}
@@ -52,20 +53,20 @@ def a_machine(clock: float, *, energy: float | None = 300.0) -> Snapshot:
 
 def recorded(path: str, numbers: range, **waiting: Any) -> None:
     """These slots of that machine."""
-    connection = storefile.opened(path, check=False)
+    connection = store.opened(path, check=False)
     rates = rates_of(a_machine(0.0), a_machine(10.0))
     rates.waiting = waiting.get("waiting", {})
     slots = {}
     for number in numbers:
         slots[FIRST + number] = slot = Slot()
         slot.add(rates, 10.0)
-    storefile.write(connection, slots, a_machine(0.0).devices)
-    storefile.settle(connection)
+    store.write(connection, slots, a_machine(0.0).devices)
+    store.settle(connection)
     connection.close()
 
 
 def reported(path: str, by: str = "user", begin: int = 0, end: int = HOUR, **more: Any) -> Report:
-    return consult(
+    return query_store(
         path,
         lambda usage: gathered(
             usage, by, at(begin), at(end), lambda uid: NAMES.get(uid, str(uid)), lambda uid: GROUPS.get(uid, ()), **more
@@ -160,13 +161,13 @@ def test_a_time_that_begins_before_the_record_says_so(path):
 
 def test_a_time_that_is_shorter_than_a_slot_says_so(path):
     recorded(path, range(HOUR))
-    found = consult(path, lambda usage: usage.watched(at(10) + 1, at(10) + 4), at(10) + 4)
+    found = query_store(path, lambda usage: usage.watched(at(10) + 1, at(10) + 4), at(10) + 4)
 
     assert remarks(found, None) == ["No slot of the record begins in so short a time: they are 10 s wide."]
 
 
 def test_an_empty_record_is_no_report_of_zeros(path):
-    storefile.opened(path, check=True).close()
+    store.opened(path, check=True).close()
     text = shown(reported(path))
 
     assert "The daemon has written nothing down yet." in text

@@ -15,21 +15,23 @@ from builders import a_claim_record
 from machines import Machine
 from pretended import Pretended
 
-from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.cli.clock import parse_when
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.cli.times import parse_when
 from gpuguard.errors import InvalidRequest, LockDirectoryError
-from gpuguard.line.order import ReservationKeys
-from gpuguard.line.reservations import Judged, judge, reserved, what_if
-from gpuguard.line.reservefiles import Reservation, arrive, read, remove, write
 from gpuguard.lock import acquire, someone_waits
 from gpuguard.model import ClaimRecord
+from gpuguard.queue.priority import ReservationKeys
+from gpuguard.queue.reservation_store import Reservation, arrive, read, remove, write
+from gpuguard.queue.reservations import ReservationStatus, judge, reservation_calendar, what_if
 from gpuguard.request import Request
-from gpuguard.views.reservations import state
+from gpuguard.views.queue import state
 
 KEYS = ReservationKeys()
 
 
-def judged(*found: Reservation, now: float = NOW, claims: tuple[ClaimRecord, ...] = (), **more: Any) -> list[Judged]:
+def judged(
+    *found: Reservation, now: float = NOW, claims: tuple[ClaimRecord, ...] = (), **more: Any
+) -> list[ReservationStatus]:
     return judge(found, UUIDS, claims, more.get("arrivals", {}), more.get("keys", KEYS), now)
 
 
@@ -90,7 +92,7 @@ def test_a_reservation_of_devices_that_are_gone_does_not_count():
 
 
 def test_a_refusal_says_from_when_on_there_are_enough():
-    first = Judged(a_reservation(gpus=7, maker=0))
+    first = ReservationStatus(a_reservation(gpus=7, maker=0))
     wanted = a_reservation(2, gpus=2, begins=1.5 * HOUR, id="")
 
     assert "and enough from " in what_if(wanted, a_reserved(first), UUIDS)
@@ -144,9 +146,9 @@ def test_the_end_of_a_job_elsewhere_does_not_bring_it_back(tmp_path):
         write(directory, a_reservation(begins=0.0, hours=9, devices=tuple(uuids[:1])))
         claim = acquire(machine, Request(devices=("3",)), directory)
         world.clock += NO_SHOW
-        before = reserved(directory, uuids, (), world.clock).judged
+        before = reservation_calendar(directory, uuids, (), world.clock).judged
         claim.release()
-        after = reserved(directory, uuids, (), world.clock).judged
+        after = reservation_calendar(directory, uuids, (), world.clock).judged
 
     assert [one.over for one in (*before, *after)] == [True, True]
 
@@ -167,7 +169,7 @@ def test_the_state_in_words():
     assert state(judged(one, now=NOW + 1)[0], NOW + 1).endswith("unless u1 comes")
     assert state(judged(one, claims=(a_claim(),), now=NOW + 1)[0], NOW + 1) == "1 of 2 used"
     assert state(judged(one, now=NOW + NO_SHOW)[0], NOW).startswith("over: u1 had no claim by ")
-    assert state(Judged(one, "why"), NOW) == "does not count: why"
+    assert state(ReservationStatus(one, "why"), NOW) == "does not count: why"
 
 
 # Files
@@ -214,7 +216,7 @@ def test_cancelling_twice_is_no_fault(directory):
     remove(directory, made)
     remove(directory, made)
 
-    assert reserved(directory, UUIDS, (), time.time()).judged == ()
+    assert reservation_calendar(directory, UUIDS, (), time.time()).judged == ()
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path):
@@ -275,7 +277,7 @@ def test_what_a_killed_command_left_is_removed_later(directory, monkeypatch):
     left.write_text("{")
     read(directory, time.time())
     assert left.exists()
-    monkeypatch.setattr("gpuguard.line.reservefiles.LEFTOVER_SECONDS", -1.0)
+    monkeypatch.setattr("gpuguard.queue.reservation_store.LEFTOVER_SECONDS", -1.0)
     read(directory, time.time())
 
     assert not left.exists()

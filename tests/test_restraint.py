@@ -9,7 +9,7 @@ from builders import GIB, MIB, a_device, a_process
 from ladders import Devices, Finds, Processes, Watch, a_policy, busy, kinds, pids
 
 from gpuguard.model import Finding
-from gpuguard.policies.engine import Step
+from gpuguard.policies.policy import Step
 from gpuguard.policies.view import process_subject
 
 

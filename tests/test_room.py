@@ -24,7 +24,7 @@ pytestmark = pytest.mark.root
 BEGIN = """
 import fcntl, json, os, subprocess, sys
 from pathlib import Path
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import setup, setup_remove, setup_room
 told = {}
 path = sys.argv[1] + "/gpuguard"
@@ -138,7 +138,7 @@ def test_it_is_not_mounted_over_what_lives(tmp_path, what, when):
         """
         import time
         from dataclasses import replace
-        from gpuguard.line.reservefiles import Reservation, write
+        from gpuguard.queue.reservation_store import Reservation, write
 
         def comes(at):
             global held
@@ -291,7 +291,7 @@ def test_a_file_for_which_there_is_only_half_the_room_is_not_written(tmp_path, p
         import time
         from gpuguard.claims import records
         from gpuguard.errors import ClaimError
-        from gpuguard.line import reservefiles, tickets
+        from gpuguard.queue import reservation_store as reservefiles, tickets
 
         records.MAX_BYTES = reservefiles.MAX_BYTES = 8192
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "tiny", str(claims)], check=True)

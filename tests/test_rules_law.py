@@ -20,7 +20,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess
 from gpuguard.policies import Rule
 from gpuguard.policies.rules import RULES
-from gpuguard.policies.view import HostUse, View, device_subject, key_of, process_subject
+from gpuguard.policies.view import HostUse, RuleView, device_subject, key_of, process_subject
 from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_watts
 
 PARSERS = (parse_bytes, parse_percent, parse_duration, parse_celsius, parse_watts)
@@ -43,12 +43,12 @@ def accused(findings: Iterable[Finding]) -> set[str]:
     return {key_of(finding.subject) for finding in findings}
 
 
-def with_devices(view: View, change: Callable[[Device], Device]) -> View:
+def with_devices(view: RuleView, change: Callable[[Device], Device]) -> RuleView:
     devices = tuple(change(device) for device in view.snapshot.devices)
     return replace(view, snapshot=replace(view.snapshot, devices=devices))
 
 
-def with_processes(view: View, **fields: object) -> View:
+def with_processes(view: RuleView, **fields: object) -> RuleView:
     def change(device: Device) -> Device:
         processes = tuple(replace(process, **fields) for process in device.processes or ())
         return replace(device, processes=processes)
@@ -166,7 +166,7 @@ def test_an_unknown_value_accuses_nobody(rule):
     assert [field for noun, field in UNKNOWABLE if not no_worse(rule.check(without(noun, field)), known)] == []
 
 
-def without(noun: type, field: str) -> View:
+def without(noun: type, field: str) -> RuleView:
     """The bad day, with nobody knowing that field of any device or process."""
     if noun is GpuProcess:
         return with_processes(a_bad_day(), **{field: None})
@@ -183,7 +183,7 @@ def no_worse(now: Iterable[Finding], before: Iterable[Finding]) -> bool:
 @every_rule
 def test_where_nothing_is_known_nobody_is_found(rule):
     blank = {field: None for noun, field in UNKNOWABLE if noun is Device}
-    view = View(replace(with_devices(a_bad_day(), lambda device: replace(device, **blank)).snapshot, claims=()))
+    view = RuleView(replace(with_devices(a_bad_day(), lambda device: replace(device, **blank)).snapshot, claims=()))
 
     assert list(rule.check(view)) == []
 
@@ -214,13 +214,13 @@ def test_a_desktop_is_not_accused(rule):
 
 @every_rule
 def test_an_empty_machine_has_no_offender(rule):
-    assert list(rule.check(View(replace(a_snapshot(), devices=())))) == []
+    assert list(rule.check(RuleView(replace(a_snapshot(), devices=())))) == []
 
 
 def test_the_machine_of_these_tests_shows_the_fault_of_a_rule_that_takes_unknown_for_zero():
     @dataclass(frozen=True)
     class Naive:
-        def check(self, view: View) -> Iterable[Finding]:
+        def check(self, view: RuleView) -> Iterable[Finding]:
             for device in view.snapshot.devices:
                 if (device.utilization or 0) < 5:
                     yield Finding("naive", device_subject(device), "is idle", device.processes or ())
@@ -282,7 +282,7 @@ some_series = st.lists(st.tuples(st.floats(0, 600), st.floats(0, 1e12)), max_siz
 
 
 @st.composite
-def views(draw: st.DrawFn) -> View:
+def views(draw: st.DrawFn) -> RuleView:
     devices = draw(st.lists(some_device, max_size=4, unique_by=lambda device: device.index))
     now = replace(a_snapshot(clock=600.0), devices=tuple(devices), claims=tuple(draw(st.lists(some_claim, max_size=3))))
     processes = [(device, process) for device in devices for process in device.processes or ()]
@@ -292,7 +292,7 @@ def views(draw: st.DrawFn) -> View:
     uses = st.builds(HostUse, cpu=numbers, network=numbers)
     host = {(process.pid, process.start_time or 0.0): draw(uses) for _, process in processes}
     scheduled = draw(st.none() | st.just({device.uuid: frozenset({1001}) for device in devices}))
-    return View(now, past=past, host=host, scheduled=scheduled)
+    return RuleView(now, past=past, host=host, scheduled=scheduled)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

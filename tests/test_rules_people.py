@@ -7,17 +7,13 @@ from dataclasses import replace
 import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
-from gpuguard.attribution import claim_of
+from gpuguard.device_state import claim_of
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Device, Finding, Gap, Seen
+from gpuguard.model import Device, Finding, Gap, ProcessStat
 from gpuguard.policies import Rule
-from gpuguard.policies.age import Age
-from gpuguard.policies.command import Command
-from gpuguard.policies.outside_scheduler import OutsideScheduler
-from gpuguard.policies.trespass import Trespass
-from gpuguard.policies.unclaimed import Unclaimed
-from gpuguard.policies.users import Users
-from gpuguard.policies.view import View, device_subject, key_of
+from gpuguard.policies.idle import AgeRule
+from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
+from gpuguard.policies.view import RuleView, device_subject, key_of
 
 HOUR = 3600.0
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
@@ -29,7 +25,7 @@ def used_by(*processes, index: int = 0, **fields) -> Device:
 
 
 def found(rule: Rule, *devices: Device, claims=(), gaps=(), **view) -> list[Finding]:
-    return list(rule.check(View(a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps)), **view)))
+    return list(rule.check(RuleView(a_snapshot(*devices, claims=tuple(claims), gaps=tuple(gaps)), **view)))
 
 
 def a_claim(name: str, *devices: Device, age: float, **fields):
@@ -44,14 +40,14 @@ def pids(findings: list[Finding]) -> list[int]:
 
 
 def test_use_of_a_device_that_nobody_has_claimed_is_found():
-    [finding] = found(Unclaimed(), used_by(a_process(**BOB)))
+    [finding] = found(UnclaimedRule(), used_by(a_process(**BOB)))
 
     assert (finding.subject.kind, finding.subject.pid, finding.subject.user) == ("process", 4711, "bob")
     assert finding.why == "uses 10.0GiB of a device that nobody has claimed"
 
 
 def test_use_of_a_claimed_device_is_not_unclaimed_whoever_claimed_it():
-    assert found(Unclaimed(), used_by(a_process(**BOB)), claims=[a_claim_record(**ALICE)]) == []
+    assert found(UnclaimedRule(), used_by(a_process(**BOB)), claims=[a_claim_record(**ALICE)]) == []
 
 
 def test_where_there_is_no_claim_a_process_belongs_to_none():
@@ -59,16 +55,16 @@ def test_where_there_is_no_claim_a_process_belongs_to_none():
 
 
 def test_a_claim_that_is_over_claims_nothing():
-    assert pids(found(Unclaimed(), used_by(a_process()), claims=[a_claim_record(alive=False)])) == [4711]
+    assert pids(found(UnclaimedRule(), used_by(a_process()), claims=[a_claim_record(alive=False)])) == [4711]
 
 
 def test_without_the_claims_nothing_is_unclaimed():
-    assert found(Unclaimed(), used_by(a_process()), gaps=[Gap(None, "claims", "no permission")]) == []
-    assert found(Unclaimed(), used_by(a_process()), gaps=[Gap(None, "topology", "no permission")])
+    assert found(UnclaimedRule(), used_by(a_process()), gaps=[Gap(None, "claims", "no permission")]) == []
+    assert found(UnclaimedRule(), used_by(a_process()), gaps=[Gap(None, "topology", "no permission")])
 
 
 def test_little_memory_is_spared_and_unknown_memory_too():
-    rule = Unclaimed(min_memory=GIB)
+    rule = UnclaimedRule(min_memory=GIB)
     processes = [a_process(2, memory_used=GIB - 1), a_process(3, memory_used=GIB), a_process(4, memory_used=None)]
 
     assert pids(found(rule, used_by(*processes))) == [3]
@@ -77,16 +73,16 @@ def test_little_memory_is_spared_and_unknown_memory_too():
 
 @pytest.mark.parametrize("kind", ["graphics", "compute+graphics"])
 def test_a_desktop_needs_no_claim(kind):
-    assert found(Unclaimed(), used_by(a_process(kind=kind, memory_used=25 * MIB))) == []
+    assert found(UnclaimedRule(), used_by(a_process(kind=kind, memory_used=25 * MIB))) == []
 
 
 def test_a_claim_of_a_device_covers_its_instances_and_a_divided_device_is_only_its_instances():
     parent = used_by(a_process(), mig_mode=True)
     instance = a_mig_instance(parent, processes=(a_process(),))
 
-    assert found(Unclaimed(), parent, instance, claims=[a_claim_record(parent)]) == []
-    assert found(Unclaimed(), parent, instance, claims=[a_claim_record(instance)]) == []
-    assert [finding.subject.device for finding in found(Unclaimed(), parent, instance)] == [instance.uuid]
+    assert found(UnclaimedRule(), parent, instance, claims=[a_claim_record(parent)]) == []
+    assert found(UnclaimedRule(), parent, instance, claims=[a_claim_record(instance)]) == []
+    assert [finding.subject.device for finding in found(UnclaimedRule(), parent, instance)] == [instance.uuid]
 
 
 # --- trespass ---------------------------------------------------------------------------------------------------------
@@ -95,53 +91,53 @@ def test_a_claim_of_a_device_covers_its_instances_and_a_divided_device_is_only_i
 def test_another_user_on_a_claimed_device_is_a_trespasser_and_the_owner_is_not():
     device = used_by(a_process(2, **ALICE), a_process(3, **BOB))
 
-    [finding] = found(Trespass(), device, claims=[a_claim_record(**ALICE)])
+    [finding] = found(TrespassRule(), device, claims=[a_claim_record(**ALICE)])
     assert pids([finding]) == [3]
     assert finding.why == "uses 10.0GiB of a device that alice has claimed"
 
 
 def test_nobody_trespasses_on_a_device_that_is_not_claimed():
-    assert found(Trespass(), used_by(a_process(**BOB)), claims=[a_claim_record("GPU-elsewhere")]) == []
+    assert found(TrespassRule(), used_by(a_process(**BOB)), claims=[a_claim_record("GPU-elsewhere")]) == []
 
 
 def test_who_shares_a_device_by_a_claim_is_at_home():
     claims = [a_claim_record(id="a", **ALICE), a_claim_record(id="b", **BOB)]
 
-    assert found(Trespass(), used_by(a_process(2, **ALICE), a_process(3, **BOB)), claims=claims) == []
+    assert found(TrespassRule(), used_by(a_process(2, **ALICE), a_process(3, **BOB)), claims=claims) == []
 
 
 def test_who_holds_the_lock_is_at_home_whoever_he_is():
     claim = a_claim_record(holders=(3,), **ALICE)
 
-    assert pids(found(Trespass(), used_by(a_process(3, **BOB), a_process(4, **BOB)), claims=[claim])) == [4]
+    assert pids(found(TrespassRule(), used_by(a_process(3, **BOB), a_process(4, **BOB)), claims=[claim])) == [4]
 
 
 def test_a_descendant_of_the_holder_is_at_home():
     claim = a_claim_record(pid=4700, **ALICE)
-    seen = {3: Seen(5, "S"), 5: Seen(4700, "S")}
+    seen = {3: ProcessStat(5, "S"), 5: ProcessStat(4700, "S")}
 
-    assert found(Trespass(), used_by(a_process(3, **BOB)), claims=[claim], seen=seen) == []
-    assert pids(found(Trespass(), used_by(a_process(3, **BOB)), claims=[claim])) == [3]
+    assert found(TrespassRule(), used_by(a_process(3, **BOB)), claims=[claim], seen=seen) == []
+    assert pids(found(TrespassRule(), used_by(a_process(3, **BOB)), claims=[claim])) == [3]
 
 
 def test_root_is_taken_for_a_container_of_the_claim():
     root, bobs = used_by(a_process(uid=0, user="root")), a_claim_record(id="b", **BOB)
 
-    assert found(Trespass(), root, claims=[a_claim_record()]) == []
-    assert found(Trespass(), root, claims=[a_claim_record(), bobs]) == []
+    assert found(TrespassRule(), root, claims=[a_claim_record()]) == []
+    assert found(TrespassRule(), root, claims=[a_claim_record(), bobs]) == []
 
 
 def test_the_user_inside_a_container_is_judged_only_when_that_is_asked_for():
     device = used_by(a_process(3, container="c0ffee", **BOB))
 
-    assert found(Trespass(), device, claims=[a_claim_record()]) == []
-    assert pids(found(Trespass(containers=True), device, claims=[a_claim_record()])) == [3]
+    assert found(TrespassRule(), device, claims=[a_claim_record()]) == []
+    assert pids(found(TrespassRule(containers=True), device, claims=[a_claim_record()])) == [3]
 
 
 def test_a_lock_without_a_record_may_be_anybodys():
     claims = [a_claim_record(**ALICE), a_claim_record(id="?", uid=-1, user="?")]
 
-    assert found(Trespass(), used_by(a_process(**BOB)), claims=claims) == []
+    assert found(TrespassRule(), used_by(a_process(**BOB)), claims=claims) == []
 
 
 # --- outside the scheduler --------------------------------------------------------------------------------------------
@@ -150,32 +146,32 @@ def test_a_lock_without_a_record_may_be_anybodys():
 def test_who_was_not_given_the_device_is_found_and_only_where_there_is_a_scheduler():
     device = used_by(a_process(2, **ALICE), a_process(3, **BOB))
 
-    assert pids(found(OutsideScheduler(), device, scheduled={device.uuid: frozenset({1001})})) == [3]
-    assert found(OutsideScheduler(), device, scheduled=None) == []
+    assert pids(found(OutsideSchedulerRule(), device, scheduled={device.uuid: frozenset({1001})})) == [3]
+    assert found(OutsideSchedulerRule(), device, scheduled=None) == []
 
 
 def test_a_device_that_was_given_to_nobody_is_used_by_nobody():
     device = used_by(a_process())
 
-    [finding] = found(OutsideScheduler(), device, scheduled={device.uuid: frozenset()})
+    [finding] = found(OutsideSchedulerRule(), device, scheduled={device.uuid: frozenset()})
     assert finding.why == "uses 10.0GiB of a device that the scheduler has given to nobody"
 
 
 def test_of_a_device_that_the_scheduler_does_not_mention_nothing_is_known():
-    assert found(OutsideScheduler(), used_by(a_process()), scheduled={}) == []
+    assert found(OutsideSchedulerRule(), used_by(a_process()), scheduled={}) == []
 
 
 def test_an_instance_is_given_with_its_device():
     parent = a_device(mig_mode=True)
     instance = a_mig_instance(parent, processes=(a_process(2, **ALICE), a_process(3, **BOB)))
 
-    assert pids(found(OutsideScheduler(), parent, instance, scheduled={parent.uuid: frozenset({1001})})) == [3]
+    assert pids(found(OutsideSchedulerRule(), parent, instance, scheduled={parent.uuid: frozenset({1001})})) == [3]
 
 
 def test_containers_can_be_spared_by_the_scheduler_rule():
     device = used_by(a_process(3, container="c0ffee", **BOB))
 
-    assert found(OutsideScheduler(containers=False), device, scheduled={device.uuid: frozenset()}) == []
+    assert found(OutsideSchedulerRule(containers=False), device, scheduled={device.uuid: frozenset()}) == []
 
 
 # --- users ------------------------------------------------------------------------------------------------------------
@@ -186,14 +182,14 @@ GROUPS = {1001: frozenset({"staff"}), 1002: frozenset({"students", "alumni"})}
 @pytest.mark.parametrize(
     ("rule", "hit"),
     [
-        (Users(deny=(1002,)), [3]),
-        (Users(deny_groups=("students",)), [3]),
-        (Users(allow=(1001,)), [3, 4]),
-        (Users(allow_groups=("staff", "students")), []),  # nothing is known of carol's groups
-        (Users(allow_groups=("staff",)), [3]),
-        (Users(allow=(1002,), allow_groups=("staff",)), []),
-        (Users(allow=(1001, 1002, 1003), deny=(1001,)), [2]),
-        (Users(allow_groups=("students",), deny_groups=("alumni",)), [2, 3]),
+        (UsersRule(deny=(1002,)), [3]),
+        (UsersRule(deny_groups=("students",)), [3]),
+        (UsersRule(allow=(1001,)), [3, 4]),
+        (UsersRule(allow_groups=("staff", "students")), []),  # nothing is known of carol's groups
+        (UsersRule(allow_groups=("staff",)), [3]),
+        (UsersRule(allow=(1002,), allow_groups=("staff",)), []),
+        (UsersRule(allow=(1001, 1002, 1003), deny=(1001,)), [2]),
+        (UsersRule(allow_groups=("students",), deny_groups=("alumni",)), [2, 3]),
     ],
 )
 def test_who_is_denied_or_not_allowed_is_found(rule, hit):
@@ -205,7 +201,10 @@ def test_who_is_denied_or_not_allowed_is_found(rule, hit):
 def test_the_reason_names_user_and_group():
     device = used_by(a_process(3, **BOB))
 
-    whys = [found(rule, device, groups=GROUPS)[0].why for rule in (Users(deny_groups=("alumni",)), Users(allow=(7,)))]
+    whys = [
+        found(rule, device, groups=GROUPS)[0].why
+        for rule in (UsersRule(deny_groups=("alumni",)), UsersRule(allow=(7,)))
+    ]
     assert whys == [
         "bob is in the group alumni, which is denied, and uses 10.0GiB",
         "bob is not among those who are allowed and uses 10.0GiB",
@@ -214,14 +213,14 @@ def test_the_reason_names_user_and_group():
 
 def test_a_rule_that_names_nobody_is_refused():
     with pytest.raises(InvalidRequest, match="name somebody"):
-        Users()
+        UsersRule()
 
 
 # --- age --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_that_runs_for_too_long_is_found():
-    rule = Age(run_time_above=2 * HOUR)
+    rule = AgeRule(run_time_above=2 * HOUR)
 
     [finding] = found(rule, used_by(a_process(2, start_time=2700.0), a_process(3, start_time=2900.0)))
     assert (finding.subject.pid, finding.why) == (2, "has run for 2h1m, 2h are allowed")
@@ -235,7 +234,7 @@ EMPTY = [(10_000.0 - seconds, 4.0 * MIB) for seconds in range(7200, -1, -60)]
 
 
 def test_a_claim_without_a_process_is_found_after_its_time():
-    device, rule = a_device(), Age(claim_without_process_above=HOUR)
+    device, rule = a_device(), AgeRule(claim_without_process_above=HOUR)
 
     [finding] = found(rule, device, claims=[a_claim("x", device, age=7100)], past=a_past(device, *EMPTY))
     assert (finding.subject.kind, finding.subject.claim, finding.subject.uid) == ("claim", "x", 1001)
@@ -262,7 +261,7 @@ def test_a_claim_without_a_process_is_found_after_its_time():
 def test_a_claim_is_not_called_unused_unless_that_is_known(device, age, past):
     claims = [a_claim("x", device, age=age)]
 
-    assert found(Age(claim_without_process_above=HOUR), device, claims=claims, past=a_past(device, *past)) == []
+    assert found(AgeRule(claim_without_process_above=HOUR), device, claims=claims, past=a_past(device, *past)) == []
 
 
 @pytest.mark.parametrize(
@@ -272,7 +271,7 @@ def test_a_claim_of_nobody_known_on_nothing_or_of_unknown_age_is_not_called_unus
     device = a_device()
     claim = replace(a_claim("x", device, age=7100), **unfit)
 
-    assert found(Age(claim_without_process_above=HOUR), device, claims=[claim], past=a_past(device, *EMPTY)) == []
+    assert found(AgeRule(claim_without_process_above=HOUR), device, claims=[claim], past=a_past(device, *EMPTY)) == []
 
 
 def test_a_claim_with_one_working_device_is_used():
@@ -280,12 +279,12 @@ def test_a_claim_with_one_working_device_is_used():
     past = a_past(devices[0], *EMPTY) | a_past(devices[1], *EMPTY)
 
     claims = [a_claim("x", *devices, age=7100)]
-    assert found(Age(claim_without_process_above=HOUR), *devices, claims=claims, past=past) == []
+    assert found(AgeRule(claim_without_process_above=HOUR), *devices, claims=claims, past=past) == []
 
 
 def test_a_rule_without_an_age_is_refused():
     with pytest.raises(InvalidRequest, match="write run_time_above"):
-        Age()
+        AgeRule()
 
 
 # --- command ----------------------------------------------------------------------------------------------------------
@@ -296,16 +295,16 @@ def runs(executable: str | None, *arguments: str) -> Device:
 
 
 def test_a_program_is_the_file_that_runs_and_not_what_it_calls_itself():
-    rule = Command(executables=("/home/*/xmrig*",))
+    rule = CommandRule(executables=("/home/*/xmrig*",))
 
     assert found(rule, runs("/home/bob/xmrig-6.2"))
-    assert found(Command(executables=("/home/bob/xmrig",)), runs("/home/bob/xmrig (deleted)"))
+    assert found(CommandRule(executables=("/home/bob/xmrig",)), runs("/home/bob/xmrig (deleted)"))
     assert found(rule, runs("/usr/bin/python3", "/home/bob/xmrig")) == []
     assert found(rule, runs(None, "/home/bob/xmrig")) == []
 
 
 def test_a_program_that_is_not_on_the_list_is_found():
-    rule = Command(executables_other_than=("/usr/bin/*", "/opt/*"))
+    rule = CommandRule(executables_other_than=("/usr/bin/*", "/opt/*"))
 
     assert found(rule, runs("/usr/bin/python3")) == []
     assert found(rule, runs("/tmp/miner"))[0].why == "runs /tmp/miner and uses 10.0GiB"
@@ -313,7 +312,7 @@ def test_a_program_that_is_not_on_the_list_is_found():
 
 
 def test_arguments_narrow_the_programs_down():
-    rule = Command(executables=("/usr/bin/python3*",), arguments=("* ipykernel*", "*-m jupyter*"))
+    rule = CommandRule(executables=("/usr/bin/python3*",), arguments=("* ipykernel*", "*-m jupyter*"))
 
     assert found(rule, runs("/usr/bin/python3.11", "-m", "ipykernel_launcher"))
     assert found(rule, runs("/usr/bin/python3.11", "train.py")) == []
@@ -322,14 +321,14 @@ def test_arguments_narrow_the_programs_down():
 
 
 def test_a_users_text_is_no_pattern_and_may_be_endless():
-    rule = Command(executables=("/usr/bin/python3",), arguments=("*" + "a*" * 200 + "b",))
+    rule = CommandRule(executables=("/usr/bin/python3",), arguments=("*" + "a*" * 200 + "b",))
 
     assert found(rule, runs("/usr/bin/python3", "a" * 2_000_000)) == []
-    assert found(Command(executables=("/a/?",)), runs("/a/*"))
-    assert found(Command(executables=("/a/b",)), runs("/a/*")) == []
+    assert found(CommandRule(executables=("/a/?",)), runs("/a/*"))
+    assert found(CommandRule(executables=("/a/b",)), runs("/a/*")) == []
 
 
 @pytest.mark.parametrize("keys", [{}, {"arguments": ("*x*",)}, {"executables": ("xmrig",)}, {"executables": ("*/x",)}])
 def test_a_program_without_a_path_is_refused(keys):
     with pytest.raises(InvalidRequest, match=r"no program is named|from / on"):
-        Command(**keys)
+        CommandRule(**keys)

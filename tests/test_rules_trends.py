@@ -11,13 +11,11 @@ from judging import A_DEVICE, A_PROCESS, HELD, a_past, a_series, found
 
 from gpuguard.model import Subject
 from gpuguard.policies.amounts import parse_rate
-from gpuguard.policies.forecast import Forecast
-from gpuguard.policies.memory_growth import MemoryGrowth
-from gpuguard.policies.past import Series
-from gpuguard.policies.trend import slopes
-from gpuguard.policies.view import View, key_of, process_subject
+from gpuguard.policies.memory_trends import ForecastRule, MemoryGrowthRule
+from gpuguard.policies.series import ValueSeries, slopes
+from gpuguard.policies.view import RuleView, key_of, process_subject
 
-LEAK = MemoryGrowth(parse_rate("1GiB/10m"))
+LEAK = MemoryGrowthRule(parse_rate("1GiB/10m"))
 
 
 def growing(of: Callable[[float], float], subject: Subject = A_PROCESS) -> dict:
@@ -46,7 +44,7 @@ def test_steady_growth_is_found():
 )
 def test_what_is_no_steady_growth_is_not_found(course):
     assert found(LEAK, HELD, **growing(course)) == []
-    assert found(Forecast(full_within=900.0, per="process"), HELD, **growing(course)) == []
+    assert found(ForecastRule(full_within=900.0, per="process"), HELD, **growing(course)) == []
 
 
 @pytest.mark.parametrize("period", [20, 24.7, 25, 25.3, 26, 50, 51, 90])
@@ -54,7 +52,7 @@ def test_memory_that_rises_and_falls_all_the_time_is_no_growth(period):
     course = a_series(lambda t: (20 + t % period) * GIB, every=1)
 
     assert found(LEAK, HELD, **a_past(course, "memory_used", A_PROCESS)) == []
-    assert found(Forecast(full_within=900.0, per="process"), HELD, **a_past(course, "memory_used", A_PROCESS)) == []
+    assert found(ForecastRule(full_within=900.0, per="process"), HELD, **a_past(course, "memory_used", A_PROCESS)) == []
 
 
 def test_growth_is_seen_through_wild_samples():
@@ -63,11 +61,11 @@ def test_growth_is_seen_through_wild_samples():
 
 def slopes_of(*samples: tuple[float, float], seconds: float = 60.0) -> list[float]:
     """Slopes at clock 100 of samples that were recorded."""
-    series = Series(window=1000.0)
+    series = ValueSeries(window=1000.0)
     for clock, value in samples:
         series.add(clock, value)
     key = (key_of(A_DEVICE), "memory_used")
-    return slopes(View(a_snapshot(clock=100.0), past={key: series}), A_DEVICE, "memory_used", seconds)
+    return slopes(RuleView(a_snapshot(clock=100.0), past={key: series}), A_DEVICE, "memory_used", seconds)
 
 
 def test_what_has_not_been_seen_for_the_whole_time_has_no_trend():
@@ -89,7 +87,7 @@ def test_growth_is_not_told_before_the_window_is_full():
 def test_the_forecast_says_when_memory_is_full_and_how_sure_it_is():
     device = a_device(memory_used=70 * GIB)
 
-    (finding,) = found(Forecast(full_within=900.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE))
+    (finding,) = found(ForecastRule(full_within=900.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE))
     assert finding.processes == ()
     assert finding.why == (
         "memory of device 0 is full in about 10m: 10.0GiB is free and 1.0GiB more is used each minute "
@@ -100,27 +98,27 @@ def test_the_forecast_says_when_memory_is_full_and_how_sure_it_is():
 def test_a_full_device_at_which_nothing_changes_is_no_forecast():
     device = a_device(memory_used=TOTAL, memory_free=0)
 
-    assert found(Forecast(full_within=900.0), device, **growing(lambda t: TOTAL, A_DEVICE)) == []
+    assert found(ForecastRule(full_within=900.0), device, **growing(lambda t: TOTAL, A_DEVICE)) == []
 
 
 def test_the_forecast_is_silent_while_there_is_time():
     device = a_device(memory_used=70 * GIB)
 
-    assert found(Forecast(full_within=500.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE)) == []
+    assert found(ForecastRule(full_within=500.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE)) == []
 
 
 def test_the_forecast_is_silent_below_its_confidence():
     device = a_device(memory_used=70 * GIB)
     wild = growing(lambda t: (60 + t / 60 + (t * 7919 % 11)) * GIB, A_DEVICE)
 
-    assert found(Forecast(full_within=900.0, confidence=95.0), device, **wild) == []
-    assert found(Forecast(full_within=900.0, confidence=50.0), device, **wild) != []
+    assert found(ForecastRule(full_within=900.0, confidence=95.0), device, **wild) == []
+    assert found(ForecastRule(full_within=900.0, confidence=50.0), device, **wild) != []
 
 
 def test_the_forecast_works_from_used_and_total_where_free_is_not_told():
     device = a_device(memory_used=70 * GIB, memory_free=None, memory_total=TOTAL)
 
-    assert found(Forecast(full_within=900.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE)) != []
+    assert found(ForecastRule(full_within=900.0), device, **growing(lambda t: (60 + t / 60) * GIB, A_DEVICE)) != []
 
 
 def test_a_trend_of_a_thousand_samples_and_forty_processes_costs_little():

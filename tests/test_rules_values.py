@@ -7,14 +7,10 @@ from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_proce
 from judging import found, pids
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import ClaimRecord, Device, Seen
+from gpuguard.model import ClaimRecord, Device, ProcessStat
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
-from gpuguard.policies.memory import Memory
-from gpuguard.policies.power import Power
-from gpuguard.policies.processes import Processes
-from gpuguard.policies.temperature import Temperature
-from gpuguard.policies.utilization import Utilization
-from gpuguard.policies.view import View, device_subject
+from gpuguard.policies.thresholds import MemoryRule, PowerRule, ProcessesRule, TemperatureRule, UtilizationRule
+from gpuguard.policies.view import RuleView, device_subject
 
 ALICE, BOB = {"uid": 1001, "user": "alice"}, {"uid": 1002, "user": "bob"}
 
@@ -61,13 +57,13 @@ def test_what_is_no_memory_amount_is_refused(text):
 def test_a_process_above_the_limit_is_found_and_only_that():
     big, small = a_process(1, memory_used=41 * GIB), a_process(2, memory_used=40 * GIB)
 
-    assert pids(found(Memory(parse_memory_amount("40GiB")), a_device(processes=(big, small)))) == [1]
+    assert pids(found(MemoryRule(parse_memory_amount("40GiB")), a_device(processes=(big, small)))) == [1]
 
 
 def test_the_why_names_the_use_and_the_limit():
     device = a_device(processes=(a_process(memory_used=75 * GIB),))
 
-    (finding,) = found(Memory(parse_memory_amount("90%")), device)
+    (finding,) = found(MemoryRule(parse_memory_amount("90%")), device)
     assert finding.why == "uses 75.0GiB of device 0, 90% of 80.0GiB is allowed"
 
 
@@ -75,7 +71,7 @@ def test_the_memory_of_a_user_is_that_of_all_his_processes_on_one_device():
     mine = [a_process(pid, memory_used=25 * GIB, **ALICE) for pid in (1, 2)]
     other = a_process(3, memory_used=25 * GIB, **BOB)
     elsewhere = a_process(4, memory_used=25 * GIB, **BOB)
-    rule = Memory(parse_memory_amount("40GiB"), per="user")
+    rule = MemoryRule(parse_memory_amount("40GiB"), per="user")
 
     (finding,) = found(rule, a_device(0, processes=(*mine, other)), a_device(1, processes=(elsewhere,)))
     assert (finding.subject.uid, finding.subject.kind, pids([finding])) == (1001, "user", [1, 2])
@@ -84,45 +80,45 @@ def test_the_memory_of_a_user_is_that_of_all_his_processes_on_one_device():
 def test_unknown_memory_of_a_process_adds_nothing_to_its_user():
     processes = (a_process(1, memory_used=30 * GIB), a_process(2, memory_used=None))
 
-    assert found(Memory(parse_memory_amount("40GiB"), per="user"), a_device(processes=processes)) == []
+    assert found(MemoryRule(parse_memory_amount("40GiB"), per="user"), a_device(processes=processes)) == []
 
 
 def test_the_memory_of_a_claim_is_that_of_its_owners_processes():
     device = a_device(processes=(a_process(1, memory_used=30 * GIB), a_process(2, memory_used=30 * GIB, **BOB)))
-    view = View(a_snapshot(device, claims=(a_claim_record(device, id="c1"),)))
+    view = RuleView(a_snapshot(device, claims=(a_claim_record(device, id="c1"),)))
 
-    (finding,) = Memory(parse_memory_amount("20GiB"), per="claim").check(view)
+    (finding,) = MemoryRule(parse_memory_amount("20GiB"), per="claim").check(view)
     assert (finding.subject.claim, pids([finding])) == ("c1", [1])
 
 
 def test_nobody_is_blamed_for_a_claim_where_a_user_has_two():
     device = a_device(processes=(a_process(memory_used=30 * GIB),))
     claims = (a_claim_record(device, id="c1"), a_claim_record(device, id="c2"))
-    rule = Memory(parse_memory_amount("20GiB"), per="claim")
+    rule = MemoryRule(parse_memory_amount("20GiB"), per="claim")
 
-    assert list(rule.check(View(a_snapshot(device, claims=claims)))) == []
+    assert list(rule.check(RuleView(a_snapshot(device, claims=claims)))) == []
 
 
 def test_nobody_is_blamed_for_a_lock_without_a_record():
     device = a_device(processes=(a_process(uid=0, user="root", memory_used=30 * GIB),))
     claims = (a_claim_record(device, id="?", uid=-1, user="?"),)
-    rule = Memory(parse_memory_amount("20GiB"), per="claim")
+    rule = MemoryRule(parse_memory_amount("20GiB"), per="claim")
 
-    assert list(rule.check(View(a_snapshot(device, claims=claims)))) == []
+    assert list(rule.check(RuleView(a_snapshot(device, claims=claims)))) == []
 
 
 def a_share(device: Device, claim_id: str, gib: int, **fields: object) -> ClaimRecord:
     return a_claim_record(device, id=claim_id, memory=gib * GIB, slots=(f"{device.uuid}.slot{claim_id[-1]}",), **fields)
 
 
-OVER_SHARE = Memory(parse_memory_amount("share"), per="claim")
+OVER_SHARE = MemoryRule(parse_memory_amount("share"), per="claim")
 
 
 def test_a_claim_is_held_to_the_share_that_it_asked_for():
     device = a_device(processes=(a_process(1, memory_used=12 * GIB), a_process(2, memory_used=12 * GIB, **BOB)))
     claims = (a_share(device, "c1", 10), a_share(device, "c2", 20, uid=1002, user="bob"))
 
-    (finding,) = OVER_SHARE.check(View(a_snapshot(device, claims=claims)))
+    (finding,) = OVER_SHARE.check(RuleView(a_snapshot(device, claims=claims)))
     assert (finding.subject.claim, pids([finding])) == ("c1", [1])
     assert finding.why == "uses 12.0GiB of device 0, its share of 10.0GiB is allowed"
 
@@ -130,16 +126,16 @@ def test_a_claim_is_held_to_the_share_that_it_asked_for():
 def test_a_claim_that_shares_nothing_has_no_share_to_exceed():
     device = a_device(processes=(a_process(memory_used=79 * GIB),))
 
-    assert list(OVER_SHARE.check(View(a_snapshot(device, claims=(a_claim_record(device),))))) == []
-    assert list(OVER_SHARE.check(View(a_snapshot(device, claims=(a_share(device, "c1", -1),))))) == []
+    assert list(OVER_SHARE.check(RuleView(a_snapshot(device, claims=(a_claim_record(device),))))) == []
+    assert list(OVER_SHARE.check(RuleView(a_snapshot(device, claims=(a_share(device, "c1", -1),))))) == []
 
 
 def test_a_container_of_root_belongs_to_the_one_claim_of_its_device_and_to_none_of_two():
     device = a_device(processes=(a_process(uid=0, user="root", memory_used=30 * GIB),))
-    rule = Memory(parse_memory_amount("20GiB"), per="claim")
+    rule = MemoryRule(parse_memory_amount("20GiB"), per="claim")
 
     def blamed(*claims: ClaimRecord) -> list[str | None]:
-        return [finding.subject.claim for finding in rule.check(View(a_snapshot(device, claims=claims)))]
+        return [finding.subject.claim for finding in rule.check(RuleView(a_snapshot(device, claims=claims)))]
 
     assert blamed(a_claim_record(device, id="c1")) == ["c1"]
     assert blamed(a_claim_record(device, id="c1"), a_claim_record(device, id="c2", uid=1002, user="bob")) == []
@@ -148,9 +144,13 @@ def test_a_container_of_root_belongs_to_the_one_claim_of_its_device_and_to_none_
 def test_of_two_shares_of_one_user_each_answers_for_what_was_started_below_it():
     device = a_device(processes=(a_process(21, memory_used=12 * GIB), a_process(22, memory_used=12 * GIB)))
     claims = (a_share(device, "c1", 10, pid=11), a_share(device, "c2", 10, pid=12))
-    seen = {21: Seen(parent=11, state="S"), 22: Seen(parent=999, state="S"), 11: Seen(parent=0, state="S")}
+    seen = {
+        21: ProcessStat(parent=11, state="S"),
+        22: ProcessStat(parent=999, state="S"),
+        11: ProcessStat(parent=0, state="S"),
+    }
 
-    (finding,) = OVER_SHARE.check(View(a_snapshot(device, claims=claims), seen=seen))
+    (finding,) = OVER_SHARE.check(RuleView(a_snapshot(device, claims=claims), seen=seen))
     assert (finding.subject.claim, pids([finding])) == ("c1", [21])
 
 
@@ -159,7 +159,7 @@ def test_where_the_holders_of_a_claim_can_be_seen_the_pid_in_its_record_says_not
 
     def blamed(**fields: object) -> list[int]:
         claims = (a_share(device, "c1", 10, pid=21, **fields), a_share(device, "c2", 10, pid=12))
-        return pids(OVER_SHARE.check(View(a_snapshot(device, claims=claims))))
+        return pids(OVER_SHARE.check(RuleView(a_snapshot(device, claims=claims))))
 
     assert (blamed(), blamed(holders=(99,))) == ([21], [])
 
@@ -167,7 +167,7 @@ def test_where_the_holders_of_a_claim_can_be_seen_the_pid_in_its_record_says_not
 def test_the_memory_of_a_device_is_nobodys_fault_in_particular():
     device = a_device(memory_used=79 * GIB, processes=(a_process(),))
 
-    (finding,) = found(Memory(parse_memory_amount("90%"), per="device"), device)
+    (finding,) = found(MemoryRule(parse_memory_amount("90%"), per="device"), device)
     assert finding.subject == device_subject(device)
     assert finding.processes == ()
 
@@ -176,41 +176,41 @@ def test_a_divided_device_is_not_judged_beside_its_instances():
     parent = a_device(memory_used=79 * GIB, mig_mode=True)
     instance = a_mig_instance(parent, memory_used=39 * GIB)
 
-    findings = found(Memory(parse_memory_amount("90%"), per="device"), parent, instance)
+    findings = found(MemoryRule(parse_memory_amount("90%"), per="device"), parent, instance)
     assert [finding.subject.device for finding in findings] == [instance.uuid]
 
 
 def test_a_desktop_is_not_judged():
     desktop = a_process(kind="graphics", memory_used=60 * GIB)
 
-    assert found(Memory(parse_memory_amount("40GiB")), a_device(processes=(desktop,))) == []
+    assert found(MemoryRule(parse_memory_amount("40GiB")), a_device(processes=(desktop,))) == []
 
 
 # --- temperature, power, utilization, number of processes -------------------------------------------------------------
 
 
 def test_a_hot_device_is_found():
-    (finding,) = found(Temperature(85.0), a_device(temperature=91.0))
+    (finding,) = found(TemperatureRule(85.0), a_device(temperature=91.0))
 
     assert finding.why == "device 0 has 91C, 85C is allowed"
 
 
 def test_a_device_at_the_limit_is_not_too_hot():
-    assert found(Temperature(85.0), a_device(temperature=85.0)) == []
+    assert found(TemperatureRule(85.0), a_device(temperature=85.0)) == []
 
 
 def test_whoever_is_on_a_hot_device_is_not_meant_unless_the_policy_says_so():
     device = a_device(temperature=91.0, processes=(a_process(1), a_process(2)))
 
-    assert pids(found(Temperature(85.0), device)) == []
-    assert pids(found(Temperature(85.0, per="process"), device)) == [1, 2]
+    assert pids(found(TemperatureRule(85.0), device)) == []
+    assert pids(found(TemperatureRule(85.0, per="process"), device)) == [1, 2]
 
 
 def test_a_hot_divided_device_is_found_once():
     parent = a_device(temperature=91.0, power_draw=690.0, mig_mode=True)
     instances = [a_mig_instance(parent, number, temperature=91.0, power_draw=690.0) for number in (0, 1)]
 
-    for rule in (Temperature(85.0), Power(parse_power_amount("95%"))):
+    for rule in (TemperatureRule(85.0), PowerRule(parse_power_amount("95%"))):
         assert [finding.subject for finding in found(rule, parent, *instances)] == [device_subject(parent)]
 
 
@@ -218,7 +218,7 @@ def test_on_a_hot_device_the_processes_of_its_instances_are_meant():
     parent = a_device(temperature=91.0, mig_mode=True)
     instance = a_mig_instance(parent, temperature=None, processes=(a_process(7),))
 
-    assert pids(found(Temperature(85.0, per="process"), parent, instance)) == [7]
+    assert pids(found(TemperatureRule(85.0, per="process"), parent, instance)) == [7]
 
 
 @pytest.mark.parametrize(
@@ -227,41 +227,41 @@ def test_on_a_hot_device_the_processes_of_its_instances_are_meant():
 def test_power_is_limited_in_watts_or_in_percent_of_the_power_limit(limit, finds):
     device = a_device(power_draw=345.0, power_limit=350.0)
 
-    assert bool(found(Power(parse_power_amount(limit)), device)) is finds
+    assert bool(found(PowerRule(parse_power_amount(limit)), device)) is finds
 
 
 def test_utilization_has_an_upper_or_a_lower_limit():
     device = a_device(utilization=50.0)
 
-    assert [bool(found(Utilization(above=percent), device)) for percent in (49.0, 50.0)] == [True, False]
-    assert [bool(found(Utilization(below=percent), device)) for percent in (50.0, 51.0)] == [False, True]
+    assert [bool(found(UtilizationRule(above=percent), device)) for percent in (49.0, 50.0)] == [True, False]
+    assert [bool(found(UtilizationRule(below=percent), device)) for percent in (50.0, 51.0)] == [False, True]
 
 
 @pytest.mark.parametrize("limits", [{}, {"above": 90.0, "below": 10.0}])
 def test_utilization_wants_exactly_one_limit(limits):
     with pytest.raises(InvalidRequest, match="exactly one"):
-        Utilization(**limits)
+        UtilizationRule(**limits)
 
 
 def test_utilization_of_a_process_is_its_own():
     device = a_device(utilization=99.0, processes=(a_process(1, utilization=96.0), a_process(2, utilization=3.0)))
 
-    assert pids(found(Utilization(above=95.0, per="process"), device)) == [1]
+    assert pids(found(UtilizationRule(above=95.0, per="process"), device)) == [1]
 
 
 def test_too_many_processes_on_a_device_are_found():
     three = tuple(a_process(pid) for pid in (1, 2, 3))
 
-    assert [bool(found(Processes(above=n), a_device(processes=three))) for n in (2, 3)] == [True, False]
+    assert [bool(found(ProcessesRule(above=n), a_device(processes=three))) for n in (2, 3)] == [True, False]
 
 
 def test_desktops_and_unknown_processes_are_not_counted():
     processes = (a_process(1), a_process(2, kind="graphics"), a_process(3, uid=None))
 
-    assert found(Processes(above=1), a_device(processes=processes)) == []
+    assert found(ProcessesRule(above=1), a_device(processes=processes)) == []
 
 
 def test_processes_of_one_user_are_counted_for_that_user_alone():
     processes = (a_process(1, **ALICE), a_process(2, **ALICE), a_process(3, **BOB))
 
-    assert pids(found(Processes(above=1, per="user"), a_device(processes=processes))) == [1, 2]
+    assert pids(found(ProcessesRule(above=1, per="user"), a_device(processes=processes))) == [1, 2]

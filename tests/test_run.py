@@ -12,7 +12,7 @@ from builders import GIB, a_device, a_snapshot
 from proc import children_of
 from wrapped import UUIDS, end, first_line, python, until
 
-from gpuguard.jobs.meter import Meter
+from gpuguard.jobs.meter import JobMeter
 
 FAST = {"TICK_SECONDS": 0.05, "SAMPLE_SECONDS": 0.05, "FIRST_SAMPLE_SECONDS": 0.02}
 
@@ -207,7 +207,7 @@ def test_a_job_shorter_than_a_blink_costs_one_sample(wrapped):
 
 
 def test_unknown_numbers_stay_unknown():
-    meter = Meter([a_device(0)])
+    meter = JobMeter([a_device(0)])
     for _ in range(3):
         meter.add(a_snapshot(a_device(0, memory_used=None, utilization=None, total_energy=None)))
 
@@ -215,7 +215,7 @@ def test_unknown_numbers_stay_unknown():
 
 
 def test_an_energy_counter_that_was_set_back_is_unknown():
-    meter = Meter([a_device(0), a_device(1)])
+    meter = JobMeter([a_device(0), a_device(1)])
     for first in (5000.0, 10.0):
         meter.add(a_snapshot(a_device(0, total_energy=first), a_device(1, total_energy=9000.0)))
 

@@ -19,7 +19,7 @@ from proc import children_of
 from wrapped import until
 
 from gpuguard.cli.run import format_energy, gpus, summary_line
-from gpuguard.run import Ended
+from gpuguard.jobs.meter import JobEnd
 
 LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
 
@@ -261,8 +261,8 @@ def test_a_closed_standard_stream_breaks_nothing(gpuguard, descriptor):
 
 
 def test_a_summary_leaves_out_what_is_unknown():
-    everything = Ended(0, None, 751.0, "settled", int(61.2 * GIB), 87.4, 504_000.0)
-    nothing = Ended(143, None, 0.2, "driver unreachable")
+    everything = JobEnd(0, None, 751.0, "settled", int(61.2 * GIB), 87.4, 504_000.0)
+    nothing = JobEnd(143, None, 0.2, "driver unreachable")
     devices = [a_device(2), a_device(3)]
 
     assert summary_line(devices, everything) == "GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"

@@ -17,9 +17,9 @@ from commands import Gpuguard
 from nodes import GIB, start
 from wrapped import until
 
-from gpuguard import run
-from gpuguard.backends import node_file, processes, simulated
-from gpuguard.backends.node import Course, Use
+from gpuguard import procfs, run
+from gpuguard.backends import simulated, simulated_node
+from gpuguard.backends.simulated_node import Use, WorkPattern
 
 FAST = """
 import sys
@@ -120,11 +120,11 @@ def enters(node: str, pid: int, memory: int) -> None:
     use = Use(
         simulated.open(node).sample(()).devices[0].uuid,
         pid,
-        processes.start_time(pid) or 0.0,
-        Course(memory, memory),
+        procfs.start_time(pid) or 0.0,
+        WorkPattern(memory, memory),
         50,
     )
-    node_file.update(node, lambda state: replace(state, uses=(*state.uses, use)))
+    simulated_node.update(node, lambda state: replace(state, uses=(*state.uses, use)))
 
 
 # Each limit

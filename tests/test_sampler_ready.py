@@ -13,8 +13,8 @@ import pytest
 from nodes import change, eventually, start
 from test_isolated import plant
 
-from gpuguard.backends import isolated, sampler
-from gpuguard.backends.isolated import Isolated, open_isolated
+from gpuguard.backends import client, worker
+from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
 from gpuguard.model import MEMORY, SELECT_FIELDS
 
@@ -24,21 +24,21 @@ def test_a_sampler_of_another_version_is_not_believed(told: tuple[str, ...], mon
     requests_read, requests = os.pipe()
     replies, replies_write = os.pipe()
     life, life_held = os.pipe()
-    sampler.send(replies_write, told)
+    worker.send(replies_write, told)
     channel = os.getpid(), requests, replies, os.memfd_create("place"), life_held
-    monkeypatch.setattr(sampler, "start", lambda name: channel)
-    source = Isolated("nvml")
+    monkeypatch.setattr(worker, "start", lambda name: channel)
+    source = WorkerBackend("nvml")
 
     with pytest.raises(BackendError, match=r"was installed while.*Start it again; the guard by `systemctl restart"):
         source.sample(SELECT_FIELDS)
-    isolated._abandoned.clear()
+    client._abandoned.clear()
     assert os.read(life, 1) == b""  # which ends a sampler
     for each in (requests_read, replies_write, life):
         os.close(each)
 
 
 def test_a_sampler_that_has_ended_before_it_is_asked_has_said_why() -> None:
-    source = open_isolated("nothing")
+    source = open_worker("nothing")
     assert source._channel
     end = os.pidfd_open(source._channel[0])
     assert select.select([end], [], [], 30)[0]
@@ -49,15 +49,15 @@ def test_a_sampler_that_has_ended_before_it_is_asked_has_said_why() -> None:
 
 
 def test_a_sampler_that_never_becomes_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated, "SLOW_SECONDS", 0.1)
-    monkeypatch.setattr(isolated, "INIT_SECONDS", 0.2)
+    monkeypatch.setattr(client, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(client, "INIT_SECONDS", 0.2)
     told: list[str] = []
     reply, _hold = os.pipe()
     requests, write = os.pipe()
     place = os.memfd_create("place")
     channel = os.getppid(), write, reply, place, os.dup(place)
-    monkeypatch.setattr(sampler, "start", lambda name: channel)
-    source = Isolated("nvml", told.append)
+    monkeypatch.setattr(worker, "start", lambda name: channel)
+    source = WorkerBackend("nvml", told.append)
     with pytest.raises(DriverUnresponsive, match="did not initialise"):
         source.sample(SELECT_FIELDS)
     os.close(requests)
@@ -75,7 +75,7 @@ def test_a_sampler_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch:
     monkeypatch.setattr(os, "posix_spawn", full)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(BlockingIOError):
-        sampler.start("simulated")
+        worker.start("simulated")
 
     assert os.listdir("/proc/self/fd") == before
 
@@ -85,7 +85,7 @@ def test_a_sampler_that_cannot_be_started_again_is_a_driver_that_cannot_be_read(
 ) -> None:
     """The job of a `gpuguard run` lost its wrapper, with its limits, and who waited his place in line."""
     start(str(tmp_path / "node"))
-    with open_isolated(f"simulated:{tmp_path / 'node'}") as source:
+    with open_worker(f"simulated:{tmp_path / 'node'}") as source:
         assert samples(source)
         source.close()  # as when it has died
         with monkeypatch.context() as crowded:
@@ -103,15 +103,15 @@ def test_a_sampler_that_may_start_no_thread_does_not_blame_the_driver(monkeypatc
         "threading.Thread.start = full",
     )
 
-    with open_isolated("simulated") as source, pytest.raises(BackendError, match="see `ulimit -u`"):
+    with open_worker("simulated") as source, pytest.raises(BackendError, match="see `ulimit -u`"):
         source.sample(SELECT_FIELDS)
 
 
 @contextmanager
-def a_library_that_prints(place: Path, text: bytes) -> Iterator[Isolated]:
+def a_library_that_prints(place: Path, text: bytes) -> Iterator[WorkerBackend]:
     """A source that has answered, and *text* in front of its next answer."""
     start(str(place / "node"))
-    with open_isolated(f"simulated:{place / 'node'}") as source:
+    with open_worker(f"simulated:{place / 'node'}") as source:
         assert source.sample({MEMORY}).devices and source._channel
         with open(f"/proc/{source._channel[0]}/fd/1", "wb", buffering=0) as out:
             out.write(text)
@@ -137,7 +137,7 @@ def test_what_a_library_prints_into_the_pipe_blinds_nobody_for_long(tmp_path: Pa
         assert eventually(lambda: samples(source))
 
 
-def samples(source: Isolated) -> bool:
+def samples(source: WorkerBackend) -> bool:
     try:
         # The device that was just being read is suspected of it, and left out for a while.
         return sum(device.memory_used is not None for device in source.sample({MEMORY}).devices) >= 3

@@ -10,10 +10,9 @@ from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
 
 from gpuguard.model import Finding, Subject
 from gpuguard.policies import scope
-from gpuguard.policies.engine import Scope
-from gpuguard.policies.occasion import is_within, on_enough_devices
-from gpuguard.policies.sight import look, reach_of
-from gpuguard.policies.view import HostUse, View
+from gpuguard.policies.policy import Scope
+from gpuguard.policies.scope import is_within, on_enough_devices
+from gpuguard.policies.view import HostUse, RuleView, index_sample, reach_of
 
 ALICE, BOB = 1001, 1002
 SINCE_BOOT = 1000.0  # start_time of a_process()
@@ -27,7 +26,7 @@ def judged(policy, *devices, host=None, groups=None, begin=0, mark=None, **field
     if mark:
         watch.memory.kept = dict.fromkeys(mark.items(), 20_000.0)
     for clock in range(begin, begin + 40, 10):
-        judgement = watch.sees(View(busy(clock, *devices, **fields), host=host or {}, groups=groups or {}))
+        judgement = watch.sees(RuleView(busy(clock, *devices, **fields), host=host or {}, groups=groups or {}))
     return judgement
 
 
@@ -345,7 +344,7 @@ def test_k_of_n_devices_of_the_same_user():
 
 def test_a_process_of_nobody_known_is_on_no_devices_of_the_same_user():
     devices = [a_device(number, processes=(a_process(1, uid=None),)) for number in range(2)]
-    sight = look(View(busy(0, *devices)))
+    sight = index_sample(RuleView(busy(0, *devices)))
     findings = [Finding("x", Subject("device", each.uuid), "why", each.processes) for each in devices]
     kept, notes = on_enough_devices(findings, a_policy("warn", devices_at_least=2), sight)
 
@@ -365,7 +364,7 @@ def test_k_of_n_for_devices_is_counted_by_their_claims():
 def test_what_is_done_to_a_process_reaches_all_its_devices_and_an_unknown_one_reaches_none_further():
     known, unknown = a_process(1), a_process(2, start_time=None)
     devices = [a_device(0, processes=(known, unknown)), a_device(1, processes=(known,))]
-    sight, here = look(View(busy(0, *devices))), Subject("device", a_uuid(0))
+    sight, here = index_sample(RuleView(busy(0, *devices))), Subject("device", a_uuid(0))
 
     assert reach_of(here, (known,), sight) == (a_uuid(0), a_uuid(1))
     assert reach_of(here, (unknown,), sight) == (a_uuid(0),)
@@ -388,7 +387,7 @@ def test_what_is_done_to_a_process_reaches_all_its_devices_and_an_unknown_one_re
 def test_a_process_that_means_itself_is_judged_as_any_other(process, accused, policy, monkeypatch):
     device = BOTH if accused else a_device(processes=())
     subject = Subject("process", device=device.uuid, pid=process.pid, start_time=process.start_time, uid=process.uid)
-    sight = look(View(busy(50, device)))
+    sight = index_sample(RuleView(busy(50, device)))
     outcomes = []
     for short in (True, False):
         if not short:

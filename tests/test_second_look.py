@@ -8,8 +8,8 @@ import pytest
 from builders import GIB, a_device, a_process
 from machines import Machine
 
-from gpuguard.claims.hold import Claim
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import locked_devices
 from gpuguard.lock import acquire
 from gpuguard.model import HEALTH, IDLE_PROCESSES

@@ -11,8 +11,12 @@ from endpoints import a_mail_server, a_web_server, wait_until
 from targets import PASSWORD, a_fake_apprise, a_message, a_secret, a_verdict, by_smtp
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.notify import Apprise, Email, Hook, Secret, Sender, Webhook, problems
-from gpuguard.notify.delivery import attempt
+from gpuguard.notify.apprise import Apprise
+from gpuguard.notify.hook import Hook
+from gpuguard.notify.mail import Email
+from gpuguard.notify.secrets import Secret
+from gpuguard.notify.sender import Sender, attempt, problems
+from gpuguard.notify.webhook import Webhook
 
 
 @pytest.mark.parametrize("mode", [0o440, 0o404, 0o644, 0o620])

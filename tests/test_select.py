@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
-from gpuguard.request import ANY_MEMORY
-from gpuguard.select import Request, choose, not_enough, possible, spelled
+from gpuguard.request import ANY_MEMORY, Request, spelled
+from gpuguard.select import choose, not_enough, possible
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
 

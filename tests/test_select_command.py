@@ -10,8 +10,8 @@ import pytest
 from builders import GIB, a_device, a_mig_instance, a_process, a_uuid
 from machines import Machine
 
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.cli.dispatch import run_command_line
+from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import run_command_line
 from gpuguard.errors import DriverNotFound
 from gpuguard.lock import acquire
 from gpuguard.model import HEALTH

@@ -7,7 +7,8 @@ from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_proce
 
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.model import Gap
-from gpuguard.select import Request, choose, not_enough
+from gpuguard.request import Request
+from gpuguard.select import choose, not_enough
 from gpuguard.sharing import NOBODY, Sharing
 
 TOLERANCE = Request().tolerance

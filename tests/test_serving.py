@@ -17,9 +17,9 @@ import pytest
 from chances import luck
 from nodes import eventually
 
-from gpuguard import serving
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.serving import MOST_BYTES, MOST_CONNECTIONS, Page, Server, host_names, listen
+from gpuguard.metrics import server as serving
+from gpuguard.metrics.server import MOST_BYTES, MOST_CONNECTIONS, Page, Server, host_names, listen
 
 FUZZED = 2400
 GOOD = b"GET /metrics HTTP/1.1\r\nHost: localhost:9835\r\nAccept: */*\r\n\r\n"

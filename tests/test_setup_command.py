@@ -15,8 +15,7 @@ from commands import Gpuguard
 from fake_nvml import DRIVER_NOT_LOADED, FakeNvml
 from sources import ROOT
 
-from gpuguard.claims.daemonfiles import DaemonFiles, daemon_files
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import DaemonFiles, daemon_files, lock_directory
 from gpuguard.cli import setup, setup_installed, setup_remove, setup_service
 from gpuguard.errors import LockDirectoryError
 
@@ -186,7 +185,7 @@ def test_without_a_driver_the_directory_is_made_and_the_next_step_said(fake: Fak
 
 
 def test_only_root_may_make_the_machines_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from gpuguard.cli.dispatch import run_command_line
+    from gpuguard.cli import run_command_line
 
     monkeypatch.delenv("GPUGUARD_BACKEND", raising=False)
     monkeypatch.setattr(setup, "ADMIN_DIRECTORY", str(tmp_path / "never"))
@@ -201,7 +200,7 @@ def test_the_machines_directory_is_not_made_for_devices_that_it_does_not_have(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     """Whoever has tried the simulated node in this shell has GPUGUARD_BACKEND in it."""
-    from gpuguard.cli.dispatch import run_command_line
+    from gpuguard.cli import run_command_line
 
     monkeypatch.setenv("GPUGUARD_BACKEND", "simulated")
     monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
@@ -218,7 +217,7 @@ def test_the_machines_directory_is_not_made_for_devices_that_it_does_not_have(
 def test_remove_takes_the_boot_file_away_and_says_what_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from gpuguard.cli.dispatch import run_command_line
+    from gpuguard.cli import run_command_line
 
     conf = tmp_path / "gpuguard.conf"
     conf.write_text("# Claims of GPUs: made by `gpuguard setup`.\n")

@@ -19,7 +19,7 @@ from sources import ROOT
 
 from gpuguard.cli import setup_installed, setup_remove, setup_room, setup_service, setup_systemd
 from gpuguard.errors import LockDirectoryError
-from gpuguard.policyfile import load_policies
+from gpuguard.policies.files.loader import load_policies
 
 
 class Machine:

@@ -194,7 +194,7 @@ def test_whoever_has_a_device_alone_keeps_it_from_those_who_would_share(machine:
 def test_a_share_whose_record_another_user_cannot_have_made_small_is_believed(machine: Machine) -> None:
     lie = """
 import json, os, sys
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import write_record
 import signal
 directory = LockDirectory(*json.loads(sys.argv[1]))

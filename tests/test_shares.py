@@ -12,14 +12,14 @@ import pytest
 from builders import GIB, a_device, a_mig_instance, a_process
 from machines import Machine
 
-from gpuguard.claims import hold
-from gpuguard.claims.hold import Claim, unlock
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.claims import claim as hold
+from gpuguard.claims.claim import Claim, unlock
+from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, probe, write_record
+from gpuguard.claims.shares import lock_parts
 from gpuguard.claims.slots import locked_slots
-from gpuguard.claims.taking import take
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
-from gpuguard.lock import acquire, look
+from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.request import Request
 
 ALONE = Request()
@@ -62,7 +62,7 @@ def test_a_share_excludes_an_exclusive_claim_which_is_told_who_shares(directory:
     with acquire(machine, a_share(10), directory):
         with pytest.raises(NotEnoughGpus, match=r"shared by \w+ \(10\.0GiB\)"):
             acquire(machine, ALONE, directory)
-        assert look(machine, ALONE, directory)[1].devices == ()
+        assert sample_and_lock(machine, ALONE, directory)[1].devices == ()
     acquire(machine, ALONE, directory).release()
 
 
@@ -95,8 +95,8 @@ def test_a_share_takes_one_of_as_many_slots_as_it_wants_neighbours(directory: Lo
     device = a_device(0)
     assert try_flock(open_lock(directory, f"{device.uuid}.slot0"))
 
-    assert take(directory, device, a_share(1, slots=1), None) is None
-    locks = take(directory, device, a_share(1, slots=2), None)
+    assert lock_parts(directory, device, a_share(1, slots=1), None) is None
+    locks = lock_parts(directory, device, a_share(1, slots=2), None)
     assert locks is not None and [lock.path[-5:] for lock in locks] == [device.uuid[-5:], "slot1"]
     unlock(locks)
 

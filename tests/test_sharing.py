@@ -8,7 +8,8 @@ import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
 from gpuguard.model import ClaimRecord, Device
-from gpuguard.select import Choice, Request, choose
+from gpuguard.request import Request
+from gpuguard.select import Choice, choose
 from gpuguard.sharing import NOBODY, Sharing, memory_left, sharing_on, slots_left
 
 ALICE, BOB = 1001, 1002

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpuguard.backends import simulated
-from gpuguard.cli.dispatch import run_command_line as main
+from gpuguard.cli import run_command_line as main
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESSES, THERMAL, UTILIZATION
 
 

@@ -10,19 +10,10 @@ from pathlib import Path
 import pytest
 from nodes import GIB, a_user, change, eventually, one, start
 
-from gpuguard.backends import node, node_file, simulated
-from gpuguard.backends.node import Course
+from gpuguard.backends import simulated, simulated_node
+from gpuguard.backends.simulated_node import WorkPattern
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.model import (
-    ALL_FIELDS,
-    HEALTH,
-    MEMORY,
-    MODEL,
-    PROCESS_DETAILS,
-    PROCESSES,
-    TOPOLOGY,
-    Device,
-)
+from gpuguard.model import ALL_FIELDS, HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES, TOPOLOGY, Device
 
 
 @pytest.fixture
@@ -40,7 +31,7 @@ def test_a_process_that_registers_is_seen_with_its_memory_by_everybody(place):
 
         assert used.processes and [process.pid for process in used.processes] == [child.pid]
         assert used.processes[0].memory_used == 10 * GIB
-        assert used.memory_used == 10 * GIB + node.IDLE_MEMORY
+        assert used.memory_used == 10 * GIB + simulated_node.IDLE_MEMORY
         assert (used.utilization, free.utilization, free.processes) == (80.0, 0.0, ())
         assert used.temperature > free.temperature
         assert used.power_draw > free.power_draw
@@ -65,14 +56,14 @@ def test_a_process_is_gone_with_its_memory_however_it_died_even_before_it_is_rea
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
         assert one(backend).processes == ()
-        assert one(backend).memory_used == node.IDLE_MEMORY
+        assert one(backend).memory_used == simulated_node.IDLE_MEMORY
 
 
 def test_whoever_got_the_pid_of_a_dead_process_is_not_shown_for_it(place):
     backend = start(place)
     with a_user(place, "0", 10 * GIB):
         # The same pid with another start time is what reuse looks like.
-        node_file.update(
+        simulated_node.update(
             place,
             lambda state: replace(state, uses=tuple(replace(use, start_time=use.start_time - 1) for use in state.uses)),
         )
@@ -128,13 +119,13 @@ def test_memory_that_a_process_grows_to_is_reached_in_time(place):
 
 def test_released_memory_stays_visible_for_the_delay_but_its_process_does_not(place):
     backend = start(place)
-    node_file.update(place, lambda state: replace(state, release_delay=0.5))
+    simulated_node.update(place, lambda state: replace(state, release_delay=0.5))
     with a_user(place, "0", 10 * GIB) as child:
         child.kill()
         assert eventually(lambda: one(backend).processes == ())
 
     assert one(backend).memory_used > 10 * GIB
-    assert eventually(lambda: one(backend).memory_used == node.IDLE_MEMORY)
+    assert eventually(lambda: one(backend).memory_used == simulated_node.IDLE_MEMORY)
 
 
 def test_more_memory_than_there_is_cannot_be_had(place):
@@ -221,7 +212,7 @@ def test_instances_are_devices_behind_their_parent_and_share_its_memory(place):
         (parent.uuid, "3g.20gb", 1),
         (parent.uuid, "2g.10gb", 1),
     ]
-    assert seen[first.uuid].memory_used == seen[parent.uuid].memory_used == 5 * GIB + node.IDLE_MEMORY
+    assert seen[first.uuid].memory_used == seen[parent.uuid].memory_used == 5 * GIB + simulated_node.IDLE_MEMORY
     assert seen[second.uuid].processes == ()
     assert len(backend.sample({MEMORY}).devices) == 2
 
@@ -245,21 +236,23 @@ def test_devices_are_connected_as_their_model_allows(place, tmp_path):
 
 
 def test_a_course_is_followed_from_its_start_to_its_end():
-    course = Course(40.0, 95.0, since=100.0, over=120.0)
+    course = WorkPattern(40.0, 95.0, since=100.0, over=120.0)
 
     assert [course.at(clock) for clock in (50, 100, 160, 220, 900)] == [40.0, 40.0, 67.5, 95.0, 95.0]
 
 
 def test_energy_adds_up_power_over_time_also_across_ramps_and_ends():
-    idle = node.new_node("1xH100-80GB", "/a", 0.0)
+    idle = simulated_node.new_node("1xH100-80GB", "/a", 0.0)
     (device,) = idle.devices
     power = device.model.idle_power
-    busy = node.BUSY_POWER_SHARE * device.model.power_limit
-    ramp = replace(device, utilization=Course(0.0, 100.0, since=10.0, over=10.0))
-    use = node.Use(device.uuid, 1, 0.0, Course(0, 0), 100.0, until=5.0)
+    busy = simulated_node.BUSY_POWER_SHARE * device.model.power_limit
+    ramp = replace(device, utilization=WorkPattern(0.0, 100.0, since=10.0, over=10.0))
+    use = simulated_node.Use(device.uuid, 1, 0.0, WorkPattern(0, 0), 100.0, until=5.0)
 
-    assert node.total_energy(idle, device, 10.0) == pytest.approx(10 * power)
-    assert node.total_energy(idle, ramp, 30.0) == pytest.approx(10 * power + 10 * (power + busy) / 2 + 10 * busy)
-    assert node.total_energy(replace(idle, uses=(use,)), device, 10.0) == pytest.approx(5 * busy + 5 * power)
-    halfway = node.settled(replace(idle, uses=(use,)), 7.0, lambda use: True)
-    assert node.total_energy(halfway, halfway.devices[0], 10.0) == pytest.approx(5 * busy + 5 * power)
+    assert simulated_node.total_energy(idle, device, 10.0) == pytest.approx(10 * power)
+    assert simulated_node.total_energy(idle, ramp, 30.0) == pytest.approx(
+        10 * power + 10 * (power + busy) / 2 + 10 * busy
+    )
+    assert simulated_node.total_energy(replace(idle, uses=(use,)), device, 10.0) == pytest.approx(5 * busy + 5 * power)
+    halfway = simulated_node.settled(replace(idle, uses=(use,)), 7.0, lambda use: True)
+    assert simulated_node.total_energy(halfway, halfway.devices[0], 10.0) == pytest.approx(5 * busy + 5 * power)

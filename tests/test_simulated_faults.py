@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from nodes import GIB, a_user, change, one, start
 
-from gpuguard.backends import node_file, simulated
-from gpuguard.backends.isolated import open_isolated
-from gpuguard.backends.node import Course, Node
+from gpuguard.backends import simulated, simulated_node
+from gpuguard.backends.client import open_worker
+from gpuguard.backends.simulated_node import SimulatedNode, WorkPattern
 from gpuguard.errors import BackendError
 from gpuguard.model import ALL_FIELDS, MEMORY, MODEL, VERIFY_FIELDS
 
@@ -111,7 +111,7 @@ def test_a_hanging_device_hangs_until_it_is_mended_and_is_left_alone_when_told_s
 def test_the_isolated_backend_answers_for_the_others_when_one_device_hangs(place):
     start(place)
     change(place, 2, faults=("hang",))
-    backend = open_isolated(f"simulated:{place}")
+    backend = open_worker(f"simulated:{place}")
     try:
         begin = time.monotonic()
         snapshot = backend.sample(VERIFY_FIELDS)
@@ -136,7 +136,7 @@ def test_a_default_node_is_made_on_first_use(place):
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 99}', '{"schema": 1, "spec": "x"}', "\x00" * 100])
 def test_a_damaged_state_is_an_error_that_says_how_to_start_again(place, text):
     start(place)
-    Path(place, node_file.STATE).write_text(text)
+    Path(place, simulated_node.STATE).write_text(text)
 
     with pytest.raises(BackendError, match="sim start --force"):
         simulated.open(place)
@@ -145,12 +145,12 @@ def test_a_damaged_state_is_an_error_that_says_how_to_start_again(place, text):
 def test_a_state_survives_being_written_and_read(place):
     backend = start(place, "1xA100-40GB:mig=1g.5gb+1xRTX4090")
     simulated.use("1", GIB, 10.0, ramp_to=2 * GIB, over=5.0, lasting=60.0, spec=place)
-    change(place, 1, temperature=Course(1.0, 2.0, 3.0, 4.0), faults=("hang",), unknown=("name",), latency=0.5)
-    state = node_file.load(backend.directory)
+    change(place, 1, temperature=WorkPattern(1.0, 2.0, 3.0, 4.0), faults=("hang",), unknown=("name",), latency=0.5)
+    state = simulated_node.load(backend.directory)
 
-    assert isinstance(state, Node)
-    assert node_file.update(place, lambda same: same) == state
-    assert node_file.load(place) == state
+    assert isinstance(state, SimulatedNode)
+    assert simulated_node.update(place, lambda same: same) == state
+    assert simulated_node.load(place) == state
 
 
 def test_readers_never_see_half_a_state_while_it_is_written(place):
@@ -166,7 +166,7 @@ def test_readers_never_see_half_a_state_while_it_is_written(place):
     writer.start()
     reads = 0
     while not done.is_set() or not reads:
-        state = node_file.load(place)
+        state = simulated_node.load(place)
         assert state and len(state.devices) == 8
         reads += 1
     writer.join()
@@ -174,7 +174,7 @@ def test_readers_never_see_half_a_state_while_it_is_written(place):
 
 def test_a_stopped_node_is_an_error_with_the_next_step(place):
     backend = start(place)
-    assert node_file.remove(place)
+    assert simulated_node.remove(place)
 
     with pytest.raises(BackendError, match="gpuguard sim start"):
         backend.sample({MEMORY})
@@ -222,4 +222,4 @@ def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path):
 def test_the_state_is_json_that_says_its_version(place):
     start(place)
 
-    assert json.loads(Path(place, node_file.STATE).read_text())["schema"] == 1
+    assert json.loads(Path(place, simulated_node.STATE).read_text())["schema"] == 1

@@ -24,7 +24,7 @@ from slurm_cluster import Cluster, a_cluster
 from users import ALICE, BOB
 
 from gpuguard.clusters import slurm_jobs, slurm_node
-from gpuguard.guards import identity
+from gpuguard.enforcement import identity
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("alone")]
 

@@ -12,13 +12,14 @@ from builders import a_device
 from commands import Gpuguard
 from guarded import a_scene, set_user_id_program, until
 
-from gpuguard.cli import slurm_setup
-from gpuguard.cli.dispatch import build_parser
-from gpuguard.cli.submit_slurm import command_line
-from gpuguard.clusters import outer_devices, slurm_jobs, slurm_queue
+from gpuguard.cli import build_parser
+from gpuguard.cli import slurm as slurm_setup
+from gpuguard.cli.submit import command_line
+from gpuguard.clusters import outer_devices, slurm_jobs
+from gpuguard.clusters import slurm as slurm_queue
 from gpuguard.clusters.slurm_jobs import Allocation, allocation, devices_of
 from gpuguard.errors import ClaimError, InvalidRequest
-from gpuguard.views import slurm as views
+from gpuguard.views import queue as views
 
 FOUR = tuple(a_device(index, minor_number=index) for index in range(4))
 JOB = "JobId=12 JobName={name} UserId=somebody({uid}) GroupId=x(1) JobState={state} Restarts={restarts} NodeList=n1"
@@ -384,7 +385,7 @@ def test_the_queue_shows_slurms_jobs_with_gpus_and_why_they_wait(slurm):
     waits, runs = found
     assert (waits.job, waits.gpus, waits.reason, waits.start) == ("13_[1-4]", 2, "Priority", None)
     assert (runs.user, runs.gpus, runs.nodes, runs.reason) == ("alice", 1, "n1", None)
-    text = "\n".join(views.to_text(found, (runs.start or 0) + 60))
+    text = "\n".join(views.slurm_text(found, (runs.start or 0) + 60))
     assert "Slurm: 1 jobs with GPUs, 1 waiting" in text
     assert "waits: Priority" in text
     assert "running on n1" in text
@@ -394,5 +395,5 @@ def test_the_queue_shows_slurms_jobs_with_gpus_and_why_they_wait(slurm):
 def test_a_slurm_that_does_not_answer_is_said_and_is_unknown_to_programs(slurm):
     slurm.say("squeue", status=1)
     found = slurm_queue.jobs()
-    assert views.to_text(found, 0.0) == ["Slurm does not say who waits there: it fails"]
-    assert views.to_json(found) is None
+    assert views.slurm_text(found, 0.0) == ["Slurm does not say who waits there: it fails"]
+    assert views.slurm_json(found) is None

@@ -13,11 +13,11 @@ from nodes import eventually
 from slurm_answers import ALICE, BOB, EVE, NODE, Controller, a_job
 
 from gpuguard.clusters import slurm_node
-from gpuguard.clusters.slurm_node import Job, Node, SlurmNode, given, is_in, jobs_on, node_of
-from gpuguard.guards.case import boot_clock
+from gpuguard.clusters.slurm_node import Job, SlurmNode, SlurmNodeState, given, is_in, jobs_on, node_of
+from gpuguard.enforcement.target import boot_clock
 
 FOUR = [a_device(index, minor_number=index) for index in range(4)]
-UP = Node("n1", 4, True)
+UP = SlurmNodeState("n1", 4, True)
 
 
 is_here = slurm_node.is_here
@@ -42,7 +42,7 @@ def shown(*jobs: str) -> dict[int, set[int]]:
     [("gpu:4", 4), ("gpu:a100:4(S:0-1)", 4), ("gpu:4(S:0),mps:400", 4), ("(null)", 0), ("gpu:a100:2,gpu:v100:2", 0)],
 )
 def test_a_node_says_how_many_gpus_it_gives_away(gres, count):
-    assert node_of(NODE.format(gres=gres, state="MIXED"), "n1") == Node("n1", count, True)
+    assert node_of(NODE.format(gres=gres, state="MIXED"), "n1") == SlurmNodeState("n1", count, True)
 
 
 @pytest.mark.parametrize(

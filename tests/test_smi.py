@@ -18,10 +18,10 @@ from smi_files import a_program, smi_xml, write_smi
 
 from gpuguard import backends
 from gpuguard.backends import smi
-from gpuguard.backends.isolated import open_isolated
+from gpuguard.backends.client import open_worker
 from gpuguard.backends.smi_fields import ROWS
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.cli.dispatch import run_command_line
+from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import run_command_line
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive, LockDirectoryError
 from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Device, Snapshot
 
@@ -286,7 +286,7 @@ def test_a_program_that_hangs_is_given_up(program, monkeypatch):
 
 def test_a_program_that_takes_its_time_is_waited_for(program):
     a_program(program, a_snapshot())
-    backend = open_isolated("smi")
+    backend = open_worker("smi")
     try:
         assert backend.sample(WHO_FIELDS).devices
         (program / "hang").touch()

@@ -13,8 +13,7 @@ from builders import GIB, a_device, a_process, a_snapshot, a_uuid
 from fake_nvml import NOT_SUPPORTED, FakeNvml
 from test_pid_reuse import NAMESPACE, has_a_namespace
 
-from gpuguard.jobs.limits import Judged, Limits, policies_of, share_policy
-from gpuguard.jobs.standin import StandIn, used_before
+from gpuguard.jobs.limits import JobLimits, LimitFinding, StandIn, policies_of, share_policy, used_before
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.policies.amounts import parse_memory_amount
 
@@ -23,12 +22,14 @@ FAMILY = {JOB: 100_000}
 ALONE = {a_uuid(0): 2 * GIB}
 
 
-def judged(*samples: Device, before: dict[str, int] | None = None, known: bool = False, **limits: Any) -> list[Judged]:
+def judged(
+    *samples: Device, before: dict[str, int] | None = None, known: bool = False, **limits: Any
+) -> list[LimitFinding]:
     """Sample by sample, of a job with a device to itself whose driver tells pids of another namespace."""
     memory = parse_memory_amount(limits.pop("memory")) if "memory" in limits else None
     policies = policies_of(memory, limits.pop("temperature", None), limits.pop("idle", None))
     claim = ClaimRecord("c1", 1001, "alice", (a_uuid(0),))
-    job = Limits(policies, claim, stand_in=StandIn(ALONE if before is None else before, known))
+    job = JobLimits(policies, claim, stand_in=StandIn(ALONE if before is None else before, known))
     pid = limits.pop("pid", JOB)
     return [
         job.judge(a_snapshot(sample, clock=10_000 + 2.5 * number), FAMILY, 2.5, pid=pid)
@@ -138,7 +139,7 @@ def test_of_a_share_too_it_is_said_once_that_it_cannot_be_kept():
     claim = ClaimRecord("c1", 1001, "alice", (a_uuid(0),), memory=10 * GIB)
 
     def said(known: bool, rows: Any) -> list[str]:
-        job = Limits((share_policy(10 * GIB),), claim, stand_in=StandIn({}, known))
+        job = JobLimits((share_policy(10 * GIB),), claim, stand_in=StandIn({}, known))
         samples = [a_snapshot(using(GIB, processes=rows, processes_plausible=True), clock=10_000 + n) for n in range(5)]
         return [text for sample in samples for text in job.judge(sample, FAMILY, 1.0, pid=JOB).blind]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 
-from gpuguard import state
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard import source
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import LockDirectoryError
 from gpuguard.model import Gap
 
@@ -19,8 +19,8 @@ from gpuguard.model import Gap
 @pytest.fixture
 def alive(directory, monkeypatch):
     """A daemon that lives, where users see each other's processes: this machine may hide them."""
-    monkeypatch.setattr(state, "_processes_are_hidden", lambda: False)
-    descriptor = state.lock_daemon(directory)
+    monkeypatch.setattr(source, "_processes_are_hidden", lambda: False)
+    descriptor = source.lock_daemon(directory)
     yield descriptor
     os.close(descriptor)
 
@@ -35,16 +35,16 @@ A_SNAPSHOT = a_snapshot(
 
 
 def test_what_was_written_is_read_again(directory, alive):
-    state.write_state(directory, A_SNAPSHOT, 10.0)
+    source.write_state(directory, A_SNAPSHOT, 10.0)
 
-    assert state.read_state(directory, A_SNAPSHOT.clock + 20.0, simulated=True) == A_SNAPSHOT
+    assert source.read_state(directory, A_SNAPSHOT.clock + 20.0, simulated=True) == A_SNAPSHOT
 
 
 @pytest.mark.parametrize("clock", [A_SNAPSHOT.clock + 20.1, A_SNAPSHOT.clock - 0.1])
 def test_what_is_stale_or_of_another_boot_is_not_believed(directory, alive, clock):
-    state.write_state(directory, A_SNAPSHOT, 10.0)
+    source.write_state(directory, A_SNAPSHOT, 10.0)
 
-    assert state.read_state(directory, clock, simulated=True) is None
+    assert source.read_state(directory, clock, simulated=True) is None
 
 
 def written_by(directory: LockDirectory, who: object) -> None:
@@ -55,39 +55,39 @@ def written_by(directory: LockDirectory, who: object) -> None:
 
 @pytest.mark.parametrize("who", [[2**22, 1.0], None])
 def test_who_cannot_see_the_daemon_asks_the_kernel_for_its_lock(directory, alive, who):
-    state.write_state(directory, A_SNAPSHOT, 10.0)
+    source.write_state(directory, A_SNAPSHOT, 10.0)
     written_by(directory, who)
 
-    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
+    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
 
 
 def test_who_sees_the_daemon_does_not_ask_for_its_lock(directory, alive, monkeypatch):
-    state.write_state(directory, A_SNAPSHOT, 10.0)
-    monkeypatch.setattr(state, "daemon_lives", lambda _: pytest.fail("asked"))
+    source.write_state(directory, A_SNAPSHOT, 10.0)
+    monkeypatch.setattr(source, "daemon_lives", lambda _: pytest.fail("asked"))
 
-    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
+    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
 
 
 @pytest.mark.parametrize("who", [[2**22, 1.0], [os.getpid(), 1.0], [os.getpid(), None], [None, 1.0], [], "x", None])
 def test_the_state_of_a_dead_daemon_is_not_believed(directory, who):
-    descriptor = state.lock_daemon(directory)
-    state.write_state(directory, A_SNAPSHOT, 10.0)
+    descriptor = source.lock_daemon(directory)
+    source.write_state(directory, A_SNAPSHOT, 10.0)
     written_by(directory, who)
     os.close(descriptor)
 
-    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None
+    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None
 
 
 def test_a_simulated_node_is_never_shown_as_the_real_one(directory, alive):
-    state.write_state(directory, A_SNAPSHOT, 10.0)
+    source.write_state(directory, A_SNAPSHOT, 10.0)
 
-    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=False) is None
+    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=False) is None
 
 
 def test_everybody_may_read_it_and_only_its_owner_may_write_it(directory):
     before = os.umask(0o077)
     try:
-        state.write_state(directory, A_SNAPSHOT, 10.0)
+        source.write_state(directory, A_SNAPSHOT, 10.0)
     finally:
         os.umask(before)
 
@@ -96,7 +96,7 @@ def test_everybody_may_read_it_and_only_its_owner_may_write_it(directory):
 
 def test_what_only_root_may_see_of_a_process_does_not_go_in(directory, alive):
     secret = a_process(executable="/home/alice/x", working_directory="/home/alice", conda_environment="vault")
-    state.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=(secret,)),)), 10.0)
+    source.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=(secret,)),)), 10.0)
 
     text = Path(directory.path, "state.json").read_text()
     assert "/home/alice" not in text
@@ -105,9 +105,9 @@ def test_what_only_root_may_see_of_a_process_does_not_go_in(directory, alive):
 
 def test_command_lines_of_any_length_hide_the_state_from_nobody(directory, alive):
     longest = tuple(a_process(2 + number, command=("\udcff" * 4096,)) for number in range(400))
-    state.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=longest),)), 10.0)
+    source.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=longest),)), 10.0)
 
-    found = state.read_state(directory, A_SNAPSHOT.clock, simulated=True)
+    found = source.read_state(directory, A_SNAPSHOT.clock, simulated=True)
     assert found is not None
     assert {(process.user, process.command) for process in found.devices[0].processes or ()} == {("alice", None)}
 
@@ -115,16 +115,16 @@ def test_command_lines_of_any_length_hide_the_state_from_nobody(directory, alive
 def test_the_daemon_itself_keeps_what_it_does_not_tell(directory):
     process = a_process(executable="/home/alice/x")
     before = dict(vars(process))
-    state.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=(process,)),)), 10.0)
+    source.write_state(directory, replace(A_SNAPSHOT, devices=(a_device(processes=(process,)),)), 10.0)
 
     assert vars(process) == before
 
 
 def test_hidden_processes_stay_hidden(directory, alive, monkeypatch):
-    monkeypatch.setattr(state, "_processes_are_hidden", lambda: True)
-    state.write_state(directory, A_SNAPSHOT, 10.0)
+    monkeypatch.setattr(source, "_processes_are_hidden", lambda: True)
+    source.write_state(directory, A_SNAPSHOT, 10.0)
 
-    seen = state.read_state(directory, A_SNAPSHOT.clock, simulated=True)
+    seen = source.read_state(directory, A_SNAPSHOT.clock, simulated=True)
     assert seen.devices[0].processes[0].command is None
 
 
@@ -149,7 +149,7 @@ FORGED = "30 22 0:30 / /home/eve/m\ra\vb\vc\vd\v/proc rw,nosuid,nodev - fuse x r
     ],
 )
 def test_the_last_mount_on_proc_says_whether_it_hides_processes(mounts, hidden):
-    assert (state.hidepid_in(mounts.encode()) not in ("", "0", "off")) is hidden
+    assert (source.hidepid_in(mounts.encode()) not in ("", "0", "off")) is hidden
 
 
 def test_a_proc_that_hides_processes_from_now_on_is_noticed_at_once(monkeypatch, tmp_path):
@@ -159,32 +159,32 @@ def test_a_proc_that_hides_processes_from_now_on_is_noticed_at_once(monkeypatch,
     told = []
     for options in "rw", "rw", "rw,hidepid=2", "rw":
         mounts.write_text(f"22 27 0:21 / /proc rw - proc proc {options}")
-        told.append(state._processes_are_hidden())
+        told.append(source._processes_are_hidden())
     mounts.unlink()
 
-    assert [*told, state._processes_are_hidden()] == [False, False, True, False, True]
+    assert [*told, source._processes_are_hidden()] == [False, False, True, False, True]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"snapshot": 1}', '{"interval_seconds": "x"}', "[" * 5000])
 def test_a_damaged_state_is_no_state(directory, alive, text):
     Path(directory.path, "state.json").write_text(text)
 
-    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None
+    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None
 
 
 def test_a_field_of_another_version_is_no_state(directory, alive):
-    state.write_state(directory, A_SNAPSHOT, 10.0)
+    source.write_state(directory, A_SNAPSHOT, 10.0)
     path = Path(directory.path, "state.json")
     content = json.loads(path.read_text())
     content["snapshot"]["new"] = 1
     path.write_text(json.dumps(content))
 
-    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None
+    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=True) is None
 
 
 @pytest.mark.parametrize("plant", ["symlink", "fifo", "other"])
 def test_a_planted_state_is_not_believed(directory, alive, plant, tmp_path):
-    state.write_state(directory, A_SNAPSHOT, 10.0)
+    source.write_state(directory, A_SNAPSHOT, 10.0)
     path = Path(directory.path, "state.json")
     if plant == "symlink":
         path.rename(tmp_path / "elsewhere")
@@ -196,7 +196,7 @@ def test_a_planted_state_is_not_believed(directory, alive, plant, tmp_path):
         os.chown(path, 20001, 20001)
     else:
         pytest.skip("needs root (a second user id, device nodes)")
-    seen = state.read_state(directory, A_SNAPSHOT.clock, simulated=True)
+    seen = source.read_state(directory, A_SNAPSHOT.clock, simulated=True)
 
     # Only root is believed by everybody; who is root believes nobody else.
     assert seen is None
@@ -204,14 +204,14 @@ def test_a_planted_state_is_not_believed(directory, alive, plant, tmp_path):
 
 def test_the_rest_of_a_killed_writer_is_in_nobodys_way(directory, alive):
     Path(directory.path, "state.json.new").write_text("half")
-    state.write_state(directory, A_SNAPSHOT, 10.0)
+    source.write_state(directory, A_SNAPSHOT, 10.0)
 
-    assert state.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
+    assert source.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT
     assert not Path(directory.path, "state.json.new").exists()
 
 
 def test_there_is_one_daemon_at_a_time(directory, alive):
-    assert state.lock_daemon(directory) is None
+    assert source.lock_daemon(directory) is None
 
 
 def test_others_cannot_keep_the_daemon_away_by_locking_its_file(directory, alive):
@@ -222,7 +222,7 @@ def test_a_planted_lock_file_is_refused_with_advice(directory, tmp_path):
     os.symlink(tmp_path / "elsewhere", f"{directory.path}/daemon.lock")
 
     with pytest.raises(LockDirectoryError, match=r"daemon\.lock"):
-        state.lock_daemon(directory)
+        source.lock_daemon(directory)
 
 
 def test_records_of_any_number_and_length_hide_the_state_from_nobody(directory, alive):
@@ -231,8 +231,8 @@ def test_records_of_any_number_and_length_hide_the_state_from_nobody(directory, 
     of_nothing = [replace(here, id=f"{number}", uid=number % 20, devices=()) for number in range(50_000)]
     for more in ([here], of_nothing[:700], of_nothing):
         snapshot = replace(A_SNAPSHOT, claims=(*more, here))
-        state.write_state(directory, snapshot, 10.0)
-        found = state.read_state(directory, A_SNAPSHOT.clock, simulated=True)
+        source.write_state(directory, snapshot, 10.0)
+        found = source.read_state(directory, A_SNAPSHOT.clock, simulated=True)
 
         assert found is not None and found.claims[-1].id == here.id, "what holds a device is told in any case"
     assert len(found.claims) == 1

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpuguard.backends import statfiles
-from gpuguard.backends.processes import Life, life_in, life_of
-from gpuguard.backends.statfiles import StatFiles
+from gpuguard import procfs
+from gpuguard.procfs import Life, StatFiles, life_in, life_of
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def test_whoever_is_not_looked_at_is_forgotten(files: StatFiles, jobs: list[subp
 def test_no_more_stay_open_than_there_is_room_for(
     jobs: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(statfiles, "MOST", 2)
+    monkeypatch.setattr(procfs, "MOST", 2)
     files, pids = StatFiles(), [job.pid for job in jobs]
 
     assert None not in looked(files, pids)

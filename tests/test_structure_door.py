@@ -23,25 +23,26 @@ from structures import mutants
 from test_door import connect, said
 from test_verbs import Hall
 
-from gpuguard import petition
 from gpuguard.backends import simulated
 from gpuguard.claims import grants
-from gpuguard.claims.calling import LARGEST, call
-from gpuguard.claims.lockfiles import BROKERED, lock_directory
-from gpuguard.cli.dispatch import run_command_line
+from gpuguard.claims.directory import BROKERED, lock_directory
+from gpuguard.cli import run_command_line
+from gpuguard.daemon import broker_client, exemptions, requests, server
+from gpuguard.daemon.broker import Broker
+from gpuguard.daemon.client import LARGEST, call
+from gpuguard.daemon.server import SocketServer
 from gpuguard.errors import GpuguardError
-from gpuguard.line.tickets import as_json
+from gpuguard.jsonio import loads
 from gpuguard.model import ALL_FIELDS, Subject
-from gpuguard.plainjson import loads
-from gpuguard.policies.outlook import Outlook
-from gpuguard.policyfile import PolicyFile
+from gpuguard.policies.engine import PolicyStatus
+from gpuguard.policies.files.loader import PolicyFile
+from gpuguard.queue.tickets import as_json
 from gpuguard.request import Request
-from gpuguard.services import door, keeping, verbs
-from gpuguard.services.broker import Broker
-from gpuguard.services.door import Door
 
 SOMEBODY = 20001
-OUTLOOK = Outlook("p", Subject("process", "GPU-1", 4711, 1.0, 7, user="alice"), 1.0, "warn", "terminate", 5.0, True)
+OUTLOOK = PolicyStatus(
+    "p", Subject("process", "GPU-1", 4711, 1.0, 7, user="alice"), 1.0, "warn", "terminate", 5.0, True
+)
 
 
 class Counter:
@@ -63,7 +64,7 @@ class Counter:
         self.desk = replace(hall.desk, directory=self.directory, broker=broker)
         self.asker = 0
         before = threading.enumerate()
-        self.door = Door(self.directory, lambda uid, request: verbs.answer(self.desk, self.asker, request))
+        self.door = SocketServer(self.directory, lambda uid, request: requests.handle(self.desk, self.asker, request))
         self.threads = [thread for thread in threading.enumerate() if thread not in before]
         self.devices = hall.uuids
 
@@ -80,10 +81,10 @@ class Counter:
 
 @pytest.fixture
 def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
-    monkeypatch.setattr(door, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(keeping, "CHANGES", 10**9)
-    monkeypatch.setattr(petition, "BUSY_SECONDS", 0.0)
-    monkeypatch.setattr(verbs, "load_in_time", lambda path: PolicyFile(path))
+    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(exemptions, "CHANGES", 10**9)
+    monkeypatch.setattr(broker_client, "BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(requests, "load_in_time", lambda path: PolicyFile(path))
     made = Counter(tmp_path)
     yield made
     made.door.close()
@@ -120,7 +121,7 @@ def test_every_request_gets_an_answer_and_the_next_one_is_served(counter, asker,
     monkeypatch.setattr(threading, "excepthook", lambda told: faults.append(repr(told.exc_value)))
     every = requests_to(counter)
     counter.asker = asker
-    assert {one["do"] for one in every} == set(verbs.VERBS)
+    assert {one["do"] for one in every} == set(requests.VERBS)
     for request in every:
         for where, line in mutants(request):
             answer = counter.says(line)
@@ -131,7 +132,7 @@ def test_every_request_gets_an_answer_and_the_next_one_is_served(counter, asker,
 
 def test_a_request_that_ends_the_thread_is_found(counter, monkeypatch):
     """As it was: whatever cannot be looked up in a set, for which no answer was given any more."""
-    monkeypatch.setattr(door, "_request", as_it_was)
+    monkeypatch.setattr(server, "_request", as_it_was)
     monkeypatch.setattr(Counter, "says", lambda counter, line: while_it_lives(counter, line))
 
     with pytest.raises(AssertionError, match=r"^keep: do = \[\] ended the door"):
@@ -158,7 +159,7 @@ def while_it_lives(counter: Counter, line: bytes) -> Any:
 
 def asks_for_a_claim(counter: Counter) -> None:
     request, taken = Request(devices=("0",)), dict[str, str]()
-    claim = petition.ask_for(counter.snapshot, request, counter.directory, None, taken, None)
+    claim = broker_client.request_grant(counter.snapshot, request, counter.directory, None, taken, None)
     if claim:
         assert "/" not in claim.id
         claim.release()
@@ -190,7 +191,7 @@ def test_a_wrong_answer_is_no_fault_of_whoever_asked(counter, verb, monkeypatch,
         os.close(descriptor)
     before = len(os.listdir("/proc/self/fd"))
     for where, encoded in mutants(answer, brief=THE_SAME and verb == "status"):
-        monkeypatch.setattr(door, "encoded", lambda content, encoded=encoded: encoded[: 2**16] + b"\n")
+        monkeypatch.setattr(server, "encoded", lambda content, encoded=encoded: encoded[: 2**16] + b"\n")
         for reads in CLIENTS[verb]:
             try:
                 reads(counter)

@@ -18,15 +18,13 @@ from typing import Any
 import pytest
 from builders import a_device, a_snapshot
 
-from gpuguard import ancestry
-from gpuguard.backends import apart, processes
-from gpuguard.backends.statfiles import StatFiles
+from gpuguard import deadline, host, procfs
 from gpuguard.claims import holders
 from gpuguard.clusters import slurm_jobs
-from gpuguard.guards import identity
-from gpuguard.jobs import family, settle
+from gpuguard.enforcement import identity
+from gpuguard.jobs import adopt, drain
 from gpuguard.model import GpuProcess
-from gpuguard.readings import hostnumbers, hostuse
+from gpuguard.procfs import StatFiles
 
 NAMED = """
 import ctypes, os, sys, time
@@ -77,20 +75,20 @@ def facts(pid: int) -> Any:
 
 # Each says who a process is; None: it cannot tell.
 READERS: dict[str, Callable[[int], Any]] = {
-    "start_time": processes.start_time,
+    "start_time": procfs.start_time,
     "statfiles": seen_by_files,
-    "identified": lambda pid: (one := processes.identified(GpuProcess(pid))) and (one.start_time, one.uid),
-    "described": lambda pid: (one := processes.described(GpuProcess(pid))) and (one.start_time, one.uid),
-    "uid_behind": processes.uid_behind,
-    "owner": processes.uid_of,
+    "identified": lambda pid: (one := procfs.identified(GpuProcess(pid))) and (one.start_time, one.uid),
+    "described": lambda pid: (one := procfs.described(GpuProcess(pid))) and (one.start_time, one.uid),
+    "uid_behind": procfs.uid_behind,
+    "owner": procfs.uid_of,
     "facts": facts,
     "ancestors": identity.ancestors,
-    "look_up": lambda pid: (one := ancestry.look_up(snapshot_of(pid)).get(pid)) and (one.parent, one.start_time),
-    "status": ancestry._status,
-    "family": family.kin_of,
-    "settle": lambda pid: (one := settle.status_of(pid)) and one[1:],
-    "numbers": lambda pid: hostnumbers.HostNumbers().family(pid, [pid]).get("processes"),
-    "host": lambda pid: bool(hostuse._used(ancestry._stat(pid), processes.start_time(pid) or 0.0)),
+    "look_up": lambda pid: (one := procfs.process_facts(snapshot_of(pid)).get(pid)) and (one.parent, one.start_time),
+    "status": procfs._status,
+    "family": adopt.kin_of,
+    "settle": lambda pid: (one := drain.status_of(pid)) and one[1:],
+    "numbers": lambda pid: host.HostNumbers().family(pid, [pid]).get("processes"),
+    "host": lambda pid: bool(host._used(procfs._stat(pid), procfs.start_time(pid) or 0.0)),
     "step": slurm_jobs.step_of,
     "job": lambda pid: slurm_jobs.job_of([pid]),
     "holder": lambda pid: holders.locked_inode(str(pid), "1"),
@@ -102,8 +100,8 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Has nobody known from before."""
 
     def forget() -> None:
-        monkeypatch.setattr(processes, "_kept", processes._Kept())
-        monkeypatch.setattr(apart, "_hanging", {})
+        monkeypatch.setattr(procfs, "_kept", procfs._Kept())
+        monkeypatch.setattr(deadline, "_hanging", {})
 
     forget()
     return forget
@@ -125,7 +123,7 @@ def truth_of(pid: int) -> dict[str, Any]:
         "ancestors": {me, *identity.ancestors(me)},
         "look_up": (me, start),
         "status": (uid, None),
-        "family": family.Kin(me, os.getpgid(pid), os.getsid(pid), int(told[19])),
+        "family": adopt.Kin(me, os.getpgid(pid), os.getsid(pid), int(told[19])),
         "settle": (me, int(told[19])),
         "numbers": 1.0,
         "host": True,
@@ -142,8 +140,8 @@ def test_no_name_makes_a_process_another_one(name: bytes, forgetful: object) -> 
 
 
 def test_a_reader_that_takes_the_first_bracket_for_the_end_of_a_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(READERS, "look_up", lambda pid: ancestry._stat(pid))
-    monkeypatch.setattr(ancestry, "_fields", lambda line: line.partition(b") ")[2].split(None, 24))
+    monkeypatch.setitem(READERS, "look_up", lambda pid: procfs._stat(pid))
+    monkeypatch.setattr(procfs, "_fields", lambda line: line.partition(b") ")[2].split(None, 24))
 
     with pytest.raises(AssertionError):
         test_no_name_makes_a_process_another_one(b") Z 1 1 1", None)
@@ -242,6 +240,6 @@ def test_a_reader_that_lets_a_failing_read_through_is_found(
         finally:
             os.close(descriptor)
 
-    monkeypatch.setattr(processes, "read_proc", read)
+    monkeypatch.setattr(procfs, "read_proc", read)
     with pytest.raises(PermissionError):
         test_a_read_that_fails_or_tells_a_part_makes_nobody_another_one("start_time", forgetful, monkeypatch)

@@ -19,9 +19,9 @@ import pytest
 from structures import mutants
 from test_ray_search import options
 
-from gpuguard.cli import ray_follow, submit_ray
-from gpuguard.clusters import ray_jobs
-from gpuguard.clusters.ray_jobs import Jobs
+from gpuguard.cli import ray_follow, submit
+from gpuguard.clusters import ray
+from gpuguard.clusters.ray import Jobs
 from gpuguard.errors import GpuguardError
 
 NAME = "raysubmit_0123456789abcdef"
@@ -174,9 +174,9 @@ def test_who_is_interrupted_while_he_hands_a_job_over_knows_its_name(monkeypatch
         if place == "submitted":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ray_jobs, "connect", lambda address: Jobs(Client(before=interrupts)))
+    monkeypatch.setattr(ray, "connect", lambda address: Jobs(Client(before=interrupts)))
     with pytest.raises(KeyboardInterrupt):
-        submit_ray.submit(options("--", "true"))
+        submit.submit_to_ray(options("--", "true"))
 
     assert re.search(r"`ray job stop raysubmit_[0-9a-f]{16}` ends it", capsys.readouterr().err)
 

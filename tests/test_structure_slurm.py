@@ -17,17 +17,16 @@ from commands import Gpuguard
 from guarded import a_scene
 from test_slurm_jobs import RUNS, squeue
 
-from gpuguard.cli import submit_ray
-from gpuguard.cli.dispatch import build_parser
+from gpuguard.cli import build_parser, submit
 from gpuguard.cli.run import command_of
-from gpuguard.cli.submit_slurm import command_line
-from gpuguard.clusters import slurm_jobs, slurm_queue
-from gpuguard.clusters.slurm_jobs import Allocation, Answer
-from gpuguard.views import slurm as views
+from gpuguard.cli.submit import command_line
+from gpuguard.clusters import slurm, slurm_jobs
+from gpuguard.clusters.slurm_jobs import Allocation, ScontrolReply
+from gpuguard.views import queue as views
 
 ME, OTHER = 1001, 1002
 ROW = "JobId={id} {array}JobName={name} UserId=u({uid}) JobState={state} Restarts=0 NodeList=n1 Comment={name}"
-NOWHERE = Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
+NOWHERE = ScontrolReply(1, "", "slurm_load_jobs error: Invalid job id specified")
 
 
 @dataclass
@@ -56,17 +55,17 @@ class Controller:
     ended: set[int] = field(default_factory=set)
     called: list[tuple[str, ...]] = field(default_factory=list)
 
-    def ask(self, *words: str, seconds: float = 0.0) -> Answer:
+    def ask(self, *words: str, seconds: float = 0.0) -> ScontrolReply:
         self.called.append(words)
         meant = [job for job in self.jobs if job.is_meant(words[-1])]
         if words[:2] in (("scontrol", "update"), ("scontrol", "notify")):
-            return Answer(0, "", "")
+            return ScontrolReply(0, "", "")
         if not meant:
             return NOWHERE
         if words[1] == "show":
-            return Answer(0, "".join(f"{job.row} \n" for job in meant), "")
+            return ScontrolReply(0, "".join(f"{job.row} \n" for job in meant), "")
         self.ended |= {job.id for job in meant}
-        return Answer(0, "", "")
+        return ScontrolReply(0, "", "")
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     """A task of an array that bears its number, two more of it, and somebody else's array."""
     jobs = [Job(12, 12, 2), Job(13, 12, 0), Job(14, 12, 1), Job(77, 77, 2, OTHER), Job(78, 77, 1, OTHER), Job(20)]
     made = Controller(jobs)
-    monkeypatch.setattr(slurm_jobs, "ask", made.ask)
+    monkeypatch.setattr(slurm_jobs, "run_scontrol", made.ask)
     return made
 
 
@@ -144,13 +143,13 @@ def test_no_name_of_a_job_makes_another_one(monkeypatch):
     forged = "".join(text.ljust(width) for text, width in cells)
     rows = [RUNS | {"Name": f"x{end}{forged}"} for end in ("\n", "\r", "\x0b", "\x85", "\u2028")]
     rows += [RUNS | {"UserName": "zoë", "Name": "字" * 100}, RUNS | {"StartTime": "0001-01-01T00:00:00"}]
-    monkeypatch.setattr(slurm_jobs, "ask", lambda *words, seconds: Answer(0, squeue(*rows), ""))
-    found = slurm_queue.jobs()
+    monkeypatch.setattr(slurm_jobs, "run_scontrol", lambda *words, seconds: ScontrolReply(0, squeue(*rows), ""))
+    found = slurm.jobs()
     assert not isinstance(found, str)
     assert [(one.job, one.user, one.gpus, one.nodes) for one in found] == [
         ("12", row["UserName"], 1, "n1") for row in rows
     ]
-    assert all(line.isprintable() for line in views.to_text(found, 0.0))
+    assert all(line.isprintable() for line in views.slurm_text(found, 0.0))
 
 
 def submitted(place: Path, script: str) -> Any:
@@ -199,7 +198,7 @@ def test_what_submit_is_told_run_is_told(via, text):
         inner = shlex.split(wrapped.removeprefix("--wrap=exec "))
         told = inner[inner.index("run") + 1 :]
     else:
-        inner = shlex.split(submit_ray.entrypoint(args, "python3", brings=True))
+        inner = shlex.split(submit.entrypoint(args, "python3", brings=True))
         told = inner[inner.index("gpuguard.cli.ray_worker") + 2 :]
     run = build_parser("run").parse_args(told)
 

@@ -17,15 +17,15 @@ from users import ALICE, BOB
 
 from gpuguard import users
 from gpuguard.claims import records
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
-from gpuguard.guards.lines import AT_ONCE, Lines
-from gpuguard.line import tickets
-from gpuguard.line.order import ReservationKeys, Rules, order
-from gpuguard.line.plan import planned_for
-from gpuguard.line.reservations import Judged, judge, what_if
-from gpuguard.line.standing import Facts, _together, standing
-from gpuguard.line.tickets import Held, read_tickets, ticket_content
+from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.enforcement.limits import AT_ONCE, Lines
 from gpuguard.model import Snapshot
+from gpuguard.queue import tickets
+from gpuguard.queue.backfill import planned_for
+from gpuguard.queue.priority import ReservationKeys, Rules, order
+from gpuguard.queue.reservations import ReservationStatus, judge, what_if
+from gpuguard.queue.state import QueueFacts, _together, queue_state
+from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content
 from gpuguard.users import parties
 
 FIRST, MORE = 100_000, 300_000
@@ -129,15 +129,15 @@ def test_records_of_all_uids_of_one_user_hide_nobody_elses(directory, monkeypatc
 @pytest.mark.root
 def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
     monkeypatch.setattr(tickets, "MOST_OF_ONE", 5)
-    held: list[Held] = []
+    held: list[OwnTicket] = []
 
     def wait(uid: int) -> None:
-        held.append(Held(directory, ticket_content(a_ticket())))
+        held.append(OwnTicket(directory, ticket_content(a_ticket())))
 
     by([FIRST + number for number in range(20)] + [ALICE.pw_uid], wait)
     found, torn = read_tickets(directory)
     line = order(found, {}, Rules(), found[0].since + 60.0)
-    places = standing(directory, Snapshot("h", "b", 0.0, 0.0, ()), Facts(), Rules()).places
+    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), QueueFacts(), Rules()).places
     for one in held:
         one.leave()
 
@@ -150,10 +150,10 @@ def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
 
 @pytest.mark.root
 def test_who_only_asks_where_he_would_stand_stands_as_one_too(directory):
-    held: list[Held] = []
-    by([ALICE.pw_uid], lambda uid: held.append(Held(directory, ticket_content(a_ticket()))))
-    facts, mine = Facts(usage={FIRST + 2: 1e6}), a_ticket(FIRST + 1, since=time.time() - 1.0)
-    places = standing(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, Rules(), mine).places
+    held: list[OwnTicket] = []
+    by([ALICE.pw_uid], lambda uid: held.append(OwnTicket(directory, ticket_content(a_ticket()))))
+    facts, mine = QueueFacts(usage={FIRST + 2: 1e6}), a_ticket(FIRST + 1, since=time.time() - 1.0)
+    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, Rules(), mine).places
     held[0].leave()
 
     assert [place.ticket.uid for place in places] == [ALICE.pw_uid, FIRST + 1]
@@ -161,10 +161,10 @@ def test_who_only_asks_where_he_would_stand_stands_as_one_too(directory):
 
 @pytest.mark.root
 def test_what_one_of_his_uids_has_had_puts_the_others_behind_her(directory):
-    held: list[Held] = []
-    by([FIRST + 1, ALICE.pw_uid], lambda uid: held.append(Held(directory, ticket_content(a_ticket()))))
-    facts = Facts(usage={FIRST + 2: 1e6})
-    places = standing(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, Rules()).places
+    held: list[OwnTicket] = []
+    by([FIRST + 1, ALICE.pw_uid], lambda uid: held.append(OwnTicket(directory, ticket_content(a_ticket()))))
+    facts = QueueFacts(usage={FIRST + 2: 1e6})
+    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, Rules()).places
     for one in held:
         one.leave()
 
@@ -182,7 +182,9 @@ def test_all_uids_of_one_user_reserve_as_much_as_one():
 
     assert counts == [True, False, False, False, True]
     wish = a_reservation(FIRST + 9, gpus=1)
-    assert what_if(wish, a_reserved(Judged(crowd[0])), UUIDS).startswith("users may reserve 2 GPUs at a time here")
+    assert what_if(wish, a_reserved(ReservationStatus(crowd[0])), UUIDS).startswith(
+        "users may reserve 2 GPUs at a time here"
+    )
 
 
 def test_one_user_is_planned_and_lifted_as_one():

@@ -19,20 +19,20 @@ from commands import Gpuguard
 from nodes import eventually
 
 from gpuguard import model
-from gpuguard.ancestry import look_up
 from gpuguard.backends import open_backend
-from gpuguard.backends.isolated import open_isolated
-from gpuguard.backends.tape_file import TapeWriter, read_tape
+from gpuguard.backends.client import open_worker
+from gpuguard.backends.recording import TapeWriter, read_tape
+from gpuguard.backtest.backtest import backtest, rehearse
+from gpuguard.backtest.csv_series import people, read_any
+from gpuguard.backtest.recording import pack, unpack, views
+from gpuguard.backtest.unit_tests import accounts
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Gap, Seen
-from gpuguard.policies.engine import Memory, evaluate
-from gpuguard.policies.view import HostUse, View
-from gpuguard.policyfile import parse
-from gpuguard.rehearsals.rehearsal import backtest, rehearse
-from gpuguard.rehearsals.scenario import accounts
-from gpuguard.rehearsals.series_file import people
-from gpuguard.rehearsals.tape import pack, unpack, views
-from gpuguard.rehearsals.tape_series import read_any
+from gpuguard.model import ALL_FIELDS, WHO_FIELDS, Gap, ProcessStat
+from gpuguard.policies.engine import evaluate
+from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.files.loader import parse
+from gpuguard.policies.view import HostUse, RuleView
+from gpuguard.procfs import process_facts
 from gpuguard.watchdog import Watchdog
 
 SECRETS = {
@@ -43,7 +43,7 @@ SECRETS = {
 }  # fmt: skip
 
 
-def a_view(second: int = 0, chance: random.Random | None = None) -> View:
+def a_view(second: int = 0, chance: random.Random | None = None) -> RuleView:
     """Eight devices with forty processes, with everything that can be known of them."""
     chance = chance or random.Random(second)
     devices = []
@@ -78,15 +78,15 @@ def a_view(second: int = 0, chance: random.Random | None = None) -> View:
         topology=((devices[0].uuid, devices[1].uuid, "NVLINK"),),
     )  # fmt: skip
     host = {(5000, 1000.25): HostUse(cpu=99.5 + second, memory=2**30, network=12.0, terminal=SECRETS["terminal"])}
-    return View(
+    return RuleView(
         snapshot,
         host=host,
         groups={4242: frozenset({SECRETS["group"], "users"})},
-        seen={5000: Seen(4700, "R", 1000.25, 17), 5001: None},
+        seen={5000: ProcessStat(4700, "R", 1000.25, 17), 5001: None},
     )
 
 
-def write(path: Path, *seen: View, **options: Any) -> str:
+def write(path: Path, *seen: RuleView, **options: Any) -> str:
     tape = TapeWriter(str(path), {"interval_seconds": 1.0}, **options)
     for view in seen:
         tape.write(pack(view))
@@ -94,7 +94,7 @@ def write(path: Path, *seen: View, **options: Any) -> str:
     return str(path)
 
 
-def recorded(view: View) -> View:
+def recorded(view: RuleView) -> RuleView:
     return replace(view, snapshot=model.replace(view.snapshot, recorded=True))
 
 
@@ -122,7 +122,7 @@ def test_devices_and_processes_that_come_and_go_come_back(tmp_path):
                    for index in range(chance.randrange(1, 5))]  # fmt: skip
         devices[0] = replace(devices[0], processes=chance.choice((None, (), devices[0].processes)),
                              utilization=chance.choice((None, 0.0, 1.0)))  # fmt: skip
-        seen.append(View(a_snapshot(*devices, clock=float(second))))
+        seen.append(RuleView(a_snapshot(*devices, clock=float(second))))
     path = write(tmp_path / "a.rec", *seen)
 
     assert list(views(path)) == [recorded(view) for view in seen]
@@ -159,7 +159,7 @@ def test_a_file_with_a_damaged_byte_never_leads_to_another_error(tmp_path):
             content[chance.randrange(len(content))] = chance.choice((0, 34, 44, 57, 91, 123, 125, 255))
         broken.write_bytes(gzip.compress(bytes(content), 1) if round_ % 2 else bytes(content))
         try:
-            assert all(isinstance(view, View) for view in views(str(broken)))
+            assert all(isinstance(view, RuleView) for view in views(str(broken)))
         except BackendError:
             continue
 
@@ -253,7 +253,7 @@ def test_the_command_says_what_it_has_done_and_the_views_work_on_it(tmp_path):
 
 def test_a_replay_goes_on_with_time_and_brings_the_claims_along(tmp_path):
     path = write(tmp_path / "a.rec", *(a_view(second) for second in range(100)))
-    backend = open_isolated(f"replay:{path}?speed=1000&at=3s")
+    backend = open_worker(f"replay:{path}?speed=1000&at=3s")
     try:
         first = backend.sample(WHO_FIELDS)
         assert 10_003.0 <= first.clock <= 10_099 and first.recorded
@@ -274,11 +274,11 @@ def test_who_shows_the_claims_of_then_and_nobody_of_now(tmp_path):
     claimed = a_device(processes=(mine,), memory_used=GIB, utilization=50.0)
     machine = a_snapshot(claimed, claims=(a_claim_record(claimed, note="then", pid=None),))
     gpuguard = Gpuguard(tmp_path, None)
-    done = gpuguard("who", "--json", "--backend", f"replay:{write(tmp_path / 'a.rec', View(machine))}")
+    done = gpuguard("who", "--json", "--backend", f"replay:{write(tmp_path / 'a.rec', RuleView(machine))}")
     (device,) = json.loads(done.stdout)["devices"]
 
     assert ([claim["note"] for claim in device["claims"]], device["state"]) == (["then"], "in_use")
-    assert look_up(recorded(View(machine)).snapshot) == {}
+    assert process_facts(recorded(RuleView(machine)).snapshot) == {}
 
 
 @pytest.mark.parametrize("spec", ["", "x?speed=0", "x?speed=fast", "x?loop=1", "x?at=10"])
@@ -312,12 +312,12 @@ def test_the_verdicts_on_a_recording_are_those_of_the_dry_run_that_was_recorded(
     file = parse(POLICY, accounts=accounts(uid_of))
     assert file.faults == ()
     seen = [a_view(second) for second in range(120)]
-    memory = Memory()
+    memory = EngineMemory()
     live = [evaluate(view, file.policies, memory, interval=1.0, zone=0.0) for view in seen]
 
     path = write(tmp_path / "a.rec", *seen)
     replayed = []
-    memory = Memory()
+    memory = EngineMemory()
     for view in views(path):
         replayed.append(evaluate(view, file.policies, memory, interval=1.0, zone=0.0))
     assert [one.verdicts for one in replayed] == [one.verdicts for one in live]
@@ -355,11 +355,13 @@ policies:
 def test_nobody_is_touched_because_of_a_recording(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as job:
         try:
-            from gpuguard.backends.processes import described
+            from gpuguard.procfs import described
 
             process = described(a_process(job.pid, memory_used=GIB))
             seen = [
-                View(a_snapshot(a_device(utilization=0.0, processes=(process,), memory_used=GIB), clock=float(clock)))
+                RuleView(
+                    a_snapshot(a_device(utilization=0.0, processes=(process,), memory_used=GIB), clock=float(clock))
+                )
                 for clock in range(100)
             ]
             backend = open_backend(f"replay:{write(tmp_path / 'a.rec', *seen)}?speed=100")

@@ -17,10 +17,10 @@ from commands import Gpuguard
 from nodes import start
 from wrapped import until
 
-from gpuguard.cli import telling
-from gpuguard.cli.telling import Telling, say
+from gpuguard.cli import terminal as telling
+from gpuguard.cli.terminal import WaitProgress, print_notice
 from gpuguard.errors import NotEnoughGpus
-from gpuguard.views.text import display_width
+from gpuguard.sanitize import display_width
 
 MISSING = NotEnoughGpus("wanted 2 GPUs: number 1 of 1 in line, starts now.\n  device 0: busy\nadvice", 2, 0)
 
@@ -40,7 +40,7 @@ def terminal(monkeypatch):
 
 
 def test_a_log_gets_all_reasons_once_and_then_a_line_a_minute(clock, capsys):
-    log = Telling(False)
+    log = WaitProgress(False)
     for _ in range(150):
         log.missing(MISSING)
         clock[0] += 1
@@ -55,7 +55,7 @@ def test_a_log_gets_all_reasons_once_and_then_a_line_a_minute(clock, capsys):
 
 
 def test_a_terminal_has_one_line_a_second_at_most_that_fits_and_goes_away(clock, terminal, capsys):
-    line = Telling(False)
+    line = WaitProgress(False)
     for _ in range(5):
         line.missing(MISSING)
         clock[0] += 0.5
@@ -68,8 +68,8 @@ def test_a_terminal_has_one_line_a_second_at_most_that_fits_and_goes_away(clock,
 
 
 def test_nothing_said_leaves_nothing_to_clean_up(terminal, capsys):
-    Telling(False).done()
-    quiet = Telling(True)
+    WaitProgress(False).done()
+    quiet = WaitProgress(True)
     quiet.missing(MISSING)
     quiet.done()
 
@@ -77,7 +77,7 @@ def test_nothing_said_leaves_nothing_to_clean_up(terminal, capsys):
 
 
 def test_hostile_words_are_neutral_and_wide_ones_fit(terminal, capsys):
-    say("\x1b[2J李小明" * 9, again=True)
+    print_notice("\x1b[2J李小明" * 9, again=True)
 
     shown = capsys.readouterr().err.removeprefix("\r\x1b[K")
     assert shown.isprintable() and 36 <= display_width(shown) <= 37
@@ -85,7 +85,7 @@ def test_hostile_words_are_neutral_and_wide_ones_fit(terminal, capsys):
 
 def test_a_terminal_that_cannot_write_a_line_anew_is_told_as_a_log(clock, terminal, monkeypatch, capsys):
     monkeypatch.setenv("TERM", "dumb")
-    line = Telling(False)
+    line = WaitProgress(False)
     for _ in range(5):
         line.missing(MISSING)
         clock[0] += 1
@@ -95,7 +95,7 @@ def test_a_terminal_that_cannot_write_a_line_anew_is_told_as_a_log(clock, termin
 
 
 def test_in_the_background_nothing_is_written_over_what_somebody_types(clock, terminal, monkeypatch, capsys):
-    line = Telling(False)
+    line = WaitProgress(False)
     line.missing(MISSING)
     monkeypatch.setattr(telling.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)  # Ctrl-Z, bg
     for _ in range(5):
@@ -108,7 +108,7 @@ def test_in_the_background_nothing_is_written_over_what_somebody_types(clock, te
 
 def test_what_begins_in_the_background_is_told_as_in_a_log(clock, terminal, monkeypatch, capsys):
     monkeypatch.setattr(telling.os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
-    Telling(False).missing(MISSING)
+    WaitProgress(False).missing(MISSING)
 
     assert capsys.readouterr().err == f"gpuguard: waiting for 0s: {MISSING}\n"
 
@@ -119,7 +119,7 @@ def test_a_terminal_that_went_away_ends_nothing(monkeypatch, capsys):
 
     monkeypatch.setattr(telling.os, "get_terminal_size", gone)
     monkeypatch.setattr(telling.sys, "stderr", SimpleNamespace(write=gone, flush=lambda: None))
-    say("x", again=True)
+    print_notice("x", again=True)
 
 
 # For real
@@ -211,10 +211,10 @@ def test_a_log_of_a_waiting_run_names_every_device_once(gpuguard, job, tmp_path)
 
 MINUTES = """
 import sys
-from gpuguard.cli import telling
-from gpuguard.line import waiting
+from gpuguard.cli import terminal as telling
+from gpuguard.queue import waiter as waiting
 telling.WAITING_LINE_SECONDS = waiting.OWN_LOOK_SECONDS = 0.2
-from gpuguard.cli.dispatch import run_command_line
+from gpuguard.cli import run_command_line
 sys.exit(run_command_line(sys.argv[1:]))
 """
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from guarded import until
 
-from gpuguard.guards.terminals import write
+from gpuguard.enforcement.actions import write
 
 
 @pytest.mark.terminal

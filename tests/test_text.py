@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpuguard.views.text import display_width, json_text, neutral_command, neutralise, put, shorten, style, table
+from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.views.text import json_text, put, shorten, style, table
 
 HOSTILE = {
     "ANSI escape": ("\x1b[2J", r"\x1b[2J"),

@@ -21,25 +21,25 @@ from hypothesis import strategies as st
 from lines import a_ticket
 from nodes import eventually
 
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import InvalidRequest
-from gpuguard.line import tickets
-from gpuguard.line.order import PRIORITIES, Ticket
-from gpuguard.line.tickets import (
+from gpuguard.lock import someone_waits
+from gpuguard.queue import tickets
+from gpuguard.queue.priority import PRIORITIES, Ticket
+from gpuguard.queue.tickets import (
     MAX_BYTES,
     MOST_UNHEARD,
-    Held,
+    OwnTicket,
     Torn,
     last_sign,
-    mark_served,
     read_tickets,
-    ring,
     ticket_content,
     unheard_since,
+    wake,
     wanted,
     who_waits,
+    write_served,
 )
-from gpuguard.lock import someone_waits
 from gpuguard.request import Request
 
 ME = os.geteuid()
@@ -50,8 +50,8 @@ WAYS = (
 
 
 @pytest.fixture
-def held(directory: LockDirectory) -> Iterator[Held]:
-    ticket = Held(directory, ticket_content(a_ticket(note="hello")))
+def held(directory: LockDirectory) -> Iterator[OwnTicket]:
+    ticket = OwnTicket(directory, ticket_content(a_ticket(note="hello")))
     yield ticket
     ticket.leave()
 
@@ -103,7 +103,7 @@ def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None
         note="é",
         command=("a", "b"),
     )
-    one = Held(directory, ticket_content(before))
+    one = OwnTicket(directory, ticket_content(before))
     ((after,), torn) = read_tickets(directory)
     one.leave()
 
@@ -112,7 +112,7 @@ def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None
     assert replace(after, since=before.since) == replace(before, id=one.id, user=after.user)
 
 
-def test_who_leaves_leaves_nothing_behind(directory: LockDirectory, held: Held) -> None:
+def test_who_leaves_leaves_nothing_behind(directory: LockDirectory, held: OwnTicket) -> None:
     assert someone_waits(directory, ("ticket.",))
     held.leave()
     held.leave()
@@ -124,7 +124,7 @@ def test_who_leaves_leaves_nothing_behind(directory: LockDirectory, held: Held) 
 def test_the_ticket_of_a_process_that_died_is_none_and_is_removed(directory: LockDirectory) -> None:
     reading, writing = os.pipe()
     if not (child := os.fork()):
-        Held(directory, ticket_content(a_ticket()))
+        OwnTicket(directory, ticket_content(a_ticket()))
         os.write(writing, b"x")
         time.sleep(600)
     try:
@@ -140,7 +140,7 @@ def test_the_ticket_of_a_process_that_died_is_none_and_is_removed(directory: Loc
 
 def test_a_request_that_is_too_long_is_refused_and_leaves_nothing(directory: LockDirectory) -> None:
     with pytest.raises(InvalidRequest):
-        Held(directory, {"requests": "x" * MAX_BYTES})
+        OwnTicket(directory, {"requests": "x" * MAX_BYTES})
 
     assert os.listdir(directory.records) == []
 
@@ -154,13 +154,13 @@ def test_without_a_descriptor_left_nothing_stays(directory: LockDirectory) -> No
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + extra, hard))
         try:
             with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
-                Held(directory, ticket_content(a_ticket()))
+                OwnTicket(directory, ticket_content(a_ticket()))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert os.listdir(directory.records) == []
 
 
-def test_nobody_can_have_arrived_in_the_past(directory: LockDirectory, held: Held) -> None:
+def test_nobody_can_have_arrived_in_the_past(directory: LockDirectory, held: OwnTicket) -> None:
     before = read_tickets(directory)[0][0].since
     (path,) = (f"{directory.records}/{name}" for name in os.listdir(directory.records) if name.endswith(".json"))
     os.utime(path, (1.0, 1.0))
@@ -245,7 +245,7 @@ def test_a_ticket_with_a_name_that_is_none_does_not_count(directory: LockDirecto
     assert isinstance(read(directory, content(), place(directory, name)), Torn)
 
 
-def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held: Held, tmp_path: Path) -> None:
+def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held: OwnTicket, tmp_path: Path) -> None:
     (real,) = (f"{directory.records}/{name}" for name in os.listdir(directory.records) if name.endswith(".json"))
     os.symlink(real, place(directory, "link"))
     os.mkfifo(place(directory, "fifo"))
@@ -257,7 +257,7 @@ def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held:
     assert len(torn) == 4
 
 
-def test_a_ticket_with_two_names_does_not_count(directory: LockDirectory, held: Held) -> None:
+def test_a_ticket_with_two_names_does_not_count(directory: LockDirectory, held: OwnTicket) -> None:
     (real,) = (f"{directory.records}/{name}" for name in os.listdir(directory.records) if name.endswith(".json"))
     os.link(real, place(directory, "again"))
 
@@ -274,10 +274,10 @@ def test_a_huge_ticket_is_not_read(directory: LockDirectory) -> None:
     assert (found, [one.reason for one in torn]) == ([], ["it cannot be understood: it is too long"])
 
 
-def test_a_ring_reaches_the_bell(directory: LockDirectory, held: Held) -> None:
+def test_a_ring_reaches_the_bell(directory: LockDirectory, held: OwnTicket) -> None:
     (ticket,) = read_tickets(directory)[0]
     assert unheard_since(directory, ticket) == math.inf
-    ring(directory, [ticket], b".")
+    wake(directory, [ticket], b".")
 
     assert time.time() - 60.0 < unheard_since(directory, ticket) < math.inf
     assert held.hush() == b"."
@@ -285,24 +285,24 @@ def test_a_ring_reaches_the_bell(directory: LockDirectory, held: Held) -> None:
     assert unheard_since(directory, ticket) == math.inf
 
 
-def test_nobody_rings_on_and_on_at_somebody_who_does_not_listen(directory: LockDirectory, held: Held) -> None:
+def test_nobody_rings_on_and_on_at_somebody_who_does_not_listen(directory: LockDirectory, held: OwnTicket) -> None:
     (ticket,) = read_tickets(directory)[0]
     for _ in range(100):
-        ring(directory, [ticket], b".")
+        wake(directory, [ticket], b".")
     since = unheard_since(directory, ticket)
-    ring(directory, [ticket], b".")
+    wake(directory, [ticket], b".")
 
     assert unheard_since(directory, ticket) == since
     assert held.hush() == b"." * MOST_UNHEARD
 
 
-def test_a_bell_that_is_full_holds_up_nobody(directory: LockDirectory, held: Held) -> None:
+def test_a_bell_that_is_full_holds_up_nobody(directory: LockDirectory, held: OwnTicket) -> None:
     (ticket,) = read_tickets(directory)[0]
     bell = os.open(place(directory, held.id.partition(".")[2], kind="bell"), os.O_WRONLY | os.O_NONBLOCK)
     with suppress(BlockingIOError):
         while os.write(bell, b"x" * 4096):
             pass
-    ring(directory, [ticket], b".")
+    wake(directory, [ticket], b".")
     os.close(bell)
 
     assert set(held.hush()) == {ord("x")}
@@ -317,13 +317,13 @@ def test_whoever_has_no_bell_that_is_his_hears_nothing(directory: LockDirectory,
 
     for make in (lambda: os.symlink(victim, bell), lambda: os.mkfifo(bell), lambda: os.link(victim, bell)):
         make()
-        ring(directory, [ticket], b".")
+        wake(directory, [ticket], b".")
         assert unheard_since(directory, ticket) == -math.inf
         os.unlink(bell)
     assert victim.read_text() == "kept"
 
 
-def test_whoever_cleans_up_removes_a_ticket_and_its_owner_sees_it(directory: LockDirectory, held: Held) -> None:
+def test_whoever_cleans_up_removes_a_ticket_and_its_owner_sees_it(directory: LockDirectory, held: OwnTicket) -> None:
     assert held.counts
     for name in os.listdir(directory.records):
         os.unlink(f"{directory.records}/{name}")
@@ -331,7 +331,7 @@ def test_whoever_cleans_up_removes_a_ticket_and_its_owner_sees_it(directory: Loc
     assert not held.counts
 
 
-def test_a_sign_of_life_can_be_seen(directory: LockDirectory, held: Held) -> None:
+def test_a_sign_of_life_can_be_seen(directory: LockDirectory, held: OwnTicket) -> None:
     (ticket,) = read_tickets(directory)[0]
     os.utime(place(directory, held.id.partition(".")[2], kind="bell"), (1.0, 1.0))
     assert last_sign(directory, ticket) == 1.0
@@ -340,16 +340,16 @@ def test_a_sign_of_life_can_be_seen(directory: LockDirectory, held: Held) -> Non
     assert eventually(lambda: last_sign(directory, ticket) > time.time() - 60.0)
 
 
-def test_who_was_served_is_known_to_the_others(directory: LockDirectory, held: Held) -> None:
+def test_who_was_served_is_known_to_the_others(directory: LockDirectory, held: OwnTicket) -> None:
     assert read_tickets(directory)[0][0].served is None
-    mark_served(directory)
+    write_served(directory)
 
     assert abs((read_tickets(directory)[0][0].served or 0.0) - time.time()) < 60.0
 
 
 def test_what_a_user_wants_is_the_sum_of_his_requests(directory):
     assert wanted(who_waits(directory)) == {}
-    held = [Held(directory, ticket_content(a_ticket(gpus=gpus))) for gpus in (2, 3)]
+    held = [OwnTicket(directory, ticket_content(a_ticket(gpus=gpus))) for gpus in (2, 3)]
     found = wanted(who_waits(directory))
     for ticket in held:
         ticket.leave()
@@ -358,7 +358,7 @@ def test_what_a_user_wants_is_the_sum_of_his_requests(directory):
 
 
 def test_a_ticket_that_asks_for_more_than_there_can_be_counts_for_no_more(directory):
-    held = Held(directory, ticket_content(a_ticket(gpus=2**62)))
+    held = OwnTicket(directory, ticket_content(a_ticket(gpus=2**62)))
     found = wanted(who_waits(directory))
     held.leave()
 

@@ -18,10 +18,10 @@ from booked import a_reservation
 from lines import a_ticket
 from users import ALICE, BOB
 
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
-from gpuguard.line import reservefiles, tickets
-from gpuguard.line.standing import listens
-from gpuguard.line.tickets import Held, mark_served, read_tickets, ring, ticket_content, unheard_since
+from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.queue import reservation_store, tickets
+from gpuguard.queue.state import has_waker
+from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, unheard_since, wake, write_served
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 
@@ -63,8 +63,8 @@ def as_user(user: pwd.struct_passwd, what: Callable[[], object], *, stays: bool 
 @pytest.fixture
 def alice(directory: LockDirectory) -> Iterator[int]:
     """pid of a process of alice that waits in line."""
-    kept: list[Held] = []
-    child = as_user(ALICE, lambda: kept.append(Held(directory, ticket_content(a_ticket()))), stays=True)
+    kept: list[OwnTicket] = []
+    child = as_user(ALICE, lambda: kept.append(OwnTicket(directory, ticket_content(a_ticket()))), stays=True)
     yield child
     os.kill(child, 9)
     os.waitpid(child, 0)
@@ -81,7 +81,7 @@ def test_everybody_sees_whose_a_ticket_is(directory: LockDirectory, alice: int) 
 def test_a_stranger_can_ring_but_neither_listen_nor_remove(directory: LockDirectory, alice: int) -> None:
     def tries() -> None:
         (ticket,) = read_tickets(directory)[0]
-        ring(directory, [ticket], b".")
+        wake(directory, [ticket], b".")
         assert unheard_since(directory, ticket) > 0
         for name in os.listdir(directory.records):
             with pytest.raises(PermissionError):
@@ -94,7 +94,7 @@ def test_a_stranger_can_ring_but_neither_listen_nor_remove(directory: LockDirect
 
 def test_a_ticket_in_the_name_of_a_stranger_does_not_count(directory: LockDirectory) -> None:
     def forge() -> None:
-        own = Held(directory, ticket_content(a_ticket()))
+        own = OwnTicket(directory, ticket_content(a_ticket()))
         os.rename(own._ticket, own._ticket.replace(f".{BOB.pw_uid}.", f".{ALICE.pw_uid}."))
         found, torn = read_tickets(directory)
         assert (found, [(one.uid, one.reason) for one in torn]) == (
@@ -111,7 +111,7 @@ def test_a_stranger_with_the_number_of_somebody_elses_ticket_does_not_stand_in_h
     (hers,) = read_tickets(directory)[0]
 
     def copy() -> None:
-        own = Held(directory, ticket_content(a_ticket()))
+        own = OwnTicket(directory, ticket_content(a_ticket()))
         os.rename(own._ticket, f"{directory.records}/ticket.{BOB.pw_uid}.{hers.id.rpartition('.')[2]}.json")
         found, _ = read_tickets(directory)
         assert len(found) == len({one.id for one in found}) == 2
@@ -123,8 +123,10 @@ def test_any_number_of_tickets_of_one_user_costs_the_others_a_bounded_time(
     directory: LockDirectory, alice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tickets, "MOST_OF_ONE", 3)
-    kept: list[Held] = []
-    child = as_user(BOB, lambda: kept.extend(Held(directory, ticket_content(a_ticket())) for _ in range(7)), stays=True)
+    kept: list[OwnTicket] = []
+    child = as_user(
+        BOB, lambda: kept.extend(OwnTicket(directory, ticket_content(a_ticket())) for _ in range(7)), stays=True
+    )
     found, torn = read_tickets(directory)
     os.kill(child, 9)
     os.waitpid(child, 0)
@@ -137,12 +139,12 @@ def test_any_number_of_tickets_of_one_user_costs_the_others_a_bounded_time(
 def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(
     directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservefiles, "MOST_OF_ONE", 3)
+    monkeypatch.setattr(reservation_store, "MOST_OF_ONE", 3)
     now = time.time()
-    as_user(BOB, lambda: [reservefiles.write(directory, a_reservation(BOB.pw_uid)) for _ in range(7)])
+    as_user(BOB, lambda: [reservation_store.write(directory, a_reservation(BOB.pw_uid)) for _ in range(7)])
     for _ in range(5):
-        reservefiles.write(directory, a_reservation(ALICE.pw_uid))
-    found, torn, _ = reservefiles.read(directory, now)
+        reservation_store.write(directory, a_reservation(ALICE.pw_uid))
+    found, torn, _ = reservation_store.read(directory, now)
 
     assert Counter(one.maker for one in found) == {0: 5, BOB.pw_uid: 3}, "root may have any number"
     assert [(one.uid, one.id) for one in torn] == [(BOB.pw_uid, "4 more")]
@@ -152,7 +154,7 @@ def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(
     directory: LockDirectory, alice: int
 ) -> None:
     (ticket,) = read_tickets(directory)[0]
-    assert listens(directory, ticket)
+    assert has_waker(directory, ticket)
     (name,) = (name for name in os.listdir(directory.records) if name.endswith(".json"))
     os.kill(alice, 9)
     # Whoever opened the file before can lock it now: the kernel does not mind whose it is.
@@ -167,7 +169,7 @@ def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(
     os.close(ghost)
 
     assert [one.id for one in found] == [ticket.id]
-    assert not listens(directory, ticket)
+    assert not has_waker(directory, ticket)
 
 
 def test_a_mark_of_having_been_served_that_somebody_else_made_does_not_count(
@@ -176,6 +178,6 @@ def test_a_mark_of_having_been_served_that_somebody_else_made_does_not_count(
     as_user(BOB, lambda: Path(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}").touch())
     assert read_tickets(directory)[0][0].served is None
     os.unlink(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}")
-    as_user(ALICE, lambda: mark_served(directory))
+    as_user(ALICE, lambda: write_served(directory))
 
     assert read_tickets(directory)[0][0].served is not None

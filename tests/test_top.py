@@ -10,10 +10,10 @@ from builders import GIB, a_device, a_process, a_snapshot
 from guarded import Listing, somebody, started
 from top_scenes import a_scene, an_orphan
 
-from gpuguard.actions import Outcome
-from gpuguard.byhand import Hand, signal_process
+from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.enforcement.limits import ActionLimits
+from gpuguard.enforcement.signals import Hand, signal_process
 from gpuguard.errors import DriverUnresponsive
-from gpuguard.guards.ledger import Ledger
 from gpuguard.users import user_name
 
 pytest.importorskip("textual")
@@ -21,8 +21,8 @@ pytest.importorskip("textual")
 from textual.widgets import Input
 from top_stage import ALICE, DEVICES, played
 
-from gpuguard.views.top_app import Looked
-from gpuguard.views.top_board import Board
+from gpuguard.top.app import Sampled
+from gpuguard.top.page import Board
 
 
 def test_the_screen_shows_the_page_and_follows_the_machine():
@@ -135,7 +135,7 @@ def test_a_new_size_is_a_new_page():
 
 
 def test_a_driver_that_hangs_is_told_while_the_keys_still_work(monkeypatch):
-    monkeypatch.setattr("gpuguard.views.top_app.SILENT", 0.2)
+    monkeypatch.setattr("gpuguard.top.app.SILENT", 0.2)
 
     async def play(stage):
         stage.feed.answers.clear()
@@ -172,9 +172,9 @@ def test_an_error_of_the_driver_is_shown_and_passes():
 def test_a_look_that_ends_while_the_screen_is_taken_down_is_not_shown():
     async def play(stage):
         await stage.app.screen_stack[0].query("#foot").remove()
-        stage.app.on_looked(Looked(a_scene(DEVICES[1])))
+        stage.app.on_looked(Sampled(a_scene(DEVICES[1])))
         await stage.app.screen_stack[0].query(Board).remove()
-        stage.app.on_looked(Looked(a_scene(DEVICES[0])))
+        stage.app.on_looked(Sampled(a_scene(DEVICES[0])))
 
         assert stage.app.scene.snapshot.devices == a_scene(DEVICES[0]).snapshot.devices
 
@@ -260,7 +260,7 @@ def test_a_real_process_is_ended_after_the_question():
     with an_orphan(somebody()) as child:
         own = a_process(child.pid, start_time=started(child.pid), uid=somebody() or os.getuid(), user="alice")
         machine, events = Listing(a_device(0, processes=(own,), memory_used=20 * GIB)), []
-        hand = Hand(machine, lambda event: events.append(event.outcome) or True, Ledger())
+        hand = Hand(machine, lambda event: events.append(event.outcome) or True, ActionLimits())
 
         async def play(stage):
             stage.feed.sends = lambda *words: signal_process(hand, *words)
@@ -276,7 +276,7 @@ def test_a_real_process_is_ended_after_the_question():
 
 def test_a_refusal_is_said_with_its_reason():
     async def play(stage):
-        stage.feed.sends = lambda *words: Outcome("refused", "it belongs to \x1b[1malice", 10)
+        stage.feed.sends = lambda *words: ActionOutcome("refused", "it belongs to \x1b[1malice", 10)
         await stage.press("down", "x", "k", "y")
         await stage.until(lambda: "not done: kill pid 10: refused: it belongs to \\x1b[1malice" in stage.words("#foot"))
 

@@ -19,19 +19,18 @@ from fake_nvml import FakeNvml
 from nodes import a_user, change, eventually, start
 from nvml_child import answer_of
 
-from gpuguard.backends import node, node_file, simulated
-from gpuguard.cli import top_rota
-from gpuguard.cli.dispatch import run_command_line
+from gpuguard.backends import simulated, simulated_node
+from gpuguard.cli import run_command_line, top_feed
 from gpuguard.cli.top import visible_devices
-from gpuguard.cli.top_feed import Feed, site_rules
+from gpuguard.cli.top_feed import SceneFeed, site_rules
+from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import DriverUnresponsive
-from gpuguard.guards.identity import Protected
 from gpuguard.model import HEALTH, POWER, WHO_FIELDS, Gap
-from gpuguard.views.top_scene import Thresholds
+from gpuguard.top.scene import Thresholds
 
 _SILENT = ("name", "memory_total", "memory_used", "temperature", "power_draw", "compute_mode")
 COUNTED = """
-from gpuguard.cli import top_rota
+from gpuguard.cli import top_feed as top_rota
 backend, before, answer = nvml.open(), None, []
 for look in range(21):
     fake.reset_calls()
@@ -72,20 +71,20 @@ def test_a_refresh_of_8_devices_with_5_processes_each_takes_at_most_72_driver_ca
 
 def test_power_temperature_and_health_of_each_device_take_turns_and_the_first_look_reads_all():
     before = a_snapshot(*[a_device(index) for index in range(6)])
-    turns = [top_rota.turn(look, before) for look in range(4)]
+    turns = [top_feed.due_devices(look, before) for look in range(4)]
 
-    assert top_rota.groups(None) == WHO_FIELDS
-    assert top_rota.groups(before).isdisjoint({POWER, HEALTH})
+    assert top_feed.groups(None) == WHO_FIELDS
+    assert top_feed.groups(before).isdisjoint({POWER, HEALTH})
     assert sorted(uuid for turn in turns for uuid in turn) == [device.uuid for device in before.devices]
-    assert top_rota.turn(4, before) == turns[0]
+    assert top_feed.due_devices(4, before) == turns[0]
 
 
 def test_the_instances_of_a_divided_device_are_looked_for_every_time():
     parent = a_device(0, mig_mode=True)
     before = a_snapshot(parent, a_mig_instance(parent))
 
-    assert HEALTH in top_rota.groups(before)
-    assert [top_rota.turn(look, before) for look in range(2)] == [[parent.uuid], []]
+    assert HEALTH in top_feed.groups(before)
+    assert [top_feed.due_devices(look, before) for look in range(2)] == [[parent.uuid], []]
 
 
 def test_a_turn_changes_what_it_has_read_and_nothing_else():
@@ -94,7 +93,7 @@ def test_a_turn_changes_what_it_has_read_and_nothing_else():
     )
     blank = replace(a_device(0), **dict.fromkeys(("name", "memory_total", "memory_used", "processes", "temperature")))
     more = a_snapshot(replace(blank, power_draw=400.0), gaps=(Gap(a_device(0).uuid, "temperature", "no"),))
-    now = top_rota.refreshed(before, more)
+    now = top_feed.refreshed(before, more)
 
     assert [device.power_draw for device in now.devices] == [400.0, 300.0]
     assert now.devices[0] == replace(before.devices[0], power_draw=400.0, temperature=None)
@@ -103,7 +102,7 @@ def test_a_turn_changes_what_it_has_read_and_nothing_else():
 
 def test_a_device_that_was_lost_before_its_turn_has_nothing_but_its_name():
     lost = replace(a_device(0), **dict.fromkeys(_SILENT), problems=("lost",))
-    now = top_rota.refreshed(a_snapshot(a_device(0)), a_snapshot(lost))
+    now = top_feed.refreshed(a_snapshot(a_device(0)), a_snapshot(lost))
 
     assert (now.devices[0].name, now.devices[0].memory_used, now.devices[0].problems) == (
         "NVIDIA H100 80GB HBM3", None, ("lost",),
@@ -117,8 +116,8 @@ def test_what_was_not_read_this_time_is_as_it_was():
     now = a_snapshot(
         a_device(0, name=None, temperature=None, power_draw=400.0, problems=None, memory_used=GIB), driver_version=None
     )
-    read = top_rota.EVERY_TIME | {POWER}
-    merged = top_rota.merged(before, now, read)
+    read = top_feed.EVERY_TIME | {POWER}
+    merged = top_feed.merged(before, now, read)
     (device,) = merged.devices
 
     assert (device.name, device.temperature, device.power_draw, device.problems) == (
@@ -129,14 +128,14 @@ def test_what_was_not_read_this_time_is_as_it_was():
 
 def test_a_value_that_could_not_be_read_this_time_is_not_taken_from_before():
     now = a_snapshot(a_device(0, power_draw=None))
-    merged = top_rota.merged(a_snapshot(a_device(0, power_draw=300.0)), now, top_rota.EVERY_TIME | {POWER})
+    merged = top_feed.merged(a_snapshot(a_device(0, power_draw=300.0)), now, top_feed.EVERY_TIME | {POWER})
 
     assert merged.devices[0].power_draw is None
 
 
 def test_of_a_device_that_is_lost_nothing_but_its_name_is_kept():
     lost = replace(a_device(0), **dict.fromkeys(_SILENT), problems=("lost",))
-    merged = top_rota.merged(a_snapshot(a_device(0)), a_snapshot(lost), top_rota.EVERY_TIME | {POWER})
+    merged = top_feed.merged(a_snapshot(a_device(0)), a_snapshot(lost), top_feed.EVERY_TIME | {POWER})
 
     assert (merged.devices[0].name, merged.devices[0].temperature) == ("NVIDIA H100 80GB HBM3", None)
     assert merged.devices[0].problems == ("lost",)
@@ -153,13 +152,13 @@ def place(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     path = simulated.directory()
     clock = time.clock_gettime(time.CLOCK_BOOTTIME)
-    node_file.create(path, lambda: node.new_node("4xH100-80GB", path, clock), replace=True)
+    simulated_node.create(path, lambda: simulated_node.new_node("4xH100-80GB", path, clock), replace=True)
     return str(tmp_path / "node")
 
 
 def a_feed(backend):
     args = argparse.Namespace(backend="simulated", dir=None, fresh=False, tree=True)
-    return Feed(args, lambda: backend)
+    return SceneFeed(args, lambda: backend)
 
 
 def test_a_scene_has_processes_with_what_they_do_beside_the_gpu_and_their_ancestors(place):

@@ -12,11 +12,10 @@ from top_scenes import a_scene, colours, page_of, texts
 
 from gpuguard.model import Gap
 from gpuguard.policies.view import HostUse
-from gpuguard.views.text import display_width
-from gpuguard.views.top_history import KEPT, History
-from gpuguard.views.top_page import title
-from gpuguard.views.top_processes import moved, rows_of
-from gpuguard.views.top_scene import MODES, SORTS, Ancestor, Thresholds, View, Waits
+from gpuguard.sanitize import display_width
+from gpuguard.top.page import title
+from gpuguard.top.processes import moved, rows_of
+from gpuguard.top.scene import KEPT, MODES, SORTS, Ancestor, History, ScreenView, Thresholds, Waits
 
 HOT = {"temperature_slowdown": 90.0}
 
@@ -178,7 +177,7 @@ def test_a_memory_sum_with_an_unknown_part_is_unknown():
 def test_every_order_can_be_turned_round_and_the_unknown_comes_last(sort, reverse):
     nobody = a_process(30, user=None, utilization=None, memory_used=None, start_time=None)
     scene = a_scene(a_device(processes=(*TWO, nobody)))
-    pids = [row.pid for row in rows_of(scene, View(sort=sort, reverse=reverse))]
+    pids = [row.pid for row in rows_of(scene, ScreenView(sort=sort, reverse=reverse))]
 
     assert sorted(pids) == [10, 20, 30]
     if sort in ("memory", "time"):
@@ -205,7 +204,7 @@ def test_filters_let_through_what_they_name(view, pids):
     desktop = a_process(30, kind="graphics", user="carol", memory_used=1)
     scene = a_scene(a_device(processes=(*TWO, desktop)))
 
-    assert [row.pid for row in rows_of(scene, View(**view)) if row.pid != 30 or "text" not in view] == pids
+    assert [row.pid for row in rows_of(scene, ScreenView(**view)) if row.pid != 30 or "text" not in view] == pids
 
 
 def test_with_a_filter_for_users_other_people_s_devices_are_not_shown():
@@ -242,11 +241,11 @@ def test_a_tree_of_pids_that_go_round_in_circles_ends():
 def test_the_cursor_stays_within_the_processes():
     rows = [(10, 1.0), (20, 2.0)]
 
-    assert moved(rows, View(), 1).selected == (10, 1.0)
-    assert moved(rows, View(selected=(10, 1.0)), 5).selected == (20, 2.0)
-    assert moved(rows, View(selected=(10, 1.0)), -5).selected == (10, 1.0)
-    assert moved(rows, View(selected=(99, 9.0)), -1).selected == (20, 2.0)
-    assert moved([], View(selected=(10, 1.0)), 1).selected is None
+    assert moved(rows, ScreenView(), 1).selected == (10, 1.0)
+    assert moved(rows, ScreenView(selected=(10, 1.0)), 5).selected == (20, 2.0)
+    assert moved(rows, ScreenView(selected=(10, 1.0)), -5).selected == (10, 1.0)
+    assert moved(rows, ScreenView(selected=(99, 9.0)), -1).selected == (20, 2.0)
+    assert moved([], ScreenView(selected=(10, 1.0)), 1).selected is None
 
 
 # People, the line, what is not known.
@@ -270,10 +269,10 @@ def test_gaps_are_named():
 def test_the_title_says_which_machine_it_is_and_how_old_the_daemons_look_is():
     scene = a_scene(a_device(), age=4.0)
 
-    assert title(scene, View(), 120, 3.0).text.startswith("node1  1 GPU, driver 550.54.15, ")
-    assert "seen by the daemon 7s ago" in title(scene, View(), 120, 3.0).text
+    assert title(scene, ScreenView(), 120, 3.0).text.startswith("node1  1 GPU, driver 550.54.15, ")
+    assert "seen by the daemon 7s ago" in title(scene, ScreenView(), 120, 3.0).text
     recorded = replace(scene, snapshot=replace(scene.snapshot, recorded=True))
-    assert title(recorded, View(), 120).text.startswith("RECORDED node1")
+    assert title(recorded, ScreenView(), 120).text.startswith("RECORDED node1")
 
 
 # Text of strangers, widths, history.
@@ -296,7 +295,7 @@ def test_whatever_strangers_write_each_line_has_its_width_and_moves_no_cursor(
     waiting = (Waits(user, 1, 0.0, note, name),)
     scene = a_scene(device, claims=[a_claim_record(device, user=user, note=note)], ancestors=ancestors, waiting=waiting)
     lines = [
-        title(scene, View(text=note), width),
+        title(scene, ScreenView(text=note), width),
         *page_of(scene, width, height, mode=mode, tree=tree, ascii_only=ascii_only),
     ]
 

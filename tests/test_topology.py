@@ -9,9 +9,9 @@ from builders import GIB, a_device, a_mig_instance, a_process, a_snapshot, a_uui
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuguard import topology
-from gpuguard.select import Request, choose
-from gpuguard.topology import LEVELS, best_connected
+from gpuguard import select as topology
+from gpuguard.request import Request
+from gpuguard.select import LEVELS, best_connected, choose
 
 
 def pairs(count, level):

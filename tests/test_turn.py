@@ -10,14 +10,14 @@ import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from lines import a_ticket
 
+from gpuguard.eligibility import Refusal
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
-from gpuguard.line.booking import Booking, clock_text
-from gpuguard.line.order import Rules
-from gpuguard.line.plan import Place
-from gpuguard.line.standing import Facts, Standing
-from gpuguard.line.turn import Turn, in_words, new_ticket, promised
+from gpuguard.queue.backfill import QueuePosition
+from gpuguard.queue.calendar import DeviceReservations, clock_text
+from gpuguard.queue.explain import QueueAnswer, in_words, new_ticket, promised
+from gpuguard.queue.priority import Rules
+from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.request import Request
-from gpuguard.select import Refusal
 
 NOW = 1_700_000_000.0
 HOUR = 3600.0
@@ -26,18 +26,18 @@ FIRST, SECOND = (device.uuid for device in DEVICES)
 ONE = Request()
 
 
-def a_place(name="mine", number=1, start=None, way=ONE, devices=(FIRST,), ways=(ONE,), **fields) -> Place:
+def a_place(name="mine", number=1, start=None, way=ONE, devices=(FIRST,), ways=(ONE,), **fields) -> QueuePosition:
     more = {key: fields.pop(key) for key in ("after", "time_limit", "user") if key in fields}
     ticket = replace(a_ticket(id=name, ways=ways), **more)
     in_order = fields.pop("in_order", start)
-    return Place(ticket, number, start, in_order, request=way, devices=devices, **fields)
+    return QueuePosition(ticket, number, start, in_order, request=way, devices=devices, **fields)
 
 
-def a_line(*places: Place, **fields) -> Standing:
-    return Standing(places, (), a_snapshot(*DEVICES), Facts(**fields), NOW)
+def a_line(*places: QueuePosition, **fields) -> QueueState:
+    return QueueState(places, (), a_snapshot(*DEVICES), QueueFacts(**fields), NOW)
 
 
-def said(place: Place, *before: Place, **fields) -> str:
+def said(place: QueuePosition, *before: QueuePosition, **fields) -> str:
     return in_words(place, a_line(*before, place, **fields))
 
 
@@ -72,8 +72,8 @@ def test_what_would_delay_a_request_before_it():
     ],
 )
 def test_what_would_delay_a_reservation(begins, limit, start, text):
-    booking = Booking("r", 7, "eve", 1, NOW + begins, NOW + 2 * HOUR, (FIRST,))
-    another = Booking("q", 8, "zoe", 1, NOW, NOW + HOUR, (SECOND,))
+    booking = DeviceReservations("r", 7, "eve", 1, NOW + begins, NOW + 2 * HOUR, (FIRST,))
+    another = DeviceReservations("q", 8, "zoe", 1, NOW, NOW + HOUR, (SECOND,))
     place = a_place(passes="r", time_limit=limit, start=None if start is None else NOW + start)
     when = text.format(begins=clock_text(booking.begins, NOW), ends=clock_text(booking.ends, NOW))
 
@@ -102,7 +102,7 @@ def test_the_last_device_to_be_free_and_what_says_so(claim, text):
 
 
 def test_a_start_at_the_end_of_a_reservation_is_said_so():
-    booking = Booking("r", 7, "eve", 1, NOW - HOUR, NOW + HOUR, (FIRST,))
+    booking = DeviceReservations("r", 7, "eve", 1, NOW - HOUR, NOW + HOUR, (FIRST,))
     until = clock_text(booking.ends, NOW)
 
     assert said(a_place(start=NOW + HOUR), bookings=(booking,)) == (
@@ -146,8 +146,8 @@ def test_whose_turn_it_is_takes_the_way_that_is_planned_and_more_only_where_nobo
     few, many = Request(num_gpus=1, max_gpus=4), Request(num_gpus=2, max_gpus=8)
     mine = a_place(now=True, ways=(few, many), way=many)
 
-    assert Turn(a_line(mine), mine, (few, many)).ways == (many,)
-    (way,) = Turn(a_line(mine, a_place("other")), mine, (few, many)).ways
+    assert QueueAnswer(a_line(mine), mine, (few, many)).ways == (many,)
+    (way,) = QueueAnswer(a_line(mine, a_place("other")), mine, (few, many)).ways
     assert (way.num_gpus, way.max_gpus) == (2, None)
 
 
@@ -162,7 +162,7 @@ def test_whose_turn_it_is_takes_the_way_that_is_planned_and_more_only_where_nobo
     ],
 )
 def test_whose_turn_it_is_not_waits_or_never_starts(place, later, impossible):
-    turn = Turn(a_line(*[place] * bool(place)), place, (ONE,))
+    turn = QueueAnswer(a_line(*[place] * bool(place)), place, (ONE,))
 
     assert (turn.is_later, turn.is_impossible) == (later, impossible)
     assert turn.ways == ((ONE,) if place and place.now else ())
@@ -171,24 +171,28 @@ def test_whose_turn_it_is_not_waits_or_never_starts(place, later, impossible):
 def test_what_others_may_take_now_is_kept_from_him():
     mine, other = a_place(), a_place("other", now=True, user="bob", devices=(SECOND,))
 
-    assert Turn(a_line(other, mine), mine, (ONE,)).kept == {SECOND: "about to be claimed by bob, who waited for it"}
-    assert Turn(a_line(other, mine), None, (ONE,)).kept == {}
+    assert QueueAnswer(a_line(other, mine), mine, (ONE,)).kept == {
+        SECOND: "about to be claimed by bob, who waited for it"
+    }
+    assert QueueAnswer(a_line(other, mine), None, (ONE,)).kept == {}
 
 
 def test_an_error_says_the_place_and_the_prospects_and_what_it_said_before():
     mine = a_place(number=2, start=NOW + HOUR, ways=(Request(num_gpus=2),))
-    turn = Turn(a_line(a_place("other", devices=()), mine), mine, (ONE,))
+    turn = QueueAnswer(a_line(a_place("other", devices=()), mine), mine, (ONE,))
 
     refused = (Refusal(DEVICES[0], ()),)
     error = turn.explained(NotEnoughGpus("wanted 2.\n  device 0: busy", 2, 1, refused))
     assert str(error) == "wanted 2 GPUs: number 2 of 2 in line, starts in about 1h.\n  device 0: busy"
     assert (error.wanted, error.available, error.refused) == (2, 1, refused)
-    assert str(Turn(turn.line, turn.line.places[0], (ONE,)).explained(error)).startswith("wanted 1 GPU: number 1")
+    assert str(QueueAnswer(turn.line, turn.line.places[0], (ONE,)).explained(error)).startswith(
+        "wanted 1 GPU: number 1"
+    )
 
 
 def test_who_has_no_place_is_given_no_number():
     denied = a_place(after="its user may make no claim now")
-    error = Turn(a_line(denied), denied, (ONE,)).explained(NotEnoughGpus("wanted 1.", 1, 0, ()))
+    error = QueueAnswer(a_line(denied), denied, (ONE,)).explained(NotEnoughGpus("wanted 1.", 1, 0, ()))
 
     assert str(error) == "wanted 1 GPU: not in line yet: its user may make no claim now."
 
@@ -203,14 +207,16 @@ def test_who_has_no_place_is_given_no_number():
 def test_who_has_not_joined_is_told_what_his_place_would_be_if_he_could(after, text):
     mine = a_place("", start=NOW + HOUR, after=after)
 
-    assert str(Turn(a_line(mine), mine, (ONE,)).explained(NotEnoughGpus("wanted 1."))) == f"wanted 1 GPU: {text}."
+    assert (
+        str(QueueAnswer(a_line(mine), mine, (ONE,)).explained(NotEnoughGpus("wanted 1."))) == f"wanted 1 GPU: {text}."
+    )
 
 
 def test_an_error_that_waiting_cannot_help_stays_what_it_is():
     never, error = ImpossibleRequest("never"), NotEnoughGpus("not now")
 
-    assert Turn(a_line(a_place()), a_place(), (ONE,)).explained(never) is never
-    assert Turn(a_line(), None, (ONE,)).explained(error) is error
+    assert QueueAnswer(a_line(a_place()), a_place(), (ONE,)).explained(never) is never
+    assert QueueAnswer(a_line(), None, (ONE,)).explained(error) is error
 
 
 def test_whoever_joins_is_promised_a_quarter_of_the_wait_more_than_planned():

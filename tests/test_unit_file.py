@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from sources import ROOT
 
-from gpuguard.cli.dispatch import build_parser
+from gpuguard.cli import build_parser
 from gpuguard.cli.setup import tmpfiles_lines
-from gpuguard.usage.consult import MACHINE_STATE
+from gpuguard.history.queries import MACHINE_STATE
 
 UNIT = ROOT / "packaging" / "gpuguard.service"
 EXPOSURE_AT_MOST = 2.2  # 10 is worst, 9.6 is a service without any of these settings

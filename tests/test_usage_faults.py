@@ -17,9 +17,10 @@ from nodes import eventually
 from stores import ALICE, FIRST, a_fork, a_sample, a_slot, at, fill, held
 
 from gpuguard.errors import GpuguardError
-from gpuguard.usage import consult as usage
-from gpuguard.usage import storefile
-from gpuguard.usage.consult import SLOTS, consult
+from gpuguard.history import queries as usage
+from gpuguard.history import store
+from gpuguard.history.queries import query_store
+from gpuguard.history.schema import SLOTS
 
 KILLS = 50
 
@@ -31,11 +32,11 @@ def path(tmp_path: Path) -> str:
 
 def write_on(path: str, first: int, written: Any, pause: float) -> None:
     """Write slots until killed; *written* counts them."""
-    connection = storefile.opened(path, check=False)
+    connection = store.opened(path, check=False)
     for number in itertools.count(first):
-        storefile.write(connection, {number: a_slot()}, a_sample(0.0).devices)
+        store.write(connection, {number: a_slot()}, a_sample(0.0).devices)
         written.value = number + 1 - first
-        storefile.settle(connection)
+        store.settle(connection)
         time.sleep(pause)
 
 
@@ -68,7 +69,7 @@ def test_a_writer_that_is_killed_at_any_moment_loses_at_most_its_last_slot(path)
             width: (10.0 * min(slots, kept),) * 2 for width, kept in SLOTS.items()
         }
         done = slots
-    storefile.opened(path, check=True).close()
+    store.opened(path, check=True).close()
     assert unfinished, "no kill came between a write and the end of it"
 
 
@@ -87,47 +88,47 @@ def test_readers_see_whole_writes_while_the_daemon_writes(path):
 def test_a_file_that_is_being_written_all_the_time_is_an_error_and_no_guess(path, monkeypatch):
     fill(path, [FIRST])
     count = itertools.count()
-    monkeypatch.setattr(usage, "_look", lambda path: usage._Look((next(count),), None))
+    monkeypatch.setattr(usage, "_open_view", lambda path: usage._StoreView((next(count),), None))
     monkeypatch.setattr(usage, "READ_PAUSE", 0.0)
     with pytest.raises(GpuguardError, match="being written all the time"):
-        consult(path, lambda each: each.gpu_seconds({10.0}))
+        query_store(path, lambda each: each.gpu_seconds({10.0}))
 
 
 def test_uids_without_a_name_take_the_room_of_nobody_who_has_one(path, monkeypatch):
     # Of 65536 uids in a user namespace each may have a ticket, and a claim.
-    monkeypatch.setattr(storefile, "MOST_NUMBERS", 600)
-    monkeypatch.setattr(storefile, "user_name", lambda uid: "alice" if uid == ALICE else str(uid), raising=False)
+    monkeypatch.setattr(store, "MOST_NUMBERS", 600)
+    monkeypatch.setattr(store, "user_name", lambda uid: "alice" if uid == ALICE else str(uid), raising=False)
     uuid = a_sample(0.0).devices[0].uuid
-    connection = storefile.opened(path, check=False)
+    connection = store.opened(path, check=False)
     for number in range(5):
         slot = a_slot(uid=ALICE)
         crowd = range(100_000 + 1000 * number, 101_000 + 1000 * number)
         slot.waiting |= dict.fromkeys([ALICE, *crowd], (10_000.0, 10.0))
         slot.users |= dict.fromkeys([(uid, uuid) for uid in crowd], slot.users[ALICE, uuid])
-        storefile.write(connection, {FIRST + number: slot}, a_sample(0.0).devices)
-        storefile.settle(connection)
+        store.write(connection, {FIRST + number: slot}, a_sample(0.0).devices)
+        store.settle(connection)
     connection.close()
 
-    totals = consult(path, lambda usage: usage.totals("user", at(0), at(5)), at(5))
-    waiting = consult(path, lambda usage: usage.waiting(at(0), at(5)), at(5))
+    totals = query_store(path, lambda usage: usage.totals("user", at(0), at(5)), at(5))
+    waiting = query_store(path, lambda usage: usage.waiting(at(0), at(5)), at(5))
     assert next(each.claimed for each in totals if each.uid == ALICE) == 50.0
     assert next(each.waiting for each in waiting if each.uid == ALICE) == 50.0
     assert len(totals) + len(waiting) <= 300 + 2
 
 
 def test_the_uids_of_one_slot_are_bounded_and_whoever_has_a_name_is_among_them(path, monkeypatch):
-    monkeypatch.setattr(storefile, "user_name", lambda uid: "alice" if uid == ALICE else str(uid), raising=False)
+    monkeypatch.setattr(store, "user_name", lambda uid: "alice" if uid == ALICE else str(uid), raising=False)
     slot = a_slot(uid=99)
     slot.waiting |= dict.fromkeys([*range(100_000, 110_000), ALICE], (10_000.0, 10.0))
-    connection = storefile.opened(path, check=False)
-    storefile.write(connection, {FIRST: slot}, a_sample(0.0).devices)
-    storefile.settle(connection)
+    connection = store.opened(path, check=False)
+    store.write(connection, {FIRST: slot}, a_sample(0.0).devices)
+    store.settle(connection)
     connection.close()
 
-    waiting = consult(path, lambda usage: usage.waiting(at(0), at(1)), at(1))
-    assert len(waiting) <= storefile.MOST_NAMELESS + 1
+    waiting = query_store(path, lambda usage: usage.waiting(at(0), at(1)), at(1))
+    assert len(waiting) <= store.MOST_NAMELESS + 1
     assert ALICE in {each.uid for each in waiting}
-    assert [each.uid for each in consult(path, lambda usage: usage.totals("user", at(0), at(1)), at(1))] == [99]
+    assert [each.uid for each in query_store(path, lambda usage: usage.totals("user", at(0), at(1)), at(1))] == [99]
 
 
 @pytest.mark.parametrize("damage", ["short", "torn", "noise", "text"])
@@ -143,13 +144,13 @@ def test_a_damaged_store_is_found_and_set_aside(path, damage):
     }[damage]
     Path(path).write_bytes(spoiled)
     with pytest.raises(sqlite3.DatabaseError) as raised:
-        storefile.opened(path, check=True)
-    name = storefile.set_aside(path)
+        store.opened(path, check=True)
+    name = store.set_aside(path)
 
     assert raised.type is sqlite3.DatabaseError
     assert Path(name).read_bytes() == spoiled
     with pytest.raises(GpuguardError, match="no usage store"):
-        consult(path, lambda each: None)
+        query_store(path, lambda each: None)
 
 
 def test_a_damaged_store_is_no_answer(path):
@@ -157,7 +158,7 @@ def test_a_damaged_store_is_no_answer(path):
     os.truncate(path, 30_000)
 
     with pytest.raises(GpuguardError, match="the daemon sets it aside"):
-        consult(path, lambda each: each.totals("user", at(0), at(400)), at(400))
+        query_store(path, lambda each: each.totals("user", at(0), at(400)), at(400))
 
 
 def test_two_damaged_stores_have_two_names(path):
@@ -165,7 +166,7 @@ def test_two_damaged_stores_have_two_names(path):
     for _ in range(3):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         Path(path).write_bytes(b"x")
-        names.add(storefile.set_aside(path))
+        names.add(store.set_aside(path))
 
     assert len(names) == 3
     assert all(os.path.exists(name) for name in names)

@@ -15,11 +15,11 @@ from lines import a_ticket
 from nodes import eventually
 from stores import fill
 
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.daemon import NEVER_FIRES
-from gpuguard.line.tickets import Held, ticket_content
-from gpuguard.usage.consult import consult
-from gpuguard.usage.tally import WIDTH
+from gpuguard.claims.directory import lock_directory
+from gpuguard.daemon.service import NEVER_FIRES
+from gpuguard.history.queries import query_store
+from gpuguard.history.schema import WIDTH
+from gpuguard.queue.tickets import OwnTicket, ticket_content
 
 QUOTA = """
 version: 1
@@ -57,7 +57,7 @@ def a_claim(daemon: DaemonUnderTest) -> Iterator[None]:
 
 def claimed(daemon: DaemonUnderTest) -> float:
     """What the store has of him."""
-    found = consult(f"{daemon.place}/claims/usage.db", lambda usage: usage.gpu_seconds({3600.0}))
+    found = query_store(f"{daemon.place}/claims/usage.db", lambda usage: usage.gpu_seconds({3600.0}))
     return found.get(SOMEBODY, {}).get(3600.0, 0.0)
 
 
@@ -94,7 +94,7 @@ def test_what_was_used_is_known_to_everybody_after_a_clean_end(tmp_path):
         devices = []
 
         def seen() -> bool:
-            devices[:] = consult(f"{tmp_path}/claims/usage.db", lambda usage: usage.devices(0.0, usage.now + 1))
+            devices[:] = query_store(f"{tmp_path}/claims/usage.db", lambda usage: usage.devices(0.0, usage.now + 1))
             return bool(devices)
 
         assert eventually(seen, 30.0), "10 s slots are written when they are complete"
@@ -110,14 +110,14 @@ def test_what_was_used_is_known_to_everybody_after_a_clean_end(tmp_path):
 def test_who_waits_in_line_is_known_to_everybody(tmp_path):
     with a_daemon(tmp_path) as daemon:
         assert eventually(lambda: daemon.state()["snapshot"]["clock"] > 0)
-        ticket = Held(lock_directory(f"{tmp_path}/claims"), ticket_content(a_ticket(gpus=3)))
+        ticket = OwnTicket(lock_directory(f"{tmp_path}/claims"), ticket_content(a_ticket(gpus=3)))
         try:
             assert eventually(lambda: daemon.state()["snapshot"]["clock"] > time.clock_gettime(time.CLOCK_BOOTTIME) - 1)
             time.sleep(2.5)  # some intervals, of which the time is what is counted
         finally:
             ticket.leave()
         daemon.end()
-    found = consult(f"{tmp_path}/claims/usage.db", lambda usage: usage.waiting(0.0, usage.now + 900))
+    found = query_store(f"{tmp_path}/claims/usage.db", lambda usage: usage.waiting(0.0, usage.now + 900))
 
     assert [one.uid for one in found] == [os.geteuid()]
     assert found[0].wanted >= found[0].waiting > 0

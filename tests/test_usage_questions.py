@@ -12,12 +12,10 @@ import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
 from stores import ALICE, FIRST, a_busy_snapshot, a_sample, at, fill, held
 
+from gpuguard.history import queries, store
+from gpuguard.history.queries import Point, Waited, query_store
+from gpuguard.history.schema import NOBODY_KNOWS, SLOTS, Slot, holdings, rates_of, rows
 from gpuguard.model import Snapshot
-from gpuguard.usage import questions, storefile
-from gpuguard.usage.consult import SLOTS, consult
-from gpuguard.usage.questions import Point, Waited
-from gpuguard.usage.tables import holdings, rows
-from gpuguard.usage.tally import NOBODY_KNOWS, Slot, rates_of
 
 BOB = 1002
 
@@ -34,9 +32,9 @@ def test_a_store_of_400_days_fits_into_40_megabytes(path, per_device):
     8 devices that 36 users use all the time, three of whom wait; written in pieces, as the daemon does, since rows that
     grow leave room in their pages.
     """
-    chance, connection = random.Random(1), storefile.opened(path, check=False)
+    chance, connection = random.Random(1), store.opened(path, check=False)
     connection.execute("PRAGMA synchronous = OFF")
-    storefile.settle(connection)
+    store.settle(connection)
     empty = os.path.getsize(path)
     waiting: dict[int, tuple[float, ...]] = {20000 + number: (1000.0, 2.0) for number in range(3)}
     for quarter in range(480):
@@ -45,8 +43,8 @@ def test_a_store_of_400_days_fits_into_40_megabytes(path, per_device):
         for piece in range(0, 90, 30):
             slot = Slot()
             slot.add(rates, 300.0)
-            storefile.write(connection, {FIRST + 90 * quarter + piece: slot}, ())
-    storefile.settle(connection)
+            store.write(connection, {FIRST + 90 * quarter + piece: slot}, ())
+    store.settle(connection)
     connection.close()
     kept = sum(slots for slots, _, _ in held(path, at(90 * 480)).values())
 
@@ -61,7 +59,7 @@ def test_a_value_that_is_kept_in_coarse_units_is_exact_enough(path):
     assert device.memory_used is not None
 
     def series(metric: str) -> list[Point]:
-        return consult(path, lambda each: each.series(device.uuid, metric, at(0), at(90)), at(90 * 200))
+        return query_store(path, lambda each: each.series(device.uuid, metric, at(0), at(90)), at(90 * 200))
 
     for metric, value in (("memory_used_mib", device.memory_used / 2**20), ("power_draw_watts", device.power_draw)):
         (point,) = series(metric)
@@ -72,35 +70,35 @@ def test_a_value_that_is_kept_in_coarse_units_is_exact_enough(path):
 
 def fill_with(path: str, before: Snapshot, now: Snapshot, slots: int = 1, **fields: Any) -> None:
     """So many slots of what is between these two samples."""
-    connection = storefile.opened(path, check=False)
+    connection = store.opened(path, check=False)
     rates = rates_of(before, now)
     vars(rates).update(fields)
     for number in range(slots):
         slot = Slot()
         slot.add(rates, 10.0)
-        storefile.write(connection, {FIRST + number: slot}, now.devices)
-    storefile.settle(connection)
+        store.write(connection, {FIRST + number: slot}, now.devices)
+    store.settle(connection)
     connection.close()
 
 
 def test_who_waits_is_kept_and_who_wanted_most_comes_first(path):
     before, now = a_sample(0.0), a_sample(10.0)
     fill_with(path, before, now, 6, waiting={ALICE: (1000.0, 2.0), BOB: (1000.0, 8.0), NOBODY_KNOWS: (500.0, 0.0)})
-    found = consult(path, lambda each: each.waiting(at(0), at(6)), at(6))
+    found = query_store(path, lambda each: each.waiting(at(0), at(6)), at(6))
 
     assert found == [Waited(BOB, 60, 480), Waited(ALICE, 60, 120), Waited(None, 30, 0)]
 
 
 def test_what_nobody_watched_is_not_watched(path):
     fill(path, [*range(FIRST, FIRST + 30), *range(FIRST + 60, FIRST + 90)])
-    watch = consult(path, lambda each: each.watched(at(-90), at(90)), at(90))
+    watch = query_store(path, lambda each: each.watched(at(-90), at(90)), at(90))
 
     assert (watch.seen, watch.store_begins) == (600, at(0))
 
 
 def test_an_empty_store_begins_nowhere(path):
-    storefile.opened(path, check=True).close()
-    watch = consult(path, lambda each: each.watched(at(0), at(90)), at(90))
+    store.opened(path, check=True).close()
+    watch = query_store(path, lambda each: each.watched(at(0), at(90)), at(90))
 
     assert (watch.seen, watch.store_begins) == (0, None)
 
@@ -128,7 +126,7 @@ def with_energy(*uids: int, joules: float | None = 3000.0) -> tuple[Snapshot, Sn
 def test_energy_is_divided_among_those_who_had_the_device(path, uids, joules, expected):
     fill_with(path, *with_energy(*uids, joules=joules))
 
-    assert consult(path, lambda each: each.energy(at(0), at(1)), at(1)) == expected
+    assert query_store(path, lambda each: each.energy(at(0), at(1)), at(1)) == expected
 
 
 def test_who_has_a_device_for_half_a_slot_gets_half_of_its_energy(path):
@@ -136,8 +134,8 @@ def test_who_has_a_device_for_half_a_slot_gets_half_of_its_energy(path):
     fill_with(path, *with_energy(), slots=90)
     now = at(90 * 200)  # by now only quarters of an hour are left
 
-    found = consult(path, lambda each: each.energy(at(0), at(90)), now)
-    (device,) = consult(path, lambda each: each.devices(at(0), at(90)), now)
+    found = query_store(path, lambda each: each.energy(at(0), at(90)), now)
+    (device,) = query_store(path, lambda each: each.devices(at(0), at(90)), now)
     assert (device.energy, device.seen) == (135 * 3000, 1350)
     assert found[ALICE] == pytest.approx(135 * 3000 * 450 / 1350)
 
@@ -145,7 +143,7 @@ def test_who_has_a_device_for_half_a_slot_gets_half_of_its_energy(path):
 @pytest.mark.parametrize("query", [holdings(900), rows("users", 900), rows("devices", 900), rows("waiting", 900)])
 def test_a_question_about_some_days_does_not_look_through_400(path, query):
     """Without the right index the energy of a week took 8 s of a full store, with it 0.04 s."""
-    connection = storefile.opened(path, check=True)
+    connection = store.opened(path, check=True)
     plan = [detail for *_, detail in connection.execute(f"EXPLAIN QUERY PLAN {query}", (0, 1))]
     connection.close()
 
@@ -155,14 +153,14 @@ def test_a_question_about_some_days_does_not_look_through_400(path, query):
 
 def test_a_device_is_known_by_the_index_that_it_had_last(path):
     def indexes() -> dict[str, int | None]:
-        return {one.device: one.index for one in consult(path, lambda each: each.devices(at(0), at(9)), at(9))}
+        return {one.device: one.index for one in query_store(path, lambda each: each.devices(at(0), at(9)), at(9))}
 
     first, second = a_device(0), a_device(1)
     for number, devices in enumerate(((first, second), (replace(first, index=1), replace(second, index=0)), (second,))):
-        connection = storefile.opened(path, check=False)
+        connection = store.opened(path, check=False)
         slot = Slot()
         slot.add(rates_of(*(a_snapshot(first, second, clock=clock, taken_at=clock) for clock in (0.0, 10.0))), 10.0)
-        storefile.write(connection, {FIRST + number: slot}, devices)
+        store.write(connection, {FIRST + number: slot}, devices)
         connection.close()
         assert (
             indexes()
@@ -175,13 +173,13 @@ def test_a_device_is_known_by_the_index_that_it_had_last(path):
 
 
 def test_numbers_of_what_no_row_tells_any_more_are_given_again(path, monkeypatch):
-    monkeypatch.setattr(storefile, "MOST_NUMBERS", 4)
-    monkeypatch.setattr(storefile, "user_name", lambda uid: f"user {uid}")
+    monkeypatch.setattr(store, "MOST_NUMBERS", 4)
+    monkeypatch.setattr(store, "user_name", lambda uid: f"user {uid}")
     small = {10: 2, 60: 2, 900: 2}
-    monkeypatch.setattr(questions, "SLOTS", small)
-    monkeypatch.setattr(storefile, "SLOTS", small)
+    monkeypatch.setattr(queries, "SLOTS", small)
+    monkeypatch.setattr(store, "SLOTS", small)
     for number in range(12):
         fill(path, [FIRST + 90 * number], uid=2000 + number)
-    newest = consult(path, lambda each: each.totals("user", at(90 * 10), at(90 * 12)), at(90 * 12))
+    newest = query_store(path, lambda each: each.totals("user", at(90 * 10), at(90 * 12)), at(90 * 12))
 
     assert {(one.uid, one.claimed) for one in newest} == {(2010, 10), (2011, 10)}

@@ -18,17 +18,17 @@ import pytest
 from builders import a_device, a_uuid
 from stores import ALICE, FIRST, FORK, a_fork, a_slot, at, fill, held
 
-from gpuguard.claims.lockfiles import ADMIN_DIRECTORY, LockDirectory
+from gpuguard.claims.directory import ADMIN_DIRECTORY, LockDirectory
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.usage import consult as usage
-from gpuguard.usage import questions, storefile
-from gpuguard.usage.consult import SLOTS, consult, store_path
-from gpuguard.usage.tally import DEVICE_COLUMNS, Slot
+from gpuguard.history import queries, store
+from gpuguard.history import queries as usage
+from gpuguard.history.queries import query_store, store_path
+from gpuguard.history.schema import DEVICE_COLUMNS, SLOTS, Slot
 
 OPEN = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0.1).execute('SELECT * FROM devices').fetchall()"
 ASK = """
 import sys
-from gpuguard.usage.consult import consult
+from gpuguard.history.queries import query_store as consult
 print(consult(sys.argv[1], lambda usage: usage.gpu_seconds({3600.0}), float(sys.argv[2])))
 """
 
@@ -41,9 +41,9 @@ def path(tmp_path: Path) -> str:
 def test_what_was_written_is_read_again(path):
     fill(path, range(FIRST, FIRST + 180))
 
-    (total,) = consult(path, lambda each: each.totals("user", at(0), at(180)), at(180))
-    points = consult(path, lambda each: each.series(a_uuid(0), "temperature_celsius", at(0), at(180)), at(180))
-    (device,) = consult(path, lambda each: each.devices(at(0), at(180)), at(180))
+    (total,) = query_store(path, lambda each: each.totals("user", at(0), at(180)), at(180))
+    points = query_store(path, lambda each: each.series(a_uuid(0), "temperature_celsius", at(0), at(180)), at(180))
+    (device,) = query_store(path, lambda each: each.devices(at(0), at(180)), at(180))
     assert (total.uid, total.claimed, total.used, total.idle, total.unclaimed) == (ALICE, 1800, 1800, 0, 0)
     assert [(point.time, point.seconds, point.known, point.mean, point.highest) for point in points] == [
         (at(number), 10, 10, 60, 60) for number in range(180)
@@ -55,20 +55,20 @@ def test_what_was_written_is_read_again(path):
 @pytest.mark.parametrize(("by", "count"), [("user", 1), ("device", 1), ("user and device", 1), ("group", 2)])
 def test_totals_by(path, by, count):
     fill(path, [FIRST])
-    found = consult(path, lambda each: each.totals(by, at(0), at(1), {ALICE: {"lab", "staff"}}), at(1))
+    found = query_store(path, lambda each: each.totals(by, at(0), at(1), {ALICE: {"lab", "staff"}}), at(1))
 
     assert [(one.claimed, one.unknown) for one in found] == [(10, 0)] * count
 
 
-@pytest.mark.parametrize("metric", questions.METRICS)
+@pytest.mark.parametrize("metric", queries.METRICS)
 def test_a_value_that_was_never_known_is_none(path, metric):
-    connection = storefile.opened(path, check=True)
+    connection = store.opened(path, check=True)
     row = tuple(None if name.endswith("_max") else 10_000.0 * name.endswith("_ms") for name in DEVICE_COLUMNS)
     slot = Slot()
     slot.devices[a_uuid(0)] = row
-    storefile.write(connection, {FIRST: slot}, ())
+    store.write(connection, {FIRST: slot}, ())
     connection.close()
-    (point,) = consult(path, lambda each: each.series(a_uuid(0), metric, at(0), at(1)), at(1))
+    (point,) = query_store(path, lambda each: each.series(a_uuid(0), metric, at(0), at(1)), at(1))
 
     assert (point.known, point.mean, point.highest) == (0, None, None)
 
@@ -76,12 +76,12 @@ def test_a_value_that_was_never_known_is_none(path, metric):
 def test_a_metric_that_does_not_exist_is_refused(path):
     fill(path, [FIRST])
     with pytest.raises(InvalidRequest, match="There are utilization_percent, memory_used_mib"):
-        consult(path, lambda each: each.series(a_uuid(0), "memory", 0.0, 1.0))
+        query_store(path, lambda each: each.series(a_uuid(0), "memory", 0.0, 1.0))
 
 
 def test_a_window_counts_what_was_claimed_in_it(path):
     fill(path, [FIRST, FIRST + 90, FIRST + 179])
-    found = consult(path, lambda each: each.gpu_seconds({10.0, 900.0, 1800.0, 86400.0}), at(180))
+    found = query_store(path, lambda each: each.gpu_seconds({10.0, 900.0, 1800.0, 86400.0}), at(180))
 
     assert found == {ALICE: {10.0: 10, 900.0: 20, 1800.0: 30, 86400.0: 30}}
 
@@ -89,22 +89,22 @@ def test_a_window_counts_what_was_claimed_in_it(path):
 def test_use_of_a_half_life_ago_counts_half(path):
     day = 8640
     fill(path, [FIRST, FIRST + day, FIRST + 2 * day])
-    found = consult(path, lambda each: each.decayed(86400.0), at(2 * day + 1))
+    found = query_store(path, lambda each: each.decayed(86400.0), at(2 * day + 1))
 
     assert found[ALICE] == pytest.approx(10 + 5 + 2.5, rel=0.02)
 
 
 def test_what_lies_in_the_future_is_not_counted(path):
     fill(path, [FIRST, FIRST + 500])
-    found = consult(path, lambda each: (each.gpu_seconds({3600.0}), each.decayed(3600.0)), at(1))
+    found = query_store(path, lambda each: (each.gpu_seconds({3600.0}), each.decayed(3600.0)), at(1))
 
     assert (found[0], round(found[1][ALICE])) == ({ALICE: {3600.0: 10}}, 10)
 
 
 def test_a_slot_that_was_written_in_two_parts_is_their_sum(path):
     for seconds in (4.0, 6.0):
-        connection = storefile.opened(path, check=True)
-        storefile.write(connection, {FIRST: a_slot(seconds)}, ())
+        connection = store.opened(path, check=True)
+        store.write(connection, {FIRST: a_slot(seconds)}, ())
         connection.close()
 
     assert held(path, at(1)) == dict.fromkeys(SLOTS, (1, 10, 10))
@@ -112,8 +112,8 @@ def test_a_slot_that_was_written_in_two_parts_is_their_sum(path):
 
 def test_old_slots_make_room_for_new_ones(path, monkeypatch):
     small = {10: 20, 60: 10, 900: 4}
-    monkeypatch.setattr(questions, "SLOTS", small)
-    monkeypatch.setattr(storefile, "SLOTS", small)
+    monkeypatch.setattr(queries, "SLOTS", small)
+    monkeypatch.setattr(store, "SLOTS", small)
     fill(path, range(FIRST, FIRST + 1000), together=7)
     size = os.path.getsize(path)
     fill(path, range(FIRST + 1000, FIRST + 2000), together=7)
@@ -132,7 +132,7 @@ def test_a_clock_that_is_wrong_for_a_while_does_not_empty_the_store(path):
 
 
 def test_the_store_never_grows_beyond_its_limit(path, monkeypatch):
-    monkeypatch.setattr(storefile, "MOST_BYTES", 200_000)
+    monkeypatch.setattr(store, "MOST_BYTES", 200_000)
     fill(path, range(FIRST, FIRST + 90 * 4000, 90), together=40)
 
     assert os.path.getsize(path) < 250_000
@@ -146,8 +146,8 @@ def test_everybody_may_read_and_nobody_else_may_write(path, monkeypatch):
     old = os.umask(0o077)
     try:
         fill(path, [FIRST])
-        connection = storefile.opened(path, check=True)
-        storefile.write(connection, {FIRST + 1: a_slot()}, ())
+        connection = store.opened(path, check=True)
+        store.write(connection, {FIRST + 1: a_slot()}, ())
     finally:
         os.umask(old)
     modes = {
@@ -161,9 +161,9 @@ def test_everybody_may_read_and_nobody_else_may_write(path, monkeypatch):
 
 @pytest.mark.root
 def test_another_user_reads_while_the_daemon_writes_and_when_it_has_ended(everybodys, path):
-    connection = storefile.opened(everybodys, check=True)
-    storefile.write(connection, {FIRST: a_slot()}, ())
-    storefile.settle(connection)
+    connection = store.opened(everybodys, check=True)
+    store.write(connection, {FIRST: a_slot()}, ())
+    store.settle(connection)
     while_it_runs = as_nobody(ASK, everybodys, str(at(1)))
     connection.close()
     afterwards = as_nobody(ASK, everybodys, str(at(1)))
@@ -206,7 +206,7 @@ def as_nobody(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     source = os.path.dirname(os.path.dirname(os.path.abspath(usage.__file__)))
     begin = (
         f"import os, sys; sys.path.insert(0, {source!r})\n"
-        "import gpuguard.usage.consult, shutil, sqlite3, tempfile, urllib.parse\n"
+        "import gpuguard.history.queries, shutil, sqlite3, tempfile, urllib.parse\n"
         "os.setgroups([]); os.setresgid(20001, 20001, 20001); os.setresuid(20001, 20001, 20001)\n"
     )
     return subprocess.run(
@@ -216,8 +216,8 @@ def as_nobody(program: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 def stop_in_the_middle(path: str, written: Any) -> None:
     """Write, and be killed before the journal was moved into the file."""
-    connection = storefile.opened(path, check=True)
-    storefile.write(connection, {FIRST: a_slot()}, ())
+    connection = store.opened(path, check=True)
+    store.write(connection, {FIRST: a_slot()}, ())
     written.set()
     time.sleep(600)
 
@@ -241,9 +241,9 @@ def locking(path: str, user: int | None = None) -> Iterator[None]:
 
 
 def test_another_process_cannot_open_it_as_a_database_while_the_daemon_has_it(path):
-    connection = storefile.opened(path, check=True)
+    connection = store.opened(path, check=True)
     done = subprocess.run([sys.executable, "-c", OPEN, path], capture_output=True, text=True, check=False)
-    storefile.write(connection, {FIRST: a_slot()}, ())
+    store.write(connection, {FIRST: a_slot()}, ())
     connection.close()
 
     assert "database is locked" in done.stderr
@@ -252,11 +252,11 @@ def test_another_process_cannot_open_it_as_a_database_while_the_daemon_has_it(pa
 
 def test_two_daemons_do_not_write_the_same_store(path):
     os.makedirs(os.path.dirname(path))
-    first = storefile.lock(path)
+    first = store.lock(path)
     with pytest.raises(GpuguardError, match=r"another daemon writes it.*GPUGUARD_STATE_DIR"):
-        storefile.lock(path)
+        store.lock(path)
     os.close(first)
-    os.close(storefile.lock(path))
+    os.close(store.lock(path))
 
 
 @pytest.mark.root
@@ -271,7 +271,7 @@ def test_a_store_that_one_may_not_read_is_an_error_with_advice(everybodys):
 
 def test_without_a_store_it_says_who_makes_one(path):
     with pytest.raises(GpuguardError, match=r"no usage store at .*`gpuguard daemon` makes it"):
-        consult(path, lambda each: None)
+        query_store(path, lambda each: None)
 
 
 @pytest.mark.root
@@ -280,11 +280,13 @@ def test_a_store_that_somebody_else_made_is_not_believed(path):
     os.chown(path, 20001, 20001)
 
     with pytest.raises(GpuguardError, match="not a file of the daemon's alone"):
-        consult(path, lambda each: None)
+        query_store(path, lambda each: None)
     with pytest.raises(GpuguardError, match="not a file of ours alone"):
-        storefile.opened(path, check=True)
+        store.opened(path, check=True)
     os.chown(os.path.dirname(path), 20001, 20001)
-    assert consult(path, lambda each: each.gpu_seconds({3600.0}), at(1)), "root gave the directory to the daemon's user"
+    assert query_store(path, lambda each: each.gpu_seconds({3600.0}), at(1)), (
+        "root gave the directory to the daemon's user"
+    )
 
 
 @pytest.mark.parametrize("version", [3, 99])
@@ -296,9 +298,9 @@ def test_a_store_of_a_later_version_is_left_alone(path, version):
     before = Path(path).read_bytes()
 
     with pytest.raises(GpuguardError, match=f"another version of gpuguard .{version}"):
-        storefile.opened(path, check=True)
+        store.opened(path, check=True)
     with pytest.raises(GpuguardError, match=f"another version of gpuguard .{version}"):
-        consult(path, lambda each: None)
+        query_store(path, lambda each: None)
     assert Path(path).read_bytes() == before
 
 
@@ -308,7 +310,7 @@ def test_another_program_s_database_is_left_alone(path):
         connection.execute("CREATE TABLE photos (x)")
     connection.close()
     with pytest.raises(GpuguardError, match="no usage store"):
-        storefile.opened(path, check=True)
+        store.opened(path, check=True)
 
 
 def test_a_store_of_an_earlier_version_is_no_answer_and_says_what_becomes_of_it(path):
@@ -317,10 +319,10 @@ def test_a_store_of_an_earlier_version_is_no_answer_and_says_what_becomes_of_it(
         connection.execute("PRAGMA user_version = 1")
     connection.close()
 
-    with pytest.raises(storefile.Outdated, match="version 1 of its tables"):
-        storefile.opened(path, check=True)
+    with pytest.raises(store.Outdated, match="version 1 of its tables"):
+        store.opened(path, check=True)
     with pytest.raises(GpuguardError, match=r"another version of gpuguard .1, .* sets it aside at its next start"):
-        consult(path, lambda each: None)
+        query_store(path, lambda each: None)
 
 
 def with_no_tables_yet(path: str) -> None:
@@ -333,13 +335,13 @@ def with_no_tables_yet(path: str) -> None:
 def test_a_store_that_is_just_being_made_is_waited_for_and_is_of_no_other_version(path, begun, monkeypatch):
     os.makedirs(os.path.dirname(path))
     begun(path)
-    monkeypatch.setattr("gpuguard.usage.consult.READ_PAUSE", 0.001)
+    monkeypatch.setattr("gpuguard.history.queries.READ_PAUSE", 0.001)
     with pytest.raises(GpuguardError, match=r"nothing is in it\.  Try again in a minute; .* start the daemon anew"):
-        consult(path, lambda each: None)
+        query_store(path, lambda each: None)
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", lambda seconds: pauses.append(seconds) or fill(path, [FIRST]))
 
-    assert consult(path, lambda each: each.gpu_seconds({3600.0}), at(1)) == {1001: {3600.0: 10.0}}
+    assert query_store(path, lambda each: each.gpu_seconds({3600.0}), at(1)) == {1001: {3600.0: 10.0}}
     assert pauses == [0.001]
 
 

@@ -14,10 +14,9 @@ from chances import THE_SAME
 from stores import fill
 
 from gpuguard.errors import GpuguardError
-from gpuguard.usage.consult import consult
-from gpuguard.usage.questions import METRICS, Usage
-from gpuguard.usage.report import gathered
-from gpuguard.usage.tally import WIDTH
+from gpuguard.history.queries import METRICS, Usage, query_store
+from gpuguard.history.report import gathered
+from gpuguard.history.schema import WIDTH
 from gpuguard.views import report as texts
 from gpuguard.views.report_page import to_html
 
@@ -63,7 +62,7 @@ def everything(usage: Usage):
 def read(path: str) -> str | None:
     """What is said of it; None: it was answered."""
     try:
-        reports = consult(path, everything, NOW)
+        reports = query_store(path, everything, NOW)
     except GpuguardError as error:
         return str(error)
     for report in reports:
@@ -118,4 +117,4 @@ def test_what_is_in_a_sum_is_in_no_quota_without_an_end(path, tmp_path):
     assert changed(path, copy, "users_10s", "used_ticks", float("inf"))
 
     with pytest.raises(GpuguardError, match="damaged"):
-        consult(str(copy), lambda usage: usage.gpu_seconds((3600.0,)), NOW)
+        query_store(str(copy), lambda usage: usage.gpu_seconds((3600.0,)), NOW)

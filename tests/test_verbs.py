@@ -19,15 +19,15 @@ from daemons import a_daemon
 from guarded import SOMEBODY, Listing
 from nodes import eventually, remove
 
-from gpuguard.claims.lockfiles import lock_directory, open_lock
+from gpuguard.claims.directory import lock_directory, open_lock
 from gpuguard.claims.records import locked_devices, probe
+from gpuguard.claims.restrictions import DENIED, QUARANTINED, read_restrictions
+from gpuguard.daemon import requests
+from gpuguard.daemon.exemptions import Exemptions
+from gpuguard.daemon.requests import ADMINISTRATION, VERBS, RequestHandlers, handle
 from gpuguard.errors import GpuguardError
-from gpuguard.marks import DENIED, QUARANTINED, read_marks
 from gpuguard.model import Event, Subject
-from gpuguard.policies.outlook import Outlook
-from gpuguard.services import verbs
-from gpuguard.services.keeping import Keeping
-from gpuguard.services.verbs import ADMINISTRATION, VERBS, Desk, answer
+from gpuguard.policies.engine import PolicyStatus
 
 root = pytest.mark.root
 ANOTHER = SOMEBODY + 1
@@ -44,10 +44,12 @@ class Hall:
             os.close(open_lock(self.directory, uuid))
         self.events: list[Event] = []
         self.writable, self.reloaded, self.stale = True, 0, 0.0
-        self.outlook: tuple[Outlook, ...] = ()
-        keeping = Keeping(self.directory, lambda kept: None, lambda: self.machine.devices, self.append)
+        self.outlook: tuple[PolicyStatus, ...] = ()
+        keeping = Exemptions(self.directory, lambda kept: None, lambda: self.machine.devices, self.append)
         looks = self.snapshot, lambda: 10.0, lambda: self.outlook
-        self.desk = Desk(self.directory, keeping, *looks, self.append, self.reload, f"{place}/policy.yaml", True)
+        self.desk = RequestHandlers(
+            self.directory, keeping, *looks, self.append, self.reload, f"{place}/policy.yaml", True
+        )
 
     def snapshot(self) -> Any:
         found = self.machine.sample((), None)
@@ -61,7 +63,7 @@ class Hall:
         self.reloaded += 1
 
     def asks(self, asker: int, **request: Any) -> Any:
-        return answer(self.desk, asker, request)
+        return handle(self.desk, asker, request)
 
     def locked(self) -> int:
         return len(locked_devices(self.directory, self.uuids))
@@ -155,9 +157,9 @@ def test_a_flood_of_requests_is_stopped_after_ten_a_minute(hall, holder):
 # --- status -------------------------------------------------------------------------------------------------------
 
 
-def an_outlook(uid: int, **fields: Any) -> Outlook:
+def an_outlook(uid: int, **fields: Any) -> PolicyStatus:
     facts = {"policy": "idle", "since": 100.0, "last": "warn", "next": "terminate", "due": 200.0, "enforce": True}
-    return Outlook(subject=Subject("process", "GPU-A", 7, 1.0, uid, user="x"), **{**facts, **fields})
+    return PolicyStatus(subject=Subject("process", "GPU-A", 7, 1.0, uid, user="x"), **{**facts, **fields})
 
 
 def test_everybody_sees_what_stands_against_him_and_nobody_else(hall):
@@ -197,19 +199,19 @@ def test_the_machine_is_roots_alone(hall, verb):
     with pytest.raises(GpuguardError, match="only root"):
         hall.asks(SOMEBODY, do=verb, uid=SOMEBODY, device="0", for_seconds=60)
 
-    assert hall.reloaded == 0 and read_marks(hall.directory, DENIED, 0.0) == {}
+    assert hall.reloaded == 0 and read_restrictions(hall.directory, DENIED, 0.0) == {}
 
 
 def test_root_denies_quarantines_and_ends_that(hall):
     me = os.geteuid()
     hall.asks(me, do="deny", uid=SOMEBODY, for_seconds=60, reason="ask first")
     hall.asks(me, do="quarantine", device="1")
-    denied, out = read_marks(hall.directory, DENIED, 0.0), read_marks(hall.directory, QUARANTINED, 0.0)
+    denied, out = read_restrictions(hall.directory, DENIED, 0.0), read_restrictions(hall.directory, QUARANTINED, 0.0)
     hall.asks(me, do="deny", uid=SOMEBODY, end=True)
     ended = hall.asks(me, do="quarantine", device="1", end=True)
 
     assert (denied[str(SOMEBODY)].reason, list(out), ended["ended"]) == ("ask first", [hall.uuids[1]], 1)
-    assert read_marks(hall.directory, DENIED, 0.0) == read_marks(hall.directory, QUARANTINED, 0.0) == {}
+    assert read_restrictions(hall.directory, DENIED, 0.0) == read_restrictions(hall.directory, QUARANTINED, 0.0) == {}
     assert [event.outcome for event in hall.events] == ["denied", "quarantined", "ended", "ended"]
 
 
@@ -226,9 +228,9 @@ def test_root_denies_quarantines_and_ends_that(hall):
 )  # fmt: skip
 def test_a_request_that_makes_no_sense_changes_nothing(hall, request_):
     with pytest.raises(GpuguardError):
-        answer(hall.desk, os.geteuid(), request_)
+        handle(hall.desk, os.geteuid(), request_)
 
-    assert read_marks(hall.directory, DENIED, 0.0) == read_marks(hall.directory, QUARANTINED, 0.0) == {}
+    assert read_restrictions(hall.directory, DENIED, 0.0) == read_restrictions(hall.directory, QUARANTINED, 0.0) == {}
 
 
 def test_reload_says_what_is_wrong_with_the_file(hall):
@@ -241,7 +243,7 @@ def test_reload_says_what_is_wrong_with_the_file(hall):
 
 
 def test_every_request_of_the_docstring_is_in_the_table():
-    assert all(name in (verbs.__doc__ or "") for name in VERBS) and set(VERBS) > ADMINISTRATION
+    assert all(name in (requests.__doc__ or "") for name in VERBS) and set(VERBS) > ADMINISTRATION
 
 
 # --- a real daemon ------------------------------------------------------------------------------------------------
@@ -291,7 +293,7 @@ def test_without_a_daemon_the_commands_say_so(tmp_path):
 # Where the kernel does not lend the owner his own files (Yama), the daemon does it for him.
 FORBIDDEN = """
 import sys
-from gpuguard.claims import releasing
+from gpuguard.claims import release as releasing
 def refuse(pidfd, number):
     raise releasing.NotPermitted("the kernel does not let you look into the processes of this claim.")
 releasing._getfd = refuse

@@ -20,11 +20,11 @@ from nodes import start
 from test_who import DOCUMENT, documented, printed
 from wrapped import until
 
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_records
-from gpuguard.cli.dispatch import run_command_line
-from gpuguard.line.tickets import read_tickets
+from gpuguard.cli import run_command_line
 from gpuguard.lock import acquire
+from gpuguard.queue.tickets import read_tickets
 from gpuguard.request import Request
 
 

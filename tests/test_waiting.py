@@ -14,9 +14,9 @@ import pytest
 from nodes import change, eventually
 from waiters import Room, Waiter
 
-from gpuguard.backends.node import Course
-from gpuguard.line.standing import is_stopped
-from gpuguard.line.waiting import WATCH_SECONDS
+from gpuguard.backends.simulated_node import WorkPattern
+from gpuguard.queue.state import is_stopped
+from gpuguard.queue.waiter import WATCH_SECONDS
 
 LONG = 30.0  # far beyond any answer
 
@@ -97,11 +97,11 @@ def test_whoever_waits_starts_when_the_quarantine_of_the_device_is_over(room: Ro
 
 def test_whoever_waits_for_a_device_that_does_not_work_starts_when_its_work_is_done(tmp_path: Path) -> None:
     room = Room(tmp_path, times="OWN_LOOK_SECONDS=300 LOOK_SECONDS=300 SAMPLE_SECONDS=0.5")
-    change(f"{tmp_path}/node", 0, utilization=Course(90.0, 90.0))
+    change(f"{tmp_path}/node", 0, utilization=WorkPattern(90.0, 90.0))
     with room.wait("--max-util", "10%") as waiter:
         assert eventually(lambda: room.looks() > 4, LONG)
         assert not waiter.runs
-        change(f"{tmp_path}/node", 0, utilization=Course(0.0, 0.0))
+        change(f"{tmp_path}/node", 0, utilization=WorkPattern(0.0, 0.0))
 
         assert eventually(lambda: waiter.runs, LONG)
 
@@ -334,6 +334,6 @@ def test_whoever_rings_on_and_on_costs_little(room: Room) -> None:
 
 
 def _is_of(bell: Path, pid: int, room: Room) -> bool:
-    from gpuguard.line.tickets import read_tickets
+    from gpuguard.queue.tickets import read_tickets
 
     return any(ticket.pid == pid and bell.name.endswith(ticket.id) for ticket in read_tickets(room.directory)[0])

@@ -13,10 +13,9 @@ from builders import a_claim_record
 from guarded import Scene, a_scene, somebody, until
 from users import interpreter
 
-from gpuguard import actions
-from gpuguard.guards import identity
-from gpuguard.guards.terminals import write
-from gpuguard.messages import Template
+from gpuguard.enforcement import actions, identity
+from gpuguard.enforcement.actions import write
+from gpuguard.notify.templates import Template
 
 
 def python() -> str:
@@ -121,7 +120,7 @@ def changed(patch, change):
     patch.setattr(identity, "facts_of", lambda pid: (facts := read(pid)) and replace(facts, uids=change(facts.uids)))
 
 
-def about_a_claim(scene: Scene, **facts) -> actions.Outcome:
+def about_a_claim(scene: Scene, **facts) -> actions.ActionOutcome:
     """What becomes of a warning about an idle claim that the process holds."""
     subject = replace(scene.subject, kind="claim", device=None, pid=None, start_time=None, claim="1dea")
     claim = a_claim_record(id="1dea", uid=scene.process.uid, holders=(scene.pid,), **facts)

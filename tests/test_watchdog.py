@@ -15,25 +15,26 @@ import pytest
 from builders import GIB, a_device, a_process, a_snapshot
 from nodes import a_user, change, clock, eventually, one, start
 
-from gpuguard import actions, watchdog
-from gpuguard.actions import Outcome
-from gpuguard.backends import processes
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard import procfs, watchdog
+from gpuguard.claims.directory import lock_directory
+from gpuguard.enforcement import actions
+from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.lock import acquire
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS
-from gpuguard.policies import expression_names
+from gpuguard.policies import expression_language
 from gpuguard.policies.amounts import parse_memory_amount
-from gpuguard.policies.health import Health
-from gpuguard.policies.idle import Idle
-from gpuguard.policies.memory import Memory
-from gpuguard.policies.needs import needs_of
+from gpuguard.policies.health import HealthRule
+from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
-from gpuguard.policies.rules import RULES
-from gpuguard.select import Request
+from gpuguard.policies.rules import RULES, needs_of
+from gpuguard.policies.thresholds import MemoryRule
+from gpuguard.request import Request
 from gpuguard.watchdog import Watchdog, pace
 
-HOGS = Policy("hogs", (Memory(above=parse_memory_amount("20GiB")),), hold=0.0, steps=(Step("terminate"),), enforce=True)
+HOGS = Policy(
+    "hogs", (MemoryRule(above=parse_memory_amount("20GiB")),), hold=0.0, steps=(Step("terminate"),), enforce=True
+)
 
 
 class Recording:
@@ -127,7 +128,14 @@ def test_claims_that_cannot_be_read_are_a_gap_and_not_nothing(a_watchdog, tmp_pa
 
 def test_a_step_that_a_check_holds_up_is_tried_again_and_the_next_one_waits(a_watchdog, monkeypatch):
     tried = []
-    answers = iter([Outcome("refused", wait=5.0), Outcome("refused", wait=5.0), Outcome("sent"), Outcome("sent")])
+    answers = iter(
+        [
+            ActionOutcome("refused", wait=5.0),
+            ActionOutcome("refused", wait=5.0),
+            ActionOutcome("sent"),
+            ActionOutcome("sent"),
+        ]
+    )
 
     def act(verdict, snapshot, context):
         tried.append(verdict.action)
@@ -158,7 +166,7 @@ def test_a_step_that_waits_is_forgotten_when_its_reason_ends(a_watchdog, monkeyp
 
     def act(*each):
         tried.append(each)
-        return (Outcome("refused", wait=5.0),)
+        return (ActionOutcome("refused", wait=5.0),)
 
     monkeypatch.setattr(actions, "act", act)
     samples = snapshots(A_HOG, number=4)
@@ -322,10 +330,10 @@ def test_a_note_is_written_down_when_it_is_new(a_watchdog, log):
 
 
 def test_a_device_that_hangs_takes_nobody_along(a_watchdog, log, place):
-    from gpuguard.backends.isolated import open_isolated
+    from gpuguard.backends.client import open_worker
 
     start(place, "2xH100-80GB")
-    backend = open_isolated(f"simulated:{place}")
+    backend = open_worker(f"simulated:{place}")
     seen = []
     with a_user(place, "1", 40 * GIB):
         guard = a_watchdog(backend, on_sample=lambda *each: seen.append(each), interval=(0.05, 5.0))
@@ -368,9 +376,9 @@ def test_a_claim_is_seen_and_missed_at_the_next_sample(a_watchdog, place):
 @pytest.mark.parametrize(
     ("rule", "further"),
     [
-        (Health(problems=("lost",)), set()),
-        (Health(throttle_reasons=("hw_*",)), {CLOCKS}),
-        (Health(problems=("lost",), ecc_corrected_above=9), {ECC}),
+        (HealthRule(problems=("lost",)), set()),
+        (HealthRule(throttle_reasons=("hw_*",)), {CLOCKS}),
+        (HealthRule(problems=("lost",), ecc_corrected_above=9), {ECC}),
     ],
 )
 def test_what_no_rule_judges_by_is_not_read(rule, further):
@@ -387,10 +395,12 @@ def test_what_rules_judge_by_is_read(place):
     identity = set.intersection(*groups.values())
     for name, kind in RULES.items():
         text = inspect.getsource(inspect.getmodule(kind)) + (
-            inspect.getsource(expression_names) if name == "expression" else ""
+            inspect.getsource(expression_language) if name == "expression" else ""
         )
         words = set(re.findall(r"[a-z_]+", text))
-        rule = Health(throttle_reasons=("*",), retired_pages_above=0) if kind is Health else object.__new__(kind)
+        rule = (
+            HealthRule(throttle_reasons=("*",), retired_pages_above=0) if kind is HealthRule else object.__new__(kind)
+        )
         asked = needs_of([Policy("p", (rule,), steps=(Step("log"),))]).fields
         known = set().union(*(groups[group] for group in asked))
 
@@ -399,8 +409,8 @@ def test_what_rules_judge_by_is_read(place):
 
 def test_the_host_is_looked_at_only_while_a_policy_judges_by_it():
     us = os.getpid()
-    row = a_process(us, start_time=processes.start_time(us))
-    about_the_host = Policy("h", (Idle(below=5.0, cpu_below=2.0),), steps=(Step("log"),))
+    row = a_process(us, start_time=procfs.start_time(us))
+    about_the_host = Policy("h", (IdleRule(below=5.0, cpu_below=2.0),), steps=(Step("log"),))
     looked = Recording(a_snapshot(a_device(0, processes=(row,))))
     guard = Watchdog(looked)
     rates = []

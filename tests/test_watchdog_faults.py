@@ -12,8 +12,10 @@ import pytest
 from builders import GIB, a_process
 from test_watchdog import A_HOG, HOGS, Recording, outcomes, snapshots
 
-from gpuguard import actions, watchdog
-from gpuguard.policies.engine import Memory, evaluate
+from gpuguard import watchdog
+from gpuguard.enforcement import actions
+from gpuguard.policies.engine import evaluate
+from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.watchdog import Watchdog
 
@@ -68,7 +70,7 @@ def test_a_rule_that_goes_on_failing_is_named_once_a_minute(a_watchdog, log, mon
 
 
 def test_a_rule_that_failed_says_nothing_of_what_was_before(monkeypatch):
-    policy, memory = Policy("p", HOGS.rules, hold=20.0, steps=(Step("log"),)), Memory()
+    policy, memory = Policy("p", HOGS.rules, hold=20.0, steps=(Step("log"),)), EngineMemory()
     first, second, third, *later = snapshots(A_HOG, number=5, every=10.0)
     evaluate(first, [policy], memory)
     evaluate(second, [policy], memory, apart=lambda policy, judge: None)

@@ -14,7 +14,7 @@ import pytest
 from commands import Gpuguard
 from web_pages import a_page, a_port, answers, ask, until
 
-from gpuguard.claims.calling import PASS_RIGHTS
+from gpuguard.daemon.client import PASS_RIGHTS
 
 pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 pytest.importorskip("uvicorn", reason="NOT TESTED: needs the extra web")
@@ -205,7 +205,7 @@ def test_a_unix_socket_lets_in_our_user_and_group_alone_and_is_gone_at_the_end(g
 
 def test_a_unix_socket_takes_no_open_files_from_anybody(tmp_path):
     """Who closes the last copy of one waits for as long as its sender likes."""
-    from gpuguard.web.listening import listening
+    from gpuguard.web.server import listening
 
     with listening("", 0, str(tmp_path / "gpus.sock")) as server, socket.socket(socket.AF_UNIX) as asking:
         try:

@@ -6,8 +6,9 @@ import json
 
 from builders import a_claim_record, a_device, a_process, a_snapshot
 
-from gpuguard.views import usage, who
-from gpuguard.web.bounds import (
+from gpuguard import device_state
+from gpuguard.views import who
+from gpuguard.web.feed import (
     LONGEST_COMMAND,
     MOST_CLAIMS,
     MOST_NAMELESS,
@@ -21,7 +22,7 @@ WORDS = ("python", *("x" * 100 for _ in range(40)))
 
 
 def a_frame(snapshot, line=()):
-    content = who.to_json(snapshot, usage.uses(snapshot, {}), age=None)
+    content = who.to_json(snapshot, device_state.uses(snapshot, {}), age=None)
     return {**content, "line": list(line), "unknown": ["host: why"]}
 
 

@@ -12,9 +12,9 @@ from stores import FIRST, at, fill
 
 pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 
-from gpuguard.usage.consult import consult
+from gpuguard.history.queries import query_store
 from gpuguard.web import feed as feeds
-from gpuguard.web.feed import MOST_CHARTS, Feed
+from gpuguard.web.feed import MOST_CHARTS, FrameFeed
 from gpuguard.web.server import application
 
 MANY = 100
@@ -41,8 +41,8 @@ async def asked(app, path):
 @pytest.fixture(name="feed")
 def _feed(monkeypatch):
     monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
-    monkeypatch.setattr(Feed, "_look", lambda _: b"{}")
-    return Feed(None, None, lambda: [])
+    monkeypatch.setattr(FrameFeed, "_look", lambda _: b"{}")
+    return FrameFeed(None, None, lambda: [])
 
 
 def drawn_when(feed, monkeypatch, go_on):
@@ -121,8 +121,8 @@ def test_a_look_that_fails_as_nobody_foresaw_is_said_and_the_next_one_goes_well(
         return {"schema": 1, "devices": [], "users": [], "line": [], "unknown": []}
 
     monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
-    monkeypatch.setattr(Feed, "_seen", seen)
-    feed = Feed(None, None, lambda: [])
+    monkeypatch.setattr(FrameFeed, "_seen", seen)
+    feed = FrameFeed(None, None, lambda: [])
 
     async def two():
         looking = asyncio.create_task(feed.run())
@@ -141,11 +141,11 @@ def test_a_chart_of_the_store_has_the_means_of_what_was_seen(tmp_path, slots):
     fill(path, range(FIRST, FIRST + slots), together=1000)
     uuid, begin, now = a_device().uuid, at(0) - 1000, at(slots)
 
-    series = consult(path, lambda store: feeds._series_of(store, [uuid, "GPU-never"], "utilization", begin), now)
+    series = query_store(path, lambda store: feeds._series_of(store, [uuid, "GPU-never"], "utilization", begin), now)
 
     known = [value for value in series.values[uuid] if value is not None]
     assert known and set(known) == {50.0}
     assert len(series.times) == len(series.values[uuid]) == len(series.values["GPU-never"])
     assert None in series.values[uuid], "nobody watched before"
     assert set(series.values["GPU-never"]) == {None}
-    assert consult(path, lambda store: feeds._series_of(store, ["GPU-never"], "power", begin), now) is None
+    assert query_store(path, lambda store: feeds._series_of(store, ["GPU-never"], "power", begin), now) is None

@@ -147,7 +147,7 @@ def test_who_says_nothing_or_half_a_request_is_hung_up_on(server):
 def test_a_viewer_that_never_reads_is_hung_up_on(tmp_path):
     gpuguard = Gpuguard(tmp_path, None)
     assert gpuguard("sim", "start", "64xH100-80GB").returncode == 0
-    code = "import gpuguard.web.listening as it; it.STALLED_SECONDS = 1; from gpuguard.cli import main; main()"
+    code = "import gpuguard.web.server as it; it.STALLED_SECONDS = 1; from gpuguard.cli import main; main()"
     gpuguard.words = lambda *words: [sys.executable, "-c", code, *words]  # type: ignore[method-assign]
     with a_server(gpuguard, port=a_port()) as (port, process), socket.socket() as viewer:
         viewer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

@@ -12,8 +12,9 @@ from endpoints import a_certificate, a_mail_server, a_web_server
 from targets import HOSTILE, PASSWORD, a_message, a_secret
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.notify import Secret, Webhook
-from gpuguard.notify.delivery import attempt
+from gpuguard.notify.secrets import Secret
+from gpuguard.notify.sender import attempt
+from gpuguard.notify.webhook import Webhook
 
 
 def test_a_webhook_gets_a_json_object(tmp_path):

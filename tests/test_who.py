@@ -11,12 +11,13 @@ import pytest
 from booked import a_reservation, a_reserved
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
-from gpuguard.line.reservations import Judged
-from gpuguard.line.tickets import Torn
-from gpuguard.model import Gap, Seen
-from gpuguard.views import usage
-from gpuguard.views.text import display_width, json_text
-from gpuguard.views.usage import Waiting, chosen, user_totals, uses
+from gpuguard import device_state
+from gpuguard.device_state import QueuedRequest, chosen, user_totals, uses
+from gpuguard.model import Gap, ProcessStat
+from gpuguard.queue.reservations import ReservationStatus
+from gpuguard.queue.tickets import Torn
+from gpuguard.sanitize import display_width
+from gpuguard.views.text import json_text
 from gpuguard.views.who import gap_lines, to_json, to_text
 
 BUSY: dict[str, Any] = {"memory_used": 10 * GIB, "utilization": 90.0}
@@ -58,7 +59,7 @@ def test_the_state_says_what_the_snapshot_proves(state, device, claims):
 def test_every_state_occurs_here_and_has_its_words():
     from gpuguard.views.who import LABELS
 
-    assert {state for state, _, _ in STATES} == set(usage.STATES) == set(LABELS)
+    assert {state for state, _, _ in STATES} == set(device_state.STATES) == set(LABELS)
 
 
 def test_nobody_is_accused_when_the_claims_cannot_be_read():
@@ -81,13 +82,13 @@ def test_a_process_that_holds_the_lock_belongs_to_the_claim_whatever_its_user():
 
 
 def test_a_descendant_of_the_job_belongs_to_its_claim():
-    seen = {BOB.pid: Seen(4799, "S"), 4799: Seen(4700, "S")}
+    seen = {BOB.pid: ProcessStat(4799, "S"), 4799: ProcessStat(4700, "S")}
 
     assert claim_of(BOB, a_claim_record(pid=4700), seen=seen) == "a1b2c3"
 
 
 def test_ancestors_that_go_in_circles_end():
-    assert claim_of(BOB, a_claim_record(), seen={BOB.pid: Seen(5, "S"), 5: Seen(BOB.pid, "S")}) is None
+    assert claim_of(BOB, a_claim_record(), seen={BOB.pid: ProcessStat(5, "S"), 5: ProcessStat(BOB.pid, "S")}) is None
 
 
 def test_the_same_user_owns_the_claim_when_the_lock_does_not_tell():
@@ -112,12 +113,12 @@ def held(seen=None, **fields):
 ORPHANS = [
     (None, {}, {}),  # not looked up: no accusation
     (True, {4700: None}, {}),
-    (True, {4700: Seen(1, "Z")}, {}),
-    (False, {4700: Seen(1, "S", 5000.0)}, {}),
-    (True, {4700: Seen(1, "S", 9000.0)}, {}),  # started after the claim was made: another process
-    (True, {4700: Seen(1, "S", 5000.0)}, {"holders": (4701,)}),
-    (False, {4700: Seen(1, "S", 5000.0)}, {"holders": (4700, 4701)}),
-    (False, {4701: Seen(1, "S", inner_pid=4700)}, {"holders": (4701,)}),  # a wrapper in a container
+    (True, {4700: ProcessStat(1, "Z")}, {}),
+    (False, {4700: ProcessStat(1, "S", 5000.0)}, {}),
+    (True, {4700: ProcessStat(1, "S", 9000.0)}, {}),  # started after the claim was made: another process
+    (True, {4700: ProcessStat(1, "S", 5000.0)}, {"holders": (4701,)}),
+    (False, {4700: ProcessStat(1, "S", 5000.0)}, {"holders": (4700, 4701)}),
+    (False, {4701: ProcessStat(1, "S", inner_pid=4700)}, {"holders": (4701,)}),  # a wrapper in a container
     (None, {4700: None}, {"pid": None}),
 ]
 
@@ -128,7 +129,7 @@ def test_a_claim_is_orphaned_when_its_wrapper_is_surely_gone(orphaned, seen, fie
 
 
 def test_a_job_in_ctrl_z_is_stopped_though_its_wrapper_sleeps():
-    seen = {4700: Seen(1, "S"), 4701: Seen(4700, "T")}
+    seen = {4700: ProcessStat(1, "S"), 4701: ProcessStat(4700, "T")}
 
     assert held(seen, holders=(4700, 4701)).stopped is True
     assert held(seen, holders=(4700,)).stopped is False
@@ -199,11 +200,11 @@ def a_hostile_snapshot():
 
 @pytest.mark.parametrize("width", [None, 12, 80, 200])
 def test_hostile_text_is_shown_and_does_no_harm(width):
-    waiting = (Waiting("\x1bbob", 1, 2, None, "\n", ("\u202e",)),)
+    waiting = (QueuedRequest("\x1bbob", 1, 2, None, "\n", ("\u202e",)),)
     snapshot = a_hostile_snapshot()
     reserved = a_reserved(
-        Judged(a_reservation(user=1, note="\x1b[31m"), "\n" * 3),
-        Judged(a_reservation(id="\x1b", maker=0)),
+        ReservationStatus(a_reservation(user=1, note="\x1b[31m"), "\n" * 3),
+        ReservationStatus(a_reservation(id="\x1b", maker=0)),
         torn=(Torn(1, "\x1b", "\u202e"), Torn(-1, "", "")),
     )
     lines = to_text(snapshot, uses(snapshot), waiting, reserved=reserved, width=width)
@@ -221,7 +222,9 @@ def test_the_screen_as_a_whole():
         gaps=(Gap(a_uuid(2), "utilization", "the driver call did not come back"),),
         simulated=True,
     )
-    title, *rest = to_text(snapshot, uses(snapshot, {4700: None}), (Waiting("bob", 812, 2, 1_700_000_000.0 - 65),))
+    title, *rest = to_text(
+        snapshot, uses(snapshot, {4700: None}), (QueuedRequest("bob", 812, 2, 1_700_000_000.0 - 65),)
+    )
 
     assert re.fullmatch(r"SIMULATED node node1: 3 GPUs, driver 550\.54\.15, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", title)
     assert "\n".join(rest) == SCREEN.strip("\n")
@@ -333,7 +336,7 @@ def printed(path: str, value: object, found: dict[str, set[str]] | None = None) 
 
 def a_full_output():
     snapshot = a_hostile_snapshot()
-    waiting, reserved = (Waiting("bob", 1, 2),), a_reserved()
+    waiting, reserved = (QueuedRequest("bob", 1, 2),), a_reserved()
     return json.loads(json_text(to_json(snapshot, uses(snapshot), waiting, reserved=reserved)))
 
 
@@ -351,7 +354,7 @@ def test_a_field_missing_on_either_side_is_noticed():
 def test_the_document_describes_every_state():
     text = DOCUMENT.read_text(encoding="utf-8")
 
-    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.MULTILINE)) == set(usage.STATES)
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.MULTILINE)) == set(device_state.STATES)
 
 
 def test_a_device_of_which_nothing_is_known_says_so_once():

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 import pytest
 from test_who import DOCUMENT, documented, printed
 
-from gpuguard.backends import node, node_file, open_backend, simulated
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.cli.dispatch import run_command_line
+from gpuguard.backends import open_backend, simulated, simulated_node
+from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import run_command_line
 from gpuguard.lock import acquire
-from gpuguard.select import Request
+from gpuguard.request import Request
 
 GPUGUARD = [sys.executable, "-m", "gpuguard"]
 USE = """
@@ -34,8 +34,8 @@ ABANDON = """
 import os, signal, subprocess, sys
 from gpuguard.backends import open_backend
 from gpuguard.lock import acquire
-from gpuguard.claims.lockfiles import lock_directory
-from gpuguard.select import Request
+from gpuguard.claims.directory import lock_directory
+from gpuguard.request import Request
 claim = acquire(open_backend("simulated"), Request(), lock_directory(None, backend="simulated"))
 sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
 job = subprocess.Popen(sleep, pass_fds=claim.pass_fds, stdout=subprocess.DEVNULL)
@@ -56,7 +56,7 @@ def place(tmp_path, monkeypatch):
 def start(spec):
     clock = time.clock_gettime(time.CLOCK_BOOTTIME)
     path = simulated.directory()
-    node_file.create(path, lambda: node.new_node(spec, path, clock), replace=True)
+    simulated_node.create(path, lambda: simulated_node.new_node(spec, path, clock), replace=True)
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
+from gpuguard import device_state
 from gpuguard.model import Gap, Snapshot
-from gpuguard.views import usage
 from gpuguard.views.who import MOST_CLAIMS, to_json, to_text
 
 RECORDS = 500  # of one user, as many as are read
@@ -26,7 +26,7 @@ def flooded(records: int) -> Snapshot:
 @pytest.mark.parametrize("width", [None, 100])
 def test_hundreds_of_records_of_one_user_take_a_few_lines_and_hide_nobody_elses(width):
     snapshot = flooded(RECORDS)
-    lines = to_text(snapshot, usage.uses(snapshot), width=width)
+    lines = to_text(snapshot, device_state.uses(snapshot), width=width)
 
     assert len(lines) < 8 * (MOST_CLAIMS + 4)
     assert sum(f"and {RECORDS - MOST_CLAIMS} more" in line and "bob" in line for line in lines) == 8
@@ -36,13 +36,13 @@ def test_hundreds_of_records_of_one_user_take_a_few_lines_and_hide_nobody_elses(
 def test_as_many_as_are_shown_are_all_shown():
     snapshot = flooded(MOST_CLAIMS)
 
-    assert not any(" more" in line for line in to_text(snapshot, usage.uses(snapshot)))
+    assert not any(" more" in line for line in to_text(snapshot, device_state.uses(snapshot)))
 
 
 def test_the_json_has_them_all():
     snapshot = flooded(RECORDS)
 
-    assert [len(each["claims"]) for each in to_json(snapshot, usage.uses(snapshot))["devices"]][:2] == [501, 500]
+    assert [len(each["claims"]) for each in to_json(snapshot, device_state.uses(snapshot))["devices"]][:2] == [501, 500]
 
 
 def crowded(number: int) -> Snapshot:
@@ -69,7 +69,7 @@ def steps(snapshot: Snapshot) -> int:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        found = usage.uses(snapshot)
+        found = device_state.uses(snapshot)
         to_text(snapshot, found)
         to_json(snapshot, found)
     finally:

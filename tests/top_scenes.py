@@ -16,11 +16,10 @@ from typing import Any
 
 from builders import a_snapshot
 
+from gpuguard.device_state import uses
 from gpuguard.model import Device, Snapshot
-from gpuguard.views.top_history import History
-from gpuguard.views.top_page import page
-from gpuguard.views.top_scene import Line, Scene, View
-from gpuguard.views.usage import uses
+from gpuguard.top.page import page
+from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
 
 
 def a_scene(*devices: Device, snapshot: Snapshot | None = None, **fields: Any) -> Scene:
@@ -31,18 +30,18 @@ def a_scene(*devices: Device, snapshot: Snapshot | None = None, **fields: Any) -
     return Scene(snapshot, uses(snapshot, seen), **fields)
 
 
-def page_of(scene: Scene, width: int = 80, height: int = 24, *, looks: int = 1, **view: Any) -> list[Line]:
+def page_of(scene: Scene, width: int = 80, height: int = 24, *, looks: int = 1, **view: Any) -> list[ScreenLine]:
     history = History()
     for _ in range(looks):
         history.add(scene)
-    return page(scene, history, View(**view), width, height)
+    return page(scene, history, ScreenView(**view), width, height)
 
 
-def texts(lines: Sequence[Line]) -> list[str]:
+def texts(lines: Sequence[ScreenLine]) -> list[str]:
     return [line.text for line in lines]
 
 
-def colours(lines: Sequence[Line], text: str) -> set[str]:
+def colours(lines: Sequence[ScreenLine], text: str) -> set[str]:
     """The styles of the parts that contain *text*."""
     return {style for line in lines for part, style in line.parts if text in part}
 

@@ -11,10 +11,10 @@ from builders import GIB, a_device, a_process
 from textual.widgets import Static
 from top_scenes import a_scene
 
-from gpuguard.actions import SENT, Outcome
-from gpuguard.views.top_app import Top
-from gpuguard.views.top_board import Board
-from gpuguard.views.top_scene import Scene, View
+from gpuguard.enforcement.actions import SENT, ActionOutcome
+from gpuguard.top.app import Top
+from gpuguard.top.page import Board
+from gpuguard.top.scene import Scene, ScreenView
 
 ALICE = a_process(10, user="alice", start_time=9_000.0, command=("python", "a.py"), utilization=10.0)
 BOB = a_process(20, user="bob", uid=1002, start_time=9_900.0, memory_used=30 * GIB, utilization=90.0)
@@ -30,7 +30,7 @@ class Feed:
         self.answers, self.looks = threading.Event(), 0
         self.answers.set()
         self.sent: list[tuple[str, Any, tuple[str, ...]]] = []
-        self.sends: Callable[..., Outcome] = lambda *words: Outcome(SENT)
+        self.sends: Callable[..., ActionOutcome] = lambda *words: ActionOutcome(SENT)
 
     def look(self) -> Scene:
         self.looks += 1
@@ -39,7 +39,7 @@ class Feed:
             raise self.trouble
         return self.scene
 
-    def send(self, action: str, process: Any, devices: tuple[str, ...]) -> Outcome:
+    def send(self, action: str, process: Any, devices: tuple[str, ...]) -> ActionOutcome:
         self.sent.append((action, process, devices))
         return self.sends(action, process, devices)
 
@@ -89,7 +89,7 @@ def played(
     feed = Feed(scene)
 
     async def run() -> None:
-        app = Top(feed, View(**view), scene, every)
+        app = Top(feed, ScreenView(**view), scene, every)
         async with app.run_test(size=size) as pilot:
             await pilot.pause()
             await play(Stage(app, pilot, feed))

@@ -26,7 +26,7 @@ from commands import SECONDS
 from fake_nvml import FakeNvml
 from nodes import remove
 
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import locked_devices
 
 # Users with a name that every Linux has and nobody uses.
@@ -36,7 +36,7 @@ DEVICES = 8
 # The command line with other places for the claims: all that differs from a machine where nobody ran `gpuguard setup`.
 STICKY = """
 import sys
-from gpuguard.claims import lockfiles
+from gpuguard.claims import directory as lockfiles
 lockfiles.ADMIN_DIRECTORY, lockfiles.FALLBACK_DIRECTORIES = sys.argv[1], (sys.argv[2],)
 from gpuguard.cli import main
 sys.exit(main(sys.argv[3:]))

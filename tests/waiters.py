@@ -17,16 +17,16 @@ from pathlib import Path
 from commands import Gpuguard
 from nodes import a_user, change, eventually, start
 
-from gpuguard.claims.lockfiles import lock_directory
+from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_records
-from gpuguard.line.tickets import read_tickets
-from gpuguard.line.wakeup import flock_holder
+from gpuguard.queue.leader import flock_holder
+from gpuguard.queue.tickets import read_tickets
 
 # The command line with shorter times, and with a note of each look at the devices.
 IMPATIENT = """
 import os, sys
-from gpuguard.line import leading, waiting, turn
-from gpuguard.backends import isolated
+from gpuguard.queue import leader as leading, waiter as waiting, explain as turn
+from gpuguard.backends import client as isolated
 for name, seconds in [each.split("=") for each in os.environ["WAITERS"].split()]:
     module = next(module for module in (waiting, leading, turn) if hasattr(module, name))
     setattr(module, name, float(seconds))

@@ -13,11 +13,11 @@ from textwrap import dedent
 
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
 
-from gpuguard.documents.decoding import Decoder
-from gpuguard.documents.yaml_nodes import Source
 from gpuguard.model import Device
 from gpuguard.policies import Rule
-from gpuguard.policies.view import HostUse, View, device_subject, judged, key_of, process_subject
+from gpuguard.policies.files.decoder import Decoder
+from gpuguard.policies.files.source import YamlSource
+from gpuguard.policies.view import HostUse, RuleView, device_subject, judged, key_of, process_subject
 
 CLOCK = 1_000_000.0  # seconds since boot: old enough for every rule about age
 PAST, INTERVAL = 6 * 3600, 30
@@ -40,7 +40,7 @@ def shown(name: str, rule: type[Rule]) -> list[Rule]:
 
 
 def _decoded(name: str, rule: type[Rule], example: str) -> Rule:
-    source = Source(example)
+    source = YamlSource(example)
     tree = source.tree()
     assert tree is not None, source.faults
     ((_, when),) = [(key, value) for key, value in tree.pairs if key.text == "when"]
@@ -52,7 +52,7 @@ def _decoded(name: str, rule: type[Rule], example: str) -> Rule:
 
 
 @cache
-def a_bad_day(clock: float = CLOCK) -> View:
+def a_bad_day(clock: float = CLOCK) -> RuleView:
     """At *clock*: a broken, overloaded device, one that bob has claimed and alice holds at rest, one that bob claimed
     for nothing, and four that alice or bob hold at rest without a claim."""
     broken = a_device(
@@ -74,7 +74,7 @@ def a_bad_day(clock: float = CLOCK) -> View:
         a_claim_record(device, id=f"c{device.index}", uid=1002, user="bob", pid=None, since=now.taken_at - 9e5)
         for device in (invaded, unused)
     )
-    return View(
+    return RuleView(
         replace(now, claims=claims),
         past=_past(devices, clock),
         host={

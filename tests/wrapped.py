@@ -19,15 +19,16 @@ from typing import Any
 import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot
 
-from gpuguard import actions, run
-from gpuguard.claims.lockfiles import LockDirectory, lock_directory
+from gpuguard import run
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import probe
+from gpuguard.enforcement import actions
 from gpuguard.errors import BackendError
-from gpuguard.jobs import settle
-from gpuguard.jobs.launch import become_subreaper
+from gpuguard.jobs import drain
+from gpuguard.jobs.spawn import become_subreaper
 from gpuguard.lock import acquire
 from gpuguard.model import Snapshot
-from gpuguard.select import Request
+from gpuguard.request import Request
 
 IDLE: dict[str, Any] = {"memory_used": 4 * MIB, "processes": [], "utilization": 0.0, "energy": 1000.0, "fail": False}
 UUIDS = [a_device(index).uuid for index in (0, 1)]
@@ -166,7 +167,7 @@ def main(place: Path, steering: dict[str, Any], command: list[str]) -> None:
     claim = acquire(backend, Request(devices=("0",)), a_directory(place / "claims"), wait=0.0)
     (place / "samples").write_text("")
     for name, value in steering["constants"].items():
-        setattr(run if hasattr(run, name) else settle, name, value)
+        setattr(run if hasattr(run, name) else drain, name, value)
     ended = run.run(
         command, claim, backend, say=lambda text: print(f"gpuguard: {text}", file=sys.stderr), **steering["options"]
     )

@@ -7,22 +7,25 @@ A call may hang or crash in the driver: run this behind isolated.
 
 from __future__ import annotations
 
+import _thread
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard import model
 from gpuguard.backends import nvml_fields
-from gpuguard.backends.nvml_calls import BAD_TEXT, PROBLEMS, Answer, call, start
-from gpuguard.backends.nvml_reading import DeviceLost, Place, Reading, is_uuid
-from gpuguard.backends.statfiles import StatFiles
+from gpuguard.backends.nvml_calls import BAD_TEXT, LOST, NOT_FOUND, PROBLEMS, CallResult, call, start
+from gpuguard.backends.nvml_fields import READERS, ROWS, read_rows
+from gpuguard.backends.nvml_processes import list_processes, read_idle_processes, read_memory, read_processes
+from gpuguard.backends.nvml_reading import OF_THE_BOARD, DeviceCache, DeviceLost, Reading, is_uuid
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.model import Device, Gap, Snapshot
+from gpuguard.model import IDLE_PROCESSES, PROCESSES, Device, Gap, Snapshot
+from gpuguard.procfs import StatFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Set
-
-    from gpuguard.backends.nvml_ahead import Ahead
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+    from typing import Any
 
 # How old what ask_seldom() tells may be for who looks at all devices again and again: limits and modes, which an
 # administrator sets, fans, and replaced rows, for which nobody is stopped; and that nobody draws or is a client of MPS.
@@ -114,12 +117,12 @@ class Nvml:
             self._pid = os.getpid()
             self._files = StatFiles()
             self._count: int | None = None
-            self._places: dict[int, Place] = {}
+            self._places: dict[int, DeviceCache] = {}
             self._owners: dict[str, int] = {}  # of uuids: index
             self._asked: Ahead | None = None
             self._settings_read = self._lately_read = float("-inf")
             self._static: dict[str, str | None] = {}
-            self._ancestors: dict[tuple[int, int], Answer] = {}
+            self._ancestors: dict[tuple[int, int], CallResult] = {}
 
     def _forget_settings(self, clock: float) -> None:
         self._settings_read = clock
@@ -158,9 +161,9 @@ class Nvml:
         self.progress(index)
         asked = self._asked and self._asked.of(index)
         place = known or asked or self._place(index)
-        if isinstance(place, Place) and self._owners.get(place.uuid) != index:
+        if isinstance(place, DeviceCache) and self._owners.get(place.uuid) != index:
             place = self._named(place)
-        if isinstance(place, Answer):
+        if isinstance(place, CallResult):
             problem = PROBLEMS.get(place.code, f"cannot be opened: {place.reason}")
             return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", place.reason)])]
         if seek is not None and not self._may_be(place, seek):
@@ -185,27 +188,27 @@ class Nvml:
                 reading.gap("mig instances", f"device {owner} has {instance.uuid}, too")
         return found
 
-    def _named(self, place: Place) -> Place | Answer:
+    def _named(self, place: DeviceCache) -> DeviceCache | CallResult:
         """*place*, or why nobody can claim it: by its uuid nobody is told from others."""
         owner = self._owners.setdefault(place.uuid, place.index) if is_uuid(place.uuid) else None
         if owner == place.index:
             return place
         self._places.pop(place.index, None)
         same = f"device {owner} has the same uuid" if owner is not None else f"its uuid is {place.uuid!r:.40}"
-        return Answer(None, BAD_TEXT, same)
+        return CallResult(None, BAD_TEXT, same)
 
     def _ask_ahead(self, fields: Collection[str]) -> Ahead:
-        from gpuguard.backends import nvml_ahead  # which only a first look needs
+        pass  # import gone  # which only a first look needs
 
-        def ask(index: int) -> Place | Answer:
+        def ask(index: int) -> DeviceCache | CallResult:
             place = self._place(index)
-            if isinstance(place, Place):
-                nvml_ahead.ask_all(nvml_ahead.Asking(self._nvml, place, fields, self._files))
+            if isinstance(place, DeviceCache):
+                prefetch_all(Prefetch(self._nvml, place, fields, self._files))
             return place
 
-        return nvml_ahead.Ahead([index for index in range(1, self._device_count()) if index not in self.skip], ask)
+        return Ahead([index for index in range(1, self._device_count()) if index not in self.skip], ask)
 
-    def _may_be(self, place: Place, seek: Set[str]) -> bool:
+    def _may_be(self, place: DeviceCache, seek: Set[str]) -> bool:
         """Whether the device is one of *seek*, or may have an instance that is: which has been seen nowhere yet."""
         return not seek.isdisjoint({place.uuid, *place.instances}) or any(map(_is_mig, self._unknown(seek)))
 
@@ -222,14 +225,14 @@ class Nvml:
             self._count = int(answer.value)
         return self._count
 
-    def _place(self, index: int) -> Place | Answer:
+    def _place(self, index: int) -> DeviceCache | CallResult:
         handle = call(self._nvml, "nvmlDeviceGetHandleByIndex", index)
         if handle.code:
             return handle
         uuid = call(self._nvml, "nvmlDeviceGetUUID", handle.value)
         if uuid.code:
             return uuid
-        self._places[index] = Place(index, handle.value, uuid.value)
+        self._places[index] = DeviceCache(index, handle.value, uuid.value)
         return self._places[index]
 
     def _versions(self, fields: Collection[str]) -> dict[str, str | None]:
@@ -261,7 +264,7 @@ class Nvml:
                 gaps.append(Gap(one.uuid, f"topology to {other.uuid}", answer.reason or f"level {answer.value}"))
         return tuple(pairs), gaps
 
-    def _ancestor(self, one: int, other: int) -> Answer:
+    def _ancestor(self, one: int, other: int) -> CallResult:
         if (one, other) not in self._ancestors:
             self.progress(one)
             handles = (self._places[one].handle, self._places[other].handle)
@@ -290,7 +293,7 @@ def _by_nvlink(one: Device, other: Device, buses: Mapping[str, str | None]) -> b
 
 
 def _instances(reading: Reading) -> list[_Read]:
-    from gpuguard.backends.nvml_mig import instances  # which few devices have
+    pass  # import gone  # which few devices have
 
     return list(instances(reading))
 
@@ -305,9 +308,141 @@ def _device(reading: Reading) -> Device:
     return Device(reading.place.index, reading.place.uuid, problems=problems, **reading.values)
 
 
-def _lost(place: Place, fields: Collection[str]) -> tuple[Device, list[Gap]]:
+def _lost(place: DeviceCache, fields: Collection[str]) -> tuple[Device, list[Gap]]:
     """A device that was lost before or while it was read: nothing that was just read counts."""
     reason = "the device is lost"
     name = next((answer.value for key, answer in place.static.items() if key.startswith("name ")), None)
     device = Device(place.index, place.uuid, name=name, problems=("lost",))
     return device, [Gap(place.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF, model.STATS})]
+
+
+# The first look at many devices: several threads ask the driver ahead, while the devices are read one after the other.
+#
+# NVML may be called from several threads at once, and whoever looks only once mostly waits for it.  The answers lie
+# with the device until it is read in its turn, as if it were asked only then: what they mean, and which device a
+# driver hangs on, is found out there.  A later look asks alone: threads cost CPU time, and nobody waits for it.
+
+
+THREADS = 8
+
+
+class Ahead:
+    """Threads that call *ask* with each of *indices*, about in their order."""
+
+    def __init__(self, indices: Sequence[int], ask: Callable[[int], Any]) -> None:
+        self._asking: dict[int, _thread.LockType] = {}
+        self._told: dict[int, Any] = {}
+        self._ask = ask
+        for first in range(min(THREADS, len(indices))):
+            own = [(index, _thread.allocate_lock()) for index in indices[first::THREADS]]
+            for _, lock in own:
+                lock.acquire()
+            try:
+                _thread.start_new_thread(self._run, (own,))
+            except RuntimeError:  # this user may start no more: the others are asked in their turn
+                return
+            self._asking.update(own)
+
+    def of(self, index: int) -> Any:
+        """What *ask* returned for it, once it has; None where it failed, or was not called."""
+        if lock := self._asking.pop(index, None):
+            lock.acquire()
+        return self._told.pop(index, None)
+
+    def _run(self, own: Sequence[tuple[int, _thread.LockType]]) -> None:
+        for index, lock in own:
+            try:
+                self._told[index] = self._ask(index)
+            except Exception:  # noqa: BLE001, S110  whoever asks in its turn gets it, too
+                pass
+            finally:
+                lock.release()
+
+
+def prefetch_all(reading: Prefetch) -> None:
+    """Ask what a reading of its fields asks at first."""
+    try:
+        for group, reader in READERS.items():
+            if group in reading.fields and group != IDLE_PROCESSES:  # nobody knows yet whether they are asked for
+                (list_processes if group == PROCESSES else reader)(reading)
+        for group in ROWS:
+            if group in reading.fields:
+                read_rows(reading, group)
+    except DeviceLost:
+        return
+
+
+class Prefetch(Reading):
+    """A reading of which only the answers are kept, for another one."""
+
+    def ask(self, function: str, *arguments: Any) -> CallResult:
+        """As Reading.ask()."""
+        answer = call(self.nvml, function, self.place.handle, *arguments)
+        asked = (function, *arguments)
+        self.place.ahead[asked] = answer
+        if answer.code == LOST:
+            raise DeviceLost
+        return answer
+
+
+# MIG instances: parts of a device that are devices of their own, with their own uuid, memory and processes.
+#
+# What belongs to the whole board (temperature, bus, NUMA node) is taken over from the parent.  Utilization of an
+# instance is not told by the driver, and stays unknown.
+
+
+def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
+    """The instances of a device in MIG mode, each with its gaps.  Raises DeviceLost."""
+    count = parent.ask_once("mig places", "nvmlDeviceGetMaxMigDeviceCount")
+    if count.code:
+        parent.gap("mig instances", count.reason)
+    uuids: list[str] = []
+    for number in range(count.value or 0):
+        handle = parent.ask("nvmlDeviceGetMigDeviceHandleByIndex", number)
+        if handle.code == NOT_FOUND:
+            continue  # the places that are taken need not be the first ones
+        if handle.code:
+            parent.gap("mig instances", f"instance {number}: {handle.reason}")
+            continue
+        instance = Reading(parent.nvml, DeviceCache(parent.place.index, handle.value, ""), parent.fields, parent.files)
+        uuid = instance.ask("nvmlDeviceGetUUID")
+        sound = not uuid.code and uuid.value.startswith("MIG-") and is_uuid(uuid.value)
+        if not sound or uuid.value in uuids:
+            parent.gap("mig instances", f"instance {number}: {uuid.reason or f'its uuid is {uuid.value!r:.40}'}")
+            continue
+        instance.place.uuid = uuid.value
+        uuids.append(uuid.value)
+        yield _read(instance, parent), instance.gaps
+    parent.place.instances = frozenset(uuids)
+
+
+def _read(instance: Reading, parent: Reading) -> Device:
+    name = instance.ask("nvmlDeviceGetName")
+    profile = str(name.value or "").partition(" MIG ")[2] or _profile(instance.ask("nvmlDeviceGetAttributes_v2"))
+    if model.MODEL in instance.fields:
+        instance.take("name", name)
+    instance.take("gpu_instance_id", instance.ask("nvmlDeviceGetGpuInstanceId"))
+    instance.take("compute_instance_id", instance.ask("nvmlDeviceGetComputeInstanceId"))
+    if model.MEMORY in instance.fields:
+        read_memory(instance)
+    if model.PROCESSES in instance.fields:
+        read_processes(instance)
+    if model.IDLE_PROCESSES in instance.fields:
+        read_idle_processes(instance)
+    if model.UTILIZATION in instance.fields:
+        instance.gap("utilization", "not told for MIG instances")
+    for gap in parent.gaps:
+        if gap.field in OF_THE_BOARD:
+            instance.gap(gap.field, gap.reason)
+    values = {key: parent.values[key] for key in OF_THE_BOARD if key in parent.values} | instance.values
+    device = Device(parent.place.index, instance.place.uuid, parent_uuid=parent.place.uuid, **values)
+    return replace(device, mig_profile=profile, problems=tuple(dict.fromkeys([*parent.problems, *instance.problems])))
+
+
+def _profile(attributes: CallResult) -> str | None:
+    """ "3g.40gb", or "1c.3g.40gb" for a compute instance that is smaller than its GPU instance."""
+    if attributes.code:
+        return None
+    slices, compute = attributes.value.gpuInstanceSliceCount, attributes.value.computeInstanceSliceCount
+    size = f"{slices}g.{round(attributes.value.memorySizeMB / 1024)}gb"
+    return size if compute == slices else f"{compute}c.{size}"

@@ -49,7 +49,7 @@ NEEDS_GLIBC = (
 )
 
 
-class Answer:
+class CallResult:
     """What a call gave: a value, or a code and why."""
 
     # No noun: a sample of 8 devices makes 220 of them, for a third of what nouns cost.
@@ -61,7 +61,7 @@ class Answer:
         self.reason = reason
 
 
-def call(nvml: Any, function: str, *arguments: Any, tries: Mapping[int, int] = _TRIES) -> Answer:
+def call(nvml: Any, function: str, *arguments: Any, tries: Mapping[int, int] = _TRIES) -> CallResult:
     """Call a function of the driver; it may be missing in nvidia-ml-py as well as in the driver itself."""
     made = 0
     while True:
@@ -69,14 +69,14 @@ def call(nvml: Any, function: str, *arguments: Any, tries: Mapping[int, int] = _
         try:
             asked = process_list(nvml, function) if function in PROCESS_LISTS else getattr(nvml, function, None)
             if asked is None:
-                return Answer(None, FUNCTION_NOT_FOUND, "this nvidia-ml-py does not have it")
-            return Answer(asked(*arguments))
+                return CallResult(None, FUNCTION_NOT_FOUND, "this nvidia-ml-py does not have it")
+            return CallResult(asked(*arguments))
         except nvml.NVMLError as error:
             code, reason = error.value, REASONS.get(error.value) or f"{error} (code {error.value})"
         except UnicodeDecodeError:
             code, reason = BAD_TEXT, REASONS[BAD_TEXT]
         if made >= tries.get(code, 1):
-            return Answer(None, code, reason)
+            return CallResult(None, code, reason)
 
 
 _ROOM = 64  # processes on one device, as a rule
@@ -140,7 +140,7 @@ def has_glibc() -> bool:
         return False
 
 
-def _init_error(nvml: Any, answer: Answer) -> BackendError:
+def _init_error(nvml: Any, answer: CallResult) -> BackendError:
     if answer.code == LIBRARY_NOT_FOUND and not has_glibc():
         return DriverNotFound(f"{NEEDS_GLIBC}  {_SIMULATE}")
     if answer.code == LIBRARY_NOT_FOUND:

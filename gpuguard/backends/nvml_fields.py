@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard import model
-from gpuguard.backends.nvml_calls import FUNCTION_NOT_FOUND, INVALID_ARGUMENT, NEVER, Answer
+from gpuguard.backends.nvml_calls import FUNCTION_NOT_FOUND, INVALID_ARGUMENT, NEVER, CallResult
+from gpuguard.backends.nvml_processes import read_idle_processes, read_memory, read_processes
 from gpuguard.backends.nvml_reading import Reading
-from gpuguard.backends.nvml_usage import read_idle_processes, read_memory, read_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -28,7 +28,7 @@ _THROTTLE_REASONS = {  # nvmlClocksEventReason*, by bit
 
 
 @dataclass(frozen=True)
-class Row:
+class FieldRow:
     """One field from one call."""
 
     field: str
@@ -86,47 +86,49 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
     return tuple(_THROTTLE_REASONS.get(bit, f"bit_{bit}") for bit in bits([mask]))
 
 
-PCI_BUS_ID = Row("pci_bus_id", ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo"), (), bus_id, True)
+PCI_BUS_ID = FieldRow("pci_bus_id", ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo"), (), bus_id, True)
 
-ROWS: dict[str, tuple[Row, ...]] = {
+ROWS: dict[str, tuple[FieldRow, ...]] = {
     model.MODEL: (
-        Row("name", ("nvmlDeviceGetName",), static=True, brief=True),
+        FieldRow("name", ("nvmlDeviceGetName",), static=True, brief=True),
         PCI_BUS_ID,
-        Row("minor_number", ("nvmlDeviceGetMinorNumber",), static=True),
-        Row("cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: number_ranges(bits(words)), True),
+        FieldRow("minor_number", ("nvmlDeviceGetMinorNumber",), static=True),
+        FieldRow("cpu_affinity", ("nvmlDeviceGetCpuAffinity",), (16,), lambda words: number_ranges(bits(words)), True),
         # Not nvmlDeviceGetNumaNodeId: that is the node that the device's own memory forms, on Grace.
-        Row("numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), True),
+        FieldRow(
+            "numa_node", ("nvmlDeviceGetMemoryAffinity",), (16, 0), lambda words: next(iter(bits(words)), None), True
+        ),
     ),
     model.THERMAL: (
-        Row("temperature", ("nvmlDeviceGetTemperature",), (0,), float, lately=True, brief=True),
-        Row("fan_speed", ("nvmlDeviceGetFanSpeed",), (), float, setting=True),  # no rule asks, and it takes 137 us
-        Row("temperature_slowdown", ("nvmlDeviceGetTemperatureThreshold",), (1,), float, True),
-        Row("temperature_shutdown", ("nvmlDeviceGetTemperatureThreshold",), (0,), float, True),
+        FieldRow("temperature", ("nvmlDeviceGetTemperature",), (0,), float, lately=True, brief=True),
+        FieldRow("fan_speed", ("nvmlDeviceGetFanSpeed",), (), float, setting=True),  # no rule asks, and it takes 137 us
+        FieldRow("temperature_slowdown", ("nvmlDeviceGetTemperatureThreshold",), (1,), float, True),
+        FieldRow("temperature_shutdown", ("nvmlDeviceGetTemperatureThreshold",), (0,), float, True),
     ),
     model.POWER: (
-        Row("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth, lately=True, brief=True),
-        Row("power_limit", ("nvmlDeviceGetEnforcedPowerLimit",), (), thousandth, setting=True),
-        Row("total_energy", ("nvmlDeviceGetTotalEnergyConsumption",), (), thousandth),
+        FieldRow("power_draw", ("nvmlDeviceGetPowerUsage",), (), thousandth, lately=True, brief=True),
+        FieldRow("power_limit", ("nvmlDeviceGetEnforcedPowerLimit",), (), thousandth, setting=True),
+        FieldRow("total_energy", ("nvmlDeviceGetTotalEnergyConsumption",), (), thousandth),
     ),
     model.CLOCKS: (
-        Row("clock_sm", ("nvmlDeviceGetClockInfo",), (1,)),
-        Row("clock_memory", ("nvmlDeviceGetClockInfo",), (2,)),
-        Row("clock_sm_max", ("nvmlDeviceGetMaxClockInfo",), (1,), None, True),
-        Row("clock_memory_max", ("nvmlDeviceGetMaxClockInfo",), (2,), None, True),
-        Row("pstate", ("nvmlDeviceGetPerformanceState",)),
-        Row(
+        FieldRow("clock_sm", ("nvmlDeviceGetClockInfo",), (1,)),
+        FieldRow("clock_memory", ("nvmlDeviceGetClockInfo",), (2,)),
+        FieldRow("clock_sm_max", ("nvmlDeviceGetMaxClockInfo",), (1,), None, True),
+        FieldRow("clock_memory_max", ("nvmlDeviceGetMaxClockInfo",), (2,), None, True),
+        FieldRow("pstate", ("nvmlDeviceGetPerformanceState",)),
+        FieldRow(
             "throttle_reasons",
             ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"),
             (),
             throttle_reasons,
         ),
-        Row("persistence_mode", ("nvmlDeviceGetPersistenceMode",), (), bool, setting=True),
+        FieldRow("persistence_mode", ("nvmlDeviceGetPersistenceMode",), (), bool, setting=True),
     ),
     model.PCIE: (
-        Row("pcie_generation", ("nvmlDeviceGetCurrPcieLinkGeneration",)),
-        Row("pcie_width", ("nvmlDeviceGetCurrPcieLinkWidth",)),
-        Row("pcie_tx", ("nvmlDeviceGetPcieThroughput",), (0,), kibibytes),
-        Row("pcie_rx", ("nvmlDeviceGetPcieThroughput",), (1,), kibibytes),
+        FieldRow("pcie_generation", ("nvmlDeviceGetCurrPcieLinkGeneration",)),
+        FieldRow("pcie_width", ("nvmlDeviceGetCurrPcieLinkWidth",)),
+        FieldRow("pcie_tx", ("nvmlDeviceGetPcieThroughput",), (0,), kibibytes),
+        FieldRow("pcie_rx", ("nvmlDeviceGetPcieThroughput",), (1,), kibibytes),
     ),
 }
 
@@ -141,7 +143,7 @@ def read_rows(reading: Reading, group: str) -> None:
             read_row(reading, row)
 
 
-def read_row(reading: Reading, row: Row) -> None:
+def read_row(reading: Reading, row: FieldRow) -> None:
     """Read one field."""
     for function in row.functions:
         if row.static:
@@ -214,7 +216,7 @@ def read_health(reading: Reading) -> None:
             reading.problem("row remap failed")
 
 
-def remapped_rows(reading: Reading) -> Answer:
+def remapped_rows(reading: Reading) -> CallResult:
     """(corrected, uncorrected, pending, failed) of a device with row remapping (Ampere and later)."""
     return reading.ask_seldom("nvmlDeviceGetRemappedRows")
 
@@ -232,7 +234,7 @@ def read_ecc(reading: Reading) -> None:
                 reading.take(name, reading.ask("nvmlDeviceGetTotalEccErrors", uncorrected, aggregate))
     pages = [reading.ask("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
     failed = next((answer for answer in pages if answer.code), None)
-    reading.take("retired_pages", failed or Answer(sum(len(answer.value) for answer in pages)))
+    reading.take("retired_pages", failed or CallResult(sum(len(answer.value) for answer in pages)))
     reading.take("remapped_rows", remapped_rows(reading), lambda rows: rows[0] + rows[1])
 
 
@@ -269,7 +271,7 @@ def read_nvlink_flow(reading: Reading) -> None:
         elif before is None or at <= before[0] or count < before[1][name]:
             reading.gap(name, "a rate needs two looks")
         else:
-            reading.take(name, Answer((count - before[1][name]) * 1024.0 / (at - before[0])))
+            reading.take(name, CallResult((count - before[1][name]) * 1024.0 / (at - before[0])))
 
 
 def _is_sound(counter: Any) -> bool:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpuguard.backends.nvml_calls import ABSENT, LOST, NEVER, PROBLEMS, RESET_REQUIRED, Answer, call
+from gpuguard.backends.nvml_calls import ABSENT, LOST, NEVER, PROBLEMS, RESET_REQUIRED, CallResult, call
 from gpuguard.model import BRIEF, Gap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from typing import Any
 
-    from gpuguard.backends.processes import Life
-    from gpuguard.backends.statfiles import StatFiles
     from gpuguard.model import GpuProcess
+    from gpuguard.procfs import Life, StatFiles
 
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
@@ -45,18 +44,18 @@ def is_uuid(text: str) -> bool:
     return sound and all(one.isalnum() or one in inside for one in text)
 
 
-class Place:
+class DeviceCache:
     """A device as the driver library knows it, and what never changes about it."""
 
     def __init__(self, index: int, handle: Any, uuid: str) -> None:
         self.index = index
         self.handle = handle
         self.uuid = uuid
-        self.static: dict[str, Answer] = {}
+        self.static: dict[str, CallResult] = {}
         self.constants: dict[str, Any] = {}  # fields of the device that never change
-        self.settings: dict[str, Answer] = {}  # answers that are kept for a while: see ask_seldom
-        self.lately: dict[str, Answer] = {}  # answers that are kept for a moment: see ask_lately
-        self.ahead: dict[tuple[Any, ...], Answer] = {}  # by function and arguments: see nvml_ahead
+        self.settings: dict[str, CallResult] = {}  # answers that are kept for a while: see ask_seldom
+        self.lately: dict[str, CallResult] = {}  # answers that are kept for a moment: see ask_lately
+        self.ahead: dict[tuple[Any, ...], CallResult] = {}  # by function and arguments: see nvml_ahead
         self.used: int | None = None  # bytes in use when its processes were last listed
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
         self.told: Any = None  # its lists of processes as they were the last time, ...
@@ -74,7 +73,7 @@ class DeviceLost(Exception):
 class Reading:
     """What is known so far of one device in one sample."""
 
-    def __init__(self, nvml: Any, place: Place, fields: Collection[str], files: StatFiles) -> None:
+    def __init__(self, nvml: Any, place: DeviceCache, fields: Collection[str], files: StatFiles) -> None:
         self.nvml = nvml
         self.place = place
         self.fields = fields
@@ -85,7 +84,7 @@ class Reading:
         self.lives: dict[int, Life] = {}  # the processes that it lists
         self.memory_doubt: str | None = None  # why the memory of its processes cannot be checked
 
-    def ask(self, function: str, *arguments: Any) -> Answer:
+    def ask(self, function: str, *arguments: Any) -> CallResult:
         """Call *function* for this device.  Raises DeviceLost."""
         ahead = self.place.ahead
         told = ahead.pop((function, *arguments), None) if ahead else None
@@ -97,28 +96,28 @@ class Reading:
                 self.problem(PROBLEMS[RESET_REQUIRED])
         return answer
 
-    def ask_once(self, key: str, function: str, *arguments: Any) -> Answer:
+    def ask_once(self, key: str, function: str, *arguments: Any) -> CallResult:
         """As ask(), but an answer that cannot change is kept for the life of this process."""
         answer = self.place.static.get(key) or self.ask(function, *arguments)
         if answer.code == 0 or answer.code in NEVER:
             self.place.static[key] = answer
         return answer
 
-    def ask_unless_never(self, function: str, *arguments: Any) -> Answer:
+    def ask_unless_never(self, function: str, *arguments: Any) -> CallResult:
         """As ask(), but a driver that does not have it is asked only once."""
         answer = self.place.static.get(function) or self.ask(function, *arguments)
         if answer.code in NEVER:
             self.place.static[function] = answer
         return answer
 
-    def ask_seldom(self, function: str) -> Answer:
+    def ask_seldom(self, function: str) -> CallResult:
         """As ask_unless_never(), but an answer is kept for a while: see nvml.SETTINGS_SECONDS."""
         answer = self.place.settings.get(function) or self.ask_unless_never(function)
         if answer.code == 0:
             self.place.settings[function] = answer
         return answer
 
-    def ask_where_told(self, function: str, *arguments: Any, key: str = "") -> Answer:
+    def ask_where_told(self, function: str, *arguments: Any, key: str = "") -> CallResult:
         """As ask(), but a device that does not tell it is asked again only after a while: see nvml.SETTINGS_SECONDS."""
         key = key or function
         answer = self.place.settings.get(key) or self.ask(function, *arguments)
@@ -126,7 +125,7 @@ class Reading:
             self.place.settings[key] = answer
         return answer
 
-    def ask_lately(self, function: str, *arguments: Any, key: str) -> Answer:
+    def ask_lately(self, function: str, *arguments: Any, key: str) -> CallResult:
         """As ask_where_told(), but for who wants only BRIEF an answer is kept for a moment: see nvml.LATELY_SECONDS."""
         if BRIEF not in self.fields:
             return self.ask_where_told(function, *arguments, key=key)
@@ -135,7 +134,7 @@ class Reading:
             self.place.lately[key] = answer
         return answer
 
-    def take(self, name: str, answer: Answer, convert: Callable[[Any], Any] | None = None) -> bool:
+    def take(self, name: str, answer: CallResult, convert: Callable[[Any], Any] | None = None) -> bool:
         """Set a field of the device, or leave a gap."""
         if answer.code:
             self.gap(name, answer.reason)
@@ -157,7 +156,7 @@ class Reading:
         if text not in self.problems:
             self.problems.append(text)
 
-    def fault(self, function: str, answer: Answer) -> None:
+    def fault(self, function: str, answer: CallResult) -> None:
         """A code that a healthy device does not give, from a call that always works on one, is a problem."""
         if answer.code and answer.code not in ABSENT and answer.code != RESET_REQUIRED:
             self.problem(f"{function}: {answer.reason}")

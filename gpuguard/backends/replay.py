@@ -13,8 +13,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.backends.tape_file import read_tape
-from gpuguard.backends.tape_nouns import unpack
+from gpuguard.backends.recording import read_tape, unpack
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.units import parse_duration
 

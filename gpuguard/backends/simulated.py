@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gpuguard import model, procfs
+from gpuguard.backends import simulated_node
+from gpuguard.backends.simulated_node import LANES_BYTES, Instance, NodeDevice, SimulatedNode, Use
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
+from gpuguard.model import Device, Gap, GpuProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from gpuguard.backends.node import Node, NodeDevice, Use
+    from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, Use
     from gpuguard.model import Device, Gap, Snapshot
 
 DEFAULT_SPEC = "8xH100-80GB"
@@ -27,12 +33,12 @@ _BROKEN = {"lost": ("lost", "the device is lost"), "reset": ("reset required", "
 
 def open(spec: str = "") -> Simulated:
     """The node in the directory *spec* (as for directory()); a node of DEFAULT_SPEC is made there if there is none."""
-    from gpuguard.backends import node_file
-    from gpuguard.backends.node import new_node
+    from gpuguard.backends import simulated_node
+    from gpuguard.backends.simulated_node import new_node
 
     place = directory(spec)
-    if node_file.load(place) is None:
-        node_file.create(place, lambda: new_node(DEFAULT_SPEC, place, _clock()))
+    if simulated_node.load(place) is None:
+        simulated_node.create(place, lambda: new_node(DEFAULT_SPEC, place, _clock()))
     return Simulated(place)
 
 
@@ -95,18 +101,19 @@ def use(
     """
     from dataclasses import replace
 
-    from gpuguard.backends import node_file, processes
-    from gpuguard.backends.node import Course, Use
+    from gpuguard import procfs
+    from gpuguard.backends import simulated_node
+    from gpuguard.backends.simulated_node import Use, WorkPattern
 
     pid = os.getpid()
-    start = processes.start_time(pid)
+    start = procfs.start_time(pid)
     uuids: tuple[str, ...] = ()
 
-    def register(node: Node) -> Node:
+    def register(node: SimulatedNode) -> SimulatedNode:
         nonlocal uuids
         uuids = _chosen(node, devices)
         node, clock = settled_now(node), _clock()
-        course = Course(memory, memory if ramp_to is None else ramp_to, clock, over)
+        course = WorkPattern(memory, memory if ramp_to is None else ramp_to, clock, over)
         until = None if lasting is None else clock + lasting
         node = replace(node, uses=tuple(use for use in node.uses if use.pid != pid or use.device not in uuids))
         for uuid in uuids:
@@ -114,7 +121,7 @@ def use(
         new = tuple(Use(uuid, pid, start or 0.0, course, utilization, kind, until) for uuid in uuids)
         return replace(node, uses=node.uses + new)
 
-    node_file.update(directory(spec), register)
+    simulated_node.update(directory(spec), register)
     return uuids
 
 
@@ -132,7 +139,6 @@ class Simulated:
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         """As Backend.sample.  HEALTH shows MIG instances: each follows its parent and has its parent's index."""
         from gpuguard import model
-        from gpuguard.backends import node_reading
 
         # Before anything is read, so that no process that started later is taken for one that was seen.
         taken_at, clock = time.time(), _clock()
@@ -157,7 +163,7 @@ class Simulated:
             devices=tuple(seen),
             gaps=tuple(gaps),
             simulated=True,
-            topology=node_reading.topology(node, answering) if model.TOPOLOGY in fields else None,
+            topology=topology(node, answering) if model.TOPOLOGY in fields else None,
             driver_version=driver,
             nvml_version=nvml,
             cuda_version=cuda,
@@ -166,7 +172,7 @@ class Simulated:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _read(self, node: Node, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
+    def _read(self, node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
         if device.index in self.skip:
             return _refusing(device, "unresponsive", "a driver call did not come back", ["device"])
         self.progress(device.index)
@@ -178,25 +184,25 @@ class Simulated:
         for fault, (problem, reason) in _BROKEN.items():
             if fault in device.faults:
                 return _refusing(device, problem, reason, fields)
-        return _answering(node, device, fields)
+        return _check_answers(node, device, fields)
 
 
-def current(place: str) -> Node:
+def current(place: str) -> SimulatedNode:
     """The node in *place* without its dead processes.
 
     Raises:
         BackendError: there is none, or its file is damaged.
     """
-    from gpuguard.backends import node_file
+    from gpuguard.backends import simulated_node
 
-    node = node_file.load(place)
+    node = simulated_node.load(place)
     if node is None:
         raise BackendError(f"no simulated node is in {place}: `gpuguard sim start {DEFAULT_SPEC}` starts one.")
     if all(_is_alive(use) for use in node.uses):
         return node
     try:
         # The moment of death is noted, for whoever samples later: memory that is released with a delay, energy.
-        return node_file.update(place, settled_now)
+        return simulated_node.update(place, settled_now)
     except BackendError:
         return settled_now(node)  # somebody else's node, which we may only look at
 
@@ -214,8 +220,8 @@ def visible_devices(environ: Mapping[str, str]) -> str:
     return ",".join(names)
 
 
-def _chosen(node: Node, devices: str | Sequence[int | str] | None) -> tuple[str, ...]:
-    from gpuguard.backends.node import find
+def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> tuple[str, ...]:
+    from gpuguard.backends.simulated_node import find
 
     if devices is None:
         names = visible_devices(os.environ)
@@ -230,8 +236,8 @@ def _chosen(node: Node, devices: str | Sequence[int | str] | None) -> tuple[str,
     return tuple(dict.fromkeys(first.get(uuid, uuid) for uuid in find(node, names)))
 
 
-def _check_room(node: Node, uuid: str, memory: int, clock: float) -> None:
-    from gpuguard.backends.node import memory_reserved, memory_total, memory_used
+def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> None:
+    from gpuguard.backends.simulated_node import memory_reserved, memory_total, memory_used
     from gpuguard.units import format_bytes
 
     device = next(device for device in node.devices if uuid in node.of(device))
@@ -248,12 +254,11 @@ def _check_room(node: Node, uuid: str, memory: int, clock: float) -> None:
         )
 
 
-def _answering(node: Node, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
+def _check_answers(node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
     from gpuguard import model
-    from gpuguard.backends.node_reading import Place, read
 
     detailed, instances = model.PROCESS_DETAILS in fields, device.instances if model.HEALTH in fields else ()
-    read_now = [read(Place(node, device, part, _clock(), detailed), fields) for part in (None, *instances)]
+    read_now = [read(ReadingContext(node, device, part, _clock(), detailed), fields) for part in (None, *instances)]
     return [shown for shown, _ in read_now], [gap for _, gaps in read_now for gap in gaps]
 
 
@@ -266,22 +271,22 @@ def _refusing(
     return [broken], [Gap(device.uuid, name, reason) for name in sorted(missing)]
 
 
-def settled_now(node: Node) -> Node:
+def settled_now(node: SimulatedNode) -> SimulatedNode:
     """*node* without its dead processes and with its energy added up to now: what each change starts from."""
-    from gpuguard.backends.node import settled
+    from gpuguard.backends.simulated_node import settled
 
     return settled(node, _clock(), _is_alive)
 
 
 def _is_alive(use: Use) -> bool:
-    from gpuguard.backends import processes
+    from gpuguard import procfs
 
     try:
-        state = processes.stat_fields(use.pid)[processes.STATE]
+        state = procfs.stat_fields(use.pid)[procfs.STATE]
     except (FileNotFoundError, ProcessLookupError):
-        return processes.alive(use.pid)  # gone, or hidden from this user (hidepid)
+        return procfs.alive(use.pid)  # gone, or hidden from this user (hidepid)
     # The driver takes the memory back when a process exits, not when its parent gets round to reaping it.
-    return state not in (b"Z", b"X") and processes.start_time(use.pid) == use.start_time
+    return state not in (b"Z", b"X") and procfs.start_time(use.pid) == use.start_time
 
 
 def _default_directory() -> str:
@@ -303,3 +308,248 @@ def _is_private(path: str) -> bool:
 
 def _clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+# What a driver would say about a device of the simulated node: one function per group of fields.
+#
+# Does not decide whether the driver answers at all (lost, hanging): see simulated.
+
+
+# The bus numbers of a real 8-GPU board; more devices are in further domains.
+_BUSES = (0x1B, 0x43, 0x52, 0x61, 0x9D, 0xC3, 0xD1, 0xDF)
+_BUSY_PCIE_SHARE = 0.12  # of the link, at 100 % utilization
+_BUSY_LINK = 6e9  # bytes per second over one NVLink, at 100 % utilization
+
+Values = dict[str, object]
+
+
+@dataclass(frozen=True)
+class ReadingContext:
+    """A device, or one of its instances, in a node at a clock."""
+
+    node: SimulatedNode
+    device: NodeDevice
+    instance: Instance | None
+    clock: float
+    detailed: bool = False  # whether it is also told who the processes are
+
+    @property
+    def uuids(self) -> set[str]:
+        """Whose use counts here: an instance's own, a divided device's also that of its instances."""
+        return {self.instance.uuid} if self.instance else self.node.of(self.device)
+
+
+def read(place: ReadingContext, fields: Collection[str]) -> tuple[Device, tuple[Gap, ...]]:
+    """The device at *place* with the groups in *fields*, and why what is missing is missing."""
+    device, instance = place.device, place.instance
+    uuid = instance.uuid if instance else device.uuid
+    values: Values = {}
+    for group, reader in _READERS.items():
+        if group in fields and not (instance and group in _OF_THE_WHOLE):
+            values |= reader(place)
+    gaps = [Gap(uuid, name, "this model does not have it") for name, value in values.items() if value is None]
+    if device.instances:
+        gaps += [Gap(uuid, name, "not told while the device is divided") for name in _NOT_WITH_MIG if name in values]
+    faulty = [name for name in device.unknown if name in values and values[name] is not None]
+    gaps += [Gap(uuid, name, "the simulated driver does not tell it") for name in faulty]
+    if "unlisted" in device.faults and "processes" in values:
+        gaps.append(Gap(uuid, "processes", "the simulated driver gives no process list"))
+    values |= {gap.field: None for gap in gaps}
+    if values.get("processes_plausible") is False:
+        gaps.append(Gap(uuid, "processes", "the process list is not plausible: it has pids that cannot be"))
+    return Device(index=device.index, uuid=uuid, **values), tuple(gaps)  # type: ignore[arg-type]
+
+
+def pci_bus_id(device: NodeDevice) -> str:
+    """As NVML writes it, with an eight-digit domain."""
+    return f"{device.index // len(_BUSES):08X}:{_BUSES[device.index % len(_BUSES)]:02X}:00.0"
+
+
+def numa_node(whole: SimulatedNode, device: NodeDevice) -> int:
+    """The first half of four and more devices is on node 0, the second on node 1."""
+    count = len(whole.devices)
+    return int(count >= 4 and device.index >= count // 2)
+
+
+def topology(whole: SimulatedNode, uuids: Collection[str]) -> tuple[tuple[str, str, str], ...]:
+    """(uuid, uuid, how they are connected) of each pair of those that were read."""
+    devices = [device for device in whole.devices if device.uuid in uuids]
+    return tuple(
+        (one.uuid, other.uuid, _connection(whole, one, other))
+        for place, one in enumerate(devices)
+        for other in devices[place + 1 :]
+    )
+
+
+def _connection(whole: SimulatedNode, one: NodeDevice, other: NodeDevice) -> str:
+    if one.model.nvlinks and one.model == other.model:
+        return "NVLINK"
+    if numa_node(whole, one) != numa_node(whole, other):
+        return "SYS"
+    return "PIX" if one.index // 2 == other.index // 2 else "NODE"
+
+
+def _total(place: ReadingContext) -> int:
+    return place.instance.memory_total if place.instance else place.device.model.memory_total
+
+
+def _memory(place: ReadingContext) -> Values:
+    total = _total(place)
+    reserved = simulated_node.memory_reserved(total)
+    used = simulated_node.memory_used(place.node, place.uuids, place.clock)
+    return {
+        "memory_total": total,
+        "memory_used": used,
+        "memory_free": total - reserved - used,
+        "memory_reserved": reserved,
+    }
+
+
+def _processes(place: ReadingContext) -> Values:
+    here = [use for use in place.node.uses if use.device in place.uuids and simulated_node.running(use, place.clock)]
+    total, listed = _total(place), []
+    left = total - simulated_node.memory_reserved(total)
+    for use in here:
+        # Several that grow at once would reach beyond the device: there the last one gets no more.
+        memory = min(int(use.memory.at(place.clock)), left)
+        left -= memory
+        listed.append(_process(use, place, memory))
+    if "implausible" not in place.device.faults:
+        return {"processes": tuple(listed)}
+    # What a driver of another version gave, in kind: memory sizes read as pids, pids of all ones.
+    torn = (GpuProcess(1073741824, 0), GpuProcess(4294967295, 2**40), GpuProcess(0))
+    return {"processes": (*listed, *torn), "processes_plausible": False}
+
+
+def _idle_processes(place: ReadingContext) -> Values:
+    used = _memory(place)["memory_used"]
+    return {} if isinstance(used, int) and used >= model.BUSY_MEMORY else _processes(place)
+
+
+def _process(use: Use, place: ReadingContext, memory: int) -> GpuProcess:
+    registered = GpuProcess(use.pid, memory, use.kind, use.start_time)
+    found = procfs.described(registered) if place.detailed else procfs.identified(registered)
+    if found.start_time != use.start_time:
+        return registered  # it has just ended, and the pid may be somebody else's already
+    return replace(found, utilization=use.utilization) if place.detailed else found
+
+
+def _utilization(place: ReadingContext) -> Values:
+    percent = simulated_node.utilization(place.node, place.device, place.clock)
+    return {"utilization": percent, "memory_utilization": round(percent * 0.55, 1)}
+
+
+def _health(place: ReadingContext) -> Values:
+    mig = bool(place.device.instances) if place.device.model.mig else None
+    values: Values = {"problems": (), "compute_mode": place.device.compute_mode, "mig_mode": mig}
+    if place.instance:
+        values |= {
+            "parent_uuid": place.device.uuid,
+            "mig_profile": place.instance.profile,
+            "gpu_instance_id": place.instance.gpu_instance_id,
+            "compute_instance_id": 0,
+        }
+    return values
+
+
+def _model(place: ReadingContext) -> Values:
+    numa = numa_node(place.node, place.device)
+    name = place.device.model.name
+    return {
+        "name": f"{name} MIG {place.instance.profile}" if place.instance else name,
+        "pci_bus_id": pci_bus_id(place.device),
+        "minor_number": place.device.index,
+        "numa_node": numa,
+        "cpu_affinity": ("0-47,96-143", "48-95,144-191")[numa],
+    }
+
+
+def _thermal(place: ReadingContext) -> Values:
+    celsius = simulated_node.temperature(place.node, place.device, place.clock)
+    facts = place.device.model
+    fan = min(max(celsius - 30.0, 0.0) * 1.6, 100.0) if facts.fan else None
+    return {
+        "temperature": float(round(celsius)),
+        "temperature_slowdown": facts.temperature_slowdown,
+        "temperature_shutdown": facts.temperature_shutdown,
+        "fan_speed": None if fan is None or place.instance else float(round(fan)),
+    }
+
+
+def _power(place: ReadingContext) -> Values:
+    return {
+        "power_draw": round(simulated_node.power_draw(place.node, place.device, place.clock), 1),
+        "power_limit": place.device.model.power_limit,
+        "total_energy": round(simulated_node.total_energy(place.node, place.device, place.clock), 3),
+    }
+
+
+def _clocks(place: ReadingContext) -> Values:
+    facts = place.device.model
+    busy = simulated_node.utilization(place.node, place.device, place.clock) > 0
+    hot = simulated_node.temperature(place.node, place.device, place.clock) >= facts.temperature_slowdown
+    share = 0.4 if hot else 1.0 if busy else 0.17
+    return {
+        "clock_sm": int(facts.clock_sm_max * share),
+        "clock_sm_max": facts.clock_sm_max,
+        "clock_memory": facts.clock_memory_max,
+        "clock_memory_max": facts.clock_memory_max,
+        "pstate": 0 if busy or facts.nvlinks else 8,
+        "throttle_reasons": ("hw_thermal_slowdown",) if hot else () if busy else ("gpu_idle",),
+        "persistence_mode": True,
+    }
+
+
+def _ecc(place: ReadingContext) -> Values:
+    known = place.device.model.ecc
+    counters = ("corrected_volatile", "uncorrected_volatile", "corrected_aggregate", "uncorrected_aggregate")
+    return {
+        "ecc_mode": known or None,
+        **{f"ecc_{name}": 0 if known else None for name in counters},
+        "retired_pages": None,  # older than all our models: they remap rows instead
+        "remapped_rows": 0 if known else None,
+    }
+
+
+def _pcie(place: ReadingContext) -> Values:
+    facts = place.device.model
+    flow = simulated_node.utilization(place.node, place.device, place.clock) / 100 * _BUSY_PCIE_SHARE
+    flow *= 16 * LANES_BYTES[facts.pcie_generation]
+    return {"pcie_generation": facts.pcie_generation, "pcie_width": 16, "pcie_tx": flow, "pcie_rx": flow * 2.5}
+
+
+def _nvlink(place: ReadingContext) -> Values:
+    return {"nvlink_links": _links(place)}
+
+
+def _links(place: ReadingContext) -> tuple[tuple[int, str], ...]:
+    peers = [each for each in place.node.devices if each != place.device and each.model == place.device.model]
+    links = place.device.model.nvlinks if peers else 0
+    return tuple((link, pci_bus_id(peers[link % len(peers)])) for link in range(links))
+
+
+def _nvlink_flow(place: ReadingContext) -> Values:
+    busy = simulated_node.utilization(place.node, place.device, place.clock) / 100
+    flow = busy * len(_links(place)) * _BUSY_LINK
+    return {"nvlink_tx": flow, "nvlink_rx": flow}
+
+
+_READERS: dict[str, Callable[[ReadingContext], Values]] = {
+    model.MEMORY: _memory,
+    model.PROCESSES: _processes,
+    model.IDLE_PROCESSES: _idle_processes,
+    model.UTILIZATION: _utilization,
+    model.HEALTH: _health,
+    model.MODEL: _model,
+    model.THERMAL: _thermal,
+    model.POWER: _power,
+    model.CLOCKS: _clocks,
+    model.ECC: _ecc,
+    model.PCIE: _pcie,
+    model.NVLINK: _nvlink,
+    model.NVLINK_FLOW: _nvlink_flow,
+}
+# An instance has nothing of its own to say here, and real drivers say nothing.
+_OF_THE_WHOLE = (model.POWER, model.CLOCKS, model.ECC, model.PCIE, model.NVLINK, model.NVLINK_FLOW)
+# Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for the whole device and for its instances.
+_NOT_WITH_MIG = ("utilization", "memory_utilization")

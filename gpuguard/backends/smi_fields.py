@@ -9,16 +9,137 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from xml.parsers import expat
 
 from gpuguard import model
 from gpuguard.backends.nvml_fields import kibibytes
 from gpuguard.backends.nvml_reading import PLAUSIBLE
-from gpuguard.backends.smi_xml import Element
+from gpuguard.errors import BackendError
 from gpuguard.model import Gap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+    from collections.abc import Callable, Iterator
+    from typing import Any, NoReturn
+
+# The XML that `nvidia-smi -q -x` prints, as a small tree; a hostile document is refused, never expanded.
+#
+# A document may come from anybody (a saved file), so nothing in it is looked up elsewhere: no entities, no DTD of its
+# own, no more than MAX_BYTES, MAX_ELEMENTS and MAX_DEPTH.  Does not know what the elements mean: see smi_fields.
+
+
+# Sixteen devices with all their supported clocks, the longest part, are 2 MB, 40,000 elements and 7 levels.
+MAX_BYTES = 32 * 2**20
+MAX_ELEMENTS = 500_000
+MAX_DEPTH = 32
+MAX_TEXT = 4096  # characters of one element: a process name is the longest
+_UNREAD = frozenset({"supported_clocks", "accounted_processes"})  # nine tenths of all elements, and nobody asks
+
+
+class Element:
+    """One element: its tag, its text, what is inside."""
+
+    __slots__ = ("attributes", "children", "tag", "text")
+
+    def __init__(self, tag: str, attributes: dict[str, str]) -> None:
+        self.tag, self.attributes, self.text = tag, attributes, ""
+        self.children: list[Element] = []
+
+    def find(self, path: str) -> Element | None:
+        """The first element at ``"temperature/gpu_temp"``, or None."""
+        found: Element | None = self
+        for tag in path.split("/"):
+            found = next((child for child in found.children if child.tag == tag), None) if found else None
+        return found
+
+    def all(self, tag: str) -> Iterator[Element]:
+        """The children with that tag."""
+        return (child for child in self.children if child.tag == tag)
+
+    def word(self, path: str) -> str | None:
+        """The text at *path*; None where there is no such element, or it has elements inside."""
+        found = self.find(path)
+        return None if found is None or found.children else found.text.strip()
+
+    def leaves(self) -> Iterator[Element]:
+        """Every element below that has text only."""
+        todo = [self]
+        while todo:
+            element = todo.pop()
+            todo += element.children
+            if not element.children:
+                yield element
+
+
+def parse(document: bytes) -> Element:
+    """The root of *document*.
+
+    Raises:
+        BackendError: it is not XML, not nvidia-smi's, or built to hurt whoever reads it.
+    """
+    if len(document) > MAX_BYTES:
+        _refuse(f"it is larger than {MAX_BYTES // 2**20} MiB")
+    tree = _Tree()
+    parser = expat.ParserCreate()
+    parser.buffer_text = True
+    parser.SetParamEntityParsing(expat.XML_PARAM_ENTITY_PARSING_NEVER)
+    parser.StartElementHandler = tree.start
+    parser.EndElementHandler = tree.end
+    parser.CharacterDataHandler = tree.text
+    parser.StartDoctypeDeclHandler = _doctype
+    parser.EntityDeclHandler = lambda *_: _refuse("it declares entities")
+    parser.ExternalEntityRefHandler = lambda *_: _refuse("it refers to another file")
+    try:
+        parser.Parse(document, True)
+    except (expat.ExpatError, ValueError, LookupError) as error:  # the last two: unknown encodings
+        _refuse(f"it is not XML: {error}")
+    if tree.root is None or tree.root.tag != "nvidia_smi_log":
+        _refuse("it does not begin with <nvidia_smi_log>")
+    return tree.root
+
+
+class _Tree:
+    """Builds the elements, and counts them."""
+
+    def __init__(self) -> None:
+        self.root: Element | None = None
+        self._open: list[Element] = []
+        self._count, self._skipping = 0, 0
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        self._count += 1
+        if self._count > MAX_ELEMENTS or len(self._open) + self._skipping >= MAX_DEPTH:
+            _refuse("it has more elements, or more of them inside each other, than nvidia-smi writes")
+        if self._skipping or tag in _UNREAD:
+            self._skipping += 1
+            return
+        element = Element(tag, attributes)
+        if self._open:
+            self._open[-1].children.append(element)
+        else:
+            self.root = element
+        self._open.append(element)
+
+    def end(self, _tag: str) -> None:
+        if self._skipping:
+            self._skipping -= 1
+        else:
+            self._open.pop()
+
+    def text(self, text: str) -> None:
+        if self._open and not self._skipping:
+            element = self._open[-1]
+            element.text = (element.text + text)[:MAX_TEXT]
+
+
+def _doctype(_name: str, _system: str | None, _public: str | None, has_internal_subset: int) -> None:
+    # nvidia-smi names a DTD in a file, which nobody reads; one inside the document could only define entities.
+    if has_internal_subset:
+        _refuse("it defines a document type of its own")
+
+
+def _refuse(why: str) -> NoReturn:
+    raise BackendError(f"this is nothing that `nvidia-smi -q -x` has written: {why}.")
+
 
 _NUMBER = re.compile(r"(-?\d{1,15}(?:\.\d{1,9})?) ?([A-Za-z%/]*)", re.ASCII)
 _COMPUTE_MODES = {
@@ -91,7 +212,7 @@ def bytes_per_second(text: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Row:
+class XmlFieldRow:
     """One field of a device: where it is (the first place that has a value), and what makes a value of it."""
 
     field: str
@@ -102,50 +223,52 @@ class Row:
 _POWER = "gpu_power_readings"
 _LINK = "pci/pci_gpu_link_info"
 
-ROWS: dict[str, tuple[Row, ...]] = {
+ROWS: dict[str, tuple[XmlFieldRow, ...]] = {
     model.MODEL: (
-        Row("name", ("product_name",), name_of),
-        Row("pci_bus_id", ("pci/pci_bus_id",), _bus_id),
-        Row("minor_number", ("minor_number",), whole("")),
+        XmlFieldRow("name", ("product_name",), name_of),
+        XmlFieldRow("pci_bus_id", ("pci/pci_bus_id",), _bus_id),
+        XmlFieldRow("minor_number", ("minor_number",), whole("")),
     ),
     model.UTILIZATION: (
-        Row("utilization", ("utilization/gpu_util",), percent),
-        Row("memory_utilization", ("utilization/memory_util",), percent),
+        XmlFieldRow("utilization", ("utilization/gpu_util",), percent),
+        XmlFieldRow("memory_utilization", ("utilization/memory_util",), percent),
     ),
     model.THERMAL: (
-        Row("temperature", ("temperature/gpu_temp",), celsius),
-        Row("temperature_slowdown", ("temperature/gpu_temp_slow_threshold",), celsius),
-        Row("temperature_shutdown", ("temperature/gpu_temp_max_threshold",), celsius),
-        Row("fan_speed", ("fan_speed",), percent),
+        XmlFieldRow("temperature", ("temperature/gpu_temp",), celsius),
+        XmlFieldRow("temperature_slowdown", ("temperature/gpu_temp_slow_threshold",), celsius),
+        XmlFieldRow("temperature_shutdown", ("temperature/gpu_temp_max_threshold",), celsius),
+        XmlFieldRow("fan_speed", ("fan_speed",), percent),
     ),
     model.POWER: (
-        Row(
+        XmlFieldRow(
             "power_draw",
             ("power_readings/power_draw", f"{_POWER}/power_draw", f"{_POWER}/average_power_draw",
              f"{_POWER}/instant_power_draw"),
             watts,
         ),
-        Row(
+        XmlFieldRow(
             "power_limit",
             ("power_readings/enforced_power_limit", f"{_POWER}/current_power_limit", "power_readings/power_limit"),
             watts,
         ),
     ),
     model.CLOCKS: (
-        Row("clock_sm", ("clocks/sm_clock",), megahertz),
-        Row("clock_sm_max", ("max_clocks/sm_clock",), megahertz),
-        Row("clock_memory", ("clocks/mem_clock",), megahertz),
-        Row("clock_memory_max", ("max_clocks/mem_clock",), megahertz),
-        Row("pstate", ("performance_state",), _pstate),
-        Row("persistence_mode", ("persistence_mode",), _SWITCH.get),
+        XmlFieldRow("clock_sm", ("clocks/sm_clock",), megahertz),
+        XmlFieldRow("clock_sm_max", ("max_clocks/sm_clock",), megahertz),
+        XmlFieldRow("clock_memory", ("clocks/mem_clock",), megahertz),
+        XmlFieldRow("clock_memory_max", ("max_clocks/mem_clock",), megahertz),
+        XmlFieldRow("pstate", ("performance_state",), _pstate),
+        XmlFieldRow("persistence_mode", ("persistence_mode",), _SWITCH.get),
     ),
-    model.ECC: (Row("ecc_mode", ("ecc_mode/current_ecc",), _SWITCH.get),),
+    model.ECC: (XmlFieldRow("ecc_mode", ("ecc_mode/current_ecc",), _SWITCH.get),),
     model.PCIE: (
-        Row("pcie_generation", (f"{_LINK}/pcie_gen/device_current_link_gen", f"{_LINK}/pcie_gen/current_link_gen"),
+        XmlFieldRow(
+            "pcie_generation",
+            (f"{_LINK}/pcie_gen/device_current_link_gen", f"{_LINK}/pcie_gen/current_link_gen"),
             whole("")),
-        Row("pcie_width", (f"{_LINK}/link_widths/current_link_width",), _width),
-        Row("pcie_tx", ("pci/tx_util",), bytes_per_second),
-        Row("pcie_rx", ("pci/rx_util",), bytes_per_second),
+        XmlFieldRow("pcie_width", (f"{_LINK}/link_widths/current_link_width",), _width),
+        XmlFieldRow("pcie_tx", ("pci/tx_util",), bytes_per_second),
+        XmlFieldRow("pcie_rx", ("pci/rx_util",), bytes_per_second),
     ),
 }  # fmt: skip
 
@@ -170,7 +293,7 @@ class Sheet:
         """Say why a field is unknown."""
         self.gaps.append(Gap(self.uuid, field, reason[:200]))
 
-    def take(self, row: Row) -> None:
+    def take(self, row: XmlFieldRow) -> None:
         """Set a field, or leave a gap."""
         words = [word for place in row.places if (word := self.element.word(place)) is not None]
         low, high = PLAUSIBLE.get(row.field, (float("-inf"), float("inf")))
@@ -275,7 +398,7 @@ def _add_up(sheet: Sheet, field: str, ways: list[list[str]]) -> None:
 def read_health(sheet: Sheet) -> None:
     """problems, compute_mode, mig_mode."""
     element = sheet.element
-    sheet.take(Row("compute_mode", ("compute_mode",), _COMPUTE_MODES.get))
+    sheet.take(XmlFieldRow("compute_mode", ("compute_mode",), _COMPUTE_MODES.get))
     mode = element.word("mig_mode/current_mig")
     if mode in (None, "N/A", "[N/A]", "[Not Supported]", "Disabled", "Enabled"):
         sheet.values["mig_mode"] = mode == "Enabled"  # a device or driver without MIG is not in MIG mode

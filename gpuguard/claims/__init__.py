@@ -1,4 +1,4 @@
-"""Claims: the files and locks that say who holds which device, and what is given, wished and released there.
+"""Claims: the locks and records that say who holds which device, and how a claim is released.
 
-lockfiles comes first: the directory and its trust; hold is a claim in the hands of a process.
+Start at directory (the lock files and their trust), then claim (a claim in the hands of a process).
 """

@@ -19,12 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace as replace_noun
 
-from gpuguard.claims.calling import call
-from gpuguard.claims.lockfiles import BROKERED, LockDirectory, is_same_file, open_lock, try_flock
+from gpuguard.claims.directory import BROKERED, LockDirectory, is_same_file, open_lock, try_flock
+from gpuguard.daemon.client import call
 from gpuguard.errors import GpuguardError, LockDirectoryError
+from gpuguard.jsonio import loads, noun
 from gpuguard.model import ClaimRecord
-from gpuguard.plainjson import loads
-from gpuguard.typed import noun
 
 _MAX_BYTES = 256
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -70,7 +69,7 @@ def give(directory: LockDirectory, name: str, to: Grant) -> int | None:
         os.close(before)
 
 
-def look(directory: LockDirectory, names: Iterable[str]) -> dict[str, Grant | None]:
+def grant_of(directory: LockDirectory, names: Iterable[str]) -> dict[str, Grant | None]:
     """Those of *names* whose lock is held, and to whom it was given; None: taken by root, or nobody can tell.
 
     The caller has the gate.  After that nobody can take what is not named here with a descriptor that he has kept.

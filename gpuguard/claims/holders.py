@@ -5,20 +5,26 @@ Does not say whose a claim is: see records.
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import time
+from _thread import allocate_lock
+from time import monotonic
 from typing import TYPE_CHECKING
 
-from gpuguard.ancestry import in_first_pid_namespace
-from gpuguard.backends import processes
-from gpuguard.claims.inplace import device_of, hold_in_place, status_in_place
+from gpuguard import procfs
+from gpuguard.backends import worker
+from gpuguard.claims.safe_files import device_of, hold_in_place, status_in_place
+from gpuguard.deadline import charge, owed_by
+from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
     from typing import NoReturn
 
-    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import ClaimRecord
 
 # For the processes of one user: with the usual limits 100 of them can have 50 million descriptors, which is a minute.
@@ -59,7 +65,7 @@ def holders_of(
 
 def _behind(pid: str) -> int:
     """The uid for which a process acts that is root in effect."""
-    from gpuguard.backends.processes import uid_behind
+    from gpuguard.procfs import uid_behind
 
     with _files(pid) as files:
         nothing = next(files, None) is None  # as those of the kernel itself, of which there are thousands
@@ -85,7 +91,6 @@ def _locked(pid: str, uid: int, paths: dict[str, str]) -> list[tuple[str, str]]:
         # CAP_SYS_PTRACE opens fdinfo; only CAP_DAC_READ_SEARCH opens fd, and every file of the machine with it.
         if not may_see_locks(pid):
             return []
-        from gpuguard.claims.fdlocks import locked_files
 
         return [("", paths[inode]) for inode in locked_files(int(pid), uid, MOST_SECONDS).values() if inode in paths]
     return [(number, paths[path]) for number, path in targets if path in paths]
@@ -114,8 +119,6 @@ def locked_by(pid: int | str, uid: int, seconds: float, *, whole: bool = False) 
             if inode := locked_inode(pid, number):
                 found[int(number)] = inode
     except PermissionError:
-        from gpuguard.claims.fdlocks import locked_files
-
         return locked_files(pid, uid, seconds, whole=whole) if may_see_locks(pid) else {}
     return found
 
@@ -206,7 +209,7 @@ def _possible_hiders(path: str) -> dict[int, int]:
 def _has_descriptors_in_flight(pid: str, descriptor: str) -> bool:
     if not target_of(pid, descriptor).startswith("socket:"):
         return False
-    lines = (processes.read_proc(f"/proc/{pid}/fdinfo/{descriptor}") or b"").split(b"\n")
+    lines = (procfs.read_proc(f"/proc/{pid}/fdinfo/{descriptor}") or b"").split(b"\n")
     return any(line.startswith(b"scm_fds:") and line.split()[1:] != [b"0"] for line in lines)
 
 
@@ -243,7 +246,7 @@ def locked_inode(pid: str | int, descriptor: str) -> str:
     Anybody may put another kind of lock on a file that he may read.  And what the kernel says of every file stands in
     front: behind it may follow text of the owner, lines and all (the name of a dma-buf).
     """
-    for line in (processes.read_proc(f"/proc/{pid}/fdinfo/{descriptor}") or b"").split(b"\n"):
+    for line in (procfs.read_proc(f"/proc/{pid}/fdinfo/{descriptor}") or b"").split(b"\n"):
         words = line.split()
         if line.startswith(b"lock:"):
             if words[2:3] == [b"FLOCK"] and len(words) > 6:
@@ -253,13 +256,13 @@ def locked_inode(pid: str | int, descriptor: str) -> str:
     return ""
 
 
-def answer() -> NoReturn:
+def holders_answer() -> NoReturn:
     """Read what processes have locked until nobody asks any more: the life of a reader, see fdlocks."""
-    from gpuguard.backends import sampler
-    from gpuguard.backends.apart import stopwatch
+    from gpuguard.backends import worker
+    from gpuguard.deadline import stopwatch
 
-    sampler.send(1, ("ready",))
-    while request := sampler.receive(0):
+    worker.send(1, ("ready",))
+    while request := worker.receive(0):
         pid, seconds = request
         until, took = time.monotonic() + seconds, stopwatch()
         found: list[tuple[int, str]] = []
@@ -273,7 +276,7 @@ def answer() -> NoReturn:
                     found.append((int(number), inode))
         except OSError:  # it has ended
             pass
-        sampler.send(1, (found, took(), whole))
+        worker.send(1, (found, took(), whole))
     os._exit(0)
 
 
@@ -304,3 +307,132 @@ def remembered(known: Sequence[ClaimRecord], records: Sequence[ClaimRecord]) -> 
         if holders and (record.uid, record.id) in alive:
             found.update(dict.fromkeys(record.slots or record.devices, holders))
     return found
+
+
+# Which files another process has locked, by /proc/PID/fdinfo, where what its descriptors are cannot be seen before.
+#
+# Of a file that is no regular one its driver writes that text, too, and may wait for what its owner holds: an epoll(7)
+# that is just handing over events to a page of FUSE keeps whoever reads its fdinfo waiting, and no signal ends that
+# (state D), not even SIGKILL.  So a process apart reads it, with nothing of ours open: of whom it does not come back is
+# unknown what he has locked, until it does; and of whoever takes too much of all time with looks that do, see apart.
+# Only who may see that text, and not where descriptors lead, needs it: a guard with CAP_SYS_PTRACE.  See holders.
+
+
+SLACK_SECONDS = 0.5  # beyond what a look may take
+SLACK_AGAIN = 0.05  # while others hang: many users who do so must not take the time of all
+START_SECONDS = 10.0  # of a reader, in 0.05 s where nobody else computes: that it begins late is nobody's fault
+MOST_OWED = 1.0  # seconds of slow looks at one user that are not paid off: as long as a look at all of his may take
+MOST_HANGING = 16  # or nearly so: from then on nobody without a name is looked at: one user can have 65536 such uids
+
+_KIND = "locks"
+_asking = allocate_lock()
+_reader: list[tuple[int, int, int, int]] = []  # whose it is, its pid, where to ask, where it answers
+_hanging: dict[int, int] = {}  # uid -> pid of the reader that waits for something of his
+_ended: list[int] = []  # readers to reap
+
+
+def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:
+    """Descriptor -> "major:minor:inode" of what a process has locked; {} also where nobody can tell.
+
+    Args:
+        pid: of the process, or "PID/task/TID".
+        uid: of whoever it acts for: nobody else is unknown when this look does not come back.
+        seconds: it may take; then it is what was found until then.
+        whole: raise where that is not all of it.
+
+    Raises:
+        TimeoutError: with *whole* only.
+    """
+    found = _asked(pid, uid, seconds)
+    if whole and (found is None or not found[2]):
+        raise TimeoutError
+    return dict(found[0]) if found else {}
+
+
+def _asked(pid: int | str, uid: int, seconds: float) -> tuple[list[tuple[int, str]], float, bool] | None:
+    """What the reader says: descriptors with inodes, the seconds that it took, whether that is all; None: unknown."""
+    with _asking:
+        _reap()
+        slow = owed_by(monotonic()).keys() | {(each, _KIND) for each in _hanging}
+        if _is_unknown(uid) or (len(slow) >= MOST_HANGING and user_name(uid) == str(uid)):
+            return None
+        try:
+            _, reader, ask, answers = _started()
+            begun = monotonic()
+            worker.send(ask, (pid, seconds))
+            if not _says_something(answers, seconds + (SLACK_AGAIN if _hanging else SLACK_SECONDS)):
+                _hanging[uid] = reader
+                charge((uid, _KIND), (now := monotonic()) - begun, now)
+                _close()
+                return None
+            found = worker.receive(answers)
+        except OSError:  # no further process or file; or it has ended
+            found = None
+        if found is None:
+            _close()
+            return None
+        charge((uid, _KIND), found[1], monotonic())
+        return found[0], found[1], found[2]
+
+
+def hangs(uid: int) -> bool:
+    """Whether what somebody has locked is unknown: a look at it has not come back, or such looks took too long."""
+    with _asking:
+        _reap()
+        return _is_unknown(uid)
+
+
+def _is_unknown(uid: int) -> bool:
+    return uid in _hanging or owed_by(monotonic()).get((uid, _KIND), 0.0) >= MOST_OWED
+
+
+def _started() -> tuple[int, int, int, int]:
+    if _reader and _reader[0][0] != os.getpid():  # of whom we are a copy
+        _close()
+    if not _reader:
+        _reader.append(_start())
+    return _reader[0]
+
+
+def _start() -> tuple[int, int, int, int]:
+    asked, ask, answers, answered = opened = worker.pipes(2)
+    try:
+        pid = worker.spawned("import gpuguard.claims.holders as h; h.answer()", "", (asked, answered))
+    except OSError:
+        worker.close_all(opened)
+        raise
+    worker.close_all((asked, answered))
+    if not _says_something(answers, START_SECONDS) or worker.receive(answers) is None:
+        worker.close_all((ask, answers))
+        _ended.append(pid)
+        raise OSError(errno.ETIME, os.strerror(errno.ETIME))
+    return os.getpid(), pid, ask, answers
+
+
+def _says_something(answers: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(answers, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def _close() -> None:
+    """Leave the reader alone: it ends when it finds nobody at the other end."""
+    for owner, pid, *descriptors in _reader:
+        worker.close_all(descriptors)
+        if owner == os.getpid() and pid not in _hanging.values():
+            _ended.append(pid)
+    _reader.clear()
+
+
+def _reap() -> None:
+    _ended[:] = [pid for pid in _ended if not _has_ended(pid)]
+    for uid, pid in list(_hanging.items()):
+        if _has_ended(pid):
+            del _hanging[uid]
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True

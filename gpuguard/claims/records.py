@@ -14,13 +14,13 @@ import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
-from gpuguard.claims.inplace import lies_there, open_in_place, status_in_place
-from gpuguard.claims.lockfiles import Gate, LockDirectory, is_same_file, open_lock, try_flock
+from gpuguard.claims.safe_files import lies_there, open_in_place, status_in_place
 from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError, shortage
+from gpuguard.jsonio import loads
 from gpuguard.model import ClaimRecord
-from gpuguard.plainjson import loads
 from gpuguard.users import parties, user_name
 
 if TYPE_CHECKING:
@@ -245,13 +245,13 @@ def probe(
         record of user "unknown".
     """
     with Gate(directory):
-        locked, given = _look(directory, uuids)
+        locked, given = _read_one(directory, uuids)
     return _probed(directory, locked, given, known)
 
 
 def probe_in_gate(directory: LockDirectory, uuids: Iterable[str], *, holders: bool = False) -> tuple[ClaimRecord, ...]:
     """As probe(), for who has the gate already; *holders*: ask every process of the machine what it holds, too."""
-    locked, given = _look(directory, uuids)
+    locked, given = _read_one(directory, uuids)
     if holders or not locked:
         return _probed(directory, locked, given)
     return _joined(locked, read_records(directory), {}, given)
@@ -345,7 +345,7 @@ def locked_devices(directory: LockDirectory, uuids: Iterable[str]) -> set[str]:
         return set(_held_locks(directory, uuids).values())
 
 
-def _look(directory: LockDirectory, uuids: Iterable[str]) -> tuple[dict[str, str], Mapping[str, Grant | None]]:
+def _read_one(directory: LockDirectory, uuids: Iterable[str]) -> tuple[dict[str, str], Mapping[str, Grant | None]]:
     """The locks that are held, as below, and to whom the daemon gave them, where it does."""
     if directory.keeper is None:
         return _held_locks(directory, uuids), {}
@@ -359,13 +359,13 @@ def _look(directory: LockDirectory, uuids: Iterable[str]) -> tuple[dict[str, str
         names = [(name, name if name in wanted else name.rpartition(".slot")[0]) for name in given]
         return {name: uuid for name, uuid in names if uuid in wanted}, given
     locked = _held_locks(directory, uuids)
-    return locked, grants.look(directory, locked)
+    return locked, grants.grant_of(directory, locked)
 
 
 def _held_locks(directory: LockDirectory, uuids: Iterable[str]) -> dict[str, str]:
     """The locks that are held, name -> uuid: that of a device where one has it alone, else its locked slots."""
     if directory.closed:
-        return _look(directory, uuids)[0]
+        return _read_one(directory, uuids)[0]
     found = {}
     for uuid in uuids:
         if not lies_there(directory.lock_path(uuid)):

@@ -10,8 +10,8 @@ import errno
 import os
 from dataclasses import dataclass, replace
 
-from gpuguard.claims.inplace import status_in_place
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.safe_files import status_in_place
 from gpuguard.units import format_bytes
 from gpuguard.users import user_name
 
@@ -21,7 +21,7 @@ _PAGE = 4096  # without one no record can be written
 
 
 @dataclass(frozen=True)
-class Taken:
+class RoomUsage:
     """What the files of one user take that have a name."""
 
     uid: int
@@ -39,7 +39,7 @@ class Room:
     size_free: int
     files: int
     files_free: int
-    taken: tuple[Taken, ...] = ()
+    taken: tuple[RoomUsage, ...] = ()
 
     @property
     def used(self) -> float:
@@ -49,7 +49,7 @@ class Room:
         return max(_part(self.files - self.files_free, self.files), _part(self.size - self.size_free, self.size))
 
     @property
-    def who(self) -> Taken | None:
+    def who(self) -> RoomUsage | None:
         """Whoever has most of it, where it is scarce and he has at least half of what is taken."""
         most = next(iter(self.taken), None)
         return most if most and self.used >= SCARCE and self._of(most) >= self.used / 2 else None
@@ -68,7 +68,7 @@ class Room:
     def _sizes(self, size: int) -> str:
         return f"{format_bytes(size)} of {format_bytes(self.size)}"
 
-    def _of(self, taken: Taken) -> float:
+    def _of(self, taken: RoomUsage) -> float:
         return max(_part(taken.files, self.files), _part(taken.size, self.size))
 
 
@@ -82,7 +82,7 @@ def room_for_records(directory: LockDirectory) -> Room:
     found = os.statvfs(path)
     own = os.lstat(path).st_dev != os.lstat(os.path.dirname(path)).st_dev
     size, free = found.f_blocks * found.f_frsize, found.f_bfree * found.f_frsize
-    room = Room(path, own, size, free, found.f_files, found.f_ffree, tuple(_takers(path)))
+    room = Room(path, own, size, free, found.f_files, found.f_ffree, tuple(_biggest_users(path)))
     taken = sorted(room.taken, key=lambda each: (-room._of(each), each.uid))
     return replace(room, taken=tuple(taken))
 
@@ -103,7 +103,7 @@ def _part(some: int, whole: int) -> float:
     return some / whole if whole else 0.0
 
 
-def _takers(path: str) -> list[Taken]:
+def _biggest_users(path: str) -> list[RoomUsage]:
     """What each user has, also in folders that he made there; what cannot be looked at counts for nobody."""
     files: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -125,4 +125,4 @@ def _takers(path: str) -> list[Taken]:
                         break
         except OSError:
             continue
-    return [Taken(uid, files[uid], sizes[uid]) for uid in files]
+    return [RoomUsage(uid, files[uid], sizes[uid]) for uid in files]

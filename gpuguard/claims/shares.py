@@ -7,14 +7,16 @@ written last sees the other.  The gate only keeps both of them from going back f
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.hold import Claim, Lock
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.claim import Claim, Lock, lock_device, unlock
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import probe_in_gate
+from gpuguard.claims.slots import locked_slots, slot_names
 from gpuguard.eligibility import no_share_left, terms_of
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.request import Request
@@ -49,10 +51,10 @@ def _owners(snapshot: Snapshot) -> dict[int, int]:
     processes = snapshot.devices[0].processes or ()
     owners = {process.pid: process.uid for process in processes if process.uid and process.uid in uids}
     if len(owners) < len(processes):
-        from gpuguard.ancestry import look_up
-        from gpuguard.attribution import started_by
+        from gpuguard.device_state import started_by
+        from gpuguard.procfs import process_facts
 
-        seen = look_up(snapshot)
+        seen = process_facts(snapshot)
         for process in processes:
             if process.pid not in owners and (record := started_by(process, snapshot.claims, seen)):
                 owners[process.pid] = record.uid
@@ -85,7 +87,7 @@ def join(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: 
     try:
         while True:
             claim.explain(directory, None, ())
-            late = _overbooked(directory, snapshot, request, claim)
+            late = _over_capacity(directory, snapshot, request, claim)
             pause = next(pauses, None)
             if not late or pause is None:
                 break
@@ -100,7 +102,7 @@ def join(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: 
     return not late
 
 
-def _overbooked(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: Claim) -> dict[str, str]:
+def _over_capacity(directory: LockDirectory, snapshot: Snapshot, request: Request, claim: Claim) -> dict[str, str]:
     """uuid -> why, for each device of *claim* on which the shares, with its own, are more than there is.
 
     Its own record must have been written before.  Nothing that others write about our own slots counts.
@@ -115,3 +117,74 @@ def _overbooked(directory: LockDirectory, snapshot: Snapshot, request: Request, 
 
 def _without(claims: Iterable[ClaimRecord], slots: Collection[str]) -> tuple[ClaimRecord, ...]:
     return tuple(replace(one, slots=tuple(slot for slot in one.slots if slot not in slots)) for one in claims)
+
+
+# The locks of one device, of a part of it, or of a share of it: all of them or none, at once or not at all.
+#
+#     a device              its lock alone
+#     a MIG instance        its lock alone, that of its GPU shared
+#     a share of either     its lock shared, and a slot of it alone
+#     inside a claim        a lock for what is inside of it, which the outer claim's owner alone asks for
+#
+# Does not choose devices: see lock.
+
+
+def lock_parts(
+    directory: LockDirectory, device: Device, request: Request, outer: ClaimRecord | None
+) -> tuple[Lock, ...] | None:
+    """The locks of *device* for *request*; None, and nothing locked, when somebody else has one of them.
+
+    Args:
+        directory: of the locks.
+        device: a GPU or a MIG instance.
+        request: for a share of it or for all of it.
+        outer: the claim inside which this process runs.
+
+    Raises:
+        LockDirectoryError: a lock file cannot be used.
+    """
+    if outer:
+        return _lock_inside(directory, device, request, outer)
+    wanted = [(device.uuid, fcntl.LOCK_SH if request.share else fcntl.LOCK_EX)]
+    if device.parent_uuid:
+        wanted.append((device.parent_uuid, fcntl.LOCK_SH))
+    locks: list[Lock] = []
+    try:
+        for name, operation in wanted:
+            if (lock := lock_device(directory, name, operation)) is None:
+                unlock(locks)
+                return None
+            locks.append(lock)
+        if request.share:
+            locks += _lock_slot(directory, device.uuid, request.slots)
+        # A share of the whole GPU holds the lock of the parent shared too.  One that takes its slot after this look
+        # sees the instance, because it reads the device once more behind its locks, and a divided one is refused.
+        shared_whole = device.parent_uuid and locked_slots(directory, device.parent_uuid)
+        # Shares that a daemon has given hold their slots alone: see giving.
+        kept = directory.keeper is not None and not request.share and locked_slots(directory, device.uuid)
+        if shared_whole or kept or len(locks) < len(wanted) + request.share:
+            unlock(locks)
+            return None
+    except BaseException:
+        unlock(locks)
+        raise
+    return tuple(locks)
+
+
+def _lock_slot(directory: LockDirectory, uuid: str, most: int) -> list[Lock]:
+    """One of the first *most* slots; while fewer share the device, one of these is free."""
+    for name in slot_names(uuid)[:most]:
+        if slot := lock_device(directory, name, fcntl.LOCK_EX):
+            return [slot]
+    return []
+
+
+def _lock_inside(
+    directory: LockDirectory, device: Device, request: Request, outer: ClaimRecord
+) -> tuple[Lock, ...] | None:
+    """The outer claim holds the device; this one excludes only its siblings in there.  Deeper ones share."""
+    # Several shares of one device would have one lock for what is inside them: what is in a share excludes nobody.
+    if "." in outer.id or outer.memory is not None:
+        return ()
+    lock = lock_device(directory, f"{device.uuid}.nested", fcntl.LOCK_SH if request.share else fcntl.LOCK_EX)
+    return None if lock is None else (lock,)

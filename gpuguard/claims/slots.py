@@ -10,8 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 
-from gpuguard.claims.inplace import lies_there
-from gpuguard.claims.lockfiles import LockDirectory, open_lock, try_flock
+from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
+from gpuguard.claims.safe_files import lies_there
 from gpuguard.errors import LockDirectoryError
 from gpuguard.request import SLOTS
 

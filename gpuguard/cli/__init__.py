@@ -1,19 +1,187 @@
-"""The command line: one file per sub-command, each with ``add_options(parser)`` and ``main(args) -> exit code``.
+"""From the words of a command line to its exit code.
 
-`gpuguard.cli.dispatch` finds the command; this file opens and closes the process around it.
+Only the module of the command that was asked for is imported, because `gpuguard run` stands before every job.
+Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the others 0, 1 no, 2 usage, 4 no driver, and
+124 when the time of `wait` ran out.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gpuguard.cli.dispatch import run_command_line
+from gpuguard.cli.parser import Parser, parse, parser_of
+from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
     from typing import NoReturn
+
+COMMANDS = {
+    "run": "claim GPUs, run a command on them, give them back when it ends",
+    "select": "print the GPUs that `run` would choose; claims nothing",
+    "explain": "say for each GPU why it is or is not eligible",
+    "who": "who uses and who holds which GPU",
+    "top": "watch GPUs and processes on the screen: bars, history, claims, signals",
+    "queue": "who waits for GPUs, and when they start",
+    "reserve": "have GPUs kept for a time, and show what is reserved",
+    "wait": "wait until GPUs are free, and print them",
+    "web": "a page in the browser: devices, claims, the line, charts",
+    "daemon": "guard the GPUs by a policy file: observe, warn, end",
+    "submit": "hand a command to a cluster's engine: Slurm or Ray",
+    "slurm": "on a node of a Slurm cluster: prolog, epilog, lines for its files",
+    "adopt": "claim the GPUs that a running job of yours uses",
+    "metrics": "numbers for Prometheus, node_exporter, InfluxDB",
+    "events": "what happened: claims, releases, what the guard did or would have done",
+    "report": "who claimed, used and left idle how many GPU-hours",
+    "history": "draw what GPUs did: utilization, memory, temperature, power, claims",
+    "release": "give a claim back that nobody computes under",
+    "keep": "ask the daemon to leave your processes alone for a time",
+    "deny": "let a user make no new claims for a time (root)",
+    "quarantine": "take a device out of service (root)",
+    "query": "one table of chosen fields, in the form of nvidia-smi --query-gpu",
+    "record": "write down what happens on the GPUs, to look at it or try policies on it later",
+    "policy": "check and explain policy files for the daemon, and show their language",
+    "doctor": "check driver, lock directory and permissions, and say what to do",
+    "serve-ssh": "answer read-only questions over ssh alone: for the account of a fleet view",
+    "setup": "make the lock directory /run/gpuguard for all users of this machine",
+    "completion": "print the script that lets bash, zsh or fish complete gpuguard's words",
+    "sim": "steer the simulated node: start, use, set, fault, show, stop",
+}
+
+# What other tools call it: canhazgpu, gpu-gate, genv, task spooler, Slurm
+_ELSEWHERE = {
+    **dict.fromkeys(("status", "ls", "list", "ps", "usage", "sinfo"), "who"),
+    **dict.fromkeys(("lock", "shell", "activate", "attach", "srun"), "run"),
+    **dict.fromkeys(("cancel", "scancel", "kill", "unlock", "detach"), "release"),
+    **{"squeue": "queue", "sbatch": "submit", "enforce": "daemon", "monitor": "top", "logs": "events"},
+}
+
+EXIT_NO = 1
+EXIT_USAGE = 2
+EXIT_NO_DRIVER = 4
+EXIT_NOT_NOW = 75  # EX_TEMPFAIL of sysexits.h
+EXIT_TIMEOUT = 124  # as timeout(1)
+EXIT_RUN_FAILED = 125  # as env(1), timeout(1), docker run
+STARTING = ("run", "submit")  # commands whose other exit codes are the job's
+
+
+def run_command_line(words: list[str]) -> int:
+    """Run one command line; returns the exit code and never raises."""
+    command = words[0] if words else ""
+    try:
+        status = _dispatch(command, words)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader went away (`gpuguard who | head -1`): there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_NO
+    except KeyboardInterrupt:
+        return 130
+    except GpuguardError as error:
+        from gpuguard.sanitize import neutralise
+
+        _say("\n".join(map(neutralise, str(error).splitlines())))
+        return exit_code(command, error)
+    except Exception as error:  # the border of this process: a user gets a sentence, a developer more
+        if "GPUGUARD_DEBUG" in os.environ:
+            raise
+        _say(_sentence(error))
+        return EXIT_RUN_FAILED if command in STARTING else EXIT_NO
+
+
+def _say(text: str) -> None:
+    try:
+        print(f"gpuguard: {text}", file=sys.stderr, flush=True)
+    except OSError:  # a full disk, or nobody reads it: the exit code tells
+        return
+
+
+def _sentence(error: Exception) -> str:
+    if short := shortage(error):
+        return short
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = error.filename or "what this command prints"
+        return f"{what} could not be written: {error.strerror}.  Make room (see `df` and `quota`), or write elsewhere."
+    return f"an error inside gpuguard: {error!r}.  GPUGUARD_DEBUG=1 shows where."
+
+
+def exit_code(command: str, error: GpuguardError) -> int:
+    """The exit code that tells a script what kind of *error* it was."""
+    if isinstance(error, WaitTimeout) and command in ("run", "wait"):
+        return EXIT_TIMEOUT
+    if command in STARTING:
+        return EXIT_NOT_NOW if type(error) is NotEnoughGpus else EXIT_RUN_FAILED
+    if isinstance(error, InvalidRequest):
+        return EXIT_USAGE
+    return EXIT_NO_DRIVER if isinstance(error, BackendError) else EXIT_NO
+
+
+def build_parser(command: str) -> Parser:
+    """The parser of one sub-command."""
+    return parser_of(_module(command), command)
+
+
+def _dispatch(command: str, words: list[str]) -> int:
+    if command == "help" and words[1:]:
+        whose = words[1:2] if words[1] in STARTING else words[1:3]  # behind run stands what would be run
+        return _dispatch(words[1], [*whose, "--help"])
+    if command in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if command in ("-V", "--version"):
+        from gpuguard import __version__
+
+        print(f"gpuguard {__version__}")
+        return 0
+    if command not in COMMANDS:
+        raise InvalidRequest(_unknown(command))
+    module = _module(command)
+    try:
+        args = parse(module, command, words[1:])
+    except SystemExit as end:  # --help
+        return end.code if isinstance(end.code, int) else EXIT_USAGE
+    status: int = module.main(args)
+    return status
+
+
+def _module(command: str) -> ModuleType:
+    return import_module(f"gpuguard.cli.{command.replace('-', '_')}")
+
+
+def overview() -> str:
+    """What `gpuguard --help` prints."""
+    rows = "\n".join(f"  {name:<10} {purpose}" for name, purpose in COMMANDS.items())
+    return (
+        "usage: gpuguard COMMAND [options]\n\n"
+        "Picks free GPUs on a shared server, claims them so that nobody else gets them, and runs the job.\n\n"
+        f"{rows}\n\n"
+        "  gpuguard run -n 2 -- python train.py     two free GPUs for one job\n"
+        "  gpuguard who                             who holds what\n"
+        "  gpuguard COMMAND --help                  all options of a command"
+    )
+
+
+def _unknown(command: str) -> str:
+    if not command:
+        return f"a command is missing.\n\n{overview()}"
+    if command.startswith("-"):
+        return f"there is no command {command!r}: options stand behind the command, as in `gpuguard run -n 2 -- CMD`."
+    import difflib
+
+    near = [_ELSEWHERE[command]] if command in _ELSEWHERE else difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"did you mean `gpuguard {near[0]}`?" if near else f"choose one of {', '.join(COMMANDS)}."
+    return f"there is no command {command!r}: {hint}"
+
+
+# The command line: one file per sub-command, each with ``add_options(parser)`` and ``main(args) -> exit code``.
+#
+# `gpuguard.cli` finds the command; this file opens and closes the process around it.
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

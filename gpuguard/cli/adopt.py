@@ -20,15 +20,14 @@ import signal
 import sys
 import time
 
-from gpuguard import history
-from gpuguard.backends.processes import uid_of
-from gpuguard.claims.hold import Claim
+from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import ClaimLost, InvalidRequest
-from gpuguard.jobs import background
-from gpuguard.jobs.adopt import adopt
-from gpuguard.jobs.family import Family
+from gpuguard.history import audit_log
+from gpuguard.jobs import adopt as background
+from gpuguard.jobs.adopt import ProcessFamily, adopt
 from gpuguard.model import Event
+from gpuguard.procfs import uid_of
 from gpuguard.views.text import json_text, put
 
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -47,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     _become_owner(args.pids)
     if args.foreground:
         claim, family = _claimed(args)
-        woken, _ = background.listen(_ENDING)
+        woken, _ = background.read_result(_ENDING)
         _show(args, claim, family)
         return _hold(claim, family, woken, detached=False)
     ready, says_ready = os.pipe()
@@ -60,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
         return code if code >= 0 else 128 - code
     os.close(ready)
     claim, family = _claimed(args)
-    woken, wake = background.listen(_ENDING)  # before anybody knows whom he could end
+    woken, wake = background.read_result(_ENDING)  # before anybody knows whom he could end
     _show(args, claim, family)
     sys.stdout.flush()
     background.detach({*claim.pass_fds, *family.descriptors, says_ready, woken, wake})
@@ -97,7 +96,7 @@ def _become_owner(pids: list[int]) -> None:
     os.environ.update(HOME=home, USER=name, LOGNAME=name)
 
 
-def _claimed(args: argparse.Namespace) -> tuple[Claim, Family]:
+def _claimed(args: argparse.Namespace) -> tuple[Claim, ProcessFamily]:
     backend = backend_of(args)
     try:
         claim, family = adopt(backend, directory_of(args, make=True), args.pids, tree=args.tree, note=args.note)
@@ -107,7 +106,7 @@ def _claimed(args: argparse.Namespace) -> tuple[Claim, Family]:
     return claim, family
 
 
-def _show(args: argparse.Namespace, claim: Claim, family: Family) -> None:
+def _show(args: argparse.Namespace, claim: Claim, family: ProcessFamily) -> None:
     indices = [device.index for device in claim]
     if args.json:
         answer = {
@@ -127,7 +126,7 @@ def _show(args: argparse.Namespace, claim: Claim, family: Family) -> None:
     put([*lines, *([claim.warning] if claim.warning else [])], sys.stdout)
 
 
-def _hold(claim: Claim, family: Family, woken: int, *, detached: bool) -> int:
+def _hold(claim: Claim, family: ProcessFamily, woken: int, *, detached: bool) -> int:
     """Keep the claim until the last of the family has ended, or somebody ends this process."""
     while family.wait(woken):
         try:
@@ -150,7 +149,7 @@ def _give_back(claim: Claim, outcome: str) -> None:
 
 
 def _write_down(kind: str, outcome: str, claim: Claim, pids: list[int]) -> None:
-    history.append(
+    audit_log.append(
         Event(
             time=time.time(),
             kind=kind,

@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.views.shells import DIRECTORY, FILE, JOB, TEXT, WORDS, Command, Word
+from gpuguard.views.shells import DIRECTORY, FILE, JOB, TEXT, WORDS, ShellCommand, ShellWord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,18 +64,21 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def commands() -> list[Command]:
+def commands() -> list[ShellCommand]:
     """All commands, gpuguard itself first, and what each understands."""
-    from gpuguard.cli.dispatch import COMMANDS, build_parser
+    from gpuguard.cli import COMMANDS, build_parser
 
-    own = Word(("-h", "--help"), "", "show the commands", None), Word(("-V", "--version"), "", "show the version", None)
-    found = [Command((), "", own, tuple(COMMANDS.items()))]
+    own = (
+        ShellWord(("-h", "--help"), "", "show the commands", None),
+        ShellWord(("-V", "--version"), "", "show the version", None),
+    )
+    found = [ShellCommand((), "", own, tuple(COMMANDS.items()))]
     for name, purpose in COMMANDS.items():
         found += _commands_of((name,), purpose, build_parser(name))
     return found
 
 
-def _commands_of(path: tuple[str, ...], purpose: str, parser: argparse.ArgumentParser) -> Iterator[Command]:
+def _commands_of(path: tuple[str, ...], purpose: str, parser: argparse.ArgumentParser) -> Iterator[ShellCommand]:
     words, followers = [], {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -83,12 +86,12 @@ def _commands_of(path: tuple[str, ...], purpose: str, parser: argparse.ArgumentP
             followers = {name: (purposes.get(name, ""), follower) for name, follower in action.choices.items()}
         elif action.help != argparse.SUPPRESS:
             words.append(_word(action))
-    yield Command(path, purpose, tuple(words), tuple((name, what) for name, (what, _) in followers.items()))
+    yield ShellCommand(path, purpose, tuple(words), tuple((name, what) for name, (what, _) in followers.items()))
     for name, (what, follower) in followers.items():
         yield from _commands_of((*path, name), what, follower)
 
 
-def _word(action: argparse.Action) -> Word:
+def _word(action: argparse.Action) -> ShellWord:
     fixed = tuple(map(str, action.choices or _FIXED.get(action.dest, ())))
     name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
     if action.nargs == 0:
@@ -101,7 +104,7 @@ def _word(action: argparse.Action) -> Word:
         kind = DIRECTORY
     else:
         kind = _BY_METAVAR.get(name) or _BY_DEST.get(action.dest, TEXT)
-    return Word(
+    return ShellWord(
         tuple(action.option_strings),
         name,
         _line(action.help).replace("%%", "%"),

@@ -13,14 +13,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import GpuguardError
-from gpuguard.text import neutral_command, neutralise
+from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import NoReturn
 
-    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import Device, Snapshot
 
     Values = Iterable[tuple[str, str]]
@@ -138,7 +138,7 @@ def _claims(_: str) -> Values:
 
 def _reservations(_: str) -> Values:
     """Own reservations, for root everybody's."""
-    from gpuguard.line.reservefiles import read
+    from gpuguard.queue.reservation_store import read
 
     uid = os.geteuid()
     found, _torn, _arrived = read(_directory(), time.time())
@@ -164,13 +164,13 @@ def _hosts(_: str) -> Values:
 
 
 def _fields(_: str) -> Values:
-    from gpuguard.views.query_fields import GPU_FIELDS
+    from gpuguard.views.query import GPU_FIELDS
 
     return [(name, field.text) for name, field in GPU_FIELDS.items()]
 
 
 def _apps(_: str) -> Values:
-    from gpuguard.views.query_fields import APP_FIELDS
+    from gpuguard.views.query import APP_FIELDS
 
     return [(name, field.text) for name, field in APP_FIELDS.items()]
 
@@ -197,7 +197,7 @@ def _snapshot() -> Snapshot:
 
     from gpuguard.backends import is_recorded
     from gpuguard.claims.records import probe
-    from gpuguard.state import read_state
+    from gpuguard.source import read_state
 
     name = _backend()
     if is_recorded(name):
@@ -211,10 +211,10 @@ def _snapshot() -> Snapshot:
 
 
 def _sampled(name: str) -> Snapshot:
-    from gpuguard.backends.isolated import open_isolated
+    from gpuguard.backends.client import open_worker
     from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES
 
-    backend = open_isolated(name)
+    backend = open_worker(name)
     try:
         return backend.sample({HEALTH, MEMORY, MODEL, PROCESSES, PROCESS_DETAILS})
     finally:
@@ -222,7 +222,7 @@ def _sampled(name: str) -> Snapshot:
 
 
 def _directory() -> LockDirectory:
-    from gpuguard.claims.lockfiles import lock_directory
+    from gpuguard.claims.directory import lock_directory
 
     return lock_directory(os.environ.get("GPUGUARD_DIR") or None, backend=_backend(), make=False)
 

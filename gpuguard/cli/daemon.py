@@ -22,22 +22,22 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from gpuguard import capabilities, history
-from gpuguard.ancestry import in_first_pid_namespace
-from gpuguard.cli.choice_options import quantity
-from gpuguard.cli.options import add_source_options, directory_of
-from gpuguard.cli.serving_options import ADDRESS, add_expose_option
+from gpuguard import capabilities
+from gpuguard.cli.metrics import ADDRESS, add_expose_option
+from gpuguard.cli.options import add_source_options, directory_of, quantity
 from gpuguard.errors import InvalidRequest
-from gpuguard.history import MACHINE_EVENTS
+from gpuguard.history import audit_log
+from gpuguard.history.audit_log import MACHINE_EVENTS
 from gpuguard.model import Event
+from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.units import format_count, parse_duration
 
 if TYPE_CHECKING:
     import argparse
 
-    from gpuguard.claims.lockfiles import LockDirectory
-    from gpuguard.cli.daemon_metrics import Telling
-    from gpuguard.daemon import Daemon
+    from gpuguard.claims.directory import LockDirectory
+    from gpuguard.cli.metrics import DaemonNumbers
+    from gpuguard.daemon.service import Daemon
     from gpuguard.policies.policy import Judgement
 
 SHORTEST_SECONDS = 0.1
@@ -75,8 +75,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from gpuguard import daemon
-    from gpuguard.backends.isolated import open_isolated
+    from gpuguard.backends.client import open_worker
+    from gpuguard.daemon import service
 
     if args.reload:
         return _reload(args)
@@ -85,22 +85,22 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest("--interval: between two looks there must be 100ms to 10m.")
     if args.enforce and not args.policy:
         raise InvalidRequest("--enforce needs a policy file: name it with --policy.")
-    daemon.clean_environment(os.environ, root=capabilities.is_powerful())
+    service.clean_environment(os.environ, root=capabilities.is_powerful())
     capabilities.keep_to_ourselves()
     _choose_log(args)
-    settings = daemon.Settings(args.policy, args.enforce, interval, args.i_share_host_pids)
+    settings = service.Settings(args.policy, args.enforce, interval, args.i_share_host_pids)
     if args.enforce and not in_first_pid_namespace() and not args.i_share_host_pids:
         _say("this is a pid namespace of its own, so nobody will be signalled: the driver's pids may be the host's.")
     directory = directory_of(args, make=True)
-    with daemon.only_one(directory) as alone:
+    with service.only_one(directory) as alone:
         if not alone:
             _say(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
-            return daemon.EXIT_RUNNING
+            return service.EXIT_RUNNING
         telling = _telling(args, directory)
-        backend = open_isolated(args.backend)
+        backend = open_worker(args.backend)
         try:
-            append = telling.counting.append if telling else history.append
-            guard = daemon.Daemon(backend, directory, settings, _say, _show, append)
+            append = telling.counting.append if telling else audit_log.append
+            guard = service.Daemon(backend, directory, settings, _say, _show, append)
             if not args.once:
                 if telling:
                     _say(telling.start(guard))
@@ -118,9 +118,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _say_what_stands(guard: Daemon, judgement: Judgement, enforcing: bool) -> None:
     """What was not done and why, and which steps would follow if the daemon went on."""
-    from gpuguard.guards.case import boot_clock
-    from gpuguard.services.verbs import row_of
-    from gpuguard.views.standing import lines
+    from gpuguard.daemon.requests import row_of
+    from gpuguard.enforcement.target import boot_clock
+    from gpuguard.views.policy_status import lines
 
     for note in judgement.notes:
         _say(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
@@ -137,7 +137,7 @@ def _spare_the_collector() -> None:
     gc.set_threshold(YOUNG)
 
 
-def _telling(args: argparse.Namespace, directory: LockDirectory) -> Telling | None:
+def _telling(args: argparse.Namespace, directory: LockDirectory) -> DaemonNumbers | None:
     """What --metrics serves; loaded only where it is wanted."""
     if args.metrics_expose is not None and not args.metrics:
         raise InvalidRequest("--metrics-expose is about --metrics.")
@@ -145,18 +145,17 @@ def _telling(args: argparse.Namespace, directory: LockDirectory) -> Telling | No
         return None
     if args.once:
         raise InvalidRequest("--metrics does not go with --once, which ends at once.")
-    from gpuguard.cli.daemon_metrics import Telling
+    from gpuguard.cli.metrics import DaemonNumbers
 
-    return Telling(args.metrics, args.metrics_expose, directory)
+    return DaemonNumbers(args.metrics, args.metrics_expose, directory)
 
 
 def _reload(args: argparse.Namespace) -> int:
-    from gpuguard.claims.answers import Reloaded, checked
-    from gpuguard.claims.calling import ask
-    from gpuguard.daemon import EXIT_FAULTY
-    from gpuguard.policyfile import READ_SECONDS
+    from gpuguard.daemon.client import ReloadReply, call_daemon, checked
+    from gpuguard.daemon.service import EXIT_FAULTY
+    from gpuguard.policies.files.loader import READ_SECONDS
 
-    answer = checked(ask(directory_of(args), {"do": "reload"}, READ_SECONDS + 10.0), Reloaded)
+    answer = checked(call_daemon(directory_of(args), {"do": "reload"}, READ_SECONDS + 10.0), ReloadReply)
     if answer["faults"]:
         count = format_count(answer["faults"], "fault")
         _say(f"{answer['path']} has {count}, so the last good one stays in force: {answer['first']}")
@@ -181,7 +180,7 @@ def _show(event: Event) -> None:
 
 
 def _say(text: str) -> None:
-    from gpuguard.text import neutralise
+    from gpuguard.sanitize import neutralise
 
     with suppress(OSError):  # a full disk, a journal that is started again: no reason to guard nothing
         print(f"gpuguard: {neutralise(text)}", file=sys.stderr, flush=True)

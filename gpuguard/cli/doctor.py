@@ -12,19 +12,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from gpuguard.ancestry import in_first_pid_namespace
 from gpuguard.backends.nvml_calls import has_glibc
-from gpuguard.claims.daemonfiles import fault_of
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims.directory import LockDirectory, fault_of
 from gpuguard.claims.room import Room, room_for_records
-from gpuguard.cli import screen
-from gpuguard.cli.dispatch import EXIT_NO, EXIT_NO_DRIVER
+from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.model import CLOCKS, WHO_FIELDS, Snapshot
-from gpuguard.state import hidepid_in
+from gpuguard.procfs import in_first_pid_namespace
+from gpuguard.source import hidepid_in
 from gpuguard.views import doctor
-from gpuguard.views.doctor import FAULT, Facts
+from gpuguard.views.doctor import FAULT, MachineFacts
 from gpuguard.views.text import json_text, put, style
 
 PACKAGES = ("gpuguard", "nvidia-ml-py", "psutil")
@@ -37,21 +35,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    facts = look(args, os.environ)
+    facts = collect_facts(args, os.environ)
     found = doctor.checks(facts)
     if args.json:
         put([json_text(doctor.to_json(facts, found))], sys.stdout)
     else:
-        put(doctor.to_text(facts, found, width=screen.size()[0], paint=style(sys.stdout, os.environ)), sys.stdout)
+        put(doctor.to_text(facts, found, width=terminal.size()[0], paint=style(sys.stdout, os.environ)), sys.stdout)
     if facts.error:
         return EXIT_NO_DRIVER
     return EXIT_NO if doctor.worst(found) == FAULT else 0
 
 
-def look(args: argparse.Namespace, environ: Mapping[str, str]) -> Facts:
+def collect_facts(args: argparse.Namespace, environ: Mapping[str, str]) -> MachineFacts:
     """Everything that the checks want to know, read now."""
     driver = _driver(args)
-    return Facts(
+    return MachineFacts(
         host=os.uname().nodename,
         backend=args.backend,
         uid=os.geteuid(),
@@ -88,8 +86,8 @@ def _driver(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _lock(args: argparse.Namespace) -> dict[str, Any]:
-    from gpuguard.claims.inplace import file_system
-    from gpuguard.claims.lockfiles import open_lock
+    from gpuguard.claims.directory import open_lock
+    from gpuguard.claims.safe_files import file_system
 
     try:
         directory = directory_of(args)
@@ -117,22 +115,22 @@ def _room(directory: LockDirectory) -> Room | None:
 
 
 def _line() -> dict[str, Any]:
-    from gpuguard.line.file import read_line_file
+    from gpuguard.queue.settings import read_queue_settings
 
-    file = read_line_file()
+    file = read_queue_settings()
     faults = [" ".join(" ".join(fault.lines(file.path)).split()) for fault in file.faults]
     return {"line_path": file.path if os.path.lexists(file.path) else None, "line_faults": tuple(faults)}
 
 
 def _broker_error(directory: LockDirectory) -> str | None:
     """Why the daemon gives no locks, where it alone does."""
-    from gpuguard.claims.calling import ask
+    from gpuguard.daemon.client import call_daemon
     from gpuguard.errors import GpuguardError
 
     if directory.keeper is None:
         return None
     try:
-        ask(directory, {"do": "claims"})
+        call_daemon(directory, {"do": "claims"})
     except GpuguardError as error:
         return str(error)
     return None

@@ -15,10 +15,9 @@ import os
 import sys
 import time
 
-from gpuguard.cli.choice_options import quantity
-from gpuguard.cli.options import check_users
+from gpuguard.cli.options import check_users, quantity
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.history import MACHINE_EVENTS, events_path
+from gpuguard.history.audit_log import MACHINE_EVENTS, events_path
 from gpuguard.units import parse_duration
 from gpuguard.views import events
 from gpuguard.views.text import json_text, put

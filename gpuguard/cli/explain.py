@@ -12,9 +12,8 @@ import argparse
 import os
 import sys
 
-from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.cli.choice_options import add_choice_options, request_of
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
 from gpuguard.model import Snapshot
 from gpuguard.request import Request
 
@@ -27,14 +26,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from gpuguard.clusters import outer_devices
-    from gpuguard.lock import look_closely
-    from gpuguard.views import choice as view
+    from gpuguard.lock import sample_closely
+    from gpuguard.views import explain as view
     from gpuguard.views.text import json_text, put, style
 
     request, directory = request_of(args), directory_of(args)
     backend = backend_of(args)
     try:
-        snapshot, choice = look_closely(backend, request, directory)
+        snapshot, choice = sample_closely(backend, request, directory)
     finally:
         backend.close()
     turn = turn_of(directory, snapshot, request)
@@ -49,16 +48,15 @@ def main(args: argparse.Namespace) -> int:
 
 def turn_of(directory: LockDirectory, snapshot: Snapshot, request: Request) -> tuple[bool, str] | None:
     """(whether it could start now, where it would stand in line and why); None where nobody waits."""
-    from gpuguard.attempt import outer_claim
-    from gpuguard.lock import someone_waits
+    from gpuguard.lock import outer_claim, someone_waits
 
     if not someone_waits(directory) or outer_claim(directory):
         return None
-    from gpuguard.line.file import read_line_file
-    from gpuguard.line.turn import new_ticket, prospects, stand
+    from gpuguard.queue.explain import new_ticket, prospects, stand
+    from gpuguard.queue.settings import read_queue_settings
 
     mine = new_ticket([request])
-    line = stand(directory, snapshot, read_line_file().rules, mine)
+    line = stand(directory, snapshot, read_queue_settings().rules, mine)
     place = line.of(mine.id)
     if place is None:
         return None

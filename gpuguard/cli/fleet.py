@@ -14,24 +14,99 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from gpuguard.cli import screen
-from gpuguard.cli.choice_options import quantity
-from gpuguard.cli.dispatch import EXIT_NO, EXIT_NO_DRIVER
-from gpuguard.cli.fleet_options import asked_of, refuse
-from gpuguard.cli.telling import rewrites, say, write
+from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
+from gpuguard.cli.options import quantity
+from gpuguard.cli.terminal import print_notice, rewrites, write
 from gpuguard.errors import InvalidRequest
-from gpuguard.fleet.answers import Answer, answer_of
-from gpuguard.fleet.asking import Asking, Pool
-from gpuguard.fleet.questions import words_of
+from gpuguard.fleet.answers import HostReply, reply_of
+from gpuguard.fleet.hosts import words_of
+from gpuguard.fleet.ssh import FleetQuery, Pool
+from gpuguard.top import fleet
 from gpuguard.units import parse_duration
 from gpuguard.views import fleet as view
-from gpuguard.views import fleet_top
 from gpuguard.views.text import json_text, put, shorten, style
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from gpuguard.fleet.ssh import FleetQuery
+
+# The options of commands that ask other hosts as well: --hosts and what belongs to it.
+
+
+def add_fleet_options(parser: argparse.ArgumentParser) -> None:
+    """--hosts, --hosts-file, --timeout, --parallel, --remote, --ssh."""
+    group = parser.add_argument_group("other hosts, over ssh: see docs/fleet.md")
+    group.add_argument("--hosts", metavar="LIST", help="ask these instead, as in gpu1,alice@gpu2,gpu[03-16]")
+    group.add_argument("--hosts-file", metavar="FILE", help="the same from a file, one per line; - is standard input")
+    group.add_argument("--timeout", metavar="D", help="per host, from its first packet to its answer (default: 10s)")
+    group.add_argument("--parallel", metavar="N", help="so many at once; fewer behind one jump host (default: 64)")
+    group.add_argument("--remote", metavar="WORDS", help="gpuguard there (default: $GPUGUARD_REMOTE, else gpuguard)")
+    group.add_argument("--ssh", metavar="WORDS", help="as in 'ssh -F FILE' (default: $GPUGUARD_SSH, else ssh)")
+
+
+def has_hosts(args: argparse.Namespace) -> bool:
+    """Whether other hosts are asked.
+
+    Raises:
+        InvalidRequest: an option that is of use only with --hosts stands there without it.
+    """
+    if args.hosts is not None or args.hosts_file is not None:
+        return True
+    for name in ("timeout", "parallel", "remote", "ssh"):
+        if getattr(args, name) is not None:
+            raise InvalidRequest(f"--{name} is about other hosts: name them with --hosts or --hosts-file.")
+    return False
+
+
+def refuse(args: argparse.Namespace, usual: dict[str, object], why: str) -> None:
+    """Refuse options that have no meaning beside --hosts: name -> the value that says nothing."""
+    for name, value in usual.items():
+        if getattr(args, name) != value:
+            raise InvalidRequest(f"--{name.replace('_', '-')} does not go with --hosts: {why}.")
+
+
+def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str, ...], FleetQuery]:
+    """The hosts, and how each is asked *words*.
+
+    Raises:
+        InvalidRequest: a name or a value cannot be used.
+    """
+    import shlex
+
+    from gpuguard.cli.options import quantity, whole_number
+    from gpuguard.fleet.hosts import PROGRAM, command_line, host_names
+    from gpuguard.fleet.ssh import PARALLEL, TIMEOUT, FleetQuery
+    from gpuguard.units import parse_duration
+
+    there = "it is of this machine; GPUGUARD_BACKEND and GPUGUARD_DIR of the account over there decide"
+    refuse(args, {"backend": os.environ.get("GPUGUARD_BACKEND") or "nvml"}, there)
+    refuse(args, {"dir": os.environ.get("GPUGUARD_DIR") or None}, there)
+    timeout = quantity("--timeout", args.timeout, parse_duration)
+    parallel = whole_number("--parallel", args.parallel)
+    if timeout is not None and not 0.1 <= timeout <= 600:
+        raise InvalidRequest("--timeout is between 100ms and 10m.")
+    if parallel is not None and not 1 <= parallel <= 256:
+        raise InvalidRequest("--parallel is between 1 and 256.")
+    try:
+        remote = shlex.split(args.remote or os.environ.get("GPUGUARD_REMOTE") or PROGRAM)
+        ssh = shlex.split(args.ssh or os.environ.get("GPUGUARD_SSH") or "ssh")
+    except ValueError:
+        raise InvalidRequest("--remote or --ssh: a quote is open.") from None
+    return host_names(args.hosts, args.hosts_file), FleetQuery(
+        command_line(remote, words),
+        tuple(ssh),
+        TIMEOUT if timeout is None else timeout,
+        PARALLEL if parallel is None else parallel,
+    )
+
 
 _STEP = 0.5  # seconds between two looks at who is silent
 _EVERY = 10.0  # seconds between two questions of top to a host: each is a login there
-Show = Callable[[Answer], list[str]]
+Show = Callable[[HostReply], list[str]]
 
 
 def who(args: argparse.Namespace) -> int:
@@ -46,7 +121,7 @@ def queue(args: argparse.Namespace) -> int:
 
 
 def _shown(args: argparse.Namespace, name: str, lines_of: Callable[..., list[str]]) -> int:
-    hosts, how = asked_of(args, words_of(name, vars(args)))
+    hosts, how = query_of(args, words_of(name, vars(args)))
     width, paint = _columns(), style(sys.stdout, os.environ)
     answers = gathered(hosts, how, None if args.json else lambda answer: lines_of(answer, width, paint))
     if args.json:
@@ -62,10 +137,10 @@ def select(args: argparse.Namespace) -> int:
     """`gpuguard select --hosts`: a line per host with room, ``HOST DEVICES``; on a terminal the others, too."""
     if args.sep in ("\n", "\0"):
         raise InvalidRequest("--newline and --null do not go with --hosts: there a line is one host.")
-    hosts, how = asked_of(args, words_of("select", vars(args)))
+    hosts, how = query_of(args, words_of("select", vars(args)))
     width, paint, people = _columns(), style(sys.stdout, os.environ), sys.stdout.isatty()
 
-    def show(answer: Answer) -> list[str]:
+    def show(answer: HostReply) -> list[str]:
         devices = view.room(answer, args.format, args.sep)
         if people:
             return [view.room_line(answer, devices, hosts, width, paint)]
@@ -78,7 +153,7 @@ def select(args: argparse.Namespace) -> int:
     elif not people:
         for answer in answers:
             if answer.error is not None or not with_room:
-                say(f"{answer.host}: {answer.error or answer.refusal}")
+                print_notice(f"{answer.host}: {answer.error or answer.refusal}")
     if with_room:
         return 0
     return EXIT_NO if any(answer.error is None for answer in answers) else EXIT_NO_DRIVER
@@ -94,27 +169,27 @@ def top(args: argparse.Namespace) -> int:
     every = quantity("--every", args.every, parse_duration) if args.every is not None else _EVERY
     if every is None or every < 1.0:
         raise InvalidRequest("--every needs at least 1s between two questions to a host.")
-    hosts, how = asked_of(args, words_of("who", vars(args)))
+    hosts, how = query_of(args, words_of("who", vars(args)))
     ascii_only = args.ascii or not (sys.stdout.encoding or "ascii").lower().startswith("utf")
     if args.once or not sys.stdout.isatty():
         answers = gathered(hosts, how, None)
         now = time.monotonic()
-        known = {answer.host: fleet_top.after(fleet_top.Known(), answer, now) for answer in answers}
+        known = {answer.host: fleet.after(fleet.KnownHost(), answer, now) for answer in answers}
         paint = style(sys.stdout, os.environ)
-        put(fleet_top.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only), sys.stdout)
+        put(fleet.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only), sys.stdout)
         return _status(answers)
     _again_and_again(hosts, how, every, ascii_only)
     return 0
 
 
-def _again_and_again(hosts: Sequence[str], how: Asking, every: float, ascii_only: bool) -> None:
+def _again_and_again(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool) -> None:
     """Ask each host every *every* seconds until Ctrl-C, and draw what is known at least each second."""
-    known: dict[str, fleet_top.Known] = {}
+    known: dict[str, fleet.KnownHost] = {}
     due = dict.fromkeys(hosts, 0.0)  # monotonic; a host that is being asked is not in it
-    former, paint = signal.signal(signal.SIGTERM, screen.leave), style(sys.stdout, os.environ)
+    former, paint = signal.signal(signal.SIGTERM, terminal.leave), style(sys.stdout, os.environ)
     drawn = 0.0
     try:
-        sys.stdout.write(screen.ENTER + screen.HIDE_CURSOR)
+        sys.stdout.write(terminal.ENTER + terminal.HIDE_CURSOR)
         with Pool(how) as pool:
             while True:
                 now = time.monotonic()
@@ -124,31 +199,34 @@ def _again_and_again(hosts: Sequence[str], how: Asking, every: float, ascii_only
                 replies = pool.step(0.2)
                 now = time.monotonic()
                 for reply in replies:
-                    known[reply.host] = fleet_top.after(known.get(reply.host, fleet_top.Known()), answer_of(reply), now)
+                    known[reply.host] = fleet.after(known.get(reply.host, fleet.KnownHost()), reply_of(reply), now)
                     due[reply.host] = max(now, now - reply.seconds + every)
                 if now - drawn >= (0.2 if replies else 1.0):
                     drawn = now
-                    lines = fleet_top.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only)
-                    put([screen.drawn(screen.fitting(lines, "name fewer hosts"))], sys.stdout)
+                    lines = fleet.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only)
+                    put([terminal.drawn(terminal.fitting(lines, "name fewer hosts"))], sys.stdout)
     except KeyboardInterrupt:
         pass
     finally:
         signal.signal(signal.SIGTERM, former)
-        sys.stdout.write(screen.SHOW_CURSOR + screen.LEAVE)
+        sys.stdout.write(terminal.SHOW_CURSOR + terminal.LEAVE)
         sys.stdout.flush()
 
 
 def gathered(
-    hosts: Sequence[str], how: Asking, show: Show | None, judged: Callable[[Answer], Answer] = lambda answer: answer
-) -> list[Answer]:
+    hosts: Sequence[str],
+    how: FleetQuery,
+    show: Show | None,
+    judged: Callable[[HostReply], HostReply] = lambda answer: answer,
+) -> list[HostReply]:
     """The answers of *hosts*, in that order.  *show* makes lines of each, printed as soon as it may be."""
-    answers: dict[str, Answer] = {}
+    answers: dict[str, HostReply] = {}
     at_once, shown, told = sys.stdout.isatty(), 0, ""
-    signal.signal(signal.SIGTERM, screen.leave)  # so that no ssh is left behind
+    signal.signal(signal.SIGTERM, terminal.leave)  # so that no ssh is left behind
     with Pool(how) as pool:
         pool.ask(hosts)
         while pool.waiting_for:
-            fresh = [judged(answer_of(reply)) for reply in pool.step(_STEP)]
+            fresh = [judged(reply_of(reply)) for reply in pool.step(_STEP)]
             answers.update((answer.host, answer) for answer in fresh)
             if show and not at_once:  # as many as there are without a hole
                 fresh = []
@@ -174,7 +252,7 @@ def _told(line: str, before: str) -> str:
     return line
 
 
-def _status(answers: Sequence[Answer]) -> int:
+def _status(answers: Sequence[HostReply]) -> int:
     silent = sum(answer.error is not None for answer in answers)
     if silent == len(answers):
         return EXIT_NO_DRIVER

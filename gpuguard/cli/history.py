@@ -16,13 +16,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from gpuguard.cli import screen
-from gpuguard.cli.choice_options import selectors
-from gpuguard.cli.moments import add_moment_options, period
-from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.cli import terminal
+from gpuguard.cli.options import add_source_options, directory_of, selectors
+from gpuguard.cli.times import add_moment_options, period
 from gpuguard.errors import InvalidRequest
-from gpuguard.usage.consult import consult, store_path
-from gpuguard.usage.questions import Known, Usage, Watch
+from gpuguard.history.queries import KnownValue, Usage, Watch, query_store, store_path
 from gpuguard.views import history
 from gpuguard.views.text import json_text, put, style
 
@@ -59,12 +57,12 @@ def main(args: argparse.Namespace) -> int:
     begin, end = period(("--from", vars(args)["from"]), ("--to", args.to), now)
     metric = history.METRICS[args.metric]
 
-    def ask(usage: Usage) -> tuple[list[history.Course], Watch]:
+    def ask(usage: Usage) -> tuple[list[history.DeviceHistory], Watch]:
         chosen = _chosen(usage.known(), args.device)
-        courses = [history.Course(each, usage.series(each.uuid, metric.stored, begin, end)) for each in chosen]
+        courses = [history.DeviceHistory(each, usage.series(each.uuid, metric.stored, begin, end)) for each in chosen]
         return courses, usage.watched(begin, end)
 
-    courses, watch = consult(store_path(directory_of(args)), ask, now)
+    courses, watch = query_store(store_path(directory_of(args)), ask, now)
     if not args.device:
         courses = [course for course in courses if course.points]
     if args.json:
@@ -77,9 +75,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _drawn(
-    args: argparse.Namespace, metric: history.Metric, courses: Sequence[history.Course], watch: Watch
+    args: argparse.Namespace, metric: history.Metric, courses: Sequence[history.DeviceHistory], watch: Watch
 ) -> list[str]:
-    width, height = screen.size()
+    width, height = terminal.size()
     rows = _ROWS
     if len(courses) == 1 and height:
         rows = min(_MOST_ROWS, max(_LEAST_ROWS, height - 8)) | 1
@@ -103,13 +101,13 @@ def writes_braille() -> bool:
     return True
 
 
-def _chosen(known: Sequence[Known], words: Sequence[str]) -> list[Known]:
+def _chosen(known: Sequence[KnownValue], words: Sequence[str]) -> list[KnownValue]:
     """The devices that ``["0,3", "GPU-ab"]`` means, all without words."""
     named = [part for text in words for part in selectors("--device", text) or ()]
     return [_named(known, word) for word in named] if named else list(known)
 
 
-def _named(known: Sequence[Known], word: str) -> Known:
+def _named(known: Sequence[KnownValue], word: str) -> KnownValue:
     found = [each for each in known if word == str(each.index) or each.uuid == word]
     found = found or [each for each in known if len(word) > 4 and each.uuid.startswith(word)]
     if len(found) == 1:

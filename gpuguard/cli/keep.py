@@ -19,10 +19,10 @@ import os
 import sys
 import time
 
-from gpuguard.cli import mark_options
+from gpuguard.claims.restrictions import KEPT
+from gpuguard.cli import deny
 from gpuguard.cli.options import add_source_options, directory_of
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.marks import KEPT
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,24 +41,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     directory = directory_of(args)
     if args.list:
-        return mark_options.show(directory, KEPT, as_json=args.json)
+        return deny.show(directory, KEPT, as_json=args.json)
     if args.status:
         return _status(args)
-    seconds, reason = mark_options.seconds_of(args), mark_options.reason_of(args)
+    seconds, reason = deny.seconds_of(args), deny.reason_of(args)
     if args.end == (seconds is not None):
         raise InvalidRequest("say for how long, by --for 4h; or --end, or --list.")
     if directory.owner is None:
         raise GpuguardError("without a directory of root's no daemon can be asked: run `sudo gpuguard setup` once.")
-    from gpuguard.claims.answers import Ended, Kept, checked
-    from gpuguard.claims.calling import ask
-    from gpuguard.documents.accounts import Accounts
+    from gpuguard.daemon.client import ExemptionReply, ReleaseReply, call_daemon, checked
+    from gpuguard.policies.files.decoder import Accounts
+    from gpuguard.sanitize import neutralise
     from gpuguard.units import format_duration
-    from gpuguard.views.text import json_text, neutralise, put
+    from gpuguard.views.text import json_text, put
 
     uid = Accounts().user(args.user) if args.user is not None else None
     request = {"do": "end" if args.end else "keep", "uid": uid, "device": args.device}
-    answer = ask(directory, request if args.end else {**request, "for_seconds": seconds, "reason": reason})
-    checked(answer, Ended if args.end else Kept)
+    answer = call_daemon(directory, request if args.end else {**request, "for_seconds": seconds, "reason": reason})
+    checked(answer, ReleaseReply if args.end else ExemptionReply)
     if args.json:
         put([json_text({"schema": 1, **{name: value for name, value in answer.items() if name != "ok"}})], sys.stdout)
     elif args.end:
@@ -73,14 +73,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from gpuguard.claims.answers import Status, checked
-    from gpuguard.claims.calling import ask
-    from gpuguard.documents.accounts import Accounts
-    from gpuguard.views.standing import lines
+    from gpuguard.daemon.client import StatusReply, call_daemon, checked
+    from gpuguard.policies.files.decoder import Accounts
+    from gpuguard.views.policy_status import lines
     from gpuguard.views.text import json_text, put
 
     uid = Accounts().user(args.user) if args.user is not None else None
-    answer = checked(ask(directory_of(args), {"do": "status", "uid": uid}), Status)
+    answer = checked(call_daemon(directory_of(args), {"do": "status", "uid": uid}), StatusReply)
     if args.json:
         put([json_text({"schema": 1, **{name: value for name, value in answer.items() if name != "ok"}})], sys.stdout)
     else:

@@ -18,20 +18,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from gpuguard import grab, program
-from gpuguard.ancestry import look_up
-from gpuguard.claims.hold import Claim
-from gpuguard.cli.choice_options import add_choice_options, quantity, request_of
-from gpuguard.cli.line_options import PRIORITY_NAMES
-from gpuguard.cli.options import add_source_options
+from gpuguard import api, device_state
+from gpuguard.claims.claim import Claim
+from gpuguard.cli.options import add_choice_options, add_source_options, quantity, request_of
 from gpuguard.cli.parser import HelpFormatter, Parser
+from gpuguard.cli.queue_options import PRIORITY_NAMES
 from gpuguard.errors import ClaimLost, CudaInitialized, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
-from gpuguard.markup import of_held
 from gpuguard.model import Snapshot
+from gpuguard.procfs import process_facts
 from gpuguard.request import Request
-from gpuguard.text import neutralise
+from gpuguard.sanitize import neutralise, of_held
 from gpuguard.units import parse_duration
-from gpuguard.views import usage, who
+from gpuguard.views import who
 
 _FOR_EVER = "for ever"  # --wait without a duration
 _RESTART = "Restart the kernel"
@@ -40,7 +38,7 @@ _NAME_OF_NOTEBOOK = "JPY_SESSION_NAME"
 
 
 @dataclass(frozen=True)
-class Held:
+class NotebookClaim:
     """What this kernel has claimed, by which words."""
 
     claim: Claim
@@ -49,7 +47,7 @@ class Held:
     context: AbstractContextManager[Claim]  # whose exit gives it back and restores os.environ
 
 
-_held: list[Held] = []  # at most one
+_held: list[NotebookClaim] = []  # at most one
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -96,7 +94,7 @@ def run_line(shell: Any, line: str) -> None:
         if held.claim.warning:
             print(neutralise(held.claim.warning))
     elif held.words != tuple(words):
-        how = _RESTART if program.cuda_runs() else "Run `%gpus release`"
+        how = _RESTART if api.cuda_runs() else "Run `%gpus release`"
         raise InvalidRequest(f"this kernel has {_names(held.claim)} already.  {how} first, to have others.")
     _publish(shell, *_card(held))
 
@@ -124,14 +122,14 @@ def _add_options(parser: Parser) -> None:
     add_source_options(parser)
 
 
-def _claimed(args: Any, words: tuple[str, ...]) -> Held:
+def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
     request, plain = request_of(args), vars(Request())
     conditions = {name: value for name, value in vars(request).items() if value != plain[name] and name != "num_gpus"}
     wait = (
         0.0 if args.wait is None else None if args.wait == _FOR_EVER else quantity("--wait", args.wait, parse_duration)
     )
     source = {"backend": args.backend, "directory": args.dir}
-    context = grab.claim(
+    context = api.claim(
         request.num_gpus,
         wait=wait,
         priority=args.priority,
@@ -141,7 +139,7 @@ def _claimed(args: Any, words: tuple[str, ...]) -> Held:
         **conditions,
     )
     try:
-        return Held(context.__enter__(), words, source, context)
+        return NotebookClaim(context.__enter__(), words, source, context)
     except CudaInitialized:
         raise CudaInitialized(
             f"CUDA runs in this kernel already, on the GPUs that it saw then.  {_RESTART}, and run "
@@ -162,7 +160,7 @@ def _note() -> str:
     return f"notebook {name}".strip()
 
 
-def _current() -> Held | None:
+def _current() -> NotebookClaim | None:
     """What this kernel has.
 
     Raises:
@@ -182,7 +180,7 @@ def _release() -> None:
     held = _current()
     if held is None:
         raise InvalidRequest("this kernel has no GPUs to give back.  `%gpus` shows who has which.")
-    if program.cuda_runs():
+    if api.cuda_runs():
         raise CudaInitialized(
             f"CUDA runs in this kernel and keeps memory on {_names(held.claim)} until it ends.  {_RESTART}: that gives "
             "the GPUs back."
@@ -198,7 +196,7 @@ def _let_go() -> None:
 def _show_all(shell: Any) -> None:
     held = _current()
     source: Mapping[str, str | None] = held.source if held else {}
-    machine = grab.who(**source)
+    machine = api.who(**source)
     text, html = "this kernel has no GPUs: `%gpus 1` claims one.", "<p>This kernel has no GPUs: %gpus 1 claims one.</p>"
     if held:
         text, html = _card(held)
@@ -206,14 +204,14 @@ def _show_all(shell: Any) -> None:
 
 
 def _lines(machine: Snapshot) -> list[str]:
-    return who.to_text(machine, usage.uses(machine, look_up(machine)))
+    return who.to_text(machine, device_state.uses(machine, process_facts(machine)))
 
 
 def _publish(shell: Any, text: str, html: str) -> None:
     shell.display_pub.publish({"text/plain": text, "text/html": html})
 
 
-def _card(held: Held) -> tuple[str, str]:
+def _card(held: NotebookClaim) -> tuple[str, str]:
     """What it has, as text and as HTML."""
     simulated = (held.source["backend"] or "").startswith("simulated")
     # Not read where nothing was asked about it, as for one device: then it is left out.

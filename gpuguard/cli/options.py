@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
 from typing import TYPE_CHECKING
+
+from gpuguard.backends import Backend, is_recorded
+from gpuguard.claims.watch import ClaimWatcher
+from gpuguard.errors import ClaimError, InvalidRequest
+from gpuguard.model import WHO_FIELDS, Snapshot
+from gpuguard.request import IDLE_TOLERANCE, SLOTS, STRATEGIES, Request
+from gpuguard.source import read_state
+from gpuguard.units import parse_bytes, parse_celsius, parse_percent
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeVar
 
     from gpuguard.backends import Backend
-    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.claims.directory import LockDirectory
+
+    T = TypeVar("T")
+    from collections.abc import Collection
 
 _told: set[str] = set()  # directories of which it was said that they do not exist
 
@@ -44,14 +59,14 @@ def _path(text: str) -> str:
 
 def backend_of(args: argparse.Namespace) -> Backend:
     """The backend that --backend names, in a process of its own, so that a driver that hangs cannot hang us."""
-    from gpuguard.backends.isolated import open_isolated
+    from gpuguard.backends.client import open_worker
 
-    return open_isolated(args.backend, on_slow=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
+    return open_worker(args.backend, on_slow=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
 
 
 def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirectory:
     """The claim directory of --backend and --dir; who only looks makes none, and is told of a missing one."""
-    from gpuguard.claims.lockfiles import lock_directory
+    from gpuguard.claims.directory import lock_directory
 
     directory = lock_directory(args.dir, backend=args.backend, make=make)
     if args.dir and args.dir not in _told and directory.is_missing():
@@ -69,8 +84,8 @@ def check_users(names: list[str]) -> None:
         InvalidRequest: no account is called so, or it is a uid, whose user has a name.
     """
     if names:
-        from gpuguard.documents.accounts import Accounts
         from gpuguard.errors import InvalidRequest
+        from gpuguard.policies.files.decoder import Accounts
         from gpuguard.users import user_name
 
         accounts = Accounts()
@@ -78,3 +93,170 @@ def check_users(names: list[str]) -> None:
             uid = accounts.user(name)
             if name.isdecimal() and user_name(uid) != name:
                 raise InvalidRequest(f"--user {name}: write the name, {user_name(uid)}.")
+
+
+# The options that say which devices are wanted, shared by run, select and explain; and the Request that they make.
+
+
+# Where a device is named: an index, a uuid or the beginning of one.
+_LIST = "LIST"
+
+# flag, metavar, help; the value stays text until request_of(), so that a fault can say what to write instead
+_OPTIONS = (
+    ("--gpus", _LIST, "only these: indices, uuids or beginnings of uuids, as in 0,3 (without -n: all of them)"),
+    ("--exclude", _LIST, "not these"),
+    ("--prefer", _LIST, "these first, in this order, if they are eligible"),
+    ("--min-free", "SIZE", "each has at least so much free memory, as in 20GiB"),
+    ("--min-total", "SIZE", "each has at least so much memory in all"),
+    ("--max-util", "PERCENT", "each is at most so busy, as in 10%%"),
+    ("--max-memory-util", "PERCENT", "each moves data at most so much of the time"),
+    (
+        "--max-processes",
+        "N",
+        "share a device with up to N processes of others; then --min-free decides about memory, not --tolerance",
+    ),
+    ("--max-temperature", "TEMP", "each is at most so hot, as in 70C"),
+)
+
+
+def add_choice_options(parser: argparse.ArgumentParser, also: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Add the options; *also* gives further spellings of some: ``{"--min-free": ("-f",)}``."""
+    spellings = dict(also or {})
+    group = parser.add_argument_group("which GPUs")
+    group.add_argument("-n", "--num-gpus", metavar="N", help="how many (default: 1)")
+    for flag, metavar, text in _OPTIONS:
+        group.add_argument(flag, *spellings.get(flag, ()), metavar=metavar, help=text)
+    group.add_argument(
+        "--model",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="the name fits, as in H100 or 'RTX*'; several: one of them fits",
+    )
+    strategies = "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items())
+    group.add_argument("--strategy", choices=STRATEGIES, default="spread", help=f"{strategies} (default: spread)")
+    group.add_argument("--mig", metavar="PROFILE", help="MIG instances of this profile, as in 3g.40gb")
+    group.add_argument("--mine-as-free", action="store_true", help="my own processes do not make a device busy")
+    group.add_argument(
+        "--tolerance",
+        metavar="SIZE",
+        help=f"memory that an idle device may hold (default: {IDLE_TOLERANCE // 2**20}MiB)",
+    )
+    sharing = parser.add_argument_group("sharing a GPU with others who share it too")
+    sharing.add_argument("--share", action="store_true", help="others may claim the rest of each GPU; needs --memory")
+    sharing.add_argument("--memory", metavar="SIZE", help="my part of each GPU's memory, as in 10GiB")
+    sharing.add_argument(
+        "--slots", metavar="K", help=f"at most K jobs on each GPU, mine included (default and most: {SLOTS})"
+    )
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """The request that the parsed options make.
+
+    Raises:
+        InvalidRequest: a value cannot be understood, or two contradict each other.
+    """
+    devices = selectors("--gpus", args.gpus)
+    number = whole_number("-n", args.num_gpus)
+    if devices is not None and number is not None and number > len(devices):
+        raise InvalidRequest(f"-n {number} wants more than the {len(devices)} that --gpus {args.gpus} names.")
+    exclude = selectors("--exclude", args.exclude) or ()
+    both = set(devices or ()) & set(exclude)
+    if both:
+        raise InvalidRequest(f"{', '.join(sorted(both))} stands in --gpus and in --exclude: decide for one.")
+    slots = whole_number("--slots", args.slots)
+    tolerance = quantity("--tolerance", args.tolerance, parse_bytes)
+    return Request(
+        num_gpus=number if number is not None else len(devices or "1"),
+        devices=devices,
+        min_free=quantity("--min-free", args.min_free, parse_bytes),
+        min_total=quantity("--min-total", args.min_total, parse_bytes),
+        max_util=quantity("--max-util", args.max_util, parse_percent),
+        max_memory_util=quantity("--max-memory-util", args.max_memory_util, parse_percent),
+        max_processes=whole_number("--max-processes", args.max_processes),
+        max_temperature=quantity("--max-temperature", args.max_temperature, parse_celsius),
+        models=tuple(args.model),
+        exclude=exclude,
+        prefer=selectors("--prefer", args.prefer) or (),
+        strategy=args.strategy,
+        mine_as_free=frozenset((os.getuid(),)) if args.mine_as_free else frozenset(),
+        tolerance=IDLE_TOLERANCE if tolerance is None else tolerance,
+        share=args.share,
+        memory=quantity("--memory", args.memory, parse_bytes),
+        slots=SLOTS if slots is None else slots,
+        mig=args.mig,
+    )
+
+
+def whole_number(option: str, text: str | None) -> int | None:
+    """A count; None when the option was not given."""
+    if text is not None and not re.fullmatch(r"\s*-?\d{1,9}\s*", text):
+        raise InvalidRequest(f"{option}: {text[:40]!r} is not a whole number: write it like {option} 2.")
+    return None if text is None else int(text)
+
+
+def selectors(option: str, text: str | None) -> tuple[str, ...] | None:
+    """("0", "3") of "0,3"; a device that is named twice is a mistake, because nobody can tell what was meant."""
+    if text is None:
+        return None
+    parts = tuple(part.strip() for part in text.split(","))
+    if "" in parts:
+        raise InvalidRequest(f"{option} {text!r} names no device in one place: write it like 0,3.")
+    twice = next((part for part in parts if parts.count(part) > 1), None)
+    if twice is not None:
+        raise InvalidRequest(f"{option} names device {twice} twice: name each device once.")
+    return parts
+
+
+def quantity(option: str, text: str | None, parse: Callable[[str], T]) -> T | None:
+    """What *parse* makes of the text; None when the option was not given."""
+    try:
+        return None if text is None else parse(text)
+    except InvalidRequest as fault:
+        raise InvalidRequest(f"{option}: {fault}") from None
+
+
+# Where a command that only looks gets its snapshot from: what the daemon saw, or the driver.
+
+
+class SnapshotSource:
+    """What the daemon saw, while that is fresh, else the driver, which is opened when it is first needed."""
+
+    def __init__(self, args: argparse.Namespace, fields: Collection[str] = WHO_FIELDS) -> None:
+        self._args, self._fields = args, fields
+        self._backend: Backend | None = None
+        self.lookout = ClaimWatcher()
+
+    def sample(self) -> tuple[Snapshot, float | None]:
+        """The machine, and how many seconds ago the daemon looked; None: read now."""
+        clock = time.clock_gettime(time.CLOCK_BOOTTIME)
+        seen = None if self._args.fresh else of_daemon(self._args, clock)
+        if seen:
+            return seen, clock - seen.clock
+        if self._backend is None:
+            self._backend = backend_of(self._args)
+            self._look_at_claims()
+        return self._backend.sample(self._fields), None
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        if self._backend:
+            self._backend.close()
+
+    def _look_at_claims(self) -> None:
+        """Find out who holds the locks: the driver's library takes 20 ms to load, in another process."""
+        try:
+            self.lookout.prepare(directory_of(self._args))
+        except (ClaimError, OSError):
+            return  # it will be tried again, and said
+
+
+def of_daemon(args: argparse.Namespace, clock: float) -> Snapshot | None:
+    """What the daemon saw, if that is fresh at *clock* (CLOCK_BOOTTIME) and no recording is wanted."""
+    if is_recorded(args.backend):
+        return None
+    try:
+        directory = directory_of(args)
+    except ClaimError:
+        return None  # the claims will be missing, and that will be said
+    return read_state(directory, clock, simulated=args.backend.startswith("simulated"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
@@ -134,3 +136,26 @@ def _joined(parser: Parser, words: list[str]) -> list[str]:
         joined += words[place : place + 1 + takes]
         place += 1 + takes
     return joined + words[place:]
+
+
+# Commands that have commands of their own, as `gpuguard policy check`: a table of them, and its parser.
+
+
+@dataclass(frozen=True)
+class SubcommandRow:
+    """One sub-command."""
+
+    purpose: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    main: Callable[[argparse.Namespace], int]
+
+
+def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, SubcommandRow]) -> None:
+    """A parser for each; which one was typed is ``args.action``."""
+    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, row in actions.items():
+        description = f"{row.purpose[:1].upper()}{row.purpose[1:]}."
+        command = commands.add_parser(
+            name, help=row.purpose, description=description, allow_abbrev=False, formatter_class=parser.formatter_class
+        )
+        row.add_options(command)

@@ -12,12 +12,82 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 
-from gpuguard.cli import policy_backtest, policy_test
-from gpuguard.cli.actions_of import Row, add_actions
+from gpuguard.cli.options import quantity
+from gpuguard.cli.parser import SubcommandRow, add_actions
 from gpuguard.errors import InvalidRequest
-from gpuguard.units import format_count
-from gpuguard.views.text import json_text, neutralise, put
+from gpuguard.sanitize import neutralise
+from gpuguard.units import format_count, parse_duration
+from gpuguard.views.text import json_text, put
+
+# `gpuguard policy backtest`: what a policy file would have done on recorded samples.
+#
+# No devices, no claims and no daemon are needed, and nobody is touched.
+
+
+def _backtest_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="the policy file")
+    parser.add_argument(
+        "--on",
+        metavar="RECORDING",
+        required=True,
+        help="a file of `gpuguard record`, or CSV with a row per time, job and device",
+    )
+    parser.add_argument(
+        "--longest-gap",
+        metavar="DURATION",
+        help="durations go on over pauses up to this long (default: 3 times the usual distance of samples)",
+    )
+    parser.add_argument("--each", action="store_true", help="show each step, not only their numbers")
+    parser.add_argument("--json", action="store_true", help="one object for programs")
+
+
+def _backtest(args: argparse.Namespace) -> int:
+    from gpuguard.backtest.backtest import backtest
+    from gpuguard.backtest.csv_series import people, read_any
+    from gpuguard.backtest.unit_tests import accounts
+    from gpuguard.policies.files.loader import load_policies
+    from gpuguard.views.backtest import backtest_json, backtest_lines
+
+    longest_gap = quantity("--longest-gap", args.longest_gap, parse_duration)
+    recording = read_any(args.on)
+    uid_of = people(recording.people)
+    file = load_policies(args.file, trusted_owner=False, accounts=accounts(uid_of))
+    if file.faults:
+        put((line for fault in file.faults for line in fault.lines(neutralise(args.file))), sys.stderr)
+        return 1
+    zone = float(time.localtime(recording.start).tm_gmtoff) if recording.dated else 0.0
+    result = backtest(recording, file.policies, uid_of, longest_gap=longest_gap, zone=zone)
+    names = [policy.name for policy in file.policies]
+    if args.json:
+        put([json_text(backtest_json(result, recording, args.on, names))], sys.stdout)
+    else:
+        put(backtest_lines(result, recording, names, each=args.each), sys.stdout)
+    return 0
+
+
+# `gpuguard policy test`: run the unit tests that stand beside a policy file.
+
+
+def _test_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", nargs="+", help="tests in YAML, like lab_test.yaml beside lab.yaml")
+    parser.add_argument("--json", action="store_true", help="one object for programs")
+
+
+def _test(args: argparse.Namespace) -> int:
+    from gpuguard.backtest.unit_tests import run_tests
+    from gpuguard.views.backtest import trial_json, trial_lines
+
+    trials = [run_tests(path) for path in args.file]
+    if args.json:
+        put([json_text({"schema": 1, "files": [trial_json(trial) for trial in trials]})], sys.stdout)
+    else:
+        put((line for trial in trials for line in trial_lines(trial)), sys.stdout)
+    if any(trial.faults for trial in trials):
+        return 2
+    return int(not all(outcome.passed for trial in trials for outcome in trial.outcomes))
+
 
 SCHEMA = 1
 MOST = 50  # faults that are shown at a time: nobody reads more
@@ -41,8 +111,8 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from gpuguard.notify import problems
-    from gpuguard.policyfile import load_policies
+    from gpuguard.notify.sender import problems
+    from gpuguard.policies.files.loader import load_policies
 
     file = load_policies(args.file, trusted_owner=args.installed)
     here = list(problems(file.notify))
@@ -80,7 +150,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from gpuguard.policyfile import load_policies
+    from gpuguard.policies.files.loader import load_policies
     from gpuguard.views.policy import sentences
 
     file = load_policies(args.file, trusted_owner=False)
@@ -98,7 +168,7 @@ def _rules_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _rules(args: argparse.Namespace) -> int:
-    from gpuguard.documents.decoding import unknown
+    from gpuguard.policies.files.decoder import unknown
     from gpuguard.views.policy_language import SECTIONS, describe, language_json
 
     if args.json:
@@ -124,12 +194,14 @@ def _schema(args: argparse.Namespace) -> int:
 
 
 ACTIONS = {
-    "check": Row("say whether a policy file is right, and everything that is wrong with it", _check_options, _check),
-    "explain": Row("say in sentences what a policy file does to whom, and when", _explain_options, _explain),
-    "test": Row("run unit tests of a policy file", policy_test.add_options, policy_test.main),
-    "backtest": Row(
-        "say what a policy file would have done on recorded samples", policy_backtest.add_options, policy_backtest.main
+    "check": SubcommandRow(
+        "say whether a policy file is right, and everything that is wrong with it", _check_options, _check
     ),
-    "rules": Row("show every rule, action and key of the language", _rules_options, _rules),
-    "schema": Row("print a JSON Schema (draft 2020-12) for editors", _schema_options, _schema),
+    "explain": SubcommandRow("say in sentences what a policy file does to whom, and when", _explain_options, _explain),
+    "test": SubcommandRow("run unit tests of a policy file", _test_options, _test),
+    "backtest": SubcommandRow(
+        "say what a policy file would have done on recorded samples", _backtest_options, _backtest
+    ),
+    "rules": SubcommandRow("show every rule, action and key of the language", _rules_options, _rules),
+    "schema": SubcommandRow("print a JSON Schema (draft 2020-12) for editors", _schema_options, _schema),
 }

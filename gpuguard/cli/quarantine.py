@@ -15,10 +15,10 @@ import argparse
 import re
 import time
 
-from gpuguard.cli import mark_options
+from gpuguard.claims.restrictions import QUARANTINED, Restriction, change, read_restrictions
+from gpuguard.cli import deny
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import InvalidRequest
-from gpuguard.marks import QUARANTINED, Mark, change, read_marks
 
 _WHOLE = re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -39,16 +39,16 @@ def main(args: argparse.Namespace) -> int:
     if args.device is None:
         if args.for_ or args.reason or args.end:
             raise InvalidRequest("which one?  Name a device: `gpuguard quarantine 3`.")
-        return mark_options.show(directory, QUARANTINED, as_json=args.json)
-    seconds, reason = mark_options.seconds_of(args), mark_options.reason_of(args)
+        return deny.show(directory, QUARANTINED, as_json=args.json)
+    seconds, reason = deny.seconds_of(args), deny.reason_of(args)
     if args.end and seconds is not None:
         raise InvalidRequest("either --for or --end.")
     now, ended = time.time(), []
-    uuid = _uuid(args, list(read_marks(directory, QUARANTINED, now)) if args.end else [])
+    uuid = _uuid(args, list(read_restrictions(directory, QUARANTINED, now)) if args.end else [])
     until = None if seconds is None else now + seconds
-    mark = Mark(uuid, now, until, reason, mark_options.administrator())
+    mark = Restriction(uuid, now, until, reason, deny.administrator())
 
-    def update(marks: dict[str, Mark]) -> None:
+    def update(marks: dict[str, Restriction]) -> None:
         if args.end:
             ended.extend([marks.pop(uuid)] if uuid in marks else [])
         else:
@@ -59,8 +59,8 @@ def main(args: argparse.Namespace) -> int:
     if args.end and not ended:
         print(f"{uuid} was not quarantined.")
         return 1
-    mark_options.write_down(args, "quarantine", "ended" if args.end else "quarantined", mark)
-    return mark_options.show(directory, QUARANTINED, as_json=args.json)
+    deny.write_down(args, "quarantine", "ended" if args.end else "quarantined", mark)
+    return deny.show(directory, QUARANTINED, as_json=args.json)
 
 
 def _uuid(args: argparse.Namespace, known: list[str]) -> str:

@@ -17,8 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from gpuguard.backends import Backend
-from gpuguard.cli.choice_options import selectors
-from gpuguard.cli.options import add_source_options, backend_of
+from gpuguard.cli.options import add_source_options, backend_of, selectors
 from gpuguard.errors import InvalidRequest
 from gpuguard.units import parse_duration
 

@@ -15,10 +15,9 @@ import argparse
 import os
 import sys
 
-from gpuguard.cli import screen
-from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
-from gpuguard.cli.looking import Source
-from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.cli import terminal
+from gpuguard.cli.fleet import add_fleet_options, has_hosts
+from gpuguard.cli.options import SnapshotSource, add_source_options, directory_of
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +32,14 @@ def main(args: argparse.Namespace) -> int:
         from gpuguard.cli import fleet
 
         return fleet.queue(args)
-    from gpuguard.clusters import slurm_queue
-    from gpuguard.line.file import read_line_file
-    from gpuguard.line.turn import stand
-    from gpuguard.views import queue, slurm
+    from gpuguard.clusters import slurm as slurm_queue
+    from gpuguard.queue.explain import stand
+    from gpuguard.queue.settings import read_queue_settings
+    from gpuguard.views import queue
+    from gpuguard.views import queue as slurm
     from gpuguard.views.text import json_text, put, style
 
-    directory, site, source = directory_of(args), read_line_file(), Source(args)
+    directory, site, source = directory_of(args), read_queue_settings(), SnapshotSource(args)
     try:
         snapshot, _ = source.sample()
     finally:
@@ -49,8 +49,8 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         put([json_text(queue.to_json(line, site, jobs))], sys.stdout)
         return 0
-    width, paint = screen.size()[0], style(sys.stdout, os.environ)
+    width, paint = terminal.size()[0], style(sys.stdout, os.environ)
     put(queue.to_text(line, site, width=width, paint=paint), sys.stdout)
     if jobs:
-        put(["", *slurm.to_text(jobs, line.now, width=width, paint=paint)], sys.stdout)
+        put(["", *slurm.slurm_text(jobs, line.now, width=width, paint=paint)], sys.stdout)
     return 0

@@ -9,8 +9,8 @@ import threading
 import time
 from contextlib import ExitStack
 
-from gpuguard.cli.telling import say
-from gpuguard.clusters.ray_jobs import PENDING, STOPPED, SUCCEEDED, Jobs, State
+from gpuguard.cli.terminal import print_notice
+from gpuguard.clusters.ray import PENDING, STOPPED, SUCCEEDED, Jobs, State
 from gpuguard.errors import GpuguardError
 from gpuguard.views.text import writable
 
@@ -43,7 +43,7 @@ def follow(jobs: Jobs, job: dict[str, object], wait: float | None, no_wait: bool
             stack.callback(signal.signal, signum, signal.signal(signum, noted))
         try:
             jobs.submit(job)
-            say(f"Ray job {name}")
+            print_notice(f"Ray job {name}")
             # What comes before its entrypoint in the log is Ray's.
             output = Output(jobs, name, f"Running entrypoint for job {name}: {job['entrypoint']}\n")
             state = _watch(jobs, name, output, _deadline(wait, no_wait), signals)
@@ -52,11 +52,11 @@ def follow(jobs: Jobs, job: dict[str, object], wait: float | None, no_wait: bool
             jobs.stop(name)
             raise
         except KeyboardInterrupt:
-            say(f"Ray may go on with the job: `ray job stop {name}` ends it.")
+            print_notice(f"Ray may go on with the job: `ray job stop {name}` ends it.")
     if signals:
         return 128 + signals[0]
     if state.status == PENDING:
-        say(f"the job could not start in time.  {state.message}")
+        print_notice(f"the job could not start in time.  {state.message}")
         return NOT_NOW if no_wait else TIMED_OUT
     return exit_code(state)
 
@@ -68,9 +68,9 @@ def exit_code(state: State) -> int:
         return 0
     if code is None or not -65 < code < 256 or (code == 0) != (state.status == SUCCEEDED):
         if state.status == STOPPED:
-            say("somebody else had Ray end the job.")
+            print_notice("somebody else had Ray end the job.")
             return 128 + signal.SIGTERM
-        say(f"Ray could not run the job: {state.message.strip() or state.status}")
+        print_notice(f"Ray could not run the job: {state.message.strip() or state.status}")
         return FAILED
     return code if code >= 0 else 128 - code
 
@@ -83,7 +83,7 @@ def _finished(output: Output) -> None:
     try:
         output.finish()
     except GpuguardError as error:  # the job has ended all the same, and its exit code is known
-        say(f"the end of its output cannot be had: {error}")
+        print_notice(f"the end of its output cannot be had: {error}")
 
 
 def _watch(jobs: Jobs, name: str, output: Output, deadline: float | None, signals: list[int]) -> State:
@@ -95,7 +95,7 @@ def _watch(jobs: Jobs, name: str, output: Output, deadline: float | None, signal
         now = time.monotonic()
         if signals and not asked:
             asked = True
-            say(f"asking Ray to end the job {name}.  Once more, and this ends without waiting for that.")
+            print_notice(f"asking Ray to end the job {name}.  Once more, and this ends without waiting for that.")
         try:
             state, answered = jobs.state(name), now
             late = state.status == PENDING and deadline is not None and now > deadline
@@ -104,14 +104,14 @@ def _watch(jobs: Jobs, name: str, output: Output, deadline: float | None, signal
                 stopped = True
         except GpuguardError:  # also what stands before a head that starts again: 502, or a page
             if now - answered > SILENT_SECONDS:
-                say(f"nothing is known of the job {name}, which may go on: `ray job stop {name}` ends it.")
+                print_notice(f"nothing is known of the job {name}, which may go on: `ray job stop {name}` ends it.")
                 raise
             continue
         if state.is_over or late:
             return state
         if state.status == PENDING and not told and now - began > TELL_SECONDS:
             told = True
-            say(f"waiting for Ray.  {state.message}")
+            print_notice(f"waiting for Ray.  {state.message}")
 
 
 class Output:

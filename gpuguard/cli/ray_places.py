@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 
-from gpuguard.cli.telling import say
+from gpuguard.cli.terminal import print_notice
 from gpuguard.clusters import ray as engine
 from gpuguard.errors import GpuguardError
 
@@ -26,11 +26,11 @@ def main(have: int) -> int:
         ray = engine.load()
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, GpuguardError, RuntimeError, ValueError) as error:
-        say(f"Ray cannot be asked for other devices of this node: {error}")
+        print_notice(f"Ray cannot be asked for other devices of this node: {error}")
         return 1
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # now, because Ray has set handlers of its own
         signal.signal(signum, signal.SIG_IGN)
-    places = engine.NodePlaces(have)
+    places = engine.LocalNodeDevices(have)
     os.write(said, b"%d\n" % places.left)
     heard, asked = b"", select.poll()
     asked.register(0, select.POLLIN)

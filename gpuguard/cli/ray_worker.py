@@ -19,22 +19,21 @@ from functools import partial
 from select import select
 
 from gpuguard.backends import Backend
-from gpuguard.claims.hold import Claim
-from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.cli import run
-from gpuguard.cli.dispatch import build_parser, exit_code
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.cli import build_parser, exit_code, run
 from gpuguard.cli.submit import python_words
-from gpuguard.cli.telling import Telling, say
+from gpuguard.cli.terminal import WaitProgress, print_notice
 from gpuguard.clusters import ray as engine
 from gpuguard.errors import GpuguardError, InvalidRequest, NotEnoughGpus
 from gpuguard.request import Request
 
 AT_ONCE_SECONDS = 15.0  # what --no-wait leaves to look for another device: Ray needs some 2 s to give one
 
-_kept: list[engine.Places] = []  # as long as this process lives, and the job with it
+_kept: list[engine.NodeDevices] = []  # as long as this process lives, and the job with it
 
 
-class PlacesProcess:
+class NodeDevicesProcess:
     """Places of a process of its own (ray_places), which ends with this one."""
 
     def __init__(self, have: int) -> None:
@@ -92,7 +91,7 @@ def main(words: Sequence[str]) -> int:
     try:
         os.chdir(directory)
     except OSError as error:
-        say(f"{directory} is not on this node ({error.strerror}): the command starts in {os.getcwd()}.")
+        print_notice(f"{directory} is not on this node ({error.strerror}): the command starts in {os.getcwd()}.")
     try:
         given = engine.visible()
         if not given:
@@ -100,7 +99,7 @@ def main(words: Sequence[str]) -> int:
         args = build_parser("run").parse_args(rest)
         return run.main(args, claiming=partial(claim_for, given))
     except GpuguardError as error:
-        say(str(error))
+        print_notice(str(error))
         return exit_code("run", error)
 
 
@@ -127,12 +126,12 @@ def claim_for(
             return run.claim_for(args, command, here, directory, backend, 0.0, time_limit)
         return run.claim_for(args, command, here, directory, backend, left, time_limit, on_wait)
 
-    tell, opened = Telling(quiet=False).missing, partial(PlacesProcess, len(given))
+    tell, opened = WaitProgress(quiet=False).missing, partial(NodeDevicesProcess, len(given))
     claim, places = engine.search(given, len(given), attempt, opened, deadline, tell, waits=not args.no_wait)
     if places:
         places.keep([name for device in claim for name in (str(device.index), device.uuid)])
         _kept.append(places)
-        say(f"runs on {run.gpus(claim)}, because others hold what Ray gave first ({','.join(given)}).")
+        print_notice(f"runs on {run.gpus(claim)}, because others hold what Ray gave first ({','.join(given)}).")
     return claim
 
 

@@ -20,16 +20,15 @@ import time
 from typing import TYPE_CHECKING
 
 from gpuguard.backends import is_recorded
-from gpuguard.cli.choice_options import quantity
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
-from gpuguard.cli.telling import say
+from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
+from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import BackendError, ClaimError, GpuguardError, InvalidRequest
 from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration
 
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
-    from gpuguard.claims.lockfiles import LockDirectory
-    from gpuguard.policies.view import View
+    from gpuguard.claims.directory import LockDirectory
+    from gpuguard.policies.view import RuleView
 
 SHORTEST_SECONDS = 0.1
 SMALLEST_BYTES = 64 * 1024
@@ -72,14 +71,14 @@ def main(args: argparse.Namespace) -> int:
 
 def _record(args: argparse.Namespace, backend: Backend, every: float, lasting: float | None, most: int | None,
             stop: threading.Event) -> int:  # fmt: skip
-    from gpuguard.backends.tape_file import TapeWriter
-    from gpuguard.readings.capture import Camera
-    from gpuguard.rehearsals.masking import Mask
-    from gpuguard.rehearsals.tape import pack
+    from gpuguard.backends.recording import TapeWriter
+    from gpuguard.backtest.masking import Mask
+    from gpuguard.backtest.recording import pack
+    from gpuguard.watchdog import Camera
 
     camera = Camera(backend, _directory(args))
     mask = Mask() if args.mask else None
-    view: View | None = camera.look()  # a fault of the first look ends the command before there is a file
+    view: RuleView | None = camera.look()  # a fault of the first look ends the command before there is a file
     head = {"interval_seconds": every, "masked": args.mask}
     tape = TapeWriter(args.file, head, most=None if most is None else most // 2, append=args.append)
     began, count, trouble = time.monotonic(), 0, ""
@@ -105,13 +104,13 @@ def _record(args: argparse.Namespace, backend: Backend, every: float, lasting: f
         tape.close()
     size = format_bytes(os.stat(args.file).st_size)
     over = format_duration(round(time.monotonic() - began, 1))
-    say(f"{count} sample{'s' * (count != 1)} over {over} in {args.file}, {size}.")
+    print_notice(f"{count} sample{'s' * (count != 1)} over {over} in {args.file}, {size}.")
     return 0
 
 
 def _told_once(trouble: str, before: str) -> str:
     if trouble != before:
-        say(f"no sample for now: {trouble}")
+        print_notice(f"no sample for now: {trouble}")
     return trouble
 
 
@@ -119,5 +118,5 @@ def _directory(args: argparse.Namespace) -> LockDirectory | None:
     try:
         return directory_of(args)
     except ClaimError as error:
-        say(f"claims will be missing: {error}")
+        print_notice(f"claims will be missing: {error}")
         return None

@@ -19,12 +19,12 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from gpuguard.cli import mark_options
+from gpuguard.cli import deny
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import ClaimRecord
 
 
@@ -42,14 +42,15 @@ def main(args: argparse.Namespace) -> int:
         if args.stop or args.reason:
             raise InvalidRequest("which one?  Name a claim: `gpuguard release ID`.")
         return _show(args, directory)
-    from gpuguard.claims.wishes import Letter
-    from gpuguard.services import asking
+    from gpuguard.claims.release_requests import ReleaseRequest
+    from gpuguard.daemon import release as asking
+    from gpuguard.sanitize import neutralise
     from gpuguard.units import format_count
     from gpuguard.users import user_name
-    from gpuguard.views.text import json_text, neutralise, put
+    from gpuguard.views.text import json_text, put
 
     claim = asking.find(directory, args.claim, os.geteuid())
-    letter = Letter("yield", user_name(os.geteuid()), mark_options.reason_of(args), time.time())
+    letter = ReleaseRequest("yield", user_name(os.geteuid()), deny.reason_of(args), time.time())
     if args.stop:
         how = asking.stop(directory, claim, letter, say=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
     else:
@@ -69,8 +70,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, directory: LockDirectory) -> int:
-    from gpuguard.services import asking
-    from gpuguard.views.text import json_text, neutralise, put, table
+    from gpuguard.daemon import release as asking
+    from gpuguard.sanitize import neutralise
+    from gpuguard.views.text import json_text, put, table
 
     claims = asking.own_claims(directory, os.geteuid())
     backend = backend_of(args)
@@ -96,12 +98,12 @@ def _show(args: argparse.Namespace, directory: LockDirectory) -> int:
 
 
 def _write_down(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
-    from gpuguard import history
+    from gpuguard.history import audit_log
     from gpuguard.model import Event
 
-    mark_options.choose_log(args)
+    deny.choose_log(args)
     facts = (("uid", claim.uid), ("by_uid", os.getuid()))
     message = f"{how}: {args.reason}" if args.reason else how
     event = Event(time.time(), "release", "released", claim.user, claim.devices, None, claim.id, message, facts)
-    if not history.append(event):
-        print(f"gpuguard: done, but the log cannot be written: {history.complaint()}.", file=sys.stderr)
+    if not audit_log.append(event):
+        print(f"gpuguard: done, but the log cannot be written: {audit_log.complaint()}.", file=sys.stderr)

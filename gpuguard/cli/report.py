@@ -20,15 +20,14 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
-from gpuguard.cli import screen
+from gpuguard.cli import terminal
 from gpuguard.cli.events import logged
 from gpuguard.cli.history import writes_braille
-from gpuguard.cli.moments import add_moment_options, period
 from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.cli.times import add_moment_options, period
 from gpuguard.errors import GpuguardError
-from gpuguard.usage.consult import consult, store_path
-from gpuguard.usage.questions import Watch
-from gpuguard.usage.report import BY, Report, gathered
+from gpuguard.history.queries import Watch, query_store, store_path
+from gpuguard.history.report import BY, Report, gathered
 from gpuguard.users import user_name
 from gpuguard.views import report as view
 from gpuguard.views.claims import ended_claims
@@ -58,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     metrics = _DRAWN if args.html else ()
     claims = ended_claims(logged(), begin, end, user_name) if args.by == "claim" else None
     try:
-        report = consult(
+        report = query_store(
             store_path(directory_of(args)),
             lambda usage: gathered(usage, args.by, begin, end, user_name, _groups_of, metrics),
             now,
@@ -78,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         plain = args.ascii or not writes_braille()
         paint = style(sys.stdout, os.environ)
-        put(view.to_text(report, claims, width=screen.size()[0], paint=paint, ascii_only=plain), sys.stdout)
+        put(view.to_text(report, claims, width=terminal.size()[0], paint=paint, ascii_only=plain), sys.stdout)
     return 0
 
 

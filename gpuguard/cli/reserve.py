@@ -17,21 +17,28 @@ import os
 import sys
 import time
 
-from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.cli import screen
-from gpuguard.cli.choice_options import quantity, selectors, whole_number
-from gpuguard.cli.clock import parse_when
-from gpuguard.cli.looking import Source
-from gpuguard.cli.mark_options import choose_log
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.cli import terminal
+from gpuguard.cli.deny import choose_log
+from gpuguard.cli.options import (
+    SnapshotSource,
+    add_source_options,
+    backend_of,
+    directory_of,
+    quantity,
+    selectors,
+    whole_number,
+)
+from gpuguard.cli.times import parse_when
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
-from gpuguard.line.reservations import Judged, Reserved, reserved, what_if
-from gpuguard.line.reservefiles import MOST_NOTE, Reservation, remove, write
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Snapshot
+from gpuguard.queue.reservation_store import MOST_NOTE, Reservation, remove, write
+from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, reservation_calendar, what_if
 from gpuguard.request import Request
+from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_bytes, parse_duration
-from gpuguard.views import reservations as view
-from gpuguard.views.text import json_text, neutralise, put
+from gpuguard.views import queue as view
+from gpuguard.views.text import json_text, put
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +76,8 @@ def main(args: argparse.Namespace) -> int:
     return _make(args)
 
 
-def _now(args: argparse.Namespace) -> Reserved:
-    source = Source(args)
+def _now(args: argparse.Namespace) -> ReservationCalendar:
+    source = SnapshotSource(args)
     try:
         snapshot, _ = source.sample()
     finally:
@@ -78,18 +85,18 @@ def _now(args: argparse.Namespace) -> Reserved:
     return _reserved(directory_of(args), snapshot)
 
 
-def _reserved(directory: LockDirectory, snapshot: Snapshot) -> Reserved:
+def _reserved(directory: LockDirectory, snapshot: Snapshot) -> ReservationCalendar:
     from gpuguard.claims.records import probe
 
     uuids = [device.uuid for device in snapshot.devices]
-    return reserved(directory, uuids, probe(directory, uuids), time.time())
+    return reservation_calendar(directory, uuids, probe(directory, uuids), time.time())
 
 
-def _show(args: argparse.Namespace, found: Reserved) -> int:
+def _show(args: argparse.Namespace, found: ReservationCalendar) -> int:
     if args.json:
-        put([json_text({"schema": 1, "reservations": view.to_json(found)})], sys.stdout)
+        put([json_text({"schema": 1, "reservations": view.reservations_json(found)})], sys.stdout)
     else:
-        put(view.to_text(found, width=screen.size()[0]) or ["nothing is reserved."], sys.stdout)
+        put(view.reservations_text(found, width=terminal.size()[0]) or ["nothing is reserved."], sys.stdout)
     return 0
 
 
@@ -133,7 +140,7 @@ def _times(args: argparse.Namespace) -> tuple[float, float]:
 
 
 def _whom(args: argparse.Namespace) -> tuple[int, str]:
-    from gpuguard.documents.accounts import Accounts
+    from gpuguard.policies.files.decoder import Accounts
     from gpuguard.users import user_name
 
     uid = os.geteuid() if args.user is None else Accounts().user(args.user)
@@ -162,14 +169,14 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     Raises:
         ImpossibleRequest: there are too few on this machine.
     """
-    from gpuguard.marks import QUARANTINED, quarantine, read_marks
+    from gpuguard.claims.restrictions import QUARANTINED, quarantine, read_restrictions
     from gpuguard.select import choose, not_enough, possible
 
     choice = choose(snapshot, request, {})
     error = not_enough(snapshot, request, choice)
     if len(choice.devices) < request.num_gpus and isinstance(error, ImpossibleRequest):
         raise error
-    marks = read_marks(directory, QUARANTINED, when)
+    marks = read_restrictions(directory, QUARANTINED, when)
     could = [device for device in possible(choice).devices if device.uuid not in marks]
     whole = [device.uuid for device in could if device.parent_uuid is None]
     parts = [device.uuid for device in could if device.parent_uuid is not None]
@@ -182,11 +189,11 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     return tuple(kind)
 
 
-def _tell(args: argparse.Namespace, judged: Judged, snapshot: Snapshot, now: float) -> int:
+def _tell(args: argparse.Namespace, judged: ReservationStatus, snapshot: Snapshot, now: float) -> int:
     if args.json:
         put([json_text({"schema": 1, "reservations": [view.reservation_json(judged, now)]})], sys.stdout)
         return 0
-    from gpuguard.line.booking import clock_text
+    from gpuguard.queue.calendar import clock_text
 
     it = judged.reservation
     gpus = f"{it.num_gpus} GPU{'s' * (it.num_gpus != 1)}"
@@ -228,7 +235,7 @@ def _cancel(args: argparse.Namespace) -> int:
 
 def _write_down(args: argparse.Namespace, outcome: str, one: Reservation) -> None:
     """Leave an Event where the other commands do; a log that cannot be written stops nobody."""
-    from gpuguard import history
+    from gpuguard.history import audit_log
     from gpuguard.model import Event
 
     choose_log(args)
@@ -236,4 +243,4 @@ def _write_down(args: argparse.Namespace, outcome: str, one: Reservation) -> Non
         ("num_gpus", one.num_gpus), ("begins_unix_seconds", one.begins), ("ends_unix_seconds", one.ends),
         ("by_uid", os.getuid()),
     )  # fmt: skip
-    history.append(Event(time.time(), "reserve", outcome, one.user, message=one.note, facts=facts))
+    audit_log.append(Event(time.time(), "reserve", outcome, one.user, message=one.note, facts=facts))

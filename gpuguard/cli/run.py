@@ -19,10 +19,9 @@ import signal
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpuguard import actions
-from gpuguard.cli.choice_options import add_choice_options, quantity, request_of
-from gpuguard.cli.line_options import (
-    add_line_options,
+from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, quantity, request_of
+from gpuguard.cli.queue_options import (
+    add_queue_options,
     alternatives_of,
     expectation_of,
     follow,
@@ -30,33 +29,33 @@ from gpuguard.cli.line_options import (
     stand_aside_when_stopped,
     wait_of,
 )
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
-from gpuguard.cli.telling import Telling, is_terminal, say
+from gpuguard.cli.terminal import WaitProgress, is_terminal, print_notice
+from gpuguard.enforcement import actions
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.jobs.launch import become_subreaper
-from gpuguard.jobs.meter import Ended
+from gpuguard.jobs.meter import JobEnd
+from gpuguard.jobs.spawn import become_subreaper
 from gpuguard.lock import acquire
-from gpuguard.run import replace_self, run
+from gpuguard.run import exec_command, run
 from gpuguard.units import format_bytes, format_duration, parse_celsius, parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gpuguard.backends import Backend
-    from gpuguard.claims.hold import Claim
-    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.claims.claim import Claim
+    from gpuguard.claims.directory import LockDirectory
     from gpuguard.errors import NotEnoughGpus
-    from gpuguard.isolation.isolate import Isolation
-    from gpuguard.jobs.limits import Limits
+    from gpuguard.jobs.isolation import Isolation
+    from gpuguard.jobs.limits import JobLimits
     from gpuguard.model import Device
-    from gpuguard.policies.engine import Policy
+    from gpuguard.policies.policy import Policy
     from gpuguard.request import Request
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpuguard run [options] [--] CMD [ARG ...]"
     add_choice_options(parser)
-    add_line_options(parser)
+    add_queue_options(parser)
     group = parser.add_argument_group("the job")
     group.add_argument("--note", metavar="TEXT", help="what the claim is for; everybody can read it in `gpuguard who`")
     group.add_argument(
@@ -124,7 +123,7 @@ def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None)
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
     place = isolated(claim, backend, directory, args.visible) if args.isolate else None
     if chatty:
-        say(started_line(claim, backend.simulated))
+        print_notice(started_line(claim, backend.simulated))
     if args.exec:
         return become(command, claim, backend, args.visible, place)
     ended = run(
@@ -138,11 +137,11 @@ def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None)
         limits=limits_for(policies, claim, request, backend),
         tolerance=request.tolerance,
         isolation=place,
-        later=partial(settle_in, claim, None if time_limit else command),
-        say=say,
+        later=partial(preload_for_job, claim, None if time_limit else command),
+        say=print_notice,
     )
     if chatty:
-        say(summary_line(claim, ended))
+        print_notice(summary_line(claim, ended))
     backend.close()
     if ended.die_of is not None:
         actions.die_of(ended.die_of)
@@ -151,7 +150,7 @@ def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None)
 
 def isolated(claim: Claim, backend: Backend, directory: LockDirectory, visible: str) -> Isolation:
     """A place for the job; the claim is given back when there is none."""
-    from gpuguard.isolation.isolate import isolate
+    from gpuguard.jobs.isolation import isolate
 
     try:
         return isolate(claim, backend, directory, visible=visible)
@@ -162,8 +161,8 @@ def isolated(claim: Claim, backend: Backend, directory: LockDirectory, visible: 
 
 def become(command: Sequence[str], claim: Claim, backend: Backend, visible: str, place: Isolation | None) -> int:
     """The exit code, only when the command cannot be started."""
-    status, message = replace_self(command, claim, backend, visible=visible, isolation=place)
-    say(message)
+    status, message = exec_command(command, claim, backend, visible=visible, isolation=place)
+    print_notice(message)
     return status
 
 
@@ -195,7 +194,7 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
         temperature = quantity("--temperature-limit", args.temperature_limit, parse_celsius)
         policies = policies_of(memory, temperature, quantity("--idle-limit", args.idle_limit, parse_duration))
     if args.checkpoint_signal is not None:
-        from gpuguard.guards.actiontable import parse_checkpoint_signal
+        from gpuguard.enforcement.action_keys import parse_checkpoint_signal
 
         checkpoint = quantity("--checkpoint-signal", args.checkpoint_signal, parse_checkpoint_signal)
         if not policies and time_limit is None:
@@ -205,7 +204,7 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
     return policies, checkpoint
 
 
-def limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, backend: Backend) -> Limits | None:
+def limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, backend: Backend) -> JobLimits | None:
     """What run() judges the job by, after a word about what it cannot judge here; None without limits."""
     if claim.memory is not None:
         from gpuguard.jobs.limits import share_policy
@@ -213,10 +212,9 @@ def limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, bac
         policies = (*policies, share_policy(claim.memory))
     if not policies:
         return None
-    from gpuguard.ancestry import in_first_pid_namespace
-    from gpuguard.jobs.limits import Limits
-    from gpuguard.jobs.standin import StandIn, used_before
+    from gpuguard.jobs.limits import JobLimits, StandIn, used_before
     from gpuguard.model import ClaimRecord
+    from gpuguard.procfs import in_first_pid_namespace
     from gpuguard.users import user_name
 
     present = {process.pid for device in claim for process in device.processes or ()}
@@ -227,8 +225,8 @@ def limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, bac
     pids_known = backend.simulated or in_first_pid_namespace() is not False
     stand_in = StandIn(used_before(claim) if alone else {}, pids_known)
     for text in stand_in.caveats([policy.name for policy in policies], claim):
-        say(text)
-    return Limits(policies, record, present, stand_in, os.sysconf("SC_CLK_TCK"))
+        print_notice(text)
+    return JobLimits(policies, record, present, stand_in, os.sysconf("SC_CLK_TCK"))
 
 
 def claim_for(
@@ -245,10 +243,10 @@ def claim_for(
     import json  # noqa: F401  (for the record; imports are for free while the driver initialises in the other process)
 
     if args.isolate:
-        from gpuguard.isolation import isolate as isolation
+        from gpuguard.jobs import isolation
 
         isolation.check(backend)
-    telling, priority = Telling(args.quiet), priority_of(args)
+    telling, priority = WaitProgress(args.quiet), priority_of(args)
     former = stand_aside_when_stopped(telling)
     try:
         follow(args, directory, ways, time_limit, priority, command)
@@ -272,23 +270,23 @@ def claim_for(
         signal.signal(signal.SIGTSTP, former)
         telling.done()
     if claim.warning:
-        say(claim.warning)
+        print_notice(claim.warning)
     return claim
 
 
-def settle_in(claim: Claim, command: Sequence[str] | None) -> None:
+def preload_for_job(claim: Claim, command: Sequence[str] | None) -> None:
     """Load what a job of days may need yet, as gpuguard may be upgraded under it; say_how_long() a *command* takes."""
     try:
-        from gpuguard.jobs import heeding  # noqa: F401
+        from gpuguard.jobs import escalation  # noqa: F401
         from gpuguard.views import text  # noqa: F401
 
         if command:
-            say_how_long(claim, command)
+            write_expected_end(claim, command)
     except ImportError:  # it was while we waited in line
         return
 
 
-def say_how_long(claim: Claim, command: Sequence[str]) -> None:
+def write_expected_end(claim: Claim, command: Sequence[str]) -> None:
     """Write into the record of the claim when the job should end, for those who wait behind it."""
     lasts = expectation_of(command)()
     if lasts is not None and claim.since is not None:
@@ -319,7 +317,7 @@ def started_line(claim: Claim, simulated: bool) -> str:
     return f"{gpus(claim)}{' (SIMULATED)' if simulated else ''} · claim {claim.id}"
 
 
-def summary_line(devices: Sequence[Device], ended: Ended) -> str:
+def summary_line(devices: Sequence[Device], ended: JobEnd) -> str:
     """``"GPU 2,3 · 12m31s · peak 61.2GiB · mean 87% · 0.14kWh · exit 0"``; an unknown number is left out."""
     parts = [
         gpus(devices),

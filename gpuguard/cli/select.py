@@ -16,9 +16,16 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.cli.choice_options import add_choice_options, request_of, selectors, whole_number
-from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli.fleet import add_fleet_options, has_hosts
+from gpuguard.cli.options import (
+    add_choice_options,
+    add_source_options,
+    backend_of,
+    directory_of,
+    request_of,
+    selectors,
+    whole_number,
+)
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import MODEL
 from gpuguard.request import Request
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpuguard.backends import Backend
-    from gpuguard.claims.lockfiles import LockDirectory
+    from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import Device
 
 _NVISEL = {
@@ -89,13 +96,13 @@ def main(args: argparse.Namespace) -> int:
 
 def _chosen(backend: Backend, request: Request, directory: LockDirectory) -> tuple[Device, ...]:
     """The devices; the reasons, which need more of the driver, are asked for only when there are too few."""
-    from gpuguard.lock import look, look_closely
+    from gpuguard.lock import sample_and_lock, sample_closely
 
-    _, choice = look(backend, request, directory)
+    _, choice = sample_and_lock(backend, request, directory)
     if not choice.devices:
         from gpuguard.select import not_enough
 
-        snapshot, choice = look_closely(backend, request, directory)
+        snapshot, choice = sample_closely(backend, request, directory)
         if not choice.devices:  # else somebody has just given one back
             raise not_enough(snapshot, request, choice)
     return choice.devices

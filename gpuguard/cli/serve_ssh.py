@@ -30,18 +30,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from gpuguard.cli import dispatch
+    from gpuguard import cli
 
     command = args.ask if args.ask is not None else os.environ.get("SSH_ORIGINAL_COMMAND", "")
     words, reason = judged(command)
     if reason:
         return _refused(command, reason)
-    return dispatch.run_command_line([*words, *([] if "--json" in words else ["--json"])])
+    return cli.run_command_line([*words, *([] if "--json" in words else ["--json"])])
 
 
 def judged(command: str) -> tuple[list[str], str]:
     """The words of gpuguard that *command* asks for; else why it is refused."""
-    from gpuguard.fleet.questions import VIEWS, asked
+    from gpuguard.fleet.hosts import VIEWS, asked
 
     only = f"this key is for {', '.join(VIEWS)} of gpuguard alone"
     if not command.strip():
@@ -58,8 +58,8 @@ def judged(command: str) -> tuple[list[str], str]:
 
 def _strange(words: list[str]) -> str | None:
     """An option among *words* that is not for strangers.  Judged by what argparse makes of it, not by its spelling."""
-    from gpuguard.cli.dispatch import build_parser
-    from gpuguard.fleet.questions import VIEWS
+    from gpuguard.cli import build_parser
+    from gpuguard.fleet.hosts import VIEWS
 
     view, allowed = words[0], {*VIEWS[words[0]], "json"}
     parser = build_parser(view)
@@ -75,8 +75,8 @@ def _strange(words: list[str]) -> str | None:
 
 
 def _refused(command: str, reason: str) -> int:
-    from gpuguard.cli.dispatch import EXIT_NO
-    from gpuguard.fleet.questions import VIEWS
+    from gpuguard.cli import EXIT_NO
+    from gpuguard.fleet.hosts import VIEWS
     from gpuguard.views.text import json_text, put
 
     content = {"schema": 1, "refused": command[:200], "reason": reason, "answered": list(VIEWS)}

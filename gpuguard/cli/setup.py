@@ -21,8 +21,7 @@ import os
 import sys
 
 from gpuguard.backends import is_recorded
-from gpuguard.claims.daemonfiles import USER
-from gpuguard.claims.lockfiles import ADMIN_DIRECTORY, lock_directory, open_lock
+from gpuguard.claims.directory import ADMIN_DIRECTORY, USER, lock_directory, open_lock
 from gpuguard.claims.slots import slot_names
 from gpuguard.cli import setup_broker, setup_installed, setup_remove, setup_room, setup_service, setup_systemd
 from gpuguard.cli.options import add_source_options, backend_of

@@ -12,8 +12,8 @@ import pwd
 import stat
 from dataclasses import replace
 
-from gpuguard.claims.grants import EARLIER, look, names_of, renew, replace_file
-from gpuguard.claims.lockfiles import BROKERED, Gate, LockDirectory, lock_directory, open_lock
+from gpuguard.claims.directory import BROKERED, Gate, LockDirectory, lock_directory, open_lock
+from gpuguard.claims.grants import EARLIER, grant_of, names_of, renew, replace_file
 from gpuguard.errors import LockDirectoryError
 from gpuguard.users import user_name
 
@@ -67,7 +67,7 @@ def change(path: str, user: str, *, brokered: bool) -> None:
 
 def _refuse_shares(directory: LockDirectory) -> None:
     """A share that the daemon gave holds its slot alone, which excludes nobody who takes the device's lock himself."""
-    slots = look(directory, [name for name in names_of(directory) if ".slot" in name])
+    slots = grant_of(directory, [name for name in names_of(directory) if ".slot" in name])
     if shared := sorted({name.partition(".slot")[0] for name in slots}):
         raise LockDirectoryError(
             f"{len(shared)} devices are shared by claims that the daemon gave ({', '.join(shared)}): wait until these "

@@ -11,7 +11,7 @@ import os
 from typing import TypedDict
 
 from gpuguard.errors import LockDirectoryError
-from gpuguard.plainjson import loads
+from gpuguard.jsonio import loads
 
 LIST = "/etc/gpuguard/installed.json"
 LARGEST = 2**20

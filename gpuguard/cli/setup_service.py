@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import sys
 
-from gpuguard.claims import daemonfiles
+from gpuguard.claims import directory
 from gpuguard.cli import setup_installed
+from gpuguard.enforcement.identity import uid_min
 from gpuguard.errors import GpuguardError, LockDirectoryError
-from gpuguard.guards.identity import uid_min
 
 SYSUSERS = "/etc/sysusers.d/gpuguard.conf"
 UNIT = "gpuguard.service"
@@ -35,7 +35,7 @@ def make_user(name: str) -> None:
             f"the user {name} cannot be made here: neither systemd-sysusers nor useradd does it.  Make him by hand, or "
             "let the daemon run as root: `gpuguard setup --daemon-user root`."
         )
-    if found.pw_uid >= uid_min() and name == daemonfiles.USER:
+    if found.pw_uid >= uid_min() and name == directory.USER:
         raise LockDirectoryError(
             f"{name} is the account of a person here (uid {found.pw_uid}).  Name another user for the daemon with "
             "--daemon-user, one with a uid of the system's."
@@ -48,7 +48,7 @@ def make_directory(path: str, name: str) -> None:
     Raises:
         LockDirectoryError: there is no such user, or it cannot be made.
     """
-    found, place = _account(name), f"{path}/{daemonfiles.NAME}"
+    found, place = _account(name), f"{path}/{directory.NAME}"
     if found is None:
         raise LockDirectoryError(f"there is no user {name}.  `sudo gpuguard setup` makes gpuguard.")
     try:
@@ -67,7 +67,7 @@ def make_directory(path: str, name: str) -> None:
 
 def tmpfiles_line(path: str, name: str) -> str:
     """What systemd-tmpfiles must do for the daemon at boot."""
-    return f"d {path}/{daemonfiles.NAME} 0755 {name} {name} -"
+    return f"d {path}/{directory.NAME} 0755 {name} {name} -"
 
 
 def sysusers_line(name: str) -> str:

@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 
-from gpuguard.claims.daemonfiles import USER
+from gpuguard.claims.directory import USER
 from gpuguard.cli import setup_service
 from gpuguard.cli.setup_installed import content_of, installed, is_as_written, write
 from gpuguard.errors import LockDirectoryError

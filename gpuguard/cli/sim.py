@@ -21,7 +21,7 @@ from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.units import format_bytes, parse_bytes, parse_celsius, parse_duration, parse_percent
 
 if TYPE_CHECKING:
-    from gpuguard.backends.node import Course, Node, NodeDevice
+    from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, WorkPattern
 
 SCHEMA = 1
 FAULTS = {
@@ -50,13 +50,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace) -> int:
-    from gpuguard.backends import node_file
-    from gpuguard.backends.node import new_node
+    from gpuguard.backends import simulated_node
+    from gpuguard.backends.simulated_node import new_node
 
     place = _place(args)
     clock = time.clock_gettime(time.CLOCK_BOOTTIME)
     made = new_node(args.spec, place, clock)
-    node, new = node_file.create(place, lambda: made, replace=args.force)
+    node, new = simulated_node.create(place, lambda: made, replace=args.force)
     if not new:
         raise GpuguardError(
             f"a simulated node ({node.spec}) runs in {place} already: `gpuguard sim stop` ends it, --force replaces it."
@@ -106,7 +106,7 @@ def _become(command: list[str]) -> int:
 def _set(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from gpuguard.backends import node, node_file, simulated
+    from gpuguard.backends import simulated, simulated_node
 
     change: dict[str, object] = {
         name: _course(getattr(args, name), parse, args.over)
@@ -119,31 +119,31 @@ def _set(args: argparse.Namespace) -> int:
     if change and not args.device:
         raise InvalidRequest(f"say on which device: --device 0, or --device all ({', '.join(change)}).")
 
-    def set_it(state: Node) -> Node:
+    def set_it(state: SimulatedNode) -> SimulatedNode:
         state = simulated.settled_now(state)
         if args.release_delay is not None:
             state = replace(state, release_delay=args.release_delay)
-        return node.changed(state, node.find(state, args.device), change) if change else state
+        return simulated_node.changed(state, simulated_node.find(state, args.device), change) if change else state
 
-    node_file.update(_place(args), set_it)
+    simulated_node.update(_place(args), set_it)
     return 0
 
 
 def _fault(args: argparse.Namespace) -> int:
-    from gpuguard.backends import node, node_file
+    from gpuguard.backends import simulated_node
 
     for fault in args.faults:
         _check_fault(fault)
 
-    def fail(state: Node) -> Node:
-        named = node.find(state, args.device)
-        node.changed(state, named, {})
+    def fail(state: SimulatedNode) -> SimulatedNode:
+        named = simulated_node.find(state, args.device)
+        simulated_node.changed(state, named, {})
         for uuid in named:
             device = next(device for device in state.devices if device.uuid == uuid)
-            state = node.changed(state, (uuid,), _with_faults(device, args.faults))
+            state = simulated_node.changed(state, (uuid,), _with_faults(device, args.faults))
         return state
 
-    node_file.update(_place(args), fail)
+    simulated_node.update(_place(args), fail)
     return 0
 
 
@@ -198,8 +198,8 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(state: Node, device: NodeDevice) -> dict[str, Any]:
-    from gpuguard.backends import node
+def _facts(state: SimulatedNode, device: NodeDevice) -> dict[str, Any]:
+    from gpuguard.backends import simulated_node
 
     clock = time.clock_gettime(time.CLOCK_BOOTTIME)
     return {
@@ -207,10 +207,10 @@ def _facts(state: Node, device: NodeDevice) -> dict[str, Any]:
         "uuid": device.uuid,
         "name": device.model.name,
         "memory_total_bytes": device.model.memory_total,
-        "memory_used_bytes": node.memory_used(state, state.of(device), clock),
-        "utilization_percent": node.utilization(state, device, clock),
-        "temperature_celsius": node.temperature(state, device, clock),
-        "power_draw_watts": node.power_draw(state, device, clock),
+        "memory_used_bytes": simulated_node.memory_used(state, state.of(device), clock),
+        "utilization_percent": simulated_node.utilization(state, device, clock),
+        "temperature_celsius": simulated_node.temperature(state, device, clock),
+        "power_draw_watts": simulated_node.power_draw(state, device, clock),
         "faults": [*device.faults, *(f"na:{name}" for name in device.unknown)],
         "latency_seconds": device.latency,
         "compute_mode": device.compute_mode,
@@ -224,7 +224,7 @@ def _facts(state: Node, device: NodeDevice) -> dict[str, Any]:
                 "kind": use.kind,
             }
             for use in state.uses
-            if use.device in state.of(device) and node.running(use, clock)
+            if use.device in state.of(device) and simulated_node.running(use, clock)
         ],
     }
 
@@ -241,24 +241,26 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _stop(args: argparse.Namespace) -> int:
-    from gpuguard.backends import node_file
+    from gpuguard.backends import simulated_node
 
     place = _place(args)
     print(
-        f"The simulated node in {place} is gone." if node_file.remove(place) else f"No simulated node was in {place}."
+        f"The simulated node in {place} is gone."
+        if simulated_node.remove(place)
+        else f"No simulated node was in {place}."
     )
     return 0
 
 
-def _course(text: str, parse: Callable[[str], float], over: float) -> Course | None:
-    from gpuguard.backends.node import Course
+def _course(text: str, parse: Callable[[str], float], over: float) -> WorkPattern | None:
+    from gpuguard.backends.simulated_node import WorkPattern
 
     if text == "auto":
         return None
     start, _, end = text.partition("..")
     if over and not end:
         raise InvalidRequest(f"--over needs a start and an end: write '{text}' as A..B, for instance '40C..95C'.")
-    return Course(parse(start), parse(end or start), time.clock_gettime(time.CLOCK_BOOTTIME), over)
+    return WorkPattern(parse(start), parse(end or start), time.clock_gettime(time.CLOCK_BOOTTIME), over)
 
 
 def _spec(args: argparse.Namespace) -> str:

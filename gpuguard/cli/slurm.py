@@ -13,21 +13,126 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
+import socket
 import sys
 import time
+from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from gpuguard.cli import mark_options, slurm_setup
-from gpuguard.cli.actions_of import Row, add_actions
-from gpuguard.cli.choice_options import quantity
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli import deny
+from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
+from gpuguard.cli.parser import SubcommandRow, add_actions
 from gpuguard.clusters import slurm_jobs
 from gpuguard.clusters.slurm_jobs import Allocation
-from gpuguard.errors import GpuguardError
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.model import HEALTH, MEMORY, MODEL, Device
+from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
+from gpuguard.views.text import put
 
 if TYPE_CHECKING:
-    from gpuguard.claims.hold import Claim
+    from gpuguard.claims.claim import Claim
+
+# `gpuguard slurm setup --print`: what Slurm's files need on this machine.  Writes nothing.
+
+
+PLACE = "/etc/slurm"
+SCRIPTS = {"prolog": "Prolog", "epilog": "Epilog", "task-prolog": "TaskProlog"}
+
+
+def _setup_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--print", action="store_true", help="show them (needed: nothing is written by this command)")
+    parser.add_argument("--place", metavar="PATH", default=PLACE, help="of the scripts (default: %(default)s)")
+    parser.add_argument("--wait", metavar="DURATION", help="as in `gpuguard slurm prolog`")
+    add_source_options(parser)
+
+
+def _setup(args: argparse.Namespace) -> int:
+    if not args.print:
+        raise InvalidRequest("Slurm's files are yours: `gpuguard slurm setup --print` shows what they need.")
+    backend = backend_of(args)
+    try:
+        devices = [each for each in backend.sample({MEMORY, MODEL, HEALTH}).devices if each.parent_uuid is None]
+    finally:
+        backend.close()
+    host = socket.gethostname().partition(".")[0]
+    put(map(neutralise, lines(host, devices, args.place, _command(args), args.wait)), sys.stdout)
+    return 0
+
+
+def lines(host: str, devices: Sequence[Device], place: str, command: Sequence[str], wait: str | None) -> list[str]:
+    """The text, in the order in which an admin needs it."""
+    rows = sorted(devices, key=lambda device: _minor(device))
+    kinds = [(kind, list(of_kind)) for kind, of_kind in groupby(rows, key=_kind)]
+    names = [kind for kind, _ in kinds]
+    gres = ",".join(f"gpu:{kind}:{sum(_kind(each) == kind for each in rows)}" for kind in dict.fromkeys(names))
+    mixed = len(set(names)) > 1
+    return [
+        f"# {place}/gres.conf",
+        *(f"NodeName={host} Name=gpu Type={kind} File={_files(each)}" for kind, each in kinds),
+        *(["# GPUs of several types: the rule outside_scheduler of gpuguard's daemon says nothing here"] * mixed),
+        "",
+        f"# {place}/cgroup.conf",
+        "ConstrainDevices=yes",
+        "",
+        f"# {place}/slurm.conf, the same on all machines",
+        "GresTypes=gpu",
+        f"NodeName={host} Gres={gres or '(null)'}  # add it to the line of this node",
+        "SelectType=select/cons_tres",
+        "ProctrackType=proctrack/cgroup",
+        "TaskPlugin=task/cgroup,task/affinity",
+        "PrologFlags=Alloc,Contain  # the prolog before the job, and a slurmstepd that lives as long as the job",
+        "SchedulerParameters=nohold_on_prolog_fail  # add it to yours",
+        *(f"{key}={place}/gpuguard-{name}" for name, key in SCRIPTS.items()),
+        *(line for name in SCRIPTS for line in _script(name, place, command, wait)),
+    ]
+
+
+def _script(name: str, place: str, command: Sequence[str], wait: str | None) -> list[str]:
+    more = ["--wait", wait] if wait and name == "prolog" else []
+    return [
+        "",
+        f"# {place}/gpuguard-{name}: of root, mode 755",
+        "#!/bin/sh",
+        "export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        f"exec {shlex.join([command[0], 'slurm', name, *command[1:], *more])}",
+    ]
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """The program, and where it looks if not at the usual places."""
+    program = os.path.abspath(sys.argv[0])
+    words = [program if os.path.basename(program) == "gpuguard" else "/usr/bin/gpuguard"]
+    words += ["--backend", args.backend] if args.backend != "nvml" else []
+    return [*words, *(["--dir", args.dir] if args.dir else [])]
+
+
+def _minor(device: Device) -> int:
+    return device.index if device.minor_number is None else device.minor_number
+
+
+def _kind(device: Device) -> str:
+    """``"h100_80gb_hbm3"``: a type as Slurm takes it."""
+    name = re.sub(r"^NVIDIA\s+", "", device.name or "gpu")
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "gpu"
+
+
+def _files(devices: Sequence[Device]) -> str:
+    """``"/dev/nvidia[0-2,5]"``."""
+    numbers = [_minor(device) for device in devices]
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    if len(numbers) == 1:
+        return f"/dev/nvidia{numbers[0]}"
+    return f"/dev/nvidia[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)}]"
+
 
 KILLED_SECONDS = 0.5  # until slurmd knows that a job that was put back must not start
 # Slurm starts it again as soon as slurmd may forget the order to end it, counted from just before the epilog; but it
@@ -61,7 +166,7 @@ def _prolog(args: argparse.Namespace) -> int:
     if not given.gpus:
         return 0
     _only_root("prolog")
-    mark_options.choose_log(args)
+    deny.choose_log(args)
     told, tells = os.pipe()
     holder = os.fork()
     if holder == 0:
@@ -78,17 +183,17 @@ def _prolog(args: argparse.Namespace) -> int:
 
 def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) -> None:
     """In a process of its own: claim, tell the prolog, and stay."""
-    from gpuguard.jobs import background, slurm_claim
+    from gpuguard.jobs import adopt, slurm_claim
 
     try:
         claim = _claimed(args, given, wait)
-        woken, wake = background.listen((*slurm_claim.ENDING, slurm_claim.WAKING))
+        woken, wake = adopt.read_result((*slurm_claim.ENDING, slurm_claim.WAKING))
         _write_down("claim", "slurm job", given, claim, f"job {given.job} has GPUs {','.join(given.gpus)} of this node")
         os.write(tells, b"!")
     except GpuguardError as error:
         os.write(tells, str(error).encode())
         os._exit(1)
-    background.detach({*claim.pass_fds, woken, wake})
+    adopt.detach({*claim.pass_fds, woken, wake})
     outcome = slurm_claim.hold(claim, given, woken)
     claim.release()
     os.seteuid(0)
@@ -103,7 +208,7 @@ def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
     if slurm_claim.find(directory, given):  # an epilog that did not run, of a job that was put back
         slurm_claim.drop(directory, given)
     try:
-        claim = slurm_claim.take(backend, directory, given, wait=wait)
+        claim = slurm_claim.claim_for_job(backend, directory, given, wait=wait)
     finally:
         backend.close()
     name = os.environ.get("SLURM_JOB_NAME", "")
@@ -129,7 +234,7 @@ def _epilog(args: argparse.Namespace) -> int:
 
     given = slurm_jobs.allocation(os.environ)
     _only_root("epilog")
-    mark_options.choose_log(args)
+    deny.choose_log(args)
     if slurm_claim.drop(directory_of(args), given) is None and given.gpus:
         time.sleep(FORGOTTEN_SECONDS)
     return 0
@@ -162,7 +267,7 @@ def _only_root(what: str) -> None:
 
 
 def _write_down(kind: str, outcome: str, given: Allocation, claim: Claim | None, message: str) -> None:
-    from gpuguard import history
+    from gpuguard.history import audit_log
     from gpuguard.model import Event
     from gpuguard.users import user_name
 
@@ -172,15 +277,15 @@ def _write_down(kind: str, outcome: str, given: Allocation, claim: Claim | None,
     euid = os.geteuid()
     if os.getuid() == 0:
         os.seteuid(0)  # the log is root's
-    written = history.append(event)
+    written = audit_log.append(event)
     os.seteuid(euid)
     if not written:
-        print(f"gpuguard: {history.events_path()} cannot be written.", file=sys.stderr)
+        print(f"gpuguard: {audit_log.events_path()} cannot be written.", file=sys.stderr)
 
 
 ACTIONS = {
-    "prolog": Row("claim the GPUs of the job for its owner, or have it put back", _prolog_options, _prolog),
-    "epilog": Row("give the GPUs of the job back", add_source_options, _epilog),
-    "task-prolog": Row("tell the job of its claim", add_source_options, _task_prolog),
-    "setup": Row("show the lines for Slurm's files on this machine", slurm_setup.add_options, slurm_setup.main),
+    "prolog": SubcommandRow("claim the GPUs of the job for its owner, or have it put back", _prolog_options, _prolog),
+    "epilog": SubcommandRow("give the GPUs of the job back", add_source_options, _epilog),
+    "task-prolog": SubcommandRow("tell the job of its claim", add_source_options, _task_prolog),
+    "setup": SubcommandRow("show the lines for Slurm's files on this machine", _setup_options, _setup),
 }

@@ -14,19 +14,31 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import math
 import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from gpuguard.cli.choice_options import add_choice_options, request_of
+from gpuguard.cli.options import add_choice_options, request_of
+from gpuguard.cli.ray_follow import follow
 from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits_of
-from gpuguard.errors import InvalidRequest
+from gpuguard.cli.terminal import print_notice
+from gpuguard.clusters import ray
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.jsonio import loads
+from gpuguard.sanitize import neutralise
+from gpuguard.views.text import put
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Each has submit(options) -> exit code; options is what main() below was given, checked.
-ENGINES = {"slurm": "gpuguard.cli.submit_slurm", "ray": "gpuguard.cli.submit_ray"}
+ENGINES = {"slurm": "gpuguard.cli.submit", "ray": "gpuguard.cli.submit"}
 PLACES = ("gpus", "exclude", "prefer")  # name devices of one machine, and which machine it will be nobody knows
 
 # Options of `gpuguard run` that the command gets on the machine where it runs.
@@ -134,3 +146,228 @@ def inner_words(args: argparse.Namespace) -> list[str]:
 
 def _said(flag: str, value: str) -> list[str]:
     return [f"{flag}={value}"] if value.startswith("-") else [flag, value]  # as a word it would be an option
+
+
+# `gpuguard submit --via ray`: Ray's job API, with `gpuguard run` in front of the command on the worker.
+#
+# Ray keeps output and errors of a job in one stream, which is what --attach shows.  It knows no time to wait for a
+# start and sends SIGTERM to end a job, and SIGKILL STOP_SECONDS later.
+
+
+STOP_SECONDS = 30  # Ray's own 3 s are short for saving a state; so much has a job under Slurm
+
+# Words of --with: those of `ray job submit`, and the Python that has gpuguard on the worker.
+_WORDS = ("--address", "--entrypoint-num-cpus", "--entrypoint-memory", "--entrypoint-resources", "--runtime-env-json")
+
+
+def submit_to_ray(args: argparse.Namespace) -> int:
+    """Submit the command of *args*; with --attach stay until it has ended.
+
+    Raises:
+        GpuguardError: Ray is not here, or refuses.
+    """
+    more = engine_words(args.engine_words)
+    job = job_of(args, more)
+    if args.print:
+        put([shlex.join(printed(job, more))], sys.stdout)
+        return 0
+    client = ray.connect(more.address)
+    name = job["submission_id"] = f"raysubmit_{os.urandom(8).hex()}"
+    if args.attach:
+        wait, _, _ = durations_of(args)
+        return follow(client, job, wait, args.no_wait)
+    try:
+        client.submit(job)
+    except KeyboardInterrupt:
+        print_notice(f"Ray may have the job all the same: `ray job stop {name}` ends it.")
+        raise
+    if args.json:
+        put([json.dumps({"schema": 1, "via": "ray", "job": name})], sys.stdout)
+    else:
+        put([f"Ray job {name} is queued: `ray job logs {name}` shows its output, `ray job stop {name}` ends it."],
+            sys.stdout)  # fmt: skip
+    return 0
+
+
+def engine_words(texts: list[str]) -> argparse.Namespace:
+    """The words of --with.
+
+    Raises:
+        InvalidRequest: there is no such word, or its value is no JSON.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for word in _WORDS:
+        parser.add_argument(word)
+    parser.add_argument("--python", default=sys.executable)
+    known = ", ".join((*_WORDS, "--python"))
+    try:
+        found, unknown = parser.parse_known_args([word for text in texts for word in shlex.split(text)])
+        found.entrypoint_num_cpus = number("--entrypoint-num-cpus", found.entrypoint_num_cpus)
+        found.entrypoint_memory = number("--entrypoint-memory", found.entrypoint_memory)
+        found.entrypoint_resources = table("--entrypoint-resources", found.entrypoint_resources)
+        found.runtime_env_json = table("--runtime-env-json", found.runtime_env_json)
+        if not isinstance(found.runtime_env_json.get("env_vars", {}), dict):
+            raise ValueError("env_vars of --runtime-env-json is no JSON object")
+    except (argparse.ArgumentError, ValueError) as fault:
+        raise InvalidRequest(f"--with: {fault}.  Ray is given {known}.") from None
+    if unknown:
+        raise InvalidRequest(f"--with: there is no word {unknown[0]} for Ray, only {known}.")
+    return found
+
+
+def number(word: str, text: str | None) -> float | None:
+    """A number of *word*."""
+    try:
+        found = None if text is None else float(text)
+        if found is not None and not 0 <= found < 2**63:
+            raise ValueError
+        return found
+    except ValueError:
+        raise InvalidRequest(f"{word} {text!r} is no number") from None
+
+
+def table(word: str, text: str | None) -> dict[str, object]:
+    """A JSON object of *word*."""
+    try:
+        found = loads((text or "{}").encode())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{word} {text!r} is no JSON object, as in '{{\"a\": 1}}'")
+    return found
+
+
+def job_of(args: argparse.Namespace, more: argparse.Namespace) -> dict[str, object]:
+    """The arguments of submit_job() of Ray's client."""
+    environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)}
+    given = more.runtime_env_json
+    job: dict[str, object] = {
+        "entrypoint": entrypoint(args, more.python, "working_dir" in given),
+        "entrypoint_num_gpus": int(args.num_gpus or 1),
+        "entrypoint_num_cpus": more.entrypoint_num_cpus,
+        "entrypoint_memory": None if more.entrypoint_memory is None else int(more.entrypoint_memory),
+        "entrypoint_resources": more.entrypoint_resources,
+        "runtime_env": {**given, "env_vars": {**environment, **given.get("env_vars", {})}},
+        "metadata": {"job_name": args.name or os.path.basename(args.command[0])},
+    }
+    return {name: value for name, value in job.items() if value not in (None, {})}
+
+
+def entrypoint(args: argparse.Namespace, python: str, brings: bool) -> str:
+    """What Ray's shell runs on the worker: with this Python if it is there too, else with that of Ray's PATH."""
+    waiting = ["--no-wait"] if args.no_wait else ["--wait", args.wait] if args.wait else []
+    # A directory that Ray brings to the worker is where the command starts; else the one here, if it is there too.
+    place = "." if brings else os.getcwd()
+    _, *worker = python_words("gpuguard.cli.ray_worker")
+    worker += [place, *inner_words(args), *waiting, "--", *args.command]
+    # exec: what Ray finds out about its child is the exit status of gpuguard run.
+    missing = "has no gpuguard on this node: pip install 'gpuguard[ray]' there, or --with '--python PATH'."
+    probe = shlex.quote(f"{WITHOUT_WORKING_DIRECTORY} gpuguard")
+    return (
+        f'P={shlex.quote(python)}; [ -x "$P" ] || P=python3; "$P" -c {probe} 2>/dev/null || '
+        f'{{ echo gpuguard: "$P" {shlex.quote(missing)} >&2; exit 125; }}; exec "$P" {shlex.join(worker)}'
+    )
+
+
+def printed(job: dict[str, object], more: argparse.Namespace) -> list[str]:
+    """The same as words of `ray job submit`."""
+    words = ["ray", "job", "submit"]
+    if more.address:
+        words += ["--address", more.address]
+    for key, value in job.items():
+        if key.startswith("entrypoint_"):
+            words += [f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    words += ["--runtime-env-json", json.dumps(job["runtime_env"]), "--metadata-json", json.dumps(job["metadata"])]
+    return [*words, "--", "sh", "-c", str(job["entrypoint"])]
+
+
+# `gpuguard submit --via slurm`: sbatch or srun, with `gpuguard run` in front of the command.
+#
+# Slurm gives whole GPUs; what else is asked of them is looked at by `gpuguard run` where the job runs, and the limits
+# are kept there.  Slurm's own time limit stands behind that of the job, so that it ends as its options say.
+
+
+LATER_SECONDS = 90.0  # after the last signal of gpuguard's own ladder
+NOT_NOW, TIMED_OUT, FAILED = "75", "124", "125"
+
+_ADVICE = "Does `sinfo` answer here?  `gpuguard submit --print ...` shows what was asked of Slurm."
+
+
+def submit_to_slurm(args: argparse.Namespace) -> int:
+    """Submit the command of *args*.
+
+    Returns:
+        0 when it is queued; does not come back with --attach, where srun takes the place of this process.
+
+    Raises:
+        GpuguardError: Slurm is not here, or refuses.
+    """
+    words = command_line(args)
+    if args.print:
+        put([shlex.join(words)], sys.stdout)
+        return 0
+    if shutil.which(words[0]) is None:
+        raise GpuguardError(
+            f"there is no {words[0]} here: install Slurm's commands (apt install slurm-client), or log in where they "
+            "are.  `gpuguard run` needs no Slurm."
+        )
+    if args.attach:
+        sys.stdout.flush()
+        os.execvpe(words[0], words, environment(args))
+    try:
+        done = subprocess.run(
+            words, env=environment(args), capture_output=True, text=True, errors="backslashreplace", check=False
+        )
+    except KeyboardInterrupt:
+        print_notice("the job may be queued all the same: `squeue --me` shows it.")
+        raise
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"sbatch ended with {done.returncode}"])[-1]
+        raise GpuguardError(f"Slurm refuses: {re.sub('^sbatch: (error|fatal): ', '', why)}\n{_ADVICE}")
+    # With a cluster behind it, and what a wrapper of the site's says before; people type it behind scancel.
+    found = re.search(r"^([0-9]+)(;\S*)?\s*\Z", done.stdout, re.MULTILINE)
+    if found is None:
+        raise GpuguardError("sbatch does not say a number, so the job may be queued or not: `squeue --me` shows it.")
+    job = found[1]
+    if args.json:
+        put([json.dumps({"schema": 1, "via": "slurm", "job": job})], sys.stdout)
+        return 0
+    put([f"Slurm job {job} is queued: `gpuguard queue` shows it, `scancel {job}` ends it."], sys.stdout)
+    if said := done.stderr.strip():
+        put(map(neutralise, said.splitlines()), sys.stderr)
+    return 0
+
+
+def command_line(args: argparse.Namespace) -> list[str]:
+    """The words of sbatch or srun."""
+    number = args.num_gpus or "1"
+    words = ["srun" if args.attach else "sbatch", "--nodes=1", "--ntasks=1", f"--gres=gpu:{number.strip()}"]
+    wait, time_limit, grace = durations_of(args)
+    if time_limit is not None:
+        words.append(f"--time={math.ceil((time_limit + 2 * grace + LATER_SECONDS) / 60)}")
+    words.append(f"--job-name={args.name or os.path.basename(args.command[0])}")
+    if args.note:
+        words.append(f"--comment={args.note}")
+    if args.attach and wait is not None:
+        words.append(f"--immediate={max(1, math.ceil(wait))}")
+    for more in args.engine_words:
+        try:
+            words += shlex.split(more)
+        except ValueError as fault:
+            raise InvalidRequest(f"--with: {more[:60]!r} cannot be split into words: {fault}.") from None
+    inner = [*gpuguard(), "run", *inner_words(args), "--", *args.command]
+    # exec: what Slurm sends to the job reaches gpuguard run, which passes it on.
+    return [*words, *inner] if args.attach else [*words, "--parsable", f"--wrap=exec {shlex.join(inner)}"]
+
+
+def gpuguard() -> list[str]:
+    """The words that start this very gpuguard on another machine of the same kind."""
+    program = os.path.abspath(sys.argv[0])
+    if os.path.basename(program) == "gpuguard" and os.access(program, os.X_OK):
+        return [program]
+    return python_words("gpuguard")
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """With the exit codes that srun has when the job did not start, so that they are those of `gpuguard run`."""
+    return {**os.environ, "SLURM_EXIT_ERROR": FAILED, "SLURM_EXIT_IMMEDIATE": NOT_NOW if args.no_wait else TIMED_OUT}

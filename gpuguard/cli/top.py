@@ -21,22 +21,20 @@ import threading
 import time
 from dataclasses import replace
 
+from gpuguard import device_state
 from gpuguard.backends import Backend
-from gpuguard.backends.isolated import open_isolated
-from gpuguard.cli import screen
-from gpuguard.cli.choice_options import quantity
-from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
-from gpuguard.cli.options import add_source_options, check_users
-from gpuguard.cli.top_feed import Feed
+from gpuguard.backends.client import open_worker
+from gpuguard.cli import terminal
+from gpuguard.cli.fleet import add_fleet_options, has_hosts
+from gpuguard.cli.options import add_source_options, check_users, quantity
+from gpuguard.cli.top_feed import SceneFeed
 from gpuguard.cli.who import chosen_devices
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Snapshot
+from gpuguard.top.page import page, painted, title
+from gpuguard.top.scene import MODES, SORTS, History, Scene, ScreenLine, ScreenView
 from gpuguard.units import parse_duration
-from gpuguard.views import usage
 from gpuguard.views.text import put, style
-from gpuguard.views.top_history import History
-from gpuguard.views.top_page import page, painted, title
-from gpuguard.views.top_scene import MODES, SORTS, Line, Scene, View
 
 HINT = "pip install 'gpuguard[tui]'"
 _APART = 0.25  # seconds between the two looks of --once: CPU is a rate
@@ -78,18 +76,18 @@ def main(args: argparse.Namespace) -> int:
     every = quantity("--every", args.every or "1s", parse_duration)
     if every is None or every < 0.1:
         raise InvalidRequest("--every needs at least 100ms between two looks.")
-    feed = Feed(args, lambda: _opened(args.backend))
+    feed = SceneFeed(args, lambda: _opened(args.backend))
     try:
         scene = feed.look()  # a fault of the first look ends the command; later ones are shown and may pass
         view = _view(args, scene.snapshot)
-        if not (usage.chosen(scene.found, view.users, view.devices) or scene.snapshot.recorded):
+        if not (device_state.chosen(scene.found, view.users, view.devices) or scene.snapshot.recorded):
             check_users(args.user)
         if args.once or not sys.stdout.isatty():
             _once(feed, view)
         elif args.plain or not _can_draw():
             _plain(feed, view, scene, every)
         else:
-            from gpuguard.views.top_app import Top
+            from gpuguard.top.app import Top
 
             Top(feed, view, scene, every, light=args.light).run()
     finally:
@@ -100,14 +98,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _opened(name: str) -> Backend:
-    return open_isolated(name, on_slow=_slow)
+    return open_worker(name, on_slow=_slow)
 
 
 def _slow(text: str) -> None:
     print(f"gpuguard: {text}", file=sys.stderr)
 
 
-def _view(args: argparse.Namespace, snapshot: Snapshot) -> View:
+def _view(args: argparse.Namespace, snapshot: Snapshot) -> ScreenView:
     devices = chosen_devices(snapshot, args.device) if args.device else frozenset()
     if args.only_visible:
         visible = visible_devices(snapshot, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -115,7 +113,7 @@ def _view(args: argparse.Namespace, snapshot: Snapshot) -> View:
         if not devices:
             raise InvalidRequest("no GPU is visible: see $CUDA_VISIBLE_DEVICES and --device.")
     encoding = (sys.stdout.encoding or "ascii").lower()
-    return View(
+    return ScreenView(
         mode=args.mode,
         sort=args.sort,
         users=frozenset(args.user),
@@ -151,28 +149,28 @@ def _can_draw() -> bool:
     return importlib.util.find_spec("textual") is not None
 
 
-def _once(feed: Feed, view: View) -> None:
+def _once(feed: SceneFeed, view: ScreenView) -> None:
     time.sleep(_APART)
     scene, history = feed.look(), History()
     history.add(scene)
-    put(_lines(scene, history, replace(view, past=False), *screen.size()), sys.stdout)
+    put(_lines(scene, history, replace(view, past=False), *terminal.size()), sys.stdout)
 
 
-def _plain(feed: Feed, view: View, scene: Scene, every: float) -> None:
+def _plain(feed: SceneFeed, view: ScreenView, scene: Scene, every: float) -> None:
     """Draw it again every *every* seconds until Ctrl-C, always at the same place."""
-    former, history = signal.signal(signal.SIGTERM, screen.leave), History()
+    former, history = signal.signal(signal.SIGTERM, terminal.leave), History()
     trouble: str | None = None
     try:
-        sys.stdout.write(screen.ENTER + screen.HIDE_CURSOR)
+        sys.stdout.write(terminal.ENTER + terminal.HIDE_CURSOR)
         while True:
             if trouble is None:
                 history.add(scene)
-            columns, rows = screen.size()
+            columns, rows = terminal.size()
             room = max(3, (rows or 24) - 2)
             body = _lines(scene, history, view, columns, room)
             hint = trouble or f"Ctrl-C leaves.  For keys, mouse and signals: {HINT}"
             lines = [*body[:room], *[""] * (room - len(body)), hint[:columns]]
-            put([screen.drawn(lines)], sys.stdout)
+            put([terminal.drawn(lines)], sys.stdout)
             sys.stdout.flush()
             time.sleep(every)
             try:
@@ -183,13 +181,13 @@ def _plain(feed: Feed, view: View, scene: Scene, every: float) -> None:
         pass
     finally:
         signal.signal(signal.SIGTERM, former)
-        sys.stdout.write(screen.SHOW_CURSOR + screen.LEAVE)
+        sys.stdout.write(terminal.SHOW_CURSOR + terminal.LEAVE)
         sys.stdout.flush()
 
 
-def _lines(scene: Scene, history: History, view: View, columns: int | None, rows: int | None) -> list[str]:
+def _lines(scene: Scene, history: History, view: ScreenView, columns: int | None, rows: int | None) -> list[str]:
     width = columns or _UNBOUNDED
     if columns is None and view.mode == "auto":
         view = replace(view, mode="compact")
-    lines: list[Line] = [title(scene, view, min(width, 200)), *page(scene, history, view, width, rows or 60)]
+    lines: list[ScreenLine] = [title(scene, view, min(width, 200)), *page(scene, history, view, width, rows or 60)]
     return painted(lines, style(sys.stdout, os.environ))

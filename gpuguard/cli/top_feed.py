@@ -12,29 +12,113 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from gpuguard import history
-from gpuguard.actions import Outcome
-from gpuguard.ancestry import look_up
 from gpuguard.backends import Backend
-from gpuguard.backends.processes import read_memory
-from gpuguard.byhand import Hand, signal_process
-from gpuguard.claims.lookout import Lookout
-from gpuguard.cli import mark_options, top_rota
-from gpuguard.cli.looking import of_daemon
-from gpuguard.cli.options import directory_of
+from gpuguard.claims.watch import ClaimWatcher
+from gpuguard.cli import deny
+from gpuguard.cli.options import directory_of, of_daemon
+from gpuguard.device_state import uses
+from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.enforcement.identity import Protected
+from gpuguard.enforcement.limits import ActionLimits
+from gpuguard.enforcement.signals import Hand, signal_process
 from gpuguard.errors import GpuguardError
-from gpuguard.guards.identity import Protected
-from gpuguard.guards.ledger import Ledger
-from gpuguard.model import Seen, Snapshot
-from gpuguard.readings.hostuse import HostUses
-from gpuguard.views.top_scene import Ancestor, Identity, Scene, Thresholds, Waits
-from gpuguard.views.usage import uses
+from gpuguard.history import audit_log
+from gpuguard.host import HostUses
+from gpuguard.model import (
+    HEALTH,
+    MEMORY,
+    MODEL,
+    POWER,
+    PROCESS_DETAILS,
+    PROCESSES,
+    THERMAL,
+    UTILIZATION,
+    WHO_FIELDS,
+    Device,
+    ProcessStat,
+    Snapshot,
+)
+from gpuguard.procfs import process_facts, read_memory
+from gpuguard.top.scene import Ancestor, Identity, Scene, Thresholds, Waits
+
+# What `gpuguard top` reads of which device at which look, and how looks become one snapshot.
+#
+# Memory, processes and utilization are read every time, 9 driver calls per device; power, temperature and health of
+# one device in four, in turns, 8 more for those.  All of them at once would be 17 for each, and the driver serves one
+# caller at a time.  The first look reads everything.  Does not read anything itself: see top_feed.
+
+
+EVERY_TIME = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION})
+IN_TURNS = frozenset({POWER, THERMAL, HEALTH})
+TURNS = 4
+FIELDS = {  # group: the fields of a device that come with it
+    POWER: ("power_draw", "power_limit", "total_energy"),
+    THERMAL: ("temperature", "temperature_slowdown", "temperature_shutdown", "fan_speed"),
+    HEALTH: ("problems", "compute_mode", "mig_mode"),
+    MODEL: ("name", "pci_bus_id", "minor_number", "numa_node", "cpu_affinity"),
+}
+
+
+def groups(before: Snapshot | None) -> frozenset[str]:
+    """What to read of all devices, after *before*."""
+    if before is None:
+        return WHO_FIELDS
+    # Only HEALTH finds the instances of a divided device, and without them their processes would be gone.
+    return EVERY_TIME | ({HEALTH} if any(device.mig_mode for device in before.devices) else set())
+
+
+def due_devices(look: int, now: Snapshot) -> list[str]:
+    """The uuids of the devices of *now* of which IN_TURNS is to be read at the *look*-th look."""
+    whole = [device.uuid for device in now.devices if not device.parent_uuid]
+    return whole[look % TURNS :: TURNS]
+
+
+def merged(before: Snapshot | None, now: Snapshot, read: frozenset[str]) -> Snapshot:
+    """*now*, with what was not *read* this time as it was *before*; a device that fails keeps nothing but its name."""
+    if before is None:
+        return now
+    former = {device.uuid: device for device in before.devices}
+    kept = {name for group, names in FIELDS.items() if group not in read for name in names}
+    devices = tuple(_completed(device, former.get(device.uuid), kept) for device in now.devices)
+    alive = {device.uuid for device in devices if not _fails(device)}
+    gaps = tuple(gap for gap in before.gaps if gap.field in kept and (gap.device is None or gap.device in alive))
+    versions = {
+        name: getattr(now, name) or getattr(before, name) for name in ("driver_version", "nvml_version", "cuda_version")
+    }
+    return replace(now, devices=devices, gaps=(*gaps, *now.gaps), **versions)
+
+
+def refreshed(now: Snapshot, more: Snapshot) -> Snapshot:
+    """*now* with what *more* has read of IN_TURNS, of some devices."""
+    fresh = {device.uuid: device for device in more.devices}
+    names = {name for group in IN_TURNS for name in FIELDS[group]}
+    devices = tuple(
+        _completed(fresh[device.uuid], device, set(vars(device)) - names) if device.uuid in fresh else device
+        for device in now.devices
+    )
+    gaps = tuple(gap for gap in now.gaps if gap.device not in fresh or gap.field not in names)
+    return replace(now, devices=devices, gaps=(*gaps, *more.gaps))
+
+
+def _completed(now: Device, before: Device | None, kept: set[str]) -> Device:
+    if before is None:
+        return now
+    if _fails(now):
+        return replace(now, name=now.name or before.name)
+    return replace(now, **{name: getattr(before, name) for name in kept})
+
+
+def _fails(device: Device) -> bool:
+    """Whether it does not answer at all: what was read before says nothing about it any more."""
+    values = (device.memory_total, device.temperature, device.power_draw, device.compute_mode)
+    return bool(device.problems) and values == (None,) * len(values)
+
 
 POLICY_FILE = "/etc/gpuguard/policy.yaml"
 LINE_SECONDS = 5.0  # a plan of the waiting line costs more than a look, and changes slowly
 
 
-class Feed:
+class SceneFeed:
     """Looks at the machine again and again; used by one thread at a time.
 
     Args:
@@ -49,10 +133,10 @@ class Feed:
         self._backend: Backend | None = None
         self._former: Snapshot | None = None  # of the driver
         self._looks = 0
-        self._lookout = Lookout()
+        self._lookout = ClaimWatcher()
         self._host = HostUses()
         self._line: tuple[float, tuple[Waits, ...]] = (float("-inf"), ())
-        self._ledger = Ledger()
+        self._ledger = ActionLimits()
         self._ancestors: dict[Identity, Ancestor] = {}
         self._thresholds, self._protected = site_rules(POLICY_FILE)
 
@@ -66,7 +150,7 @@ class Feed:
         snapshot = who.with_claims(self._args, snapshot or self._drivers(), self._lookout)
         if snapshot.recorded:
             return Scene(snapshot, uses(snapshot), thresholds=self._thresholds)
-        seen = look_up(snapshot)
+        seen = process_facts(snapshot)
         # The daemon's look may be the same as before: rates need the time of ours.
         host = self._host.look(replace(snapshot, clock=time.clock_gettime(time.CLOCK_BOOTTIME)))
         return Scene(
@@ -80,10 +164,10 @@ class Feed:
             self._thresholds,
         )
 
-    def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> Outcome:
+    def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
         """Signal a process by hand.  Raises GpuguardError when the driver cannot be asked about it."""
-        mark_options.choose_log(self._args)
-        hand = Hand(self._driver(), history.append, self._ledger, self._protected)
+        deny.choose_log(self._args)
+        hand = Hand(self._driver(), audit_log.append, self._ledger, self._protected)
         return signal_process(hand, action, process, devices)
 
     def close(self) -> None:
@@ -97,12 +181,12 @@ class Feed:
         return self._backend
 
     def _drivers(self) -> Snapshot:
-        before, driver, read = self._former, self._driver(), top_rota.groups(self._former)
+        before, driver, read = self._former, self._driver(), groups(self._former)
         self._looks += 1
         try:
-            now = top_rota.merged(before, driver.sample(read), read)
-            if before and (turn := top_rota.turn(self._looks, now)):
-                now = top_rota.refreshed(now, driver.sample(top_rota.IN_TURNS, turn))
+            now = merged(before, driver.sample(read), read)
+            if before and (turn := due_devices(self._looks, now)):
+                now = refreshed(now, driver.sample(IN_TURNS, turn))
             self._former = now
         except GpuguardError:
             self._former = None  # once it answers again, everything is read anew
@@ -116,22 +200,22 @@ class Feed:
         return self._line[1]
 
     def _planned(self, snapshot: Snapshot) -> tuple[Waits, ...]:
-        from gpuguard.line.tickets import read_tickets
+        from gpuguard.queue.tickets import read_tickets
 
         try:
             directory = directory_of(self._args)
             if not read_tickets(directory)[0]:
                 return ()
-            from gpuguard.line.file import read_line_file
-            from gpuguard.line.turn import in_words, stand
+            from gpuguard.queue.explain import in_words, stand
+            from gpuguard.queue.settings import read_queue_settings
 
-            line = stand(directory, snapshot, read_line_file().rules)
+            line = stand(directory, snapshot, read_queue_settings().rules)
         except (GpuguardError, OSError):
             return ()  # the claims are missing too, and that is said
         tickets = [(place.ticket, in_words(place, line)) for place in line.places]
         return tuple(Waits(one.user, one.num_gpus, one.since, when, one.note) for one, when in tickets)
 
-    def _above(self, seen: Mapping[int, Seen | None]) -> dict[int, Ancestor]:
+    def _above(self, seen: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:
         """Every process that was looked up, with its command; read once per process."""
         from gpuguard.users import user_name
 
@@ -161,18 +245,16 @@ def site_rules(path: str) -> tuple[Thresholds, Protected]:
     """What the site's policies find too much, and whom they never touch; nothing of both where we may not read them."""
     if not os.access(path, os.R_OK):
         return Thresholds(), Protected()
-    from gpuguard.policies.memory import Memory
-    from gpuguard.policies.power import Power
-    from gpuguard.policies.temperature import Temperature
-    from gpuguard.policyfile import load_policies
+    from gpuguard.policies.files.loader import load_policies
+    from gpuguard.policies.thresholds import MemoryRule, PowerRule, TemperatureRule
 
     file = load_policies(path)
     rules = [rule for policy in file.policies for rule in policy.rules]
-    power = [rule.above for rule in rules if isinstance(rule, Power)]
-    memory = [rule.above for rule in rules if isinstance(rule, Memory) and not rule.above.promised]
+    power = [rule.above for rule in rules if isinstance(rule, PowerRule)]
+    memory = [rule.above for rule in rules if isinstance(rule, MemoryRule) and not rule.above.promised]
     return (
         Thresholds(
-            temperature=min((rule.above for rule in rules if isinstance(rule, Temperature)), default=None),
+            temperature=min((rule.above for rule in rules if isinstance(rule, TemperatureRule)), default=None),
             power=min((one.value for one in power if not one.relative), default=None),
             power_share=min((one.value / 100 for one in power if one.relative), default=None),
             memory=min((one.value for one in memory if not one.relative), default=None),

@@ -17,23 +17,22 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from gpuguard import actions
-from gpuguard.cli.choice_options import add_choice_options, request_of
-from gpuguard.cli.line_options import (
-    add_line_options,
+from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
+from gpuguard.cli.queue_options import (
+    add_queue_options,
     alternatives_of,
     follow,
     priority_of,
     stand_aside_when_stopped,
     wait_of,
 )
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
-from gpuguard.cli.telling import Telling, say
+from gpuguard.cli.terminal import WaitProgress, print_notice
+from gpuguard.enforcement import actions
 from gpuguard.errors import InvalidRequest
 from gpuguard.lock import acquire
 
 if TYPE_CHECKING:
-    from gpuguard.notify import Target
+    from gpuguard.notify.sender import Target
 
 _TERMINAL = "terminal"
 _WORDS = ("gpuguard", "wait")  # what others see of it
@@ -43,7 +42,7 @@ _LOOPBACK = ("localhost", "127.0.0.1")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_choice_options(parser)
-    add_line_options(parser)
+    add_queue_options(parser)
     group = parser.add_argument_group("the answer")
     group.add_argument(
         "--notify",
@@ -63,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
     request, ways, wait = request_of(args), alternatives_of(args), wait_of(args)
     target = _target(args.notify)
     directory, backend = directory_of(args, make=True), backend_of(args)
-    telling, priority = Telling(args.quiet), priority_of(args)
+    telling, priority = WaitProgress(args.quiet), priority_of(args)
     former = stand_aside_when_stopped(telling)
     try:
         follow(args, directory, [request, *ways], None, priority, _WORDS)
@@ -105,7 +104,7 @@ def _target(where: str | None) -> str | Target | None:
     """The target of notify that *where* means; a wrong one is said before anybody waits for hours."""
     if where is None or where == _TERMINAL:
         return where
-    from gpuguard.notify import problems
+    from gpuguard.notify.sender import problems
 
     try:
         target = _meant(where)
@@ -117,7 +116,11 @@ def _target(where: str | None) -> str | Target | None:
 
 
 def _meant(where: str) -> Target:
-    from gpuguard.notify import Apprise, Email, Hook, Secret, Webhook
+    from gpuguard.notify.apprise import Apprise
+    from gpuguard.notify.hook import Hook
+    from gpuguard.notify.mail import Email
+    from gpuguard.notify.secrets import Secret
+    from gpuguard.notify.webhook import Webhook
 
     if where.startswith("env:"):
         return Apprise(Secret(env=where[4:]))
@@ -136,11 +139,11 @@ def _tell(target: str | Target, names: str) -> None:
         if os.isatty(2):
             sys.stderr.write("\a")
         return
-    from gpuguard.messages import Message
-    from gpuguard.notify.delivery import attempt
+    from gpuguard.notify.sender import attempt
+    from gpuguard.notify.templates import Message
 
     host = os.uname().nodename
     text = f"gpuguard wait: GPU {names} of {host} would fit now.\nNobody keeps it for you: `gpuguard run` claims it.\n"
     sent, why = attempt(target, Message(f"GPU {names} of {host} {'are' if ',' in names else 'is'} free", text))
     if not sent:
-        say(f"the message could not be sent: {why}.")
+        print_notice(f"the message could not be sent: {why}.")

@@ -21,8 +21,7 @@ import sys
 from typing import Any
 
 from gpuguard.backends import Backend
-from gpuguard.cli.looking import Source
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli.options import SnapshotSource, add_source_options, backend_of, directory_of
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import NVLINK_FLOW, PCIE, Snapshot
 
@@ -85,16 +84,15 @@ def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None
     try:
         import uvicorn
 
-        from gpuguard.web.feed import Feed
-        from gpuguard.web.listening import Connection, listening
-        from gpuguard.web.server import application
+        from gpuguard.web.feed import FrameFeed
+        from gpuguard.web.server import Connection, application, listening
     except ImportError as error:
         raise GpuguardError(f"{error.name} is missing: pip install 'gpuguard[web]'.") from None
     host, port, path = address_of(args.listen)
     own = (host, f"[{host}]") if path is None else ()
     hosts = frozenset(name.lower() for name in ("localhost", "127.0.0.1", "[::1]", *own, *args.host))
     settings = uvicorn.Config(
-        application(Feed(source, directory_of(args), newest_events), hosts, token),
+        application(FrameFeed(source, directory_of(args), newest_events), hosts, token),
         http=Connection,
         ws="none",
         loop="asyncio",
@@ -112,7 +110,7 @@ def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None
         uvicorn.Server(settings).run(sockets=[ours])
 
 
-class _Source(Source):
+class _Source(SnapshotSource):
     """Also what goes over PCIe and NVLink, by a backend of its own: the other one may belong to the daemon."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -160,7 +158,7 @@ def read_token(path: str) -> str:
 
 def newest_events() -> list[dict[str, Any]]:
     """The newest lines of the audit logs that this user may read, oldest first."""
-    from gpuguard.history import MACHINE_EVENTS, events_path
+    from gpuguard.history.audit_log import MACHINE_EVENTS, events_path
     from gpuguard.views import events
 
     lines: list[bytes] = []

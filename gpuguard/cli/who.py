@@ -17,22 +17,23 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.ancestry import in_first_pid_namespace, look_up
-from gpuguard.cli import screen
-from gpuguard.cli.fleet_options import add_fleet_options, has_hosts
-from gpuguard.cli.looking import Source
-from gpuguard.cli.options import add_source_options, check_users, directory_of
+from gpuguard import device_state
+from gpuguard.cli import terminal
+from gpuguard.cli.fleet import add_fleet_options, has_hosts
+from gpuguard.cli.options import SnapshotSource, add_source_options, check_users, directory_of
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import TEXT_FIELDS, WHO_FIELDS, Gap, Snapshot
-from gpuguard.views import usage, who
-from gpuguard.views.text import json_text, neutralise, put, style
+from gpuguard.procfs import in_first_pid_namespace, process_facts
+from gpuguard.sanitize import neutralise
+from gpuguard.views import who
+from gpuguard.views.text import json_text, put, style
 
 if TYPE_CHECKING:
     import argparse
 
-    from gpuguard.claims.lockfiles import LockDirectory
-    from gpuguard.claims.lookout import Lookout
-    from gpuguard.line.reservations import Reserved
+    from gpuguard.claims.directory import LockDirectory
+    from gpuguard.claims.watch import ClaimWatcher
+    from gpuguard.queue.reservations import ReservationCalendar
 
 _FEWER = "use --device or --user"
 _OTHER_NAMESPACE = (
@@ -68,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
 
         return fleet.who(args)
     every = None if args.watch is None else _every(args.watch)
-    source = Source(args, WHO_FIELDS if args.json else TEXT_FIELDS)
+    source = SnapshotSource(args, WHO_FIELDS if args.json else TEXT_FIELDS)
     try:
         if every is None:
             put(_look(args, source), sys.stdout)
@@ -80,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _every(text: str) -> float:
-    from gpuguard.cli.choice_options import quantity
+    from gpuguard.cli.options import quantity
     from gpuguard.units import parse_duration
 
     every = quantity("--watch", text, parse_duration)
@@ -89,11 +90,11 @@ def _every(text: str) -> float:
     return every
 
 
-def _look(args: argparse.Namespace, source: Source) -> list[str]:
+def _look(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
     snapshot, age = source.sample()
     snapshot = with_claims(args, snapshot, source.lookout)
-    found = usage.uses(snapshot, look_up(snapshot))
-    shown = usage.chosen(found, frozenset(args.user), chosen_devices(snapshot, args.device))
+    found = device_state.uses(snapshot, process_facts(snapshot))
+    shown = device_state.chosen(found, frozenset(args.user), chosen_devices(snapshot, args.device))
     waiting, reserved = _waiting(args), _reserved(args, snapshot)
     if args.json:
         return [
@@ -109,21 +110,21 @@ def _look(args: argparse.Namespace, source: Source) -> list[str]:
         shown,
         waiting,
         reserved=reserved,
-        width=screen.size()[0],
+        width=terminal.size()[0],
         paint=style(sys.stdout, os.environ),
         age=age,
     )
 
 
-def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> Reserved | None:
+def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalendar | None:
     """For whom devices are kept, or will be."""
     if not _there_is(args, "reserve."):
         return None
-    from gpuguard.line.reservations import reserved
+    from gpuguard.queue.reservations import reservation_calendar
 
     try:
         uuids = [device.uuid for device in snapshot.devices]
-        found = reserved(directory_of(args), uuids, snapshot.claims, time.time())
+        found = reservation_calendar(directory_of(args), uuids, snapshot.claims, time.time())
     except (ClaimError, OSError):
         return None
     judged = tuple(one for one in found.judged if not args.user or one.reservation.user in args.user)
@@ -139,24 +140,24 @@ def _there_is(args: argparse.Namespace, kind: str) -> bool:
         return False
 
 
-def _waiting(args: argparse.Namespace) -> list[usage.Waiting]:
+def _waiting(args: argparse.Namespace) -> list[device_state.QueuedRequest]:
     """Who waits, in order of arrival: `gpuguard queue` knows when they start."""
     if not _there_is(args, "ticket."):
         return []
-    from gpuguard.line.tickets import read_tickets
+    from gpuguard.queue.tickets import read_tickets
 
     try:
         tickets, _ = read_tickets(directory_of(args))
     except (ClaimError, OSError):
         return []  # the claims are missing too, and that is said
     return [
-        usage.Waiting(one.user, one.pid, one.num_gpus, one.since, one.note, one.command)
+        device_state.QueuedRequest(one.user, one.pid, one.num_gpus, one.since, one.note, one.command)
         for one in sorted(tickets, key=lambda ticket: ticket.since)
         if not args.user or one.user in args.user
     ]
 
 
-def with_claims(args: argparse.Namespace, snapshot: Snapshot, lookout: Lookout) -> Snapshot:
+def with_claims(args: argparse.Namespace, snapshot: Snapshot, lookout: ClaimWatcher) -> Snapshot:
     """*snapshot* with the claims; when they cannot be read it says so, and the devices are shown all the same."""
     if snapshot.recorded:
         return snapshot  # with the claims of then
@@ -173,7 +174,7 @@ def with_claims(args: argparse.Namespace, snapshot: Snapshot, lookout: Lookout) 
 
 def _with_quarantine(directory: LockDirectory, snapshot: Snapshot) -> Snapshot:
     """*snapshot* in which being quarantined is a problem of the device, as it is for whoever wants it."""
-    from gpuguard.marks import against
+    from gpuguard.claims.restrictions import against
 
     why = against(directory, [device.uuid for device in snapshot.devices], None, time.time())
     if not why:
@@ -196,7 +197,7 @@ def chosen_devices(snapshot: Snapshot, words: list[str]) -> frozenset[str]:
     """
     if not words:
         return frozenset()
-    from gpuguard.cli.choice_options import selectors
+    from gpuguard.cli.options import selectors
     from gpuguard.request import resolve
 
     labels = {who.device_label(device): device.uuid for device in snapshot.devices if device.parent_uuid}
@@ -205,18 +206,18 @@ def chosen_devices(snapshot: Snapshot, words: list[str]) -> frozenset[str]:
     return frozenset(device.uuid for device in snapshot.devices if found & {device.uuid, device.parent_uuid})
 
 
-def _watch(args: argparse.Namespace, source: Source, every: float) -> None:
+def _watch(args: argparse.Namespace, source: SnapshotSource, every: float) -> None:
     """Look every *every* seconds until Ctrl-C, on a terminal always at the same place."""
     import signal
 
-    on_screen = screen.has_places(sys.stdout) and not args.json
-    former = signal.signal(signal.SIGTERM, screen.leave)
+    on_screen = terminal.can_redraw(sys.stdout) and not args.json
+    former = signal.signal(signal.SIGTERM, terminal.leave)
     lines = _look(args, source)  # a fault of the first look ends the command; later ones are shown and may pass
     try:
         if on_screen:
-            sys.stdout.write(screen.ENTER)
+            sys.stdout.write(terminal.ENTER)
         while True:
-            put([screen.drawn(screen.fitting(lines, _FEWER))] if on_screen else lines, sys.stdout)
+            put([terminal.drawn(terminal.fitting(lines, _FEWER))] if on_screen else lines, sys.stdout)
             sys.stdout.flush()
             time.sleep(every)
             try:
@@ -230,5 +231,5 @@ def _watch(args: argparse.Namespace, source: Source, every: float) -> None:
     finally:
         signal.signal(signal.SIGTERM, former)
         if on_screen:
-            sys.stdout.write(screen.LEAVE)
+            sys.stdout.write(terminal.LEAVE)
             sys.stdout.flush()

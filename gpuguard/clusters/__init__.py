@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.clusters import containers, cuda, slurm
+from gpuguard.clusters import slurm, visible_devices
 from gpuguard.model import Device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SOURCES = (cuda.allowed, slurm.allowed, containers.allowed)
+SOURCES = (visible_devices.cuda_devices, slurm.allowed, visible_devices.container_devices)
 
 
 @dataclass(frozen=True)
@@ -46,4 +46,4 @@ def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Oute
     uuids, _ = opinions[0]
     for others, _ in opinions[1:]:
         uuids = tuple(uuid for uuid in uuids if uuid in others)
-    return Outer(uuids, "; ".join(reason for _, reason in opinions), cuda.doubt(environ, devices))
+    return Outer(uuids, "; ".join(reason for _, reason in opinions), visible_devices.doubt(environ, devices))

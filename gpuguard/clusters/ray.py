@@ -8,12 +8,14 @@ Does not claim and does not start anything: see gpuguard.ray for tasks and actor
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.errors import BackendError, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus, WaitTimeout
 
 T = TypeVar("T")
 
@@ -22,7 +24,7 @@ POLL_SECONDS = 0.25  # between two looks for a further device while the devices 
 HOW_TO_INSTALL = "pip install 'gpuguard[ray]' where Ray runs, and here"
 
 
-class Places(Protocol):
+class NodeDevices(Protocol):
     """Further devices of this node that Ray keeps for us."""
 
     def want(self, number: int) -> bool:
@@ -43,12 +45,12 @@ def search(
     given: Sequence[str],
     number: int,
     attempt: Callable[[tuple[str, ...], Callable[[NotEnoughGpus], None] | None], T],
-    open_places: Callable[[], Places],
+    open_places: Callable[[], NodeDevices],
     deadline: float | None = None,
     tell: Callable[[NotEnoughGpus], None] = lambda missing: None,
     *,
     waits: bool = True,
-) -> tuple[T, Places | None]:
+) -> tuple[T, NodeDevices | None]:
     """Try with the devices that Ray gave, and with more of them as long as somebody else has too many of those.
 
     Args:
@@ -81,7 +83,7 @@ def search(
             more, rounds = places.want(max(1, number - failed.available) + rounds), rounds + 1
             try:
                 if not isinstance(failed, ImpossibleRequest):
-                    return attempt(have, _Look(places, tell)), places
+                    return attempt(have, _NodeView(places, tell)), places
                 new = _wait_for_more(places, more, failed, deadline)
             except _More as found:
                 new = found.args
@@ -95,12 +97,12 @@ def search(
         raise
 
 
-class _Look:
+class _NodeView:
     """Looks for a further device while somebody waits in line."""
 
     tell_every = 1.0  # seconds between two calls
 
-    def __init__(self, places: Places, tell: Callable[[NotEnoughGpus], None]) -> None:
+    def __init__(self, places: NodeDevices, tell: Callable[[NotEnoughGpus], None]) -> None:
         self._places, self._tell = places, tell
 
     def __call__(self, missing: NotEnoughGpus) -> None:
@@ -110,7 +112,7 @@ class _Look:
         self._tell(missing)
 
 
-def _wait_for_more(places: Places, more: bool, failed: NotEnoughGpus, deadline: float | None) -> tuple[str, ...]:
+def _wait_for_more(places: NodeDevices, more: bool, failed: NotEnoughGpus, deadline: float | None) -> tuple[str, ...]:
     """What we have can never do, so there is nothing else to wait for."""
     if not more:
         raise failed
@@ -160,7 +162,7 @@ def load() -> Any:
     return ray
 
 
-class _Place:
+class _NodeDevice:
     """One more device for a task."""
 
     def devices(self) -> tuple[str, ...]:
@@ -168,7 +170,7 @@ class _Place:
         return tuple(map(str, load().get_runtime_context().get_accelerator_ids().get("GPU", ())))
 
 
-class NodePlaces:
+class LocalNodeDevices:
     """Places on the node of this process, which is connected with Ray.  They end with this process."""
 
     def __init__(self, have: int) -> None:
@@ -180,7 +182,7 @@ class NodePlaces:
         self.left = int(here.get("Resources", {}).get("GPU", 0)) - have
         self.pending: dict[Any, Any] = {}  # what Ray will answer with its device -> the place
         self._ray, self._held = ray, dict[str, Any]()
-        self._kind = ray.remote(_Place).options(
+        self._kind = ray.remote(_NodeDevice).options(
             num_gpus=1, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         )
 
@@ -212,3 +214,117 @@ class NodePlaces:
         # Ray ends an actor that nobody knows any more.
         self.pending.clear()
         self._held = {device: place for device, place in self._held.items() if device in devices}
+
+
+# Ray's job API: submit a command, follow it, stop it.  Ray's own client speaks with it; its errors end here.
+
+
+PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED = "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"
+OVER = frozenset({SUCCEEDED, FAILED, STOPPED})
+TOKENS = "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, else ~/.ray/auth_token (`ray get-auth-token` shows it)"
+
+
+class State(NamedTuple):
+    """What has become of a job."""
+
+    status: str
+    exit_code: int | None  # of the command; -N when signal N ended it
+    message: str
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, however that came."""
+        return self.status in OVER
+
+
+class Jobs:
+    """A connection with the job API."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def submit(self, job: dict[str, object]) -> None:
+        """Submit it, under the name that stands in it."""
+        _asked(lambda: self._client.submit_job(**job))
+
+    def state(self, name: str) -> State:
+        """What has become of it."""
+
+        def asked() -> State:
+            found = self._client.get_job_info(name)
+            code = found.driver_exit_code
+            return State(str(found.status.value), code if type(code) is int else None, str(found.message or ""))
+
+        return _asked(asked)
+
+    def stop(self, name: str) -> None:
+        """Have it ended; that takes its time."""
+        _asked(lambda: self._client.stop_job(name))
+
+    def log(self, name: str) -> str:
+        """All that it has said until now."""
+        return str(_asked(lambda: self._client.get_job_logs(name)))
+
+    def tail(self, name: str) -> Iterator[str]:
+        """What it says, from its beginning to its end or until the connection breaks; for a thread of its own."""
+        loop, chunks = asyncio.new_event_loop(), self._client.tail_job_logs(name)
+        try:
+            while True:
+                yield _asked(lambda: loop.run_until_complete(anext(chunks)))
+        except (StopAsyncIteration, GpuguardError):
+            return
+        finally:
+            loop.close()
+
+
+def connect(address: str | None) -> Jobs:
+    """A connection with the job API at *address*, else where RAY_API_SERVER_ADDRESS or RAY_ADDRESS say, else here.
+
+    Raises:
+        InvalidRequest: Ray is not installed.
+        BackendError: nobody answers there.
+        GpuguardError: Ray does not let us in.
+    """
+    tell_of_token()
+    try:
+        from ray.job_submission import JobSubmissionClient
+    except ImportError as error:
+        raise InvalidRequest(f"Ray is not installed here ({error}): pip install 'gpuguard[ray]'.") from None
+    import logging
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    for name in ("sdk", "dashboard_sdk"):
+        logging.getLogger(f"ray.dashboard.modules.job.{name}").setLevel(logging.ERROR)
+    return Jobs(_asked(lambda: JobSubmissionClient(address), address))
+
+
+def tell_of_token() -> None:
+    """Ray's client sends a token only in this mode, whatever token there is.  Before ray is imported."""
+    token = Path.home() / ".ray" / "auth_token"
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() or token.exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def _asked(question: Callable[[], T], address: str | None = None) -> T:
+    """Its answer, or our own error."""
+    import aiohttp
+    import requests
+    from ray.exceptions import AuthenticationError
+
+    try:
+        return question()
+    except AuthenticationError as error:
+        first = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+        raise GpuguardError(f"Ray does not let us in ({first}).  It wants its token in {TOKENS}.") from None
+    except (ConnectionError, requests.RequestException, aiohttp.ClientError, asyncio.TimeoutError) as error:
+        place = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "this machine"
+        raise BackendError(
+            f"no job API of Ray answers at {place} ({type(error).__name__}).  Start Ray with `ray start --head`, or "
+            "name its dashboard: RAY_API_SERVER_ADDRESS=http://head:8265 or --with '--address http://head:8265'."
+        ) from None
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        # The last three where its runtime environment is of another kind, or what answers is no head of Ray.
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise GpuguardError(
+            f"Ray refuses: {first}\n`gpuguard submit --print ...` shows what it is asked for."
+        ) from None

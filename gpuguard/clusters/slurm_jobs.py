@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuguard.backends.processes import read_proc, uid_behind
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.model import Device
-from gpuguard.text import neutralise
+from gpuguard.procfs import read_proc, uid_behind
+from gpuguard.sanitize import neutralise
 
 SECONDS = 20.0  # for an answer of the controller
 _OVER = frozenset({
@@ -48,7 +48,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScontrolReply:
     """What a command of Slurm's said."""
 
     status: int
@@ -134,7 +134,7 @@ def step_of(pid: int) -> tuple[str, str] | None:
     return (title[1].decode(), title[2].decode()) if title else None
 
 
-def ask(*words: str, seconds: float = SECONDS) -> Answer | None:
+def run_scontrol(*words: str, seconds: float = SECONDS) -> ScontrolReply | None:
     """What a command of Slurm's answers; None when it cannot be started, or hangs."""
     import shutil  # 0.8 MiB that a daemon beside no cluster need not have
     import subprocess
@@ -154,15 +154,17 @@ def ask(*words: str, seconds: float = SECONDS) -> Answer | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return Answer(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip())
+    return ScontrolReply(
+        done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip()
+    )
 
 
-def told(job: str) -> tuple[str, Answer | None]:
+def told(job: str) -> tuple[str, ScontrolReply | None]:
     """The word by which Slurm means this job alone, and what it says of it; None where that is not certain.
 
     One task of an array bears the number of the array: `scancel 12` ends all tasks, `scancel 12_3` that one.
     """
-    answer = ask("scontrol", "show", "job", "-o", job)
+    answer = run_scontrol("scontrol", "show", "job", "-o", job)
     if answer is None or answer.status:
         return job, answer
     # Of an array all tasks are told.  What users write into their jobs can only add lines, and then none is certain.
@@ -172,7 +174,7 @@ def told(job: str) -> tuple[str, Answer | None]:
     array, task = rows.pop()
     if not array:
         return job, answer
-    answer = ask("scontrol", "show", "job", "-o", f"{array}_{task}")
+    answer = run_scontrol("scontrol", "show", "job", "-o", f"{array}_{task}")
     return f"{array}_{task}", answer if answer and answer.output.startswith(f"JobId={job} ") else None
 
 
@@ -220,7 +222,7 @@ def against_cancelling(job: str | None, uid: int | None) -> str | None:
 def cancel(job: str) -> str | None:
     """End a job; None when Slurm does it, else why not."""
     word, known = told(job)
-    answer = ask("scancel", word) if known and not known.status else None
+    answer = run_scontrol("scancel", word) if known and not known.status else None
     if answer is None:
         return f"Slurm cannot be called, or does not answer in {SECONDS:.0f} s: try `scancel {word}` by hand"
     return f"scancel fails ({answer.reason}): try `scancel {word}` by hand" if answer.status else None
@@ -228,7 +230,7 @@ def cancel(job: str) -> str | None:
 
 def contains() -> bool:
     """Whether each job has a slurmstepd from its first to its last moment on a node: PrologFlags=Contain."""
-    answer = ask("scontrol", "show", "config")
+    answer = run_scontrol("scontrol", "show", "config")
     return bool(answer and re.search(r"^PrologFlags\s*=.*\bContain\b", answer.output, re.MULTILINE))
 
 
@@ -241,10 +243,10 @@ def put_back(given: Allocation, reason: str) -> str | None:
         "requeued" or "cancelled"; None when Slurm did neither.
     """
     job, _ = told(given.job)
-    ask("scontrol", "update", f"JobId={job}", f"AdminComment=gpuguard: {reason}"[:1000])
-    answer = ask("scontrol", "requeue", job)
+    run_scontrol("scontrol", "update", f"JobId={job}", f"AdminComment=gpuguard: {reason}"[:1000])
+    answer = run_scontrol("scontrol", "requeue", job)
     if answer and answer.status == 0:
         return "requeued"
-    ask("scontrol", "notify", job, f"gpuguard: {reason}"[:1000])
-    answer = ask("scancel", job)
+    run_scontrol("scontrol", "notify", job, f"gpuguard: {reason}"[:1000])
+    answer = run_scontrol("scancel", job)
     return "cancelled" if answer and answer.status == 0 else None

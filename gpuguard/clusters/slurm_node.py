@@ -53,7 +53,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Node:
+class SlurmNodeState:
     """What Slurm says of this node.
 
     Args:
@@ -67,10 +67,10 @@ class Node:
     in_service: bool
 
 
-Answer = tuple[float, Node, tuple[Job, ...]]  # when it was asked for, on the boot clock
+Answer = tuple[float, SlurmNodeState, tuple[Job, ...]]  # when it was asked for, on the boot clock
 
 
-def node_of(text: str, host: str) -> Node | None:
+def node_of(text: str, host: str) -> SlurmNodeState | None:
     """The node out of `scontrol show node -o NAME`; None when it is not *host*, the first part of our name."""
     facts: dict[str, str] = dict(re.findall(r"(?:^|\s)(NodeName|NodeHostName|Gres|State)=(\S+)", text))
     if "NodeName" not in facts or facts.get("NodeHostName", facts["NodeName"]).partition(".")[0] != host:
@@ -78,7 +78,7 @@ def node_of(text: str, host: str) -> Node | None:
     gpus = [re.fullmatch(r"gpu(?::[^:()]+)*?:(\d{1,6})(?:\(.*\))?", one) for one in _listed(facts.get("Gres", ""))]
     state = facts.get("State", "UNKNOWN")
     counts = [int(one[1]) for one in gpus if one]
-    return Node(
+    return SlurmNodeState(
         facts["NodeName"],
         counts[0] if len(counts) == 1 else 0,
         not any(word in state for word in _OUT_OF_SERVICE) and not state.endswith("*"),
@@ -102,7 +102,7 @@ def jobs_on(text: str, node: str) -> tuple[Job, ...]:
 
 
 def given(
-    jobs: Sequence[Job], node: Node, devices: Sequence[Device], newcomers: frozenset[int] = frozenset()
+    jobs: Sequence[Job], node: SlurmNodeState, devices: Sequence[Device], newcomers: frozenset[int] = frozenset()
 ) -> Mapping[str, frozenset[int]]:
     """uuid -> users to whom Slurm has given the device, for devices of which that is certain.
 
@@ -124,7 +124,7 @@ def given(
     return mapping
 
 
-def misnumbered(node: Node, devices: Sequence[Device]) -> str | None:
+def misnumbered(node: SlurmNodeState, devices: Sequence[Device]) -> str | None:
     """Why Slurm's numbers may mean other devices than the driver's; None when they mean the same."""
     minors = [one.minor_number for one in sorted(devices, key=lambda one: one.index) if one.minor_number is not None]
     if any(device.parent_uuid for device in devices):

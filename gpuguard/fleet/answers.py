@@ -2,7 +2,7 @@
 
 An answer is one JSON object of bounded size and depth, or it is an error with a reason.  What a view takes out of it
 goes through text(), number() and rows(), which give None and nothing for what has another type.
-Does not make text harmless for terminals: the views do, with gpuguard.text.
+Does not make text harmless for terminals: the views do, with gpuguard.sanitize.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gpuguard.fleet.asking import Reply
-from gpuguard.plainjson import shallow
+from gpuguard.fleet.ssh import Reply
+from gpuguard.jsonio import shallow
 
 DEPTH = 32  # of an answer: `who --json` has 6
 ROWS = 4096  # of a list; whoever sends a million would hold up the answers of all other hosts
@@ -35,7 +35,7 @@ _NEXT = {  # what ssh says: what to do
 
 
 @dataclass(frozen=True)
-class Answer:
+class HostReply:
     """What one host said."""
 
     host: str  # as it was asked for, whatever it calls itself
@@ -45,31 +45,33 @@ class Answer:
     error: str | None = None  # why there is neither
 
 
-def answer_of(reply: Reply) -> Answer:
+def reply_of(reply: Reply) -> HostReply:
     """What *reply* means."""
     if reply.fault is not None:
-        return Answer(reply.host, reply.seconds, error=reply.fault)
+        return HostReply(reply.host, reply.seconds, error=reply.fault)
     said = _sentence(reply)
     if reply.status == 0:
         try:
             return _judged(reply, _object(reply.out))
         except ValueError as error:
-            return Answer(reply.host, reply.seconds, error=f"its answer cannot be read: {error}")
+            return HostReply(reply.host, reply.seconds, error=f"its answer cannot be read: {error}")
     if reply.status == 1 and said.startswith("wanted "):
-        return Answer(reply.host, reply.seconds, refusal=said)
+        return HostReply(reply.host, reply.seconds, refusal=said)
     try:  # `gpuguard serve-ssh` and `explain` say no in JSON
         return _judged(reply, _object(reply.out))
     except ValueError:
-        return Answer(reply.host, reply.seconds, error=_failure(reply, said))
+        return HostReply(reply.host, reply.seconds, error=_failure(reply, said))
 
 
-def _judged(reply: Reply, facts: Facts) -> Answer:
+def _judged(reply: Reply, facts: Facts) -> HostReply:
     if "refused" in facts:
         reason = " ".join((text(facts, "reason") or "it does not answer that").split())  # one line, as each error
-        return Answer(reply.host, reply.seconds, error=f"refused there: {reason[:_LINE]}")
+        return HostReply(reply.host, reply.seconds, error=f"refused there: {reason[:_LINE]}")
     if facts.get("schema") != 1:
-        return Answer(reply.host, reply.seconds, error="its gpuguard is of another version: its JSON has not schema 1")
-    return Answer(reply.host, reply.seconds, facts=facts)
+        return HostReply(
+            reply.host, reply.seconds, error="its gpuguard is of another version: its JSON has not schema 1"
+        )
+    return HostReply(reply.host, reply.seconds, facts=facts)
 
 
 def _failure(reply: Reply, said: str) -> str:

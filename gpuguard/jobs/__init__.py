@@ -1,4 +1,4 @@
-"""A job under gpuguard: its start, its limits and numbers, what it does when asked to give up, its end.
+"""A job under gpuguard: its start, its limits and numbers, its isolation, its end.
 
-run puts them together; family and adopt are for a job that runs already.
+run puts them together; adopt is for a job that runs already.
 """

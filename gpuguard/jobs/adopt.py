@@ -8,26 +8,191 @@ Does not detach the holder: see the command adopt.
 from __future__ import annotations
 
 import os
+import resource
+import select
+import signal
 import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.ancestry import in_first_pid_namespace
-from gpuguard.attribution import places
-from gpuguard.backends.processes import uid_of
-from gpuguard.claims.hold import Claim, unlock
-from gpuguard.claims.lockfiles import Gate, LockDirectory
+from gpuguard.claims.claim import Claim, unlock
+from gpuguard.claims.directory import Gate, LockDirectory
 from gpuguard.claims.records import probe
-from gpuguard.claims.taking import take
-from gpuguard.errors import ClaimError
-from gpuguard.jobs.family import Family
+from gpuguard.claims.shares import lock_parts
+from gpuguard.device_state import places
+from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
+from gpuguard.procfs import GROUP, PARENT, SESSION, START, STATE, in_first_pid_namespace, stat_fields, uid_of
 from gpuguard.request import ANY_MEMORY, Request, computes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gpuguard.backends import Backend
-    from gpuguard.claims.hold import Lock
+    from gpuguard.claims.claim import Lock
+
+# Processes that did not start here, and those that they start: who belongs to a job, until the last one has ended.
+#
+# A process is named by a pidfd, so a pid that is used again is somebody else.  Nothing wakes us while nobody ends.
+# When one ends /proc is read once more: what living members have started since belongs to them too, and so does
+# everybody in a process group or session that a member leads, even if its parent is gone.  A grandchild that left
+# both and whose parents ended while nobody looked is missed.
+
+
+@dataclass(frozen=True)
+class Kin:
+    """Where a process stands, from /proc/PID/stat."""
+
+    parent: int
+    group: int
+    session: int
+    started: int  # clock ticks since boot
+
+
+class ProcessFamily:
+    """Living processes, each with its start time: ``members``.
+
+    Args:
+        pids: the first of them.
+        tree: whether what they start belongs to them.
+
+    Raises:
+        GpuguardError: one of them does not exist (any more).
+    """
+
+    def __init__(self, pids: Iterable[int], *, tree: bool) -> None:
+        self.tree = tree
+        self.members: dict[int, int] = {}
+        self._pids: dict[int, int] = {}  # pidfd -> pid
+        self._led: dict[int, int] = {}  # process groups and sessions that a member leads -> when its leader started
+        self._poll = select.poll()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:  # one descriptor per process
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        for pid in pids:
+            if not self._join(pid):
+                self.close()
+                raise GpuguardError(f"there is no process {pid}, or it has ended.")
+        self.grow()
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The pidfds."""
+        return tuple(self._pids)
+
+    def grow(self) -> None:
+        """Find who belongs to the family by now."""
+        while self.tree:
+            everybody = processes()
+            living = {number for kin in everybody.values() for number in (kin.group, kin.session)}
+            self._led = {leader: started for leader, started in self._led.items() if leader in living}
+            found = [pid for pid, kin in everybody.items() if pid not in self.members and self._is_ours(kin)]
+            # Once more after each: a child may have had a child before its pidfd was open.
+            if not [pid for pid in found if self._join(pid, everybody[pid].started)]:
+                return
+
+    def wait(self, also: int) -> bool:
+        """Sleep until members have ended, forget them and look who belongs to the others.
+
+        Args:
+            also: a descriptor that ends the sleep when it can be read.
+
+        Returns:
+            Whether anybody is left; True when *also* ended the sleep.
+        """
+        self._poll.register(also, select.POLLIN)
+        ready = [descriptor for descriptor, _ in self._poll.poll()] if self._pids else []
+        self._poll.unregister(also)
+        self._forget(descriptor for descriptor in ready if descriptor != also)
+        self.grow()
+        return bool(self.members)
+
+    def refresh(self) -> None:
+        """Forget who has ended and find who has come, without waiting."""
+        self._forget(descriptor for descriptor, _ in self._poll.poll(0))
+        self.grow()
+
+    def close(self) -> None:
+        """Forget them."""
+        for descriptor in self._pids:
+            os.close(descriptor)
+        self._pids, self.members, self._poll = {}, {}, select.poll()
+
+    def _forget(self, descriptors: Iterable[int]) -> None:
+        for descriptor in descriptors:
+            self._poll.unregister(descriptor)
+            del self.members[self._pids.pop(descriptor)]
+            os.close(descriptor)
+
+    def _is_ours(self, kin: Kin) -> bool:
+        if kin.parent in self.members:
+            return True
+        return any(kin.started >= self._led.get(number, kin.started + 1) for number in (kin.group, kin.session))
+
+    def _join(self, pid: int, started: int | None = None) -> bool:
+        if pid == os.getpid():  # in the tree of the shell that called us: we would wait for ourselves
+            return False
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return False
+        kin = kin_of(pid)  # read behind the pidfd: it is the one that the pidfd means
+        if kin is None or started not in (None, kin.started):
+            os.close(pidfd)
+            return False
+        self.members[pid], self._pids[pidfd] = kin.started, pid
+        self._poll.register(pidfd, select.POLLIN)
+        if pid in (kin.group, kin.session):
+            self._led[pid] = kin.started
+        return True
+
+
+def processes() -> dict[int, Kin]:
+    """All living processes."""
+    found = ((int(name), kin_of(int(name))) for name in os.listdir("/proc") if name.isdecimal())
+    return {pid: kin for pid, kin in found if kin}
+
+
+def kin_of(pid: int) -> Kin | None:
+    """Where a process stands; None: it has ended, or cannot be seen."""
+    try:
+        fields = stat_fields(pid)
+        if fields[STATE] in (b"Z", b"X"):
+            return None
+        return Kin(*(int(fields[place]) for place in (PARENT, GROUP, SESSION, START)))
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+# A process that stays behind when the command that started it has ended: to hold a claim, for one.
+
+
+def detach(keep: Collection[int]) -> None:
+    """Leave the terminal, the directory and every descriptor but those of *keep*."""
+    os.setsid()
+    os.chdir("/")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    for name in os.listdir("/proc/self/fd"):
+        if (number := int(name)) > 2 and number not in keep:
+            try:
+                os.close(number)
+            except OSError:
+                continue  # the one of listdir itself
+
+
+def read_result(signals: Iterable[int]) -> tuple[int, int]:
+    """From now on each of *signals* is written into a pipe as one byte, and does nothing else: the pipe's two ends."""
+    woken, wake = os.pipe()
+    for descriptor in (woken, wake):
+        os.set_blocking(descriptor, False)
+    signal.set_wakeup_fd(wake)
+    for signum in signals:
+        signal.signal(signum, lambda number, frame: None)
+    return woken, wake
+
 
 _FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, HEALTH})  # HEALTH shows MIG instances
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -35,7 +200,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 def adopt(
     backend: Backend, directory: LockDirectory, pids: Sequence[int], *, tree: bool = False, note: str | None = None
-) -> tuple[Claim, Family]:
+) -> tuple[Claim, ProcessFamily]:
     """Claim what the processes *pids* use, all of it or nothing.
 
     Args:
@@ -55,13 +220,13 @@ def adopt(
     """
     if not backend.simulated and in_first_pid_namespace() is False:
         raise ClaimError("pids in a container are not those that the driver names: adopt the job from the host.")
-    family = Family(pids, tree=tree)
+    family = ProcessFamily(pids, tree=tree)
     held: list[Lock] = []
     try:
         command = _check_owners(pids)
         snapshot = backend.sample(_FIELDS)
         devices = _used(snapshot, family, pids)
-        _check_marks(directory, devices)
+        _check_restrictions(directory, devices)
         given = _from_daemon(directory, snapshot, devices, held) if directory.closed else None
         with Gate(directory):
             refused = next((device for device in devices if not given and not _lock(directory, device, held)), None)
@@ -98,7 +263,7 @@ def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
     return tuple(commands[0])
 
 
-def _used(snapshot: Snapshot, family: Family, pids: Sequence[int]) -> tuple[Device, ...]:
+def _used(snapshot: Snapshot, family: ProcessFamily, pids: Sequence[int]) -> tuple[Device, ...]:
     """The devices that the family uses, its own alone."""
     devices = tuple(device for device in places(snapshot) if any(_is_member(one, family) for one in _on(device)))
     if devices:
@@ -107,7 +272,7 @@ def _used(snapshot: Snapshot, family: Family, pids: Sequence[int]) -> tuple[Devi
     who = f"process {pids[0]}" if len(pids) == 1 else "none of these processes"
     what = f"{who} {'uses no GPU' if len(pids) == 1 else 'uses a GPU'} now"
     if not family.tree:
-        whole = Family(pids, tree=True)
+        whole = ProcessFamily(pids, tree=True)
         children = sorted({one.pid for device in places(snapshot) for one in _on(device) if _is_member(one, whole)})
         whole.close()
         if children:
@@ -122,12 +287,12 @@ def _on(device: Device) -> tuple[GpuProcess, ...]:
     return tuple(process for process in device.processes or () if computes(process))
 
 
-def _is_member(process: GpuProcess, family: Family) -> bool:
+def _is_member(process: GpuProcess, family: ProcessFamily) -> bool:
     started = family.members.get(process.pid)
     return started is not None and process.start_time is not None and round(process.start_time * _TICKS) == started
 
 
-def _refuse_others(devices: Iterable[Device], family: Family) -> None:
+def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:
     for device in devices:
         if not device.processes_plausible:
             raise ClaimError(f"the driver's list of the processes on GPU {device.index} contradicts itself: try again.")
@@ -141,10 +306,10 @@ def _refuse_others(devices: Iterable[Device], family: Family) -> None:
             raise ClaimError(f"{whose} computes on GPU {device.index} too (pid {process.pid}): it is not yours alone.")
 
 
-def _check_marks(directory: LockDirectory, devices: Sequence[Device]) -> None:
+def _check_restrictions(directory: LockDirectory, devices: Sequence[Device]) -> None:
     if directory.owner is None:
         return
-    from gpuguard.marks import against
+    from gpuguard.claims.restrictions import against
 
     barred = against(directory, [device.uuid for device in devices], os.geteuid(), time.time())
     for device in devices:
@@ -153,7 +318,7 @@ def _check_marks(directory: LockDirectory, devices: Sequence[Device]) -> None:
 
 
 def _lock(directory: LockDirectory, device: Device, held: list[Lock]) -> bool:
-    locks = take(directory, device, Request(), None)
+    locks = lock_parts(directory, device, Request(), None)
     held.extend(locks or ())
     return locks is not None
 
@@ -163,13 +328,13 @@ def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence
 
     The daemon sees for itself that no process of anybody else is on them, and whose turn it is.
     """
-    from gpuguard.petition import ask_for
+    from gpuguard.daemon.broker_client import request_grant
 
     uuids = tuple(device.uuid for device in devices)
     # The memory that the job uses is no reason against it.
     way = Request(num_gpus=len(uuids), devices=uuids, mine_as_free=frozenset({os.geteuid()}), tolerance=ANY_MEMORY)
     taken: dict[str, str] = {}
-    claim = ask_for(snapshot, way, directory, None, taken, None)
+    claim = request_grant(snapshot, way, directory, None, taken, None)
     if claim is None:
         for device in devices:
             if "claimed" in taken.get(device.uuid, ""):
@@ -191,7 +356,7 @@ def _claimed(directory: LockDirectory, device: Device) -> str:
     return f"GPU {device.index} was being claimed by somebody else at this moment: try again."
 
 
-def _confirmed(again: Snapshot, devices: Sequence[Device], family: Family) -> tuple[Device, ...]:
+def _confirmed(again: Snapshot, devices: Sequence[Device], family: ProcessFamily) -> tuple[Device, ...]:
     """The devices as they are now, if nothing has changed that matters."""
     fresh = [again.device(device.uuid) for device in devices]
     found = tuple(device for device in fresh if device and any(_is_member(one, family) for one in _on(device)))

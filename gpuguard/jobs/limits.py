@@ -8,13 +8,12 @@ Pure; a job without such a limit does not even load this file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.jobs.standin import MEMORY_LIMITS, StandIn, hidden
 from gpuguard.model import (
     MEMORY,
     PROCESS_DETAILS,
@@ -29,17 +28,95 @@ from gpuguard.model import (
 )
 from gpuguard.policies import engine
 from gpuguard.policies.amounts import Amount
-from gpuguard.policies.engine import Policy, Step
-from gpuguard.policies.idle import Idle
-from gpuguard.policies.ladder import Memory as EngineMemory
-from gpuguard.policies.memory import Memory
-from gpuguard.policies.temperature import Temperature
+from gpuguard.policies.escalation import EngineMemory as EngineMemory
+from gpuguard.policies.idle import IdleRule
+from gpuguard.policies.policy import Policy, Step
+from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
 from gpuguard.policies.view import judged
-from gpuguard.request import computes
+from gpuguard.request import IDLE_TOLERANCE, computes
 from gpuguard.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from gpuguard.policies import Rule
+
+# A job on devices whose driver does not tell whose processes are whose: one process stands for all of the job.
+#
+# That is so in a container with pids of its own (the driver's are the host's), and where the driver lists no
+# processes. A device that is claimed for the job alone is the job's with all the memory that is in use above what was
+# before; where others may use it too, the memory of the job is unknown.  Heat and rest are the device's in any case.
+# Pure: see limits.
+
+
+MEMORY_LIMITS = ("memory", "memory-limit")  # the share of a device, and what ends a job
+_HERE = "this is a pid namespace of its own (a container), where the driver's pids name nobody"
+
+
+def used_before(devices: Sequence[Device]) -> dict[str, int]:
+    """uuid -> bytes that were in use before the job, of those of *devices* that were nobody's."""
+    return {one.uuid: one.memory_used for one in devices if one.memory_used is not None and not one.processes}
+
+
+@dataclass
+class StandIn:
+    """What is known of the devices of a job besides their processes.
+
+    Args:
+        before: uuid -> bytes in use before the job, of the devices that are claimed for it alone.
+        pids_known: whether the driver's pids are those of this pid namespace.
+    """
+
+    before: Mapping[str, int] = field(default_factory=dict)
+    pids_known: bool = True
+    _listed: set[str] = field(default_factory=set)  # devices on which the driver has listed a process
+    _unlisted: set[str] = field(default_factory=set)  # devices that did not show who uses them in the last sample
+
+    def needed(self, devices: Sequence[Device]) -> frozenset[str]:
+        """The uuids of those of *devices*, one sample of the job's, that do not show which processes are the job's."""
+        if not self.pids_known:
+            return frozenset(device.uuid for device in devices)
+        self._listed.update(device.uuid for device in devices if device.processes)
+        unlisted = {device.uuid for device in devices if self._is_used_unseen(device)}
+        lasting, self._unlisted = unlisted & self._unlisted, unlisted
+        return frozenset(lasting)
+
+    def _is_used_unseen(self, device: Device) -> bool:
+        before = self.before.get(device.uuid)
+        if before is None or device.uuid in self._listed:
+            return False  # where processes are listed at all, a list that is missing is a gap
+        if device.processes is None:
+            return True
+        return device.memory_used is not None and device.memory_used - before > IDLE_TOLERANCE
+
+    def put_on(self, device: Device, process: tuple[int, float] | None, claim: ClaimRecord) -> Device:
+        """*device* with the one process (pid, start time) that stands for the job; None: the job has ended."""
+        rows: tuple[GpuProcess, ...] = ()
+        if process is not None:
+            before, used = self.before.get(device.uuid), device.memory_used
+            own = None if before is None or used is None else max(0, used - before)
+            rows = (GpuProcess(process[0], own, start_time=process[1], uid=claim.uid, user=claim.user),)
+        return replace(device, processes=rows, processes_plausible=True)
+
+    def caveats(self, limits: Sequence[str], devices: Sequence[Device]) -> Iterator[str]:
+        """What the owner of a job with these *limits* ("memory-limit") on *devices* should know before it starts."""
+        if self.pids_known:
+            return
+        open_to_others = [str(device.index) for device in devices if device.uuid not in self.before]
+        kept = [f"--{one}" for one in limits if one not in MEMORY_LIMITS or len(open_to_others) < len(devices)]
+        unkept = [f"--{one}" for one in limits if one in MEMORY_LIMITS and open_to_others]
+        if kept:
+            are = "are" if len(kept) > 1 else "is"
+            yield f"{_HERE}: {', '.join(kept)} {are} judged by the whole GPU, whoever else uses it."
+        if unkept:
+            yield (
+                f"{', '.join(unkept)} cannot be kept on GPU {','.join(open_to_others)}: {_HERE}, and others may use "
+                "that GPU too.  Claim it for this job alone, or start the container with its host's pids (--pid=host)."
+            )
+
+
+def hidden(device: Device) -> str:
+    """What the owner of the job should know when it turns out only now."""
+    return f"the driver lists no processes on GPU {device.index}: the limits of the job are judged by the whole GPU."
+
 
 TEMPERATURE_SECONDS = 30.0  # a device passes its limit for a moment whenever the load changes
 IDLE_BELOW = 5.0  # percent
@@ -70,7 +147,7 @@ class Reached:
 
 
 @dataclass(frozen=True)
-class Judged:
+class LimitFinding:
     """What one sample says: warnings for the owner, each once, and the limit that is reached, if any."""
 
     strangers: tuple[str, ...] = ()
@@ -95,17 +172,17 @@ def policies_of(memory: Amount | None, temperature: float | None, idle: float | 
         raise InvalidRequest("a limit of 0 ends every job: leave the option out for no limit.")
     policies = []
     if memory is not None:
-        policies.append(_policy("memory-limit", Memory(memory, per="user"), 0.0, _THIRD_SAMPLE))
+        policies.append(_policy("memory-limit", MemoryRule(memory, per="user"), 0.0, _THIRD_SAMPLE))
     if temperature is not None:
-        policies.append(_policy("temperature-limit", Temperature(temperature, per="process"), TEMPERATURE_SECONDS))
+        policies.append(_policy("temperature-limit", TemperatureRule(temperature, per="process"), TEMPERATURE_SECONDS))
     if idle is not None:
-        policies.append(_policy("idle-limit", Idle(IDLE_BELOW), idle))
+        policies.append(_policy("idle-limit", IdleRule(IDLE_BELOW), idle))
     return tuple(policies)
 
 
 def share_policy(memory: int) -> Policy:
     """What a job that shares its devices is warned by: its share, in bytes.  --memory-limit is what ends a job."""
-    return _policy("memory", Memory(Amount(memory, format_bytes(memory)), per="user"), 0.0)
+    return _policy("memory", MemoryRule(Amount(memory, format_bytes(memory)), per="user"), 0.0)
 
 
 def _policy(name: str, rule: Rule, hold: float, steps: tuple[Step, ...] = _SECOND_SAMPLE) -> Policy:
@@ -114,7 +191,7 @@ def _policy(name: str, rule: Rule, hold: float, steps: tuple[Step, ...] = _SECON
 
 
 @dataclass
-class Limits:
+class JobLimits:
     """The limits of one job, and what was seen of it so far.
 
     Args:
@@ -151,7 +228,7 @@ class Limits:
 
     def judge(
         self, snapshot: Snapshot, family: Mapping[int, int], interval: float, *, pid: int | None = None
-    ) -> Judged:
+    ) -> LimitFinding:
         """Judge one sample.
 
         Args:
@@ -166,11 +243,11 @@ class Limits:
         due = [one for one in judgement.verdicts if one.step == last[one.policy] and one.policy != "memory"]
         known = [one for one in own.devices if not _is_unknown(one, "memory")]
         self._told -= {("memory", one.uuid) for one in known if (_used(one) or 0) <= (self.claim.memory or 0)}
-        over = [one for one in judgement.verdicts if one.policy == "memory" and _mark(one) not in self._told]
-        self._told |= {_mark(one) for one in over}
+        over = [one for one in judgement.verdicts if one.policy == "memory" and _level(one) not in self._told]
+        self._told |= {_level(one) for one in over}
         reached = self._reached(due[0]) if due else None
         blind = (*texts, *self._blind(own))
-        return Judged(tuple(self._strangers(snapshot, family)), blind, reached, _over(over), _most_used(own))
+        return LimitFinding(tuple(self._strangers(snapshot, family)), blind, reached, _over(over), _most_used(own))
 
     def _own(self, snapshot: Snapshot, family: Mapping[int, int]) -> Snapshot:
         """The job's devices with the job's processes and its claim, and nothing of anybody else."""
@@ -254,7 +331,7 @@ class Limits:
         ]
 
 
-def _mark(verdict: Verdict) -> object:
+def _level(verdict: Verdict) -> object:
     return verdict.policy, verdict.finding.subject.device
 
 

@@ -19,7 +19,7 @@ LIMITS_SECONDS_FAILING = 10.0  # and so often where the limits of the job depend
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobEnd:
     """How a job ended, and what its devices did meanwhile; None = unknown."""
 
     status: int  # for the shell: its exit code, or 128 + the signal that ended it
@@ -31,7 +31,7 @@ class Ended:
     energy: float | None = None  # joules, all devices together
 
 
-class Meter:
+class JobMeter:
     """What *devices* did from the first sample on."""
 
     def __init__(self, devices: Sequence[Device]) -> None:

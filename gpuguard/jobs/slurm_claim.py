@@ -20,20 +20,20 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from gpuguard import actions, marks
-from gpuguard.attempt import lock_best, why_not
 from gpuguard.backends import Backend
-from gpuguard.claims.hold import Claim
-from gpuguard.claims.lockfiles import LockDirectory
+from gpuguard.claims import restrictions
+from gpuguard.claims.claim import Claim
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import read_record
-from gpuguard.claims.releasing import gripped
-from gpuguard.claims.wishes import RELEASED, Letter
+from gpuguard.claims.release import lock_handle
+from gpuguard.claims.release_requests import RELEASED, ReleaseRequest
 from gpuguard.clusters import slurm_jobs
 from gpuguard.clusters.slurm_jobs import Allocation
+from gpuguard.enforcement import actions
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
-from gpuguard.line.turn import reserved_from
-from gpuguard.lock import someone_waits
+from gpuguard.lock import lock_best, someone_waits, why_not
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
+from gpuguard.queue.explain import reservation_start
 from gpuguard.request import Request, fields_needed
 
 LOOK_SECONDS = 0.25  # between two looks for the first slurmstepd
@@ -46,7 +46,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_DUMPABLE = 4
 
 
-def take(backend: Backend, directory: LockDirectory, given: Allocation, *, wait: float = 0.0) -> Claim:
+def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation, *, wait: float = 0.0) -> Claim:
     """Claim the devices of *given*, all of them or none, for whoever calls; its record is not written yet.
 
     Args:
@@ -66,9 +66,9 @@ def take(backend: Backend, directory: LockDirectory, given: Allocation, *, wait:
         uuids = tuple(device.uuid for device in wanted)
         request = Request(num_gpus=len(uuids), devices=uuids)
         is_reserved = someone_waits(directory, ("reserve.",))
-        taken = reserved_from(backend, directory, snapshot, request) if is_reserved else {}
+        taken = reservation_start(backend, directory, snapshot, request) if is_reserved else {}
         if directory.owner is not None:
-            taken |= marks.against(directory, uuids, given.uid, time.time())
+            taken |= restrictions.against(directory, uuids, given.uid, time.time())
         if claim := lock_best(backend, snapshot, request, directory, None, taken):
             claim.id = given.claim
             return claim
@@ -191,8 +191,8 @@ def drop(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
     if claim is None:
         return None
     try:
-        with gripped(directory, claim) as grip:
-            actions.let_go(grip, Letter(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
+        with lock_handle(directory, claim) as grip:
+            actions.let_go(grip, ReleaseRequest(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
     except (ClaimError, OSError) as error:
         if find(directory, given):
             raise ClaimError(f"the claim {claim.id} cannot be taken back: {error}") from error

@@ -16,12 +16,11 @@ can tell.  Terminals are written to by actions; the texts are made by messages.
 
 from __future__ import annotations
 
-from gpuguard.notify.chat import Apprise
-from gpuguard.notify.delivery import TARGETS, Target, problems
+from gpuguard.notify.apprise import Apprise
 from gpuguard.notify.hook import Hook
 from gpuguard.notify.mail import Email
-from gpuguard.notify.secret import Secret
-from gpuguard.notify.sender import Sender
+from gpuguard.notify.secrets import Secret
+from gpuguard.notify.sender import TARGETS, Sender, Target, problems
 from gpuguard.notify.webhook import Webhook
 
 __all__ = ["TARGETS", "Apprise", "Email", "Hook", "Secret", "Sender", "Target", "Webhook", "problems"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.messages import Message
-from gpuguard.notify.secret import Undelivered
+from gpuguard.notify.secrets import Undelivered
+from gpuguard.notify.templates import Message
 from gpuguard.notify.webhook import content
 from gpuguard.units import parse_duration
 

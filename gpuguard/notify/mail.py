@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.messages import Message
-from gpuguard.notify.limited import Limits, connected, encrypting
-from gpuguard.notify.secret import Secret, Undeliverable, Undelivered
+from gpuguard.notify.connections import ConnectionLimits, connected, encrypting
+from gpuguard.notify.secrets import Secret, Undeliverable, Undelivered
+from gpuguard.notify.templates import Message
 from gpuguard.units import parse_duration
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def deliver(target: Email, message: Message) -> str | None:
         Undelivered: and why.
     """
     recipients = _recipients(target, message.user)
-    letter = _letter(target, message, recipients)
+    letter = _mail_message(target, message, recipients)
     return (_by_smtp if target.server else _by_sendmail)(target, letter, recipients)
 
 
@@ -108,7 +108,7 @@ def _recipients(target: Email, user: str | None) -> list[str]:
     return found
 
 
-def _letter(target: Email, message: Message, recipients: list[str]) -> EmailMessage:
+def _mail_message(target: Email, message: Message, recipients: list[str]) -> EmailMessage:
     import email.policy
     from email.message import EmailMessage
     from email.utils import formatdate, make_msgid
@@ -165,7 +165,7 @@ def _connected(target: Email) -> smtplib.SMTP:
     import smtplib
     import ssl
 
-    port, limits = target.port or _PORTS[target.security], Limits(target.timeout)
+    port, limits = target.port or _PORTS[target.security], ConnectionLimits(target.timeout)
 
     class Plain(smtplib.SMTP):
         def _get_socket(self, host: str, port: int, _: float) -> socket.socket:

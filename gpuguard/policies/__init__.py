@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from gpuguard.model import Finding
-from gpuguard.policies.view import View
+from gpuguard.policies.view import RuleView
 
 
 class Rule(Protocol):
     """One condition."""
 
-    def check(self, view: View) -> Iterable[Finding]:
+    def check(self, view: RuleView) -> Iterable[Finding]:
         """Whom it holds for now, judged by *view* alone."""

@@ -7,18 +7,16 @@ Does not act: see actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from dataclasses import replace as replace_fields
 from functools import partial
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Snapshot, Subject, Verdict
-from gpuguard.policies.join import findings_of
-from gpuguard.policies.ladder import Memory as Memory
-from gpuguard.policies.ladder import Standing, climb, next_step, pass_over
-from gpuguard.policies.occasion import on_enough_devices, out_of_season
-from gpuguard.policies.past import windows_of
+from gpuguard.policies.breaker import Due, restrained
+from gpuguard.policies.escalation import EngineMemory, EscalationState, climb, next_step, pass_over
+from gpuguard.policies.escalation import EngineMemory as Memory
 from gpuguard.policies.policy import DESTRUCTIVE as DESTRUCTIVE
 from gpuguard.policies.policy import KILL_AFTER as KILL_AFTER
 from gpuguard.policies.policy import Judgement as Judgement
@@ -27,17 +25,17 @@ from gpuguard.policies.policy import Policy as Policy
 from gpuguard.policies.policy import Scope as Scope
 from gpuguard.policies.policy import Step as Step
 from gpuguard.policies.policy import meaningless
-from gpuguard.policies.restraint import Due, restrained
-from gpuguard.policies.scope import unprotected
-from gpuguard.policies.sight import Sight, SubjectIdentity, identity_of, look, reach_of
-from gpuguard.policies.view import View, key_of
+from gpuguard.policies.rules import findings_of
+from gpuguard.policies.scope import on_enough_devices, out_of_season, unprotected
+from gpuguard.policies.series import windows_of
+from gpuguard.policies.view import RuleView, SampleIndex, SubjectIdentity, identity_of, index_sample, key_of, reach_of
 
 Judged = tuple[list[Due], list[Note]]  # by one policy: the steps whose time has come, and what is not acted on
 Apart = Callable[[str, Callable[[], Judged]], "Judged | None"]
 
 
 def evaluate(
-    view: View | Snapshot,
+    view: RuleView | Snapshot,
     policies: Sequence[Policy],
     memory: Memory,
     *,
@@ -61,7 +59,7 @@ def evaluate(
     Raises:
         InvalidRequest: two policies have the same name.
     """
-    view = View(view) if isinstance(view, Snapshot) else view
+    view = RuleView(view) if isinstance(view, Snapshot) else view
     names = [policy.name for policy in policies]
     if len(set(names)) < len(names):
         raise InvalidRequest(f"two policies have the same name, of {', '.join(sorted(names))}: give each its own.")
@@ -69,7 +67,7 @@ def evaluate(
     if view.clock == memory.rhythm.clock:
         return Judgement((), (*notes, Note("resampling", "the sample is the same as before: it shows nothing new")))
     notes += _resample(view, policies, memory, interval)
-    sight = look(replace_fields(view, past=memory.past), zone)
+    sight = index_sample(replace_fields(view, past=memory.past), zone)
     due: list[Due] = []
     for policy in policies:
         judged = apart(policy.name, partial(_judged, policy, sight, memory))
@@ -92,9 +90,9 @@ def evaluate(
     return Judgement(tuple(verdicts), tuple(sorted(notes, key=_note_order)))
 
 
-def still_holds(policy: Policy, subject: Subject, view: View, memory: Memory, *, zone: float = 0.0) -> bool:
+def still_holds(policy: Policy, subject: Subject, view: RuleView, memory: Memory, *, zone: float = 0.0) -> bool:
     """Whether everything that *policy* says is so for *subject* in this view, which need not be a sample of its own."""
-    found, _ = _condition(policy, look(replace_fields(view, past=memory.past), zone), memory)
+    found, _ = _condition(policy, index_sample(replace_fields(view, past=memory.past), zone), memory)
     return any(identity_of(finding.subject) == identity_of(subject) for finding in found)
 
 
@@ -114,7 +112,7 @@ def _pin(policies: Sequence[Policy], memory: Memory) -> list[Note]:
     return notes
 
 
-def _resample(view: View, policies: Sequence[Policy], memory: Memory, interval: float | None) -> list[Note]:
+def _resample(view: RuleView, policies: Sequence[Policy], memory: Memory, interval: float | None) -> list[Note]:
     """Take note of the time and of the values that rules want to look back on."""
     notes = []
     rhythm, clock = memory.rhythm, view.clock
@@ -128,13 +126,13 @@ def _resample(view: View, policies: Sequence[Policy], memory: Memory, interval: 
     return notes
 
 
-def _judged(policy: Policy, sight: Sight, memory: Memory) -> Judged:
+def _judged(policy: Policy, sight: SampleIndex, memory: Memory) -> Judged:
     found, against = _condition(policy, sight, memory)
     notes = [*against]
-    return _standing_long_enough(policy, found, against, sight, memory, notes), notes
+    return _held_long_enough(policy, found, against, sight, memory, notes), notes
 
 
-def _condition(policy: Policy, sight: Sight, memory: Memory) -> tuple[Sequence[Finding], list[Note]]:
+def _condition(policy: Policy, sight: SampleIndex, memory: Memory) -> tuple[Sequence[Finding], list[Note]]:
     """For whom everything that the policy says holds in this sample, and who is left out for which reason."""
     findings = findings_of(policy, sight)
     against = out_of_season(policy, sight) if findings else None
@@ -145,11 +143,11 @@ def _condition(policy: Policy, sight: Sight, memory: Memory) -> tuple[Sequence[F
     return enough, [*notes, *more]
 
 
-def _standing_long_enough(
+def _held_long_enough(
     policy: Policy,
     found: Iterable[Finding],
     against: Sequence[Note],
-    sight: Sight,
+    sight: SampleIndex,
     memory: Memory,
     notes: list[Note],
 ) -> list[Due]:
@@ -168,7 +166,7 @@ def _standing_long_enough(
             continue
         standing = standings.get(identity)
         if standing is None:
-            standing = standings[identity] = Standing(finding.subject, clock)
+            standing = standings[identity] = EscalationState(finding.subject, clock)
         standing.samples += 1
         standing.processes = finding.processes
         step = next_step(standing, policy, clock)
@@ -211,7 +209,9 @@ def _victim(due: Due) -> object:
     return (due.policy.name, due.standing.done, whom)
 
 
-def _cancel(policy: Policy, ended: Standing, against: Sequence[Note], sight: Sight, memory: Memory) -> list[Note]:
+def _cancel(
+    policy: Policy, ended: EscalationState, against: Sequence[Note], sight: SampleIndex, memory: Memory
+) -> list[Note]:
     """Why a condition that held a sample ago does not hold now."""
     if any(note.subject in (None, ended.subject) for note in against):
         return []  # that is said already
@@ -223,7 +223,7 @@ def _cancel(policy: Policy, ended: Standing, against: Sequence[Note], sight: Sig
     return []
 
 
-def _gap(ended: Standing, sight: Sight, before: Sight) -> str | None:
+def _gap(ended: EscalationState, sight: SampleIndex, before: SampleIndex) -> str | None:
     """What could not be read of a subject in this sample, though it could a sample ago."""
     reach = reach_of(ended.subject, ended.processes, before)
     for uuid in reach:
@@ -237,7 +237,7 @@ def _gap(ended: Standing, sight: Sight, before: Sight) -> str | None:
     return None
 
 
-def _was_known(place: str | None, field: str, before: Sight) -> bool:
+def _was_known(place: str | None, field: str, before: SampleIndex) -> bool:
     # Some fields are only asked for when somebody wants to see them, as a scrape does: before, they were no gap either.
     device = before.devices.get(place) if place else None
     return field not in before.gaps.get(place, {}) and getattr(device, field, "a group of fields") is not None
@@ -263,3 +263,65 @@ def _verdict(due: Due, further: int) -> Verdict:
 
 def _note_order(note: Note) -> tuple[str, str, str, str]:
     return (note.policy or "", note.kind, key_of(note.subject) if note.subject else "", note.text)
+
+
+# What policies have against whom now, and which step comes next when: for people who ask.  Changes nothing.
+
+
+@dataclass(frozen=True)
+class PolicyStatus:
+    """One condition that holds for somebody.
+
+    Args:
+        policy: its name.
+        subject: for whom.
+        since: clock since when.
+        last: the last step that was taken, None before the first.
+        next: the one that comes if nothing changes; after the last one the first, when its cooldown is over.
+        due: clock at which that is, if every sample until then finds the same.
+        enforce: the policy's own switch.
+    """
+
+    policy: str
+    subject: Subject
+    since: float
+    last: str | None
+    next: str | None
+    due: float | None
+    enforce: bool
+
+
+def policy_status(
+    policies: Sequence[Policy],
+    memory: EngineMemory,
+    put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]] | None = None,
+) -> tuple[PolicyStatus, ...]:
+    """Everything that stands, the oldest first.
+
+    Args:
+        policies: that were judged by.
+        memory: of the engine.
+        put_off: (policy, identity) -> the place of a step whose time has come, and the clock until which a check has
+            put it off.
+    """
+    found = []
+    for policy in policies:
+        name, steps = policy.name, policy.steps
+        for identity, one in (*memory.standings.get(name, {}).items(), *memory.spent.get(name, {}).items()):
+            done, due = (put_off or {}).get((name, identity)) or (one.done, _due(policy, one))
+            last = steps[done - 1].action if done else None
+            following = steps[done % len(steps)].action if steps else None
+            found.append(PolicyStatus(name, one.subject, one.since, last, following, due, policy.enforce))
+    return tuple(sorted(found, key=lambda one: one.since))
+
+
+def _due(policy: Policy, standing: EscalationState) -> float | None:
+    if not policy.steps:
+        return None
+    if standing.done == len(policy.steps):
+        return standing.stepped_at + policy.cooldown + policy.hold + policy.steps[0].after
+    step = policy.steps[standing.done]
+    due = (standing.stepped_at if standing.done else standing.since + policy.hold) + step.after
+    if step.action == "kill":
+        return None if standing.terminated_at is None else max(due, standing.terminated_at + KILL_AFTER)
+    return due

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from gpuguard.attribution import places
+from gpuguard.device_state import places
 from gpuguard.model import Finding
-from gpuguard.policies.expression_language import Expression as Condition
-from gpuguard.policies.expression_language import parse_expression
-from gpuguard.policies.expression_names import (
+from gpuguard.policies.expression_language import (
     BYTES,
     CELSIUS,
     NAMES,
@@ -19,11 +17,13 @@ from gpuguard.policies.expression_names import (
     RATE,
     SECONDS,
     WATTS,
-    Place,
+    NameSource,
     Value,
+    parse_expression,
 )
-from gpuguard.policies.people import computing
-from gpuguard.policies.view import View, device_subject, process_subject
+from gpuguard.policies.expression_language import Expression as Condition
+from gpuguard.policies.subjects import computing
+from gpuguard.policies.view import RuleView, device_subject, process_subject
 from gpuguard.units import format_bytes, format_duration
 
 _LONGEST_SHOWN = 80  # characters
@@ -35,7 +35,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 @dataclass(frozen=True)
-class Expression:
+class ExpressionRule:
     """A condition in a small language is true.
 
     expr: names, compared with amounts (30GiB, 5%, 2h, 85C, 300W, 1MB/s, 3) or texts ('alice'), by < <= > >= == != and
@@ -59,18 +59,18 @@ class Expression:
         """Whether it judges by View.host."""
         return not NAMES_OF_HOST.isdisjoint(self.expr.names)
 
-    def check(self, view: View) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device, or per device."""
         for device in places(view.snapshot):
             if not self.expr.of_process:
-                if self.expr.holds(place := Place(view, device)):
+                if self.expr.holds(place := NameSource(view, device)):
                     yield Finding("expression", device_subject(device), self._why(place))
                 continue
             for process in computing(device):
-                if self.expr.holds(place := Place(view, device, process)):
+                if self.expr.holds(place := NameSource(view, device, process)):
                     yield Finding("expression", process_subject(device, process), self._why(place), (process,))
 
-    def _why(self, place: Place) -> str:
+    def _why(self, place: NameSource) -> str:
         facts = [f"{name} is {_shown(NAMES[name].type, NAMES[name].value(place))}" for name in self.expr.names]
         return f"{', '.join(facts)}: true is {' '.join(self.expr.text.split())}"
 

@@ -10,24 +10,363 @@ three values: a comparison with something unknown is neither true nor false, and
 
 from __future__ import annotations
 
+import math
+import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
-from gpuguard.policies.expression_meaning import (
-    EQUALITY,
-    ORDER,
-    Evaluate,
-    Part,
-    calculated,
-    compared,
-    is_in,
-    is_like,
-    join,
-    must_be_truth,
-    opposite,
+from gpuguard.device_state import claims_on, claims_readable
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import Device, GpuProcess
+from gpuguard.policies.subjects import computing
+from gpuguard.policies.view import HostUse, RuleView
+from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_watts
+
+# The names of expressions: what each stands for, its type, and where its value comes from.  None = unknown.
+#
+# A name about a process makes the whole expression one about processes; without any it is about devices.
+
+
+# Types, as they are called in faults.
+BYTES, PERCENT, SECONDS, CELSIUS, WATTS, RATE = "memory size", "percentage", "duration", "temperature", "power", "rate"
+NUMBER, TEXT, TEXTS, TRUTH = "number", "text", "list of texts", "truth"
+EXAMPLES = {BYTES: "30GiB", PERCENT: "5%", SECONDS: "2h", CELSIUS: "85C", WATTS: "300W", RATE: "1MB/s"}
+
+Value = float | str | bool | frozenset[str] | frozenset[float | str] | None
+LONGEST_TEXT = 4096  # characters of a text that are looked at: users write their command lines themselves
+_NOTHING = HostUse()
+
+
+@dataclass(frozen=True)
+class NameSource:
+    """What the names of an expression are about."""
+
+    view: RuleView
+    device: Device
+    process: GpuProcess | None = None
+
+    @property
+    def host(self) -> HostUse:
+        """What the process does beside the GPU."""
+        if self.process is None or self.process.start_time is None:
+            return _NOTHING
+        return self.view.host.get((self.process.pid, self.process.start_time), _NOTHING)
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name: its type, whether it is about a process, its meaning, and how to get the value."""
+
+    type: str
+    of_process: bool
+    meaning: str
+    value: Callable[[NameSource], Value]
+
+
+def _of_process(kind: str, meaning: str, get: Callable[[GpuProcess], Value]) -> Name:
+    return Name(kind, True, meaning, lambda place: None if place.process is None else get(place.process))
+
+
+def _of_device(kind: str, meaning: str, get: Callable[[Device], Value]) -> Name:
+    return Name(kind, False, meaning, lambda place: get(place.device))
+
+
+def _run_time(place: NameSource) -> Value:
+    if place.process is None or place.process.start_time is None:
+        return None
+    return place.view.clock - place.process.start_time
+
+
+def _command(process: GpuProcess) -> Value:
+    return None if process.command is None else " ".join(process.command)[:LONGEST_TEXT]
+
+
+def _groups(place: NameSource) -> Value:
+    if place.process is None or place.process.uid is None:
+        return None
+    return place.view.groups.get(place.process.uid)
+
+
+def _claimed(place: NameSource) -> Value:
+    return bool(claims_on(place.view.snapshot, place.device)) if claims_readable(place.view.snapshot) else None
+
+
+def _claimed_by(place: NameSource) -> Value:
+    records = claims_on(place.view.snapshot, place.device)
+    if not claims_readable(place.view.snapshot) or any(record.uid < 0 for record in records):
+        return None
+    return frozenset(record.user for record in records)
+
+
+def _process_count(device: Device) -> Value:
+    return len(computing(device)) if device.processes is not None and device.processes_plausible else None
+
+
+NAMES: dict[str, Name] = {
+    "memory_used": _of_process(BYTES, "of the process on the device", lambda process: process.memory_used),
+    "process_utilization": _of_process(PERCENT, "of the SMs, by the process", lambda process: process.utilization),
+    "run_time": Name(SECONDS, True, "since the start of the process", _run_time),
+    "user": _of_process(TEXT, "name of the user", lambda process: process.user),
+    "uid": _of_process(NUMBER, "number of the user", lambda process: process.uid),
+    "groups": Name(TEXTS, True, "names of the groups of the user: 'students' in groups", _groups),
+    "executable": _of_process(TEXT, "path of the file that runs", lambda process: process.executable),
+    "command": _of_process(TEXT, "the command line, which its user writes as he likes", _command),
+    "container": _of_process(TEXT, "id of the container, unknown outside", lambda process: process.container),
+    "cpu": Name(PERCENT, True, "of one core, by the process", lambda place: place.host.cpu),
+    "host_memory": Name(BYTES, True, "resident, beside the GPU", lambda place: place.host.memory),
+    "network": Name(RATE, True, "of the process, both ways", lambda place: place.host.network),
+    "utilization": _of_device(PERCENT, "of the device", lambda device: device.utilization),
+    "memory_utilization": _of_device(PERCENT, "of its memory's bandwidth", lambda device: device.memory_utilization),
+    "device_memory_used": _of_device(BYTES, "by all processes", lambda device: device.memory_used),
+    "device_memory_free": _of_device(BYTES, "of the device", lambda device: device.memory_free),
+    "device_memory_total": _of_device(BYTES, "of the device", lambda device: device.memory_total),
+    "temperature": _of_device(CELSIUS, "of the device", lambda device: device.temperature),
+    "temperature_slowdown": _of_device(CELSIUS, "at which it slows down", lambda device: device.temperature_slowdown),
+    "power_draw": _of_device(WATTS, "of the device", lambda device: device.power_draw),
+    "power_limit": _of_device(WATTS, "of the device", lambda device: device.power_limit),
+    "device_index": _of_device(NUMBER, "0 is the first device", lambda device: device.index),
+    "model": _of_device(TEXT, "name of the device", lambda device: device.name),
+    "processes": _of_device(NUMBER, "how many compute on the device", _process_count),
+    "claimed": Name(TRUTH, False, "whether somebody has claimed the device", _claimed),
+    "claimed_by": Name(TEXTS, False, "names of the users who have claimed it: user not in claimed_by", _claimed_by),
+}
+NAMES_OF_HOST = frozenset({"cpu", "host_memory", "network"})  # those that View.host is wanted for
+
+
+# The words of an expression, each with its column.  No number is so long, and no text so odd, that it matters.
+
+
+LONGEST = 1000  # characters of an expression
+MOST = 200  # words
+
+_WORD = re.compile(
+    r"""(?P<blank>[ \t\n]+)
+      | (?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>(?:[A-Za-z%°][A-Za-z%°0-9.]*(?:/s)?)?)
+      | (?P<name>[A-Za-z_][A-Za-z0-9_]*)
+      | (?P<text>'[^'\\\n]*'|"[^"\\\n]*")
+      | (?P<sign><=|>=|==|!=|<|>|\+|-|\*|/|\(|\)|\[|\]|,)""",
+    re.VERBOSE,
 )
-from gpuguard.policies.expression_names import NAMES, NUMBER, TEXT, TEXTS, TRUTH, Place
-from gpuguard.policies.expression_tokens import Word, fault, words
+_UNITS: dict[str, Callable[[str], float]] = {  # type -> reader of number and unit together
+    BYTES: parse_bytes, PERCENT: lambda text: float(text.rstrip("%")), SECONDS: parse_duration,
+    CELSIUS: parse_celsius, WATTS: parse_watts, RATE: lambda text: parse_bytes(text[:-2]),
+}  # fmt: skip
+_FORMS = {
+    BYTES: r"[kKMGT]?i?B", PERCENT: r"%", SECONDS: r"(ms|[smhdw])([0-9.]+(ms|[smhdw]))*", CELSIUS: r"°?C",
+    WATTS: r"[mk]?W", RATE: r"[kKMGT]?i?B/s",
+}  # fmt: skip
+_ADVICE = {
+    "=": "== compares", "&": "write: and", "|": "write: or", "!": "write: not", ";": "an expression is one condition",
+    "'": "a text ends with the quote that it began with, and has no \\ in it", "**": "there is no power",
+    "//": "write /", ".": "a name has no parts", "{": "lists stand in ( )", "`": "texts stand in ' '",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Token:
+    """One word.  kind: number (with a unit, or without), text, name, sign, end."""
+
+    kind: str
+    text: str
+    column: int  # from 1 on
+    type: str = ""  # of numbers and texts
+    value: Value = None
+
+
+def fault(column: int, text: str) -> InvalidRequest:
+    """What is wrong, and where."""
+    return InvalidRequest(f"column {column}: {text}")
+
+
+def words(expression: str) -> list[Token]:
+    """The words of *expression*, an end behind them.
+
+    Raises:
+        InvalidRequest: with the column of what cannot be read.
+    """
+    if len(expression) > LONGEST:
+        raise fault(LONGEST, f"an expression has at most {LONGEST} characters, this one {len(expression)}.")
+    found: list[Token] = []
+    place = 0
+    while place < len(expression):
+        match = _WORD.match(expression, place)
+        if match is None:
+            raise _unreadable(expression, place)
+        if match.lastgroup != "blank":
+            found.append(_word(match, place + 1))
+        if len(found) > MOST:
+            raise fault(place + 1, f"an expression has at most {MOST} words.")
+        place = match.end()
+    return [*found, Token("end", "the end", place + 1)]
+
+
+def _word(match: re.Match[str], column: int) -> Token:
+    text = match[0]
+    if match["number"]:
+        return _number(match["number"], match["unit"], column)
+    if match["text"]:
+        return Token("text", text, column, TEXT, text[1:-1])
+    return Token("name" if match["name"] else "sign", text, column)
+
+
+def _number(digits: str, unit: str, column: int) -> Token:
+    whole, _, part = digits.partition(".")
+    if len(whole) > 15 or len(part) > 9:
+        raise fault(column, "a number has at most 15 digits, and 9 behind the point.")
+    if len(whole) > 1 and whole[0] == "0":
+        raise fault(column, f"{digits} begins with 0: write {whole.lstrip('0') or '0'}.")
+    if not unit:
+        return Token("number", digits, column, NUMBER, float(digits))
+    for kind, form in _FORMS.items():
+        if re.fullmatch(form, unit):
+            try:
+                return Token("number", digits + unit, column, kind, float(_UNITS[kind](digits + unit)))
+            except InvalidRequest as error:
+                raise fault(column, str(error)) from error
+    raise fault(column, f"{unit!r} is no unit: write an amount like {', '.join(EXAMPLES.values())}.")
+
+
+def _unreadable(expression: str, place: int) -> InvalidRequest:
+    advice = next((advice for start, advice in _ADVICE.items() if expression.startswith(start, place)), None)
+    if expression[place] == '"':
+        advice = _ADVICE["'"]
+    return fault(place + 1, f"{expression[place]!r} has no meaning here{': ' + advice if advice else ''}.")
+
+
+# What the parts of an expression mean: which types go together, and what comes out.
+#
+# A part has been checked when it is made; its value then cannot raise.  None = unknown.  Reads no text: see
+# expression_language.
+
+
+ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+EQUALITY = {"==": operator.eq, "!=": operator.ne}
+_ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+Evaluate = Callable[[NameSource], Value]
+
+
+@dataclass(frozen=True)
+class ExpressionPart:
+    """A part of an expression: its type, where it begins, its value."""
+
+    type: str
+    word: Token
+    value: Evaluate
+
+
+def compared(left: ExpressionPart, sign: Token, right: ExpressionPart) -> ExpressionPart:
+    """The comparison of two parts of one type."""
+    if sign.text in ORDER and left.type in (TEXT, TEXTS, TRUTH):
+        raise fault(sign.column, f"{sign.text} is for amounts, and {left.word.text} is a {left.type}.")
+    if left.type != right.type:
+        raise fault(right.word.column, _mismatch(left, right))
+    if left.type in (TEXTS, TRUTH):
+        raise fault(sign.column, f"{left.word.text} is a {left.type}: write {_other_way(left)}.")
+    compare: Callable[..., bool] = {**ORDER, **EQUALITY}[sign.text]
+    known: Callable[[Value], Value] = _known_text if left.type == TEXT else _known_number
+
+    def value(place: NameSource) -> Value:
+        first, second = known(left.value(place)), known(right.value(place))
+        return None if first is None or second is None else compare(first, second)
+
+    return ExpressionPart(TRUTH, left.word, value)
+
+
+def calculated(left: ExpressionPart, sign: Token, right: ExpressionPart) -> ExpressionPart:
+    """Sum, difference, product or quotient; unknown when it is no finite number."""
+    for part in (left, right):
+        if part.type in (TEXT, TEXTS, TRUTH):
+            raise fault(part.word.column, f"nothing can be calculated with {part.word.text}, a {part.type}.")
+    if sign.text in "+-" and left.type != right.type:
+        raise fault(right.word.column, _mismatch(left, right))
+    kind = left.type
+    if sign.text == "*" and NUMBER not in (left.type, right.type):
+        raise fault(sign.column, f"a {left.type} times a {right.type} makes no sense.")
+    if sign.text == "*" and left.type == NUMBER:
+        kind = right.type
+    if sign.text == "/" and right.type != NUMBER:
+        if left.type != right.type:
+            raise fault(right.word.column, _mismatch(left, right))
+        kind = NUMBER
+
+    def value(place: NameSource) -> Value:
+        first, second = _known_number(left.value(place)), _known_number(right.value(place))
+        if first is None or second is None or (sign.text == "/" and second == 0):
+            return None
+        return _known_number(_ARITHMETIC[sign.text](first, second))
+
+    return ExpressionPart(kind, left.word, value)
+
+
+def _mismatch(left: ExpressionPart, right: ExpressionPart) -> str:
+    for bare, other in ((right, left), (left, right)):
+        if bare.word.kind == "number" and bare.type == NUMBER and other.type in EXAMPLES:
+            return f"{bare.word.text} has no unit: write a {other.type}, like {EXAMPLES[other.type]}."
+    return f"{right.word.text} is a {right.type}, and {left.word.text} is a {left.type}: they cannot be compared."
+
+
+def _other_way(part: ExpressionPart) -> str:
+    if part.type == TEXTS:
+        return f"'alice' in {part.word.text}"
+    return f"{part.word.text}, or not {part.word.text}" if part.word.kind == "name" else "it without a comparison"
+
+
+def must_be_truth(part: ExpressionPart) -> None:
+    """A fault unless *part* is a condition."""
+    if part.type != TRUTH:
+        raise fault(part.word.column, f"{part.word.text} is a {part.type}, not a condition: compare it with something.")
+
+
+def join(keyword: str, values: list[Evaluate]) -> Evaluate:
+    """The truths *values*, joined by "and" or "or"."""
+    decisive = keyword == "or"  # one true decides an "or", one false an "and", whatever is unknown
+
+    def value(place: NameSource) -> Value:
+        known: Value = not decisive
+        for evaluate in values:
+            one = evaluate(place)
+            if one is decisive:
+                return decisive
+            known = None if one is None else known
+        return known
+
+    return value
+
+
+def opposite(value: Evaluate) -> Evaluate:
+    """Not *value*; what is unknown has an unknown opposite."""
+    return lambda place: None if (found := value(place)) is None else not found
+
+
+def is_in(one: Value, several: Value) -> Value:
+    """Whether *one* is among *several*."""
+    if one is None or not isinstance(several, frozenset):
+        return None
+    return one in several
+
+
+def is_like(text: Value, glob: str) -> Value:
+    """Whether *text* matches *glob*, which the admin wrote; the text is its user's."""
+    return fnmatchcase(text[:LONGEST_TEXT], glob) if isinstance(text, str) else None
+
+
+def _known_text(value: Value) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _known_number(value: Value) -> float | None:
+    """As a float, so that nothing grows without end; None unless it is a number, and finite."""
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
 
 DEEPEST = 16  # brackets and nots within each other
 _KEYWORDS = ("and", "or", "not", "in", "like")
@@ -46,7 +385,7 @@ class Expression:
         """Whether it is about processes, rather than about devices."""
         return any(NAMES[name].of_process for name in self.names)
 
-    def holds(self, place: Place) -> bool:
+    def holds(self, place: NameSource) -> bool:
         """Whether it is true of *place*; False too when nobody can know."""
         return self.evaluate(place) is True
 
@@ -70,17 +409,17 @@ def parse_expression(text: str) -> Expression:
 class _Reader:
     """Reads parts from the words, the loosest binding first."""
 
-    def __init__(self, found: list[Word]) -> None:
+    def __init__(self, found: list[Token]) -> None:
         self.words = found
         self.place = 0
         self.depth = 0
         self.names: list[str] = []
 
     @property
-    def next(self) -> Word:
+    def next(self) -> Token:
         return self.words[self.place]
 
-    def take(self, *texts: str) -> Word | None:
+    def take(self, *texts: str) -> Token | None:
         """The next word, if it is a sign or keyword of *texts*."""
         word = self.next
         if word.kind not in ("sign", "name") or word.text not in texts:
@@ -88,10 +427,10 @@ class _Reader:
         self.place += 1
         return word
 
-    def condition(self) -> Part:
+    def condition(self) -> ExpressionPart:
         return self._joined("or", lambda: self._joined("and", self._negation))
 
-    def _joined(self, keyword: str, read: Callable[[], Part]) -> Part:
+    def _joined(self, keyword: str, read: Callable[[], ExpressionPart]) -> ExpressionPart:
         parts = [read()]
         while self.take(keyword):
             parts.append(read())
@@ -99,9 +438,9 @@ class _Reader:
             return parts[0]
         for part in parts:
             must_be_truth(part)
-        return Part(TRUTH, parts[0].word, join(keyword, [part.value for part in parts]))
+        return ExpressionPart(TRUTH, parts[0].word, join(keyword, [part.value for part in parts]))
 
-    def _negation(self) -> Part:
+    def _negation(self) -> ExpressionPart:
         word = self.take("not")
         if word is None:
             return self._comparison()
@@ -109,9 +448,9 @@ class _Reader:
         part = self._negation()
         self.depth -= 1
         must_be_truth(part)
-        return Part(TRUTH, word, opposite(part.value))
+        return ExpressionPart(TRUTH, word, opposite(part.value))
 
-    def _comparison(self) -> Part:
+    def _comparison(self) -> ExpressionPart:
         left = self._sum()
         sign = self.take(*ORDER, *EQUALITY)
         if sign:
@@ -124,24 +463,24 @@ class _Reader:
             if sign is None:
                 raise fault(self.next.column, "after this 'not' comes 'in' or 'like'.")
             value = self._membership(left) if sign.text == "in" else self._likeness(left)
-            part = Part(TRUTH, left.word, opposite(value) if negated else value)
+            part = ExpressionPart(TRUTH, left.word, opposite(value) if negated else value)
         if again := self.take(*ORDER, *EQUALITY, "in", "like"):
             raise fault(again.column, "one comparison at a time: write a < b and b < c.")
         return part
 
-    def _sum(self) -> Part:
+    def _sum(self) -> ExpressionPart:
         part = self._product()
         while sign := self.take("+", "-"):
             part = calculated(part, sign, self._product())
         return part
 
-    def _product(self) -> Part:
+    def _product(self) -> ExpressionPart:
         part = self._atom()
         while sign := self.take("*", "/"):
             part = calculated(part, sign, self._atom())
         return part
 
-    def _atom(self) -> Part:
+    def _atom(self) -> ExpressionPart:
         word = self.next
         if self.take("("):
             self._deeper(word)
@@ -152,12 +491,12 @@ class _Reader:
             return part
         if word.kind in ("number", "text"):
             self.place += 1
-            return Part(word.type, word, lambda place: word.value)
+            return ExpressionPart(word.type, word, lambda place: word.value)
         if word.kind != "name" or word.text in _KEYWORDS:
             raise fault(word.column, f"a name, a number or a text is expected here, not {word.text!r}.")
         return self._name(word)
 
-    def _name(self, word: Word) -> Part:
+    def _name(self, word: Token) -> ExpressionPart:
         self.place += 1
         known = NAMES.get(word.text)
         if self.next.text == "(" and self.next.kind == "sign":
@@ -169,9 +508,9 @@ class _Reader:
             advice = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(NAMES)}."
             raise fault(word.column, f"there is no name {word.text!r}.\n{advice}")
         self.names.append(word.text)
-        return Part(known.type, word, known.value)
+        return ExpressionPart(known.type, word, known.value)
 
-    def _membership(self, left: Part) -> Evaluate:
+    def _membership(self, left: ExpressionPart) -> Evaluate:
         if self.next.kind == "name" and self.next.text in NAMES:
             right = self._name(self.next)
             if right.type != TEXTS or left.type != TEXT:
@@ -197,7 +536,7 @@ class _Reader:
         several = frozenset(listed)
         return lambda place: is_in(left.value(place), several)
 
-    def _likeness(self, left: Part) -> Evaluate:
+    def _likeness(self, left: ExpressionPart) -> Evaluate:
         glob = self.next
         if left.type != TEXT:
             raise fault(left.word.column, f"'like' is for texts, and this is a {left.type}.")
@@ -207,7 +546,7 @@ class _Reader:
         pattern = glob.value
         return lambda place: is_like(left.value(place), pattern)
 
-    def _deeper(self, word: Word) -> None:
+    def _deeper(self, word: Token) -> None:
         self.depth += 1
         if self.depth > DEEPEST:
             raise fault(word.column, f"more than {DEEPEST} brackets and nots within each other.")

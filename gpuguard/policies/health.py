@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, Device, Finding
-from gpuguard.policies.people import computing
-from gpuguard.policies.view import View, device_subject
+from gpuguard.policies.subjects import computing
+from gpuguard.policies.view import RuleView, device_subject
 
 
 @dataclass(frozen=True)
-class Health:
+class HealthRule:
     """A device has a problem, is slowed down, or counts too many errors.
 
     The finding is about the device, since hardly ever its user is the cause.
@@ -47,7 +47,7 @@ class Health:
         slowed = {CLOCKS} if self.throttle_reasons else set()
         return frozenset(slowed | ({ECC} if self._limits() else set()))
 
-    def check(self, view: View) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per device."""
         for device in view.snapshot.devices:
             faults = [*self._names(device), *self._counts(device)]

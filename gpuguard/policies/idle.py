@@ -6,22 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gpuguard.attribution import claim_of, claims_on, places
+from gpuguard.device_state import claim_of, claims_on, places
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.amounts import Rate, parse_rate
-from gpuguard.policies.holders import claim_here
-from gpuguard.policies.people import computing
-from gpuguard.policies.trend import recent
-from gpuguard.policies.view import View, device_subject, process_subject
-from gpuguard.request import computes
+from gpuguard.policies.series import recent
+from gpuguard.policies.subjects import COMPUTING, claim_here, claim_subject, computing, everywhere
+from gpuguard.policies.view import RuleView, device_subject, process_subject
+from gpuguard.request import computes, idle_limit
 from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_percent
 
 Held = tuple[Subject, float | None, tuple[GpuProcess, ...]]  # by whom, for how many seconds, whom an action would mean
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleRule:
     """A device is claimed, or its memory is held, but its utilization is at most `below`.
 
     below: percent of time; 0% means no kernel at all.
@@ -61,7 +60,7 @@ class Idle:
         """Whether it judges by View.host."""
         return self.cpu_below is not None or self.network_below is not None
 
-    def check(self, view: View) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> Iterator[Finding]:
         """Who holds a device that rests."""
         for device in places(view.snapshot):
             resting = self._resting(view, device)
@@ -71,7 +70,7 @@ class Idle:
                 if self.over is None or (seconds is not None and seconds >= self.over):
                     yield Finding("idle", subject, f"device {device.index} {resting}", processes)
 
-    def _resting(self, view: View, device: Device) -> str | None:
+    def _resting(self, view: RuleView, device: Device) -> str | None:
         """Why the device counts as resting, None if it does not."""
         if device.utilization is None:
             return None
@@ -89,7 +88,7 @@ class Idle:
             f"(utilization at most {self.below:g}%), {self.share:g}% is too much"
         )
 
-    def _quiet(self, view: View, device: Device) -> bool:
+    def _quiet(self, view: RuleView, device: Device) -> bool:
         """Whether the processes rest beside the GPU too, as far as that was asked for."""
         if not self.looks_at_host:
             return True
@@ -104,7 +103,7 @@ class Idle:
                 return False
         return True
 
-    def _held(self, view: View, device: Device) -> Iterator[Held]:
+    def _held(self, view: RuleView, device: Device) -> Iterator[Held]:
         """Who holds the device: its processes, claims without a process, or nobody that is known."""
         claims = claims_on(view.snapshot, device)
         if not claims and (device.memory_used is None or device.memory_used <= self.memory_above):
@@ -121,3 +120,66 @@ class Idle:
                 yield claim_here(device, claim), since, ()
         if not claims and not present:
             yield device_subject(device), None, ()
+
+
+# What has gone on for too long.
+
+
+@dataclass(frozen=True)
+class AgeRule:
+    """A process has run for too long, or a claim was held for too long without a process.
+
+    run_time_above: since the start of the process.
+    claim_without_process_above: in all that time no memory was used on any device of the claim, and none of them has a
+        process now.  Known only after gpuguard has watched for so long.
+
+        when: {age: {run_time_above: 72h, claim_without_process_above: 2h}}
+    """
+
+    run_time_above: Annotated[float, parse_duration] | None = None
+    claim_without_process_above: Annotated[float, parse_duration] | None = None
+
+    def __post_init__(self) -> None:
+        if self.run_time_above is None and self.claim_without_process_above is None:
+            raise InvalidRequest("no age is given: write run_time_above or claim_without_process_above.")
+
+    def needs(self) -> tuple[tuple[str, float], ...]:
+        """The memory of the devices, for claims."""
+        limit = self.claim_without_process_above
+        return () if limit is None else (("memory_used", limit),)
+
+    def check(self, view: RuleView) -> Iterator[Finding]:
+        """A finding per process and device, and one per claim."""
+        if self.run_time_above is not None:
+            yield from self._processes(view, self.run_time_above)
+        if self.claim_without_process_above is not None:
+            yield from self._claims(view, self.claim_without_process_above)
+
+    def _processes(self, view: RuleView, limit: float) -> Iterator[Finding]:
+        now = view.clock
+        for device, process in everywhere(view):
+            assert process.start_time is not None  # judged() leaves out the others
+            run_time = now - process.start_time
+            if run_time > limit:
+                why = f"has run for {format_duration(run_time)}, {format_duration(limit)} are allowed"
+                yield Finding("age", process_subject(device, process), why, (process,))
+
+    def _claims(self, view: RuleView, limit: float) -> Iterator[Finding]:
+        for record in view.snapshot.claims:
+            if not record.alive or record.uid < 0 or record.since is None or not record.devices:
+                continue
+            held = view.snapshot.taken_at - record.since
+            devices = [view.snapshot.device(uuid) for uuid in record.devices]
+            if held > limit and all(device and _unused(device, view, limit) for device in devices):
+                why = f"held for {format_duration(held)}, the last {format_duration(limit)} without a process"
+                yield Finding("age", claim_subject(record), why)
+
+
+def _unused(device: Device, view: RuleView, seconds: float) -> bool:
+    divided = any(other.parent_uuid == device.uuid for other in view.snapshot.devices)
+    if divided or device.processes is None or not device.processes_plausible or device.memory_used is None:
+        return False
+    if any(process.kind in COMPUTING for process in device.processes):
+        return False
+    past = recent(view, device_subject(device), "memory_used", seconds)
+    return bool(past) and max(device.memory_used, *(memory for _, memory in past)) <= idle_limit(device)

@@ -8,15 +8,14 @@ from typing import Annotated
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding
-from gpuguard.policies.holdings import Holding, claims, devices, excess, holdings, memory
-from gpuguard.policies.people import called
 from gpuguard.policies.policy import Policy
-from gpuguard.policies.view import View
+from gpuguard.policies.subjects import Holding, called, claims, devices, excess, holdings, memory
+from gpuguard.policies.view import RuleView
 from gpuguard.units import format_bytes, parse_duration, parse_percent
 
 
 @dataclass(frozen=True)
-class Quota:
+class QuotaRule:
     """A user has more than his share; the newest claims and processes are the ones in excess, never the oldest.
 
     devices: so many, claimed or in use without a claim; a MIG instance counts as one.
@@ -46,7 +45,7 @@ class Quota:
         if any(limit is not None and limit < 0 for limit in (self.devices, self.claims)):
             raise InvalidRequest("a limit below 0 makes no sense: write 0 for none at all.")
 
-    def check(self, view: View) -> Iterator[Finding]:
+    def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per claim, or process without one, that is in excess."""
         found: dict[int, Finding] = {}  # someone in two groups is found once
         for owner, uids, held in self._accounts(view):
@@ -60,7 +59,7 @@ class Quota:
                 found.setdefault(id(holding), finding)
         yield from found.values()
 
-    def _accounts(self, view: View) -> Iterator[tuple[str, frozenset[int], Sequence[Holding]]]:
+    def _accounts(self, view: RuleView) -> Iterator[tuple[str, frozenset[int], Sequence[Holding]]]:
         """Name, uids and holdings of everybody who has the quota, the oldest holding first."""
         of_user = holdings(view)
         for uid, held in of_user.items() if not self.shared_by else ():
@@ -70,7 +69,7 @@ class Quota:
             together = [holding for uid in members for holding in of_user.get(uid, ())]
             yield f"group {group}", members, sorted(together, key=lambda holding: holding.since)
 
-    def _excesses(self, view: View, uids: frozenset[int], held: Sequence[Holding]) -> Iterator[tuple[int, str]]:
+    def _excesses(self, view: RuleView, uids: frozenset[int], held: Sequence[Holding]) -> Iterator[tuple[int, str]]:
         """(how many of the newest holdings, why) for each limit that is passed."""
         if self.devices is not None and (count := excess(held, devices, self.devices)):
             yield count, f"has {devices(held):.0f} devices, {self.devices} are allowed"
@@ -91,11 +90,11 @@ class Quota:
 
 def windows_of(policies: Iterable[Policy]) -> frozenset[float]:
     """The windows, in seconds, in which the quotas of *policies* count GPU time."""
-    rules = [rule for policy in policies for rule in policy.rules if isinstance(rule, Quota)]
+    rules = [rule for policy in policies for rule in policy.rules if isinstance(rule, QuotaRule)]
     return frozenset(rule.within for rule in rules if rule.gpu_hours is not None and rule.within is not None)
 
 
-def _memory_total(view: View) -> int | None:
+def _memory_total(view: RuleView) -> int | None:
     totals = [device.memory_total for device in view.snapshot.devices if device.parent_uuid is None]
     known = [total for total in totals if total is not None]
     return sum(known) if len(known) == len(totals) else None

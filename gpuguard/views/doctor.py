@@ -12,11 +12,12 @@ from typing import Any
 
 from gpuguard.backends import is_recorded
 from gpuguard.backends.nvml_calls import NEEDS_GLIBC
-from gpuguard.claims.lockfiles import ADMIN_DIRECTORY
+from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.room import SCARCE, Room
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.model import Device, Snapshot
-from gpuguard.views.text import Paint, neutralise, table
+from gpuguard.sanitize import neutralise
+from gpuguard.views.text import Paint, table
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
 _COLOURS = {OK: "green", WARNING: "yellow", FAULT: "bold red"}
@@ -24,7 +25,7 @@ _SIMULATE = "To try gpuguard without a GPU: `gpuguard sim start`, then give ever
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """What was found on the machine.  None: could not be told."""
 
     host: str
@@ -82,7 +83,7 @@ class Check:
 Finding = tuple[str, str, str | None]  # status, found, advice
 
 
-def checks(facts: Facts) -> tuple[Check, ...]:
+def checks(facts: MachineFacts) -> tuple[Check, ...]:
     """Every check that applies, in the order of CHECKS."""
     findings = ((name, check(facts)) for name, check in CHECKS.items())
     return tuple(Check(name, *finding) for name, finding in findings if finding)
@@ -93,7 +94,7 @@ def worst(found: Sequence[Check]) -> str:
     return max((check.status for check in found), key=(OK, WARNING, FAULT).index, default=OK)
 
 
-def _library(facts: Facts) -> Finding | None:
+def _library(facts: MachineFacts) -> Finding | None:
     if facts.simulated or facts.backend.startswith(("smi", "replay")):
         return None  # it is not needed
     if facts.library_error is None:
@@ -112,7 +113,7 @@ def _library(facts: Facts) -> Finding | None:
     return FAULT, "libnvidia-ml.so.1 is not installed", None
 
 
-def _driver(facts: Facts) -> Finding:
+def _driver(facts: MachineFacts) -> Finding:
     if facts.error is None and facts.snapshot:
         seconds = "" if facts.answer_seconds is None else f", answers in {facts.answer_seconds:.2f} s"
         if facts.simulated:
@@ -129,7 +130,7 @@ def _driver(facts: Facts) -> Finding:
     return FAULT, str(facts.error), "`sudo dmesg | grep -i -e nvrm -e xid` may say why." if hangs else None
 
 
-def _versions(facts: Facts) -> Finding | None:
+def _versions(facts: MachineFacts) -> Finding | None:
     if facts.simulated or facts.recorded:
         return None
     if isinstance(facts.error, DriverMismatch):
@@ -147,7 +148,7 @@ def _versions(facts: Facts) -> Finding | None:
     return OK, f"library and kernel module are both {library}", None
 
 
-def _devices(facts: Facts) -> Finding | None:
+def _devices(facts: MachineFacts) -> Finding | None:
     if facts.snapshot is None:
         return None
     whole = [device for device in facts.snapshot.devices if not device.parent_uuid]
@@ -164,7 +165,7 @@ def _devices(facts: Facts) -> Finding | None:
     return OK, f"{len(whole)} healthy{f', and {instances} MIG instances' if instances else ''}", None
 
 
-def _processes(facts: Facts) -> Finding | None:
+def _processes(facts: MachineFacts) -> Finding | None:
     devices = facts.snapshot.devices if facts.snapshot else ()
     if not devices:
         return None
@@ -179,7 +180,7 @@ def _processes(facts: Facts) -> Finding | None:
     return OK, "the driver lists the processes of every device", None
 
 
-def _persistence(facts: Facts) -> Finding | None:
+def _persistence(facts: MachineFacts) -> Finding | None:
     devices = facts.snapshot.devices if facts.snapshot else ()
     modes = [device.persistence_mode for device in devices if not device.parent_uuid]
     if facts.simulated or not modes or all(mode is None for mode in modes):
@@ -193,7 +194,7 @@ def _persistence(facts: Facts) -> Finding | None:
     return OK, "on", None
 
 
-def _lock_directory(facts: Facts) -> Finding | None:
+def _lock_directory(facts: MachineFacts) -> Finding | None:
     if facts.recorded:
         return None
     if facts.lock_error:
@@ -219,7 +220,7 @@ def _lock_directory(facts: Facts) -> Finding | None:
     return WARNING, f"{facts.lock_path}, files of all users in a sticky directory", advice
 
 
-def _room(facts: Facts) -> Finding | None:
+def _room(facts: MachineFacts) -> Finding | None:
     room = facts.room
     if room is None or facts.lock_owner != 0 or facts.lock_path != ADMIN_DIRECTORY or facts.simulated:
         return None
@@ -241,14 +242,14 @@ def _room(facts: Facts) -> Finding | None:
     return (FAULT if room.used >= 1 else WARNING), found, advice
 
 
-def _daemon(facts: Facts) -> Finding | None:
+def _daemon(facts: MachineFacts) -> Finding | None:
     if facts.daemon_fault is None:
         return None
     found = f"{facts.daemon_fault}: what the daemon writes there counts for nothing"
     return FAULT, found, "Remove it, and run `sudo gpuguard setup` again."
 
 
-def _waiting_line(facts: Facts) -> Finding | None:
+def _waiting_line(facts: MachineFacts) -> Finding | None:
     if facts.line_path is None:
         return None
     if not facts.line_faults:
@@ -258,13 +259,13 @@ def _waiting_line(facts: Facts) -> Finding | None:
     return FAULT, found, f"None of {facts.line_path} counts until they are mended: the defaults hold."
 
 
-def _file_system(facts: Facts) -> Finding | None:
+def _file_system(facts: MachineFacts) -> Finding | None:
     if facts.lock_error or facts.file_system is None:
         return None
     return OK, f"{facts.file_system}: locks are kept by this kernel", None
 
 
-def _pid_namespace(facts: Facts) -> Finding | None:
+def _pid_namespace(facts: MachineFacts) -> Finding | None:
     if facts.first_pid_namespace is None:
         return None
     if facts.first_pid_namespace:
@@ -275,7 +276,7 @@ def _pid_namespace(facts: Facts) -> Finding | None:
     return WARNING, "of a container", advice
 
 
-def _hidepid(facts: Facts) -> Finding | None:
+def _hidepid(facts: MachineFacts) -> Finding | None:
     if facts.hidepid in (None, "", "0", "off"):
         return OK, "/proc shows the processes of all users", None
     if facts.uid == 0:
@@ -284,7 +285,7 @@ def _hidepid(facts: Facts) -> Finding | None:
     return WARNING, f"/proc is mounted with hidepid={facts.hidepid}", advice
 
 
-def _environment(facts: Facts) -> Finding:
+def _environment(facts: MachineFacts) -> Finding:
     names = ", ".join(f"{name}={value}" for name, value in facts.environ.items())
     if facts.outer and facts.outer[0] == 0:
         advice = "No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs."
@@ -297,7 +298,7 @@ def _environment(facts: Facts) -> Finding:
     return OK, names or "no variable limits the devices", None
 
 
-def _container(facts: Facts) -> Finding | None:
+def _container(facts: MachineFacts) -> Finding | None:
     if facts.container is None or facts.simulated or facts.recorded:
         return None
     if (facts.lock_path or "").startswith("/run/gpuguard"):
@@ -309,7 +310,7 @@ def _container(facts: Facts) -> Finding | None:
     return WARNING, f"{facts.container}, without the host's /run/gpuguard", advice
 
 
-def _kernel(facts: Facts) -> Finding | None:
+def _kernel(facts: MachineFacts) -> Finding | None:
     if facts.protected_hardlinks == 0:
         advice = "`sudo sysctl -w fs.protected_hardlinks=1`, and the same in /etc/sysctl.d."
         return WARNING, "fs.protected_hardlinks=0: a link to a lock file keeps its device from everybody", advice
@@ -319,7 +320,7 @@ def _kernel(facts: Facts) -> Finding | None:
     return OK, f"fs.protected_regular={facts.protected_regular}: {meaning}", None
 
 
-def _versions_of_python(facts: Facts) -> Finding:
+def _versions_of_python(facts: MachineFacts) -> Finding:
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in facts.packages.items())
     found = f"Python {facts.python}, {packages}"
     missing = [name for name, version in facts.packages.items() if version is None]
@@ -328,7 +329,7 @@ def _versions_of_python(facts: Facts) -> Finding:
     return OK, found, None
 
 
-CHECKS: Mapping[str, Callable[[Facts], Finding | None]] = {
+CHECKS: Mapping[str, Callable[[MachineFacts], Finding | None]] = {
     "library": _library,
     "driver": _driver,
     "versions": _versions,
@@ -350,7 +351,7 @@ CHECKS: Mapping[str, Callable[[Facts], Finding | None]] = {
 
 
 def to_text(
-    facts: Facts, found: Sequence[Check], *, width: int | None = None, paint: Paint = lambda text, _: text
+    facts: MachineFacts, found: Sequence[Check], *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
     """A line per check, what to do behind an arrow below it, and the sum of it all."""
     kind = "SIMULATED node on " if facts.simulated else ""
@@ -367,7 +368,7 @@ def to_text(
     return [*lines, "", f"{' and '.join(told)}." if told else "Everything is fine."]
 
 
-def to_json(facts: Facts, found: Sequence[Check]) -> dict[str, Any]:
+def to_json(facts: MachineFacts, found: Sequence[Check]) -> dict[str, Any]:
     """The object that docs/json.md describes."""
     return {
         "schema": 1,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpuguard.jsonio import is_finite, loads
 from gpuguard.model import Event
-from gpuguard.plainjson import is_finite, loads
-from gpuguard.text import neutralise
+from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.users import user_name
 

@@ -12,20 +12,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpuguard.fleet.answers import Answer, Facts, number, rows, text, texts
+from gpuguard import device_state
+from gpuguard.fleet.answers import Facts, HostReply, number, rows, text, texts
+from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration
-from gpuguard.views import usage
-from gpuguard.views.text import Paint, neutral_command, neutralise, shorten, table
+from gpuguard.views.text import Paint, shorten, table
 from gpuguard.views.who import LABELS
 
 ROWS = 256  # of one host that are shown: a machine has 8 devices, or 56 instances
 _CELL = 200  # columns of one stranger's word
 _UUID = re.compile(r"[A-Za-z0-9-]{1,80}")
-_ORDER = (usage.FREE, usage.CLAIMED, usage.IDLE, usage.IN_USE, usage.UNCLAIMED_USE, usage.UNHEALTHY, usage.UNKNOWN)
+_ORDER = (
+    device_state.FREE,
+    device_state.CLAIMED,
+    device_state.IDLE,
+    device_state.IN_USE,
+    device_state.UNCLAIMED_USE,
+    device_state.UNHEALTHY,
+    device_state.UNKNOWN,
+)
 
 
 @dataclass(frozen=True)
-class Sums:
+class FleetSums:
     """One host in numbers, or a fleet."""
 
     states: Counter[str]  # of devices; a divided one counts with its instances
@@ -41,14 +50,14 @@ class Sums:
         return self.states.total()
 
 
-def sums(facts: Facts) -> Sums:
+def sums(facts: Facts) -> FleetSums:
     """What `who --json` of one host comes to."""
     devices = rows(facts, "devices")
     divided = {text(one, "parent_uuid") for one in devices} - {None}
     whole = [one for one in devices if text(one, "uuid") not in divided]
-    known = [text(one, "state") or usage.UNKNOWN for one in whole]
-    return Sums(
-        Counter(state if state in LABELS else usage.UNKNOWN for state in known),
+    known = [text(one, "state") or device_state.UNKNOWN for one in whole]
+    return FleetSums(
+        Counter(state if state in LABELS else device_state.UNKNOWN for state in known),
         _sum(number(one, "memory_used_bytes") for one in whole),
         _sum(number(one, "memory_total_bytes") for one in whole),
         tuple(number(one, "utilization_percent") for one in whole),
@@ -58,7 +67,7 @@ def sums(facts: Facts) -> Sums:
     )  # fmt: skip
 
 
-def in_words(counted: Sums) -> str:
+def in_words(counted: FleetSums) -> str:
     """``"8 GPUs: 3 free, 5 in use; 2 wait"``."""
     states = [f"{counted.states[state]} {LABELS[state][0]}" for state in _ORDER if counted.states[state]]
     words = f"{counted.devices} GPU{'s' * (counted.devices != 1)}"
@@ -66,7 +75,7 @@ def in_words(counted: Sums) -> str:
     return words + (f"; {counted.waiting} wait{'s' * (counted.waiting == 1)}" if counted.waiting else "")
 
 
-def added(all_of_them: Iterable[Sums]) -> Sums:
+def added(all_of_them: Iterable[FleetSums]) -> FleetSums:
     """The sums of a fleet."""
     found = list(all_of_them)
     states: Counter[str] = Counter()
@@ -74,7 +83,7 @@ def added(all_of_them: Iterable[Sums]) -> Sums:
     for one in found:
         states += one.states
         users += one.users
-    return Sums(
+    return FleetSums(
         states,
         _sum(one.memory_used for one in found),
         _sum(one.memory_total for one in found),
@@ -91,7 +100,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(known) if known and len(known) == len(found) else None
 
 
-def host_lines(answer: Answer, width: int | None, paint: Paint) -> list[str]:
+def host_lines(answer: HostReply, width: int | None, paint: Paint) -> list[str]:
     """A host of `who --hosts`: its name and sums, and a line per device."""
     if answer.facts is None:
         return []  # the end tells of all of those together
@@ -119,7 +128,7 @@ def _device_row(device: Facts, facts: Facts) -> list[str]:
         _clean((text(device, "name") or "n/a").removeprefix("NVIDIA "), 40),
         f"{format_bytes(used)}/{format_bytes(total)}",
         "n/a" if utilization is None else f"{utilization:.0f}%",
-        LABELS.get(state or "", LABELS[usage.UNKNOWN])[0],
+        LABELS.get(state or "", LABELS[device_state.UNKNOWN])[0],
         _who(device, facts),
     ]
 
@@ -140,12 +149,12 @@ def _who(device: Facts, facts: Facts) -> str:
         found.append(" ".join(words))
     claimants = {text(claim, "user") for claim in claims}
     users = [text(one, "user") or "unknown" for one in rows(device, "processes")[:ROWS] if text(one, "claim") is None]
-    without = "" if text(device, "state") == usage.UNCLAIMED_USE and not claims else " without a claim"
+    without = "" if text(device, "state") == device_state.UNCLAIMED_USE and not claims else " without a claim"
     found += [_clean(user, 40) + without for user in dict.fromkeys(users) if user not in claimants]
     return ", ".join(found)
 
 
-def queue_lines(answer: Answer, width: int | None, paint: Paint) -> list[str]:
+def queue_lines(answer: HostReply, width: int | None, paint: Paint) -> list[str]:
     """A host of `queue --hosts`: who waits there, and when each is expected to start."""
     places = rows(answer.facts, "places") if answer.facts is not None else []
     if not places or answer.facts is None:
@@ -167,13 +176,13 @@ def queue_lines(answer: Answer, width: int | None, paint: Paint) -> list[str]:
     return [*lines, *(f"  {line}" for line in body)]
 
 
-def nobody_lines(answers: Sequence[Answer]) -> list[str]:
+def nobody_lines(answers: Sequence[HostReply]) -> list[str]:
     """On how many hosts nobody waits."""
     count = sum(answer.facts is not None and not rows(answer.facts, "places") for answer in answers)
     return [f"Nobody waits on {count} host{'s' * (count != 1)}."] if count else []
 
 
-def room(answer: Answer, form: str, separator: str) -> str | None:
+def room(answer: HostReply, form: str, separator: str) -> str | None:
     """``"0,3"``, the devices of `select --json` there, judged by chosen(); None where there is no room."""
     devices = rows(answer.facts, "devices") if answer.facts is not None else []
     if not devices:
@@ -182,16 +191,16 @@ def room(answer: Answer, form: str, separator: str) -> str | None:
     return separator.join(str(one["uuid"] if by_uuid else one["index"]) for one in devices)
 
 
-def chosen(answer: Answer) -> Answer:
+def chosen(answer: HostReply) -> HostReply:
     """*answer* to `select`; an error where it names something else than devices, because scripts pass them on."""
     devices = answer.facts.get("devices") if answer.facts is not None else None
     if answer.facts is None:
         return answer
     if not (devices and isinstance(devices, list) and all(map(_is_device, devices))):
-        return Answer(answer.host, answer.seconds, error="its answer names no devices")
+        return HostReply(answer.host, answer.seconds, error="its answer names no devices")
     names = (room(answer, "index", ",") or "").split(",")
     if len(set(names)) < len(names):  # of such a list CUDA sees none
-        return Answer(answer.host, answer.seconds, error="its answer names a device twice")
+        return HostReply(answer.host, answer.seconds, error="its answer names a device twice")
     return answer
 
 
@@ -204,7 +213,7 @@ def _is_device(one: object) -> bool:
     )
 
 
-def room_line(answer: Answer, devices: str | None, hosts: Sequence[str], width: int | None, paint: Paint) -> str:
+def room_line(answer: HostReply, devices: str | None, hosts: Sequence[str], width: int | None, paint: Paint) -> str:
     """A line of `select --hosts` on a terminal: the host, and its devices or why there are none."""
     name = answer.host.ljust(max(map(len, hosts)))
     if devices is not None and answer.facts is not None:
@@ -215,7 +224,7 @@ def room_line(answer: Answer, devices: str | None, hosts: Sequence[str], width: 
     return paint(_fit(f"{name}  {_clean(why)}", width), "" if answer.refusal else "red")
 
 
-def total_lines(answers: Sequence[Answer], width: int | None) -> list[str]:
+def total_lines(answers: Sequence[HostReply], width: int | None) -> list[str]:
     """What users have on all hosts together."""
     totals: dict[str, list[list[float | None]]] = {}
     names = ("devices", "processes", "claimed", "idle", "memory_used_bytes")
@@ -232,7 +241,7 @@ def total_lines(answers: Sequence[Answer], width: int | None) -> list[str]:
     return table(cells, heads, align="<>>>>>>", width=width) if cells else []
 
 
-def end_lines(answers: Sequence[Answer], width: int | None, paint: Paint) -> list[str]:
+def end_lines(answers: Sequence[HostReply], width: int | None, paint: Paint) -> list[str]:
     """How many hosts answered, and which did not, each with its reason."""
     silent = [answer for answer in answers if answer.error is not None]
     lines = [f"{len(answers) - len(silent)} of {len(answers)} hosts answered{'.' if not silent else '; not these:'}"]
@@ -240,7 +249,7 @@ def end_lines(answers: Sequence[Answer], width: int | None, paint: Paint) -> lis
     return lines + [paint(f"  {line}", "red") for line in table(cells, width=None if width is None else width - 2)]
 
 
-def to_json(answers: Sequence[Answer], timeout: float) -> dict[str, Any]:
+def to_json(answers: Sequence[HostReply], timeout: float) -> dict[str, Any]:
     """The object that docs/json.md describes: one object per host, whether it answered or not."""
     return {
         "schema": 1,

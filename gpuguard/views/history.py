@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpuguard.history.queries import KnownValue, Point, Watch
+from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import format_duration
-from gpuguard.usage.questions import Known, Point, Watch
-from gpuguard.views.chart import bucketed, plot, scale_of
-from gpuguard.views.text import Paint, display_width, neutralise, shorten
+from gpuguard.views.charts import bucketed, plot, scale_of
+from gpuguard.views.text import Paint, shorten
 
 PLAIN_COLUMNS = 80  # of a chart that goes into a file
 
@@ -46,16 +47,16 @@ METRICS = {
 
 
 @dataclass(frozen=True)
-class Course:
+class DeviceHistory:
     """What one device did."""
 
-    device: Known
+    device: KnownValue
     points: Sequence[Point]
 
 
 def to_text(
     metric: Metric,
-    courses: Sequence[Course],
+    courses: Sequence[DeviceHistory],
     watch: Watch,
     *,
     width: int | None,
@@ -135,16 +136,16 @@ def _floor(known: Sequence[float]) -> float:
     return 10.0 * math.floor(min(known) / 10.0)
 
 
-def _name(device: Known) -> str:
+def _name(device: KnownValue) -> str:
     return "  ".join(neutralise(part) for part in (label(device), device.name or "") if part)
 
 
-def label(device: Known) -> str:
+def label(device: KnownValue) -> str:
     """``"GPU 3"``; one that has no index any more, and a MIG instance, is known by its uuid."""
     return f"GPU {device.index}" if device.index is not None else device.uuid
 
 
-def _summary(course: Course, metric: Metric, unit: str) -> str:
+def _summary(course: DeviceHistory, metric: Metric, unit: str) -> str:
     known = sum(point.known for point in course.points if point.mean is not None)
     if not known:
         return "nothing is known of it in this time"
@@ -154,7 +155,7 @@ def _summary(course: Course, metric: Metric, unit: str) -> str:
     return f"mean {mean:.3g} {unit}" + (f", highest {max(peaks) * factor:.3g} {unit}" if peaks else "")
 
 
-def to_json(metric: Metric, courses: Sequence[Course], watch: Watch) -> dict[str, Any]:
+def to_json(metric: Metric, courses: Sequence[DeviceHistory], watch: Watch) -> dict[str, Any]:
     """The object that docs/json.md describes."""
     return {
         "schema": 1,
@@ -196,7 +197,7 @@ def _point(metric: Metric, point: Point) -> dict[str, Any]:
     }
 
 
-def to_csv(metric: Metric, courses: Sequence[Course]) -> list[str]:
+def to_csv(metric: Metric, courses: Sequence[DeviceHistory]) -> list[str]:
     """A line of names, and one for each slot of each device; what is unknown is empty."""
     names = ("time_unix_seconds", "time", "uuid", "index", "known_seconds", metric.field, f"{metric.field}_highest")
     rows = []

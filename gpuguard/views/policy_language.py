@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from gpuguard.documents.decoding import GROUP, USER, Choice, Tagged, implied, keys_of, text_key
-from gpuguard.guards.actiontable import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
-from gpuguard.notify import TARGETS
+from gpuguard.enforcement.action_keys import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
+from gpuguard.notify.sender import TARGETS
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
-from gpuguard.policies.rules import RULES
-from gpuguard.policykeys import (
+from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, implied, keys_of, text_key
+from gpuguard.policies.files.keys import (
     BreakerKeys,
     ExceptKeys,
     FileKeys,
@@ -33,6 +32,7 @@ from gpuguard.policykeys import (
     parse_name,
     parse_until,
 )
+from gpuguard.policies.rules import RULES
 from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent
 
 Schema = dict[str, Any]
@@ -135,7 +135,7 @@ def kind(hint: Any) -> str:
     """How people call what is written there."""
     origin, arguments, notes = _taken_apart(hint)
     for note in notes:
-        if isinstance(note, Choice):
+        if isinstance(note, TaggedChoice):
             return f"one {note.what} with its keys"
         if isinstance(note, Tagged):
             return f"name of an {note.what}, or its keys"
@@ -185,7 +185,7 @@ def _described(schema: Schema, text: str) -> Schema:
 def _schema(hint: Any) -> Schema:
     origin, arguments, notes = _taken_apart(hint)
     for note in notes:
-        if isinstance(note, Choice):
+        if isinstance(note, TaggedChoice):
             return _choice(note)
         if isinstance(note, Tagged):
             return {"anyOf": [_enum(_without_duties(note)), *_steps(note)]}
@@ -223,7 +223,7 @@ def _enum(values: collections.abc.Iterable[Any]) -> Schema:
     return {"enum": list(values)}
 
 
-def _choice(choice: Choice) -> Schema:
+def _choice(choice: TaggedChoice) -> Schema:
     properties = {}
     for name, hint in choice.table.items():
         text = inspect.cleandoc(hint.__doc__ or "").partition("\n\n")[0] if is_dataclass(hint) else ""

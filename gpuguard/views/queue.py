@@ -9,23 +9,144 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gpuguard.clusters.slurm_queue import Queued
-from gpuguard.line.file import LineFile
-from gpuguard.line.order import PRIORITIES
-from gpuguard.line.plan import Place
-from gpuguard.line.standing import Standing
-from gpuguard.line.turn import in_words
-from gpuguard.select import spelled
+from gpuguard.clusters.slurm import Queued
+from gpuguard.queue.backfill import QueuePosition
+from gpuguard.queue.calendar import clock_text
+from gpuguard.queue.explain import in_words
+from gpuguard.queue.priority import PRIORITIES
+from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
+from gpuguard.queue.settings import QueueSettings
+from gpuguard.queue.state import QueueState
+from gpuguard.request import spelled
+from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_duration
-from gpuguard.views import reservations, slurm
-from gpuguard.views.text import Paint, display_width, neutral_command, neutralise, shorten, table
+from gpuguard.views.text import Paint, shorten, table
+
+# Slurm's jobs for people and for programs, beside the line and the claims of this machine.
+
+
+def slurm_text(
+    found: Sequence[Queued] | str, now: float, *, width: int | None = None, paint: Paint = lambda text, _: text
+) -> list[str]:
+    """A table of *found*, or why it cannot be shown."""
+    if isinstance(found, str):
+        return [f"Slurm does not say who waits there: {neutralise(found)}"]
+    waiting = sum(job.state == "PENDING" for job in found)
+    title = f"Slurm: {len(found) - waiting or 'no'} jobs with GPUs, {waiting or 'none'} waiting"
+    lines = [paint(title if width is None else shorten(title, width), "bold")]
+    rows = [_slurm_row(job, now) for job in found]
+    return lines + (
+        table(rows, ["JOB", "USER", "GPUS", "SINCE", "STATE", "NAME"], align="<<>><<", width=width) if rows else []
+    )
+
+
+def _slurm_row(job: Queued, now: float) -> list[str]:
+    pending = job.state == "PENDING"
+    since = job.submitted if pending else job.start
+    ago = "" if since is None else format_duration(round(max(0.0, now - since)))
+    state = f"waits: {job.reason}" if pending and job.reason else job.state.lower()
+    place = f"{state} on {job.nodes}" if job.nodes and not pending else state
+    return [neutralise(job.job), neutralise(job.user), str(job.gpus), ago, neutralise(place), neutralise(job.name)]
+
+
+def slurm_json(found: Sequence[Queued] | str) -> list[dict[str, Any]] | None:
+    """The objects that docs/json.md describes; None when Slurm does not answer."""
+    if isinstance(found, str):
+        return None
+    return [
+        {
+            "job": job.job,
+            "user": job.user,
+            "name": job.name,
+            "state": job.state,
+            "num_gpus_per_node": job.gpus,
+            "reason": job.reason,
+            "submitted_at": job.submitted,
+            "start": job.start,
+            "nodes": job.nodes,
+        }
+        for job in found
+    ]
+
+
+# Reservations for people and for programs: what `gpuguard reserve`, `who` and `queue` show of them.
+#
+# Does not say which count: see reservations.
+
+
+_HEADER = ["RESERVED FOR", "GPUS", "FROM", "UNTIL", "ID", "NOW"]
+
+
+def reservations_text(reserved: ReservationCalendar, *, width: int | None = None) -> list[str]:
+    """A table, and the files that do not count below it; nothing where there are none."""
+    rows = [_reservation_row(one, reserved.now) for one in reserved.judged]
+    lines = table(rows, _HEADER, align="<>", width=width) if rows else []
+    for one in reserved.torn:
+        whose = "somebody" if one.uid < 0 else f"uid {one.uid}"
+        text = neutralise(f"not counted: reservation {one.id} of {whose}: {one.reason}")
+        lines.append(text if width is None else shorten(text, width))
+    return lines
+
+
+def _reservation_row(one: ReservationStatus, now: float) -> list[str]:
+    it = one.reservation
+    note = f'"{neutralise(it.note)}"' if it.note else ""
+    return [
+        neutralise(it.user),
+        str(it.num_gpus),
+        clock_text(it.begins, now),
+        clock_text(it.ends, now),
+        neutralise(it.id),
+        "  ".join(filter(None, [note, neutralise(state(one, now))])),
+    ]
+
+
+def state(one: ReservationStatus, now: float) -> str:
+    """``"begins in 3h"``, ``"1 of 2 used"``, ``"over at 09:30 unless alice comes"``."""
+    it = one.reservation
+    if one.why_not:
+        return f"does not count: {one.why_not}"
+    if one.over and one.no_show_at is not None:
+        return f"over: {it.user} had no claim by {clock_text(one.no_show_at, now)}"
+    if it.begins > now:
+        return f"begins in {format_duration(round(it.begins - now))}"
+    if one.no_show_at is not None:
+        return f"over at {clock_text(one.no_show_at, now)} unless {it.user} comes"
+    return f"{min(it.num_gpus, len(one.held))} of {it.num_gpus} used"
+
+
+def reservations_json(reserved: ReservationCalendar) -> list[dict[str, Any]]:
+    """The list that docs/json.md describes; unknown is None."""
+    return [reservation_json(one, reserved.now) for one in reserved.judged]
+
+
+def reservation_json(one: ReservationStatus, now: float) -> dict[str, Any]:
+    """One of them."""
+    it = one.reservation
+    return {
+        "id": it.id,
+        "user": it.user,
+        "uid": it.uid,
+        "made_by_uid": it.maker,
+        "made": it.made,
+        "num_gpus": it.num_gpus,
+        "begins": it.begins,
+        "ends": it.ends,
+        "devices": list(it.devices),
+        "used": min(it.num_gpus, len(one.held)),
+        "counts": one.counts,
+        "over_at": one.no_show_at,
+        "state": state(one, now),
+        "note": it.note,
+    }
+
 
 _NAMES = {value: name for name, value in PRIORITIES.items()}
 _INDENT = "    "
 
 
 def to_text(
-    line: Standing, site: LineFile, *, width: int | None = None, paint: Paint = lambda text, _: text
+    line: QueueState, site: QueueSettings, *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
     """The screen: a row per request, when it starts and why not earlier below it; then what does not count."""
     simulated = "SIMULATED node " * line.snapshot.simulated
@@ -38,7 +159,7 @@ def to_text(
     lines += body[:1]
     for text, place in zip(body[1:], line.places, strict=True):
         lines += [text, *_folded(_prospects(place, line), _INDENT, width)]
-    if kept := reservations.to_text(line.facts.reserved, width=width):
+    if kept := reservations_text(line.facts.reserved, width=width):
         lines += ["", *kept]
     if line.torn:
         lines += ["", "Not counted:"]
@@ -65,7 +186,7 @@ def _folded(text: str, indent: str, width: int | None) -> list[str]:
     return [shorten(indent + line, width) for line in lines]
 
 
-def _row(place: Place, line: Standing) -> list[str]:
+def _row(place: QueuePosition, line: QueueState) -> list[str]:
     ticket = place.ticket
     note = f'"{neutralise(ticket.note)}"  ' if ticket.note else ""
     wanted = " or ".join(str(way.num_gpus) for way in ticket.requests)
@@ -75,7 +196,7 @@ def _row(place: Place, line: Standing) -> list[str]:
     return [str(place.number), neutralise(ticket.user), wanted, waited, note + neutral_command(ticket.command)]
 
 
-def _prospects(place: Place, line: Standing) -> str:
+def _prospects(place: QueuePosition, line: QueueState) -> str:
     text = neutralise(in_words(place, line))
     promise = place.ticket.promise
     if promise is not None and promise > line.now and not place.now:
@@ -84,7 +205,7 @@ def _prospects(place: Place, line: Standing) -> str:
     return text
 
 
-def to_json(line: Standing, site: LineFile, jobs: Sequence[Queued] | str = ()) -> dict[str, Any]:
+def to_json(line: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str = ()) -> dict[str, Any]:
     """The object that docs/json.md describes; unknown is None.  *jobs* are Slurm's."""
     return {
         "schema": 1,
@@ -93,14 +214,14 @@ def to_json(line: Standing, site: LineFile, jobs: Sequence[Queued] | str = ()) -
         "taken_at": line.now,
         "fair_share": site.rules.fair_share,
         "places": [_place_json(place, line) for place in line.places],
-        "reservations": reservations.to_json(line.facts.reserved),
+        "reservations": reservations_json(line.facts.reserved),
         "not_counted": [{"id": one.id, "uid": one.uid, "reason": one.reason} for one in line.torn],
         "faults": [fault.lines(site.path)[0] for fault in site.faults],
-        "slurm_jobs": slurm.to_json(jobs),
+        "slurm_jobs": slurm_json(jobs),
     }
 
 
-def _place_json(place: Place, line: Standing) -> dict[str, Any]:
+def _place_json(place: QueuePosition, line: QueueState) -> dict[str, Any]:
     ticket = place.ticket
     return {
         "number": place.number,

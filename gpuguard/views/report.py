@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gpuguard.history.queries import DeviceTotal
+from gpuguard.history.report import Report, UsageRow, device_label
+from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import format_bytes, format_duration
-from gpuguard.usage.questions import DeviceTotal
-from gpuguard.usage.report import Report, Row, device_label
-from gpuguard.views.chart import stacked
+from gpuguard.views.charts import stacked
 from gpuguard.views.claims import ClaimRow
 from gpuguard.views.history import csv_lines, period_json, remarks, zone
-from gpuguard.views.text import Paint, display_width, neutralise, shorten, table
+from gpuguard.views.text import Paint, shorten, table
 
 HOUR, KWH = 3600.0, 3.6e6
 LEAST_BAR = 12  # columns: in a narrower terminal numbers tell more
@@ -61,7 +62,7 @@ def to_text(
     return [*lines, *_waster_lines(report, width, paint), *_line_remark(report)]
 
 
-def _bars(rows: Sequence[Row], width: int, paint: Paint, *, ascii_only: bool) -> list[str]:
+def _bars(rows: Sequence[UsageRow], width: int, paint: Paint, *, ascii_only: bool) -> list[str]:
     shown = [row for row in rows if row.claimed + row.unclaimed > 0]
     if not shown:
         return []
@@ -91,7 +92,7 @@ LEGEND = {
 }
 
 
-def _has(rows: Sequence[Row], what: str) -> bool:
+def _has(rows: Sequence[UsageRow], what: str) -> bool:
     return any(getattr(row, what) for row in rows)
 
 
@@ -100,7 +101,7 @@ def _row_table(report: Report, width: int | None) -> list[str]:
     rows = report.rows
     if not rows:
         return [f"No {report.by} had a GPU in this time."]
-    columns: list[tuple[str, Callable[[Row], str]]] = [(report.by.upper(), lambda row: _short(row.name, width))]
+    columns: list[tuple[str, Callable[[UsageRow], str]]] = [(report.by.upper(), lambda row: _short(row.name, width))]
     columns += [(what.upper(), _hours_of(what)) for what in _TIMES if what != "unknown" or _has(rows, what)]
     columns.append(("kWh", lambda row: kilowatt_hours(row.energy)))
     if any(row.wanted is None or row.wanted > 0 for row in rows) and report.by != "device":
@@ -129,7 +130,7 @@ def _tables(cells: Sequence[Sequence[str]], headers: Sequence[str], align: str, 
     return lines[1:]
 
 
-def _hours_of(what: str) -> Callable[[Row], str]:
+def _hours_of(what: str) -> Callable[[UsageRow], str]:
     return lambda row: hours(getattr(row, what))
 
 
@@ -233,7 +234,7 @@ def to_json(report: Report, claims: Claims | None, host: str) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: UsageRow) -> dict[str, Any]:
     return {
         "name": row.name,
         "uid": row.uid,
@@ -283,7 +284,7 @@ def to_csv(report: Report, claims: Claims | None) -> list[str]:
         names = list(facts[0]) if facts else list(_claim_json(_NO_CLAIM))
     else:
         facts = [_row_json(row) for row in report.rows]
-        names = list(_row_json(Row("")))
+        names = list(_row_json(UsageRow("")))
     return csv_lines(names, [[each[name] for name in names] for each in facts])
 
 

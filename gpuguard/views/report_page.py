@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from gpuguard.history.queries import DeviceTotal, Point, Watch
+from gpuguard.history.report import Report, UsageRow, device_label
+from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration
-from gpuguard.usage.questions import DeviceTotal, Point, Watch
-from gpuguard.usage.report import Report, Row, device_label
-from gpuguard.views.chart import bucketed, round_marks
+from gpuguard.views.charts import bucketed, round_marks
 from gpuguard.views.history import remarks, zone
 from gpuguard.views.report import LEGEND, PARTS, Claims, hours, kilowatt_hours
-from gpuguard.views.text import neutralise
 
 WIDTH, BAR_HEIGHT, CHART_HEIGHT = 800, 18, 72  # of drawings, in their own units; they shrink with the page
 BUCKETS = 400
@@ -117,7 +117,7 @@ def _rows(report: Report) -> str:
     return _table([*headers, *(["Waited", "Wanted"] if waits else [])], cells)
 
 
-def _bar(row: Row, most: float) -> str:
+def _bar(row: UsageRow, most: float) -> str:
     drawn, place = [], 0.0
     for what, *_ in PARTS:
         value = getattr(row, what)
@@ -131,7 +131,7 @@ def _bar(row: Row, most: float) -> str:
     return f'<svg class="bar" viewBox="0 0 204 {BAR_HEIGHT}" role="img">{"".join(drawn)}</svg>'
 
 
-def _wasters(rows: Iterable[Row]) -> str:
+def _wasters(rows: Iterable[UsageRow]) -> str:
     cells = ([_text(row.name), hours(row.idle), hours(row.claimed), hours(row.unclaimed)] for row in rows)
     return _table(["User", "Claimed but idle", "of claimed", "Used without a claim"], cells)
 

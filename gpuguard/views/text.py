@@ -1,16 +1,16 @@
 """Text for terminals: a table printer, colours, JSON.
 
-What strangers wrote passes the neutraliser of gpuguard.text first.  Does not read anything.
+What strangers wrote passes the neutraliser of gpuguard.sanitize first.  Does not read anything.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpuguard.text import columns_of
-from gpuguard.text import display_width as display_width
-from gpuguard.text import neutral_command as neutral_command
-from gpuguard.text import neutralise as neutralise
+from gpuguard.sanitize import columns_of
+from gpuguard.sanitize import display_width as display_width
+from gpuguard.sanitize import neutral_command as neutral_command
+from gpuguard.sanitize import neutralise as neutralise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

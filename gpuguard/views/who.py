@@ -8,28 +8,29 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from gpuguard import device_state
+from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, QueuedRequest, UserTotal
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.request import SLOTS
+from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.sharing import Sharing, memory_left, sharing_on, slots_left
 from gpuguard.units import format_bytes, format_duration, format_rounded
-from gpuguard.views import usage
-from gpuguard.views.text import Paint, neutral_command, neutralise, shorten, table
-from gpuguard.views.usage import ClaimUse, DeviceUse, ProcessUse, UserTotal, Waiting
+from gpuguard.views.text import Paint, shorten, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
-    from gpuguard.line.reservations import Reserved
+    from gpuguard.queue.reservations import ReservationCalendar
 
 LABELS = {  # state: (words, colour)
-    usage.FREE: ("free", "green"),
-    usage.CLAIMED: ("claimed, no process yet", "yellow"),
-    usage.IN_USE: ("in use", "bold"),
-    usage.IDLE: ("claimed but idle", "yellow"),
-    usage.UNCLAIMED_USE: ("used without a claim", "red"),
-    usage.UNHEALTHY: ("unhealthy", "bold red"),
-    usage.UNKNOWN: ("unknown", "yellow"),
+    device_state.FREE: ("free", "green"),
+    device_state.CLAIMED: ("claimed, no process yet", "yellow"),
+    device_state.IN_USE: ("in use", "bold"),
+    device_state.IDLE: ("claimed but idle", "yellow"),
+    device_state.UNCLAIMED_USE: ("used without a claim", "red"),
+    device_state.UNHEALTHY: ("unhealthy", "bold red"),
+    device_state.UNKNOWN: ("unknown", "yellow"),
 }
 _INDENT = "     "
 _SHORTEST_NAME = 16  # columns of it: "GeForce RTX 4090"
@@ -43,9 +44,9 @@ _NOT_SHOWN = set(Device.__match_args__) - {
 def to_text(
     snapshot: Snapshot,
     found: Sequence[DeviceUse],
-    waiting: Sequence[Waiting] = (),
+    waiting: Sequence[QueuedRequest] = (),
     *,
-    reserved: Reserved | None = None,
+    reserved: ReservationCalendar | None = None,
     width: int | None = None,
     paint: Paint = lambda text, _: text,
     age: float | None = None,
@@ -63,15 +64,15 @@ def to_text(
     """
     title = _title(snapshot, age)
     lines = [paint(shorten(title, width) if width else title, "bold"), *_device_lines(snapshot, found, width, paint)]
-    if totals := usage.user_totals(tuple(found)):
+    if totals := device_state.user_totals(tuple(found)):
         lines += ["", *_total_lines(totals, width)]
     if waiting:
         rows = [_waiting_row(one, snapshot.taken_at) for one in waiting]
         lines += ["", *table(rows, ["WAITING", "GPUS", "SINCE", "PID", "COMMAND"], align="<>>>", width=width)]
     if reserved:
-        from gpuguard.views import reservations
+        from gpuguard.views import queue as reservations
 
-        kept = reservations.to_text(reserved, width=width)
+        kept = reservations.reservations_text(reserved, width=width)
         lines += ["", *kept] if kept else []
     if gaps := gap_lines(snapshot):
         lines += ["", "Not known:", *(f"  {gap if width is None else shorten(gap, width - 2)}" for gap in gaps)]
@@ -222,7 +223,7 @@ def _total_lines(totals: Sequence[UserTotal], width: int | None) -> list[str]:
     return table(rows, ["USER", "GPUS", "PROCESSES", "MEMORY", "CLAIMED", "IDLE"], align="<>>>>>", width=width)
 
 
-def _waiting_row(one: Waiting, now: float) -> list[str]:
+def _waiting_row(one: QueuedRequest, now: float) -> list[str]:
     note = f'"{neutralise(one.note)}"  ' if one.note else ""
     since = format_duration(None if one.since is None else now - one.since)
     return [neutralise(one.user), str(one.num_gpus), since, str(one.pid), note + neutral_command(one.command)]
@@ -260,9 +261,9 @@ def _by_uuid(snapshot: Snapshot) -> dict[str, Device]:
 def to_json(
     snapshot: Snapshot,
     found: Sequence[DeviceUse],
-    waiting: Sequence[Waiting] = (),
+    waiting: Sequence[QueuedRequest] = (),
     *,
-    reserved: Reserved | None = None,
+    reserved: ReservationCalendar | None = None,
     age: float | None = None,
 ) -> dict[str, Any]:
     """The object that docs/json.md describes; unknown is None."""
@@ -277,7 +278,7 @@ def to_json(
         "age_seconds": None if age is None else round(age, 3),
         "driver_version": snapshot.driver_version,
         "devices": [_device_json(use, snapshot) for use in found],
-        "users": [_total_json(row) for row in usage.user_totals(tuple(found))],
+        "users": [_total_json(row) for row in device_state.user_totals(tuple(found))],
         "waiting": [
             {
                 "user": one.user,
@@ -305,10 +306,10 @@ def _total_json(row: UserTotal) -> dict[str, Any]:
     }
 
 
-def _reservations_json(reserved: Reserved) -> Any:
-    from gpuguard.views import reservations
+def _reservations_json(reserved: ReservationCalendar) -> Any:
+    from gpuguard.views import queue as reservations
 
-    return reservations.to_json(reserved)
+    return reservations.reservations_json(reserved)
 
 
 def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:

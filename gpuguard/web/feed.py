@@ -9,26 +9,89 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gpuguard.ancestry import look_up
-from gpuguard.claims.lockfiles import LockDirectory
-from gpuguard.claims.lookout import Lookout
+from gpuguard import device_state
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.watch import ClaimWatcher
 from gpuguard.errors import ClaimError, GpuguardError
-from gpuguard.line.file import read_line_file
-from gpuguard.line.turn import stand
+from gpuguard.history.queries import Point, Usage, query_store, store_path
 from gpuguard.model import Gap, Snapshot
-from gpuguard.text import neutralise
-from gpuguard.usage.consult import consult, store_path
-from gpuguard.usage.questions import Point, Usage
-from gpuguard.views import queue, usage, who
-from gpuguard.web.bounds import bounded
-from gpuguard.web.host import Host
-from gpuguard.web.memory import METRICS, RINGS, Ring, Series
+from gpuguard.procfs import process_facts
+from gpuguard.queue.explain import stand
+from gpuguard.queue.settings import read_queue_settings
+from gpuguard.sanitize import neutralise
+from gpuguard.views import queue, who
+from gpuguard.web.samples import METRICS, RINGS, ChartSeries, Host, NumberRing
+
+# How much of what users wrote goes into a frame, which all viewers get every two seconds.
+#
+# One user with a GPU may write hundreds of records about it, each with a command line of 4 KiB.  What is left out is
+# counted among what is unknown.
+
+
+MOST_CLAIMS, MOST_PROCESSES, MOST_PLACES = 8, 64, 64  # of one user: on a device, on a device, in line
+MOST_ROWS = 512  # of all users
+MOST_NAMELESS = 64  # of all users without a name: who may use user namespaces has 65536 such uids
+LONGEST_COMMAND = 400  # characters, in all words, and of a note: more does not fit into a card
+
+
+def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
+    """*content* of a frame, with so much of each list and each command line."""
+    left_out: list[str] = []
+    devices = []
+    for device in content["devices"]:
+        name = f"GPU {device['index']}"
+        claims = _some(device["claims"], MOST_CLAIMS, f"{name}: claims", left_out)
+        processes = device["processes"]
+        if processes is not None:
+            processes = _some(processes, MOST_PROCESSES, f"{name}: processes", left_out)
+        devices.append({**device, "claims": claims, "processes": processes})
+    line = _some(content["line"], MOST_PLACES, "the waiting line", left_out)
+    users = _some(content["users"], 1, "users", left_out)
+    return {**content, "devices": devices, "users": users, "line": line, "unknown": [*left_out, *content["unknown"]]}
+
+
+def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: list[str]) -> list[Mapping[str, Any]]:
+    """The first *most* rows of each user, and a word on the others: nobody's crowd hides somebody else."""
+    of_user: Counter[str] = Counter()
+    nameless = 0
+    shown: list[Mapping[str, Any]] = []
+    for row in rows:
+        user = str(row["user"])
+        of_user[user] += 1
+        if of_user[user] > most or len(shown) >= MOST_ROWS or (user.isdecimal() and nameless >= MOST_NAMELESS):
+            continue
+        nameless += user.isdecimal()
+        shown.append({name: _cut(value) for name, value in row.items()})
+    if len(rows) > len(shown):
+        left_out.append(f"{what}: {len(rows) - len(shown)} more are not shown")
+    return shown
+
+
+def _cut(value: Any) -> Any:
+    """*value*, a text or a list of texts no longer than can be read."""
+    if isinstance(value, str):
+        return "".join(_short([value]))
+    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return list(_short(value))
+    return value
+
+
+def _short(words: Sequence[str]) -> Iterator[str]:
+    left = LONGEST_COMMAND
+    for word in words:
+        if len(word) >= left:
+            yield word[:left] + "..."
+            return
+        yield word
+        left -= len(word) + 1
+
 
 WATCHED_SECONDS = 2.0  # between two looks while somebody watches
 UNWATCHED_SECONDS = 10.0  # and else
@@ -43,7 +106,7 @@ STORED = {  # metric -> its name in the usage store, and what to multiply by
 }
 
 
-class Source(Protocol):
+class FrameSource(Protocol):
     """Where snapshots come from, as cli.looking.Source."""
 
     def sample(self) -> tuple[Snapshot, float | None]:
@@ -62,11 +125,11 @@ class Frame:
     event: bytes
 
 
-class Busy(Exception):
+class TooManyViewers(Exception):
     """So many charts are asked for that another one would only make all of them wait."""
 
 
-class Feed:
+class FrameFeed:
     """Looks and remembers, until close().
 
     One thread looks and one draws charts: whoever asks for charts without end takes one thread, and delays no look.
@@ -78,12 +141,12 @@ class Feed:
     """
 
     def __init__(
-        self, source: Source, directory: LockDirectory, events: Callable[[], Sequence[Mapping[str, Any]]]
+        self, source: FrameSource, directory: LockDirectory, events: Callable[[], Sequence[Mapping[str, Any]]]
     ) -> None:
         self._source, self._directory, self._events = source, directory, events
-        self._rings = [Ring(step, keep) for step, keep in RINGS]
+        self._rings = [NumberRing(step, keep) for step, keep in RINGS]
         self._host = Host()
-        self._lookout = Lookout()
+        self._lookout = ClaimWatcher()
         self._lock = threading.Lock()  # the rings are written and read by threads
         self._charts: dict[tuple[str, float], asyncio.Future[bytes]] = {}  # asked for since the last look
         self._looking = ThreadPoolExecutor(1, "gpuguard-look")
@@ -144,8 +207,8 @@ class Feed:
         with self._lock:
             for ring in self._rings:
                 ring.add(snapshot)
-        found = usage.uses(snapshot, look_up(snapshot))
-        site = read_line_file()
+        found = device_state.uses(snapshot, process_facts(snapshot))
+        site = read_queue_settings()
         line = stand(self._directory, snapshot, site.rules)
         content = who.to_json(snapshot, found, age=age)
         content |= {
@@ -197,7 +260,7 @@ class Feed:
         charts, key = self._charts, (metric, seconds)
         if key not in charts:
             if len(charts) >= MOST_CHARTS:
-                raise Busy
+                raise TooManyViewers
             charts[key] = asyncio.get_running_loop().run_in_executor(self._drawing, self._drawn, metric, seconds)
         return await asyncio.shield(charts[key])  # whoever leaves takes it from nobody else
 
@@ -210,16 +273,16 @@ class Feed:
                 series = ring.series(metric, begin, MOST_POINTS)
         return _encoded({"schema": 1, "metric": metric, "begin": begin, "times": series.times, "values": series.values})
 
-    def _stored(self, metric: str, begin: float) -> Series | None:
+    def _stored(self, metric: str, begin: float) -> ChartSeries | None:
         with self._lock:
             uuids = self._rings[0].uuids(metric)
         try:
-            return consult(store_path(self._directory), lambda store: _series_of(store, uuids, metric, begin))
+            return query_store(store_path(self._directory), lambda store: _series_of(store, uuids, metric, begin))
         except GpuguardError:
             return None
 
 
-def _series_of(store: Usage, uuids: Sequence[str], metric: str, begin: float) -> Series | None:
+def _series_of(store: Usage, uuids: Sequence[str], metric: str, begin: float) -> ChartSeries | None:
     """What the store has, in at most MOST_POINTS steps; None when it has nothing of that time."""
     name, factor = STORED[metric]
     width = max(store.width(begin), (store.now - begin) / MOST_POINTS)
@@ -231,7 +294,7 @@ def _series_of(store: Usage, uuids: Sequence[str], metric: str, begin: float) ->
         return None
     steps = range(int((store.now - begin) / width) + 1)
     drawn = {uuid: [each.get(step) for step in steps] for uuid, each in values.items()}
-    return Series([begin + (step + 0.5) * width for step in steps], drawn)
+    return ChartSeries([begin + (step + 0.5) * width for step in steps], drawn)
 
 
 def _means(points: Sequence[Point], begin: float, width: float, factor: float) -> dict[int, float]:

@@ -15,7 +15,7 @@ OWN = (TEXT, FILE, DIRECTORY, JOB, WORDS)
 
 
 @dataclass(frozen=True)
-class Word:
+class ShellWord:
     """An option, or, without flags, a positional word."""
 
     flags: tuple[str, ...]
@@ -28,19 +28,19 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """A command, or one of a command: ("policy", "check")."""
 
     path: tuple[str, ...]
     purpose: str
-    words: tuple[Word, ...]
+    words: tuple[ShellWord, ...]
     commands: tuple[tuple[str, str], ...] = ()  # what may follow, with its purpose
 
-    def options(self) -> tuple[Word, ...]:
+    def options(self) -> tuple[ShellWord, ...]:
         """The words with flags."""
         return tuple(word for word in self.words if word.flags)
 
-    def positionals(self) -> tuple[Word, ...]:
+    def positionals(self) -> tuple[ShellWord, ...]:
         """The words without."""
         return tuple(word for word in self.words if not word.flags)
 

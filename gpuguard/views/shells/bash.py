@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpuguard.views.shells import Command, quoted
+from gpuguard.views.shells import ShellCommand, quoted
 
 _SCRIPT = r"""# Completion of gpuguard for bash, by `gpuguard completion bash` of gpuguard @VERSION@.
 #   eval "$(gpuguard completion bash)"      in ~/.bashrc, or as a file:
@@ -135,7 +135,7 @@ complete -F _gpuguard gpuguard
 """
 
 
-def script(commands: Sequence[Command], version: str) -> str:
+def script(commands: Sequence[ShellCommand], version: str) -> str:
     """The script."""
     filled = {
         "@VERSION@": version,
@@ -149,7 +149,7 @@ def script(commands: Sequence[Command], version: str) -> str:
     return text
 
 
-def _command(command: Command) -> str:
+def _command(command: ShellCommand) -> str:
     positionals = " ".join(f"{word.kind}{'*' * word.many}" for word in command.positionals())
     flags = " ".join(flag for word in command.options() for flag in word.flags)
     followers = " ".join(name for name, _ in command.commands)
@@ -158,7 +158,7 @@ def _command(command: Command) -> str:
     return f"        {quoted(' '.join(command.path))}) {set_} ;;"
 
 
-def _kinds(commands: Iterable[Command]) -> list[str]:
+def _kinds(commands: Iterable[ShellCommand]) -> list[str]:
     """One case per kind."""
     options: dict[str, list[str]] = {}
     for command in commands:
@@ -169,7 +169,7 @@ def _kinds(commands: Iterable[Command]) -> list[str]:
     return [f"        {'|'.join(map(quoted, names))}) kind={quoted(kind)} ;;" for kind, names in options.items()]
 
 
-def _words(commands: Iterable[Command]) -> list[str]:
+def _words(commands: Iterable[ShellCommand]) -> list[str]:
     options: dict[str, list[str]] = {}
     for command in commands:
         for word in command.words:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpuguard.views.shells import DIRECTORY, FILE, JOB, OWN, TEXT, WORDS, Command, Word
+from gpuguard.views.shells import DIRECTORY, FILE, JOB, OWN, TEXT, WORDS, ShellCommand, ShellWord
 
 _SCRIPT = r"""# Completion of gpuguard for fish, by `gpuguard completion fish` of gpuguard @VERSION@:
 #   gpuguard completion fish > ~/.config/fish/completions/gpuguard.fish
@@ -80,7 +80,7 @@ complete -c gpuguard -n __gpuguard_has_job -a '(__gpuguard_job)'
 """
 
 
-def script(commands: Sequence[Command], version: str) -> str:
+def script(commands: Sequence[ShellCommand], version: str) -> str:
     """The script."""
     valued = [
         f"{' '.join(command.path)} {flag}"
@@ -105,7 +105,7 @@ def script(commands: Sequence[Command], version: str) -> str:
     return text
 
 
-def _lines(command: Command) -> Iterator[str]:
+def _lines(command: ShellCommand) -> Iterator[str]:
     at = f"complete -c gpuguard -n {_quoted(f'__gpuguard_at {chr(32).join(command.path)}'.rstrip())}"
     for name, purpose in command.commands:
         yield f"{at} -a {name} -d {_quoted(purpose)}"
@@ -122,7 +122,7 @@ def _short(flag: str) -> str:
     return f"-s {flag[1:]}" if len(flag) == 2 else f"-o {flag[1:]}"
 
 
-def _value(word: Word) -> str:
+def _value(word: ShellWord) -> str:
     needed = "" if word.optional or not word.flags else "r"
     if word.kind == WORDS:
         return f"-{needed}fa {_quoted(' '.join(word.words))}"

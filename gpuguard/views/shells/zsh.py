@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpuguard.views.shells import DIRECTORY, FILE, JOB, TEXT, WORDS, Command, Word, quoted
+from gpuguard.views.shells import DIRECTORY, FILE, JOB, TEXT, WORDS, ShellCommand, ShellWord, quoted
 
 _SCRIPT = r"""#compdef gpuguard
 # Completion of gpuguard for zsh, by `gpuguard completion zsh` of gpuguard @VERSION@.
@@ -59,7 +59,7 @@ _DISPATCH = """    case $state in
 """
 
 
-def script(commands: Sequence[Command], version: str) -> str:
+def script(commands: Sequence[ShellCommand], version: str) -> str:
     """The script."""
     functions = "\n\n".join(map(_function, commands))
     return _SCRIPT.replace("@VERSION@", version).replace("@FUNCTIONS@", functions)
@@ -69,7 +69,7 @@ def _name(path: Sequence[str]) -> str:
     return "_".join(("_gpuguard_command", *path)).replace("-", "_")
 
 
-def _function(command: Command) -> str:
+def _function(command: ShellCommand) -> str:
     specs = [_option(word) for word in command.options()]
     more = ""
     if command.commands:
@@ -84,7 +84,7 @@ def _function(command: Command) -> str:
     return _FUNCTION.format(name=_name(command.path), specs=lead + before + before.join(specs), more=more)
 
 
-def _option(word: Word) -> str:
+def _option(word: ShellWord) -> str:
     purpose = _escaped(word.purpose)
     value = "" if word.kind is None else f"{':' * (1 + word.optional)}{_escaped(word.name)}:{_action(word)}"
     specs = []
@@ -96,14 +96,14 @@ def _option(word: Word) -> str:
     return " ".join(specs)
 
 
-def _positional(number: int, word: Word) -> str:
+def _positional(number: int, word: ShellWord) -> str:
     if word.kind == JOB:
         return "'(-)*::command:_normal'"
     place = "*" if word.many else f"{number}"
     return quoted(f"{place}:{':' * word.optional}{_escaped(word.name)}:{_action(word)}")
 
 
-def _action(word: Word) -> str:
+def _action(word: ShellWord) -> str:
     if word.kind == WORDS:
         return f"({' '.join(word.words)})"
     actions = {TEXT: " ", FILE: "_files", DIRECTORY: "_files -/"}

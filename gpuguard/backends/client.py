@@ -1,0 +1,273 @@
+"""A backend in a process of its own, so that a driver call that hangs or crashes takes nobody along.
+
+Ten other tools were tried: all of them hang when one driver call does.  Here the sampler marks which device it is about
+to touch; when that takes too long it is abandoned (its end of the pipe is closed, which ends it), that device is called
+unresponsive, and a new sampler reads the others.  Does not read devices itself: see nvml, simulated.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpuguard import __version__, errors
+from gpuguard.backends import worker
+from gpuguard.model import Device, Gap
+from gpuguard.procfs import STATE, stat_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from gpuguard.model import Snapshot
+
+INIT_SECONDS = 30.0  # without persistence mode the driver wakes every device up first: seconds each
+SLOW_SECONDS = 2.0  # after which on_slow is told
+DEVICE_SECONDS = 1.5  # a device is a few dozen calls of 0.003 to 4.5 ms (RTX 4090, driver 610), PCIe counters 20 ms
+NEXT_DEVICE_SECONDS = 0.4  # once one device hangs: eight dead ones still answer within 5 s
+STARVED_SECONDS = 6.0  # a sampler that is runnable and not running is no driver's fault
+RETRY_SECONDS = 60.0  # when an unresponsive device is tried again
+LEAVING_SECONDS = 0.5  # a sampler that hangs in the driver never leaves
+
+_SILENT = "a driver call did not come back"
+
+_abandoned: list[int] = []  # pids to reap, also of backends that are closed: who looks every minute leaves no zombies
+
+
+def open_worker(name: str, *, on_slow: Callable[[str], None] | None = None) -> WorkerBackend:
+    """The backend *name* behind a process border; the sampler starts at once and initialises meanwhile.
+
+    Args:
+        name: as for open_backend.
+        on_slow: told, in words, when the driver takes longer than SLOW_SECONDS to initialise.
+
+    Raises:
+        BackendError: no process can be started now.
+    """
+    return WorkerBackend(name, on_slow)
+
+
+class WorkerBackend:
+    """A Backend that lives in another process."""
+
+    def __init__(self, name: str, on_slow: Callable[[str], None] | None = None) -> None:
+        self.name = name
+        self.simulated = name.startswith("simulated")
+        self._channel: worker.Channel | None = self._started()
+        self._ready = False
+        self._told: worker.Told = {}  # what the sampler takes for known
+        self._on_slow = on_slow
+        self._skip: dict[int, float] = {}  # device index -> when to try it again (monotonic)
+        self._uuids: dict[int, str] = {}  # of all devices seen so far, by index
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        """As Backend.sample; also BackendError when the driver does not answer or crashes outside any device."""
+        self._skip = {index: until for index, until in self._skip.items() if until > time.monotonic()}
+        hung_before = bool(self._skip)
+        suspect: int | None = None
+        while True:
+            ahead = not (self._ready or self._skip)
+            request = (tuple(fields), None if devices is None else tuple(devices), tuple(self._skip), ahead)
+            try:
+                self._ask(request)
+                return self._named(self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS), request[1])
+            except _Stuck as stuck:
+                self._abandon()
+                if suspect is not None and stuck.index is not None:
+                    del self._skip[suspect]
+                suspect = stuck.index if ahead else None  # where several are asked at once, another may be at fault
+                if stuck.index is None or stuck.index in self._skip:
+                    raise errors.DriverUnresponsive(
+                        f"{stuck.reason}.  Try `nvidia-smi`; if it hangs too, reboot."
+                    ) from None
+                self._skip[stuck.index] = time.monotonic() + RETRY_SECONDS
+                hung_before = True
+            except BrokenPipeError:
+                self._abandon()
+                raise errors.DriverUnresponsive(
+                    "the process that reads the devices ended by itself.  Try again."
+                ) from None
+
+    def close(self) -> None:
+        """End the sampler."""
+        self._abandon()
+
+    def leave(self) -> None:
+        """The same in somebody's program: its next os.wait() is for a child of its own, so ours is gone by then."""
+        pid = self._channel and self._channel[0]
+        self.close()
+        if pid in _abandoned:
+            _await_end(pid)
+            self._abandon()
+
+    def __enter__(self) -> WorkerBackend:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def _ask(self, request: tuple[object, ...]) -> None:
+        channel = self._channel = self._channel or self._started()
+        worker.write_mark(channel[3], None)
+        try:
+            worker.send(channel[1], request)
+        except BrokenPipeError:
+            if self._ready:
+                raise
+        if not self._ready:  # then the request waits for it; and one that has ended has said why
+            self._await_ready(channel)
+
+    def _started(self) -> worker.Channel:
+        try:
+            return worker.start(self.name)
+        except OSError as error:  # whoever looks again and again shall go on: a job, or one who waits
+            why = errors.shortage(error) or f"no process could be started that reads the devices: {error.strerror}."
+            raise errors.BackendError(why) from error
+
+    def _await_ready(self, channel: worker.Channel) -> None:
+        try:
+            if _overdue(channel, SLOW_SECONDS):
+                if self._on_slow:
+                    self._on_slow(
+                        "the driver takes long to start (persistence mode off? `nvidia-smi -pm 1` as root helps) ..."
+                    )
+                if _overdue(channel, INIT_SECONDS - SLOW_SECONDS):
+                    raise errors.DriverUnresponsive(
+                        f"the driver did not initialise within {INIT_SECONDS:.0f} s.  Try `nvidia-smi`; "
+                        "if it hangs too, reboot."
+                    )
+            reply = worker.receive(channel[2], lambda: _in_time(channel, INIT_SECONDS))
+            if reply is None:
+                raise errors.DriverUnresponsive("the driver library crashed while it initialised.  Try `nvidia-smi`.")
+            _raise_error(reply)
+            _refuse_another_version(reply)
+        except _Stuck as stuck:
+            self._abandon()
+            raise errors.DriverUnresponsive(f"{stuck.reason}.  Try `nvidia-smi`; if it hangs too, reboot.") from None
+        except errors.GpuguardError:
+            self._abandon()
+            raise
+        self._ready = True
+
+    def _reply(self, seconds: float) -> Snapshot:
+        channel = self._channel
+        assert channel is not None
+        reply = worker.receive(channel[2], lambda: _in_time(channel, seconds))
+        if reply is None:
+            index, _ = worker.read_mark(channel[3])
+            raise _Stuck(index, f"the driver library crashed ({_where(index)})")
+        _raise_error(reply)
+        return worker.unpack(reply[1], self._told)
+
+    def _named(self, snapshot: Snapshot, devices: tuple[str, ...] | None) -> Snapshot:
+        """The snapshot with the uuids that a former sampler knew: a new one must not touch what it has to skip."""
+        if not self._skip:
+            self._uuids.update({device.index: device.uuid for device in snapshot.devices if not device.parent_uuid})
+            return snapshot
+        unresponsive = {index: self._uuids.get(index, f"unknown-{index}") for index in self._skip}
+        wanted = {index: uuid for index, uuid in unresponsive.items() if devices is None or uuid in devices}
+        others = tuple(device for device in snapshot.devices if device.index not in self._skip)
+        gone = tuple(Device(index, uuid, problems=("unresponsive",)) for index, uuid in wanted.items())
+        gaps = tuple(gap for gap in snapshot.gaps if gap.reason != _SILENT)
+        gaps += tuple(Gap(uuid, "device", _SILENT) for uuid in wanted.values())
+        return replace(snapshot, devices=tuple(sorted(others + gone, key=lambda device: device.index)), gaps=gaps)
+
+    def _abandon(self) -> None:
+        if self._channel:
+            pid, *descriptors = self._channel
+            self._channel, self._ready, self._told = None, False, {}
+            for each in descriptors:
+                os.close(each)
+            _abandoned.append(pid)
+        # Never a blocking wait: a sampler in an uninterruptible driver call ends only when the driver lets it.
+        _abandoned[:] = [pid for pid in _abandoned if not _reaped(pid)]
+
+
+class _Stuck(Exception):
+    """The sampler fell silent or died while it read device *index*."""
+
+    def __init__(self, index: int | None, reason: str) -> None:
+        super().__init__(reason)
+        self.index = index
+        self.reason = reason
+
+
+def _overdue(channel: worker.Channel, seconds: float) -> worker.Mark | None:
+    """The mark of what takes longer than *seconds*; None as soon as the sampler answers, or has ended.
+
+    The time in which it only waits for a CPU does not count.
+    """
+    pid, _, replies, place, _ = channel
+    poll = select.poll()
+    poll.register(replies, select.POLLIN)
+    late: worker.Mark | None = None
+    starved_until, pause = 0.0, seconds
+    while not poll.poll(pause * 1000):
+        mark, now = worker.read_mark(place), time.monotonic()
+        if (left := mark[1] + seconds - now) > 0:
+            pause = min(left, seconds)  # no longer, should the mark have been read half
+        elif mark != late:
+            late, starved_until, pause = mark, now + STARVED_SECONDS, 0.0
+        elif now < starved_until and _is_runnable(pid):
+            pause = 0.2
+        elif worker.read_mark(place) == mark:  # else it went on between these lines, and waits for another device
+            return None if poll.poll(0) else mark
+    return None
+
+
+def _in_time(channel: worker.Channel, seconds: float) -> None:
+    """Wait for more of a reply: what a library has printed is there at once, and may be all that ever comes.
+
+    Raises:
+        _Stuck: it takes longer than *seconds*.
+    """
+    if late := _overdue(channel, seconds):
+        raise _Stuck(late[0], f"a driver call did not come back ({_where(late[0])})")
+
+
+def _where(index: int | None) -> str:
+    return "the driver" if index is None else f"device {index}"
+
+
+def _raise_error(reply: tuple[object, ...]) -> None:
+    if reply[0] == "error":
+        _, name, message, attributes = reply
+        error: errors.GpuguardError = getattr(errors, str(name))(message)
+        vars(error).update(attributes)  # type: ignore[call-overload]
+        raise error
+
+
+def _refuse_another_version(reply: tuple[object, ...]) -> None:
+    if reply[1:] == (__version__,):
+        return
+    another = f"gpuguard {reply[1]}" if reply[1:] else "another gpuguard"
+    raise errors.BackendError(errors.INSTALLED_ANEW.format(another, __version__))
+
+
+def _is_runnable(pid: int) -> bool:
+    try:
+        return stat_fields(pid)[STATE] == b"R"
+    except (OSError, IndexError):
+        return False
+
+
+def _await_end(pid: int) -> None:
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:  # the program reaps whatever ends
+        return
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.poll(LEAVING_SECONDS * 1000)
+    finally:
+        os.close(process)
+
+
+def _reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True

@@ -1,0 +1,522 @@
+"""The simulated node: what it consists of, and what it looks like at a given clock.
+
+Everything is a function of the state and the clock, so a temperature can climb and energy can add up although no
+process of ours runs.  Memory and utilization follow the processes; temperature and power follow the utilization.
+Pure: does not read the state (see node_file), nor whether a process lives (see simulated).
+"""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.jsonio import loads, noun
+
+# Node specs: ``"8xH100-80GB"``, ``"2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb"`` -> the devices of a simulated node.
+#
+# A model that is not in MODELS needs a memory: ``"4xFoo-24GB"``.  As on the box it comes in, GB means GiB here.
+# Knows nothing of what the devices do: see node.
+
+
+MiB = 2**20
+DEVICES_AT_MOST = 64
+LANES_BYTES = {3: 985e6, 4: 1969e6, 5: 3938e6}  # per second of one lane, by PCIe generation
+
+
+@dataclass(frozen=True)
+class Model:
+    """What all devices of one model have in common."""
+
+    name: str
+    memory_total: int  # bytes
+    power_limit: float  # watts
+    idle_power: float
+    clock_sm_max: int  # MHz
+    clock_memory_max: int
+    pcie_generation: int
+    temperature_slowdown: float = 90.0
+    temperature_shutdown: float = 95.0
+    nvlinks: int = 0  # links per device; 0: pairs are connected by PCIe alone
+    mig: bool = False
+    ecc: bool = True
+    fan: bool = False
+
+
+@dataclass(frozen=True)
+class SpecPart:
+    """One device of a spec: its model, and how it is divided (profiles; empty: it is not)."""
+
+    model: Model
+    profiles: tuple[str, ...] = ()
+
+
+def _model(name: str, mebibytes: int, watts: int, idle: int, sm: int, memory: int, pcie: int, **more: float) -> Model:
+    return Model(f"NVIDIA {name}", mebibytes * MiB, watts, idle, sm, memory, pcie, **more)  # type: ignore[arg-type]
+
+
+# (model, GiB on the box) -> what `nvidia-smi -q` shows on such a device.  Without a memory, the first one is meant.
+MODELS = {
+    ("T4", 16): _model("Tesla T4", 15360, 70, 10, 1590, 5001, 3),
+    ("V100", 16): _model("Tesla V100-SXM2-16GB", 16384, 300, 42, 1530, 877, 3, nvlinks=6),
+    ("V100", 32): _model("Tesla V100-SXM2-32GB", 32768, 300, 42, 1530, 877, 3, nvlinks=6),
+    ("A10", 24): _model("A10", 23028, 150, 17, 1695, 6251, 4),
+    ("A100", 40): _model("A100-SXM4-40GB", 40960, 400, 52, 1410, 1215, 4, nvlinks=12, mig=True),
+    ("A100", 80): _model("A100-SXM4-80GB", 81920, 400, 60, 1410, 1593, 4, nvlinks=12, mig=True),
+    ("A6000", 48): _model("RTX A6000", 49140, 300, 22, 2100, 8001, 4, fan=True),
+    ("L4", 24): _model("L4", 23034, 72, 13, 2040, 6251, 4),
+    ("L40S", 48): _model("L40S", 46068, 350, 33, 2520, 9001, 4),
+    ("H100", 80): _model("H100 80GB HBM3", 81559, 700, 70, 1980, 2619, 5, nvlinks=18, mig=True),
+    ("H200", 141): _model("H200", 143771, 700, 76, 1980, 3201, 5, nvlinks=18, mig=True),
+    ("B200", 180): _model("B200", 183359, 1000, 140, 1965, 3996, 5, nvlinks=18, mig=True),
+    ("RTX3090", 24): _model("GeForce RTX 3090", 24576, 350, 25, 2100, 9751, 4, ecc=False, fan=True),
+    ("RTX4090", 24): _model("GeForce RTX 4090", 24564, 450, 18, 3105, 10501, 4, ecc=False, fan=True),
+    ("RTX5090", 32): _model("GeForce RTX 5090", 32607, 575, 20, 3090, 14001, 5, ecc=False, fan=True),
+}
+
+_PART = re.compile(r"(?:(\d{1,4})x)?([A-Za-z][A-Za-z0-9_]{0,39})(?:-(\d{1,5})GB)?(?::mig=([0-9a-z.,]+))?")
+_PROFILE = re.compile(r"([1-7])g\.(\d{1,3})gb")
+
+
+def parse_spec(spec: str) -> tuple[SpecPart, ...]:
+    """The devices of *spec*, in index order.
+
+    Raises:
+        InvalidRequest: it cannot be understood, or no such device can exist; says what can.
+    """
+    parts = [part for group in spec.strip().split("+") for part in _group(group.strip(), spec)]
+    if len(parts) > DEVICES_AT_MOST:
+        raise InvalidRequest(f"{spec!r} has {len(parts)} devices: at most {DEVICES_AT_MOST} fit in a node.")
+    return tuple(parts)
+
+
+def instance_memory(profile: str) -> int:
+    """Bytes of a MIG instance with that profile; real ones have a little less than their name says."""
+    return int(profile.partition(".")[2].removesuffix("gb")) * 1008 * MiB
+
+
+def _group(group: str, spec: str) -> list[SpecPart]:
+    match = _PART.fullmatch(group)
+    if not match:
+        raise InvalidRequest(
+            f"{spec!r} is no node: {group!r} is not COUNTxMODEL-MEMORY.  "
+            "Write it like '8xH100-80GB', '4xRTX4090' or '2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb'."
+        )
+    count, name, gibibytes, profiles = match.groups()
+    if count is not None and not 0 < int(count) <= DEVICES_AT_MOST:
+        raise InvalidRequest(f"{group!r} has {int(count)} devices: a node has 1 to {DEVICES_AT_MOST}.")
+    model = _find_model(name, None if gibibytes is None else int(gibibytes))
+    divided = tuple(profiles.split(",")) if profiles else ()
+    _check_profiles(model, divided, group)
+    return [SpecPart(model, divided)] * int(count or 1)
+
+
+def _find_model(name: str, gibibytes: int | None) -> Model:
+    known = {key: model for key, model in MODELS.items() if key[0].lower() == name.lower()}
+    for (_, memory), model in known.items():
+        if gibibytes in (memory, None):
+            return model
+    if known:
+        sizes = " or ".join(f"{key[0]}-{key[1]}GB" for key in known)
+        raise InvalidRequest(f"there is no {name} with {gibibytes} GB: write {sizes}, or give it a name of your own.")
+    if not gibibytes:
+        names = sorted({key[0] for key in MODELS})
+        near = difflib.get_close_matches(name.upper(), names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}."
+        raise InvalidRequest(f"the model {name!r} is not known: {hint}  Any name will do with a memory: '{name}-24GB'.")
+    return Model(f"NVIDIA {name}", gibibytes * 1024 * MiB, 300, 25, 2000, 8000, 4, fan=True)
+
+
+def _check_profiles(model: Model, profiles: tuple[str, ...], group: str) -> None:
+    if profiles and not model.mig:
+        raise InvalidRequest(f"{group!r}: {model.name} cannot be divided; A100, H100, H200 and B200 can.")
+    slices = 0
+    for profile in profiles:
+        match = _PROFILE.fullmatch(profile)
+        if not match or not int(match[2]):
+            raise InvalidRequest(f"{group!r}: {profile!r} is no MIG profile; write them like 'mig=3g.20gb,3g.20gb'.")
+        slices += int(match[1])
+    memory = sum(instance_memory(profile) for profile in profiles)
+    if slices > 7 or memory > model.memory_total:
+        raise InvalidRequest(
+            f"{group!r}: a device has 7 slices and {model.memory_total / 2**30:.0f} GiB; "
+            f"these profiles need {slices} slices and {memory / 2**30:.0f} GiB."
+        )
+
+
+IDLE_MEMORY = 2**20  # bytes: a driver shows 1 MiB on a device that nobody uses
+RESERVED_SHARE = 0.0068  # of the memory: 551 MiB of the 81559 MiB of an H100
+IDLE_TEMPERATURE = 31.0
+BUSY_WARMING = 40.0  # degrees on top of that at 100 %
+BUSY_POWER_SHARE = 0.95  # of the power limit, at 100 %
+
+
+@dataclass(frozen=True)
+class WorkPattern:
+    """A number on its way from *start* to *end* in a straight line; *since* and *over* in seconds of the clock."""
+
+    start: float
+    end: float
+    since: float = 0.0
+    over: float = 0.0
+
+    def at(self, clock: float) -> float:
+        """Where it is at *clock*."""
+        if clock >= self.since + self.over:
+            return self.end
+        if clock <= self.since:  # a reader's clock may be older than the state that it reads
+            return self.start
+        return self.start + (self.end - self.start) * (clock - self.since) / self.over
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A MIG instance."""
+
+    uuid: str
+    profile: str
+    memory_total: int
+    gpu_instance_id: int
+
+
+@dataclass(frozen=True)
+class NodeDevice:
+    """A device of the node.  What `sim set` did not set is None and follows from the processes."""
+
+    index: int
+    uuid: str
+    model: Model
+    instances: tuple[Instance, ...] = ()
+    faults: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # fields of model.Device that the driver does not tell
+    latency: float = 0.0  # seconds that reading it takes
+    compute_mode: str = "default"
+    temperature: WorkPattern | None = None
+    utilization: WorkPattern | None = None
+    memory: WorkPattern | None = None  # bytes that no process accounts for
+    energy: float = 0.0  # joules at the clock energy_since
+    energy_since: float = 0.0
+
+
+@dataclass(frozen=True)
+class Use:
+    """A real process that uses a device of the node."""
+
+    device: str  # uuid
+    pid: int
+    start_time: float  # seconds since boot
+    memory: WorkPattern
+    utilization: float
+    kind: str = "compute"
+    until: float | None = None  # clock; None: as long as it lives
+
+
+@dataclass(frozen=True)
+class ScheduledRelease:
+    """Memory that stays visible for a while after its process has died."""
+
+    device: str
+    memory: float
+    until: float  # clock
+
+
+@dataclass(frozen=True)
+class SimulatedNode:
+    """The whole state."""
+
+    spec: str
+    devices: tuple[NodeDevice, ...]
+    uses: tuple[Use, ...] = ()
+    releases: tuple[ScheduledRelease, ...] = ()
+    release_delay: float = 0.0  # seconds
+
+    def of(self, device: NodeDevice) -> set[str]:
+        """The uuids under which *device* is used: its own and those of its instances."""
+        return {device.uuid, *(instance.uuid for instance in device.instances)}
+
+
+def new_node(spec: str, place: str, clock: float) -> SimulatedNode:
+    """A node as *spec* says.  Its uuids follow from *place* (its directory) and the position, so they come back."""
+    devices = tuple(
+        NodeDevice(
+            index=index,
+            uuid=_uuid("GPU", place, index, part.model.name),
+            model=part.model,
+            instances=tuple(
+                Instance(_uuid("MIG", place, index, number, profile), profile, instance_memory(profile), number + 1)
+                for number, profile in enumerate(part.profiles)
+            ),
+            energy_since=clock,
+        )
+        for index, part in enumerate(parse_spec(spec))
+    )
+    return SimulatedNode(spec.strip(), devices)
+
+
+def find(node: SimulatedNode, names: str) -> tuple[str, ...]:
+    """The uuids that *names* means: indices, uuids or their beginnings, comma-separated, or ``"all"``.
+
+    Raises:
+        InvalidRequest: one of them is not there, or means several.
+    """
+    if names.strip() == "all":
+        return tuple(device.uuid for device in node.devices)
+    found = []
+    for name in filter(None, (word.strip() for word in names.split(","))):
+        matches = [
+            uuid
+            for device in node.devices
+            for uuid in (device.uuid, *(instance.uuid for instance in device.instances))
+            if (str(device.index) == name and uuid == device.uuid) or (len(name) > 4 and uuid.startswith(name))
+        ]
+        if len(matches) != 1:
+            problem = "means several devices" if matches else "is no device of the simulated node"
+            raise InvalidRequest(f"{name!r} {problem} ({node.spec}).  `gpuguard sim show` lists them.")
+        found += matches
+    if not found:
+        raise InvalidRequest("no device is named: write an index ('0' or '0,1'), a uuid, or 'all'.")
+    return tuple(dict.fromkeys(found))
+
+
+def memory_total(node: SimulatedNode, uuid: str) -> int:
+    """Bytes of the device or instance *uuid*."""
+    sizes = {device.uuid: device.model.memory_total for device in node.devices}
+    sizes |= {instance.uuid: instance.memory_total for device in node.devices for instance in device.instances}
+    return sizes[uuid]
+
+
+def memory_reserved(total: int) -> int:
+    """Bytes of *total* that driver and firmware keep."""
+    return int(total * RESERVED_SHARE) // 2**20 * 2**20
+
+
+def memory_used(node: SimulatedNode, uuids: set[str], clock: float) -> int:
+    """Bytes in use on a device or instance, at most what it has; *uuids* as Node.of gives them."""
+    device = next((device for device in node.devices if device.uuid in uuids), None)
+    used = IDLE_MEMORY + sum(use.memory.at(clock) for use in node.uses if use.device in uuids and running(use, clock))
+    used += sum(release.memory for release in node.releases if release.device in uuids and release.until > clock)
+    if device and device.memory:
+        used += device.memory.at(clock)
+    total = max(memory_total(node, uuid) for uuid in uuids)
+    return min(int(used), total - memory_reserved(total))
+
+
+def running(use: Use, clock: float) -> bool:
+    """Whether its time is not over yet."""
+    return use.until is None or clock < use.until
+
+
+def utilization(node: SimulatedNode, device: NodeDevice, clock: float) -> float:
+    """Percent."""
+    if device.utilization:
+        return device.utilization.at(clock)
+    here = node.of(device)
+    return min(sum(use.utilization for use in node.uses if use.device in here and running(use, clock)), 100.0)
+
+
+def temperature(node: SimulatedNode, device: NodeDevice, clock: float) -> float:
+    """Degrees Celsius.  Idle devices differ by a few degrees, as they do in a rack."""
+    if device.temperature:
+        return device.temperature.at(clock)
+    return IDLE_TEMPERATURE + device.index % 4 + BUSY_WARMING * utilization(node, device, clock) / 100
+
+
+def power_draw(node: SimulatedNode, device: NodeDevice, clock: float) -> float:
+    """Watts."""
+    idle = device.model.idle_power
+    busy = BUSY_POWER_SHARE * device.model.power_limit
+    return idle + (busy - idle) * utilization(node, device, clock) / 100
+
+
+def total_energy(node: SimulatedNode, device: NodeDevice, clock: float) -> float:
+    """Joules since the node was started: exact for everything that moves in straight lines."""
+    times = [device.energy_since, clock]
+    if device.utilization:
+        times += [device.utilization.since, device.utilization.since + device.utilization.over]
+    times += [use.until for use in node.uses if use.until is not None]
+    between = sorted({time for time in times if device.energy_since <= time <= clock})
+    # The middle of a straight piece is its mean, and is on the right side of every step.
+    spent = sum(power_draw(node, device, (start + end) / 2) * (end - start) for start, end in pairwise(between))
+    return device.energy + spent
+
+
+def settled(node: SimulatedNode, clock: float, alive: Callable[[Use], bool]) -> SimulatedNode:
+    """*node* with its energy added up to *clock*, without dead processes, with what they leave behind for a while."""
+    gone = [use for use in node.uses if not running(use, clock) or not alive(use)]
+    ends = [clock if running(use, clock) else use.until or clock for use in gone]
+    left = [
+        ScheduledRelease(use.device, use.memory.at(end), end + node.release_delay)
+        for use, end in zip(gone, ends, strict=True)
+    ]
+    return replace(
+        node,
+        devices=tuple(
+            replace(device, energy=total_energy(node, device, clock), energy_since=clock) for device in node.devices
+        ),
+        uses=tuple(use for use in node.uses if use not in gone),
+        releases=tuple(release for release in (*node.releases, *left) if release.until > clock),
+    )
+
+
+def changed(node: SimulatedNode, uuids: tuple[str, ...], change: Mapping[str, object]) -> SimulatedNode:
+    """*node* with these fields of these devices replaced.
+
+    Raises:
+        InvalidRequest: a MIG instance is named; only whole devices can be steered.
+    """
+    known = {device.uuid for device in node.devices}
+    for uuid in uuids:
+        if uuid not in known:
+            raise InvalidRequest(f"{uuid} is a MIG instance: name the device that it belongs to.")
+    devices = tuple(replace(each, **change) if each.uuid in uuids else each for each in node.devices)  # type: ignore[arg-type]
+    return replace(node, devices=devices)
+
+
+def _uuid(kind: str, *facts: object) -> str:
+    import hashlib
+
+    digits = hashlib.sha256("\0".join(map(str, facts)).encode()).hexdigest()
+    return f"{kind}-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:32]}"
+
+
+# The state of the simulated node in one file, which several terminals share.
+#
+# Readers need no lock, because the file is only ever replaced as a whole; writers take turns by an flock on a file
+# beside it (not on the state itself: a lock on a file that gets replaced guards nothing).  The format is private to
+# this module.  Does not look at processes: see simulated.
+
+
+STATE = "node.json"
+LOCK = "node.lock"
+LOCK_SECONDS = 10.0  # a change takes a millisecond; only a stopped process can hold the lock for longer
+_SCHEMA = 1
+_LONGEST = 86400.0  # seconds of a device's answer
+
+
+def load(directory: str) -> SimulatedNode | None:
+    """The node in *directory*; None if there is none.
+
+    Raises:
+        BackendError: the file cannot be read, or is not whole.
+    """
+    path = os.path.join(directory, STATE)
+    try:
+        with open(path, "rb") as file:
+            return _decoded(loads(file.read()))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BackendError(f"the simulated node cannot be read: {error}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BackendError(
+            f"{path} is damaged ({type(error).__name__}: {error}).  "
+            "`gpuguard sim start --force SPEC` makes a new node there."
+        ) from None
+
+
+def create(directory: str, make: Callable[[], SimulatedNode], *, replace: bool = False) -> tuple[SimulatedNode, bool]:
+    """The node in *directory* and whether it is new: *make* is called when there is none, or with *replace*."""
+    with _locked(directory):
+        node = None if replace else load(directory)
+        if node:
+            return node, False
+        node = make()
+        _save(directory, node)
+        return node, True
+
+
+def update(directory: str, change: Callable[[SimulatedNode], SimulatedNode]) -> SimulatedNode:
+    """Change the node while nobody else does; returns what it is now.
+
+    Raises:
+        BackendError: there is no node, or it cannot be written.
+    """
+    with _locked(directory):
+        node = load(directory)
+        if node is None:
+            raise BackendError(
+                f"there is no simulated node in {directory}: start one with `gpuguard sim start 8xH100-80GB`."
+            )
+        node = change(node)
+        _save(directory, node)
+        return node
+
+
+def remove(directory: str) -> bool:
+    """Remove the node; whether there was one.  The lock file stays: somebody may be waiting for it."""
+    with _locked(directory):
+        try:
+            os.unlink(os.path.join(directory, STATE))
+        except FileNotFoundError:
+            return False
+        return True
+
+
+@contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    path = os.path.join(directory, LOCK)
+    try:
+        lock = _open_lock(path)
+    except OSError as error:
+        raise BackendError(f"the simulated node cannot be changed: {error}.") from None
+    try:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not _try_lock(lock):
+            if time.monotonic() > deadline:
+                raise BackendError(f"a stopped process holds {path}: `fuser -v {path}` shows it.")
+            time.sleep(0.002)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _open_lock(path: str) -> int:
+    try:
+        # flock needs no write access, so users who may only read the directory can take their turn, too.
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _save(directory: str, node: SimulatedNode) -> None:
+    path = os.path.join(directory, STATE)
+    try:
+        # One name for all: whoever writes holds the lock.  What a killed writer left may be another user's.
+        with suppress(FileNotFoundError):
+            os.unlink(f"{path}.new")
+        with open(f"{path}.new", "x", encoding="utf-8") as file:
+            json.dump({"schema": _SCHEMA, **asdict(node)}, file)
+        os.replace(f"{path}.new", path)
+    except OSError as error:
+        raise BackendError(f"the simulated node cannot be changed: {error}.") from None
+
+
+def _decoded(raw: dict[str, Any]) -> SimulatedNode:
+    if raw["schema"] != _SCHEMA:
+        raise ValueError(f"written by another version, schema {raw['schema']}")
+    node: SimulatedNode = noun(SimulatedNode, raw)
+    if len(node.devices) > DEVICES_AT_MOST or any(len(device.instances) > DEVICES_AT_MOST for device in node.devices):
+        raise ValueError(f"no node has more than {DEVICES_AT_MOST} devices")
+    for device in node.devices:
+        if not 0 <= device.latency <= _LONGEST:
+            raise ValueError(f"device {device.index} cannot take {device.latency} s")
+        if device.model.pcie_generation not in LANES_BYTES:
+            raise ValueError(f"there is no PCIe {device.model.pcie_generation}")
+    return node

@@ -1,0 +1,224 @@
+"""What policies would have done: the same rules and the same engine, on samples of another time or of nowhere.
+
+Whoever is terminated in a rehearsal is gone from its next sample on, with his memory, and so is a claim that is
+released; nobody reacts to a warning, so the figures are the worst case.  What is checked right before a signal (see
+preflight) is not rehearsed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from dataclasses import replace as replace_fields
+
+from gpuguard.backtest.csv_series import CsvRow, CsvSample, Numbering, Recording, csv_samples
+from gpuguard.model import Device, Snapshot, Verdict
+from gpuguard.policies.engine import evaluate
+from gpuguard.policies.escalation import EngineMemory
+from gpuguard.policies.policy import Judgement, Policy
+from gpuguard.policies.series import LARGEST_DISTANCE
+from gpuguard.policies.view import Identity, RuleView
+
+ENDS = frozenset({"terminate", "kill", "cancel"})  # actions after which a process is gone
+HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
+
+
+@dataclass(frozen=True)
+class Act:
+    """A step that would have been taken.
+
+    Args:
+        time: of the sample, seconds as in the recording.
+        jobs: whom it would have hit; () when it is about a device or a claim alone.
+        since: of the same kind as time: when the condition began to hold.
+    """
+
+    time: float
+    host: str
+    policy: str
+    action: str
+    jobs: tuple[str, ...]
+    user: str | None
+    device: str | None
+    since: float
+    why: str
+
+
+@dataclass(frozen=True)
+class PredictedEnd:
+    """A job that a policy would have ended, and what it did afterwards in truth."""
+
+    job: str
+    host: str
+    user: str
+    policy: str
+    time: float
+    freed: float  # GPU-seconds for which it held a device and did nothing with it
+    lost: float  # GPU-seconds in which it worked
+
+
+@dataclass(frozen=True)
+class Backtest:
+    """The result.
+
+    Args:
+        acts: in the order of time.
+        endings: likewise, each job once.
+        held: GPU-seconds for which all jobs together held devices.
+        longest_gap: seconds without a sample after which durations started anew.
+        holes: how often that was the case, at most.
+        notes: kind -> how often it was the reason not to act.
+    """
+
+    acts: tuple[Act, ...] = ()
+    endings: tuple[PredictedEnd, ...] = ()
+    held: float = 0.0
+    longest_gap: float = 0.0
+    holes: int = 0
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+
+def backtest(
+    recording: Recording,
+    policies: Sequence[Policy],
+    uid_of: Numbering,
+    *,
+    longest_gap: float | None = None,
+    zone: float = 0.0,
+) -> Backtest:
+    """Judge a whole recording, every machine with a memory of its own.
+
+    Args:
+        recording: of any number of machines.
+        policies: all of them, whether they are enforced or not.
+        uid_of: who is who, the same for the policies.
+        longest_gap: seconds without a sample after which durations start anew; 3 intervals, as the daemon, if None.
+        zone: seconds east of UTC, for hours and days.
+    """
+    gap = LARGEST_DISTANCE * recording.interval if longest_gap is None else longest_gap
+    acts: list[Act] = []
+    notes: dict[str, int] = {}
+    for _, samples in csv_samples(recording, uid_of):
+        acts += _acts(samples, policies, gap, zone, notes)
+    acts.sort(key=lambda act: act.time)
+    jobs = recording.jobs()
+    return Backtest(
+        tuple(acts),
+        tuple(_predicted_ends(acts, jobs, recording.interval)),
+        sum(_is_held(row) for rows in jobs.values() for row in rows) * recording.interval,
+        gap,
+        recording.holes(gap),
+        notes,
+    )
+
+
+def _acts(
+    samples: Iterator[CsvSample], policies: Sequence[Policy], gap: float, zone: float, notes: dict[str, int]
+) -> Iterator[Act]:
+    now: list[CsvSample] = []
+
+    def views() -> Iterator[RuleView]:
+        for look in samples:
+            now[:] = [look]
+            yield look.view
+
+    for view, judgement in rehearse(views(), policies, interval=gap / LARGEST_DISTANCE, zone=zone):
+        look = now[0]
+        for verdict in judgement.verdicts:
+            yield _act(verdict, look, view)
+        for note in judgement.notes:
+            notes[note.kind] = notes.get(note.kind, 0) + 1
+
+
+def _act(verdict: Verdict, look: CsvSample, view: RuleView) -> Act:
+    finding = verdict.finding
+    hit = (look.jobs[each.pid, each.start_time] for each in finding.processes if each.start_time is not None)
+    users = sorted({each.user for each in finding.processes if each.user})
+    return Act(
+        look.time,
+        look.host,
+        verdict.policy,
+        verdict.action,
+        tuple(dict.fromkeys(hit)),
+        finding.subject.user or ", ".join(users) or None,
+        (finding.subject.device or "").removeprefix("GPU-") or None,
+        look.time - (view.clock - verdict.since),
+        finding.why,
+    )
+
+
+def _predicted_ends(
+    acts: Iterable[Act], jobs: Mapping[tuple[str, str], list[CsvRow]], interval: float
+) -> Iterator[PredictedEnd]:
+    ended: set[tuple[str, str]] = set()
+    for act in acts:
+        for job in act.jobs if act.action in ENDS else ():
+            if (act.host, job) in ended:
+                continue
+            ended.add((act.host, job))
+            later = [row for row in jobs[act.host, job] if row.time > act.time]
+            worked = sum(map(_works, later))
+            rested = sum(_is_held(row) and not _works(row) for row in later)
+            user = jobs[act.host, job][0].user
+            yield PredictedEnd(job, act.host, user, act.policy, act.time, rested * interval, worked * interval)
+
+
+def _works(row: CsvRow) -> bool:
+    return row.utilization is not None and row.utilization > 0
+
+
+def _is_held(row: CsvRow) -> bool:
+    return row.memory is not None and row.memory > HELD
+
+
+def rehearse(
+    views: Iterable[RuleView], policies: Sequence[Policy], *, interval: float, zone: float = 0.0
+) -> Iterator[tuple[RuleView, Judgement]]:
+    """Judge one sample after the other; what is ended is missing from the next one.
+
+    Args:
+        views: of one machine, with a clock that rises.
+        policies: with unique names.
+        interval: seconds between samples; after more than three of them without a sample durations start anew.
+        zone: seconds east of UTC, for hours and days.
+
+    Returns:
+        Each sample as it was judged, with what came out.
+    """
+    memory = EngineMemory()
+    gone: set[Identity] = set()
+    released: set[tuple[int | None, str | None]] = set()
+    for view in views:
+        left = replace_fields(view, snapshot=_without(view.snapshot, gone, released)) if gone or released else view
+        judgement = evaluate(left, policies, memory, interval=interval, zone=zone)
+        for verdict in judgement.verdicts:
+            if verdict.action in ENDS:
+                hit = verdict.finding.processes
+                gone.update((each.pid, each.start_time) for each in hit if each.start_time is not None)
+            if verdict.action == "release":
+                released.add((verdict.finding.subject.uid, verdict.finding.subject.claim))
+        yield left, judgement
+
+
+def _without(snapshot: Snapshot, gone: set[Identity], released: set[tuple[int | None, str | None]]) -> Snapshot:
+    pids = {pid for pid, _ in gone}
+    return replace(
+        snapshot,
+        devices=tuple(_emptied(device, gone) for device in snapshot.devices),
+        # A claim lives as long as the process that made it, unless it is taken back.
+        claims=tuple(
+            claim for claim in snapshot.claims if claim.pid not in pids and (claim.uid, claim.id) not in released
+        ),
+    )
+
+
+def _emptied(device: Device, gone: set[Identity]) -> Device:
+    left = tuple(each for each in device.processes or () if (each.pid, each.start_time) not in gone)
+    if len(left) == len(device.processes or ()):
+        return device
+    ended = [each for each in device.processes or () if (each.pid, each.start_time) in gone]
+    freed = sum(each.memory_used or 0 for each in ended)
+    memory = None if device.memory_used is None else max(0, device.memory_used - freed)
+    if not left:
+        return replace(device, processes=left, memory_used=memory, utilization=0.0)
+    return replace(device, processes=left, memory_used=memory)

@@ -1,0 +1,374 @@
+"""Recorded samples from a CSV file: one row per time, job and device, for `gpuguard policy backtest`.
+
+    time_seconds,host,device,job,user,groups,kind,utilization_percent,memory_bytes,temperature_celsius,power_watts
+
+Only time_seconds and job are needed, in any order; an empty cell is unknown.  Rows with a host share that machine; rows
+with a device but no host are all of one machine; without both, every job had a device and a machine of its own.
+Does not judge: see rehearsal.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from dataclasses import field as attribute
+from itertools import groupby, pairwise
+from math import isfinite
+from statistics import median
+
+from gpuguard.backtest.recording import is_tape, views
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import Device, Gap, GpuProcess, Snapshot
+from gpuguard.policies.view import HostUse, Identity, RuleView
+
+# Name of a column -> what it says, and by how much its numbers are multiplied.  pod, t_s, util and mem_mib are the
+# names in the traces of alibaba/clusterdata.
+COLUMNS: Mapping[str, tuple[str, float]] = {
+    "time_seconds": ("time", 1), "t_s": ("time", 1),
+    "job": ("job", 1), "pod": ("job", 1),
+    "host": ("host", 1), "device": ("device", 1), "user": ("user", 1),
+    "groups": ("groups", 1), "kind": ("kind", 1),
+    "utilization_percent": ("utilization", 1), "util": ("utilization", 1),
+    "memory_bytes": ("memory", 1), "memory_mib": ("memory", 2**20), "mem_mib": ("memory", 2**20),
+    "temperature_celsius": ("temperature", 1), "power_watts": ("power", 1),
+}  # fmt: skip
+_TEXTS = frozenset({"job", "host", "device", "user", "groups", "kind"})
+_KINDS = ("batch", "interactive", "container")
+_UIDS_FROM = 100_000  # of users who are in a recording only
+_FIRST_PID = 1000
+_AT_A_TERMINAL, _WITHOUT_TERMINAL = HostUse(terminal="/dev/pts/0"), HostUse(terminal="")
+_CLOCK = 1e6  # of time 0: a machine that was up for 11 days; a clock of 0 would be one that boots
+_LATEST = 1e10  # the year 2286: larger ones are milliseconds
+_UNIX = 1e8  # times from here on are unix times, in 1973; smaller ones count from the start of the recording
+
+
+@dataclass(frozen=True)
+class CsvRow:
+    """One sample of one job on one device.  None = unknown."""
+
+    time: float  # seconds
+    job: str  # "" = nobody uses the device
+    host: str
+    device: str
+    user: str
+    groups: str = ""  # names with blanks between them
+    kind: str = "batch"  # or interactive, container
+    utilization: float | None = None  # percent
+    memory: float | None = None  # bytes
+    temperature: float | None = None
+    power: float | None = None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a file says.
+
+    Args:
+        rows: in the order of time.
+        interval: seconds between two samples of the same job, the median.
+        columns: what the file tells: time, job, utilization, ...
+        people: user name -> uid, where it tells that too.
+        replayed: the samples themselves where rows are not all that was recorded, as looks() gives them.
+    """
+
+    rows: tuple[CsvRow, ...]
+    interval: float
+    columns: frozenset[str]
+    people: Mapping[str, int] = attribute(default_factory=dict)
+    replayed: Callable[[], Iterator[tuple[str, Iterator[CsvSample]]]] | None = None
+
+    @property
+    def start(self) -> float:
+        """Time of the first sample."""
+        return self.rows[0].time
+
+    @property
+    def dated(self) -> bool:
+        """Whether the times are unix times."""
+        return self.start >= _UNIX
+
+    def jobs(self) -> dict[tuple[str, str], list[CsvRow]]:
+        """(host, job) -> its samples, in the order of time."""
+        found: dict[tuple[str, str], list[CsvRow]] = {}
+        for row in self.rows:
+            if row.job:
+                found.setdefault((row.host, row.job), []).append(row)
+        return found
+
+    def holes(self, longest: float) -> int:
+        """How many pauses longer than *longest* seconds there are between two samples of the same job."""
+        return sum(distance > longest for distance in _distances(self.rows))
+
+
+def read_recording(path: str) -> Recording:
+    """Read a CSV file with a header.
+
+    Raises:
+        InvalidRequest: it is none, or a cell cannot be understood.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as lines:
+            rows, columns = _rows(path, lines)
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InvalidRequest(f"{path} is not CSV in UTF-8: {error}.") from error
+    distances = _distances(rows)
+    if not distances:
+        raise InvalidRequest(f"{path} has no job with two samples: there is nothing to judge.")
+    return Recording(tuple(rows), median(distances), columns)
+
+
+def _rows(path: str, lines: Iterable[str]) -> tuple[list[CsvRow], frozenset[str]]:
+    reader = csv.reader(lines)
+    header = [name.strip().lower() for name in next(reader, [])]
+    places = {COLUMNS[name][0]: (place, COLUMNS[name][1]) for place, name in enumerate(header) if name in COLUMNS}
+    if len(places) < sum(name in COLUMNS for name in header):
+        raise InvalidRequest(f"{path}:1: two columns say the same: keep one of them.")
+    missing = {"time": "time_seconds", "job": "job"}
+    for field, name in missing.items():
+        if field not in places:
+            raise InvalidRequest(f"{path}:1: there is no column {name!r}.\nKnown columns: {', '.join(COLUMNS)}.")
+    rows = []
+    for cells in reader:
+        if cells:
+            rows.append(_row(f"{path}:{reader.line_num}", cells, places))
+    rows.sort(key=lambda row: row.time)
+    return rows, frozenset(places)
+
+
+def _row(place: str, cells: list[str], places: Mapping[str, tuple[int, float]]) -> CsvRow:
+    texts = dict.fromkeys(_TEXTS, "")
+    numbers: dict[str, float | None] = {}
+    for field, (column, scale) in places.items():
+        cell = cells[column].strip() if column < len(cells) else ""
+        if field in _TEXTS:
+            texts[field] = cell
+        else:
+            numbers[field] = _number(place, field, cell, scale)
+    time = numbers.pop("time")
+    if time is None:
+        raise InvalidRequest(f"{place}: the time is missing.")
+    if time > _LATEST:
+        raise InvalidRequest(f"{place}: the time {time:g} is not in seconds.")
+    if texts["kind"] not in ("", *_KINDS):
+        raise InvalidRequest(f"{place}: kind: {texts['kind']!r} is none of {', '.join(_KINDS)}.")
+    own = "" if "device" in places or "host" in places else texts["job"]
+    return CsvRow(
+        time,
+        texts["job"],
+        texts["host"] or own or "recording",
+        texts["device"] or texts["job"],
+        texts["user"] or texts["job"],
+        texts["groups"],
+        texts["kind"] or "batch",
+        **numbers,
+    )
+
+
+def _number(place: str, field: str, cell: str, scale: float) -> float | None:
+    if not cell:
+        return None
+    try:
+        number = float(cell) * scale
+    except ValueError:
+        raise InvalidRequest(f"{place}: {field}: {cell!r} is not a number.") from None
+    if not isfinite(number) or (field != "temperature" and number < 0):
+        raise InvalidRequest(f"{place}: {field}: {cell!r} is not possible; leave unknown cells empty.")
+    return number
+
+
+def _distances(rows: Iterable[CsvRow]) -> list[float]:
+    times: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        times.setdefault((row.host, row.device, row.job), []).append(row.time)
+    return [later - earlier for one in times.values() for earlier, later in pairwise(one) if later > earlier]
+
+
+class Numbering:
+    """Names -> the numbers that a machine would give them, each its own, in the order in which they are asked for."""
+
+    def __init__(self, first: int, known: Mapping[str, int] | None = None) -> None:
+        """Count from *first*; *known* names have their numbers already."""
+        self._first = first
+        self._numbers = dict(known or {})
+
+    def __call__(self, name: str) -> int:
+        """The number of *name*."""
+        return self._numbers.setdefault(name, self._first + len(self._numbers))
+
+
+def people(known: Mapping[str, int] | None = None) -> Numbering:
+    """User name -> uid, for users who need not exist on this machine; those of *known* have theirs."""
+    return Numbering(_UIDS_FROM, {"root": 0, **(known or {})})
+
+
+@dataclass(frozen=True)
+class CsvSample:
+    """One look at one machine, and which job each process is."""
+
+    host: str
+    time: float
+    view: RuleView
+    jobs: Mapping[Identity, str]
+
+
+def csv_samples(recording: Recording, uid_of: Numbering) -> Iterator[tuple[str, Iterator[CsvSample]]]:
+    """Each machine with its samples as views; *uid_of* says who is who."""
+    if recording.replayed:
+        yield from recording.replayed()
+        return
+    of_host: dict[str, list[CsvRow]] = {}
+    for row in recording.rows:
+        of_host.setdefault(row.host, []).append(row)
+    for host, rows in of_host.items():
+        yield host, _csv_samples(host, rows, recording, uid_of)
+
+
+def _csv_samples(host: str, rows: list[CsvRow], recording: Recording, uid_of: Numbering) -> Iterator[CsvSample]:
+    pid_of, index_of = Numbering(_FIRST_PID), Numbering(0)
+    begun: dict[str, float] = {}
+    grouped = "groups" in recording.columns
+    for now in _together(rows, recording.interval / 2):
+        at = now[0].time
+        clock = at + _CLOCK - recording.start
+        jobs: dict[Identity, str] = {}
+        host_uses: dict[Identity, HostUse] = {}
+        devices = []
+        for name, there in groupby(sorted(now, key=lambda row: row.device), key=lambda row: row.device):
+            here = list(there)
+            processes = []
+            for row in here:
+                if row.job:
+                    identity = pid_of(row.job), begun.setdefault(row.job, clock)
+                    jobs[identity] = row.job
+                    host_uses[identity] = _AT_A_TERMINAL if row.kind == "interactive" else _WITHOUT_TERMINAL
+                    processes.append(_process(row, identity, uid_of))
+            devices.append(_device(index_of(name), name, here, tuple(processes)))
+        # Nobody knows the claims of then: a rule that asks for them must find nothing.
+        gap = Gap(None, "claims", "the recording does not tell who had claimed what")
+        snapshot = Snapshot(host, "recording", at, clock, tuple(devices), (gap,))
+        groups = {uid_of(row.user): frozenset(row.groups.split()) for row in now} if grouped else {}
+        yield CsvSample(host, at, RuleView(snapshot, host=host_uses, groups=groups), jobs)
+
+
+def _together(rows: list[CsvRow], slack: float) -> Iterator[list[CsvRow]]:
+    """Rows of one look at the machine: programs that record read one device after the other."""
+    now: list[CsvRow] = []
+    seen: set[tuple[str, str]] = set()
+    for row in rows:
+        key = row.device, row.job
+        if now and (key in seen or row.time - now[0].time > slack):
+            yield now
+            now, seen = [], set()
+        now.append(row)
+        seen.add(key)
+    if now:
+        yield now
+
+
+def _process(row: CsvRow, identity: Identity, uid_of: Numbering) -> GpuProcess:
+    pid, start_time = identity
+    memory = None if row.memory is None else int(row.memory)
+    return GpuProcess(
+        pid,
+        memory,
+        start_time=start_time,
+        uid=uid_of(row.user),
+        user=row.user,
+        command=(row.job,),
+        container="recorded" if row.kind == "container" else None,
+    )
+
+
+def _device(index: int, name: str, rows: list[CsvRow], processes: tuple[GpuProcess, ...]) -> Device:
+    memory = [row.memory for row in rows]
+    known = [row.utilization for row in rows if row.utilization is not None]
+    return Device(
+        index,
+        f"GPU-{name}",
+        processes=processes,
+        utilization=max(known, default=None),
+        memory_used=None if None in memory else int(sum(each for each in memory if each is not None)),
+        temperature=rows[0].temperature,
+        power_draw=rows[0].power,
+    )
+
+
+# A recording of `gpuguard record` as samples that policies can be judged on, beside the tables of series_file.
+#
+# Nothing is made up: the rules see the snapshot, the claims and the people that were recorded.  Does not judge.
+
+
+_COLUMNS = frozenset(  # as series_file calls them
+    {"time", "job", "host", "device", "user", "groups", "kind", "utilization", "memory", "temperature", "power"}
+)
+
+
+def read_any(path: str) -> Recording:
+    """A recording, or a table in CSV.
+
+    Raises:
+        InvalidRequest: it is a table that cannot be understood, or has fewer than two samples.
+        BackendError: it is a recording that cannot be read.
+    """
+    return _read(path) if is_tape(path) else read_recording(path)
+
+
+def _read(path: str) -> Recording:
+    rows: list[CsvRow] = []
+    times: list[float] = []
+    people: dict[str, int] = {}
+    for view in views(path):
+        times.append(view.snapshot.taken_at)
+        for device in view.snapshot.devices:
+            for process in device.processes or ():
+                rows.append(_recorded_row(view, device, process))
+                if process.user is not None and process.uid is not None:
+                    people.setdefault(process.user, process.uid)
+        for claim in view.snapshot.claims:
+            if claim.uid >= 0:
+                people.setdefault(claim.user, claim.uid)
+    distances = [later - earlier for earlier, later in pairwise(times) if later > earlier]
+    if not distances:
+        raise InvalidRequest(f"{path} has fewer than two samples: there is nothing to judge.")
+    if not rows:  # an idle machine: a row of nobody, so that it has a beginning and an end
+        rows = [CsvRow(time, "", "", "", "") for time in (times[0], times[-1])]
+    return Recording(tuple(rows), median(distances), _COLUMNS, people, lambda: _recorded_samples(path))
+
+
+def _recorded_samples(path: str) -> Iterator[tuple[str, Iterator[CsvSample]]]:
+    hosts = list(dict.fromkeys(view.snapshot.host for view in views(path)))
+    for host in hosts:
+        yield host, (_recorded_sample(view) for view in views(path) if view.snapshot.host == host)
+
+
+def _recorded_sample(view: RuleView) -> CsvSample:
+    jobs: dict[Identity, str] = {}
+    for device in view.snapshot.devices:
+        for process in device.processes or ():
+            if process.start_time is not None:
+                jobs[process.pid, process.start_time] = _name(process)
+    return CsvSample(view.snapshot.host, view.snapshot.taken_at, view, jobs)
+
+
+def _recorded_row(view: RuleView, device: Device, process: GpuProcess) -> CsvRow:
+    return CsvRow(
+        view.snapshot.taken_at,
+        _name(process),
+        view.snapshot.host,
+        device.uuid,
+        process.user or "unknown",
+        utilization=device.utilization if process.utilization is None else process.utilization,
+        memory=process.memory_used,
+        temperature=device.temperature,
+        power=device.power_draw,
+    )
+
+
+def _name(process: GpuProcess) -> str:
+    """A name for people that no other process of the recording has."""
+    program = (process.command or ("process",))[0].rpartition("/")[2] or "process"
+    started = "" if process.start_time is None else f"@{process.start_time:.2f}"
+    return f"{program} {process.pid}{started}"

@@ -1,0 +1,504 @@
+"""Unit tests of policies: machines that never were, sample by sample, and the steps that must come of them.
+
+A file of tests is YAML beside the policy file; the fields of File and Test are its keys.  Does not compare: see
+trial.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Annotated, Literal, TypeVar
+
+from gpuguard.backtest.backtest import rehearse
+from gpuguard.backtest.csv_series import Numbering, people
+from gpuguard.enforcement.action_keys import ACTION_KEYS
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict
+from gpuguard.policies.amounts import parse_rate
+from gpuguard.policies.files.decoder import Accounts, Broken, Decoder
+from gpuguard.policies.files.loader import PolicyFile, load_policies
+from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, read_file
+from gpuguard.policies.policy import Policy
+from gpuguard.policies.view import HostUse, RuleView
+from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_percent, parse_watts
+
+T = TypeVar("T")
+
+_CLOCK = 1e9  # of the first sample: whatever is older than its process began after the machine did
+_PID = 1000  # of the first process
+_MOST = 20_000  # samples of one test: two weeks, one per minute
+_REPEATED = re.compile(r"(.*?)(?:\s+x\s?([1-9][0-9]{0,4}))?", re.DOTALL)
+_START = "2026-01-05T08:00"  # a Monday
+
+
+@dataclass(frozen=True)
+class TestSeries:
+    """A value per sample; the last one stays.  None = unknown."""
+
+    values: tuple[float | None, ...]
+
+    def at(self, place: int) -> float | None:
+        """Of the sample with this number, from 0."""
+        return self.values[min(place, len(self.values) - 1)]
+
+
+def series_of(parse: Callable[[str], float]) -> Callable[[str], TestSeries]:
+    """A reader of ``"0% x120, 90%"``, ``"40C..95C x10"`` (a ramp) and ``"_ x3"`` (unknown)."""
+
+    def read(text: str) -> TestSeries:
+        values: list[float | None] = []
+        for part in text.split(","):
+            match = _REPEATED.fullmatch(part.strip())
+            assert match  # it matches every text
+            value, count = match.group(1), int(match.group(2) or 1)
+            first, ramp, last = value.partition("..")
+            if value == "_":
+                values += [None] * count
+            else:
+                begin = parse(first.strip())
+                end = parse(last.strip()) if ramp else begin
+                values += [begin + (end - begin) * place / max(1, count - 1) for place in range(count)]
+            if len(values) > _MOST:
+                raise InvalidRequest(f"{len(values)} samples: at most {_MOST} are looked at.")
+        return TestSeries(tuple(values))
+
+    return read
+
+
+def parse_cores(text: str) -> float:
+    """Percent of one core, so more than 100 of several."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s?%", text)
+    if not match:
+        raise InvalidRequest(f"{text!r} is no percentage of one core: write it like '150%'.")
+    return float(match.group(1))
+
+
+def parse_network(text: str) -> float:
+    """Bytes per second of ``"5MB/s"``."""
+    return parse_rate(text).per_second
+
+
+def parse_words(text: str) -> tuple[str, ...]:
+    """The words of a command line."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise InvalidRequest(f"{text!r} is no command line: {error}.") from None
+
+
+def parse_place(text: str) -> int:
+    """The index of a device."""
+    if not re.fullmatch(r"0|[1-9][0-9]{0,2}", text):
+        raise InvalidRequest(f"{text!r} is no index of a device: write 0 for the first one.")
+    return int(text)
+
+
+def parse_start(text: str) -> float:
+    """The unix time of ``"2026-11-20T09:00"`` here."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise InvalidRequest(f"{text!r} is no time: write it like '2026-11-20T09:00'.") from None
+
+
+def parse_every(text: str) -> float:
+    """Seconds, 1 s to 1 h."""
+    seconds = parse_duration(text)
+    if not 1 <= seconds <= 3600:
+        raise InvalidRequest(f"{text!r} is out of range: write 1s to 1h.")
+    return seconds
+
+
+def parse_action(text: str) -> str:
+    """The name of an action."""
+    if text not in ACTION_KEYS:
+        raise InvalidRequest(f"{text!r} is no action: known are {', '.join(ACTION_KEYS)}.")
+    return text
+
+
+Place = Annotated[int, parse_place]
+_Percent = Annotated[TestSeries | None, series_of(parse_percent)]
+_Bytes = Annotated[TestSeries | None, series_of(parse_bytes)]
+
+
+@dataclass(frozen=True)
+class DeviceKeys:
+    """One device; the first is 0.  All values are series but the model and its size."""
+
+    model: str = "NVIDIA A100-SXM4-80GB"
+    memory_total: Annotated[float, parse_bytes] = 80 * 2**30
+    memory_used: _Bytes = None  # that of the processes
+    utilization: _Percent = TestSeries((0.0,))
+    temperature: Annotated[TestSeries | None, series_of(parse_celsius)] = TestSeries((40.0,))
+    power: Annotated[TestSeries | None, series_of(parse_watts)] = TestSeries((100.0,))
+    power_limit: Annotated[float, parse_watts] = 400.0
+    problems: tuple[str, ...] = ()
+    scheduled: tuple[str, ...] | None = None  # users to whom an outer scheduler has given it
+
+
+@dataclass(frozen=True)
+class ProcessKeys:
+    """One process of a user, from `begins` to `ends`; it is `age` old when it is first seen."""
+
+    user: str
+    devices: tuple[Place, ...] = (0,)
+    memory: _Bytes = TestSeries((10 * 2**30,))
+    utilization: _Percent = None
+    cpu: Annotated[TestSeries | None, series_of(parse_cores)] = None
+    host_memory: _Bytes = None
+    network: Annotated[TestSeries | None, series_of(parse_network)] = None
+    kind: Literal["compute", "graphics", "compute+graphics", "mps"] = "compute"
+    is_: Literal["interactive", "batch", "container"] = "batch"
+    command: Annotated[tuple[str, ...], parse_words] = ("python", "train.py")
+    executable: str = "/usr/bin/python3"
+    begins: Annotated[float, parse_duration] = 0.0
+    ends: Annotated[float, parse_duration] | None = None
+    age: Annotated[float, parse_duration] = 0.0
+
+
+@dataclass(frozen=True)
+class ClaimKeys:
+    """One claim of a user, from `begins` to `ends`; it is `age` old when it is first seen."""
+
+    user: str
+    devices: tuple[Place, ...] = (0,)
+    begins: Annotated[float, parse_duration] = 0.0
+    ends: Annotated[float, parse_duration] | None = None
+    age: Annotated[float, parse_duration] = 0.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One step that must come, within one sample after `at`; only what is written is compared."""
+
+    at: Annotated[float, parse_duration]
+    action: Annotated[str, parse_action]
+    policy: str | None = None
+    user: str | None = None
+    device: Place | None = None
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test.
+
+    Args:
+        name: a sentence.
+        of: names of the policies that are judged; all by default.
+        every: between two samples.
+        for: how long it goes on; by default as long as the longest series and the last expectation.
+        starts: local time of the first sample.
+        groups: user -> names of groups.
+        gpu_hours: user -> GPU time claimed before, in whatever window a quota asks for.
+        expect: exactly these steps, in any order.
+        expect_none: true: none at all.
+    """
+
+    __test__ = False  # pytest takes every class with this name for its own
+
+    name: str
+    devices: tuple[DeviceKeys, ...] = (DeviceKeys(),)
+    processes: tuple[ProcessKeys, ...] = ()
+    claims: tuple[ClaimKeys, ...] = ()
+    expect: tuple[Expected, ...] = ()
+    expect_none: bool = False
+    of: tuple[str, ...] = ()
+    every: Annotated[float, parse_every] = 60.0
+    for_: Annotated[float, parse_duration] | None = None
+    starts: Annotated[float, parse_start] = field(default_factory=lambda: parse_start(_START))
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gpu_hours: Mapping[str, Annotated[float, parse_duration]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if bool(self.expect) == self.expect_none:
+            raise InvalidRequest("exactly one of expect and `expect_none: true` is needed.")
+        holders: tuple[ProcessKeys | ClaimKeys, ...] = (*self.processes, *self.claims)
+        for place in (place for holder in holders for place in holder.devices):
+            if place >= len(self.devices):
+                raise InvalidRequest(f"there is no device {place}: the test has {len(self.devices)}.")
+        if self.samples > _MOST:
+            raise InvalidRequest(f"{self.samples} samples: at most {_MOST}, write a longer `every`.")
+
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        if self.for_ is not None:
+            return int(self.for_ // self.every) + 1
+        nouns = (*self.devices, *self.processes)
+        series = (value for noun in nouns for value in vars(noun).values() if isinstance(value, TestSeries))
+        last = max((each.at for each in self.expect), default=0.0)
+        return max(int(last // self.every) + 2, *(len(each.values) for each in series))
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of tests.
+
+    Args:
+        policies: path of the policy file, seen from this one.
+        tests: at least one.
+    """
+
+    policies: str
+    tests: tuple[Test, ...]
+
+
+def read_tests(text: str) -> tuple[File | None, tuple[Fault, ...]]:
+    """The tests that *text* describes, or None and its faults."""
+    source = YamlSource(text)
+    root = source.tree()
+    decoder = Decoder(source, {})
+    if root is not None:
+        with suppress(Broken):
+            decoder.value(root, File)
+    faults = tuple(sorted(set(source.faults), key=lambda fault: (fault.line, fault.column, fault.text)))
+    return (None if faults else decoder.values.get(())), faults
+
+
+def accounts(uid_of: Numbering) -> Accounts:
+    """Users and groups who need not exist on this machine: the people of a rehearsal."""
+    return Accounts(user_number=uid_of, group_number=lambda name: 1)
+
+
+def uid_in(uid_of: Numbering, user: str) -> int:
+    """Of a name, or of the uid itself in digits."""
+    return int(user) if user.isdecimal() else uid_of(user)
+
+
+def uuid_of(place: int) -> str:
+    """Of the device with this index."""
+    return f"GPU-{place:08x}-0000-4000-8000-{place:012x}"
+
+
+def views(test: Test, policies: Sequence[Policy], uid_of: Numbering) -> Iterator[RuleView]:
+    """The samples of *test*, in the order of time."""
+    windows = {rule.within for policy in policies for rule in policy.rules if getattr(rule, "within", None)}  # type: ignore[attr-defined]
+    groups = {uid_in(uid_of, user): frozenset(names) for user, names in test.groups.items()}
+    holders: tuple[ProcessKeys | ClaimKeys, ...] = (*test.processes, *test.claims)
+    known = {uid_in(uid_of, each.user): frozenset[str]() for each in holders}
+    spent = {uid_in(uid_of, user): dict.fromkeys(windows, used) for user, used in test.gpu_hours.items()}
+    given = {
+        uuid_of(place): frozenset(uid_in(uid_of, user) for user in device.scheduled)
+        for place, device in enumerate(test.devices)
+        if device.scheduled is not None
+    }
+    for sample in range(test.samples):
+        elapsed = sample * test.every
+        processes = [
+            (place, each, _process(place, each, sample, uid_of))
+            for place, each in enumerate(test.processes)
+            if _lives(each, elapsed)
+        ]
+        snapshot = Snapshot(
+            "rehearsal",
+            "rehearsal",
+            test.starts + elapsed,
+            _CLOCK + elapsed,
+            tuple(_device(place, each, sample, processes) for place, each in enumerate(test.devices)),
+            simulated=True,
+            claims=tuple(
+                _claim(place, each, test, uid_of) for place, each in enumerate(test.claims) if _lives(each, elapsed)
+            ),
+        )
+        host = {(one.pid, one.start_time or 0.0): _host_use(each, sample) for _, each, one in processes}
+        yield RuleView(snapshot, host=host, groups={**known, **groups}, scheduled=given or None, gpu_seconds=spent)
+
+
+def _lives(each: ProcessKeys | ClaimKeys, elapsed: float) -> bool:
+    return each.begins <= elapsed and (each.ends is None or elapsed < each.ends)
+
+
+def _process(place: int, keys: ProcessKeys, sample: int, uid_of: Numbering) -> GpuProcess:
+    return GpuProcess(
+        pid=_PID + place,
+        memory_used=_whole(keys.memory, sample),
+        kind=keys.kind,
+        start_time=_CLOCK + keys.begins - keys.age,
+        uid=uid_in(uid_of, keys.user),
+        user=keys.user,
+        utilization=keys.utilization.at(sample) if keys.utilization else None,
+        command=keys.command,
+        executable=keys.executable,
+        container="c0ffee" if keys.is_ == "container" else None,
+    )
+
+
+def _host_use(keys: ProcessKeys, sample: int) -> HostUse:
+    return HostUse(
+        cpu=keys.cpu.at(sample) if keys.cpu else None,
+        memory=_whole(keys.host_memory, sample),
+        network=keys.network.at(sample) if keys.network else None,
+        terminal="/dev/pts/0" if keys.is_ == "interactive" else "",
+    )
+
+
+def _claim(place: int, keys: ClaimKeys, test: Test, uid_of: Numbering) -> ClaimRecord:
+    """It lives as long as the first process of its user there, if there is one."""
+    own = [each.user == keys.user and bool(set(each.devices) & set(keys.devices)) for each in test.processes]
+    return ClaimRecord(
+        id=f"claim{place}",
+        uid=uid_in(uid_of, keys.user),
+        user=keys.user,
+        devices=tuple(map(uuid_of, keys.devices)),
+        pid=_PID + own.index(True) if any(own) else None,
+        since=test.starts + keys.begins - keys.age,
+    )
+
+
+def _device(
+    place: int, keys: DeviceKeys, sample: int, processes: Sequence[tuple[int, ProcessKeys, GpuProcess]]
+) -> Device:
+    here = tuple(one for _, each, one in processes if place in each.devices)
+    used = sum(one.memory_used or 0 for one in here) if keys.memory_used is None else _whole(keys.memory_used, sample)
+    total = int(keys.memory_total)
+    return Device(
+        index=place,
+        uuid=uuid_of(place),
+        name=keys.model,
+        memory_total=total,
+        memory_used=used,
+        memory_free=None if used is None else max(0, total - used),
+        processes=here,
+        utilization=keys.utilization.at(sample) if keys.utilization else None,
+        problems=keys.problems,
+        temperature=keys.temperature.at(sample) if keys.temperature else None,
+        power_draw=keys.power.at(sample) if keys.power else None,
+        power_limit=keys.power_limit,
+    )
+
+
+def _whole(series: TestSeries | None, sample: int) -> int | None:
+    value = series.at(sample) if series else None
+    return None if value is None else int(value)
+
+
+# Runs the tests of a policy file: expected steps against the steps that the engine asks for.
+#
+# Every step must be expected, and every expectation met, each by a step of its own.
+
+
+@dataclass(frozen=True)
+class Got:
+    """A step that the engine asked for; *at* is seconds since the first sample."""
+
+    at: float
+    policy: str
+    action: str
+    users: tuple[str, ...]
+    device: int | None
+    why: str
+
+
+@dataclass(frozen=True)
+class TestOutcome:
+    """One test: what is missing and what came unexpectedly; it passed when there is neither."""
+
+    name: str
+    got: tuple[Got, ...]
+    missing: tuple[Expected, ...]
+    surplus: tuple[Got, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything came as expected, and nothing else."""
+        return not (self.missing or self.surplus)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A file of tests.
+
+    Args:
+        path: of the tests.
+        policies: path of the policy file, "" when that is not known.
+        outcomes: of all tests; none when there is a fault.
+        faults: of either file, with the path of that file.
+    """
+
+    path: str
+    policies: str = ""
+    outcomes: tuple[TestOutcome, ...] = ()
+    faults: tuple[tuple[str, Fault], ...] = ()
+
+
+def run_tests(path: str) -> Trial:
+    """Run all tests of a file; never raises for what stands in it: see its faults."""
+    try:
+        text = read_file(path, LARGEST, only_root=False).decode()
+    except OSError as error:
+        return Trial(path, faults=((path, Fault(0, 0, f"the file cannot be read: {error.strerror or error}.")),))
+    except UnicodeDecodeError as error:
+        return Trial(path, faults=((path, Fault(0, 0, f"the file is not UTF-8: {error.reason}.")),))
+    except InvalidRequest as error:
+        return Trial(path, faults=((path, Fault(0, 0, *str(error).split("\n", 1))),))
+    file, faults = read_tests(text)
+    if file is None:
+        return Trial(path, faults=tuple((path, fault) for fault in faults))
+    uid_of = people()
+    where = os.path.join(os.path.dirname(path), file.policies)
+    policies = load_policies(where, trusted_owner=False, accounts=accounts(uid_of))
+    if policies.faults:
+        return Trial(path, where, faults=tuple((where, fault) for fault in policies.faults))
+    unknown = tuple(_unknown_policies(file, policies))
+    if unknown:
+        return Trial(path, where, faults=tuple((path, fault) for fault in unknown))
+    outcomes = []
+    for test in file.tests:
+        judged = [policy for policy in policies.policies if not test.of or policy.name in test.of]
+        got = tuple(_steps(views(test, judged, uid_of), judged, test))
+        outcomes.append(compare(test, got))
+    return Trial(path, where, tuple(outcomes))
+
+
+def _unknown_policies(file: File, policies: PolicyFile) -> Iterator[Fault]:
+    known = {policy.name for policy in policies.policies}
+    for test in file.tests:
+        named = {*test.of, *(each.policy for each in test.expect if each.policy is not None)}
+        for name in sorted(named - known):
+            hint = f"Its policies: {', '.join(sorted(known))}."
+            yield Fault(0, 0, f"test {test.name!r}: {file.policies} has no policy {name!r}.", hint)
+
+
+def _steps(samples: Iterator[RuleView], policies: Sequence[Policy], test: Test) -> Iterator[Got]:
+    zone = float(time.localtime(test.starts).tm_gmtoff)
+    for view, judgement in rehearse(samples, policies, interval=test.every, zone=zone):
+        for verdict in judgement.verdicts:
+            yield _got(verdict, view, view.snapshot.taken_at - test.starts)
+
+
+def _got(verdict: Verdict, view: RuleView, at: float) -> Got:
+    finding = verdict.finding
+    users = {each.user for each in finding.processes if each.user} | ({finding.subject.user} - {None})
+    device = view.snapshot.device(finding.subject.device) if finding.subject.device else None
+    names = tuple(sorted(user for user in users if user))
+    return Got(at, verdict.policy, verdict.action, names, device.index if device else None, finding.why)
+
+
+def compare(test: Test, got: Sequence[Got]) -> TestOutcome:
+    """Give each expectation a step of its own; the one with most demands chooses first."""
+    left = list(got)
+    missing = []
+    for expected in sorted(test.expect, key=lambda each: -sum(value is not None for value in vars(each).values())):
+        found = next((each for each in left if _meets(each, expected, test.every)), None)
+        if found is None:
+            missing.append(expected)
+        else:
+            left.remove(found)
+    return TestOutcome(test.name, tuple(got), tuple(sorted(missing, key=lambda each: each.at)), tuple(left))
+
+
+def _meets(got: Got, expected: Expected, every: float) -> bool:
+    return (
+        expected.at <= got.at < expected.at + every
+        and got.action == expected.action
+        and expected.policy in (None, got.policy)
+        and (expected.user is None or expected.user in got.users)
+        and expected.device in (None, got.device)
+    )

@@ -1,0 +1,484 @@
+"""The directory of the lock files: which one it is, whether it can be trusted, and how its files are opened.
+
+flock works on a read-only descriptor.  So the files can be root's, 0444, in a directory where nobody but root may
+write, and still every user can claim, and nobody can unlink, truncate or plant one.  Knows nothing of claims: see hold.
+
+    /run/gpuguard               root 0755    made by `gpuguard setup`; --dir or GPUGUARD_DIR names another place
+    /run/gpuguard/lock/UUID     root 0444    one empty file per device, "gate" for the short moment of choosing
+    /run/gpuguard/claims        root 1777    records, for people: see records
+    /run/lock/gpuguard.UUID     anybody 0444 without all that: files in a sticky directory of root, /run/lock or /tmp
+
+Where users may be hostile the files are 0600, the daemon's: it alone takes the locks, and gives them away: see broker.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from dataclasses import dataclass
+from io import FileIO
+from typing import TYPE_CHECKING
+
+from gpuguard.backends import is_recorded
+from gpuguard.claims.safe_files import file_system, open_in_place, status_in_place
+from gpuguard.errors import LockDirectoryError, shortage
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+ADMIN_DIRECTORY = "/run/gpuguard"
+FALLBACK_DIRECTORIES = ("/run/lock", "/tmp")
+BROKERED = 0o600  # the mode of the lock files where the daemon gives the locks
+GATE_SECONDS = 2.0
+GATE_SECONDS_AGAIN = 0.1  # for a gate that was not given up in time: a command passes it several times
+
+# flock there does not exclude other machines or the other side of a container, or is a program's good will.
+_UNSAFE_FILE_SYSTEMS = (
+    "nfs", "cifs", "smb", "9p", "overlay", "fuse", "ceph", "lustre", "afs", "gluster", "beegfs", "gpfs",
+)  # fmt: skip
+_IN_CONTAINERS = (
+    f"In a container, mount the host's directory (docker run -v {ADMIN_DIRECTORY}:{ADMIN_DIRECTORY}, "
+    f"apptainer exec --bind {ADMIN_DIRECTORY})"
+)
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_jammed: set[str] = set()  # gates that this process could not get in time
+TRUSTED = "GPUGUARD_TRUSTED"  # "device:inode" of directories that are root's, as the gpuguard outside has seen
+# Of names of lock files; without re, which takes 4 ms to load.
+_FIRST = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789")
+_LETTERS = _FIRST | frozenset("._-")
+_LONGEST = 128
+
+
+@dataclass(frozen=True)
+class LockDirectory:
+    """A directory that has passed the checks.
+
+    *owner* is the uid that must own every lock file, None where anybody may have made them (the sticky fallback).
+    *keeper* is the uid of the daemon where it alone opens the lock files and gives the locks to others (see broker);
+    *closed* says that this process cannot open them then.  One that was not *made* yet is for looking only.
+    """
+
+    path: str
+    locks: str
+    records: str
+    prefix: str = ""
+    owner: int | None = None
+    keeper: int | None = None
+    closed: bool = False
+    made: bool = True
+
+    def is_missing(self) -> bool:
+        """Whether nobody has made it yet, so that nothing is claimed there; of one that vanished nobody knows that."""
+        return not self.made and not os.path.lexists(self.records)
+
+    def names(self) -> list[str]:
+        """Of what lies among the records."""
+        return [] if self.is_missing() else os.listdir(self.records)
+
+    def lock_path(self, name: str) -> str:
+        """Where the lock file of a device (by uuid) or the gate lies."""
+        return f"{self.locks}/{self.prefix}{name}"
+
+
+def lock_directory(path: str | None = None, *, backend: str = "nvml", make: bool = True) -> LockDirectory:
+    """The directory in which claims are made.
+
+    Args:
+        path: named by the user; then it may also be the user's own, for a single user.
+        backend: a simulated node keeps its claims beside its state, never among the real ones.
+        make: one of the user's own that is missing.  Who only looks makes none: nothing is claimed there.
+
+    Raises:
+        LockDirectoryError: it cannot be trusted or used; the message says what to do.
+    """
+    if is_recorded(backend):
+        raise LockDirectoryError(f"{backend} is of another time or machine: nothing on it can be claimed or guarded.")
+    if path is None and backend.startswith("simulated"):
+        from gpuguard.backends.simulated import directory
+
+        path = directory(backend.partition(":")[2])
+        return _subdirectories(path, own=True, make=make, check_file_system=False)
+    if path is not None:
+        return _subdirectories(os.path.abspath(path), own=True, make=make)
+    if os.path.lexists(ADMIN_DIRECTORY):
+        # Present but unusable is an error: a silent fallback would let two users each have "their" directory.
+        return _subdirectories(ADMIN_DIRECTORY, own=False)
+    return _sticky_directory()
+
+
+def _subdirectories(path: str, *, own: bool, make: bool = True, check_file_system: bool = True) -> LockDirectory:
+    locks, records = f"{path}/lock", f"{path}/claims"
+    missing = not make and not (os.path.lexists(locks) and os.path.lexists(records))
+    if missing and (not os.path.lexists(path) or _check_directory(path, own=own) == os.geteuid()):
+        return LockDirectory(path, locks, records, owner=os.geteuid(), made=False)
+    mine = own and _make_ready(path, locks, records)
+    _check_directory(path, own=own)
+    for place in (locks, records):
+        if not os.path.lexists(place):
+            root = "" if os.geteuid() == 0 else "sudo "
+            raise LockDirectoryError(f"{place} does not exist.  Run `{root}gpuguard setup --dir {path}` once.")
+    keeper, closed = _keeper(path, f"{locks}/gate")
+    owner = _check_directory(locks, own=own, keeper=keeper)
+    if owner == keeper:
+        owner = os.lstat(path).st_uid
+    _check_directory(records, own=own, sticky=True)
+    if check_file_system:
+        _check_file_system(locks)
+    return LockDirectory(path, locks, records, owner=owner if not mine else os.geteuid(), keeper=keeper, closed=closed)
+
+
+def _keeper(path: str, gate: str) -> tuple[int | None, bool]:
+    """(whose the lock files are if they are one daemon's alone, whether they are closed to this process)."""
+    try:
+        found = os.lstat(gate)
+    except OSError:
+        return None, False
+    if not stat.S_ISREG(found.st_mode) or stat.S_IMODE(found.st_mode) != BROKERED:
+        return None, False
+    if not is_roots(found) and found.st_uid not in (os.lstat(path).st_uid, _daemons_user(path)):
+        return None, False
+    return found.st_uid, not os.access(gate, os.R_OK, effective_ids=True)
+
+
+def _daemons_user(path: str) -> int | None:
+    """The owner of the daemon's directory, which nobody but the owner of *path* can have put there."""
+    try:
+        found = os.lstat(f"{path}/daemon")
+    except OSError:
+        return None
+    return found.st_uid if stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022 else None
+
+
+def _make_ready(path: str, *places: str) -> bool:
+    """Make a directory that the user named, if it is his own; returns whether it is."""
+    try:
+        _make_directory(path, 0o755)
+        if os.lstat(path).st_uid != os.geteuid() or not os.access(path, os.W_OK | os.X_OK):
+            return False
+        for place in places:
+            # 1777 is safe and lets root's directory serve everybody; a user's own stays his.
+            _make_directory(place, 0o1777 if place.endswith("claims") and os.geteuid() == 0 else 0o755)
+    except OSError as error:
+        raise LockDirectoryError(
+            f"{path} cannot be made ready for claims: {error.strerror}.  Name another directory with --dir."
+        ) from error
+    return True
+
+
+def _make_directory(path: str, mode: int) -> None:
+    """Make it unless it is there; another starter may be doing the same."""
+    try:
+        os.mkdir(path, mode & 0o755)
+    except FileExistsError:
+        return
+    os.chmod(path, mode)  # whatever the umask
+
+
+def _sticky_directory() -> LockDirectory:
+    for path in FALLBACK_DIRECTORIES:
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            continue
+        if status.st_mode & 0o1777 == 0o1777 and is_roots(status) and stat.S_ISDIR(status.st_mode):
+            _check_file_system(path)
+            return LockDirectory(path, path, path, prefix="gpuguard.")
+    raise LockDirectoryError(
+        f"neither {' nor '.join(FALLBACK_DIRECTORIES)} is a sticky directory of root.  "
+        "Run `sudo gpuguard setup` once, or name a directory with --dir."
+    )
+
+
+def _check_directory(path: str, *, own: bool, sticky: bool = False, keeper: int | None = None) -> int:
+    """Refuse a directory in which somebody else could replace the files; returns its owner."""
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        raise LockDirectoryError(f"{path} cannot be used: {error.strerror}.  Run `sudo gpuguard setup`.") from error
+    mode = stat.S_IMODE(status.st_mode)
+    fault = None
+    if not stat.S_ISDIR(status.st_mode):
+        fault = "is not a directory (a symbolic link is not followed)"
+    elif not is_roots(status) and not (own and status.st_uid == os.geteuid()) and status.st_uid != keeper:
+        fault = f"belongs to uid {status.st_uid}, who could replace the lock files under everybody else"
+    elif mode & 0o022 and not (sticky and mode & 0o1000):
+        fault = f"is writable for others (mode {mode:04o}), who could replace the lock files"
+    elif not os.access(path, os.R_OK | os.X_OK):
+        fault = f"is not readable for you (mode {mode:04o})"
+    if fault:
+        raise LockDirectoryError(f"{path} {fault}.  Run `sudo gpuguard setup`, or name another directory with --dir.")
+    return status.st_uid
+
+
+def is_roots(status: os.stat_result) -> bool:
+    """Whether root owns a directory.
+
+    In the user namespace of an isolated job root's files look like nobody's: there counts what was seen outside.
+    """
+    return status.st_uid == 0 or f"{status.st_dev}:{status.st_ino}" in os.environ.get(TRUSTED, "").split()
+
+
+def _check_file_system(path: str) -> None:
+    kind = file_system(path)
+    if kind and kind.startswith(_UNSAFE_FILE_SYSTEMS):
+        raise LockDirectoryError(
+            f"{path} lies on {kind}, where a lock does not exclude everybody who shares the GPUs.  {_IN_CONTAINERS}; "
+            "if nobody outside uses the GPUs, name a directory on a volume or another local disk with --dir."
+        )
+
+
+def open_lock(directory: LockDirectory, name: str) -> int:
+    """A read-only descriptor of a lock file, checked, close-on-exec, not yet locked.
+
+    Raises:
+        LockDirectoryError: the file is missing and cannot be made, or it is not what it should be.
+    """
+    if name[:1] not in _FIRST or not _LETTERS.issuperset(name) or len(name) > _LONGEST:
+        raise LockDirectoryError(f"{name!r} is no name for a lock file.")
+    path = directory.lock_path(name)
+    if directory.closed and name != "queue":
+        raise LockDirectoryError(f"{path} is the daemon's alone here, and what you do cannot be asked of it.")
+    descriptor = _open_or_make(directory, path)
+    try:
+        _check_file(descriptor, path, (directory.owner, directory.keeper, 0))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _open_or_make(directory: LockDirectory, path: str) -> int:
+    for _ in range(50):
+        try:
+            # Without O_CREAT first: fs.protected_regular refuses O_CREAT on another user's file, even to root.
+            return open_in_place(path) if directory.prefix else os.open(path, _OPEN_FLAGS)  # users made it there
+        except FileNotFoundError:
+            pass
+        except PermissionError:
+            time.sleep(0.001)  # its maker is between O_EXCL and fchmod
+            continue
+        except OSError as error:
+            if shortage(error):  # nothing is wrong with the file
+                raise
+            raise _unusable(path, error) from error
+        try:
+            mode = 0o444 if directory.keeper is None else BROKERED
+            descriptor = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, mode)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            again = "Run `sudo gpuguard setup` again: it makes one lock file per device"
+            advice = _IN_CONTAINERS if error.errno == errno.EROFS else again
+            raise LockDirectoryError(
+                f"{path} does not exist and cannot be made ({error.strerror}).  {advice}."
+            ) from error
+        if directory.keeper is None:
+            os.fchmod(descriptor, 0o444)  # whatever the umask: everybody must be able to open it
+        elif os.geteuid() == 0:
+            os.fchown(descriptor, directory.keeper, -1)
+        return descriptor
+    raise LockDirectoryError(f"{path} is not readable.  Run `sudo gpuguard setup` again.")
+
+
+def _unusable(path: str, error: OSError) -> LockDirectoryError:
+    reason = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened ({error.strerror})"
+    return LockDirectoryError(f"{path} {reason}.  Somebody planted it: look at it with `ls -l`, and remove it as root.")
+
+
+def _check_file(descriptor: int, path: str, owners: tuple[int | None, ...]) -> None:
+    status = os.fstat(descriptor)
+    fault = None
+    if not stat.S_ISREG(status.st_mode):
+        fault = "is not a regular file"
+    elif status.st_nlink != 1:
+        fault = "is also known under another name (hard link)" if status.st_nlink else "was removed just now"
+    elif owners[0] is not None and status.st_uid not in owners:
+        fault = f"belongs to uid {status.st_uid}"
+    elif not is_same_file(descriptor, path, unsure=None):
+        fault = "was replaced while it was opened"
+    if fault:
+        raise LockDirectoryError(
+            f"{path} {fault}.  Look at it with `ls -l`, and remove it as root if somebody planted it."
+        )
+
+
+def is_same_file(descriptor: int, path: str, *, unsure: bool | None = False) -> bool:
+    """Whether *path* still names the file behind *descriptor*: a lock on a file that was unlinked excludes nobody.
+
+    *unsure* is the answer where no further file can be opened to look (a training opens all that it may); None: the
+    OSError that says so.
+    """
+    try:
+        held, named = os.fstat(descriptor), status_in_place(path)
+    except OSError as error:
+        if not shortage(error):
+            return False
+        if unsure is None:
+            raise
+        return unsure
+    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+
+
+def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
+    """Take the lock without waiting; False when somebody else has it.
+
+    `fcntl.flock` itself, because `import filelock` alone costs more (48 ms) than all of `gpuguard run` may.
+    """
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks: never carry on without one
+        raise LockDirectoryError(
+            f"this file system cannot lock ({error.strerror}).  Name another directory with --dir."
+        ) from error
+    return True
+
+
+class Gate:
+    """Held for the short moment of choosing and locking, so that starters do not tread on each other.
+
+    Only fairness depends on it: whoever does not get it in time goes on without it, so nobody can block the others.
+    Where the lock files are missing, or closed to this process, it chooses and locks nothing, and needs none.
+    """
+
+    def __init__(self, directory: LockDirectory, seconds: float = GATE_SECONDS) -> None:
+        self._directory = directory
+        self._seconds = seconds
+        self._file: FileIO | None = None
+
+    def __enter__(self) -> Gate:
+        if self._directory.closed or self._directory.is_missing():
+            return self
+        self._file = FileIO(open_lock(self._directory, "gate"))  # whoever is interrupted before __exit__ closes it, too
+        try:
+            self._pass(self._file.fileno())
+        except BaseException:  # as of a file system that cannot lock now
+            self._file.close()
+            raise
+        return self
+
+    def _pass(self, descriptor: int) -> None:
+        path = self._directory.lock_path("gate")
+        seconds = min(self._seconds, GATE_SECONDS_AGAIN) if path in _jammed else self._seconds
+        deadline = time.monotonic() + seconds
+        pause = 0.0005
+        while not try_flock(descriptor):
+            if time.monotonic() >= deadline:
+                _jammed.add(path)
+                return
+            time.sleep(pause)
+            pause = min(pause * 2, 0.01)
+        _jammed.discard(path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is None:
+            return
+        try:
+            # Explicitly: a child that another thread forked meanwhile has a copy of the descriptor.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        except OSError:
+            return  # without such a child closing it will do
+        finally:
+            self._file.close()
+
+
+# Where the daemon keeps its files, and whose they must be.
+#
+#     /run/gpuguard           root      0755   what decides who may claim: see lockfiles, marks
+#     /run/gpuguard/daemon    gpuguard  0755   state.json, daemon.sock, kept.json, daemon.lock, what policies deny
+#
+# A daemon with a user of its own must not write among the lock files, so it has a directory of its own there.  Root
+# says which one, because only root can put it there, and its owner says who the daemon is: files of anybody else
+# count for nothing.  Without that directory the files lie beside the claims and are trusted as these are.  Reads and
+# writes none of them: see state, marks and door.
+
+
+NAME = "daemon"
+USER = "gpuguard"  # as whom the service runs, and to whom the directory is given
+
+
+@dataclass(frozen=True)
+class DaemonFiles:
+    """A directory of files that the daemon writes.
+
+    *owner* is the uid to whom they must belong, if not to root; None where anybody could have made them.
+    """
+
+    path: str
+    owner: int | None
+    prefix: str = ""
+
+    def file(self, name: str) -> str:
+        """The path of one of them."""
+        return f"{self.path}/{self.prefix}{name}"
+
+    def owners(self) -> tuple[int, ...]:
+        """The uids whose files are trusted."""
+        return (0, os.geteuid()) if self.owner is None else (0, self.owner)
+
+
+def daemon_files(directory: LockDirectory) -> DaemonFiles:
+    """Where the daemon of *directory* keeps its files."""
+    path = f"{directory.path}/{NAME}"
+    try:
+        found = os.lstat(path)
+    except OSError:
+        found = None
+    if found is None or directory.owner is None or _fault(found):
+        return DaemonFiles(directory.path, directory.owner, directory.prefix)
+    return DaemonFiles(path, found.st_uid)
+
+
+def fault_of(directory: LockDirectory) -> str | None:
+    """What is wrong with the daemon's own directory, in words, if there is one."""
+    path = f"{directory.path}/{NAME}"
+    if directory.owner is None or not os.path.lexists(path):
+        return None
+    fault = _fault(os.lstat(path))
+    return f"{path} {fault}" if fault else None
+
+
+def _fault(found: os.stat_result) -> str | None:
+    if not stat.S_ISDIR(found.st_mode):
+        return "is no directory"
+    return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})" if found.st_mode & 0o022 else None
+
+
+def open_lock_file(files: DaemonFiles, name: str) -> int:
+    """A descriptor of a lock file that nobody else can open, for: whoever can lock it could keep the others away.
+
+    Raises:
+        OSError: it cannot be opened, or it is not what it should be.
+    """
+    path = files.file(name)
+    flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = open_in_place(path, flags)
+    except FileNotFoundError:
+        descriptor = _made(files, path, flags)
+    try:
+        found = os.fstat(descriptor)
+        alone = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid in files.owners()
+        if alone and is_same_file(descriptor, path, unsure=None):
+            return descriptor
+    except OSError:  # no further file can be opened to look: nothing is wrong with this one
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    raise OSError(0, "it is not a file of the daemon's alone; look at it with `ls -l`, and remove it")
+
+
+def _made(files: DaemonFiles, path: str, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:  # somebody else was quicker
+        return open_in_place(path, flags)
+    if files.owner and os.geteuid() == 0:
+        os.fchown(descriptor, files.owner, -1)  # or the daemon could never open what root made for it
+    return descriptor

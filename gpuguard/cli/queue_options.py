@@ -1,0 +1,185 @@
+"""The options about the waiting line, of run and wait."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from gpuguard.cli.options import add_choice_options, quantity, request_of
+from gpuguard.cli.parser import HelpFormatter
+from gpuguard.enforcement import actions
+from gpuguard.errors import InvalidRequest
+from gpuguard.lock import go_on_waiting, pause_waiting
+from gpuguard.units import parse_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+    from typing import Any
+
+    from gpuguard.claims.directory import LockDirectory
+    from gpuguard.cli.terminal import WaitProgress
+    from gpuguard.request import Request
+
+_FOR_EVER = "for ever"  # --wait without a duration
+MOST_ALTERNATIVES = 3  # as many as a ticket takes beside the first choice, see tickets.MOST_WAYS
+PRIORITY_NAMES = ("low", "normal", "high")  # line.order.PRIORITIES, not imported for a job that need not wait
+
+
+def add_queue_options(parser: argparse.ArgumentParser) -> None:
+    """--wait, --no-wait, --or, --after, --priority."""
+    group = parser.add_argument_group("waiting for them")
+    waiting = group.add_mutually_exclusive_group()
+    waiting.add_argument(
+        "--wait",
+        metavar="DURATION",
+        nargs="?",
+        const=_FOR_EVER,
+        help="wait in line at most so long, as in 30m (default: without end)",
+    )
+    waiting.add_argument("--no-wait", action="store_true", help="exit 75 when there are not enough GPUs now")
+    group.add_argument(
+        "--or",
+        dest="alternatives",
+        metavar="OPTIONS",
+        action="append",
+        default=[],
+        help="what will do as well, instead of all options above, as in --or '-n 1 --min-free 40GiB' (repeatable)",
+    )
+    group.add_argument("--after", metavar="CLAIM|PID", help="not before that claim or process has ended")
+    group.add_argument(
+        "--priority", choices=PRIORITY_NAMES, default="normal", help="class in line; a site bounds it (default: normal)"
+    )
+
+
+def wait_of(args: argparse.Namespace) -> float | None:
+    """Seconds to wait at most; None is for ever."""
+    if args.no_wait:
+        return 0.0
+    try:
+        return None if args.wait == _FOR_EVER else quantity("--wait", args.wait, parse_duration)
+    except InvalidRequest as fault:
+        raise InvalidRequest(f"{fault}\nWithout a duration, write `--` behind it: `--wait -- CMD`.") from None
+
+
+def alternatives_of(args: argparse.Namespace) -> list[Request]:
+    """The requests of --or.
+
+    Raises:
+        InvalidRequest: one cannot be understood, or there are too many.
+    """
+    if len(args.alternatives) > MOST_ALTERNATIVES:
+        raise InvalidRequest(f"--or can be given {MOST_ALTERNATIVES} times: leave out what you like least.")
+    return [_request(text) for text in args.alternatives]
+
+
+def _request(text: str) -> Request:
+    import shlex
+
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False, formatter_class=HelpFormatter
+    )
+    add_choice_options(parser)
+    try:
+        args, unknown = parser.parse_known_args(shlex.split(text))
+        if unknown or not text.strip():
+            raise InvalidRequest(f"{unknown[0] if unknown else 'nothing'} is no option that says which GPUs")
+        return request_of(args)
+    except (argparse.ArgumentError, ValueError) as fault:
+        reason = str(fault).removeprefix("argument ").rstrip(".")
+        raise InvalidRequest(f"--or {text!r}: {reason}.\nWrite options that say which GPUs: --or '-n 1'.") from None
+
+
+def priority_of(args: argparse.Namespace) -> int:
+    """-1, 0 or 1; with a word about it where the site permits less."""
+    wanted = PRIORITY_NAMES.index(args.priority) - 1
+    if wanted <= 0:
+        return wanted
+    from gpuguard.cli.terminal import print_notice
+    from gpuguard.queue.settings import read_queue_settings
+
+    rules = read_queue_settings().rules
+    highest = rules.highest_of.get(os.geteuid(), rules.highest)
+    if highest < wanted:
+        print_notice(f"--priority {args.priority} is not yours at this site: {PRIORITY_NAMES[highest + 1]} it is.")
+    return min(wanted, highest)
+
+
+def expectation_of(command: Sequence[str]) -> Callable[[], float | None]:
+    """Says how many seconds the job will take, by what this user's jobs took before; looked up when it is needed."""
+
+    def expected() -> float | None:
+        from gpuguard.queue.estimates import expected_seconds
+
+        return expected_seconds(command)
+
+    return expected
+
+
+def follow(
+    args: argparse.Namespace,
+    directory: LockDirectory,
+    ways: Sequence[Request],
+    time_limit: float | None,
+    priority: int,
+    command: Sequence[str],
+) -> None:
+    """Wait for the end of what --after names, if it names anything."""
+    if args.after is None:
+        return
+    from gpuguard.cli.terminal import WaitProgress
+    from gpuguard.queue.explain import new_ticket
+    from gpuguard.queue.waiter import wait_until_over
+
+    note = getattr(args, "note", None)
+    ticket = new_ticket(ways, time_limit=time_limit, priority=priority, note=note, command=command)
+    telling = WaitProgress(args.quiet)
+    try:
+        wait_until_over(
+            args.after, directory, ticket, telling.tell, has_ended=lambda what: _has_ended(what, directory, args.quiet)
+        )
+    finally:
+        telling.done()
+
+
+def _has_ended(what: str, directory: LockDirectory, quiet: bool) -> bool:
+    """Whether there was a claim with that id, by all events that this user may read, and it has ended."""
+    from gpuguard.claims.records import probe
+    from gpuguard.claims.safe_files import lies_there
+    from gpuguard.cli.events import logged
+    from gpuguard.cli.terminal import print_notice
+    from gpuguard.run import LEFT
+    from gpuguard.views.events import devices_of
+
+    lines = [line for line in logged() if line.get("claim") == what]
+    if not any(line.get("kind") == "release" and line.get("outcome") != LEFT for line in lines):
+        # Who was killed said nothing at the end.  The devices tell a claim of another host whose log this is, too
+        # (NFS), and a lock without a record may be that of the claim.
+        uuids = {uuid for line in lines for uuid in devices_of(line)}
+        here = bool(uuids) and all(lies_there(directory.lock_path(uuid)) for uuid in uuids)
+        if not here or any(claim.since is None for claim in probe(directory, uuids)):
+            return False
+    if not quiet:
+        print_notice(f"the claim {what} has ended already: nothing to wait for.")
+    return True
+
+
+def stand_aside_when_stopped(telling: WaitProgress) -> Any:
+    """From now on Ctrl-Z lets other processes lead the queue, and says so, before it stops this one as it always does.
+
+    Returns:
+        What handled SIGTSTP before, for signal.signal().
+    """
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if pause_waiting():
+            telling.stopped()
+        actions.stop_self(signum)
+        go_on_waiting()
+
+    former = signal.getsignal(signal.SIGTSTP)
+    if former is signal.SIG_DFL:  # else a shell without job control ignores it
+        signal.signal(signal.SIGTSTP, stop)
+    return former

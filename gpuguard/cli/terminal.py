@@ -1,0 +1,148 @@
+"""What a command tells on stderr while it works: lines in a log, or one line of a terminal that is written anew."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from gpuguard.units import format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn, TextIO
+
+    from gpuguard.errors import NotEnoughGpus
+
+STANDS_ASIDE = "stopped, so it stands aside: others in the queue may start first.  It keeps its place; `fg` goes on."
+WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a terminal has one line, written anew
+
+
+class WaitProgress:
+    """Tells somebody who waits what for: a line of the terminal that is written anew, or one a minute in a log."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
+
+    def missing(self, missing: NotEnoughGpus) -> None:
+        """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
+        text, asked = str(missing), f"wanted {missing.wanted} GPU{'s' * (missing.wanted != 1)}: "
+        self.tell(text.removeprefix(asked) if rewrites() else text)
+
+    def tell(self, text: str) -> None:
+        """Say it, if it is time; the first time all of its lines in a log."""
+        now, terminal = time.monotonic(), rewrites()
+        if self._quiet or (self._last and now - self._last < (1.0 if terminal else WAITING_LINE_SECONDS)):
+            return
+        shown = text.splitlines()[0] if self._last else text
+        self._last = now
+        print_notice(f"waiting for {format_duration(round(now - self._began))}: {shown}", again=terminal)
+
+    def stopped(self) -> None:
+        """Say that others go first while this process is stopped; from a signal handler, at any moment."""
+        if not self._quiet:
+            clear = "\r\x1b[K" if self._last and rewrites() else ""
+            # Not by print: the signal may have come while it writes.
+            with suppress(OSError):
+                os.write(2, f"{clear}gpuguard: {STANDS_ASIDE}\n".encode())
+
+    def done(self) -> None:
+        """Leave a clean line."""
+        if self._last and rewrites():
+            write("\r\x1b[K")
+        self._last = 0.0
+
+
+def print_notice(text: str, *, again: bool = False) -> None:
+    """Tell the user on stderr; with *again* in one line of the terminal, which the next one overwrites."""
+    from gpuguard.sanitize import neutralise
+    from gpuguard.views.text import shorten
+
+    lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]
+    if again:
+        # With room for the ^C of whoever has waited long enough: on a second row it would keep the line on the screen.
+        write("\r\x1b[K" + shorten(lines[0], _columns() - 1 - len("^C")))
+    else:
+        write("\n".join(lines) + "\n")
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(2).columns or 80
+    except OSError:  # it was closed just now
+        return 80
+
+
+def write(text: str) -> None:
+    """To stderr, whatever has become of it: a job must not end because its log or its terminal is gone."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        return
+
+
+def rewrites() -> bool:
+    """Whether stderr is a terminal whose last line can be written anew: that of an editor cannot.
+
+    Nor can it in the background, where that line is what somebody types.
+    """
+    return is_terminal() and os.environ.get("TERM") not in ("dumb", "unknown") and not _is_in_background()
+
+
+def _is_in_background() -> bool:
+    try:
+        return os.tcgetpgrp(2) != os.getpgrp()
+    except OSError:  # not the terminal of this session: nobody's job control
+        return False
+
+
+def is_terminal() -> bool:
+    """Whether stderr is read by a person right now."""
+    return os.isatty(2)
+
+
+# A screen that is drawn again and again at the same place of a terminal, without any library.
+
+
+# The alternate screen, so that the shell's lines come back afterwards.
+ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+_HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+def drawn(lines: Sequence[str]) -> str:
+    """*lines* so that each overwrites what stood there."""
+    return _HOME + "\n".join(line + _CLEAR_LINE for line in lines) + _CLEAR_REST
+
+
+def fitting(lines: list[str], else_use: str) -> list[str]:
+    """*lines* that fit on the terminal; those that do not are counted, and *else_use* says how to see them."""
+    from gpuguard.views.text import shorten
+
+    columns, rows = size()
+    room = max(2, (rows or 24) - 1)
+    if len(lines) <= room:
+        return lines
+    more = f"... {len(lines) - room + 1} more lines: enlarge the window, or {else_use}"
+    return [*lines[: room - 1], shorten(more, columns or 80)]
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Whether *stream* is a terminal on which something can be drawn at a place: that of an editor is not."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def size() -> tuple[int | None, int | None]:
+    """Columns and rows of the terminal; None and None for a pipe or a file."""
+    try:
+        found = os.get_terminal_size(sys.stdout.fileno())
+    except (OSError, ValueError):
+        return None, None
+    return found.columns or 80, found.lines or 24
+
+
+def leave(*_: object) -> NoReturn:
+    """End as SIGTERM asks for, through the clauses that give the shell's screen back."""
+    raise SystemExit(128 + 15)

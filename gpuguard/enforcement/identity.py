@@ -1,0 +1,268 @@
+"""Who a process is, as far as it matters before a signal: read from /proc in one go, by pid.
+
+Nothing here is by name alone: a name is chosen by whoever starts the process, to evade or to frame.
+Does not judge: see preflight.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from gpuguard.deadline import in_time
+from gpuguard.procfs import GROUP, LONGEST, PARENT, START, TERMINAL, read_memory, read_text, stat_fields
+
+# Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
+# them: see belongs_to_the_system.
+SYSTEM_PROGRAMS = (
+    "nvidia-persistenced", "nv-hostengine", "nvidia-cuda-mps-*", "nv-fabricmanager", "nvidia-imex", "nvidia-powerd",
+    "nvidia-smi", "dcgm*", "nvitop", "nvtop", "gpustat", "gpuguard",
+    "Xorg*", "X", "Xwayland", "Xvnc", "xrdp*", "vglserver*", "gnome-shell", "gnome-session*", "gnome-remote-desktop*",
+    "gdm*", "sddm*", "lightdm*", "kwin_*", "plasmashell", "plasma-keyboard", "xwaylandvideobridge", "mutter", "weston",
+    "sway", "Hyprland", "hyprland", "cosmic-comp", "pulseaudio", "pipewire*", "dbus-daemon", "dbus-broker*",
+    "systemd*", "sshd*", "tmux*", "screen", "login", "init", "vmware-vmx",
+    "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
+)  # fmt: skip
+_LOOKS = 5  # of _facts_of, which may each not come back
+DRIVER_FILE = "/dev/nvidiactl"  # every process that computes on an NVIDIA device has it open
+SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
+
+_DRIVER_MAPPED = re.compile(rb"\S+ \S+ \S+ \S+ \d+ +/dev/nvidia[\w/-]*\n")  # a line of /proc/PID/maps
+_NS_GET_USERNS = 0xB701  # ioctl_nsfs(2): a descriptor of the user namespace that owns another namespace
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """What /proc says of a process.  None = could not be read."""
+
+    start_time: float  # seconds since boot
+    uids: tuple[int, ...]  # real, effective, saved, file system
+    parent: int
+    group: int
+    terminal: int  # device number of its controlling terminal, 0: none
+    tracer: int  # pid of its debugger, 0: none
+    caught: int  # signals it has handlers for: bit 0 is signal 1
+    executable: str | None
+    executable_owner: int | None  # uid
+    command: str | None
+    uses_driver: bool | None  # has DRIVER_FILE open
+    cgroup: str | None  # without the ids of containers, which change with each start
+    in_place: bool = True  # its program is the file at that path; False also where that cannot be seen
+
+    @property
+    def interactive(self) -> str | None:
+        """In what way somebody sits in front of it, or None."""
+        if self.tracer:
+            return "being debugged"
+        if "ipykernel" in (self.command or ""):
+            return "a notebook"
+        return "on a terminal" if self.terminal else None
+
+
+def facts_of(pid: int) -> ProcessFacts | None:
+    """The facts about a process; None when it is gone or hidden, or a file of it keeps whoever looks at it waiting."""
+    return in_time(pid, "facts", lambda: _facts_of(pid), _LOOKS)
+
+
+def _facts_of(pid: int) -> ProcessFacts | None:
+    try:
+        fields = stat_fields(pid)
+    except OSError:
+        return None
+    status = dict(line.partition(":")[::2] for line in (read_text(f"/proc/{pid}/status") or "").splitlines())
+    command, cgroup = read_memory(pid, "cmdline", LONGEST), read_text(f"/proc/{pid}/cgroup")
+    executable, owner, in_place = _executable(pid)
+    try:
+        return ProcessFacts(
+            start_time=int(fields[START]) / os.sysconf("SC_CLK_TCK"),
+            uids=tuple(int(word) for word in status["Uid"].split()),
+            parent=int(fields[PARENT]),
+            group=int(fields[GROUP]),
+            terminal=int(fields[TERMINAL]),
+            tracer=int(status["TracerPid"]),
+            caught=int(status["SigCgt"], 16),
+            executable=executable,
+            executable_owner=owner,
+            command=None if command is None else command.replace(b"\0", b" ").decode(errors="replace"),
+            uses_driver=_has_open(pid, DRIVER_FILE),
+            cgroup=None if cgroup is None else re.sub(r"[0-9a-f]{12,}", "*", cgroup),
+            in_place=in_place,
+        )
+    except (IndexError, KeyError, ValueError):
+        return None
+
+
+def belongs_to_the_system(facts: ProcessFacts) -> bool:
+    """Whether it runs a program of SYSTEM_PROGRAMS, as root or from where only root can put it.
+
+    A file of that name in somebody's home directory protects nobody; a hard link to a program of root there neither,
+    nor another program of root's that somebody has mounted at that path for himself.
+    """
+    if facts.executable is None:
+        return False
+    name = os.path.basename(facts.executable.removesuffix(" (deleted)"))
+    if not any(fnmatchcase(name, pattern) for pattern in SYSTEM_PROGRAMS):
+        return False
+    put_there_by_root = facts.executable.startswith(SYSTEM_PLACES) and facts.executable_owner == 0 and facts.in_place
+    return 0 in facts.uids or put_there_by_root
+
+
+@dataclass(frozen=True)
+class Protected:
+    """Whom the admin has put out of the guard's reach.
+
+    Args:
+        uids: of users.
+        groups: names; all their members.
+        executables: globs of the whole paths of programs.
+    """
+
+    uids: frozenset[int] = frozenset()
+    groups: frozenset[str] = frozenset()
+    executables: tuple[str, ...] = ()
+
+    def uids_of(self, seen: Iterable[int], groups: Mapping[int, frozenset[str]]) -> frozenset[int]:
+        """The uids that are meant, of those *seen*; *groups*: the names of each one's, where they are known."""
+        members = {uid for uid in seen if self.groups and (uid not in groups or self.groups & groups[uid])}
+        return self.uids | members
+
+
+def runs_one_of(facts: ProcessFacts, globs: Collection[str]) -> bool:
+    """Whether its program is one of *globs*: a file of root's, or of whoever owns what lies there for us.
+
+    In a mount namespace of one's own a file of one's own can have any path, and so can a file of root's.
+    """
+    if facts.executable is None:
+        return bool(globs)
+    path = facts.executable.removesuffix(" (deleted)")
+    if not facts.in_place or not any(fnmatchcase(path, glob) for glob in globs):
+        return False
+    try:
+        return facts.executable_owner in (0, os.stat(path).st_uid)
+    except OSError:
+        return facts.executable_owner == 0
+
+
+def ancestors(pid: int) -> frozenset[int]:
+    """The parents of *pid* up to the first process."""
+    found: set[int] = set()
+    while pid > 1:
+        try:
+            pid = int(stat_fields(pid)[PARENT])
+        except (OSError, IndexError, ValueError):
+            break
+        if pid in found:
+            break
+        found.add(pid)
+    return frozenset(found)
+
+
+@functools.cache
+def uid_min() -> int:
+    """The first uid of people, from /etc/login.defs; 1000 where that does not say."""
+    found = re.search(r"^\s*UID_MIN\s+(\d{1,9})\s*$", read_text("/etc/login.defs") or "", re.MULTILINE)
+    return int(found[1]) if found and int(found[1]) > 0 else 1000
+
+
+@functools.cache
+def overflow_uid() -> int:
+    """The uid that stands for every user that cannot be told: nobody."""
+    text = (read_text("/proc/sys/kernel/overflowuid") or "").strip()
+    return int(text) if text.isdigit() else 65534
+
+
+def is_of_the_system(uid: int) -> bool:
+    """Whether no person can be told by that uid: it is the system's, or stands for whoever cannot be told."""
+    return uid < uid_min() or uid == overflow_uid()
+
+
+def _executable(pid: int) -> tuple[str | None, int | None, bool]:
+    """(path, uid of its owner, whether that file lies at that path)."""
+    # A process whose first thread has ended shows its program only in the others.
+    for place in (f"/proc/{pid}", *_threads(pid)):
+        try:
+            path = os.readlink(f"{place}/exe")
+        except OSError:
+            continue
+        try:
+            seen = os.stat(f"{place}/exe")
+        except OSError:
+            # Files of FUSE tell even root nothing but their path: whoever runs one must not be spared for that.
+            return path, None, False
+        if not stat.S_ISREG(seen.st_mode):
+            return None, None, False
+        return path, seen.st_uid, _lies_at(path, seen, pid)
+    return None, None, False
+
+
+def _lies_at(path: str, seen: os.stat_result, pid: int) -> bool:
+    """Whether a file is the one at *path*, as its process sees it unless it made what it sees itself."""
+    if not seen.st_nlink:
+        return True  # of a package that was upgraded since
+    try:
+        return os.path.samestat(os.stat(f"/proc/{pid}/root{path}" if _sees_what_root_made(pid) else path), seen)
+    except OSError:
+        return False
+
+
+def _sees_what_root_made(pid: int) -> bool:
+    """Whether its mount namespace is the machine's, or one that root made: a container's, a service's."""
+    try:
+        mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        owner = fcntl.ioctl(mounts, _NS_GET_USERNS)
+    except OSError:
+        return False
+    finally:
+        os.close(mounts)
+    try:
+        return os.path.samestat(os.fstat(owner), os.stat("/proc/self/ns/user"))
+    finally:
+        os.close(owner)
+
+
+def _has_open(pid: int, path: str) -> bool | None:
+    try:
+        wanted = os.stat(path).st_rdev
+        if any(_device_of(f"/proc/{pid}/fd/{name}") == wanted for name in os.listdir(f"/proc/{pid}/fd")):
+            return True
+        absent: bool | None = False
+    except PermissionError:
+        absent = None  # only CAP_DAC_READ_SEARCH opens that directory, and every file of the machine with it
+    except OSError:
+        return None
+    # CAP_SYS_PTRACE is enough for the mappings: the driver's library maps its devices.  And the files are those of the
+    # first thread, which may have ended, or have other ones than those that compute; what is mapped is everybody's.
+    for place in (f"/proc/{pid}", *_threads(pid)[-2:]):
+        if in_time(pid, "maps", functools.partial(_maps_the_driver, f"{place}/maps")):
+            return True
+    return absent
+
+
+def _maps_the_driver(path: str) -> bool:
+    # Line by line: with 65,530 mappings of a file with a long name its owner makes 300 MB of it.
+    with open(path, "rb") as lines:
+        return any(map(_DRIVER_MAPPED.match, lines))
+
+
+def _device_of(path: str) -> int | None:
+    try:
+        seen = os.stat(path)
+    except OSError:
+        return None
+    return seen.st_rdev if stat.S_ISCHR(seen.st_mode) else None
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []

@@ -1,0 +1,235 @@
+"""Ask hosts over the system's ssh, many at once: each has a time-out of its own, and a reply is there when it is there.
+
+It is the user's own ssh with the user's own configuration, keys, agent and jump hosts; it only never asks for anything
+(BatchMode), forwards nothing, and runs no command of ~/.ssh/config beside the question.  No thread: one epoll.
+Does not understand what comes back: see answers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+
+from gpuguard.enforcement import actions
+from gpuguard.errors import GpuguardError
+from gpuguard.units import format_duration
+
+TIMEOUT = 10.0  # seconds per host
+PARALLEL = 64  # a fleet of up to 64 answers within one time-out, however many of it hang
+OUT_MOST = 2 * 2**20  # bytes; `who --json` with 8 devices and 40 processes has 40 KB, with 2,000 processes 1 MB
+ERR_MOST = 8 * 2**10
+_KILL_AFTER = 1.0  # seconds between the two signals to an ssh whose time is over
+
+# RemoteCommand, LocalCommand and forwardings of ~/.ssh/config are for people who work there.
+_OPTIONS = (
+    "BatchMode=yes", "ConnectionAttempts=1", "ClearAllForwardings=yes", "PermitLocalCommand=no", "RemoteCommand=none",
+    "LogLevel=ERROR",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FleetQuery:
+    """How hosts are asked."""
+
+    command: str  # for the shell of the other side
+    ssh: tuple[str, ...] = ("ssh",)
+    timeout: float = TIMEOUT
+    parallel: int = PARALLEL
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one ssh left behind."""
+
+    host: str
+    seconds: float  # since it was asked
+    status: int | None = None
+    out: bytes = b""
+    err: bytes = b""
+    fault: str | None = None  # why there is no reply
+
+
+@dataclass
+class _HostQuery:
+    host: str
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    began: float
+    said: dict[int, bytearray] = field(default_factory=dict)  # by descriptor: standard output, standard error
+
+
+def ssh_words(how: FleetQuery, host: str) -> list[str]:
+    """The command line of one question.  ``--``: whatever follows is no option, whatever it looks like."""
+    options = [f"-o{one}" for one in (*_OPTIONS, f"ConnectTimeout={max(1, round(how.timeout))}")]
+    return [*how.ssh, "-T", "-n", "-x", "-a", *options, "--", host, how.command]
+
+
+class Pool:
+    """Hosts to ask and those that are being asked; close() ends what still runs."""
+
+    def __init__(self, how: FleetQuery) -> None:
+        self._how = how
+        self._todo: deque[str] = deque()
+        self._running: dict[int, _HostQuery] = {}  # by pidfd
+        self._ending: list[tuple[_HostQuery, float]] = []
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """The hosts that have not answered yet, those first that are asked for longest."""
+        return [*(one.host for one in self._running.values()), *self._todo]
+
+    def ask(self, hosts: Sequence[str]) -> None:
+        """Ask these, too, as soon as there is room."""
+        self._todo.extend(hosts)
+
+    def step(self, seconds: float) -> list[Reply]:
+        """The replies that are there, after at most *seconds*; [] when none came."""
+        with _undisturbed():
+            self._start()
+        now = time.monotonic()
+        soonest = min((one.began + self._how.timeout - now for one in self._running.values()), default=seconds)
+        ended: list[Reply] = []
+        for key, _ in self._selector.select(max(0.0, min(seconds, soonest))):
+            question: _HostQuery = key.data
+            if question.pidfd not in self._running:
+                continue  # given up in this very step
+            ended += [self._ended(question)] if key.fd == question.pidfd else self._read(question, key.fd)
+        now = time.monotonic()
+        late = [one for one in self._running.values() if now - one.began >= self._how.timeout]
+        ended += [self._given_up(one, f"no answer within {format_duration(self._how.timeout)}") for one in late]
+        self._reap()
+        return ended
+
+    def close(self) -> None:
+        """End the questions that have no answer yet."""
+        for one in list(self._running.values()):
+            self._given_up(one, "")
+        self._todo.clear()
+        until = time.monotonic() + _KILL_AFTER + 1.0
+        while self._ending and time.monotonic() < until:
+            self._reap()
+            time.sleep(0.01 if self._ending else 0.0)
+        self._selector.close()
+
+    def _start(self) -> None:
+        # Of all that start now: 50 processes take seconds on a busy machine, and they would end as much later.
+        began = time.monotonic()
+        while self._todo and len(self._running) < self._how.parallel:
+            host = self._todo.popleft()
+            try:
+                process = subprocess.Popen(
+                    ssh_words(self._how, host),
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                )  # fmt: skip
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
+                    if not self._running:
+                        raise
+                    self._todo.appendleft(host)  # so many at once as this machine lets us
+                    return
+                raise GpuguardError(
+                    f"{self._how.ssh[0]} cannot be run: {error.strerror}.  Install it (apt-get install "
+                    "openssh-client), or name another one with --ssh."
+                ) from None
+            question = _HostQuery(host, process, os.pidfd_open(process.pid), began)
+            for pipe in (process.stdout, process.stderr):
+                assert pipe is not None
+                os.set_blocking(pipe.fileno(), False)
+                question.said[pipe.fileno()] = bytearray()
+                self._selector.register(pipe.fileno(), selectors.EVENT_READ, question)
+            self._selector.register(question.pidfd, selectors.EVENT_READ, question)
+            self._running[question.pidfd] = question
+
+    def _read(self, question: _HostQuery, descriptor: int) -> list[Reply]:
+        """Take what is there; [] unless that ended the question."""
+        assert question.process.stderr is not None
+        is_error = descriptor == question.process.stderr.fileno()
+        try:
+            piece = os.read(descriptor, 2**16)
+        except BlockingIOError:
+            return []
+        if not piece:
+            self._selector.unregister(descriptor)
+            return []
+        said = question.said[descriptor]
+        if is_error:
+            said += piece[: max(0, ERR_MOST - len(said))]
+        else:
+            said += piece
+        if len(said) > OUT_MOST:
+            return [self._given_up(question, f"it answered with more than {OUT_MOST // 2**20}MiB")]
+        return []
+
+    def _ended(self, question: _HostQuery) -> Reply:
+        # Its end counts, not that of the pipes: a master connection that it left behind may hold them open for hours.
+        for descriptor in question.said:
+            while descriptor in self._selector.get_map() and question.pidfd in self._running:
+                before = len(question.said[descriptor])
+                if too_much := self._read(question, descriptor):
+                    return too_much[0]
+                if len(question.said[descriptor]) == before:
+                    break
+        out, err = (bytes(said) for said in question.said.values())
+        status = question.process.wait()
+        self._forget(question)
+        os.close(question.pidfd)
+        return Reply(question.host, time.monotonic() - question.began, status, out, err)
+
+    def _given_up(self, question: _HostQuery, fault: str) -> Reply:
+        self._forget(question)
+        actions.forward(question.pidfd, signal.SIGTERM)
+        self._ending.append((question, time.monotonic() + _KILL_AFTER))
+        return Reply(question.host, time.monotonic() - question.began, fault=fault)
+
+    def _forget(self, question: _HostQuery) -> None:
+        for descriptor in (*question.said, question.pidfd):
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
+        for pipe in (question.process.stdout, question.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        del self._running[question.pidfd]
+
+    def _reap(self) -> None:
+        still: list[tuple[_HostQuery, float]] = []
+        for question, until in self._ending:
+            if question.process.poll() is not None:
+                os.close(question.pidfd)
+                continue
+            if time.monotonic() >= until:
+                actions.forward(question.pidfd, signal.SIGKILL)
+            still.append((question, until))
+        self._ending = still
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C waits until what was started is written down: else an ssh would be left that nobody ends."""
+    came: list[tuple[int, FrameType | None]] = []
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = {number: one for number, one in former.items() if callable(one)}
+    for number in ours:
+        signal.signal(number, lambda *which: came.append(which))
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+    for which in came:
+        ours[signal.Signals(which[0])](*which)

@@ -1,0 +1,219 @@
+"""Writes the usage store, in a thread of its own: a full, locked or slow disk holds up nobody.
+
+Whoever samples adds the snapshot to the sums, in 0.2 ms, and never waits for a disk.  Slots are written when they are
+complete, so that a crash loses the one that is under way; what cannot be written waits in memory, and an admin is told
+once.  Does not add up: see tally.  Does not know the file: see storefile.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from gpuguard.errors import GpuguardError
+from gpuguard.history import store
+from gpuguard.history.schema import WIDTH, Slot, UsageTally
+from gpuguard.model import Snapshot
+
+if TYPE_CHECKING:
+    from gpuguard.history.queries import SpentSeconds
+    from gpuguard.history.schema import Wanted
+
+PENDING = 720  # slots that wait to be written, 2 hours: some 10 MiB with 8 devices
+WRITE_SECONDS = float(WIDTH)  # after which what is complete is written, and spent() tells of it
+RETRY_SECONDS = 10.0
+SUMS_SHARE = 100  # the windows of quotas are summed again so seldom that it takes 1 % of the time at most
+
+Say = Callable[[str], object]
+
+
+class Recorder:
+    """The one writer of a usage store.
+
+    Args:
+        path: of the store; its directory is made if it does not exist.
+        say: told in words what an admin should read, once.
+    """
+
+    def __init__(self, path: str, say: Say) -> None:
+        self.path = path
+        self.windows: frozenset[float] = frozenset()  # in seconds, of which spent() tells
+        self.trouble: str | None = "it is not open yet"
+        self._tried = threading.Event()  # set once trouble tells whether it could be opened
+        self._say, self._said = say, False
+        self._spent: SpentSeconds = {}
+        self._summed: tuple[frozenset[float], dict[int, dict[float, float]]] = (frozenset(), {})
+        self._newer = False  # something was written since
+        self._sum_at = 0.0  # time.monotonic() from which on the windows may be summed again
+        self._thread = threading.Thread(target=self._run, name="gpuguard-usage", daemon=True)
+        self._stopping = threading.Event()
+        self._tally = UsageTally()
+        self._adding = threading.Lock()  # held while the sums change
+        self._connection: sqlite3.Connection | None = None
+        self._lock: int | None = None
+        self._checked = False  # the file was looked through
+        self._damaged = 0  # times
+        self._retry_at = 0.0
+
+    def start(self) -> None:
+        """Open the store, in the thread."""
+        self._thread.start()
+
+    def record(self, snapshot: Snapshot, longest: float, wanted: Wanted | None = None) -> None:
+        """Take note of *snapshot*, without waiting for anything but the sums; from one thread.
+
+        Args:
+            snapshot: what there is now.
+            longest: of more than so many seconds before it nothing is known.
+            wanted: uid -> GPUs that the user waits for now; None: nobody can tell.
+        """
+        with self._adding:
+            self._tally.add(snapshot, longest, wanted)
+            slots = self._tally.slots
+            for slot in sorted(slots)[: max(0, len(slots) - PENDING)]:
+                del slots[slot]
+
+    def spent(self) -> SpentSeconds:
+        """GPU-seconds that each user has claimed in each of the windows; {} when that cannot be told."""
+        return self._spent
+
+    def why_unknown(self, seconds: float) -> str | None:
+        """Why spent() cannot tell; None when it can, or when nothing is recorded at all.
+
+        Args:
+            seconds: to wait for the store to be opened.
+        """
+        if not self._thread.is_alive():
+            return None
+        self._tried.wait(seconds)
+        return self.trouble
+
+    def stop(self, seconds: float) -> None:
+        """Write down what there is, and close; that goes on behind us if it takes longer than *seconds*."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._write()
+            self._tried.set()
+            while not self._stopping.wait(WRITE_SECONDS):
+                self._write()
+                self._sum()
+            self._retry_at = 0.0
+            self._write(everything=True)
+        finally:
+            self.trouble, self._spent = self.trouble or "its writer has ended", {}
+            self._tried.set()
+            self._close()
+
+    def _write(self, *, everything: bool = False) -> None:
+        """Write down what is complete, unless that failed a moment ago."""
+        if time.monotonic() < self._retry_at or self._damaged > 1:
+            return
+        with self._adding:
+            complete = self._tally.complete(all_of_them=everything)
+            if self._connection and not complete:
+                return
+            for slot in complete:  # what is added to one of them from now on is written the next time
+                del self._tally.slots[slot]
+            devices = self._tally.now.devices if self._tally.now else ()
+        try:
+            self._lock = store.lock(self.path) if self._lock is None else self._lock
+            self._connection = self._connection or store.opened(self.path, check=not self._checked)
+            self._checked = True
+            if complete:
+                store.write(self._connection, complete, devices)
+                complete = {}
+                store.settle(self._connection)
+                self._newer = True
+        except (OSError, sqlite3.Error, MemoryError, GpuguardError) as error:
+            self._put_back(complete)
+            self._fail(error)
+        else:
+            if self._said:
+                self._said = False
+                self._say(f"the usage store {self.path} is written again")
+            self.trouble = None
+
+    def _put_back(self, slots: Mapping[int, Slot]) -> None:
+        with self._adding:
+            for number, slot in slots.items():
+                self._tally.slots.setdefault(number, Slot()).add(slot, 1.0)
+
+    def _fail(self, error: Exception) -> None:
+        self._close()
+        self._spent, self._summed = {}, (frozenset(), {})
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+        reason = " ".join(str(error).split()).rstrip(".") or "no memory is left"
+        if isinstance(error, OSError):
+            reason = f"{error.strerror}: {error.filename}; GPUGUARD_STATE_DIR names another place"
+        if type(error) is sqlite3.DatabaseError:  # its subclasses tell of the disk and of locks
+            self._set_aside(f"is damaged ({reason})", "damaged")
+            return
+        if isinstance(error, store.Outdated):
+            self._set_aside(f"is of an earlier gpuguard ({reason})", "old")
+            return
+        self.trouble = f"the usage store {self.path} cannot be written: {reason}"
+        if not self._said:
+            self._said = True
+            self._say(f"{self.trouble}; it is tried again, and what GPUs are used for is kept in memory for 2 hours")
+
+    def _set_aside(self, fault: str, why: str) -> None:
+        self._damaged += 1
+        self._checked = False
+        self.trouble = f"the usage store {self.path} {fault}"
+        try:
+            name = store.set_aside(self.path, why)
+        except OSError as error:
+            self._say(f"{self.trouble} and cannot be renamed: {error}; nothing is recorded until the next start")
+            self._damaged += 1
+            return
+        begins = "a new one is begun" if self._damaged == 1 else "for the second time: nothing is recorded any more"
+        self._say(f"{self.trouble}; it was renamed to {name}, {begins}")
+        if self._damaged == 1:
+            self._retry_at = 0.0
+            self._write()
+
+    def _sum(self) -> None:
+        """Tell spent() anew: what is written, and what waits to be."""
+        windows, now = self.windows, self._tally.now
+        if not windows or not self._connection or not now:
+            self._spent = {}
+            return
+        begun = time.monotonic()
+        if self._summed[0] != windows or (self._newer and begun >= self._sum_at):
+            from gpuguard.history.queries import Usage
+
+            try:
+                self._summed = windows, Usage(self._connection, now.taken_at).gpu_seconds(windows)
+            except (sqlite3.Error, MemoryError) as error:
+                self._fail(error)
+                return
+            self._newer = False
+            self._sum_at = time.monotonic() + SUMS_SHARE * (time.monotonic() - begun)
+        found = {uid: dict(each) for uid, each in self._summed[1].items()}
+        with self._adding:
+            waiting = [(slot, one.users.copy()) for slot, one in self._tally.slots.items()]
+        for slot, users in waiting:
+            for (uid, _), times in users.items():
+                each = found.setdefault(uid, {})
+                for window in windows:
+                    if slot * WIDTH >= now.taken_at - window:
+                        each[window] = each.get(window, 0.0) + times[0] / 1000
+        self._spent = found
+
+    def _close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection:
+            with suppress(sqlite3.Error):
+                connection.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

@@ -1,0 +1,323 @@
+"""The tables of the usage store: their names, and how little room a number takes in them.
+
+Three resolutions of each kind, `devices_900s` for slots of 900 s; a slot's number is unix time // its width.  The rows
+of 400 days have to fit into 40 MB, so a row has one key for its slot and for whom it is about, and time is kept in
+ticks: 900 s of them fit into two bytes, where milliseconds take three.  Columns are named as in tally for whoever
+reads.  Does not read or write: see questions and storefile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from gpuguard.device_state import claim_of, claims_on, claims_readable, places
+from gpuguard.model import Device, GpuProcess, Snapshot
+from gpuguard.request import computes, idle_limit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from gpuguard.model import ClaimRecord
+
+    Row = tuple[float | None, ...]
+    Wanted = Mapping[int, int]
+
+# What the time between two samples adds up to: per device, per user and device, and who waits, in slots of 10 s.
+#
+# An interval is known by the sample at its end.  What that sample does not say is counted as unknown time, never as
+# zero; so is a gap of more than a few intervals (the machine slept, the driver hung), and a device that was not there
+# at both ends.  Durations are those of CLOCK_BOOTTIME, so that a clock that is set back counts nothing twice; only
+# the place in time is the wall clock's.  Does not store anything: see recorder.
+
+
+WIDTH = 10  # seconds
+WORKS_FROM = 1.0  # percent: below it a device idles, as in `gpuguard who`
+MOST_WATTS = 10_000.0  # no device draws as much: a counter that says so is another one, or began anew
+
+# What is averaged over time, from a device, in the unit in which it is stored.
+GAUGES: dict[str, Callable[[Device], float | None]] = {
+    "utilization_percent": lambda device: device.utilization,
+    "memory_used_mib": lambda device: None if device.memory_used is None else device.memory_used / 2**20,
+    "temperature_celsius": lambda device: device.temperature,
+    "power_draw_watts": lambda device: device.power_draw,
+}
+DEVICE_COLUMNS = (
+    "seen_ms",
+    *(f"{gauge}_{part}" for gauge in GAUGES for part in ("sum", "max", "unknown_ms")),
+    "energy_joules",
+    "energy_unknown_ms",
+    "claimed_ms",
+    "claimed_unknown_ms",
+)
+# Claimed time that is neither used nor idle is time of which nobody can tell.
+USER_COLUMNS = ("claimed_ms", "used_ms", "idle_ms", "unclaimed_ms")
+# In which a user waits, whether with one request or with ten; and times the GPUs that all of them ask for.
+WAITING_COLUMNS = ("waiting_ms", "wanted_gpu_seconds")
+NOBODY_KNOWS = -1  # in the place of a uid: the time in which the waiting line could not be read
+_HIGHEST = tuple(name.endswith("_max") for name in DEVICE_COLUMNS)
+_NOTHING = (None,) * len(DEVICE_COLUMNS)
+
+
+class Slot:
+    """What has been added up so far: DEVICE_COLUMNS by uuid, USER_COLUMNS by uid and uuid, WAITING_COLUMNS by uid."""
+
+    def __init__(self) -> None:
+        self.devices: dict[str, Row] = {}
+        self.users: dict[tuple[int, str], tuple[float, ...]] = {}
+        self.waiting: dict[int, tuple[float, ...]] = {}
+
+    def add(self, rates: Slot, seconds: float) -> None:
+        """Add so many seconds of what *rates* says of one second."""
+        for uuid, rate in rates.devices.items():
+            self.devices[uuid] = _plus(self.devices.get(uuid), rate, seconds)
+        for key, each in rates.users.items():
+            self.users[key] = _sum(self.users.get(key), each, seconds)
+        for uid, each in rates.waiting.items():
+            self.waiting[uid] = _sum(self.waiting.get(uid), each, seconds)
+
+
+class UsageTally:
+    """The sums of the samples so far, by slot: unix time // WIDTH."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Slot] = {}
+        self.now: Snapshot | None = None
+        self._current: int | None = None  # the slot in which the next interval begins
+
+    def add(self, snapshot: Snapshot, longest: float, wanted: Wanted | None = None) -> None:
+        """Add the time since the snapshot before; of more than *longest* seconds nothing is known.
+
+        Args:
+            snapshot: what there is now.
+            longest: seconds.
+            wanted: uid -> GPUs that the user waits for now; None: nobody can tell.
+        """
+        before, self.now = self.now, snapshot
+        self._current = math.floor(snapshot.taken_at / WIDTH)
+        if before is None or not 0 < (passed := snapshot.clock - before.clock) <= longest:
+            return
+        rates = rates_of(before, snapshot)
+        rates.waiting.update(_waiting(wanted))
+        for slot, seconds in _pieces(snapshot.taken_at - passed, snapshot.taken_at):
+            self.slots.setdefault(slot, Slot()).add(rates, seconds)
+
+    def complete(self, *, all_of_them: bool = False) -> dict[int, Slot]:
+        """The slots to which the next sample adds nothing, or all of them."""
+        return {slot: one for slot, one in self.slots.items() if all_of_them or slot != self._current}
+
+
+def rates_of(before: Snapshot, now: Snapshot) -> Slot:
+    """What one second between these two snapshots adds to a slot."""
+    readable = claims_readable(now)
+    rates, formers, undivided = Slot(), {one.uuid: one for one in before.devices}, {one.uuid for one in places(now)}
+    for device in now.devices:
+        former = formers.get(device.uuid)
+        if former is not None:
+            energy = _energy(former, device, now.clock - before.clock)
+            around = claims_on(now, device)
+            rates.devices[device.uuid] = _device_row(device, energy, bool(around) if readable else None)
+            if readable:
+                rates.users.update(_user_rows(device, now, around if device.uuid in undivided else None))
+    return rates
+
+
+def _device_row(device: Device, watts: float | None, claimed: bool | None) -> Row:
+    row: list[float | None] = [1000.0]
+    for read in GAUGES.values():
+        value = read(device)
+        row += [0.0, None, 1000.0] if value is None or not math.isfinite(value) else [value, value, 0.0]
+    row += [0.0, 1000.0] if watts is None else [watts, 0.0]
+    row += [0.0, 1000.0] if claimed is None else [1000.0 * claimed, 0.0]
+    return tuple(row)
+
+
+def _user_rows(
+    device: Device, snapshot: Snapshot, around: Sequence[ClaimRecord] | None
+) -> Iterator[tuple[tuple[int, str], tuple[float, ...]]]:
+    """Per second of each user of *device*.  A claim counts once, on the device that it names, and whole.
+
+    How much of a shared device it takes is only its own word.  Whoever is under none of the claims *around* is there
+    without any; None: the device is divided, and its instances tell.
+    """
+    instances = [other for other in snapshot.devices if other.parent_uuid == device.uuid] if around is None else []
+    here = [record for record in snapshot.claims if record.alive and device.uuid in record.devices]
+    listed = _listed([device, *instances])
+    owners: dict[int, list[ClaimRecord]] = {}
+    for record in here:
+        if record.uid >= 0:
+            owners.setdefault(record.uid, []).append(record)
+    working = [claim_of(process, here, {}) for process in listed or ()]
+    for uid, own in owners.items():
+        some = listed is None or any(record in working for record in own)
+        works = _works(device, listed, divided=bool(instances)) if some else False
+        if works is False and _hides_use(device, listed):
+            works = None
+        yield (uid, device.uuid), (1000.0, 1000.0 * (works is True), 1000.0 * (works is False), 0.0)
+    if around is not None:
+        strangers = {process.uid for process in listed or () if claim_of(process, around, {}) is None}
+        for stranger in strangers:
+            if stranger is not None and stranger not in owners:
+                yield (stranger, device.uuid), (0.0, 0.0, 0.0, 1000.0)
+
+
+def _listed(devices: list[Device]) -> list[GpuProcess] | None:
+    """What computes on a device and its instances; None: the driver gives no list that can be believed."""
+    known = [device for device in devices if device.processes is not None]
+    if not known or not all(device.processes_plausible for device in known):
+        return None
+    return [process for device in known for process in device.processes or () if computes(process)]
+
+
+def _works(device: Device, listed: list[GpuProcess] | None, *, divided: bool) -> bool | None:
+    if device.utilization is not None and device.utilization < WORKS_FROM and not divided:
+        return False
+    return None if listed is None or device.utilization is None or divided else True
+
+
+def _hides_use(device: Device, listed: list[GpuProcess] | None) -> bool:
+    """Whether memory tells of processes that the list does not."""
+    used, idles = device.memory_used, device.utilization is not None and device.utilization < WORKS_FROM
+    return not listed and not idles and used is not None and used > idle_limit(device)
+
+
+def _energy(before: Device, now: Device, seconds: float) -> float | None:
+    """Watts, by the driver's counter."""
+    if before.total_energy is None or now.total_energy is None:
+        return None
+    watts = (now.total_energy - before.total_energy) / seconds
+    return watts if 0 <= watts <= MOST_WATTS else None
+
+
+def _waiting(wanted: Wanted | None) -> dict[int, tuple[float, ...]]:
+    """Per second of each user who waits."""
+    if wanted is None:
+        return {NOBODY_KNOWS: (1000.0, 0.0)}
+    return {uid: (1000.0, float(gpus)) for uid, gpus in wanted.items()}
+
+
+def _sum(former: tuple[float, ...] | None, rate: tuple[float, ...], seconds: float) -> tuple[float, ...]:
+    if former is None:
+        return tuple([seconds * new for new in rate])
+    return tuple([old + seconds * new for old, new in zip(former, rate, strict=True)])
+
+
+def _plus(former: Row | None, rate: Row, seconds: float) -> Row:
+    return tuple([
+        _larger(old, new) if highest else (old or 0.0) + (new or 0.0) * seconds
+        for highest, old, new in zip(_HIGHEST, former or _NOTHING, rate, strict=True)
+    ])  # fmt: skip
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    return other if one is None or (other is not None and other > one) else one
+
+
+def _pieces(begin: float, end: float) -> Iterator[tuple[int, float]]:
+    """(slot, seconds of it) for each slot between two unix times."""
+    slot = math.floor(begin / WIDTH)
+    while begin < end:
+        border = min(end, (slot + 1) * WIDTH)
+        if border > begin:
+            yield slot, border - begin
+        slot, begin = slot + 1, border
+
+
+VERSION = 2
+SLOTS = {WIDTH: 720, 60: 2880, 900: 38400}  # seconds of a slot -> how many are kept: 2 hours, 48 hours, 400 days
+COARSEST = max(SLOTS)
+
+EPOCH = 1_577_836_800  # 2020, a slot of each width begins there: keys of the years until 2035 take five bytes
+NUMBER_BITS = 16  # of a key are the number of a device or a holder
+MOST_NUMBERS = 2**NUMBER_BITS - 1
+
+TICK_MS, MEMORY_MIB = 40, 16  # the units in which time and memory are kept
+# By the end of a column's name in tally: the end of its name in the tables, and the unit.
+_UNIT_FACTORS = {
+    "_ms": ("_ticks", TICK_MS),
+    "_mib_sum": ("_16mib_sum", MEMORY_MIB),
+    "_mib_max": ("_16mib_max", MEMORY_MIB),
+}
+# Of a user's time: what is claimed is the sum of the first three.
+USER_PARTS = ("used_ms", "idle_ms", "unknown_ms", "unclaimed_ms")
+COLUMNS = {"devices": DEVICE_COLUMNS, "users": USER_PARTS, "waiting": WAITING_COLUMNS}
+
+# What the numbers in the keys mean.  A holder without a device waits for one.
+NAMES = (
+    "CREATE TABLE devices (id INTEGER PRIMARY KEY, uuid TEXT UNIQUE NOT NULL, name TEXT, parent TEXT, place INTEGER)",
+    "CREATE TABLE holders (id INTEGER PRIMARY KEY, uid INTEGER NOT NULL, device INTEGER NOT NULL, UNIQUE(uid, device))",
+)
+
+
+def stored(column: str) -> tuple[str, int]:
+    """The name of a column in the tables, and the unit in which it is kept there."""
+    for end, (kept, unit) in _UNIT_FACTORS.items():
+        if column.endswith(end):
+            return column.removesuffix(end) + kept, unit
+    return column, 1
+
+
+def key(slot: int, number: int, width: int) -> int:
+    """Of the row of that device or holder; rows of one slot lie together."""
+    return (slot - EPOCH // width << NUMBER_BITS) + number
+
+
+def slot_of(row: int, width: int) -> int:
+    """The slot of a key."""
+    return (row >> NUMBER_BITS) + EPOCH // width
+
+
+def rows(kind: str, width: int) -> str:
+    """A query, to be put in brackets, for the rows from one key up to before another, with the columns of tally.
+
+    Devices have `device`, a number; the others `uid` and, as a number, `device`; users also have `claimed_ms`.
+    """
+    columns = [f"(key >> {NUMBER_BITS}) + {EPOCH // width} AS slot"]
+    columns += [f"{name} * {unit} AS {column}" for column in COLUMNS[kind] for name, unit in [stored(column)]]
+    number = f"key & {MOST_NUMBERS}"
+    if kind == "devices":
+        return f"SELECT {number} AS device, {', '.join(columns)} FROM devices_{width}s WHERE key >= ? AND key < ?"
+    if kind == "users":
+        columns.append(f"(used_ticks + idle_ticks + unknown_ticks) * {TICK_MS} AS claimed_ms")
+    return (
+        f"SELECT uid, device, {', '.join(columns)} FROM {kind}_{width}s CROSS JOIN holders ON id = {number}"
+        " WHERE key >= ? AND key < ?"
+    )
+
+
+def holdings(width: int) -> str:
+    """A query, likewise, for what each user had of each device, `had`, and what that took: both in ticks and joules."""
+    return (
+        f"SELECT users.key >> {NUMBER_BITS} AS slot, device, uid, joules, seen, unknown,"
+        " used_ticks + idle_ticks + unknown_ticks + unclaimed_ticks AS had"
+        f" FROM users_{width}s AS users CROSS JOIN holders ON holders.id = users.key & {MOST_NUMBERS} CROSS JOIN"
+        " (SELECT key AS place, energy_joules AS joules, seen_ticks AS seen, energy_unknown_ticks AS unknown"
+        f" FROM devices_{width}s) ON place = (users.key & ~{MOST_NUMBERS}) + device"
+        " WHERE users.key >= ? AND users.key < ?"
+    )
+
+
+def _table(kind: str, width: int) -> str:
+    columns = ", ".join(
+        f"{name} INTEGER" if name.endswith("_max") else f"{name} INTEGER NOT NULL"
+        for name, _ in map(stored, COLUMNS[kind])
+    )
+    # By rowid: rows that are added at the end fill their pages to 96 %, WITHOUT ROWID to 84 %.
+    return f"CREATE TABLE {kind}_{width}s (key INTEGER PRIMARY KEY, {columns})"
+
+
+def _insert(kind: str, width: int) -> str:
+    names = [name for name, _ in map(stored, COLUMNS[kind])]
+    # MAX() of several values is NULL when one of them is.
+    sums = ", ".join(
+        f"{name} = MAX(COALESCE({name}, excluded.{name}), COALESCE(excluded.{name}, {name}))"
+        if name.endswith("_max")
+        else f"{name} = {name} + excluded.{name}"
+        for name in names
+    )
+    return f"INSERT INTO {kind}_{width}s VALUES (?{', ?' * len(names)}) ON CONFLICT (key) DO UPDATE SET {sums}"
+
+
+EACH = [(kind, width) for kind in COLUMNS for width in SLOTS]
+TABLES = [*NAMES, *(_table(*each) for each in EACH)]
+INSERT = {each: _insert(*each) for each in EACH}

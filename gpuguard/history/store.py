@@ -1,0 +1,337 @@
+"""The file of the usage store, open for writing by one process: opened, locked, checked, set aside when it is damaged.
+
+After each write the journal is moved into the file: see consult for why readers need that, and why no other process may
+hold a lock.  A damaged file is renamed, never deleted.  Raises what os and sqlite3 raise: recorder says it in words.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from gpuguard.errors import GpuguardError
+from gpuguard.history.queries import JOURNAL
+from gpuguard.history.schema import (
+    COARSEST,
+    COLUMNS,
+    EACH,
+    INSERT,
+    MOST_NUMBERS,
+    SLOTS,
+    TABLES,
+    VERSION,
+    WIDTH,
+    Slot,
+    key,
+    slot_of,
+    stored,
+)
+from gpuguard.model import Device
+from gpuguard.users import user_name
+
+LOCK_SECONDS = 1.0
+MOST_BYTES = 256 * 2**20  # 8 devices with 3 users each take 36 MB; from here on the oldest days make room
+# Whoever may use user namespaces has 65536 uids without a name, and a ticket of each would take the room of all others.
+MOST_NAMELESS = 256  # in one slot, and none that is new once half of the numbers are taken
+EXPIRED = 2  # expired slots that each new one removes: a clock that is wrong for a while does not empty the store
+DAY = 86400 // COARSEST
+# Of each column: its unit, and whether it is a highest value.
+_UNITS = {
+    kind: tuple((stored(column)[1], column.endswith("_mib_max")) for column in columns)
+    for kind, columns in COLUMNS.items()
+}
+_FORGET = {  # those of whom no row tells any more
+    "devices": "DELETE FROM devices WHERE id NOT IN (SELECT device FROM holders"
+    + "".join(f" UNION SELECT key & {MOST_NUMBERS} FROM devices_{width}s" for width in SLOTS)
+    + ")",
+    "holders": "DELETE FROM holders WHERE id NOT IN (SELECT 0"
+    + "".join(f" UNION SELECT key & {MOST_NUMBERS} FROM {kind}_{width}s" for kind, width in EACH if kind != "devices")
+    + ")",
+}
+
+
+class Outdated(sqlite3.DatabaseError):
+    """The file is whole, and of an earlier version of gpuguard."""
+
+
+def opened(path: str, *, check: bool) -> sqlite3.Connection:
+    """The store, made if it does not exist, kept from all other processes until it is closed.
+
+    Args:
+        path: in a directory where only we can write.
+        check: whether the whole file is looked through, which takes 0.1 s for 40 MB.
+
+    Raises:
+        sqlite3.DatabaseError: itself, none of its subclasses: the file is damaged.
+        Outdated: an earlier version of gpuguard has written it.
+        GpuguardError: it is not ours, or of another version.
+        OSError, sqlite3.OperationalError: it cannot be opened now.
+    """
+    _make(path)
+    try:
+        connection = _connected(path, check=check)
+    except sqlite3.OperationalError as error:
+        if "locked" not in str(error):
+            raise
+        # Whoever may read the file can hold a lock on it for ever; in a copy of it nobody does.
+        _renew(path)
+        connection = _connected(path, check=check)
+    for end in ("", JOURNAL):
+        # By name: a descriptor that is closed would take the lock along.
+        with suppress(FileNotFoundError):
+            os.chmod(path + end, 0o644)
+    return connection
+
+
+def lock(path: str) -> int:
+    """Become the one writer of the store, until the returned descriptor is closed.
+
+    Raises:
+        GpuguardError: another process is.
+    """
+    _make_place(os.path.dirname(path))
+    # Not for others, who could keep the daemon away with it.
+    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)  # it is tried again and again
+        if not isinstance(error, BlockingIOError):
+            raise OSError(error.errno, error.strerror, path) from None
+        raise GpuguardError(
+            "another daemon writes it.  Give this one a place of its own with GPUGUARD_STATE_DIR."
+        ) from None
+    return descriptor
+
+
+def set_aside(path: str, why: str = "damaged") -> str:
+    """Rename a store that is of no use, and its journal; the new name."""
+    name = f"{path}.{why}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    while os.path.lexists(name):
+        name += "-again"
+    os.rename(path, name)
+    with suppress(FileNotFoundError):
+        os.rename(path + JOURNAL, name + JOURNAL)
+    return name
+
+
+def write(connection: sqlite3.Connection, slots: Mapping[int, Slot], devices: Iterable[Device]) -> None:
+    """Add *slots* to all resolutions, all or nothing; *devices* gives their names to new ones."""
+    with _transaction(connection):
+        slots = {number: _without_crowd(slot) for number, slot in slots.items()}
+        numbers = _numbers(connection, {uuid for slot in slots.values() for uuid in slot.devices}, devices)
+        holders = _holders(connection, slots.values(), numbers)
+        for width, kept in SLOTS.items():
+            wide: dict[int, Slot] = {}
+            for number, slot in slots.items():
+                wide.setdefault(number * WIDTH // width, Slot()).add(slot, 1.0)
+            for kind, rows in _rows(wide, numbers, holders).items():
+                connection.executemany(INSERT[kind, width], [(key(*at, width), *row) for at, row in rows])
+                _expire(connection, f"{kind}_{width}s", key(max(wide) - kept + 1, 0, width), EXPIRED * len(wide), width)
+        _make_room(connection)
+
+
+def settle(connection: sqlite3.Connection) -> None:
+    """Move the journal into the file, so that whoever reads it alone sees everything."""
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+
+def _make_place(place: str) -> None:
+    if not os.path.isdir(place):
+        os.makedirs(place, exist_ok=True)
+        os.chmod(place, 0o755)  # whatever the umask: everybody may read
+
+
+def _make(path: str) -> None:
+    _make_place(os.path.dirname(path))
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != os.geteuid():
+            raise GpuguardError("it is not a file of ours alone.  Look at it with `ls -l`, and move it away.") from None
+    # Until we hold the lock nobody else shall open it.
+    os.chmod(path, 0o600)
+
+
+def _connected(path: str, *, check: bool) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, timeout=LOCK_SECONDS)
+    try:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")  # a slot that was written survives a power cut
+        connection.execute("PRAGMA wal_autocheckpoint = 0")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            _make_tables(connection)
+        elif version < VERSION:
+            raise Outdated(f"version {version} of its tables, this gpuguard writes version {VERSION}")
+        elif version > VERSION:
+            raise GpuguardError(f"it is of another version of gpuguard ({version}).  Move it away, or update.")
+        if check and (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(" ".join(str(found).split()))
+        with _transaction(connection):  # takes the lock, if nothing has yet
+            connection.execute("SELECT COUNT(*) FROM devices").fetchone()
+        settle(connection)
+    except (sqlite3.Error, GpuguardError):
+        connection.close()
+        raise
+    return connection
+
+
+def _make_tables(connection: sqlite3.Connection) -> None:
+    with _transaction(connection):
+        if connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone() != (0,):
+            raise GpuguardError("it is no usage store.  Move it away.")
+        for table in TABLES:
+            connection.execute(table)
+        connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def _renew(path: str) -> None:
+    """Put a copy in the place of a file that somebody has locked."""
+    copy = f"{path}.new"
+    for end in ("", JOURNAL):
+        with suppress(FileNotFoundError):
+            os.unlink(copy + end)  # of one who was killed at it
+    os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    import shutil  # 0.3 MiB that a daemon need not have
+
+    shutil.copyfile(path, copy)
+    with suppress(FileNotFoundError):
+        shutil.copyfile(path + JOURNAL, copy + JOURNAL)
+    _connected(copy, check=False).close()  # which moves its journal into it
+    os.rename(copy, path)
+    with suppress(FileNotFoundError):
+        os.unlink(path + JOURNAL)
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _numbers(connection: sqlite3.Connection, uuids: set[str], devices: Iterable[Device]) -> dict[str, int]:
+    """The numbers by which the tables know these devices."""
+    known = {device.uuid: device for device in devices}
+    found = dict(connection.execute("SELECT uuid, id FROM devices"))
+    for uuid in sorted(uuids, key=[*known, *(uuids - known.keys())].index):  # numbered in the order of the machine
+        if uuid not in found:
+            found[uuid] = _free_number(connection, "devices")
+            device = known.get(uuid)
+            row = found[uuid], uuid, device and device.name, device and device.parent_uuid
+            connection.execute("INSERT INTO devices (id, uuid, name, parent) VALUES (?, ?, ?, ?)", row)
+    for device in known.values():
+        if device.parent_uuid is None:
+            # The index that it had last, and no other has any more. By name: an early Python 3.12 warns of ?1.
+            connection.execute(
+                "UPDATE devices SET place = CASE uuid WHEN :uuid THEN :place END"
+                " WHERE (uuid = :uuid AND place IS NOT :place) OR (uuid != :uuid AND place = :place)",
+                {"uuid": device.uuid, "place": device.index},
+            )
+    return found
+
+
+def _without_crowd(slot: Slot) -> Slot:
+    """*slot* with at most so many uids that have no name, and those first that have a device."""
+    holding = {uid for uid, _ in slot.users}
+    uids = holding | slot.waiting.keys()
+    if len(uids) <= MOST_NAMELESS:
+        return slot
+    nameless = sorted((uid for uid in uids if not _has_name(uid)), key=lambda uid: (uid not in holding, uid))
+    beyond, thin = set(nameless[MOST_NAMELESS:]), Slot()
+    thin.devices = slot.devices
+    thin.users = {whose: row for whose, row in slot.users.items() if whose[0] not in beyond}
+    thin.waiting = {uid: row for uid, row in slot.waiting.items() if uid not in beyond}
+    return thin
+
+
+def _has_name(uid: int) -> bool:
+    return uid < 0 or user_name(uid) != str(uid)
+
+
+def _holders(
+    connection: sqlite3.Connection, slots: Iterable[Slot], numbers: Mapping[str, int]
+) -> dict[tuple[int, int], int]:
+    """The numbers by which the tables know (uid, number of a device), and (uid, 0) of those who wait."""
+    found = {(uid, device): number for number, uid, device in connection.execute("SELECT id, uid, device FROM holders")}
+    for slot in slots:
+        for uid, device in (*((uid, numbers[uuid]) for uid, uuid in slot.users), *((uid, 0) for uid in slot.waiting)):
+            if (uid, device) not in found and (len(found) < MOST_NUMBERS // 2 or _has_name(uid)):
+                found[uid, device] = number = _free_number(connection, "holders")
+                connection.execute("INSERT INTO holders VALUES (?, ?, ?)", (number, uid, device))
+    return found
+
+
+def _free_number(connection: sqlite3.Connection, table: str) -> int:
+    (last,) = connection.execute(f"SELECT COALESCE(MAX(id), 0) FROM {table}").fetchone()
+    if last < MOST_NUMBERS:
+        return int(last) + 1
+    # MIG instances have other uuids each time they are made: after years of that many are forgotten.
+    connection.execute(_FORGET[table])
+    taken = {number for (number,) in connection.execute(f"SELECT id FROM {table}")}
+    free = next((number for number in range(1, MOST_NUMBERS + 1) if number not in taken), None)
+    if free is None:
+        raise GpuguardError(f"it knows {MOST_NUMBERS} {table}, more do not fit.  Move it away: a new one is begun.")
+    return free
+
+
+def _rows(
+    slots: Mapping[int, Slot], numbers: Mapping[str, int], holders: Mapping[tuple[int, int], int]
+) -> dict[str, list[tuple[tuple[int, int], tuple[int | None, ...]]]]:
+    """kind -> rows of its table, each with its slot and the number in its key."""
+    rows: dict[str, list[tuple[tuple[int, int], tuple[int | None, ...]]]] = {kind: [] for kind in COLUMNS}
+    for slot, one in slots.items():
+        for uuid, row in one.devices.items():
+            rows["devices"].append(((slot, numbers[uuid]), _kept("devices", row)))
+        for (uid, uuid), (claimed, used, idle, unclaimed) in one.users.items():
+            parts = _kept("users", (used, idle, max(0.0, claimed - used - idle), unclaimed))
+            if (holder := holders.get((uid, numbers[uuid]))) is not None:
+                rows["users"].append(((slot, holder), parts))
+        for uid, row in one.waiting.items():
+            if (holder := holders.get((uid, 0))) is not None:
+                rows["waiting"].append(((slot, holder), _kept("waiting", row)))
+    return rows
+
+
+def _kept(kind: str, row: Iterable[float | None]) -> tuple[int | None, ...]:
+    """*row* in the units of its table; the highest value is rounded up, so that no mean lies above it."""
+    return tuple(
+        None if value is None else math.ceil(value / unit) if highest else round(value / unit)
+        for value, (unit, highest) in zip(row, _UNITS[kind], strict=True)
+    )
+
+
+def _expire(connection: sqlite3.Connection, table: str, until: int, most: int, width: int) -> None:
+    """Remove the oldest slots before the key *until*, so many at most."""
+    for _ in range(most):
+        (oldest,) = connection.execute(f"SELECT MIN(key) FROM {table}").fetchone()
+        if oldest is None or oldest >= until:
+            return
+        connection.execute(f"DELETE FROM {table} WHERE key < ?", (key(slot_of(oldest, width) + 1, 0, width),))
+
+
+def _make_room(connection: sqlite3.Connection) -> None:
+    pages, free, size = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+    )
+    if (pages - free) * size > MOST_BYTES:
+        for kind in COLUMNS:
+            table = f"{kind}_{COARSEST}s"
+            (oldest,) = connection.execute(f"SELECT MIN(key) FROM {table}").fetchone()
+            if oldest is not None:
+                until = key(slot_of(oldest, COARSEST) + DAY, 0, COARSEST)
+                connection.execute(f"DELETE FROM {table} WHERE key < ?", (until,))

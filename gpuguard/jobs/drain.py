@@ -1,0 +1,256 @@
+"""After the job: which of its processes still use the devices, and when the memory is really free again.
+
+A claim that ends before that gives the next job a device that is still full.  Reads only; signals nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpuguard.errors import BackendError, shortage
+from gpuguard.model import HEALTH, MEMORY, POWER, PROCESSES
+from gpuguard.procfs import PARENT, START, STATE, stat_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+    from typing import Any
+
+    from gpuguard.backends import Backend
+    from gpuguard.model import Device, Snapshot
+
+    Process = tuple[int, int]  # pid, start time in clock ticks since boot: a pid alone may be given to one of the job
+
+SETTLED = "settled"
+NOT_SETTLED = "memory did not settle"
+DRIVER_UNREACHABLE = "driver unreachable"
+INTERRUPTED = "interrupted"
+
+SETTLE_SECONDS = 60.0  # the driver frees within a second or so; longer means a fault that waiting does not cure
+# On a shared device what a neighbour leaves looks the same: nobody waits longer than the driver usually takes.
+SHARED_SETTLE_SECONDS = 2.0
+QUIET_SECONDS = 2.0  # before that nobody wonders why the prompt does not come back
+POLL_SECONDS = (0.1, 1.0)  # first and longest pause while the memory settles
+TRIES = 100  # so often a look that finds no file or memory is tried again, after the first of these pauses
+USER_POLL_SECONDS = 5.0  # between two looks at what outlives the job; the end of an adopted one wakes us
+
+
+class Left(Exception):
+    """Waiting was cut short by a signal while processes of the job still use a device: the claim is theirs now.
+
+    Args:
+        signum: the signal.
+        users: the processes, in words.
+    """
+
+    def __init__(self, signum: int, users: str) -> None:
+        super().__init__(users)
+        self.signum = signum
+        self.users = users
+
+
+@dataclass(frozen=True)
+class Settling:
+    """The devices of a job that has ended, and what their claim waits for.
+
+    Args:
+        devices: the claimed devices as they were before the job.
+        backend: read at least once.
+        pause: waits up to so many seconds, less when a child ends; returns a signal that asks us to stop waiting.
+        say: told, in words, when somebody would wonder why it takes so long.
+        seen: gets each snapshot, with the energy that its devices have used; None: nobody wants to know.
+        tolerance: bytes above the state before the job that count as free.
+        others: children of this process that are not of the job, from before it.
+        longest: seconds to wait for memory that no process holds any more.
+    """
+
+    devices: Sequence[Device]
+    backend: Backend
+    pause: Callable[[float], int | None]
+    say: Callable[[str], None]
+    seen: Callable[[Snapshot], None] | None
+    tolerance: int
+    others: frozenset[Process] = frozenset()
+    longest: float = SETTLE_SECONDS
+
+    def wait_until_free(self) -> str:
+        """Wait until no process of the job uses the devices and their memory is back where it was.
+
+        Returns:
+            "settled", "memory did not settle", "driver unreachable", or "interrupted".
+
+        Raises:
+            Left: a signal came while processes of the job still use a device.
+        """
+        try:
+            # A list of processes is the dearest that a driver is asked for (4.5 ms): not where nobody of the job lives,
+            # and the devices hold no more than before whoever is on it.
+            if _only(self.others) and self._is_clear(self._sample((MEMORY,))):
+                return SETTLED
+            return self._wait_for_memory(self._wait_for_users(self._sample()))
+        except BackendError:
+            return DRIVER_UNREACHABLE
+
+    def _wait_for_users(self, snapshot: Snapshot) -> Snapshot:
+        told: set[int] = set()
+        while users := users_of(snapshot, self.devices):
+            if not users.keys() <= told:
+                self.say(f"the job ended, but {_in_words(users)}: the claim stays until that ends.")
+                told |= users.keys()
+            if signum := self.pause(USER_POLL_SECONDS):
+                raise Left(signum, _in_words(users))
+            try:
+                snapshot = self._sample()
+            except BackendError:
+                continue  # those that were seen to use a device are believed to use it as long as they live
+        return snapshot
+
+    def _wait_for_memory(self, snapshot: Snapshot) -> str:
+        began, delay, told = time.monotonic(), POLL_SECONDS[0], False
+        while full := [device.index for device in self.devices if _residue(snapshot, device) > self.tolerance]:
+            waited = time.monotonic() - began
+            if waited > self.longest:
+                return NOT_SETTLED
+            if waited > QUIET_SECONDS and not told:
+                gpus = ", ".join(map(str, full))
+                self.say(f"the job ended; waiting for the driver to free the memory of GPU {gpus} ...")
+                told = True
+            if self.pause(delay):
+                return INTERRUPTED
+            delay = min(delay * 1.5, POLL_SECONDS[1])
+            snapshot = self._sample()
+        return SETTLED
+
+    def _is_clear(self, snapshot: Snapshot) -> bool:
+        """Whether the devices hold no more than before the job, whoever holds it."""
+        for before in self.devices:
+            now, used_before = snapshot.device(before.uuid), _unaccounted(before)
+            if now is None or now.memory_used is None or used_before is None:
+                return False
+            if now.memory_used - used_before > self.tolerance:
+                return False
+        return True
+
+    def _sample(self, asked: Collection[str] = (MEMORY, PROCESSES)) -> Snapshot:
+        fields = {*asked, POWER} if self.seen else {*asked}
+        fields |= {HEALTH} if any(device.parent_uuid for device in self.devices) else set()
+        snapshot = self.backend.sample(fields, [device.uuid for device in self.devices])
+        if self.seen:
+            self.seen(snapshot)
+        return snapshot
+
+
+def users_of(snapshot: Snapshot, devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
+    """Descendants of this process that use *devices*: pid -> the indices of those.  An unknown list names nobody."""
+    users: dict[int, tuple[int, ...]] = {}
+    for device in devices:
+        now = snapshot.device(device.uuid)
+        for process in (now.processes if now else None) or ():
+            users[process.pid] = (*users.get(process.pid, ()), device.index)
+    if not users:
+        return {}
+    family = descendants()
+    return {pid: indices for pid, indices in users.items() if pid in family}
+
+
+def descendants() -> dict[int, int]:
+    """Living processes below this one, with those it adopted: pid -> start time in clock ticks since boot."""
+    parents: dict[int, int] = {}
+    started: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (facts := status_of(int(entry))):
+            state, parents[int(entry)], started[int(entry)] = facts
+            if state in "ZX":
+                del started[int(entry)]
+    below = {os.getpid()}
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    ahead = [os.getpid()]
+    while ahead:
+        found = children.get(ahead.pop(), ())
+        below.update(found)
+        ahead.extend(found)
+    return {pid: started[pid] for pid in below - {os.getpid()} if pid in started}
+
+
+def status_of(pid: int) -> tuple[str, int, int] | None:
+    """State letter, parent and start time (clock ticks since boot) of *pid*; None when there is none."""
+    try:
+        fields = stat_fields(pid)
+        return fields[STATE].decode("ascii"), int(fields[PARENT]), int(fields[START])
+    except OSError as error:
+        if shortage(error):  # it has not ended for that
+            raise
+        return None
+    except (IndexError, ValueError):  # it ended while we read
+        return None
+
+
+def patiently(look: Callable[..., Any], *words: Any, **more: Any) -> Any:
+    """What *look* finds, tried again for a while where no file or memory is left: the job runs, and needs us."""
+    for _ in range(TRIES):
+        try:
+            return look(*words, **more)
+        except OSError as error:
+            if not shortage(error):
+                raise
+        time.sleep(POLL_SECONDS[0])
+    return look(*words, **more)
+
+
+def children() -> frozenset[Process] | None:
+    """What this process started or adopted and has not reaped; None: the kernel does not tell."""
+    pids: set[int] = set()
+    known: set[Process] = set()
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/children", "rb") as found:  # only with CONFIG_PROC_CHILDREN
+                pids.update(map(int, found.read().split()))
+        for pid in pids:
+            if (facts := status_of(pid)) is None:
+                return None  # /proc with hidepid keeps a child of another user from us
+            known.add((pid, facts[2]))
+    except OSError:
+        return None
+    return frozenset(known)
+
+
+def _only(others: frozenset[Process]) -> bool:
+    """Whether no child lives but *others*."""
+    living = children()
+    return living is not None and living <= others
+
+
+def _residue(snapshot: Snapshot, before: Device) -> int:
+    """Bytes that the device holds for nobody, above the state before the job; 0 when that cannot be known."""
+    now = snapshot.device(before.uuid)
+    used_now, used_before = _unaccounted(now) if now else None, _unaccounted(before)
+    return 0 if used_now is None or used_before is None else used_now - used_before
+
+
+def _unaccounted(device: Device) -> int | None:
+    """Used bytes without those of living processes: what a dead one leaves is what has to settle."""
+    if device.memory_used is None:
+        return None
+    living = [process for process in device.processes or () if os.path.exists(f"/proc/{process.pid}")]
+    if any(process.memory_used is None for process in living):
+        return None
+    return device.memory_used - sum(process.memory_used or 0 for process in living)
+
+
+def _in_words(users: dict[int, tuple[int, ...]]) -> str:
+    """``"pid 4321 (tensorboard) still uses GPU 3"``, with a name that the process chose itself."""
+    return " and ".join(
+        f"pid {pid} ({_name_of(pid)}) still uses GPU {','.join(map(str, indices))}" for pid, indices in users.items()
+    )
+
+
+def _name_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
+            return comm.read().rstrip("\n")
+    except OSError:
+        return "?"

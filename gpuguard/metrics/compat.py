@@ -1,0 +1,126 @@
+"""The same numbers under the names, labels and units of dcgm-exporter and of nvitop-exporter, for their dashboards.
+
+Only what gpuguard reads: no profiling counters, no PCIe and NVLink throughput, no encoders, nothing per pid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpuguard.metrics.families import ERRORS, Labels, MetricFacts, MetricFamily, labels, number
+from gpuguard.model import Device, Snapshot
+from gpuguard.views.who import device_label
+
+_MIB = 2**-20
+# name, kind, help, field of Device, factor: etc/default-counters.csv of dcgm-exporter, and rows that are optional there
+DCGM: tuple[tuple[str, str, str, str, float], ...] = (
+    ("SM_CLOCK", "gauge", "SM clock frequency (in MHz).", "clock_sm", 1),
+    ("MEM_CLOCK", "gauge", "Memory clock frequency (in MHz).", "clock_memory", 1),
+    ("GPU_TEMP", "gauge", "GPU temperature (in C).", "temperature", 1),
+    ("POWER_USAGE", "gauge", "Power draw (in W).", "power_draw", 1),
+    ("POWER_MGMT_LIMIT", "gauge", "Power limit (in W).", "power_limit", 1),
+    ("TOTAL_ENERGY_CONSUMPTION", "counter", "Energy since the driver was loaded (in mJ).", "total_energy", 1000),
+    ("GPU_UTIL", "gauge", "GPU utilization (in %).", "utilization", 1),
+    ("MEM_COPY_UTIL", "gauge", "Memory utilization (in %).", "memory_utilization", 1),
+    ("FAN_SPEED", "gauge", "Fan speed (in %).", "fan_speed", 1),
+    ("FB_TOTAL", "gauge", "Framebuffer memory (in MiB).", "memory_total", _MIB),
+    ("FB_FREE", "gauge", "Framebuffer memory free (in MiB).", "memory_free", _MIB),
+    ("FB_USED", "gauge", "Framebuffer memory used (in MiB).", "memory_used", _MIB),
+    ("FB_RESERVED", "gauge", "Framebuffer memory reserved (in MiB).", "memory_reserved", _MIB),
+    ("ECC_SBE_VOL_TOTAL", "counter", "Single-bit errors since the driver was loaded.", "ecc_corrected_volatile", 1),
+    ("ECC_DBE_VOL_TOTAL", "counter", "Double-bit errors since the driver was loaded.", "ecc_uncorrected_volatile", 1),
+    ("ECC_SBE_AGG_TOTAL", "counter", "Single-bit errors of its life.", "ecc_corrected_aggregate", 1),
+    ("ECC_DBE_AGG_TOTAL", "counter", "Double-bit errors of its life.", "ecc_uncorrected_aggregate", 1),
+)
+_WHOLE = frozenset({"FB_TOTAL", "FB_FREE", "FB_USED", "FB_RESERVED"})  # dcgm-exporter tells whole MiB
+NVITOP: tuple[tuple[str, str, str, float], ...] = (
+    ("gpu_utilization_Percentage", "GPU utilization (%).", "utilization", 1),
+    ("gpu_memory_utilization_Percentage", "GPU memory utilization (%).", "memory_utilization", 1),
+    ("gpu_memory_total_MiB", "GPU memory total (MiB).", "memory_total", _MIB),
+    ("gpu_memory_used_MiB", "GPU memory used (MiB).", "memory_used", _MIB),
+    ("gpu_memory_free_MiB", "GPU memory free (MiB).", "memory_free", _MIB),
+    ("gpu_clock_sm_MHz", "GPU SM clock (MHz).", "clock_sm", 1),
+    ("gpu_clock_memory_MHz", "GPU memory clock (MHz).", "clock_memory", 1),
+    ("gpu_power_usage_W", "GPU power usage (W).", "power_draw", 1),
+    ("gpu_power_limit_W", "GPU power limit (W).", "power_limit", 1),
+    ("gpu_temperature_C", "GPU temperature (C).", "temperature", 1),
+    ("gpu_fan_speed_Percentage", "GPU fan speed (%).", "fan_speed", 1),
+)
+
+
+def dcgm(facts: MetricFacts) -> list[MetricFamily]:
+    """What dcgm-exporter would tell; the parts of a divided device bear its uuid, as there."""
+    if not facts.snapshot or not facts.current:
+        return []
+    snapshot, found = facts.snapshot, []
+    places = {device.uuid: _dcgm_labels(device, snapshot) for device in snapshot.devices}
+    for name, kind, text, source, factor in DCGM:
+        values = {}
+        read = facts.errors or snapshot.devices if source in ERRORS else snapshot.devices
+        for device in read:
+            value = number(getattr(device, source), factor)
+            if value is not None:
+                values[places[device.uuid]] = float(int(value)) if name in _WHOLE else value
+        found.append(MetricFamily(f"DCGM_FI_DEV_{name}", kind, text, values))
+    return [family for family in found if family.values]
+
+
+def _dcgm_labels(device: Device, snapshot: Snapshot) -> Labels:
+    whole = snapshot.device(device.parent_uuid) if device.parent_uuid else device
+    of = whole or device
+    return labels(
+        gpu=device.index,
+        UUID=of.uuid,
+        pci_bus_id=of.pci_bus_id,
+        device=None if of.minor_number is None else f"nvidia{of.minor_number}",
+        modelName=of.name,
+        GPU_I_PROFILE=device.mig_profile if device.parent_uuid else None,
+        GPU_I_ID=device.gpu_instance_id if device.parent_uuid else None,
+        # Its releases differ in this label, and dashboards are written for either.
+        Hostname=snapshot.host,
+        hostname=snapshot.host,
+        DCGM_FI_DRIVER_VERSION=snapshot.driver_version,
+    )
+
+
+def nvitop(facts: MetricFacts) -> list[MetricFamily]:
+    """What nvitop-exporter would tell of the devices."""
+    if not facts.snapshot or not facts.current:
+        return []
+    snapshot = facts.snapshot
+    places = {
+        device.uuid: labels(
+            hostname=snapshot.host,
+            index=device_label(device).replace(".", ":"),
+            devicename=device.name,
+            uuid=device.uuid,
+        )
+        for device in snapshot.devices
+    }
+    found = [
+        MetricFamily(name, "gauge", text, _known({places[one.uuid]: number(getattr(one, source), factor)
+                                            for one in snapshot.devices}))
+        for name, text, source, factor in NVITOP
+    ]  # fmt: skip
+    shares = {places[one.uuid]: _percent(one.memory_used, one.memory_total) for one in snapshot.devices}
+    found.append(MetricFamily("gpu_memory_percent_Percentage", "gauge", "GPU memory percent (%).", _known(shares)))
+    count = sum(device.parent_uuid is None for device in snapshot.devices)
+    about = labels(
+        hostname=snapshot.host, device_count=count, driver_version=snapshot.driver_version,
+        cuda_driver_version=snapshot.cuda_version,
+    )  # fmt: skip
+    found.append(
+        MetricFamily("nvitop_info", "gauge", "The machine, under the name that nvitop-exporter gives it.", {about: 1.0})
+    )
+    return [family for family in found if family.values]
+
+
+def _known(values: dict[Labels, float | None]) -> dict[Labels, float]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _percent(part: int | None, whole: int | None) -> float | None:
+    return None if part is None or not whole else round(100 * part / whole, 3)
+
+
+COMPAT: dict[str, Callable[[MetricFacts], list[MetricFamily]]] = {"dcgm": dcgm, "nvitop": nvitop}

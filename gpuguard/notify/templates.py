@@ -1,0 +1,380 @@
+"""What is said about a verdict: what was seen, by which rule, where, what comes next, and how to stop it.
+
+The texts are templates that an admin can change, one pair per language:
+
+    messages:
+      en: {subject: "$host: $policy", body: "..."}
+
+``$name`` or ``${name}`` is one of NAMES, ``$$`` is a dollar sign; anything else is a fault when the file is loaded.  A
+line of a body whose names all have nothing to say is left out.  What users wrote is put in as neutral text and never
+looked at again, so ``${host}`` in a command line stays just that.  Pure; does not send: see notify.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import Device, GpuProcess, Snapshot, Verdict
+from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.units import format_bytes, format_duration
+
+# The words of messages, one Words per language; a new language is one more row of WORDS.
+#
+# ``{braces}`` are filled by messages.py with our own text, ``$names`` of subject and body with what was seen.
+
+
+ENGLISH = "en"
+
+
+@dataclass(frozen=True)
+class Words:
+    """Everything that is said in one language."""
+
+    subject: str
+    body: str
+    actions: Mapping[str, str]  # of ACTIONS, as they fit into "next"
+    next: str
+    after: str
+    at_once: str
+    nothing_next: str
+    observing: str
+    stop: Mapping[str, str]  # by rule
+    stop_otherwise: str
+    more: str  # heads the lines of further findings
+    left_out: str
+    times: str  # before the subject of a joined message
+
+
+WORDS: Mapping[str, Words] = {
+    "en": Words(
+        subject="[gpuguard] $host: $policy: $device $user",
+        body="""\
+gpuguard on $host, $time
+
+What was seen:  $why
+For how long:   $since
+Device:         $device
+User:           $user
+Processes:      $processes
+Policy:         $policy (rule: $rule)
+What is next:   $next
+How to stop it: $stop
+""",
+        actions={
+            "log": "it is written to the log",
+            "warn": "a warning on the user's terminal",
+            "notify": "a message",
+            "checkpoint": "the process is asked to save its state",
+            "terminate": "the process is asked to end (SIGTERM)",
+            "kill": "the process is killed (SIGKILL)",
+            "pause": "the process is paused (SIGSTOP)",
+            "resume": "the process is continued (SIGCONT)",
+            "renice": "the process gets a lower priority",
+            "deny": "the user gets no new claims for a time",
+            "quarantine": "the device is taken out of service",
+            "release": "the claim is released",
+            "cancel": "the Slurm job is cancelled (scancel)",
+            "run_hook": "a program of the administrator is run",
+        },
+        next="{when}, if nothing changes: {action}.",
+        after="In {duration}",
+        at_once="At once",
+        nothing_next="Nothing: this was the last step.",
+        observing="(This policy only observes: nothing of it is carried out.)",
+        stop={
+            "idle": "Use the device again, or free it: end the process.  `gpuguard keep --for 4h` buys time.",
+            "utilization": "Use the device again, or free it: end the process.  `gpuguard keep --for 4h` buys time.",
+            "memory": "Use less memory, or end the process.",
+            "memory_growth": "Look for what keeps growing, or end the process.",
+            "unclaimed": "Claim the device as it runs: `gpuguard adopt PID`.  Next time start it with `gpuguard run`.",
+            "trespass": "End the process: the device is claimed by somebody else.  `gpuguard select` names a free one.",
+            "temperature": "Let the device cool down: end or reduce what runs on it.",
+            "power": "Reduce what runs on the device.",
+            "health": "Save your work and leave the device: an administrator has to look at it.",
+        },
+        stop_otherwise="End the process and so free the device.",
+        more="{count} findings in all; after the one above:",
+        left_out="and {count} more",
+        times="({count}x)",
+    ),
+    "zh": Words(
+        subject="[gpuguard] $host：$policy：$device $user",
+        body="""\
+gpuguard，主机 $host，$time
+
+发现情况： $why
+已持续：   $since
+设备：     $device
+用户：     $user
+进程：     $processes
+策略：     $policy（规则：$rule）
+后续操作： $next
+如何避免： $stop
+""",
+        actions={
+            "log": "写入日志",
+            "warn": "在用户终端上发出警告",
+            "notify": "发送通知",
+            "checkpoint": "通知进程保存检查点",
+            "terminate": "请求进程退出（SIGTERM）",
+            "kill": "强制结束进程（SIGKILL）",
+            "pause": "暂停进程（SIGSTOP）",
+            "resume": "恢复进程（SIGCONT）",
+            "renice": "降低进程优先级",
+            "deny": "一段时间内不再接受该用户的新占用",
+            "quarantine": "将设备停用隔离",
+            "release": "释放该占用",
+            "cancel": "取消 Slurm 作业（scancel）",
+            "run_hook": "运行管理员设定的程序",
+        },
+        next="如果情况没有变化，{when}将执行：{action}。",
+        after="{duration} 后",
+        at_once="随即",
+        nothing_next="无，这是最后一步。",
+        observing="（该策略仅作观察，不会真正执行。）",
+        stop={
+            "idle": "请重新使用该设备，或结束进程以释放设备；如需保留，请运行 `gpuguard keep --for 4h`。",
+            "utilization": "请重新使用该设备，或结束进程以释放设备；如需保留，请运行 `gpuguard keep --for 4h`。",
+            "memory": "请减少显存用量，或结束进程。",
+            "memory_growth": "请检查显存持续增长的原因，或结束进程。",
+            "unclaimed": "请运行 `gpuguard adopt PID` 占用该设备，无需结束进程；下次请用 `gpuguard run` 启动。",
+            "trespass": "请结束进程：该设备已被其他用户占用。`gpuguard select` 可列出空闲设备。",
+            "temperature": "请让设备降温：结束或减少其上的任务。",
+            "power": "请减少该设备上的任务。",
+            "health": "请保存工作并离开该设备：需要管理员检查。",
+        },
+        stop_otherwise="请结束进程以释放设备。",
+        more="共 {count} 条；除上面一条外：",
+        left_out="另有 {count} 条",
+        times="（{count} 条）",
+    ),
+}
+
+
+Fact = tuple[str, float | int | str | bool | None]
+
+NAMES = frozenset({
+    "host", "policy", "rule", "why", "device", "user", "processes", "action", "since", "time", "next", "stop",
+})  # fmt: skip
+LONGEST_VALUE = 300  # characters of one value: a command line can have 2 MiB
+LONGEST_SUBJECT = 200
+MOST_PROCESSES = 5
+MOST_LINES = 20  # of further findings in one message
+
+# What a chat program makes a call to somebody or a link of: <!channel>, <at user_id="all">, @everyone, [text](address).
+_CALL = re.compile(r"<(?=\S)|@|\](?=\()")
+_CALLED = {"<": "\u2039", "@": "@ ", "]": "] "}
+_OURS = frozenset({"action", "since", "time", "next", "stop"})  # no word of these is a stranger's
+_NAME = re.compile(r"\$(?:(\$)|([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\}|)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Template:
+    """Texts in one language; what is left out is said in our own words.
+
+    Args:
+        subject: one line.
+        body: plain text; a line whose names all have nothing to say is left out.
+    """
+
+    subject: str = ""
+    body: str = ""
+
+    def __post_init__(self) -> None:
+        for text in (self.subject, self.body):
+            _check(text)
+        if "\n" in self.subject.strip():
+            raise InvalidRequest("the subject has more than one line: a subject is one line.")
+
+
+def _check(template: str) -> None:
+    for match in _NAME.finditer(template):
+        name = match[2] or match[3]
+        if not match[1] and name is None:
+            raise InvalidRequest(f"a single $ in {template!r}: write $$ for a dollar sign.")
+        if name is not None and name not in NAMES:
+            raise InvalidRequest(f"a message has no ${name}.\nKnown: {', '.join(sorted(NAMES))}.")
+
+
+TEMPLATES: Mapping[str, Template] = {
+    language: Template(words.subject, words.body) for language, words in WORDS.items()
+}  # what is said without a word from the admin
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message; everything in it is neutral text."""
+
+    subject: str  # one line
+    body: str
+    facts: tuple[Fact, ...] = ()  # the same for programs, their names carry the unit
+    language: str = ENGLISH
+    line: str = ""  # all of it in one line, for a message about several findings
+    key: str = ""  # messages with the same key may be joined: the policy's name
+    user: str | None = None  # whom it is about
+    count: int = 1  # how many findings it tells of
+    further: tuple[tuple[Fact, ...], ...] = ()  # the facts of the other findings, MOST_LINES at most
+
+
+def message_for(
+    verdict: Verdict,
+    snapshot: Snapshot,
+    language: str = ENGLISH,
+    templates: Mapping[str, Template] = TEMPLATES,
+    *,
+    chat: bool = False,
+) -> Message:
+    """The message about *verdict* in *language*, or in English where there are no words in it.
+
+    Args:
+        verdict: what a policy found and wants done.
+        snapshot: that it was judged by: names the device and the host.
+        language: en or zh.
+        templates: by language, those of the admin; a language that is missing has its own texts.
+        chat: whether it may come to a chat program: then what strangers wrote calls nobody there, and is no link.
+    """
+    language = language if language in WORDS else ENGLISH
+    own, template = TEMPLATES[language], templates.get(language, TEMPLATES[language])
+    values = {name: neutralise(text)[:LONGEST_VALUE] for name, text in _values(verdict, snapshot, language).items()}
+    values["processes"] = "\n".join(_processes(verdict.finding.processes, WORDS[language]))
+    if chat:
+        values |= {name: _CALL.sub(lambda m: _CALLED[m[0]], text) for name, text in values.items() if name not in _OURS}
+    subject = _filled(
+        template.subject or own.subject, {name: text.replace("\n", ", ") for name, text in values.items()}
+    )
+    summary = [values[name] for name in ("device", "user", "why") if values[name]]
+    return Message(
+        subject=neutralise(" ".join(subject.split()).rstrip(" :："))[:LONGEST_SUBJECT],
+        body=_body(template.body or own.body, values),
+        facts=_facts(verdict, snapshot),
+        language=language,
+        line=": ".join([values["time"], *summary]),
+        key=verdict.policy,
+        user=verdict.finding.subject.user,
+    )
+
+
+def joined(messages: Sequence[Message], count: int | None = None) -> Message:
+    """One message for several: the first in full, the others in a line each.
+
+    Args:
+        messages: at least one, the oldest first.
+        count: of findings in all, when not all of them were kept.
+    """
+    first, others = messages[0], messages[1 : MOST_LINES + 1]
+    count = sum(message.count for message in messages) if count is None else count
+    if count <= 1:
+        return first
+    words = WORDS[first.language]
+    lines = [words.more.format(count=count), "", *(f"  {message.line}" for message in others)]
+    left = count - 1 - len(others)
+    if left > 0:
+        lines.append("  " + words.left_out.format(count=left))
+    return Message(
+        subject=f"{words.times.format(count=count)} {first.subject}"[:LONGEST_SUBJECT],
+        body=f"{first.body}\n" + "\n".join(lines) + "\n",
+        facts=first.facts,
+        language=first.language,
+        line=first.line,
+        key=first.key,
+        user=first.user,
+        count=count,
+        further=tuple(message.facts for message in others),
+    )
+
+
+def _values(verdict: Verdict, snapshot: Snapshot, language: str) -> dict[str, str]:
+    words, finding, subject = WORDS[language], verdict.finding, verdict.finding.subject
+    device = snapshot.device(subject.device) if subject.device else None
+    return {
+        "host": snapshot.host,
+        "policy": verdict.policy,
+        "rule": finding.rule,
+        "why": finding.why,
+        "device": _device(device) if device else subject.device or "",
+        "user": subject.user or ("" if subject.uid is None else f"uid {subject.uid}"),
+        "processes": "",
+        "action": words.actions.get(verdict.action, verdict.action),
+        "since": format_duration(max(0.0, snapshot.clock - verdict.since)),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(snapshot.taken_at)),
+        "next": _next(verdict, words),
+        "stop": words.stop.get(finding.rule, words.stop_otherwise),
+    }
+
+
+def _next(verdict: Verdict, words: Words) -> str:
+    if verdict.next_action is None:
+        return words.nothing_next
+    action = words.actions.get(verdict.next_action, verdict.next_action)
+    when = words.at_once if not verdict.next_after else words.after.format(duration=format_duration(verdict.next_after))
+    sentence = words.next.format(when=when, action=action)
+    return sentence if verdict.enforce else f"{sentence} {words.observing}"
+
+
+def _device(device: Device) -> str:
+    return f"GPU {device.index}" + (f" ({device.name})" if device.name else "")
+
+
+def _processes(processes: Sequence[GpuProcess], words: Words) -> list[str]:
+    lines = []
+    for process in processes[:MOST_PROCESSES]:
+        who = process.user or ("?" if process.uid is None else f"uid {process.uid}")
+        memory = "" if process.memory_used is None else f", {format_bytes(process.memory_used)}"
+        line = f"pid {process.pid} ({who}{memory}): {neutral_command(process.command, brief=True)}"
+        lines.append(neutralise(line)[:LONGEST_VALUE])
+    if len(processes) > MOST_PROCESSES:
+        lines.append(words.left_out.format(count=len(processes) - MOST_PROCESSES))
+    return lines
+
+
+def _facts(verdict: Verdict, snapshot: Snapshot) -> tuple[Fact, ...]:
+    finding, subject = verdict.finding, verdict.finding.subject
+    device = snapshot.device(subject.device) if subject.device else None
+    facts: dict[str, float | int | str | bool | None] = {
+        "time_unix_seconds": snapshot.taken_at,
+        "host": snapshot.host,
+        "policy": verdict.policy,
+        "rule": finding.rule,
+        "why": finding.why,
+        "subject": subject.kind,
+        "action": verdict.action,
+        "step": verdict.step,
+        "enforce": verdict.enforce,
+        "since_seconds": max(0.0, snapshot.clock - verdict.since),
+        "next_action": verdict.next_action,
+        "next_after_seconds": verdict.next_after,
+        "device_uuid": subject.device,
+        "device_index": device.index if device else None,
+        "device_name": device.name if device else None,
+        "user": subject.user,
+        "uid": subject.uid,
+        "pid": subject.pid,
+        "claim": subject.claim,
+        "pids": " ".join(str(process.pid) for process in finding.processes) or None,
+        "command": neutral_command(finding.processes[0].command) if finding.processes else None,
+    }
+    return tuple(
+        (name, neutralise(value)[:LONGEST_VALUE] if isinstance(value, str) else value) for name, value in facts.items()
+    )
+
+
+def _body(template: str, values: Mapping[str, str]) -> str:
+    lines: list[str] = []
+    for line in template.strip("\n").split("\n"):
+        names = [match[2] or match[3] for match in _NAME.finditer(line) if not match[1]]
+        if names and not any(values[name] for name in names):
+            continue
+        # Several processes stand under each other, as far to the right as the first.
+        margin = "\n" + " " * display_width(line.partition("$")[0])
+        filled = _filled(line, values).replace("\n", margin)
+        lines.extend(neutralise(piece).rstrip() for piece in filled.split("\n"))
+    return "\n".join(lines) + "\n"
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """*template* with its names replaced, in one pass: what is put in is not looked at again."""
+    return _NAME.sub(lambda match: "$" if match[1] else values[match[2] or match[3]], template)

@@ -1,0 +1,507 @@
+"""Frozen dataclasses from a tree of nodes, by their type hints; all faults in one go.
+
+A field is a key (``for_`` is the key ``for``), a field without default is a duty.  What a hint means:
+
+    Annotated[float, parse_duration]    one scalar, read by that function; its ValueError is the fault
+    Annotated[int, "user"]              one scalar, read by the function of that name in *readers*
+    Annotated[tuple, Choice(TABLE)]     {name: value} with a hint for each name of the table
+    Annotated[Tag, Tagged("do", ...)]   NAME, or {do: NAME, common keys, keys of the name's dataclass}
+    str int float bool Literal          one scalar; numbers without unit, as plain digits
+    tuple[X, ...] frozenset[X]          a list, not empty
+    tuple[int, ...]                     users: each is read by the reader "user"
+    tuple[str, ...] of a key ..groups   groups: each is read by the reader "group"
+    Mapping[str, X]                     names of one's own
+    a dataclass                         a mapping with its fields; InvalidRequest in __post_init__ is a fault, too;
+                                        one text alone, in a Choice, is its first field if that is a str
+    X | Y | None                        by the shape: the first that takes a scalar, a list or a mapping
+
+Does not check what the values mean together: see policychecks.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import grp
+import pwd
+import re
+import threading
+import time
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.policies.files.source import YamlNode, YamlSource
+
+Reader = Callable[[str], Any]
+Path = tuple[str | int, ...]
+
+USER, GROUP = "user", "group"  # names of readers
+
+_WHOLE = re.compile(r"(0|[1-9][0-9]{0,14})")
+_DECIMAL = re.compile(r"(0|[1-9][0-9]{0,14})(\.[0-9]{1,9})?")
+_BOOLEANS = {"true": True, "false": False}
+_KINDS = {"scalar": "single value", "sequence": "list", "mapping": "group of keys", "alias": "alias"}
+
+
+class Broken(Exception):
+    """A value could not be read.  No error of the program: the fault is noted, and only this value is lost."""
+
+
+@dataclass(frozen=True)
+class TaggedChoice:
+    """Annotates (name, value), written {name: value}: exactly one name of a table of hints."""
+
+    table: Mapping[str, Any]
+    what: str  # "rule"
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """Annotates a Tag: a name of a table alone, or with keys of *common* and keys of the name's dataclass."""
+
+    key: str
+    common: type
+    table: Mapping[str, type]
+    what: str  # "action"
+
+
+@dataclass(frozen=True)
+class TaggedValue:
+    """A name of the table of a Tagged, and what was written with it."""
+
+    name: str
+    common: Any
+    own: Any
+
+
+class Decoder:
+    """Reads values out of one source; remembers where each of them stood, for faults that are found later."""
+
+    def __init__(self, source: YamlSource, readers: Mapping[str, Reader]) -> None:
+        """Read values of *source*, with *readers* for the hints that name one."""
+        self.source = source
+        self.readers = readers
+        self.nodes: dict[Path, YamlNode] = {}
+        self.values: dict[Path, Any] = {}  # all that could be read, also within what could not
+        self.keys: dict[Path, YamlNode] = {}
+
+    def value(self, node: YamlNode, hint: Any, path: Path = ()) -> Any:
+        """What *node* says, as a value of the type *hint*.
+
+        Raises:
+            Broken: it cannot be read; the source has the fault.
+        """
+        self.nodes[path] = node
+        if node.kind == "alias":
+            raise Broken
+        hint, notes = _plain(hint, node)
+        if node.kind == "scalar" and not node.text and node.plain:
+            advice = "Write {} when it needs no keys." if is_dataclass(hint) else "Write one, or delete the key."
+            self._broken(node, f"{_name(path)}the value is missing.", advice)
+        self.values[path] = value = self._noted(node, hint, notes, path)
+        return value
+
+    def _noted(self, node: YamlNode, hint: Any, notes: tuple[Any, ...], path: Path) -> Any:
+        for note in notes:
+            if isinstance(note, TaggedChoice):
+                return self._choice(node, note, path)
+            if isinstance(note, Tagged):
+                return self._tagged(node, note, path)
+            reader = self.readers[note] if isinstance(note, str) else note
+            if callable(reader):
+                return self._read(node, reader, path)
+        return self._by_type(node, hint, path)
+
+    def _by_type(self, node: YamlNode, hint: Any, path: Path) -> Any:
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is typing.Literal:
+            return self._read(node, lambda text: _one_of(text, arguments), path)
+        if origin in (tuple, frozenset):
+            return origin(self._list(node, typing.get_args(implied(hint, _name(path)))[0], path))
+        if origin is collections.abc.Mapping:
+            return self._mapping(node, arguments, path)
+        if is_dataclass(hint):
+            noun = typing.cast(type, hint)
+            return self._fields(node, noun, dict(self._pairs(node, path, keys_of(noun)[0])), path)
+        return self._read(node, _SCALARS[hint], path)
+
+    def _read(self, node: YamlNode, reader: Reader, path: Path) -> Any:
+        if node.kind != "scalar":
+            self._broken(node, f"{_name(path)}must be one value, not a {_KINDS[node.kind]}.")
+        if node.plain and node.last_line > node.line:
+            self._broken(node, f"{_name(path)}the value goes on in the next line.", "Write it in one line.")
+        if not node.text.strip():
+            self._broken(node, f"{_name(path)}the value is empty.", "Write one, or delete the key.")
+        try:
+            return reader(node.text)
+        except ValueError as error:
+            return self._broken(node, *_sentences(error, path))
+
+    def _list(self, node: YamlNode, hint: Any, path: Path) -> list[Any]:
+        if node.kind != "sequence":
+            example = f"[{node.text}]" if node.kind == "scalar" else "[...]"
+            self._broken(node, f"{_name(path)}must be a list, not a {_KINDS[node.kind]}.", f"Write {example}.")
+        if not node.items:
+            self._broken(node, f"{_name(path)}the list is empty.", "Name at least one, or delete the key.")
+        return list(self._all({place: (item, hint) for place, item in enumerate(node.items)}, path).values())
+
+    def _fields(self, node: YamlNode, noun: type, pairs: Mapping[str, YamlNode], path: Path, title: str = "") -> Any:
+        title = title or _title(path)
+        hints, optional = keys_of(noun)
+        strange = pairs.keys() - hints.keys()
+        for key in sorted(strange):
+            self.source.fault(self._key(path, key), *unknown(key, hints, f"key of {title}"))
+        missing = hints.keys() - pairs.keys() - optional
+        for key in sorted(missing):
+            self.source.fault(node, f"{title} lacks the key {key!r}.", f"Add {key}: ...")
+        values = self._all({key: (value, hints[key]) for key, value in pairs.items() if key in hints}, path)
+        if missing or strange:
+            raise Broken
+        try:
+            return noun(**{name_of(noun, key): value for key, value in values.items()})
+        except ValueError as error:
+            return self._broken(node, *_sentences(error, path))
+
+    def _tagged(self, node: YamlNode, tagged: Tagged, path: Path) -> TaggedValue:
+        pairs = {tagged.key: node} if node.kind == "scalar" else dict(self._pairs(node, path, [tagged.key]))
+        word = pairs.pop(tagged.key, None)
+        if word is None:
+            meant = next((key for key in pairs if key in tagged.table), "...")
+            self._broken(node, f"{_title(path)}: the key {tagged.key!r} is missing.", f"Add {tagged.key}: {meant}")
+        place = below(path, tagged.key)
+        self.nodes[place] = word
+        name = self._read(word, str, place)
+        if name not in tagged.table:
+            self._broken(word, *unknown(name, tagged.table, tagged.what))
+        own, shared = tagged.table[name], keys_of(tagged.common)[0]
+        mine = {key: value for key, value in pairs.items() if key in shared}
+        rest = {key: value for key, value in pairs.items() if key not in shared}
+        for key in sorted(rest.keys() - keys_of(own)[0].keys()):
+            known = [tagged.key, *shared, *keys_of(own)[0]]
+            self.source.fault(self._key(path, key), *unknown(key, known, f"key of {name!r}"))
+            del rest[key]
+        parts = []
+        for noun, its in ((tagged.common, mine), (own, rest)):
+            with suppress(Broken):
+                parts.append(self._fields(node, noun, its, path, repr(name)))
+        if len(parts) < 2:
+            raise Broken
+        return TaggedValue(name, *parts)
+
+    def _mapping(self, node: YamlNode, arguments: tuple[Any, ...], path: Path) -> dict[Any, Any]:
+        pairs = self._pairs(node, path)
+        names: dict[str, Any] = {}
+        values: dict[str, Any] = {}
+        for part, into in ((0, names), (1, values)):
+            with suppress(Broken):
+                wanted = {key: (value if part else self._key(path, key), arguments[part]) for key, value in pairs}
+                into.update(self._all(wanted, path))
+        if len(names) != len(pairs) or len(values) != len(pairs):
+            raise Broken
+        return {names[key]: values[key] for key, _ in pairs}
+
+    def _choice(self, node: YamlNode, choice: TaggedChoice, path: Path) -> Any:
+        pairs = self._pairs(node, path, choice.table)
+        for key, _ in pairs:
+            if key not in choice.table:
+                self.source.fault(self._key(path, key), *unknown(key, choice.table, choice.what))
+        if len(pairs) != 1:
+            self.source.fault(node, f"{_name(path)}exactly one {choice.what} is needed, and here are {len(pairs)}.")
+        known = {key: (value, choice.table[key]) for key, value in pairs if key in choice.table}
+        values = self._all({key: (_spelled_out(value, hint), hint) for key, (value, hint) in known.items()}, path)
+        if len(values) != 1:
+            raise Broken
+        return next(iter(values.items()))
+
+    def _pairs(self, node: YamlNode, path: Path, known: Iterable[str] = ()) -> list[tuple[str, YamlNode]]:
+        if node.kind != "mapping":
+            hint = f"Known: {names}." if (names := ", ".join(known)) else ""
+            self._broken(node, f"{_title(path)} must have keys (key: value), not be a {_KINDS[node.kind]}.", hint)
+        found: dict[str, YamlNode] = {}
+        for key, value in node.pairs:
+            if key.kind != "scalar" or not key.text:
+                self.source.fault(key, f"a key of {_title(path)} must be a name.")
+            elif key.text == "<<" and key.plain:
+                self.source.fault(key, "a merge key (<<) is not allowed.", "Write the keys out.")
+            elif key.text in found:
+                first = self._key(path, key.text).line
+                self.source.fault(key, f"the key {key.text!r} stands here a second time.", f"First in line {first}.")
+            else:
+                found[key.text] = value
+                self.keys[below(path, key.text)] = key
+        return list(found.items())
+
+    def _all(self, wanted: Mapping[Any, tuple[YamlNode, Any]], path: Path) -> dict[Any, Any]:
+        """All values, or Broken after each of them had its turn, so that all faults are found in one go."""
+        values, good = {}, True
+        for key, (node, hint) in wanted.items():
+            try:
+                values[key] = self.value(node, hint, (*path, key))
+            except Broken:
+                good = False
+        if not good:
+            raise Broken
+        return values
+
+    def _key(self, path: Path, name: str) -> YamlNode:
+        return self.keys[below(path, name)]
+
+    def _broken(self, node: YamlNode, text: str, hint: str = "") -> typing.NoReturn:
+        self.source.fault(node, text, hint)
+        raise Broken
+
+
+def below(path: Path, *steps: str | int) -> Path:
+    """The path of what stands at *steps* within *path*."""
+    return (*path, *steps)
+
+
+@cache
+def keys_of(noun: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """The hint of each key of a dataclass, and the keys that have a default."""
+    hints = typing.get_type_hints(noun, include_extras=True)
+    found = [each for each in fields(noun) if each.init]
+    optional = (each for each in found if each.default is not MISSING or each.default_factory is not MISSING)
+    keys = {each.name.rstrip("_"): hints[each.name] for each in found}
+    return keys, frozenset(each.name.rstrip("_") for each in optional)
+
+
+def name_of(noun: type, key: str) -> str:
+    """The field of a key: ``for_`` of ``for``, because that is a word of Python."""
+    return next(each.name for each in fields(noun) if each.name.rstrip("_") == key)
+
+
+def unknown(word: str, known: Iterable[str], what: str) -> tuple[str, str]:
+    """Fault and hint for a word that is not one of *known*."""
+    names = list(known)
+    import difflib  # only for whoever makes a mistake
+
+    asked = (_OTHER_WORDS.get(word.lower(), ""), word, word.lower())
+    near = [name for each in asked for name in difflib.get_close_matches(each, names, n=1)]
+    hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names) or 'none'}."
+    return f"{word!r} is no {what}.", hint
+
+
+# What others call it, for "did you mean": nvidia-smi, Slurm, kill, and plain speech.
+_OTHER_WORDS = {
+    "gpu": "devices", "gpus": "devices", "user": "users", "group": "groups", "account": "groups",
+    "mem": "memory", "util": "utilization", "temp": "temperature", "runtime": "age", "walltime": "age",
+    "sigterm": "terminate", "term": "terminate", "sigkill": "kill", "sigstop": "pause", "stop": "pause",
+    "suspend": "pause", "sigcont": "resume", "nice": "renice", "email": "notify", "mail": "notify",
+    "block": "deny", "ban": "deny", "drain": "quarantine", "scancel": "cancel", "hook": "run_hook",
+}  # fmt: skip
+
+
+def _plain(hint: Any, node: YamlNode) -> tuple[Any, tuple[Any, ...]]:
+    """*hint* without None and Annotated; of several alternatives the one that has the shape of *node*."""
+    notes: tuple[Any, ...] = ()
+    while True:
+        if typing.get_origin(hint) is typing.Annotated:
+            notes += hint.__metadata__
+            hint = hint.__origin__
+        elif typing.get_origin(hint) in (typing.Union, types.UnionType):
+            alternatives = [each for each in typing.get_args(hint) if each is not type(None)]
+            if notes:
+                return alternatives[0], notes
+            hint = next((each for each in alternatives if shape(each) == node.kind), alternatives[0])
+        else:
+            return hint, notes
+
+
+def shape(hint: Any) -> str:
+    """scalar, sequence or mapping: how a value of this type is written."""
+    if typing.get_origin(hint) is typing.Annotated:
+        if any(isinstance(note, TaggedChoice) for note in hint.__metadata__):
+            return "mapping"
+        return "scalar" if any(callable(n) or isinstance(n, str) for n in hint.__metadata__) else shape(hint.__origin__)
+    if typing.get_origin(hint) in (tuple, frozenset):
+        return "sequence"
+    return "mapping" if is_dataclass(hint) or typing.get_origin(hint) is collections.abc.Mapping else "scalar"
+
+
+def _spelled_out(node: YamlNode, hint: Any) -> YamlNode:
+    """A text that stands alone for the first key of a dataclass, as the mapping that it means."""
+    if node.kind != "scalar" or not node.text or not (first := text_key(hint)):
+        return node
+    return YamlNode(
+        "mapping", node.line, node.column, pairs=[(YamlNode("scalar", node.line, node.column, text=first), node)]
+    )
+
+
+def text_key(hint: Any) -> str | None:
+    """The first key of a dataclass, if a text without rules of its own can be written there."""
+    if not is_dataclass(hint) or not isinstance(hint, type):
+        return None
+    first, kind = next(iter(keys_of(hint)[0].items()), ("", None))
+    alternatives = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    return first if str in alternatives else None
+
+
+def implied(hint: Any, key: str) -> Any:
+    """*hint*, where a list of users or of groups says so."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) not in (tuple, frozenset) or not arguments:
+        return hint
+    if arguments[0] is int:
+        return tuple[typing.Annotated[int, USER], ...]
+    if arguments[0] is str and key.rstrip(": ").endswith("groups"):
+        return tuple[typing.Annotated[str, GROUP], ...]
+    return hint
+
+
+def _one_of(text: str, choices: tuple[Any, ...]) -> str:
+    if text not in choices:
+        raise ValueError("\n".join(unknown(text, choices, f"choice: write one of {', '.join(choices)}")))
+    return text
+
+
+def _whole(text: str) -> int:
+    if not _WHOLE.fullmatch(text):
+        raise ValueError(f"{text!r} is not a whole number: write plain digits, like 3.")
+    return int(text)
+
+
+def _decimal(text: str) -> float:
+    if not _DECIMAL.fullmatch(text):
+        raise ValueError(f"{text!r} is not a number: write plain digits, like 3 or 0.5.")
+    return float(text)
+
+
+def _boolean(text: str) -> bool:
+    if text not in _BOOLEANS:
+        raise ValueError(f"{text!r} is neither true nor false: write one of these two.")
+    return _BOOLEANS[text]
+
+
+_SCALARS: dict[Any, Reader] = {str: str, int: _whole, float: _decimal, bool: _boolean}
+
+
+def _sentences(error: ValueError, path: Path) -> tuple[str, str]:
+    first, _, rest = str(error).partition("\n")
+    return f"{_name(path)}{first}", rest
+
+
+def _name(path: Path) -> str:
+    """``for: `` of the innermost key, to begin a sentence with."""
+    name = next((str(step) for step in reversed(path) if isinstance(step, str)), "")
+    return f"{name}: " if name else ""
+
+
+def _title(path: Path) -> str:
+    name = next((str(step) for step in reversed(path) if isinstance(step, str)), "")
+    return repr(name) if name else "the file"
+
+
+# Names of users and groups -> the numbers that the kernel knows, once, when a policy file is loaded.
+#
+# A name that cannot be resolved is a fault, never a rule that matches nobody or everybody.  The directory service
+# (NSS: LDAP, SSSD) may hang, so each question is asked in a thread of its own, and after SECONDS in all nobody is
+# asked again. For the way back, a number -> a name for people, see users.
+
+
+SECONDS = 5.0
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
+_LARGEST = 2**32 - 2  # the number above it means "no user" to the kernel
+
+T = TypeVar("T")
+
+
+def _user_number(name: str) -> int:
+    return pwd.getpwnam(name).pw_uid
+
+
+def _group_number(name: str) -> int:
+    return grp.getgrnam(name).gr_gid
+
+
+def _local_names(path: str) -> list[str]:
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        return [line.partition(":")[0] for line in lines]
+
+
+@dataclass
+class Accounts:
+    """Who is who on this machine; the two functions raise KeyError for a name that nobody has."""
+
+    user_number: Callable[[str], int] = _user_number
+    group_number: Callable[[str], int] = _group_number
+    seconds: float = SECONDS
+    _waited: float = field(default=0.0, init=False)
+    _known: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
+
+    def user(self, text: str) -> int:
+        """The uid of a user's name, or of the uid itself in digits.
+
+        Raises:
+            InvalidRequest: nobody has that name, or nobody could say so in time.
+        """
+        if _NUMBER.fullmatch(text):
+            if int(text) > _LARGEST:
+                raise InvalidRequest(f"{text} is no uid: the largest is {_LARGEST}.")
+            return int(text)
+        return self._number("user", text, self.user_number, "/etc/passwd")
+
+    def group(self, text: str) -> str:
+        """The name of a group, known to exist.
+
+        Raises:
+            InvalidRequest: there is none, or nobody could say so in time.
+        """
+        self._number("group", text, self.group_number, "/etc/group")
+        return text
+
+    def _number(self, what: str, name: str, look_up: Callable[[str], int], names: str) -> int:
+        if (what, name) not in self._known:
+            try:
+                self._known[what, name] = self._in_time(lambda: look_up(name))
+            except (KeyError, ValueError):
+                hint = _similar(name, names)
+                raise InvalidRequest(f"there is no {what} {name!r} on this machine.\n{hint}") from None
+            except TimeoutError:
+                raise InvalidRequest(
+                    f"{what} {name!r} is unknown: the directory service did not answer within {self.seconds:g} s.\n"
+                    "Is LDAP or SSSD up?  A uid in digits needs no answer."
+                ) from None
+        return self._known[what, name]
+
+    def _in_time(self, question: Callable[[], T]) -> T:
+        if self._waited >= self.seconds:
+            raise TimeoutError
+        answers: list[T | KeyError | ValueError] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except (KeyError, ValueError) as error:  # ValueError: a name with a NUL byte
+                answers.append(error)
+            except OSError as error:
+                answers.append(KeyError(str(error)))
+
+        begin = time.monotonic()
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(self.seconds - self._waited)
+        self._waited += time.monotonic() - begin
+        if not answers:
+            self._waited = self.seconds
+            raise TimeoutError
+        answer = answers[0]
+        if isinstance(answer, KeyError | ValueError):
+            raise answer
+        return answer
+
+
+def _similar(name: str, path: str) -> str:
+    """A near miss among the local names; those of a directory service cannot be listed."""
+    try:
+        import difflib  # only for whoever makes a mistake
+
+        near = difflib.get_close_matches(name, _local_names(path), n=1)
+    except OSError:
+        near = []
+    return f"Did you mean {near[0]!r}?" if near else "Write another name, or make the account first."

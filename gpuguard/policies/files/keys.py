@@ -1,0 +1,283 @@
+"""The language of policy files: what may be written where.  The fields are the keys, the docstrings their help.
+
+Rules bring their own keys (policies/), and so do actions.  Does not read files (see policyfile), and does not look at
+what the keys mean together (see policychecks).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Literal
+
+from gpuguard.enforcement.action_keys import ACTION_KEYS
+from gpuguard.errors import InvalidRequest
+from gpuguard.notify.sender import TARGETS
+from gpuguard.notify.templates import Template
+from gpuguard.policies import Rule
+from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue
+from gpuguard.policies.rules import RULES
+from gpuguard.units import parse_duration, parse_percent
+
+DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?")
+_HOURS = re.compile(r"(\d\d):([0-5]\d) ?- ?(\d\d):([0-5]\d)")
+_DEVICE = re.compile(r"0|[1-9]\d{0,2}|(?:0|[1-9]\d{0,2})\.\d{1,2}|(?:GPU|MIG)-[0-9a-fA-F][0-9a-fA-F-]*")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d(?:T\d\d:\d\d)?")
+
+
+def parse_name(text: str) -> str:
+    """A name that is safe in logs, mails and file names."""
+    if not _NAME.fullmatch(text):
+        raise InvalidRequest(f"{text!r} is no name: write small letters, digits and dashes, like 'idle-gpus'.")
+    return text
+
+
+def parse_hours(text: str) -> tuple[float, float]:
+    """(begin, end) in seconds since midnight of ``"22:00-07:30"``."""
+    match = _HOURS.fullmatch(text.strip())
+    if not match:
+        raise InvalidRequest(f"{text!r} are no hours: write them like '22:00-07:30'.")
+    begin, end = (int(hour) * 3600 + int(minute) * 60 for hour, minute in (match.group(1, 2), match.group(3, 4)))
+    if begin >= 86400 or end > 86400:
+        raise InvalidRequest(f"{text!r} are no hours: a day has the hours 00:00 to 24:00.")
+    if begin == end:
+        raise InvalidRequest(f"{text!r} begins when it ends: leave hours out to mean always.")
+    return float(begin), float(end)
+
+
+def parse_device(text: str) -> str:
+    """An index, a uuid or the beginning of one."""
+    if not _DEVICE.fullmatch(text):
+        raise InvalidRequest(f"{text!r} is no device: write an index like 0, or a uuid like 'GPU-8f31c2'.")
+    return text
+
+
+def parse_path(text: str) -> str:
+    """A whole path, or a glob of one."""
+    if not text.startswith("/"):
+        raise InvalidRequest(f"{text!r} is no path: write it in full from / on, like '/usr/bin/{text}'.")
+    return text
+
+
+def parse_until(text: str) -> float:
+    """The unix time at which the day ``"2026-12-24"`` is over here, or of ``"2026-12-24T18:00"``."""
+    try:
+        if not _DATE.fullmatch(text):
+            raise ValueError
+        moment = datetime.fromisoformat(text)
+        return (moment if "T" in text else moment + timedelta(days=1)).timestamp()
+    except (ValueError, OverflowError):
+        raise InvalidRequest(f"{text!r} is no date: write it like '2026-12-24' or '2026-12-24T18:00'.") from None
+
+
+def parse_count(text: str) -> int:
+    """A whole number from 1 on."""
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
+        raise InvalidRequest(f"{text!r} is not a whole number from 1 on: write plain digits, like 3.")
+    return int(text)
+
+
+def parse_interval(text: str) -> float:
+    """Seconds, 100 ms to 1 h."""
+    seconds = parse_duration(text)
+    if not 0.1 <= seconds <= 3600:
+        raise InvalidRequest(f"{text!r} is out of range: write 100ms to 1h.")
+    return seconds
+
+
+@dataclass(frozen=True)
+class ScopeKeys:
+    """Whom a policy is about.  All keys that are given must match; of a list, one entry.
+
+    Args:
+        users: names or uids.
+        groups: names; all members.
+        devices: index, or the beginning of a uuid.
+        models: patterns of the device's name, like "A100*".
+        kinds: interactive (a terminal, a notebook), container, or batch (all others).
+    """
+
+    users: tuple[Annotated[int, USER], ...] | None = None
+    groups: tuple[Annotated[str, GROUP], ...] | None = None
+    devices: tuple[Annotated[str, parse_device], ...] | None = None
+    models: tuple[str, ...] | None = None
+    kinds: tuple[Literal["interactive", "batch", "container"], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not any(value is not None for value in vars(self).values()):
+            raise InvalidRequest("nobody is named: write users, groups, devices, models or kinds.")
+
+
+@dataclass(frozen=True)
+class ExceptKeys:
+    """Whom a policy spares.  All keys that are given must match; write a list of such groups to spare each of them.
+
+    Args:
+        users: names or uids.
+        groups: names; all members.
+        devices: index, or the beginning of a uuid.
+        models: patterns of the device's name, like "A100*".
+        kinds: interactive (a terminal, a notebook), container, or batch (all others).
+        until: the last day of the exemption, local time, or the moment, as in 2026-12-24T18:00.
+    """
+
+    users: tuple[Annotated[int, USER], ...] | None = None
+    groups: tuple[Annotated[str, GROUP], ...] | None = None
+    devices: tuple[Annotated[str, parse_device], ...] | None = None
+    models: tuple[str, ...] | None = None
+    kinds: tuple[Literal["interactive", "batch", "container"], ...] | None = None
+    until: Annotated[float, parse_until] | None = None
+
+    def __post_init__(self) -> None:
+        if not any(value is not None for key, value in vars(self).items() if key != "until"):
+            raise InvalidRequest("nobody is named: write users, groups, devices, models or kinds.")
+
+
+_Rule = Annotated[tuple[str, Rule], TaggedChoice(RULES, "rule")]
+# One rule, or the names of two ways to join several.
+CONDITIONS: Mapping[str, Any] = {**RULES, "all": tuple[_Rule, ...], "any": tuple[_Rule, ...]}
+
+
+@dataclass(frozen=True)
+class BreakerKeys:
+    """If more would be acted on destructively in one step, nobody is.
+
+    Args:
+        users: different users at once.
+        processes: processes at once.
+    """
+
+    users: Annotated[int, parse_count] = 3
+    processes: Annotated[int, parse_count] = 5
+
+
+@dataclass(frozen=True)
+class StepKeys:
+    """One step of a ladder: the name of an action alone, or its keys.
+
+    Args:
+        after: since the step before; for the first step, since the condition has held for `for`.
+        even_if_innocent: must be true to terminate, kill, pause or deny for a temperature, power or forecast rule:
+            whoever is on a hot or full device may not be the cause.
+    """
+
+    after: Annotated[float, parse_duration] = 0.0
+    even_if_innocent: bool = False
+
+
+@dataclass(frozen=True)
+class PolicyKeys:
+    """One policy: when something holds for so long, take these steps.
+
+    Args:
+        name: unique; small letters, digits and dashes.
+        when: one rule with its keys, {all: [rules]} or {any: [rules]}.
+        steps: the ladder, from mild to severe.
+        for: how long the condition must hold without a break.
+        start_grace: processes and claims younger than this are innocent.
+        only: whom it is about; everybody by default.
+        except: whom it spares; one group of keys, or a list of them.
+        devices_at_least: the condition must hold on so many devices of the same user at once.
+        hours: only then, local time, as in 22:00-07:30.
+        days: only on these days; hours that pass midnight belong to the day on which they begin.
+        claimed_above: only while more than this share of the devices is claimed.
+        at_most: if more would be acted on at once, nobody is.
+        cooldown: after the last step, the subject is left alone for so long (default 15m).
+        mode: observe or enforce; the file's when absent.
+    """
+
+    name: Annotated[str, parse_name]
+    when: Annotated[tuple[str, Any], TaggedChoice(CONDITIONS, "rule")]
+    steps: tuple[Annotated[TaggedValue, Tagged("do", StepKeys, ACTION_KEYS, "action")], ...]
+    for_: Annotated[float, parse_duration] = 30.0
+    start_grace: Annotated[float, parse_duration] = 0.0
+    only: ScopeKeys | None = None
+    except_: ExceptKeys | tuple[ExceptKeys, ...] | None = None
+    devices_at_least: Annotated[int, parse_count] = 1
+    hours: Annotated[tuple[float, float], parse_hours] | None = None
+    days: tuple[Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"], ...] | None = None
+    claimed_above: Annotated[float, parse_percent] | None = None
+    at_most: BreakerKeys = field(default_factory=BreakerKeys)
+    cooldown: Annotated[float, parse_duration] = 900.0
+    mode: Literal["observe", "enforce"] | None = None
+
+
+@dataclass(frozen=True)
+class IntervalKeys:
+    """How often the machine is looked at: seldom while nothing changes, often while something does.
+
+    Args:
+        shortest: while values rise or a ladder is being climbed.
+        longest: on a quiet machine.
+    """
+
+    shortest: Annotated[float, parse_interval] = 2.0
+    longest: Annotated[float, parse_interval] = 10.0
+
+    def __post_init__(self) -> None:
+        if self.shortest > self.longest:
+            raise InvalidRequest("shortest is longer than longest: exchange them.")
+
+
+@dataclass(frozen=True)
+class KeepKeys:
+    """What users may ask for by `gpuguard keep`: that their own processes and claims are left alone.
+
+    Args:
+        longest: for how long at once; 0s: not at all.
+    """
+
+    longest: Annotated[float, parse_duration] = 86400.0
+
+
+@dataclass(frozen=True)
+class ProtectKeys:
+    """Whose processes no policy touches, beside those of root and of the system; who is meant is still warned.
+
+    One entry that matches is enough.
+
+    Args:
+        users: names or uids.
+        groups: names; all members, and whoever's groups cannot be learned.
+        executables: globs of whole paths of programs, of files that belong to root or to the owner of that path.
+    """
+
+    users: tuple[Annotated[int, USER], ...] = ()
+    groups: tuple[Annotated[str, GROUP], ...] = ()
+    executables: tuple[Annotated[str, parse_path], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not any(vars(self).values()):
+            raise InvalidRequest("nobody is named: write users, groups or executables.")
+
+
+@dataclass(frozen=True)
+class FileKeys:
+    """A policy file.
+
+    Args:
+        version: of this language: 1.
+        policies: at least one; each judges by itself.
+        mode: observe (default): nothing is done, what would be done is logged.  enforce: it is done, if the daemon
+            was started with --enforce, too.
+        notify: names of one's own, each with one way to send messages.
+        messages: texts of one's own, per language.
+        interval: how often the machine is looked at.
+        keep: what users may ask for by `gpuguard keep`.
+        protect: whose processes are never touched, whatever the policies say.
+    """
+
+    version: Literal["1"]
+    policies: tuple[PolicyKeys, ...]
+    mode: Literal["observe", "enforce"] = "observe"
+    notify: Mapping[Annotated[str, parse_name], Annotated[tuple[str, Any], TaggedChoice(TARGETS, "way to send")]] = (
+        field(default_factory=dict)
+    )
+    messages: Mapping[Literal["en", "zh"], Template] = field(default_factory=dict)
+    interval: IntervalKeys = field(default_factory=IntervalKeys)
+    keep: KeepKeys = field(default_factory=KeepKeys)
+    protect: ProtectKeys | None = None

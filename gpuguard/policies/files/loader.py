@@ -1,0 +1,204 @@
+"""Policy files: YAML -> policies, with every fault at its line and column.
+
+A file with a fault gives no policy at all, because half of a policy is another policy.  Names of users are resolved
+once, here.  Does not keep the last good file: see daemon.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from gpuguard import capabilities
+from gpuguard.enforcement.identity import Protected
+from gpuguard.errors import InvalidRequest
+from gpuguard.notify.templates import Template
+from gpuguard.policies.files.checks import check
+from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Broken, Decoder, TaggedValue, below
+from gpuguard.policies.files.keys import DAYS, ExceptKeys, FileKeys, PolicyKeys, ProtectKeys, ScopeKeys
+from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, read_file
+from gpuguard.policies.policy import Policy, Scope, Step
+
+if TYPE_CHECKING:
+    from gpuguard.notify.sender import Target
+
+READ_SECONDS = 20.0  # systemd starts a daemon anew that shows no sign of life for 60
+TOO_LONG = (
+    "What was in force stays so.  Names of users and groups may come from a server that does not answer: see whether "
+    "`gpuguard policy check` takes as long, then try `gpuguard daemon --reload`."
+)
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """What a file says.
+
+    Args:
+        path: as it was named.
+        policies: none when there is a fault.
+        notify: target name -> where its messages go.
+        messages: language -> texts of the admin's own.
+        interval: (shortest, longest) seconds between samples.
+        longest_keep: seconds for which users may ask to be left alone.
+        protected: who is never touched.
+        faults: what makes the file useless, in the order of the lines.
+        warnings: what is allowed, but hardly meant.
+        fingerprint: SHA-256 of the text.
+    """
+
+    path: str
+    policies: tuple[Policy, ...] = ()
+    notify: Mapping[str, Target] = field(default_factory=dict)
+    messages: Mapping[str, Template] = field(default_factory=dict)
+    interval: tuple[float, float] = (2.0, 10.0)
+    longest_keep: float = 86400.0
+    protected: Protected = field(default_factory=Protected)
+    faults: tuple[Fault, ...] = ()
+    warnings: tuple[Fault, ...] = ()
+    fingerprint: str = ""
+
+
+def load_policies(path: str, *, trusted_owner: bool | None = None, accounts: Accounts | None = None) -> PolicyFile:
+    """Read a policy file; never raises for what stands in it or for how it lies there: see its faults.
+
+    Args:
+        path: of the file.
+        trusted_owner: nobody but root may be able to change it; None: if we can do something to others by it.
+        accounts: who is who; this machine's by default.
+    """
+    content = content_of(path, trusted_owner=trusted_owner)
+    return content if isinstance(content, PolicyFile) else parse(content, path, accounts=accounts)
+
+
+def load_in_time(path: str) -> PolicyFile:
+    """As load_policies(), for a service: a directory server that does not answer costs READ_SECONDS at most."""
+    read: queue.SimpleQueue[PolicyFile] = queue.SimpleQueue()
+    try:
+        threading.Thread(target=lambda: read.put(load_policies(path)), daemon=True).start()
+        return read.get(timeout=READ_SECONDS)
+    except RuntimeError as error:
+        return faulty(path, f"no thread could be started that reads the file: {error}.")
+    except queue.Empty:
+        return faulty(path, f"reading the file took more than {READ_SECONDS:.0f} s.", TOO_LONG)
+
+
+def content_of(path: str, *, trusted_owner: bool | None = None) -> bytes | PolicyFile:
+    """The text of a policy file, or why it cannot be had; *trusted_owner* as for load_policies()."""
+    only_root = capabilities.is_powerful() if trusted_owner is None else trusted_owner
+    try:
+        return read_file(path, LARGEST, only_root=only_root)
+    except OSError as error:
+        return faulty(path, f"the file cannot be read: {error.strerror or error}.")
+    except InvalidRequest as error:
+        text, _, hint = str(error).partition("\n")
+        return faulty(path, text, hint)
+
+
+def faulty(path: str, text: str, hint: str = "") -> PolicyFile:
+    """A file that is of no use as a whole."""
+    return PolicyFile(path, faults=(Fault(0, 0, text, hint),))
+
+
+def parse(content: bytes | str, path: str = "policy", *, accounts: Accounts | None = None) -> PolicyFile:
+    """The policies that *content* describes, or its faults; *path* only names it."""
+    content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    fingerprint = sha256(content).hexdigest()
+    if len(content) > LARGEST:
+        fault = Fault(0, 0, f"the text is larger than {LARGEST // 1024} KiB.", "Split it, or delete what is not used.")
+        return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)
+    try:
+        source = YamlSource(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        line, column = before.count(b"\n") + 1, len(before[before.rfind(b"\n") + 1 :].decode("utf-8")) + 1
+        fault = Fault(line, column, f"byte 0x{content[error.start]:02x} is not UTF-8.", "Save the file as UTF-8.")
+        return PolicyFile(path, faults=(fault,), fingerprint=fingerprint)
+    keys, policies = _decode(source, accounts or Accounts())
+    faults, warnings = _in_order(source.faults), _in_order(source.warnings)
+    if faults or keys is None:
+        return PolicyFile(path, faults=faults, warnings=warnings, fingerprint=fingerprint)
+    return PolicyFile(
+        path,
+        policies,
+        notify={name: target for name, (_, target) in keys.notify.items()},
+        messages=dict(keys.messages.items()),
+        interval=(keys.interval.shortest, keys.interval.longest),
+        longest_keep=keys.keep.longest,
+        protected=_protected(keys.protect),
+        warnings=warnings,
+        fingerprint=fingerprint,
+    )
+
+
+def _in_order(faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(set(faults), key=lambda fault: (fault.line, fault.column, fault.text)))
+
+
+def _decode(source: YamlSource, accounts: Accounts) -> tuple[FileKeys | None, tuple[Policy, ...]]:
+    root = source.tree()
+    if root is None:
+        return None, ()
+    decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group})
+    with suppress(Broken):
+        decoder.value(root, FileKeys)
+    check(decoder)
+    keys: FileKeys | None = decoder.values.get(())
+    if keys is None or source.faults:
+        return None, ()
+    policies = []
+    for place, each in enumerate(keys.policies):
+        try:
+            policies.append(policy_of(each, keys.mode))
+        except InvalidRequest as error:
+            source.fault(decoder.nodes[below((), "policies", place)], *str(error).split("\n", 1))
+    return keys, tuple(policies)
+
+
+def policy_of(keys: PolicyKeys, mode: str) -> Policy:
+    """What the engine works with."""
+    name, value = keys.when
+    joined = name in ("all", "any")
+    exempt = keys.except_ if isinstance(keys.except_, tuple) else (keys.except_,)
+    return Policy(
+        name=keys.name,
+        rules=tuple(rule for _, rule in value) if joined else (value,),
+        join=name if joined else "all",
+        hold=keys.for_,
+        start_grace=keys.start_grace,
+        only=_scope(keys.only) if keys.only else Scope(),
+        exempt=tuple(_scope(each) for each in exempt if each),
+        devices_at_least=keys.devices_at_least,
+        hours=keys.hours,
+        days=frozenset(map(DAYS.index, keys.days)) if keys.days else None,
+        claimed_above=keys.claimed_above,
+        at_most_users=keys.at_most.users,
+        at_most_processes=keys.at_most.processes,
+        cooldown=keys.cooldown,
+        enforce=(keys.mode or mode) == "enforce",
+        steps=tuple(map(_step, keys.steps)),
+    )
+
+
+def _scope(keys: ScopeKeys | ExceptKeys) -> Scope:
+    return Scope(
+        users=None if keys.users is None else frozenset(keys.users),
+        groups=None if keys.groups is None else frozenset(keys.groups),
+        devices=keys.devices,
+        models=keys.models,
+        kinds=None if keys.kinds is None else frozenset(keys.kinds),
+        until=keys.until if isinstance(keys, ExceptKeys) else None,
+    )
+
+
+def _protected(keys: ProtectKeys | None) -> Protected:
+    return Protected(frozenset(keys.users), frozenset(keys.groups), keys.executables) if keys else Protected()
+
+
+def _step(tag: TaggedValue) -> Step:
+    options = ((each.name.rstrip("_"), getattr(tag.own, each.name)) for each in fields(tag.own))
+    return Step(tag.name, tag.common.after, tuple((name, value) for name, value in options if value is not None))

@@ -1,0 +1,272 @@
+"""YAML as text with places: what was written where, before anybody decides what it means.
+
+A scalar stays the text it was written as: ``no``, ``22:00``, ``010`` and ``1e3`` are four texts, and the key that
+they belong to says how to read them.  What makes a file mean something else than it looks like is refused: anchors,
+aliases, tags, directives, several documents, deep nesting, characters that nobody sees.  Knows no keys: see decoding.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import yaml
+
+from gpuguard.errors import InvalidRequest
+from gpuguard.sanitize import display_width, neutralise
+
+# What is wrong with a file, and where.  Finds nothing itself: see yaml_nodes and decoding.
+
+
+LARGEST = 64 * 1024  # bytes: the longest policy file that we have seen has 6 KiB
+_WIDTH = 110  # characters of a line that are shown of it
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong at one place of a file; line and column count from 1, 0 for a fault of the file as a whole."""
+
+    line: int
+    column: int
+    text: str
+    hint: str = ""
+    excerpt: str = ""  # the line itself
+
+    def lines(self, path: str) -> list[str]:
+        """``path:line:column: text``, the line with a caret under it, and the hint."""
+        place = f"{path}:{self.line}:{self.column}" if self.line else path
+        found = [neutralise(f"{place}: {self.text}")]
+        if self.excerpt:
+            cut = max(0, self.column - 1 - _WIDTH // 2) if len(self.excerpt) > _WIDTH else 0
+            before = ("…" if cut else "") + neutralise(self.excerpt[cut : self.column - 1])
+            behind = neutralise(self.excerpt[self.column - 1 : cut + _WIDTH])
+            found += [
+                f"  {before}{behind}{'…' * (len(self.excerpt) > cut + _WIDTH)}",
+                f"  {' ' * display_width(before)}^",
+            ]
+        return [*found, f"  {neutralise(self.hint)}"] if self.hint else found
+
+
+# Reading a file that tells root what to do: nobody but root can have written it.
+#
+# Each directory on the way is opened by itself, without following links, and looked at through its descriptor, so that
+# nothing can be exchanged between the look and the reading.  Does not look at what the file says.
+
+
+_WAY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO must not hang the daemon
+
+
+def read_file(path: str, largest: int, *, only_root: bool, only_public: bool = False) -> bytes:
+    """The content of a regular file of at most *largest* bytes.
+
+    Args:
+        path: of the file.
+        largest: bytes.
+        only_root: it and every directory above it must be root's, with no write permission for others.
+        only_public: everybody may read it, so that what is said about it tells nothing new.
+
+    Raises:
+        InvalidRequest: it is too large, no regular file, or somebody else could have written it.
+        OSError: it cannot be read.
+    """
+    if not path:
+        raise InvalidRequest("the name of the file is empty.\nWrite where it is.")
+    descriptor = _open_by_root(os.path.abspath(path)) if only_root else os.open(path, _FILE)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise InvalidRequest("this is not a regular file.\nName a file, not a directory or a device.")
+        if only_root:
+            _must_be_roots(found, path)
+        if only_public and not found.st_mode & stat.S_IROTH:
+            raise InvalidRequest("not everybody may read this file.\nRun: chmod o+r, if nothing secret is in it.")
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise InvalidRequest(f"the file is larger than {largest // 1024} KiB.\nSplit it, or delete what is not used.")
+    return content
+
+
+def _open_by_root(path: str) -> int:
+    *directories, name = path.split("/")[1:]
+    here, way = os.open("/", _WAY), ""
+    try:
+        _must_be_roots(os.fstat(here), "/")
+        for directory in directories:
+            way += f"/{directory}"
+            there = _open_without_link(directory, _WAY, here, way)
+            os.close(here)
+            here = there
+            _must_be_roots(os.fstat(here), way)
+        return _open_without_link(name, _FILE | os.O_NOFOLLOW, here, path)
+    finally:
+        os.close(here)
+
+
+def _open_without_link(name: str, flags: int, directory: int, path: str) -> int:
+    # O_DIRECTORY with O_NOFOLLOW says "not a directory" of a link, so that it must be asked first.
+    if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+        raise InvalidRequest(f"{path} is a symbolic link, and whoever owns it could turn it.\nName the file itself.")
+    return os.open(name, flags, dir_fd=directory)
+
+
+def _must_be_roots(found: os.stat_result, path: str) -> None:
+    if found.st_uid != 0:
+        raise InvalidRequest(
+            f"{path} belongs to uid {found.st_uid}, who could change what root does.\nRun: chown root: {path}"
+        )
+    # In a sticky directory (/tmp) others can add names, but not take away or replace what is root's.
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if found.st_mode & 0o022 and not sticky:
+        raise InvalidRequest(
+            f"{path} can be written by others, who could change what root does.\nRun: chmod go-w {path}"
+        )
+
+
+_LONGEST = 300  # characters of a fault, which may repeat a value of any length
+DEEPEST = 16  # collections within each other; a policy needs 6
+_PLAIN_ASCII = re.compile(r"[\x20-\x7e\n\t]*")
+
+
+@dataclass
+class YamlNode:
+    """A piece of the file: ``scalar`` with its text, ``sequence`` with items, ``mapping`` with pairs, or ``alias``."""
+
+    kind: str
+    line: int
+    column: int
+    text: str = ""
+    plain: bool = False  # a scalar without quotes
+    last_line: int = 0
+    items: list[YamlNode] = field(default_factory=list)
+    pairs: list[tuple[YamlNode, YamlNode]] = field(default_factory=list)
+
+
+class YamlSource:
+    """The text of one file, its tree, and the faults that were found in it so far."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text.removeprefix("\ufeff")
+        self.rows = self.text.split("\n")
+        self.faults: list[Fault] = []
+        self.warnings: list[Fault] = []
+
+    def fault(self, place: YamlNode | tuple[int, int], text: str, hint: str = "") -> None:
+        """Note that something is wrong at *place*."""
+        self.faults.append(self._at(place, text, hint))
+
+    def warn(self, place: YamlNode | tuple[int, int], text: str, hint: str = "") -> None:
+        """Note that something at *place* is allowed, but hardly meant."""
+        self.warnings.append(self._at(place, text, hint))
+
+    def _at(self, place: YamlNode | tuple[int, int], text: str, hint: str) -> Fault:
+        line, column = (place.line, place.column) if isinstance(place, YamlNode) else place
+        excerpt = self.rows[line - 1].rstrip("\r") if 0 < line <= len(self.rows) else ""
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+        return Fault(line, column, text, hint, excerpt)
+
+    def tree(self) -> YamlNode | None:
+        """The root of the file; None when there is none, and then a fault says why."""
+        if not self._visible():
+            return None
+        try:
+            events = yaml.parse(self.text, Loader=yaml.BaseLoader)
+            return self._document(events)
+        except yaml.MarkedYAMLError as error:
+            # What was never closed: where it began says more than the end of the file.
+            unclosed = "stream" in (error.problem or "")
+            mark = (unclosed and error.context_mark) or error.problem_mark or error.context_mark
+            place = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+            self.fault(place, f"this is not YAML: {error.problem or error.context}.", _advice(error))
+        except yaml.YAMLError as error:
+            self.fault((0, 0), f"this is not YAML: {' '.join(str(error).split())}.")
+        return None
+
+    def _visible(self) -> bool:
+        good = True
+        for number, row in enumerate(self.rows, 1):
+            row = row.removesuffix("\r")
+            if _PLAIN_ASCII.fullmatch(row):
+                continue
+            import unicodedata  # 0.7 MiB of a daemon, for as long as it runs
+
+            for column, character in enumerate(row, 1):
+                if unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character != "\t":
+                    self.fault(
+                        (number, column),
+                        f"an invisible character, U+{ord(character):04X}: what is read is not what is seen.",
+                        "Delete it.",
+                    )
+                    good = False
+        return good
+
+    def _document(self, events: Iterator[yaml.Event]) -> YamlNode | None:
+        root = None
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                if root is not None:
+                    self.fault(_mark(event), "a second document begins here.", "Keep one document per file.")
+                    return None
+                if event.version or event.tags:
+                    self.fault((1, 1), "a directive (%) is not allowed.", "Delete the line that begins with %.")
+                    return None
+                root = self._node(next(events), events, 1)
+                if root is None:
+                    return None
+        if root is None:
+            self.fault((1, 1), "the file is empty.", 'Begin with "version: 1".')
+        return root
+
+    def _node(self, event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> YamlNode | None:
+        line, column = _mark(event)
+        if isinstance(event, yaml.AliasEvent):
+            self.fault((line, column), f"an alias (*{event.anchor}) is not allowed.", "Write it out.")
+            return YamlNode("alias", line, column)
+        if not isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
+            raise AssertionError(f"no node begins with {event!r}")
+        self._no_properties(event)
+        if isinstance(event, yaml.ScalarEvent):
+            last = _mark(event, end=True)[0]
+            return YamlNode("scalar", line, column, text=event.value, plain=not event.style, last_line=last)
+        if depth > DEEPEST:
+            self.fault((line, column), f"more than {DEEPEST} levels within each other.")
+            return None
+        mapping = isinstance(event, yaml.MappingStartEvent)
+        node = YamlNode("mapping" if mapping else "sequence", line, column)
+        children: list[YamlNode] = []
+        while not isinstance(event := next(events), yaml.CollectionEndEvent):
+            child = self._node(event, events, depth + 1)
+            if child is None:
+                return None
+            children.append(child)
+        if mapping:
+            node.pairs = list(zip(children[::2], children[1::2], strict=True))
+        else:
+            node.items = children
+        return node
+
+    def _no_properties(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
+        if event.anchor is not None:
+            self.fault(_mark(event), f"an anchor (&{event.anchor}) is not allowed.", "Delete it.")
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            self.fault(_mark(event), f"a tag ({tag}) is not allowed.", "Delete it: each key knows its kind of value.")
+
+
+def _mark(event: yaml.Event, *, end: bool = False) -> tuple[int, int]:
+    mark = event.end_mark if end else event.start_mark
+    return (mark.line + 1, mark.column + 1) if mark else (0, 0)
+
+
+def _advice(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or ""
+    if "'\\t'" in problem:
+        return "Indent with blanks, not with tabs."
+    if "'%'" in problem or "'@'" in problem or "'`'" in problem or "'*'" in problem:
+        return "Put the value into quotes."
+    if "mapping values" in problem:
+        return "A text with a colon needs quotes; else check the indentation."
+    return "Check the indentation, the quotes and the brackets before this place."

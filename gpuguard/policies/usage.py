@@ -1,0 +1,206 @@
+"""Use without a claim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+from gpuguard.device_state import claim_of, claims_on, claims_readable, places
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import Finding, GpuProcess
+from gpuguard.policies.subjects import called, computing, everywhere
+from gpuguard.policies.view import RuleView, process_subject
+from gpuguard.units import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True)
+class UnclaimedRule:
+    """A process computes on a device that nobody has claimed.
+
+    min_memory: processes with less memory there do not count; absent: all count.
+
+    Does not hold while the claims cannot be read, and never for desktops.
+
+        when: {unclaimed: {min_memory: 1GiB}}
+    """
+
+    min_memory: Annotated[int, parse_bytes] = 0
+
+    def check(self, view: RuleView) -> Iterator[Finding]:
+        """A finding per process and device."""
+        if not claims_readable(view.snapshot):
+            return
+        limit = f", {format_bytes(self.min_memory)} are too much for that" if self.min_memory else ""
+        for device in places(view.snapshot):
+            if claims_on(view.snapshot, device):
+                continue
+            for process in computing(device):
+                if self.min_memory and (process.memory_used is None or process.memory_used < self.min_memory):
+                    continue
+                why = f"uses {format_bytes(process.memory_used)} of a device that nobody has claimed{limit}"
+                yield Finding("unclaimed", process_subject(device, process), why, (process,))
+
+
+# Use of a device that somebody else has claimed.
+
+
+@dataclass(frozen=True)
+class TrespassRule:
+    """A process computes on a device that another user has claimed.
+
+    Whoever holds the lock of the claim is at home there, and so are the other processes of its owner.  In favour of
+    the process: root's are taken for containers of the claim, and a lock without a record may be anybody's.
+
+    containers: judge processes in containers, too; their user often is not the user who started the container.
+    Those that a user runs without root (rootless) are always judged: they are no containers here.
+
+        when: {trespass: {}}
+    """
+
+    containers: bool = False
+
+    def check(self, view: RuleView) -> Iterator[Finding]:
+        """A finding per process and device."""
+        for device in places(view.snapshot):
+            here = claims_on(view.snapshot, device)
+            if not here or any(record.uid < 0 for record in here):
+                continue
+            for process in computing(device):
+                if not process.uid or (process.container and not self.containers):
+                    continue
+                if claim_of(process, here, view.seen) is None:
+                    owners = ", ".join(called(record.user, record.uid) for record in here)
+                    why = f"uses {format_bytes(process.memory_used)} of a device that {owners} has claimed"
+                    yield Finding("trespass", process_subject(device, process), why, (process,))
+
+
+# Who may compute here at all.
+
+
+@dataclass(frozen=True)
+class UsersRule:
+    """A user computes who may not: one who is denied, or, where somebody is allowed, anybody else.
+
+    allow: users who may; all others may not.
+    allow_groups: likewise, whole groups.
+    deny: users who may not, whatever else allows them.
+    deny_groups: likewise, whole groups.
+
+    `hours` and `days` of the policy say when.  A user whose groups are not known is innocent of them.
+
+        when: {users: {allow_groups: [root], deny: [nobody]}}
+    """
+
+    allow: tuple[Annotated[int, "user"], ...] = ()
+    allow_groups: tuple[Annotated[str, "group"], ...] = ()
+    deny: tuple[Annotated[int, "user"], ...] = ()
+    deny_groups: tuple[Annotated[str, "group"], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (self.allow or self.allow_groups or self.deny or self.deny_groups):
+            raise InvalidRequest("nobody is named: name somebody in allow, allow_groups, deny or deny_groups.")
+
+    def check(self, view: RuleView) -> Iterator[Finding]:
+        """A finding per process and device."""
+        for device, process in everywhere(view):
+            reason = self._against(process, view)
+            if reason:
+                used = format_bytes(process.memory_used)
+                why = f"{called(process.user, process.uid)} {reason} and uses {used}"
+                yield Finding("users", process_subject(device, process), why, (process,))
+
+    def _against(self, process: GpuProcess, view: RuleView) -> str | None:
+        assert process.uid is not None  # judged() leaves out the others
+        groups = view.groups.get(process.uid)
+        denied = sorted(groups.intersection(self.deny_groups)) if groups is not None else []
+        if process.uid in self.deny:
+            return "is denied"
+        if denied:
+            return f"is in the group {denied[0]}, which is denied,"
+        if not (self.allow or self.allow_groups) or process.uid in self.allow:
+            return None
+        if self.allow_groups and (groups is None or groups.intersection(self.allow_groups)):
+            return None
+        return "is not among those who are allowed"
+
+
+# Which programs may compute.  A program is the file that runs: the name of a process is whatever its user likes.
+
+
+LONGEST = 4096  # characters of a command line that are looked at: its user writes as many as he likes
+_DELETED = " (deleted)"  # what the kernel appends to the path of a program whose file is gone
+
+
+@dataclass(frozen=True)
+class CommandRule:
+    """A program runs that is named, or that is not among those that are.
+
+    executables: globs of whole paths; the process runs one of these files.
+    executables_other_than: globs of whole paths; the process runs none of these files.
+    arguments: globs of the whole command line, one of which must match, too.  Users write their command lines
+        themselves, so that this only narrows the paths down.
+
+        when: {command: {executables: ["/usr/bin/python3*", "/home/*/bin/python3*"], arguments: ["* ipykernel*"]}}
+    """
+
+    executables: tuple[str, ...] = ()
+    executables_other_than: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (self.executables or self.executables_other_than):
+            raise InvalidRequest("no program is named: write executables or executables_other_than.")
+        for glob in (*self.executables, *self.executables_other_than):
+            if not glob.startswith("/"):
+                raise InvalidRequest(f"{glob!r} is no path: write it in full from / on, like '/usr/bin/{glob}'.")
+
+    def check(self, view: RuleView) -> Iterator[Finding]:
+        """A finding per process and device."""
+        for device, process in everywhere(view):
+            if process.executable and self._means(process, process.executable.removesuffix(_DELETED)):
+                why = f"runs {process.executable} and uses {format_bytes(process.memory_used)}"
+                yield Finding("command", process_subject(device, process), why, (process,))
+
+    def _means(self, process: GpuProcess, path: str) -> bool:
+        if self.executables and not _is_one(path, self.executables):
+            return False
+        if self.executables_other_than and _is_one(path, self.executables_other_than):
+            return False
+        if not self.arguments:
+            return True
+        return process.command is not None and _is_one(" ".join(process.command), self.arguments)
+
+
+def _is_one(text: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(text[:LONGEST], glob) for glob in globs)
+
+
+# Use of a device that the scheduler has given to somebody else, or to nobody.
+
+
+@dataclass(frozen=True)
+class OutsideSchedulerRule:
+    """A process computes on a device that the scheduler (Slurm, for one) has not given to its user.
+
+    containers: false spares processes in containers, where jobs start some whose user is not the user of the job.
+
+    Holds nowhere without a scheduler, and not on devices of which it says nothing.
+
+        when: {outside_scheduler: {}}
+    """
+
+    containers: bool = True
+
+    def check(self, view: RuleView) -> Iterator[Finding]:
+        """A finding per process and device."""
+        if view.scheduled is None:
+            return
+        for device, process in everywhere(view):
+            given = view.scheduled.get(device.uuid, view.scheduled.get(device.parent_uuid or device.uuid))
+            if given is None or process.uid in given or (process.container and not self.containers):
+                continue
+            to = "other users" if given else "nobody"
+            why = f"uses {format_bytes(process.memory_used)} of a device that the scheduler has given to {to}"
+            yield Finding("outside_scheduler", process_subject(device, process), why, (process,))

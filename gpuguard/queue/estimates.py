@@ -1,0 +1,79 @@
+"""How long a job will take, judged by the user's own jobs of before; for those who wait behind it.
+
+Only a hint: a start that is planned by it is no promise that gpuguard can keep, as it is with a time limit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from gpuguard.history.audit_log import events_path
+from gpuguard.jsonio import loads
+
+TAIL_BYTES = 256 * 1024  # about 800 lines
+FEWEST = 3  # jobs of the same program; fewer tell nothing
+NEWEST = 20
+FIRST_WORDS = 16  # of a command line, among which the script is looked for: launchers have options of their own
+SCRIPTS = (".py", ".sh")
+
+
+def expected_seconds(command: Sequence[str], path: str | None = None) -> float | None:
+    """The median of the last jobs of this user that ran the same program (and script), or None.
+
+    Args:
+        command: of the job that is to be started.
+        path: of the audit log; the user's own by default.
+    """
+    wanted = program(_as_logged(command))
+    commands: dict[str, str] = {}
+    lasted: list[float] = []
+    for line in _newest(path or events_path()):
+        try:
+            event = loads(line)
+            claim, kind = event.get("claim"), event["kind"]
+            if kind == "claim" and event["outcome"] == "started":
+                commands[claim] = program(event["message"].split(" "))
+            elif kind == "release" and commands.pop(claim, None) == wanted:
+                seconds = float(event["facts"]["wall_time_seconds"])
+                lasted += [seconds] if 0 <= seconds < float("inf") else []
+        except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError):
+            continue  # torn, or of another program
+    lasted = sorted(lasted[-NEWEST:])
+    return lasted[len(lasted) // 2] if len(lasted) >= FEWEST else None
+
+
+def program(command: Sequence[str]) -> str:
+    """What is compared: the program, and what it is told to run: ``"python train.py"``, ``"torchrun train.py"``."""
+    words = [word for word in command if word]
+    name = os.path.basename(words[0]) if words else ""
+    rest = [word for word in words[1:FIRST_WORDS] if not word.startswith("-")]
+    scripts = [word for word in rest if word.endswith(SCRIPTS)]
+    return f"{name} {os.path.basename([*scripts, *rest][0])}" if rest else name
+
+
+def _as_logged(command: Sequence[str]) -> list[str]:
+    """The audit log has the words with a blank between them, and of very long lines the beginning."""
+    return " ".join(command)[:1000].split(" ")
+
+
+def _newest(path: str) -> list[bytes]:
+    """The last lines, also those that were written before the log was turned (history.ROTATE_BYTES)."""
+    lines = _tail(path, TAIL_BYTES)
+    left = TAIL_BYTES - sum(map(len, lines))
+    return [*_tail(f"{path}.1", left), *lines] if left > 0 else lines
+
+
+def _tail(path: str, most: int) -> list[bytes]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        size = os.fstat(descriptor).st_size
+        lines = os.pread(descriptor, most, max(0, size - most)).split(b"\n")
+    except OSError:  # a directory, a FIFO
+        return []
+    finally:
+        os.close(descriptor)
+    return lines[1:] if size > most else lines

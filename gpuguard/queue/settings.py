@@ -1,0 +1,138 @@
+"""How a site wants its waiting line and its reservations: /etc/gpuguard/line.yaml, read by everybody who waits.
+
+    fair_share: true        # false: whoever comes first is served first
+    half_life: 7d           # after which used GPU time counts half
+    patience: 25%           # of the planned wait, by which shorter jobs may put a start off
+    bound: 24h              # after which nobody passes a request for which no start can be planned
+    priority: {everybody: normal, high: [alice], low: [bob]}
+    reservations: {devices: 2, longest: 24h, ahead: 14d, no_show: 30m}     # for users; root may do more
+
+Without the file, or with faults in it, the values above hold (and no names).  Only root can have written it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from gpuguard.errors import InvalidRequest, shortage
+from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Broken, Decoder
+from gpuguard.policies.files.source import Fault, YamlSource
+from gpuguard.queue.priority import PRIORITIES, ReservationKeys, Rules
+from gpuguard.units import parse_duration, parse_percent
+
+if TYPE_CHECKING:
+    from gpuguard.policies.files.decoder import Accounts
+    from gpuguard.policies.files.source import Fault
+
+PATH = "/etc/gpuguard/line.yaml"
+
+
+@dataclass(frozen=True)
+class QueueSettings:
+    """What the file says; with faults, what holds without it.
+
+    Args:
+        rules: of the line.
+        reservations: of users.
+        faults: why the file does not count.
+        path: of the file.
+    """
+
+    rules: Rules = field(default_factory=Rules)
+    reservations: ReservationKeys = field(default_factory=ReservationKeys)
+    faults: tuple[Fault, ...] = ()
+    path: str = PATH
+
+
+def read_queue_settings(path: str | None = None, *, accounts: Accounts | None = None) -> QueueSettings:
+    """The site's file, or the one that $GPUGUARD_LINE names; never raises for what stands in it."""
+    path = path or os.environ.get("GPUGUARD_LINE") or PATH
+    return replace(_read(path, accounts), path=path)
+
+
+def _read(path: str, accounts: Accounts | None) -> QueueSettings:
+    if not os.path.lexists(path):
+        return QueueSettings()
+    from gpuguard.policies.files.decoder import Accounts
+    from gpuguard.policies.files.source import LARGEST, Fault, read_file
+
+    try:
+        # Root may not have chosen what the variable names, and faults are shown with the words that stand there.
+        content = read_file(path, LARGEST, only_root=path == PATH, only_public=os.geteuid() == 0 and path != PATH)
+    except FileNotFoundError:
+        return QueueSettings()
+    except OSError as error:
+        if shortage(error):  # which says nothing of the file: the site's rules hold
+            raise
+        return QueueSettings(faults=(Fault(0, 0, f"the file cannot be read: {error.strerror or error}."),))
+    except InvalidRequest as error:
+        text, _, hint = str(error).partition("\n")
+        return QueueSettings(faults=(Fault(0, 0, text, hint),))
+    rules, reservations, faults = parse(content, accounts or Accounts())
+    return QueueSettings(rules, reservations, faults)
+
+
+# The keys of line.yaml, and what they mean.  Does not find the file: see file.
+
+
+@dataclass(frozen=True)
+class PriorityKeys:
+    """The highest priority that users may ask for.
+
+    Args:
+        everybody: low, normal or high.
+        high: users that may ask for high.
+        low: users that never get more than low.
+    """
+
+    everybody: Literal["low", "normal", "high"] = "normal"
+    high: tuple[Annotated[int, USER], ...] = ()
+    low: tuple[Annotated[int, USER], ...] = ()
+
+
+@dataclass(frozen=True)
+class LineKeys:
+    """All keys of the file."""
+
+    fair_share: bool = True
+    half_life: Annotated[float, parse_duration] = Rules.half_life
+    patience: Annotated[float, parse_percent] = 100 * Rules.patience
+    bound: Annotated[float, parse_duration] = Rules.bound
+    priority: PriorityKeys = field(default_factory=PriorityKeys)
+    reservations: ReservationKeys = field(default_factory=ReservationKeys)
+
+    def __post_init__(self) -> None:
+        if self.half_life <= 0:
+            raise InvalidRequest("half_life must be more than 0: write fair_share: false to count nothing.")
+
+
+def parse(content: bytes, accounts: Accounts) -> tuple[Rules, ReservationKeys, tuple[Fault, ...]]:
+    """What *content* says; with faults, what holds without it."""
+    try:
+        source = YamlSource(content.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Rules(), ReservationKeys(), (Fault(0, 0, "this is not UTF-8.", "Save the file as UTF-8."),)
+    root = source.tree()
+    if root is None:
+        return Rules(), ReservationKeys(), tuple(source.faults)
+    decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group})
+    with suppress(Broken):
+        decoder.value(root, LineKeys)
+    keys: LineKeys | None = decoder.values.get(())
+    if keys is None or source.faults:
+        return Rules(), ReservationKeys(), tuple(source.faults)
+    highest_of = dict.fromkeys(keys.priority.high, PRIORITIES["high"]) | dict.fromkeys(
+        keys.priority.low, PRIORITIES["low"]
+    )
+    rules = Rules(
+        fair_share=keys.fair_share,
+        half_life=keys.half_life,
+        patience=keys.patience / 100,
+        bound=keys.bound,
+        highest=PRIORITIES[keys.priority.everybody],
+        highest_of=highest_of,
+    )
+    return rules, keys.reservations, ()

@@ -1,0 +1,223 @@
+"""The waiting line at one moment: the tickets, the machine, and the plan that follows from both.
+
+Asks neither the driver nor the locks: it gets a snapshot and what is known of the claims.  Does not wait: see waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from dataclasses import replace as replace_noun
+
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.shares import sharing_of
+from gpuguard.errors import InvalidRequest
+from gpuguard.model import ClaimRecord, Device, Snapshot
+from gpuguard.procfs import STATE, stat_fields
+from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
+from gpuguard.queue.calendar import DeviceReservations, in_words
+from gpuguard.queue.priority import Rules, Ticket, order
+from gpuguard.queue.reservations import ReservationCalendar
+from gpuguard.queue.tickets import Torn, read_tickets, unheard_since
+from gpuguard.request import Request
+from gpuguard.select import choose, claimed_by, possible
+from gpuguard.users import parties
+
+DEAF_SECONDS = 15.0  # whoever has not heard his bell for so long is passed over; a look takes 2 s at most when loaded
+
+
+@dataclass(frozen=True)
+class QueueFacts:
+    """What is known beside a snapshot.
+
+    Args:
+        claims: that live.
+        barred: uuid -> why nobody may have it, for people.
+        denied: uids that may make no claim now.
+        usage: uid -> recent GPU-seconds; None: nobody has counted them.
+        bookings: reservations that count.
+        reserved: all of them, for people.
+        changes_at: unix time at which the next of these is over by itself.
+        mark_files: in which barred and denied stand.
+    """
+
+    claims: Sequence[ClaimRecord] = ()
+    barred: Mapping[str, str] = field(default_factory=dict)
+    denied: frozenset[int] = frozenset()
+    usage: Mapping[int, float] | None = None
+    bookings: tuple[DeviceReservations, ...] = ()
+    changes_at: float = float("inf")
+    mark_files: tuple[str, ...] = ()
+    reserved: ReservationCalendar = field(default_factory=ReservationCalendar)
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """The line at one moment."""
+
+    places: tuple[QueuePosition, ...]
+    torn: tuple[Torn, ...]
+    snapshot: Snapshot
+    facts: QueueFacts
+    now: float
+    deaf: frozenset[str] = frozenset()  # ids of tickets that are passed over, because nobody hears when it is his turn
+
+    def of(self, ticket_id: str) -> QueuePosition | None:
+        """The place of a ticket."""
+        return next((place for place in self.places if place.ticket.id == ticket_id), None)
+
+    def kept_from(self, ticket_id: str) -> dict[str, str]:
+        """uuid -> for whom it is, of the devices on which others may start now, or that are reserved for them.
+
+        A share is kept from nobody who shares, too: the plan does not count the memory, whoever claims does.
+        """
+        mine = self.of(ticket_id)
+        shares = bool(mine and mine.request and mine.request.share)
+        reserved = {uuid: in_words(booking, self.now) for uuid, booking in mine.kept.items()} if mine else {}
+        return reserved | {
+            uuid: f"about to be claimed by {place.ticket.user}, who waited for it"
+            for place in self.places
+            if place.now and place.ticket.id != ticket_id and not (shares and place.request and place.request.share)
+            for uuid in place.devices
+        }
+
+
+def queue_state(
+    directory: LockDirectory, snapshot: Snapshot, facts: QueueFacts, rules: Rules, mine: Ticket | None = None
+) -> QueueState:
+    """Who stands where, and who may start now; with *mine*, if it has no file yet, as the newest.
+
+    What *mine* asks for counts, not what its file says, which may be more.  Whoever is stopped (Ctrl-Z), or does not
+    listen, keeps his place, but nobody waits for him.
+    """
+    tickets, torn = read_tickets(directory)
+    if mine and all(ticket.id != mine.id for ticket in tickets):
+        tickets.append(replace(mine, party=parties([mine.uid])[mine.uid]))
+    elif mine:
+        tickets = [replace(one, requests=mine.requests) if one.id == mine.id else one for one in tickets]
+    now, own = time.time(), mine and mine.id
+    deaf: dict[str, str] = {}
+    usage = _together(used_by(facts.claims, now) if facts.usage is None else facts.usage)
+    machine = _machine(snapshot, facts, {way for ticket in tickets for way in ticket.requests})
+    tickets = _passed_over(
+        tickets, {one.id: "its user may make no claim now" for one in tickets if one.uid in facts.denied}
+    )
+    while True:
+        places = plan(order(tickets, usage, rules, now), machine, usage, rules, now)
+        if all(has_waker(directory, place.ticket) for place in places if place.now and place.ticket.id != own):
+            return QueueState(tuple(places), tuple(torn), snapshot, facts, now, frozenset(deaf))
+        # Where one does not, many may: somebody has stopped the script that started them all.
+        deaf |= {one.id: "it does not answer" for one in tickets if one.id != own and not has_waker(directory, one)}
+        tickets = _passed_over(tickets, deaf)
+
+
+def kept_for_others(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str, str]:
+    """uuid -> for whom it is reserved, of the devices that *ticket* must leave alone even if nobody waits."""
+    if not facts.bookings:
+        return {}
+    now = time.time()
+    (place,) = plan([ticket], _machine(snapshot, facts, ticket.requests), {}, Rules(), now)
+    return {uuid: in_words(booking, now) for uuid, booking in place.kept.items()}
+
+
+def _passed_over(tickets: Sequence[Ticket], absent: Mapping[str, str]) -> list[Ticket]:
+    return [replace(one, after=one.after or absent[one.id]) if one.id in absent else one for one in tickets]
+
+
+def _machine(snapshot: Snapshot, facts: QueueFacts, ways: Collection[Request]) -> Machine:
+    family: dict[str, list[str]] = {}
+    for device in snapshot.devices:
+        if device.parent_uuid:
+            family.setdefault(device.uuid, []).append(device.parent_uuid)
+            family.setdefault(device.parent_uuid, []).append(device.uuid)
+    return Machine(
+        {way: fit(snapshot, way, facts) for way in ways},
+        ends_of(facts.claims),
+        {uuid: tuple(kin) for uuid, kin in family.items()},
+        facts.bookings,
+        fit(snapshot, Request(), facts).open if facts.bookings else frozenset(),
+        limits_of(facts.claims),
+    )
+
+
+def fit(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Fit:
+    """The devices for one request, whosever it is."""
+    alone = [claim for claim in facts.claims if not (request.share and claim.slots)]
+    sharing = sharing_of(snapshot, facts.claims) if request.share else None
+    try:
+        choice = choose(snapshot, request, claimed_by(alone, snapshot.taken_at) | dict(facts.barred), sharing)
+    except InvalidRequest:  # it names a device that is not there any more
+        return Fit((), frozenset())
+    opened = {device.uuid for device in choice.eligible}
+    others = [device for device in possible(choice).devices if device.uuid not in opened]
+    kind = _one_kind([*choice.eligible, *others], opened, request)
+    return Fit(
+        tuple(device.uuid for device in kind), frozenset(device.uuid for device in kind if device.uuid in opened)
+    )
+
+
+def _one_kind(devices: Sequence[Device], opened: Collection[str], request: Request) -> Sequence[Device]:
+    """A job can use whole GPUs or MIG instances, never both: those of which there are enough now, else some day."""
+    if request.num_gpus == 1:
+        return devices
+    kinds = [[each for each in devices if bool(each.parent_uuid) is divided] for divided in (False, True)]
+    wanted = request.num_gpus
+    return max(kinds, key=lambda kind: (sum(each.uuid in opened for each in kind) >= wanted, len(kind) >= wanted))
+
+
+def ends_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
+    """uuid -> unix time at which the last claim on it should end; without those of which nobody can tell."""
+    ends: dict[str, float] = {}
+    unknown = set()
+    for claim in claims:
+        end = claim.ends if claim.ends is not None else claim.expected
+        for uuid in claim.devices:
+            if end is None:
+                unknown.add(uuid)
+            else:
+                ends[uuid] = max(end, ends.get(uuid, end))
+    return {uuid: end for uuid, end in ends.items() if uuid not in unknown}
+
+
+def limits_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
+    """The same by time limits alone."""
+    return ends_of([replace_noun(claim, expected=None) for claim in claims])
+
+
+def _together(usage: Mapping[int, float]) -> dict[int, float]:
+    """What all uids of a user have had: whoever has thousands of them could begin each time as one who had nothing."""
+    found: dict[int, float] = {}
+    for uid, party in parties(usage).items():
+        found[party] = found.get(party, 0.0) + usage[uid]
+    return found
+
+
+def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
+    """uid -> GPU-seconds of the claims that live, where nobody has counted the earlier ones."""
+    usage: dict[int, float] = {}
+    for claim in claims:
+        if claim.since is not None and claim.uid >= 0:
+            usage[claim.uid] = usage.get(claim.uid, 0.0) + len(claim.devices) * max(0.0, now - claim.since)
+    return usage
+
+
+def has_waker(directory: LockDirectory, ticket: Ticket) -> bool:
+    """Whether somebody would hear that it is his turn: he is neither stopped nor stuck, and his bell is his."""
+    return not _stands_still(ticket) and unheard_since(directory, ticket) > time.time() - DEAF_SECONDS
+
+
+def _stands_still(ticket: Ticket) -> bool:
+    try:
+        return ticket.pid is not None and os.stat(f"/proc/{ticket.pid}").st_uid == ticket.uid and is_stopped(ticket.pid)
+    except OSError:
+        return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still (Ctrl-Z)."""
+    try:
+        return stat_fields(pid)[STATE] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False

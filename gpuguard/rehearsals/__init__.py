@@ -1,1 +1,0 @@
-"""Policies tried without anybody being hit: on recorded samples, and by unit tests of their own."""

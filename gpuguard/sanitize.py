@@ -1,0 +1,166 @@
+"""Text that strangers wrote, made harmless for whoever reads it.
+
+A command line, a note or a container name is written by whoever started the job, and is read by somebody else, perhaps
+by root.  Nothing of it may move the cursor, hide or turn round other text, or break a line.  Does not lay out: see
+views.text.
+"""
+
+from __future__ import annotations
+
+from time import localtime, strftime
+from typing import TYPE_CHECKING
+
+from gpuguard.units import format_bytes, format_duration, format_rounded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gpuguard.claims.claim import Claim
+    from gpuguard.model import ClaimRecord, Device, Snapshot
+
+# Printable by their category, and yet invisible: a name can be faked and a message hidden with them.
+_INVISIBLE = frozenset(
+    (0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x180B, 0x180C, 0x180D, 0x180F, 0x2800, 0x3164, 0xFFA0)
+).union(range(0xFE00, 0xFE10), range(0xE0100, 0xE01F0))
+# Real scripts stack up to four marks on a letter; a hundred of them paint over the lines above and below.
+_MARKS_AT_MOST = 4
+# What no shell finds anything in: the letters that shlex.quote() leaves alone.
+_PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_@%+=:,./-")
+
+
+def neutralise(text: str) -> str:
+    r"""*text* with every character that is not plainly visible written out, as in ``\x1b`` or ``\u202e``.
+
+    What comes back is one line of printable characters, and neutralising it again changes nothing.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    import unicodedata  # 0.4 ms and 0.7 MiB that plain text need not pay
+
+    pieces = []
+    marks = _MARKS_AT_MOST  # a mark without a letter before it would sit on our own text
+    for character in text:
+        if unicodedata.category(character) in ("Mn", "Me"):
+            marks += 1
+            visible = marks <= _MARKS_AT_MOST and ord(character) not in _INVISIBLE
+        else:
+            visible = character.isprintable() and ord(character) not in _INVISIBLE
+            marks = 0
+        pieces.append(character if visible else _written_out(character))
+    return "".join(pieces)
+
+
+def display_width(text: str) -> int:
+    """How many columns *text* takes on a terminal: 2 for a wide East Asian character, 0 for a combining mark."""
+    return len(text) if text.isascii() else sum(map(columns_of, text))
+
+
+def columns_of(character: str) -> int:
+    """How many of them one character takes."""
+    import unicodedata
+
+    # Vowels and final consonants of Hangul join the syllable before them.
+    if unicodedata.category(character) in ("Mn", "Me", "Cf") or "\u1160" <= character <= "\u11ff":
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def neutral_command(words: Sequence[str] | None, *, brief: bool = False) -> str:
+    """A command line as one neutral line, with quotes where a shell needs them; ``"n/a"`` when unknown.
+
+    Args:
+        words: the program and its arguments.
+        brief: leave out the directory of the program, so that more of the rest fits.
+    """
+    if words is None:
+        return "n/a"
+    program = [word.rpartition("/")[2] or word for word in words[:1]] if brief else words[:1]
+    return neutralise(" ".join(map(_quoted, [*program, *words[1:]])))
+
+
+def _quoted(word: str) -> str:
+    """As shlex.quote(), which loads re for it: 5 ms."""
+    if word and _PLAIN.issuperset(word):
+        return word
+    return "'" + word.replace("'", "'\"'\"'") + "'"
+
+
+def _written_out(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # a byte of an argument that is no text (PEP 383)
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode("ascii")
+
+
+# Tables for notebooks: what `_repr_html_` of a snapshot gives.  Everything is escaped: strangers wrote the names.
+
+
+_DEVICE_HEADS = ("GPU", "name", "memory", "util", "temp", "power", "processes", "claimed by")
+_HELD_HEADS = ("in this process", "GPU", "name", "memory", "uuid")
+_CLAIM_HEADS = ("claim", "user", "for", "memory", "note", "command")
+
+
+def of_snapshot(snapshot: Snapshot) -> str:
+    """Its devices, and its claims if it knows of any."""
+    kind = "RECORDED " * snapshot.recorded + "SIMULATED " * snapshot.simulated
+    title = f"<p><b>{escaped(kind + snapshot.host)}</b></p>"
+    parts = [title, _table(_DEVICE_HEADS, (_device_row(device, snapshot.claims) for device in snapshot.devices))]
+    if snapshot.claims:
+        rows = (_claim_row(claim, snapshot.taken_at) for claim in snapshot.claims)
+        parts.append(_table(_CLAIM_HEADS, rows))
+    return "".join(parts)
+
+
+def of_claim(claim: ClaimRecord) -> str:
+    """One claim."""
+    return _table(_CLAIM_HEADS, [_claim_row(claim, None)])
+
+
+def of_held(claim: Claim) -> str:
+    """A claim of this process: its devices, and how programs in it count them."""
+    if not claim.locks and claim.devices:
+        return f"<p><b>{escaped(f'claim {claim.id}')}</b> {escaped('was given back')}</p>"
+    since = "" if claim.since is None else f"since {strftime('%H:%M', localtime(claim.since))}"
+    title = f"<p><b>{escaped(f'claim {claim.id}')}</b> {escaped(since)}</p>"
+    rows = (
+        [str(place), *_device_row(device, ())[:2], _share(claim, device), device.uuid]
+        for place, device in enumerate(claim)
+    )
+    return title + _table(_HELD_HEADS, rows)
+
+
+def _share(claim: Claim, device: Device) -> str:
+    return format_bytes(device.memory_total if claim.memory is None else claim.memory)
+
+
+def escaped(text: str) -> str:
+    """*text* as HTML that shows it."""
+    from html import escape
+
+    return escape(neutralise(text))
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escaped(one)}</th>" for one in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _device_row(device: Device, claims: Sequence[ClaimRecord]) -> list[str]:
+    users = dict.fromkeys(claim.user for claim in claims if device.uuid in claim.devices)
+    return [
+        f"{device.index} {device.mig_profile or ''}".strip(),
+        device.name or "n/a",
+        f"{format_bytes(device.memory_used)} / {format_bytes(device.memory_total)}",
+        format_rounded(device.utilization, "%"),
+        format_rounded(device.temperature, "°C"),
+        format_rounded(device.power_draw, "W"),
+        "n/a" if device.processes is None else str(len(device.processes)),
+        ", ".join(users),
+    ]
+
+
+def _claim_row(claim: ClaimRecord, now: float | None) -> list[str]:
+    known = None if now is None or claim.since is None else max(0.0, now - claim.since)
+    memory = "all" if claim.memory is None else format_bytes(claim.memory)
+    since = format_duration(known)
+    return [claim.id, claim.user, since, memory, claim.note or "", neutral_command(claim.command)]

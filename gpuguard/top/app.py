@@ -1,0 +1,520 @@
+"""The screen of `gpuguard top`, with textual: keys, mouse, and a thread that looks at the machine.
+
+Thin on purpose: what is shown is made by top_page, what is known comes from the feed.  The thread may hang in a driver:
+then the screen goes on, and says for how long nothing has been heard.  Needs the extra [tui].
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ClassVar, Protocol
+
+from rich.text import Text
+from textual import events
+from textual.app import App, ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical, VerticalScroll
+from textual.geometry import Region
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
+
+from gpuguard.enforcement.actions import SENT, ActionOutcome
+from gpuguard.enforcement.signals import BY_HAND
+from gpuguard.errors import GpuguardError
+from gpuguard.top import processes
+from gpuguard.top.page import DARK, LIGHT, Board, page, plain_text, rich_text, title
+from gpuguard.top.processes import ProcessRow, moved, rows_of
+from gpuguard.top.scene import MODES, SORTS, History, Identity, Scene, ScreenView
+from gpuguard.users import user_name
+
+# What opens over the screen of `gpuguard top`: help, the filter, a signal with its confirmation, pages of text.
+
+
+HELP = """\
+  ↑ ↓ j k PgUp PgDn End  choose a process; or click it
+  Home                   to the top, choose nobody
+  ← →                    sideways, through long command lines
+  /                      filter: words, user:NAME, gpu:0,1
+  s  S  r                sort by the next, the one before, reversed;
+                         or click a heading
+  u                      only my processes, all processes
+  t                      processes below their parents
+  m                      lines per GPU: auto, full, compact
+  c                      no desktop processes
+  Enter                  the chosen process over time
+  e                      its environment (your own processes)
+  x                      signal it, after a question (your own;
+                         root: those of people)
+  f                      ask the driver, or show what the daemon saw
+  a  l                   ASCII; light or dark
+  Ctrl-P                 hold the screen, and go on
+  q  Ctrl-C              leave
+
+Memory is blue, work is green.  Yellow: near a limit; red: at it.
+Limits are the temperature at which a device slows down and its
+power limit, or what the site's policies say, where you may read
+them.  n/a: not known.  A red ! or "no claim": used unclaimed.
+"""
+
+
+class Pages(ModalScreen[None]):
+    """A page of text, read anew every second as long as it is open."""
+
+    BINDINGS: ClassVar = [Binding("escape,q,enter,question_mark", "dismiss", "close")]
+
+    def __init__(self, heading: str, text: Callable[[int], str], reveal: Callable[[int], str] | None = None) -> None:
+        super().__init__()
+        self._heading, self._text, self._reveal = heading, text, reveal
+
+    def compose(self) -> ComposeResult:
+        """The frame."""
+        with Vertical(id="box"):
+            yield Static(Text(self._heading, style="bold"), id="heading")
+            with VerticalScroll():
+                yield Static(id="body")
+            more = "   v shows what is hidden" if self._reveal else ""
+            yield Static(Text(f"Esc closes{more}", style="dim"), id="foot")
+
+    def on_mount(self) -> None:
+        """Fill it."""
+        self.call_after_refresh(self.fill)
+        self.set_interval(1.0, self.fill)
+
+    def fill(self) -> None:
+        """The text of now."""
+        body = self.query_one("#body", Static)
+        body.update(Text(self._text(max(20, self.query_one(VerticalScroll).size.width - 2))))
+
+    def key_v(self) -> None:
+        """Show what is hidden."""
+        if self._reveal:
+            self._text, self._reveal = self._reveal, None
+            self.fill()
+
+
+class Filter(ModalScreen[str | None]):
+    """Asks for words."""
+
+    BINDINGS: ClassVar = [Binding("escape", "dismiss", "keep the old one")]
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        """A line at the bottom."""
+        yield Input(self._text, placeholder="words, user:NAME, gpu:0,1 (empty: all; Esc: as before)", id="filter")
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Enter."""
+        self.dismiss(event.value)
+
+
+class Signal(ModalScreen[str | None]):
+    """Asks which signal, then whether that is meant; its answer is one of BY_HAND."""
+
+    BINDINGS: ClassVar = [Binding("escape,q,n", "dismiss", "nothing")]
+    KEYS: ClassVar = {"t": "terminate", "k": "kill", "p": "pause", "c": "resume"}
+
+    def __init__(self, process: Sequence[str]) -> None:
+        super().__init__()
+        self._process = process
+        self._chosen: str | None = None
+
+    def compose(self) -> ComposeResult:
+        """The question."""
+        with Vertical(id="box", classes="small"):
+            yield Static(Text("Signal this process?", style="bold"))
+            yield Static(Text("\n".join(self._process)), id="process")
+            yield Static(id="question")
+
+    def on_mount(self) -> None:
+        """Ask which."""
+        rows = [f"  {key}  {BY_HAND[action]}" for key, action in self.KEYS.items()]
+        self.query_one("#question", Static).update(Text("\n".join(["", *rows, "", "  Esc  nothing"])))
+
+    def on_key(self, event: object) -> None:
+        """Choose; then only y says yes."""
+        key = getattr(event, "key", "")
+        if self._chosen is None:
+            self._chosen = self.KEYS.get(key)
+            if self._chosen:
+                words = f"\nReally?  {BY_HAND[self._chosen]}\n\n  y  yes, send it\n  any other key: nothing"
+                self.query_one("#question", Static).update(Text(words, style="bold"))
+        else:
+            self.dismiss(self._chosen if key == "y" else None)
+
+
+SILENT = 3.0  # intervals without an answer from which on the screen says so
+_FOOT = " ?:help /:filter s:sort t:tree u:mine m:mode Enter:past e:env x:signal q:quit"
+
+
+class SceneSource(Protocol):
+    """Where scenes come from; only the thread calls look() and send()."""
+
+    fresh: bool
+    tree: bool
+
+    def look(self) -> Scene:
+        """The machine now; GpuguardError when nobody tells."""
+
+    def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
+        """Signal a process."""
+
+
+class Sampled(Message):
+    """The thread has seen something."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__()
+        self.scene = scene
+
+
+class Notice(Message):
+    """The thread has something to tell."""
+
+    def __init__(self, text: str, *, trouble: bool = False) -> None:
+        super().__init__()
+        self.text, self.trouble = text, trouble
+
+
+class Top(App[None]):
+    """The screen."""
+
+    CSS = """
+    Board { height: 1fr; scrollbar-size: 1 1; overflow-x: hidden; }
+    #title, #foot, #alert { height: 1; }
+    #title { background: $panel; }
+    #foot { color: $text-muted; background: $panel; }
+    #alert { display: none; background: $error; color: $text; text-style: bold; }
+    ModalScreen { align: center middle; }
+    #box { width: 90%; max-width: 120; height: 90%; border: round $primary; padding: 0 1; background: $surface; }
+    #box.small { height: auto; max-width: 76; padding: 1 2; }
+    #foot, #heading { height: 1; }
+    Filter { align: left bottom; }
+    """
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar = [
+        Binding("q,ctrl+c", "quit", "leave", priority=False),
+        Binding("question_mark,h,f1", "help", "help"),
+        Binding("slash,ctrl+f", "filter", "filter"),
+        Binding("down,j", "move(1)", "down"),
+        Binding("up,k", "move(-1)", "up"),
+        Binding("pagedown", "move(10)", "down"),
+        Binding("pageup", "move(-10)", "up"),
+        Binding("home", "first", "first"),
+        Binding("end", "move(100000)", "last"),
+        Binding("left", "sideways(-20)", "left"),
+        Binding("right", "sideways(20)", "right"),
+        Binding("s", "sort(1)", "sort"),
+        Binding("S", "sort(-1)", "sort"),
+        Binding("r", "flip('reverse')", "reverse"),
+        Binding("t", "flip('tree')", "tree"),
+        Binding("a", "flip('ascii_only')", "ascii"),
+        Binding("c", "flip('compute_only')", "compute only"),
+        Binding("u", "mine", "mine"),
+        Binding("m", "mode", "mode"),
+        Binding("l", "light", "light"),
+        Binding("f", "fresh", "fresh"),
+        Binding("ctrl+p", "hold", "hold"),
+        Binding("enter", "over_time", "over time"),
+        Binding("e", "environment", "environment"),
+        Binding("x,ctrl+k", "signal", "signal"),
+    ]
+
+    def __init__(
+        self, source: SceneSource, view: ScreenView, scene: Scene, every: float, *, light: bool = False
+    ) -> None:
+        super().__init__()
+        self._source, self._every = source, every
+        self.view, self.scene = view, scene
+        self.history = History()
+        self.history.add(scene)
+        self.said = ""
+        self._trouble, self._heard, self._light = "", time.monotonic(), light
+        self._held, self._sideways = False, 0
+        self._written: dict[str, Text] = {}
+        self._longer = False  # the page than the board
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._ends = threading.Event()
+
+    def compose(self) -> ComposeResult:
+        """Title, alarm, page, keys."""
+        yield Static(id="title", markup=False)
+        yield Static(id="alert", markup=False)
+        yield Board()
+        yield Static(_FOOT, id="foot", markup=False)
+
+    def on_mount(self) -> None:
+        """Begin to look."""
+        self._dress()
+        self._source.tree = self.view.tree
+        # A daemon: at the end nobody waits for a driver that hangs.
+        threading.Thread(target=self._look, name="looks", daemon=True).start()
+        self.set_interval(1.0, self._tick)
+        self.call_after_refresh(self.draw)
+
+    def on_unmount(self) -> None:
+        """Look no more."""
+        self._ends.set()
+        self._jobs.put(None)
+
+    def _look(self) -> None:
+        """The thread: a look every so often, and what it is asked to do in between."""
+        while not self._ends.is_set():
+            due = time.monotonic() + self._every
+            try:
+                self.post_message(Sampled(self._source.look()))
+            except GpuguardError as error:
+                self.post_message(Notice(" ".join(str(error).split()), trouble=True))
+            while (left := due - time.monotonic()) > 0 and not self._ends.is_set():
+                try:
+                    job = self._jobs.get(timeout=left)
+                except queue.Empty:
+                    break
+                if job is None:
+                    break
+                job()
+
+    def on_looked(self, message: Sampled) -> None:
+        """Show it."""
+        self._heard, self._trouble = time.monotonic(), ""
+        self.history.add(message.scene)
+        if not self._held:
+            self.scene = message.scene
+            self.draw()
+
+    def on_said(self, message: Notice) -> None:
+        """Show it, too."""
+        if message.trouble:
+            self._trouble = message.text
+        else:
+            self.said = message.text
+        self._tick()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Lay it out anew."""
+        self.call_after_refresh(self.draw)
+
+    @property
+    def silent(self) -> float:
+        """Seconds since the last answer."""
+        return time.monotonic() - self._heard
+
+    @property
+    def _is_up(self) -> bool:
+        """Whether there is a page to draw on: a look may end while it is taken down."""
+        return bool(self.screen_stack) and len(self.screen_stack[0].query("#title, #alert, Board, #foot")) == 4
+
+    def draw(self) -> None:
+        """Lay out the page."""
+        if not self._is_up:
+            return
+        board = self.screen_stack[0].query_one(Board)
+        width, height = max(20, self.size.width), self.size.height
+        for _ in range(2):  # a page that is longer than before has a column less, for the scroll bar
+            columns = width - self._longer + self._sideways
+            lines = page(self.scene, self.history, self.view, columns, height - 2)
+            was, self._longer = self._longer, len(lines) > board.size.height
+            if was == self._longer:
+                break
+        board.show(lines, columns)
+        board.scroll_to(x=self._sideways, animate=False, force=True)
+        self._tick()
+
+    def _tick(self) -> None:
+        """The title, and the alarm when nobody answers."""
+        if not self._is_up:
+            return
+        width = max(20, self.size.width)
+        line = title(self.scene, self.view, width, self.silent)
+        self._write("#title", rich_text(line, self._colours()))
+        late = self.silent > max(SILENT * self._every, SILENT)
+        words = self._trouble or ("the driver does not answer" if late else "")
+        if words:
+            words = f" {words} -- what you see is {self.silent:.0f}s old"
+        elif self._held:
+            words = f" held for {self.silent_scene:.0f}s: Ctrl-P goes on"
+        self.screen_stack[0].query_one("#alert", Static).display = bool(words)
+        self._write("#alert", plain_text(words, width))
+        self._write("#foot", plain_text(f" {self.said}" if self.said else _FOOT, width))
+
+    def _write(self, name: str, text: Text) -> None:
+        """Change a line, if it changes.  It stays one line: nothing else need be laid out anew for it."""
+        if self._written.get(name) != text:
+            self._written[name] = text
+            self.screen_stack[0].query_one(name, Static).update(text, layout=False)
+
+    @property
+    def silent_scene(self) -> float:
+        """Seconds since what is shown was seen."""
+        return max(0.0, time.time() - self.scene.snapshot.taken_at)
+
+    # Keys.  What is said lasts until the next one.
+
+    def on_key(self) -> None:
+        """Forget what was said."""
+        self.said = ""
+
+    def action_help(self) -> None:
+        """The keys."""
+        self.push_screen(Pages("gpuguard top", lambda width: HELP))
+
+    def action_filter(self) -> None:
+        """Ask for words."""
+        self.push_screen(
+            Filter(self.view.text), lambda text: self._change(text=self.view.text if text is None else text)
+        )
+
+    def action_move(self, by: int) -> None:
+        """The cursor."""
+        shown = [line.process for line in self.query_one(Board).lines if line.process]
+        self.view = moved(shown, self.view, by)
+        self._redraw_at_cursor()
+
+    def action_first(self) -> None:
+        """The top of the page, and no cursor."""
+        self.view = replace(self.view, selected=None)
+        self.draw()
+        self.query_one(Board).scroll_home(animate=False)
+
+    def action_sideways(self, by: int) -> None:
+        """Long command lines."""
+        self._sideways = min(2000, max(0, self._sideways + by))
+        self.draw()
+
+    def action_sort(self, by: int) -> None:
+        """By the next column."""
+        self._change(sort=SORTS[(SORTS.index(self.view.sort) + by) % len(SORTS)])
+
+    def action_flip(self, name: str) -> None:
+        """On or off."""
+        self._change(**{name: not getattr(self.view, name)})
+
+    def action_mine(self) -> None:
+        """Only what is mine, or all."""
+        self._change(users=frozenset() if self.view.users else frozenset({user_name(os.getuid())}))
+
+    def action_mode(self) -> None:
+        """Lines per device."""
+        self._change(mode=MODES[(MODES.index(self.view.mode) + 1) % len(MODES)])
+
+    def action_light(self) -> None:
+        """Light or dark."""
+        self._light = not self._light
+        self._dress()
+        self.draw()
+
+    def action_fresh(self) -> None:
+        """The driver or the daemon."""
+        self._source.fresh = not self._source.fresh
+        self.said = (
+            "the driver itself is asked" if self._source.fresh else "what the daemon saw is shown, while it is fresh"
+        )
+        self._tick()
+
+    def action_hold(self) -> None:
+        """Hold the screen."""
+        self._held = not self._held
+        self._tick()
+
+    def action_over_time(self) -> None:
+        """The chosen process."""
+        if row := self._chosen():
+            self.push_screen(Pages(processes.heading(row), lambda width: processes.over_time(self, row, width)))
+
+    def action_environment(self) -> None:
+        """The variables of the chosen process."""
+        if row := self._chosen():
+            shown, hidden = processes.environment(row), processes.environment(row, hide=False)
+            self.push_screen(Pages(processes.heading(row), lambda width: shown, lambda width: hidden))
+
+    def action_signal(self) -> None:
+        """Ask, and send."""
+        row = self._chosen()
+        if row is None or row.identity is None:
+            return
+        if self.scene.snapshot.recorded:
+            self._tell("this is a recording: nobody there can be signalled")
+            return
+        identity, devices = row.identity, row.uuids
+
+        def answered(action: str | None) -> None:
+            if action:
+                self._tell(f"{action} pid {row.pid} ...")
+                self._jobs.put(lambda: self._send(action, identity, devices))
+
+        self.push_screen(Signal(processes.lines(row)), answered)
+
+    def _send(self, action: str, process: Identity, devices: tuple[str, ...]) -> None:
+        """In the thread."""
+        try:
+            outcome = self._source.send(action, process, devices)
+        except GpuguardError as error:
+            self.post_message(Notice(f"nothing was done: {' '.join(str(error).split())}"))
+            return
+        words = f"{action} pid {process[0]}: {outcome.word}" + (f": {outcome.why}" if outcome.why else "")
+        self.post_message(Notice(words if outcome.word == SENT else f"not done: {words}"))
+
+    def _chosen(self) -> ProcessRow | None:
+        rows = rows_of(self.scene, self.view)
+        row = next((row for row in rows if row.identity and row.identity == self.view.selected), None)
+        if row is None:
+            self._tell("choose a process first: arrow keys, or a click")
+        return row
+
+    def _tell(self, text: str) -> None:
+        self.said = text
+        self._tick()
+
+    def _change(self, **changes: object) -> None:
+        self.view = replace(self.view, **changes)  # type: ignore[arg-type]
+        self._source.tree = self.view.tree
+        self.draw()
+
+    def _redraw_at_cursor(self) -> None:
+        self.draw()
+        board = self.query_one(Board)
+        places = [
+            place for place, line in enumerate(board.lines) if line.process and line.process == self.view.selected
+        ]
+        if places:
+            board.scroll_to_region(Region(self._sideways, places[0], 1, 1), animate=False, force=True)
+
+    # The mouse.
+
+    def on_click(self, event: events.Click) -> None:
+        """A heading sorts, a process is chosen; twice on a process: over time."""
+        if len(self.screen_stack) > 1:
+            return
+        board = self.query_one(Board)
+        place = event.screen_y - board.region.y + board.scroll_offset.y
+        if not 0 <= place < len(board.lines) or event.screen_y < board.region.y:
+            return
+        line, column = board.lines[place], event.screen_x + board.scroll_offset.x
+        key = next((key for begin, end, key in line.keys if begin <= column < end), None)
+        if key:
+            self._change(**({"reverse": not self.view.reverse} if key == self.view.sort else {"sort": key}))
+        elif line.process:
+            self._change(selected=line.process)
+            if event.chain == 2:
+                self.action_over_time()
+
+    # Colours.
+
+    def _dress(self) -> None:
+        self.theme = "textual-light" if self._light else "textual-dark"
+        board = self.screen_stack[0].query_one(Board)
+        board.colours = self._colours()
+        board.refresh()
+
+    def _colours(self) -> dict[str, str] | None:
+        if os.environ.get("NO_COLOR"):
+            return None
+        return LIGHT if self._light else DARK

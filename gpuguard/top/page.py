@@ -1,0 +1,220 @@
+"""The whole page of `gpuguard top` as lines of parts, for any terminal: title, devices, people, line, processes, gaps.
+
+Pure: the same scene, history and view give the same lines.  Draws on nothing: see top_app and cli.top.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+from textual.geometry import Region, Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+from gpuguard.device_state import DeviceUse, user_totals
+from gpuguard.sanitize import neutralise
+from gpuguard.top.devices import FULL_LINES, device_lines, folded
+from gpuguard.top.processes import process_lines
+from gpuguard.top.scene import History, Scene, ScreenLine, ScreenView
+from gpuguard.units import format_bytes, format_duration
+from gpuguard.views.charts import Part, fitted
+from gpuguard.views.text import Paint
+from gpuguard.views.who import gap_lines
+
+_SHARE = 0.6  # of the screen, for devices: below them people want to see processes
+_WAITING = 3  # requests shown
+_GAPS = 3
+
+
+def page(scene: Scene, history: History, view: ScreenView, width: int, height: int) -> list[ScreenLine]:
+    """The lines below the title.
+
+    Args:
+        scene: what was seen.
+        history: of the looks before.
+        view: how to show it.
+        width: columns, each line takes exactly as many.
+        height: rows of the screen, from which the mode "auto" chooses; the page may be longer.
+    """
+    found = [use for use in scene.found if _shown(use, view)]
+    mode, rest = mode_for(found, view, height)
+    kept, free = folded(found) if rest else (found, "")
+    lines = device_lines(scene, history, view, kept, mode, width)
+    if free:
+        lines.append(_line([("     ", ""), (free, "green")], width))
+    if not found:
+        lines.append(_line([("no devices" + (" that match" if scene.found else ""), "dim")], width))
+    lines += _people(scene, view, width)
+    lines += _waiting(scene, width)
+    lines += [_line([], width), *process_lines(scene, view, width)]
+    lines += _gaps(scene, width)
+    return lines
+
+
+def mode_for(found: Sequence[DeviceUse], view: ScreenView, height: int) -> tuple[str, bool]:
+    """ "full" or "compact", and whether free devices are to be folded into one line."""
+    if view.mode != "auto":
+        return view.mode, False
+    room = height * _SHARE
+    parts = sum(bool(use.device.parent_uuid) for use in found)
+    if FULL_LINES * (len(found) - parts) + parts <= room:
+        return "full", False
+    return "compact", len(found) > room
+
+
+def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> ScreenLine:
+    """The first line: which machine, when, from whom."""
+    snapshot = scene.snapshot
+    whole = [device for device in snapshot.devices if not device.parent_uuid]
+    kind = f"{'RECORDED ' * snapshot.recorded}{'SIMULATED ' * snapshot.simulated}"
+    parts: list[Part] = [(f"{kind}{neutralise(snapshot.host)}", "bold")]
+    words = [f"{len(whole)} GPU{'s' * (len(whole) != 1)}"]
+    if snapshot.driver_version and width >= 100:
+        words.append(f"driver {neutralise(snapshot.driver_version)}")
+    if scene.load is not None:
+        words.append(f"load {scene.load:.1f}")
+    words.append(time.strftime("%H:%M:%S", time.localtime(snapshot.taken_at)))
+    if scene.age is not None:
+        words.append(f"seen by the daemon {format_duration(round(scene.age + silent))} ago")
+    shown = [f"sort {view.sort}{' reversed' * view.reverse}", view.mode]
+    shown += [f"users {','.join(sorted(map(neutralise, view.users)))}"] if view.users else []
+    shown += [f"filter {neutralise(view.text)}"] if view.text else []
+    right = f" {', '.join(shown)}"
+    left = [*parts, (f"  {', '.join(words)}", "")]
+    room = width - len(right)
+    return _line([*fitted(left, room), (right, "dim")] if room > 40 else left, width)
+
+
+def _shown(use: DeviceUse, view: ScreenView) -> bool:
+    if view.devices and use.device.uuid not in view.devices:
+        return False
+    if not view.users:
+        return True
+    people = {held.user for held in use.claims} | {running.process.user for running in use.processes or ()}
+    return bool(people & view.users)
+
+
+def _people(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
+    totals = [row for row in user_totals(scene.found) if not view.users or row.user in view.users]
+    if not totals:
+        return []
+    parts: list[Part] = [("USERS ", "dim")]
+    for number, row in enumerate(totals):
+        gpus = max(row.devices, row.claimed)
+        memory = "" if row.memory_used is None else f" {format_bytes(row.memory_used)}"
+        idle = f", {row.idle} idle" if row.idle else ""
+        parts += [("  " if number else "", ""), (neutralise(row.user or "unknown"), "bold")]
+        parts += [(f" {gpus} GPU{'s' * (gpus != 1)}{memory}", ""), (idle, "yellow")]
+    return [_line(parts, width)]
+
+
+def _waiting(scene: Scene, width: int) -> list[ScreenLine]:
+    lines = []
+    for number, one in enumerate(scene.waiting[:_WAITING]):
+        since = format_duration(round(max(0.0, scene.snapshot.taken_at - one.since)))
+        note = f' "{neutralise(one.note)}"' if one.note else ""
+        label = f"WAITS {number + 1}. " if not number else f"      {number + 1}. "
+        parts: list[Part] = [(label, "dim"), (neutralise(one.user), "bold")]
+        parts.append((f" {one.num_gpus} GPU{'s' * (one.num_gpus != 1)} for {since}{note}: {neutralise(one.when)}", ""))
+        lines.append(_line(parts, width))
+    if (more := len(scene.waiting) - _WAITING) > 0:
+        lines.append(_line([(f"      and {more} more in line: gpuguard queue", "dim")], width))
+    return lines
+
+
+def _gaps(scene: Scene, width: int) -> list[ScreenLine]:
+    gaps = gap_lines(scene.snapshot)
+    shown = [f"not known: {gap}" for gap in gaps[:_GAPS]]
+    if len(gaps) > _GAPS:
+        shown.append(f"and {len(gaps) - _GAPS} more: gpuguard who")
+    return [_line([], width), *(_line([(text, "dim")], width) for text in shown)] if shown else []
+
+
+def _line(parts: Sequence[Part], width: int) -> ScreenLine:
+    return ScreenLine(tuple(fitted(parts, width)))
+
+
+def painted(lines: Sequence[ScreenLine], paint: Paint) -> list[str]:
+    """*lines* for a plain terminal, without blanks at their ends."""
+    found = []
+    for line in lines:
+        text = "".join(paint(part, style) if style and part.strip() else part for part, style in line.parts)
+        found.append(text.rstrip())
+    return found
+
+
+# The part of the screen of `gpuguard top` that shows lines of parts, and what their styles look like there.
+
+
+DARK = {
+    "red": "#ff6b6b",
+    "green": "#5fd787",
+    "yellow": "#ffd75f",
+    "cyan": "#5fd7ff",
+    "dim": "#8a8a8a",
+    "faint": "#5a5a5a",
+}
+LIGHT = {
+    "red": "#c00000",
+    "green": "#007a30",
+    "yellow": "#8a5a00",
+    "cyan": "#00608a",
+    "dim": "#6a6a6a",
+    "faint": "#a0a0a0",
+}
+
+
+class Board(ScrollView, can_focus=False):
+    """Lines of parts, drawn as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[ScreenLine] = []
+        self.colours: dict[str, str] | None = DARK
+
+    def show(self, lines: list[ScreenLine], width: int) -> None:
+        """Draw those of *lines* that are new: most of a page is as it was a second ago."""
+        size, before = Size(width, len(lines)), self.lines
+        self.lines = lines
+        if size != self.virtual_size:
+            self.virtual_size = size
+            self.refresh()
+            return
+        top, height = self.scroll_offset.y, self.size.height
+        shown = slice(top, top + height)
+        changed = [y for y, (old, new) in enumerate(zip(before[shown], lines[shown], strict=True)) if old != new]
+        if changed:
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+
+    def render_line(self, y: int) -> Strip:
+        """One row of the screen."""
+        place = y + self.scroll_offset.y
+        if place >= len(self.lines):
+            return Strip.blank(self.size.width, self.rich_style)
+        strip = Strip([Segment(text, rich_style(style, self.colours)) for text, style in self.lines[place].parts])
+        left = self.scroll_offset.x
+        return strip.crop(left, left + self.size.width).extend_cell_length(self.size.width).apply_style(self.rich_style)
+
+
+def rich_style(names: str, colours: dict[str, str] | None) -> Style:
+    """ "bold red" in the colours of the theme; None: without any."""
+    words = names.split()
+    colour = next((colours[word] for word in words if word in colours), None) if colours else None
+    return Style(color=colour, bold="bold" in words, dim=not colours and "dim" in words, reverse="reverse" in words)
+
+
+def rich_text(line: ScreenLine, colours: dict[str, str] | None) -> Text:
+    """*line* as rich has it."""
+    text = Text(no_wrap=True)
+    for words, style in line.parts:
+        text.append(words, rich_style(style, colours))
+    return text
+
+
+def plain_text(words: str, width: int) -> Text:
+    """*words*, made neutral, in exactly *width* columns."""
+    return Text(fitted([(neutralise(words), "")], width)[0][0], no_wrap=True)

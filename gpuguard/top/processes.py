@@ -1,0 +1,367 @@
+"""The lower half of `gpuguard top`: processes as a table or as a tree below their parents, sorted and filtered.
+
+One row per process, whatever the number of its devices.  What strangers wrote is neutral before it gets into a row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from gpuguard.device_state import DeviceUse, ProcessUse
+from gpuguard.procfs import read_memory, start_time
+from gpuguard.request import computes
+from gpuguard.sanitize import display_width, neutral_command, neutralise
+from gpuguard.top.devices import ranges
+from gpuguard.top.scene import History, Identity, Scene, ScreenLine, ScreenView
+from gpuguard.units import format_bytes, format_duration
+from gpuguard.views.charts import Part, fitted, sparkline
+from gpuguard.views.text import shorten
+from gpuguard.views.who import device_label
+
+_ROOMY = range(100, 100_000)  # columns of a screen with room for more than what matters most
+_FORKS = ("├─ ", "└─ ", "│  ", "   ")
+_ASCII_FORKS = ("|- ", "`- ", "|  ", "   ")
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """A process on one or several devices; None = unknown."""
+
+    identity: Identity | None  # None: its start time is not known, so nobody can be sure who it is
+    pid: int
+    user: str | None
+    devices: tuple[str, ...]  # labels
+    uuids: tuple[str, ...]
+    memory: int | None
+    sm: float | None
+    cpu: float | None
+    host: int | None
+    seconds: float | None  # since its start
+    claim: str | None
+    stopped: bool
+    kind: str
+    command: str
+
+
+def rows_of(scene: Scene, view: ScreenView) -> list[ProcessRow]:
+    """Every process that *view* lets through, in its order."""
+    together: dict[tuple[int, float | None], list[tuple[DeviceUse, ProcessUse]]] = {}
+    for use in scene.found:
+        if view.devices and use.device.uuid not in view.devices:
+            continue
+        for running in use.processes or ():
+            if view.compute_only and not computes(running.process):
+                continue
+            together.setdefault((running.process.pid, running.process.start_time), []).append((use, running))
+    rows = [row for row in (_row(scene, places) for places in together.values()) if _wanted(row, view)]
+    return sorted(rows, key=_key(view), reverse=view.reverse)
+
+
+def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> ProcessRow:
+    first, process = places[0][1], places[0][1].process
+    memory = [running.process.memory_used for _, running in places]
+    rates = [running.process.utilization for _, running in places if running.process.utilization is not None]
+    start = process.start_time
+    identity = None if start is None else (process.pid, start)
+    host = scene.host.get(identity) if identity else None
+    container = f"in {neutralise(process.container[:12])}: " if process.container else ""
+    return ProcessRow(
+        identity=identity,
+        pid=process.pid,
+        user=process.user,
+        devices=tuple(device_label(use.device) for use, _ in places),
+        uuids=tuple(use.device.uuid for use, _ in places),
+        memory=None if None in memory else sum(one or 0 for one in memory),
+        sm=sum(rates) / len(rates) if rates else None,
+        cpu=host.cpu if host else None,
+        host=host.memory if host else None,
+        seconds=None if start is None else max(0.0, scene.snapshot.clock - start),
+        claim=first.claim,
+        stopped=bool(first.stopped),
+        kind=neutralise(process.kind),
+        command=container + neutral_command(process.command, brief=True),
+    )
+
+
+def _wanted(row: ProcessRow, view: ScreenView) -> bool:
+    if view.users and row.user not in view.users:
+        return False
+    for word in view.text.lower().split():
+        kind, _, value = word.partition(":")
+        if kind == "user" and value:
+            found = (row.user or "").lower() == value
+        elif kind == "gpu" and value:
+            found = bool(set(value.split(",")) & {*row.devices, *(one.partition(".")[0] for one in row.devices)})
+        else:
+            found = word in f"{row.user or ''} {row.pid} {row.command}".lower()
+        if not found:
+            return False
+    return True
+
+
+def _key(view: ScreenView) -> Callable[[ProcessRow], tuple[object, ...]]:
+    """Numbers from the largest down, as one looks for them; what is unknown comes last."""
+    numbers: dict[str, Callable[[ProcessRow], float | None]] = {
+        "memory": lambda row: row.memory,
+        "sm": lambda row: row.sm,
+        "cpu": lambda row: row.cpu,
+        "host": lambda row: row.host,
+        "time": lambda row: row.seconds,
+    }
+    if view.sort in numbers:
+        number = numbers[view.sort]
+
+        def by_number(row: ProcessRow) -> tuple[object, ...]:
+            value = number(row)
+            unknown = value is None
+            return (unknown != view.reverse, 0.0 if value is None else -value, row.pid)
+
+        return by_number
+    words: dict[str, Callable[[ProcessRow], tuple[object, ...]]] = {
+        "pid": lambda row: (row.pid,),
+        "user": lambda row: (row.user is None, row.user or "", _place(row), row.pid),
+        "command": lambda row: (row.command, row.pid),
+    }
+    return words.get(view.sort, lambda row: (_place(row), row.pid))
+
+
+def _place(row: ProcessRow) -> tuple[float, ...]:
+    return tuple(float(part) if part.replace(".", "", 1).isdigit() else -1.0 for part in row.devices)
+
+
+@dataclass(frozen=True)
+class _Column:
+    key: str  # of SORTS, or "" where nobody sorts by it
+    header: str
+    width: int
+    align: str
+    cell: Callable[[ProcessRow], Part]
+    widths: range = range(_ROOMY.stop)  # of the screens that have it
+
+
+def _number(value: float | None, form: str = "{:.0f}") -> str:
+    return "n/a" if value is None else form.format(value)
+
+
+def _claim(row: ProcessRow) -> Part:
+    if row.claim:
+        return neutralise(row.claim)[:8], ""
+    return ("", "") if row.kind == "graphics" else ("no claim", "red")
+
+
+def _mark(row: ProcessRow) -> Part:
+    return ("" if row.claim or row.kind == "graphics" else "!", "bold red")
+
+
+def _kind(row: ProcessRow) -> Part:
+    return row.kind.replace("compute+graphics", "C+G"), "dim"
+
+
+def _known(value: object, text: str) -> Part:
+    return text, "dim" if value is None else ""
+
+
+_COLUMNS = (
+    _Column("gpu", "GPU", 5, ">", lambda row: (_devices(row), "bold")),
+    _Column("pid", "PID", 7, ">", lambda row: (str(row.pid), "")),
+    _Column("user", "USER", 9, "<", lambda row: (neutralise(row.user or "unknown"), "")),
+    _Column("memory", "MEM", 8, ">", lambda row: _known(row.memory, format_bytes(row.memory))),
+    _Column("sm", "SM%", 4, ">", lambda row: _known(row.sm, _number(row.sm))),
+    _Column("cpu", "CPU%", 5, ">", lambda row: _known(row.cpu, _number(row.cpu))),
+    _Column("host", "HOST", 8, ">", lambda row: _known(row.host, format_bytes(row.host)), _ROOMY),
+    _Column("time", "TIME", 6, ">", lambda row: _known(row.seconds, _time(row.seconds))),
+    _Column("", "CLAIM", 8, "<", _claim, _ROOMY),
+    _Column("", "C", 1, "<", _mark, range(_ROOMY.start)),
+    _Column(
+        "", "KIND", 9, "<", lambda row: (row.kind.replace("compute+graphics", "C+G"), "dim"), range(140, _ROOMY.stop)
+    ),
+)
+
+
+def _devices(row: ProcessRow) -> str:
+    if len(row.devices) > 1 and all(label.isdigit() for label in row.devices):
+        return ranges(map(int, row.devices))
+    return ",".join(row.devices)
+
+
+def _time(seconds: float | None) -> str:
+    return "n/a" if seconds is None else format_duration(round(seconds)) if seconds >= 1 else "0s"
+
+
+def process_lines(scene: Scene, view: ScreenView, width: int) -> list[ScreenLine]:
+    """A header and a line per process; nothing but a sentence when there is none."""
+    columns = [column for column in _COLUMNS if width in column.widths]
+    rows = rows_of(scene, view)
+    if not rows:
+        return [ScreenLine((("no processes" + (" that match the filter" if _filters(view) else ""), "dim"),))]
+    lines = [_header(columns, view, width)]
+    for row, prefix, command in _forest(rows, scene, view) if view.tree else ((row, "", None) for row in rows):
+        if row is None:
+            blank = " " * (sum(column.width + 1 for column in columns))
+            lines.append(ScreenLine(tuple(fitted([(blank, ""), (prefix, "dim"), (command or "", "dim")], width))))
+        else:
+            lines.append(_line(row, columns, prefix, view, width))
+    return lines
+
+
+def _filters(view: ScreenView) -> bool:
+    return bool(view.users or view.devices or view.text or view.compute_only)
+
+
+def _header(columns: Sequence[_Column], view: ScreenView, width: int) -> ScreenLine:
+    parts: list[Part] = []
+    keys: list[tuple[int, int, str]] = []
+    place = 0
+    for column in columns:
+        style = "bold reverse" if column.key == view.sort else "bold"
+        parts += [(f"{column.header:{column.align}{column.width}}", style), (" ", "")]
+        if column.key:
+            keys.append((place, place + column.width, column.key))
+        place += column.width + 1
+    keys.append((place, width, "command"))
+    parts.append(("COMMAND", "bold reverse" if view.sort == "command" else "bold"))
+    return ScreenLine(tuple(fitted(parts, width)), keys=tuple(keys))
+
+
+def _line(row: ProcessRow, columns: Sequence[_Column], prefix: str, view: ScreenView, width: int) -> ScreenLine:
+    parts: list[Part] = []
+    for column in columns:
+        text, style = column.cell(row)
+        text = shorten(text, column.width)
+        blanks = " " * (column.width - display_width(text))
+        parts += [(blanks + text if column.align == ">" else text + blanks, style), (" ", "")]
+    parts += [(prefix, "dim"), ("[stopped] " if row.stopped else "", "yellow"), (row.command, "")]
+    parts = fitted([part for part in parts if part[0]], width)
+    if row.identity is not None and row.identity == view.selected:
+        parts = [(text, "reverse") for text, _ in parts]
+    return ScreenLine(tuple(parts), process=row.identity)
+
+
+# The tree.  Rows stand below the nearest process above them that is shown; a process above a single one is folded away
+# only if it is nobody's shell or launcher: so every ancestor but the first process of the machine is there.
+
+
+def _forest(
+    rows: Sequence[ProcessRow], scene: Scene, view: ScreenView
+) -> Iterable[tuple[ProcessRow | None, str, str | None]]:
+    by_pid = {row.pid: row for row in rows}
+    children: dict[int, list[int]] = {}
+    roots: list[int] = []
+    placed: set[int] = set()
+    for row in rows:
+        pid, above = row.pid, set()
+        while pid not in placed:
+            placed.add(pid)
+            above.add(pid)
+            known = scene.ancestors.get(pid)
+            parent = known.parent if known else 0
+            if parent <= 1 or parent in above or (parent not in scene.ancestors and parent not in by_pid):
+                roots.append(pid)
+                break
+            children.setdefault(parent, []).append(pid)
+            pid = parent
+    forks = _ASCII_FORKS if view.ascii_only else _FORKS
+    todo = [(pid, "", "") for pid in reversed(roots)]
+    while todo:
+        pid, prefix, below = todo.pop()
+        found = by_pid.get(pid)
+        yield found, prefix, None if found else _ancestor(pid, scene)
+        kin = children.get(pid, [])
+        for number, child in reversed(list(enumerate(kin))):
+            last = number == len(kin) - 1
+            todo.append((child, below + forks[last], below + forks[2 + last]))
+
+
+def _ancestor(pid: int, scene: Scene) -> str:
+    above = scene.ancestors[pid]
+    return f"{pid} {neutralise(above.user or 'unknown')} {neutral_command(above.command, brief=True)}"
+
+
+def moved(rows: Sequence[Identity], view: ScreenView, by: int) -> ScreenView:
+    """*view* with the cursor *by* rows further down, within the processes that are shown."""
+    if not rows:
+        return replace(view, selected=None)
+    # Without a cursor the first step down goes to the first row, the first one up to the last.
+    start = rows.index(view.selected) if view.selected in rows else -1 if by > 0 else len(rows)
+    return replace(view, selected=rows[min(len(rows) - 1, max(0, start + by))])
+
+
+# One process of `gpuguard top`: over time, and its environment.
+#
+# Values of variables whose names speak of secrets are hidden until they are asked for: screens are shared.
+
+
+_SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
+_LARGEST = 1 << 20  # bytes of an environment: the kernel allows 6 MiB, nobody reads that
+
+
+class Shown(Protocol):
+    """What the screen keeps."""
+
+    history: History
+    view: ScreenView
+
+
+def heading(row: ProcessRow) -> str:
+    """``"pid 4711 of alice: python train.py"``."""
+    return f"pid {row.pid} of {neutralise(row.user or 'unknown')}: {row.command}"
+
+
+def lines(row: ProcessRow) -> list[str]:
+    """Who it is, for somebody who is about to signal it."""
+    memory = format_bytes(row.memory)
+    since = "an unknown time" if row.seconds is None else format_duration(round(row.seconds))
+    claim = f"claim {neutralise(row.claim)}" if row.claim else "no claim"
+    return [
+        f"  pid {row.pid} of {neutralise(row.user or 'unknown')}",
+        f"  GPU {','.join(row.devices)}, {memory}, for {since}, {claim}",
+        f"  {row.command}",
+    ]
+
+
+def over_time(shown: Shown, row: ProcessRow, width: int) -> str:
+    """Plots of its memory, SM and CPU utilization and host memory, the newest at the right."""
+    moments = list(shown.history.processes.get(row.identity, ())) if row.identity else []
+    if not moments:
+        return "nothing is known of it over time"
+    room = max(10, width - 1)
+    found: list[str] = [f"the last {len(moments[-room:])} looks, the newest at the right", ""]
+    series = (
+        ("GPU memory", [None if one.memory is None else float(one.memory) for one in moments], None, format_bytes),
+        ("SM utilization", [one.sm for one in moments], 100.0, _percent),
+        ("CPU", [one.cpu for one in moments], None, _percent),
+        ("host memory", [None if one.host is None else float(one.host) for one in moments], None, format_bytes),
+    )
+    for name, values, top, words in series:
+        known = [value for value in values if value is not None]
+        if not known:
+            found += [f"{name}: n/a", ""]
+            continue
+        mean = sum(known) / len(known)
+        most = max(known)
+        now = "n/a" if values[-1] is None else words(values[-1])
+        found.append(f"{name}: now {now}, mean {words(mean)}, most {words(most)}")
+        found += [sparkline(values, room, (top or most) * 1.0001, ascii_only=shown.view.ascii_only), ""]
+    return "\n".join(found)
+
+
+def _percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.0f}%"
+
+
+def environment(row: ProcessRow, *, hide: bool = True) -> str:
+    """The variables of a process, one per line; why not, for one that is not ours."""
+    if row.identity is None or start_time(row.pid) != row.identity[1]:
+        return "it has ended"
+    text = read_memory(row.pid, "environ", _LARGEST)
+    if text is None:
+        return "its environment cannot be read: it belongs to somebody else, or has ended"
+    found = []
+    for word in sorted(filter(None, text.split(b"\0"))):
+        name, _, value = word.decode("utf-8", "surrogateescape").partition("=")
+        hidden = hide and value and _SECRET.search(name)
+        found.append(neutralise(f"{name}={'(hidden)' if hidden else value}"))
+    return "\n".join(found) or "it has no variables"

@@ -1,0 +1,185 @@
+"""What `gpuguard top` shows: the nouns.  A Scene is one look at the machine, a View says how it is to be shown.
+
+Reads nothing and draws nothing: see cli.top_feed and top_page.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpuguard.device_state import DeviceUse
+from gpuguard.model import Snapshot
+from gpuguard.policies.view import HostUse
+from gpuguard.views.charts import Part
+
+Identity = tuple[int, float]  # pid, start time
+
+MODES = ("auto", "full", "compact")
+SORTS = ("gpu", "pid", "user", "memory", "sm", "cpu", "host", "time", "command")
+SLOWDOWN_MARGIN = 10.0  # degrees below the slowdown temperature from which on a device is worth a look
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """A process above one that computes."""
+
+    parent: int
+    user: str | None
+    command: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Waits:
+    """A request in line."""
+
+    user: str
+    num_gpus: int
+    since: float  # unix time
+    when: str  # in words: "starts in about 2h"
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """From where on the site's policies find something; None: they say nothing of it."""
+
+    temperature: float | None = None
+    power: float | None = None  # watts
+    power_share: float | None = None  # of the limit, 0..1
+    memory: float | None = None  # bytes
+    memory_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One look at the machine.
+
+    Args:
+        snapshot: of the machine, with its claims.
+        found: its devices with their claims and processes.
+        host: what processes do beside the GPU.
+        waiting: who waits, first in line first.
+        ancestors: pid -> a process above one that computes; filled for the tree alone.
+        age: seconds since the daemon looked; None: the driver was asked.
+        load: the machine's load average over a minute.
+        thresholds: of the site's policies.
+    """
+
+    snapshot: Snapshot
+    found: tuple[DeviceUse, ...]
+    host: Mapping[Identity, HostUse] = field(default_factory=dict)
+    waiting: tuple[Waits, ...] = ()
+    ancestors: Mapping[int, Ancestor] = field(default_factory=dict)
+    age: float | None = None
+    load: float | None = None
+    thresholds: Thresholds = Thresholds()
+
+
+@dataclass(frozen=True)
+class ScreenView:
+    """How it is shown.
+
+    Args:
+        mode: one of MODES.
+        sort: one of SORTS.
+        reverse: the other way round.
+        users: only theirs; empty: everybody's.
+        devices: uuids, only these; empty: all.
+        text: words that a process must contain in its user, pid or command; user:NAME and gpu:0 are exact.
+        compute_only: no desktop processes.
+        tree: processes below their parents.
+        ascii_only: no characters beyond ASCII in bars and trees.
+        past: with sparklines.
+        selected: the process under the cursor.
+    """
+
+    mode: str = "auto"
+    sort: str = "gpu"
+    reverse: bool = False
+    users: frozenset[str] = frozenset()
+    devices: frozenset[str] = frozenset()
+    text: str = ""
+    compute_only: bool = False
+    tree: bool = False
+    ascii_only: bool = False
+    past: bool = True
+    selected: Identity | None = None
+
+
+@dataclass(frozen=True)
+class ScreenLine:
+    """A line of the screen; *process* is whose row it is, *keys* what a click on its columns sorts by."""
+
+    parts: tuple[Part, ...]
+    process: Identity | None = None
+    keys: tuple[tuple[int, int, str], ...] = ()  # first column, column behind the last, one of SORTS
+
+    @property
+    def text(self) -> str:
+        """Without colours."""
+        return "".join(text for text, _ in self.parts).rstrip()
+
+
+# What has been seen since `gpuguard top` was started, for its sparklines and plots.  Bounded; reads nothing.
+
+
+KEPT = 300  # looks: five minutes at one a second
+FORGOTTEN = 600  # so many looks after its end a process is forgotten
+METRICS = ("memory", "utilization", "temperature", "power")  # of a device: shares 0..1, degrees, watts
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One process at one look; None = unknown."""
+
+    memory: int | None  # bytes, on all devices together
+    sm: float | None
+    cpu: float | None
+    host: int | None
+
+
+class History:
+    """Rings of the last KEPT values, per device and per process."""
+
+    def __init__(self) -> None:
+        self.devices: dict[str, dict[str, deque[float | None]]] = {}
+        self.processes: dict[Identity, deque[Moment]] = {}
+        self._seen: dict[Identity, int] = {}
+        self._looks = 0
+
+    def add(self, scene: Scene) -> None:
+        """Remember what *scene* shows."""
+        self._looks += 1
+        for device in scene.snapshot.devices:
+            rings = self.devices.setdefault(device.uuid, {name: deque(maxlen=KEPT) for name in METRICS})
+            known = device.memory_used is not None and device.memory_total
+            rings["memory"].append((device.memory_used or 0) / (device.memory_total or 1) if known else None)
+            rings["utilization"].append(None if device.utilization is None else device.utilization / 100)
+            rings["temperature"].append(device.temperature)
+            rings["power"].append(device.power_draw)
+        gone = set(self.devices) - {device.uuid for device in scene.snapshot.devices}
+        for uuid in gone:
+            del self.devices[uuid]
+        self._add_processes(scene)
+
+    def _add_processes(self, scene: Scene) -> None:
+        rows: dict[Identity, list[tuple[int | None, float | None]]] = {}
+        for device in scene.snapshot.devices:
+            for row in device.processes or ():
+                if row.start_time is not None:
+                    rows.setdefault((row.pid, row.start_time), []).append((row.memory_used, row.utilization))
+        for identity, values in rows.items():
+            use = scene.host.get(identity)
+            memory, rates = [one for one, _ in values], [rate for _, rate in values if rate is not None]
+            moment = Moment(
+                None if None in memory else sum(one or 0 for one in memory),
+                sum(rates) / len(rates) if rates else None,
+                use.cpu if use else None,
+                use.memory if use else None,
+            )
+            self.processes.setdefault(identity, deque(maxlen=KEPT)).append(moment)
+            self._seen[identity] = self._looks
+        for identity in [one for one, last in self._seen.items() if self._looks - last > FORGOTTEN]:
+            del self._seen[identity], self.processes[identity]

@@ -1,0 +1,314 @@
+"""Numbers of this job for its training log: what its GPUs, its processes and the host did since a tag began.
+
+    with gpuguard.collector() as numbers:
+        for epoch in range(10):
+            with numbers.tag("train"):
+                ...
+                writer.add_scalars(numbers.collect())   # {"train/gpu:0/memory_used (MiB)/mean": 3712.0, ...}
+
+A thread looks every interval; the driver is asked in a process of its own, so that one that hangs cannot hang the
+training.  Without a driver the numbers of the host are there, and trouble says why there are no others.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from gpuguard.backends import Backend
+from gpuguard.clusters import outer_devices
+from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.host import HostNumbers, family_of
+from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, THERMAL, UTILIZATION, Device, Snapshot
+
+if TYPE_CHECKING:
+    from gpuguard.backends.client import WorkerBackend
+
+FIELDS = frozenset({MEMORY, UTILIZATION, THERMAL, POWER, PROCESSES, PROCESS_DETAILS})
+SHORTEST_SECONDS = 0.05
+_MIB = 2**20
+_DEVICE = {  # our name with its unit: field and what it is divided by
+    "memory_used (MiB)": ("memory_used", _MIB),
+    "memory_free (MiB)": ("memory_free", _MIB),
+    "utilization (%)": ("utilization", 1),
+    "memory_utilization (%)": ("memory_utilization", 1),
+    "temperature (C)": ("temperature", 1),
+    "power_draw (W)": ("power_draw", 1),
+}
+
+
+def collector(
+    pids: Collection[int] | None = None,
+    interval: float = 1.0,
+    *,
+    devices: Collection[str] | None = None,
+    backend: Backend | str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Collector:
+    """A collector of numbers; use it in a ``with`` statement, or start() and stop() it, as often as you like.
+
+    Args:
+        pids: of processes that are watched with all their descendants; this process when None, none when empty.
+        interval: seconds between two looks.
+        devices: uuids; None: those that CUDA_VISIBLE_DEVICES, Slurm or the container leaves to this process.
+        backend: see open_backend; $GPUGUARD_BACKEND, else nvml when None.
+        environ: what "leaves to this process" is read from.
+
+    Raises:
+        InvalidRequest: the interval is too short.
+    """
+    if not interval >= SHORTEST_SECONDS:
+        raise InvalidRequest(f"an interval of {interval} s: {SHORTEST_SECONDS} s are the least.")
+    watched = frozenset({os.getpid()} if pids is None else pids)
+    source = (environ.get("GPUGUARD_BACKEND") or "nvml") if backend is None else backend
+    return Collector(source, watched, interval, None if devices is None else frozenset(devices), dict(environ))
+
+
+class Statistic:
+    """Mean, least, most and newest of one number."""
+
+    __slots__ = ("count", "last", "most", "smallest", "total")
+
+    def __init__(self, value: float) -> None:
+        self.count, self.total = 1, value
+        self.smallest = self.most = self.last = value
+
+    def add(self, value: float) -> None:
+        """Count one more."""
+        self.count, self.total, self.last = self.count + 1, self.total + value, value
+        self.smallest, self.most = min(self.smallest, value), max(self.most, value)
+
+    def numbers(self) -> dict[str, float]:
+        """By name."""
+        return {"mean": self.total / self.count, "min": self.smallest, "max": self.most, "last": self.last}
+
+
+class TagStatistics:
+    """What was seen since a tag began."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.began, self.samples = time.monotonic(), 0
+        self.statistics: dict[str, Statistic] = {}
+
+    def add(self, numbers: Mapping[str, float | None]) -> None:
+        """Count a sample; a number that is not known counts for nothing."""
+        self.samples += 1
+        for name, value in numbers.items():
+            if value is None:
+                continue
+            if name in self.statistics:
+                self.statistics[name].add(float(value))
+            else:
+                self.statistics[name] = Statistic(float(value))
+
+    def numbers(self) -> dict[str, float]:
+        """``{"train/gpu:0/power_draw (W)/mean": 311.5, ..., "train/duration (s)": 60.2}``."""
+        prefix = f"{self.name}/" if self.name else ""
+        found = {
+            f"{prefix}{name}/{kind}": value
+            for name, statistic in self.statistics.items()
+            for kind, value in statistic.numbers().items()
+        }
+        return {
+            **found,
+            f"{prefix}duration (s)": time.monotonic() - self.began,
+            f"{prefix}samples": float(self.samples),
+        }
+
+
+class Collector:
+    """See collector().  All methods may be called from any thread.
+
+    trouble: why the devices cannot be read, None while they can.
+    """
+
+    def __init__(
+        self,
+        source: Backend | str,
+        pids: frozenset[int],
+        interval: float,
+        devices: frozenset[str] | None,
+        environ: Mapping[str, str],
+    ) -> None:
+        self.trouble: str | None = None
+        self._source, self._pids, self._interval = source, pids, interval
+        self._devices, self._environ = devices, environ
+        self._backend: Backend | None = None
+        self._opened: WorkerBackend | None = None  # the same where it is our own
+        self._hosts, self._fields, self._process = HostNumbers(), FIELDS, os.getpid()
+        self._tags = [TagStatistics("")]
+        self._newest: float | None = None  # when the last look ended
+        self._looking = threading.Lock()  # held while somebody looks; taken before the other one
+        self._lock = threading.Lock()  # of the tags
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Collector:
+        """Begin to look, with nothing counted yet; without effect while it does."""
+        with self._looking:
+            if self._thread is None:
+                with self._lock:
+                    for tag in self._tags:
+                        tag.clear()
+                self._hosts, self._process, self._stop = HostNumbers(), os.getpid(), threading.Event()
+                self._thread = threading.Thread(target=self._run, args=(self._stop,), name="gpuguard", daemon=True)
+                self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Look no more; what was counted stays.  Idempotent."""
+        if self._is_elsewhere():
+            return
+        self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread and thread is not threading.current_thread():
+            thread.join()
+        with self._looking:
+            if self._opened:
+                self._opened.leave()
+            self._backend = self._opened = self._newest = None
+
+    def __enter__(self) -> Collector:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    @contextmanager
+    def tag(self, name: str) -> Iterator[Collector]:
+        """Count what follows under *name* too; inside another tag it is called "outer/inner"."""
+        if not name or "/" in name:
+            raise InvalidRequest(f"a tag cannot be called {name!r}: choose a name without a slash.")
+        with self._lock:
+            above = self._tags[-1].name
+            own = TagStatistics(f"{above}/{name}" if above else name)
+            self._tags.append(own)
+        try:
+            yield self
+        finally:
+            with self._lock:
+                self._tags.remove(own)
+
+    def clear(self) -> None:
+        """Begin the innermost tag anew."""
+        with self._lock:
+            self._tags[-1].clear()
+
+    def collect(self) -> dict[str, float]:
+        """The numbers of the innermost tag since it began: flat, without those that nobody knows.
+
+        Looks at once where the last look is older than half an interval, or the tag has none yet.  In a process that
+        was forked (a worker that loads data) nobody looks, and there are no numbers.
+        """
+        if self._is_elsewhere():
+            return {}
+        with self._looking:  # the thread may be looking for us just now
+            if self._thread is not None and (self._is_stale() or not self._tags[-1].samples):
+                self._look_now()
+        with self._lock:
+            return self._tags[-1].numbers()
+
+    def _is_elsewhere(self) -> bool:
+        # The thread stayed with the parent, and the pipes to the sampler are in the middle of its conversation.
+        return os.getpid() != self._process
+
+    def _run(self, stop: threading.Event) -> None:
+        began = time.monotonic()
+        while not stop.is_set():
+            with self._looking:
+                if not stop.is_set() and self._is_stale():  # else collect() has looked just now
+                    self._look_now()
+            stop.wait(self._interval - (time.monotonic() - began) % self._interval)
+
+    def look(self) -> None:
+        """Look now, besides the looks of the thread; without effect while it is stopped."""
+        if not self._is_elsewhere():
+            with self._looking:
+                if self._thread is not None:
+                    self._look_now()
+
+    def _is_stale(self) -> bool:
+        return self._newest is None or time.monotonic() - self._newest > self._interval / 2
+
+    def _look_now(self) -> None:
+        numbers = self._numbers()
+        self._newest = time.monotonic()
+        with self._lock:
+            for tag in self._tags:
+                tag.add(numbers)
+
+    def _numbers(self) -> dict[str, float | None]:
+        numbers = {f"host/{name}": value for name, value in self._hosts.host().items()}
+        families = {pid: family_of(pid) for pid in self._pids}
+        for pid, members in families.items():
+            numbers |= {f"pid:{pid}/host/{name}": value for name, value in self._hosts.family(pid, members).items()}
+        snapshot = self._sample()
+        for device in self._own(snapshot) if snapshot else ():
+            scope = _scope(device)
+            for name, (field, scale) in _DEVICE.items():
+                value = getattr(device, field)
+                numbers[f"{scope}/{name}"] = None if value is None else value / scale
+            if device.processes is not None and device.processes_plausible:
+                for pid, members in families.items():
+                    numbers |= {f"pid:{pid}/{scope}/{name}": value for name, value in _share(device, members).items()}
+        return numbers
+
+    def _sample(self) -> Snapshot | None:
+        try:
+            if self._backend is None:
+                self._backend = self._open()
+            snapshot = self._backend.sample(self._fields)
+            if HEALTH not in self._fields and any(uuid.startswith("MIG-") for uuid in self._uuids(snapshot) or ()):
+                self._fields |= {HEALTH}  # which is what finds instances
+                snapshot = self._backend.sample(self._fields)
+        except BackendError as error:
+            if self.trouble is None:
+                warnings.warn(f"gpuguard.collector has no numbers of GPUs: {error}", RuntimeWarning, stacklevel=2)
+            self.trouble = str(error)
+            return None
+        self.trouble = None
+        return snapshot
+
+    def _open(self) -> Backend:
+        if not isinstance(self._source, str):
+            return self._source
+        from gpuguard.backends.client import open_worker
+
+        self._opened = open_worker(self._source)
+        return self._opened
+
+    def _own(self, snapshot: Snapshot) -> list[Device]:
+        uuids = self._uuids(snapshot)
+        return [device for device in snapshot.devices if uuids is None or device.uuid in uuids]
+
+    def _uuids(self, snapshot: Snapshot) -> Collection[str] | None:
+        if self._devices is not None:
+            return self._devices
+        return outer_devices(self._environ, snapshot.devices).uuids
+
+
+def _scope(device: Device) -> str:
+    instance = f".{device.gpu_instance_id}" if device.parent_uuid else ""
+    return f"gpu:{device.index}{instance}"
+
+
+def _share(device: Device, members: frozenset[int]) -> dict[str, float | None]:
+    """What a family of processes uses of a device; a part that is not known makes the sum unknown."""
+    own = [process for process in device.processes or () if process.pid in members]
+    memory = [process.memory_used for process in own if process.memory_used is not None]
+    utilization = [process.utilization for process in own if process.utilization is not None]
+    return {
+        "memory_used (MiB)": sum(memory) / _MIB if len(memory) == len(own) else None,
+        "utilization (%)": sum(utilization) if own and len(utilization) == len(own) else None,
+    }

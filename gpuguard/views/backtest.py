@@ -1,0 +1,236 @@
+"""What a rehearsal showed, for people and as JSON: who would have been hit and when, and what came of the tests.
+
+Does not judge: see rehearsal and scenario.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from gpuguard.backtest.backtest import Act, Backtest, PredictedEnd
+from gpuguard.backtest.csv_series import Recording
+from gpuguard.backtest.unit_tests import Expected, Got, TestOutcome, Trial
+from gpuguard.policies.policy import NOTES
+from gpuguard.sanitize import neutralise
+from gpuguard.units import format_count, format_duration
+from gpuguard.views.text import table
+
+HOUR = 3600
+SPARED = frozenset({"unknown", "exempt", "grace", "devices", "hours", "load", "cooldown", "breaker", "waiting"})
+
+
+def backtest_lines(result: Backtest, recording: Recording, policies: Sequence[str], *, each: bool) -> Iterator[str]:
+    """The text: what was looked at, what each policy did, and what that was worth; each act when asked."""
+    jobs = recording.jobs()
+    span = recording.rows[-1].time - recording.start
+    machines = format_count(len({row.host for row in recording.rows}), "machine")
+    yield (
+        f"{len(recording.rows):,} samples of {format_count(len(jobs), 'job')} on {machines}, "
+        f"one per {format_duration(recording.interval)}, over {format_duration(span)}; "
+        f"{result.held / HOUR:,.1f} GPU-hours held."
+    )
+    if result.holes:
+        yield (
+            f"{format_count(result.holes, 'pause')} between samples longer than {format_duration(result.longest_gap)}: "
+            "all durations start anew after them, as with a daemon that slept (--longest-gap changes that)."
+        )
+    if each and result.acts:
+        yield ""
+        yield from _each(result.acts, recording)
+    yield ""
+    yield from table(_summary(result, policies), ("POLICY", "ACTION", "TIMES", "JOBS", "USERS"), align="<<>>>")
+    for policy in policies:
+        ended = [one for one in result.endings if one.policy == policy]
+        if ended:
+            yield ""
+            yield from _worth(policy, ended, result, len(jobs))
+    reasons = [(kind, f"{count:,}", NOTES[kind]) for kind, count in sorted(result.notes.items()) if kind in SPARED]
+    if reasons:
+        yield ""
+        yield "Left alone although the rule was met, in samples:"
+        yield from table([(f"  {kind}", *rest) for kind, *rest in reasons], align="<><")
+    if "memory" not in recording.columns or "utilization" not in recording.columns:
+        yield ""
+        yield "The recording lacks memory or utilization: rules that need them found nothing."
+
+
+def _each(acts: Iterable[Act], recording: Recording) -> list[str]:
+    rows = [
+        (
+            clock_text(act.time, recording),
+            act.policy,
+            act.action,
+            neutralise(", ".join(act.jobs) or f"device {act.device}"),
+            neutralise(act.user or ""),
+            neutralise(act.why),
+        )
+        for act in acts
+    ]
+    return table(rows, ("AT", "POLICY", "ACTION", "JOB", "USER", "WHY"))
+
+
+def _summary(result: Backtest, policies: Sequence[str]) -> list[tuple[str, ...]]:
+    found: dict[tuple[str, str], list[Act]] = {}
+    for act in result.acts:
+        found.setdefault((act.policy, act.action), []).append(act)
+    rows: list[tuple[str, ...]] = []
+    for policy in policies:
+        of_policy = [(action, acts) for (name, action), acts in found.items() if name == policy]
+        for action, acts in of_policy:
+            jobs = {(act.host, job) for act in acts for job in act.jobs}
+            users = {act.user for act in acts if act.user}
+            rows.append((policy, action, str(len(acts)), str(len(jobs)), str(len(users))))
+        if not of_policy:
+            rows.append((policy, "nothing", "0", "0", "0"))
+    return rows
+
+
+def _worth(policy: str, ended: Sequence[PredictedEnd], result: Backtest, jobs: int) -> Iterator[str]:
+    freed, lost = sum(one.freed for one in ended), sum(one.lost for one in ended)
+    again = sum(one.lost > 0 for one in ended)
+    yield f"{policy} ends {len(ended)} of {format_count(jobs, 'job')}:"
+    yield f"  {freed / HOUR:,.1f} idle GPU-hours become free ({_share(freed, result.held)} of what was held);"
+    yield (
+        f"  {again} of the {len(ended)} worked again later ({_share(again, len(ended))}), "
+        f"and {lost / HOUR:,.1f} GPU-hours of their work would be lost."
+    )
+
+
+def backtest_json(result: Backtest, recording: Recording, path: str, policies: Sequence[str]) -> dict[str, Any]:
+    """One object for programs."""
+    return {
+        "schema": 1,
+        "path": path,
+        "samples": len(recording.rows),
+        "jobs": len(recording.jobs()),
+        "hosts": len({row.host for row in recording.rows}),
+        "interval_seconds": recording.interval,
+        "longest_gap_seconds": result.longest_gap,
+        "holes": result.holes,
+        "held_gpu_seconds": result.held,
+        "not_acted_samples": dict(sorted(result.notes.items())),
+        "policies": [_policy_json(name, result) for name in policies],
+        "acts": [
+            {
+                "time_seconds": act.time,
+                "since_seconds": act.since,
+                "host": act.host,
+                "policy": act.policy,
+                "action": act.action,
+                "jobs": list(act.jobs),
+                "user": act.user,
+                "device": act.device,
+                "why": act.why,
+            }
+            for act in result.acts
+        ],
+    }
+
+
+def _policy_json(name: str, result: Backtest) -> dict[str, Any]:
+    acts = [act for act in result.acts if act.policy == name]
+    ended = [one for one in result.endings if one.policy == name]
+    actions = dict.fromkeys(act.action for act in acts)
+    return {
+        "policy": name,
+        "jobs_by_action": {
+            action: len({(act.host, job) for act in acts if act.action == action for job in act.jobs})
+            for action in actions
+        },
+        "ended_jobs": len(ended),
+        "worked_again_jobs": sum(one.lost > 0 for one in ended),
+        "freed_idle_gpu_seconds": sum(one.freed for one in ended),
+        "lost_active_gpu_seconds": sum(one.lost for one in ended),
+    }
+
+
+def clock_text(moment: float, recording: Recording) -> str:
+    """A time of the recording: a date where it has one, else the time since its start."""
+    if recording.dated:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    return format_duration(moment)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "n/a"
+
+
+# What came of the tests of policies, for people and as JSON: for each failure what was expected and what came.
+
+
+def trial_lines(trial: Trial) -> Iterator[str]:
+    """One line per test, more for a failure."""
+    for path, fault in trial.faults:
+        yield from fault.lines(neutralise(path))
+    path = neutralise(trial.path)
+    if trial.faults:
+        yield f"{path}: no test was run."
+        return
+    for outcome in trial.outcomes:
+        yield f"{'ok    ' if outcome.passed else 'FAILED'}  {neutralise(outcome.name)}"
+        if not outcome.passed:
+            yield from (f"          {neutralise(line)}" for line in _differences(outcome))
+    failed = sum(not outcome.passed for outcome in trial.outcomes)
+    many = f"{len(trial.outcomes)} test{'s' * (len(trial.outcomes) != 1)}"
+    yield f"{path}: {many}, {failed} failed." if failed else f"{path}: {many}, all passed."
+
+
+def _differences(outcome: TestOutcome) -> Iterator[str]:
+    for expected in outcome.missing:
+        yield f"expected  {_expected(expected)}"
+    for got in outcome.surplus:
+        yield f"got       {_got(got)}"
+    if outcome.missing and not outcome.surplus:
+        met = ", ".join(f"{got.action} at {format_duration(got.at)}" for got in outcome.got)
+        yield f"got       nothing but what was expected: {met}" if met else "got       nothing at all"
+
+
+def _expected(expected: Expected) -> str:
+    words = [f"at {format_duration(expected.at)}: {expected.action}"]
+    words += [f"by {expected.policy}"] if expected.policy else []
+    words += [f"for {expected.user}"] if expected.user else []
+    words += [f"on device {expected.device}"] if expected.device is not None else []
+    return " ".join(words)
+
+
+def _got(got: Got) -> str:
+    where = f" on device {got.device}" if got.device is not None else ""
+    whom = f" for {', '.join(got.users)}" if got.users else ""
+    return f"at {format_duration(got.at)}: {got.action} by {got.policy}{whom}{where}, because {got.why}"
+
+
+def trial_json(trial: Trial) -> dict[str, Any]:
+    """One object per file."""
+    return {
+        "path": trial.path,
+        "policies": trial.policies,
+        "ok": not trial.faults and all(outcome.passed for outcome in trial.outcomes),
+        "faults": [{"path": path, **vars(fault)} for path, fault in trial.faults],
+        "tests": [
+            {
+                "name": outcome.name,
+                "passed": outcome.passed,
+                "got": [_got_json(got) for got in outcome.got],
+                "missing": [
+                    {"at_seconds": each.at, "action": each.action, "policy": each.policy, "user": each.user,
+                     "device": each.device}
+                    for each in outcome.missing
+                ],
+                "surplus": [_got_json(got) for got in outcome.surplus],
+            }
+            for outcome in trial.outcomes
+        ],
+    }  # fmt: skip
+
+
+def _got_json(got: Got) -> dict[str, Any]:
+    return {
+        "at_seconds": got.at,
+        "action": got.action,
+        "policy": got.policy,
+        "users": list(got.users),
+        "device": got.device,
+        "why": got.why,
+    }

@@ -1,0 +1,254 @@
+"""Charts in a terminal: a line over time in braille dots or ASCII, and bars of several parts.
+
+What is not known leaves a gap: nothing is drawn there, and no line leads over it.  Text that comes in is neutral
+already.  Does not know what is drawn: see history and report.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gpuguard.history.queries import Point
+from gpuguard.sanitize import display_width
+from gpuguard.views.text import Paint, shorten
+
+Values = Sequence["float | None"]
+
+# The dots of a braille character from top to bottom, left and right: https://www.unicode.org/charts/PDF/U2800.pdf
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_BRAILLE = 0x2800
+_STEPS = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+# Seconds between two marks below a chart, and how a mark is written.
+_MARKS = (
+    (10, "%H:%M:%S"),
+    (30, "%H:%M:%S"),
+    (_MINUTE, "%H:%M"),
+    (2 * _MINUTE, "%H:%M"),
+    (5 * _MINUTE, "%H:%M"),
+    (10 * _MINUTE, "%H:%M"),
+    (30 * _MINUTE, "%H:%M"),
+    (_HOUR, "%H:%M"),
+    (2 * _HOUR, "%H:%M"),
+    (3 * _HOUR, "%H:%M"),
+    (6 * _HOUR, "%a %H:%M"),
+    (12 * _HOUR, "%a %H:%M"),
+    (_DAY, "%a %m-%d"),
+    (2 * _DAY, "%m-%d"),
+    (7 * _DAY, "%m-%d"),
+    (14 * _DAY, "%m-%d"),
+    (28 * _DAY, "%Y-%m-%d"),
+    (91 * _DAY, "%Y-%m-%d"),
+    (365 * _DAY, "%Y-%m-%d"),
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A vertical axis."""
+
+    lowest: float
+    highest: float
+    unit: str
+
+    def place(self, value: float, rows: int) -> int:
+        """The row of *value* among so many, 0 at the top."""
+        share = (value - self.lowest) / (self.highest - self.lowest)
+        return min(rows - 1, max(0, rows - 1 - round(share * (rows - 1))))
+
+
+def scale_of(values: Iterable[float], unit: str, *, lowest: float = 0.0, highest: float | None = None) -> Scale:
+    """An axis that ends with a round number above all *values*, or at *highest*."""
+    if highest is not None:
+        return Scale(lowest, highest, unit)
+    span = max(max(values, default=1.0) - lowest, 1e-9)
+    power = 10.0 ** math.floor(math.log10(span))
+    return Scale(lowest, lowest + next(step * power for step in _STEPS if step * power >= span * 0.999), unit)
+
+
+def bucketed(points: Iterable[Point], begin: float, end: float, count: int) -> list[float | None]:
+    """The means of *points* over so many equal parts of a time; None where nothing is known."""
+    width = (end - begin) / count
+    sums, weights = [0.0] * count, [0.0] * count
+    for point in points:
+        if point.mean is None or point.known <= 0:
+            continue
+        first, last = point.time, min(point.time + point.seconds, end)
+        for number in range(max(0, int((first - begin) / width)), min(count, math.ceil((last - begin) / width))):
+            both = min(last, begin + (number + 1) * width) - max(first, begin + number * width)
+            weight = max(0.0, both) * point.known / point.seconds
+            sums[number] += point.mean * weight
+            weights[number] += weight
+    return [total / weight if weight > 0 else None for total, weight in zip(sums, weights, strict=True)]
+
+
+def plot(values: Values, scale: Scale, begin: float, end: float, rows: int, *, ascii_only: bool = False) -> list[str]:
+    """A line chart, its axes and their marks; two of *values* take one column, in ASCII one.
+
+    Args:
+        values: one for each equal part of the time.
+        scale: of the values.
+        begin: unix time.
+        end: unix time.
+        rows: lines of the drawing alone.
+        ascii_only: draw with ``*`` and ``|``.
+    """
+    drawn = _in_ascii(values, scale, rows) if ascii_only else _in_braille(values, scale, rows)
+    labels = {0: scale.highest, rows - 1: scale.lowest}
+    if rows >= 5:
+        labels[rows // 2] = scale.highest - (scale.highest - scale.lowest) * (rows // 2) / (rows - 1)
+    written = {row: f"{value:.3g} {scale.unit}" if row == 0 else f"{value:.3g}" for row, value in labels.items()}
+    margin = max(map(display_width, written.values()))
+    axis = "|" if ascii_only else "│"
+    lines = [f"{written.get(row, ''):>{margin}} {axis}{line}".rstrip() for row, line in enumerate(drawn)]
+    below, times = _marks(begin, end, len(values) if ascii_only else len(values) // 2, ascii_only=ascii_only)
+    return [*lines, " " * (margin + 1) + below, " " * (margin + 2) + times]
+
+
+def _in_braille(values: Values, scale: Scale, rows: int) -> list[str]:
+    cells = [[0] * (len(values) // 2) for _ in range(rows)]
+    for x, first, last in _strokes(values, scale, rows * 4):
+        for y in range(first, last + 1):
+            if x // 2 < len(cells[0]):
+                cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+    return ["".join(chr(_BRAILLE + cell) if cell else " " for cell in row) for row in cells]
+
+
+def _in_ascii(values: Values, scale: Scale, rows: int) -> list[str]:
+    cells = [[" "] * len(values) for _ in range(rows)]
+    for x, first, last in _strokes(values, scale, rows):
+        for y in range(first, last + 1):
+            cells[y][x] = "|"
+        value = values[x]
+        assert value is not None
+        cells[scale.place(value, rows)][x] = "*"
+    return ["".join(row) for row in cells]
+
+
+def _strokes(values: Values, scale: Scale, rows: int) -> Iterable[tuple[int, int, int]]:
+    """(column, first row, last row) of each value, with the way from the one before."""
+    former = None
+    for x, value in enumerate(values):
+        if value is None:
+            former = None
+            continue
+        y = scale.place(value, rows)
+        if former is None or former == y:
+            yield x, y, y
+        else:
+            yield x, min(y, former + 1 if former < y else y), max(y, former - 1 if former > y else y)
+        former = y
+
+
+def _marks(begin: float, end: float, columns: int, *, ascii_only: bool) -> tuple[str, str]:
+    """The lower axis with its marks, and the times below it, of this machine's time zone or $TZ."""
+    line, dash, tick = ("+", "-", "+") if ascii_only else ("└", "─", "┴")
+    below, times = [dash] * columns, [" "] * (columns + 12)
+    free = 0
+    for moment, text in round_marks(begin, end, max(1, columns // 14)):
+        column = round((moment - begin) / (end - begin) * columns)
+        if column >= columns:
+            continue
+        place = max(0, column - len(text) // 2)
+        if place >= free and place + len(text) <= len(times):
+            below[column] = tick
+            times[place : place + len(text)] = text
+            free = place + len(text) + 1
+    return line + "".join(below), "".join(times).rstrip()
+
+
+def round_marks(begin: float, end: float, most: int) -> list[tuple[float, str]]:
+    """Round times between two unix times, about so many at most, and how each is written."""
+    step, written = next((each for each in _MARKS if (end - begin) / each[0] <= most), _MARKS[-1])
+    return [(moment, time.strftime(written, time.localtime(moment))) for moment in _round_times(begin, end, step)]
+
+
+def _round_times(begin: float, end: float, step: int) -> Iterable[float]:
+    """Round times between two others: of the clock on the wall, also when it was put forward or back in between."""
+    day = time.localtime(begin)
+    midnight = time.mktime((day.tm_year, day.tm_mon, day.tm_mday, 0, 0, 0, 0, 0, -1))
+    moment = midnight
+    if step < _HOUR:  # no zone is put forward by less than half an hour
+        moment = begin - (begin - midnight) % step
+    while moment < end:
+        if moment >= begin:
+            yield moment
+        if step < _DAY:
+            moment += step
+            continue
+        day = time.localtime(moment + _DAY / 2)
+        moment = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + step // _DAY, 0, 0, 0, 0, 0, -1))
+
+
+def stacked(parts: Sequence[tuple[float, str, str]], most: float, columns: int, paint: Paint) -> str:
+    """A bar of several parts, each (value, character, colour); *most* would fill all columns.  None is lost: a part
+    that is not 0 takes a column at least, if there is room."""
+    sizes = [0 if value <= 0 else max(1, round(value / most * columns)) for value, _, _ in parts]
+    while sum(sizes) > columns:
+        sizes[sizes.index(max(sizes))] -= 1
+    return "".join(paint(mark * size, colour) for size, (_, mark, colour) in zip(sizes, parts, strict=True) if size)
+
+
+# Bars, sparklines and alarm colours: numbers as pictures of one line.
+#
+# A part is (text, style name); style names are those of views.text, joined by blanks, and "" is plain.
+# An unknown number has no bar, no place in a sparkline and no colour.  Knows nothing of devices: see top_devices.
+
+
+Part = tuple[str, str]
+
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+_ASCII_HEIGHTS = "_.,-=+*#"
+
+
+def bar(share: float | None, width: int, colour: str, *, ascii_only: bool = False) -> list[Part]:
+    """A bar of *width* columns of which *share* (0..1) is filled."""
+    if share is None:
+        return [(("-" if ascii_only else "╌") * width, "faint")]
+    eighths = round(min(1.0, max(0.0, share)) * width * 8)
+    if share > 0:
+        eighths = max(1, eighths)  # a little is not nothing
+    full, rest = divmod(eighths, 8)
+    if ascii_only:
+        filled = min(width, full + (rest >= 4 or not full) * bool(eighths))
+        return [("#" * filled, colour), ("." * (width - filled), "faint")]
+    text = "█" * full + (_EIGHTHS[rest] if rest else "")
+    return [(text, colour), ("░" * (width - len(text)), "faint")]
+
+
+def sparkline(values: Iterable[float | None], width: int, top: float, *, ascii_only: bool = False) -> str:
+    """The last *width* of *values* as heights between 0 and *top*, the newest at the right; a blank where unknown."""
+    heights = _ASCII_HEIGHTS if ascii_only else _HEIGHTS
+    last = list(values)[-width:] if width > 0 else []
+    drawn = [
+        " " if value is None or top <= 0 else heights[min(7, max(0, int(value / top * 8)))]  # 8 steps
+        for value in last
+    ]
+    return "".join(drawn).rjust(max(0, width))
+
+
+def alarm(value: float | None, warn: float | None, bad: float | None, calm: str = "green") -> str:
+    """The colour of *value*: red from *bad* on, yellow from *warn* on; an unknown limit gives no alarm."""
+    if value is None:
+        return "dim"
+    if bad is not None and value >= bad:
+        return "bold red"
+    return "yellow" if warn is not None and value >= warn else calm
+
+
+def fitted(parts: Sequence[Part], width: int) -> list[Part]:
+    """*parts* in exactly *width* columns: filled up with blanks or shortened."""
+    found: list[Part] = []
+    left = width
+    for text, style in parts:
+        if display_width(text) > left:
+            found.append((shorten(text, left), style))
+            left -= display_width(found[-1][0])
+            break
+        found.append((text, style))
+        left -= display_width(text)
+    return [*found, (" " * left, "")] if left > 0 else found

@@ -1,0 +1,145 @@
+"""A choice for people and for programs: what `gpuguard explain` prints.
+
+Does not choose: the texts of the reasons come from eligibility.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gpuguard.eligibility import named
+from gpuguard.errors import ImpossibleRequest
+from gpuguard.model import Device, Snapshot
+from gpuguard.request import SLOTS, Request, spelled
+from gpuguard.sanitize import neutralise
+from gpuguard.select import Choice, not_enough
+from gpuguard.sharing import NOBODY, Sharing, memory_left, shared_by, slots_left
+from gpuguard.units import format_bytes
+from gpuguard.views.text import Paint, table
+
+START, WAIT, NEVER = "start", "wait", "never"
+
+
+def outcome(snapshot: Snapshot, request: Request, choice: Choice) -> str:
+    """What `run` would do now: "start", "wait" or "never" (the request cannot be met on this machine)."""
+    if choice.devices:
+        return START
+    return NEVER if isinstance(not_enough(snapshot, request, choice), ImpossibleRequest) else WAIT
+
+
+def to_text(
+    snapshot: Snapshot,
+    request: Request,
+    choice: Choice,
+    limits: str = "",
+    turn: tuple[bool, str] | None = None,
+    *,
+    paint: Paint = lambda text, _: text,
+) -> list[str]:
+    """Lines: each device with its place or its reasons, then what `run` would do.
+
+    Args:
+        limits: what an outer scheduler or CUDA_VISIBLE_DEVICES allows, "" for no limit.
+        turn: (whether it could start now, its place in line in words); None where nobody waits.
+    """
+    simulated = "  SIMULATED" * snapshot.simulated
+    rows = [row for device in _all(choice) for row in _rows(device, choice)]
+    colours = {"ELIGIBLE": "green", "REFUSED": "red", "CHOSEN": "bold green"}
+    lines = [f"{neutralise(snapshot.host)}{simulated}: gpuguard run {spelled(request)}"]
+    lines += [neutralise(f"limit: {limits}")] if limits else []
+    lines += table(rows, paint=lambda cell, _: paint(cell, colours.get(cell.strip(), "")))
+    return [*lines, *_verdict(snapshot, request, choice, turn)]
+
+
+def to_json(
+    snapshot: Snapshot, request: Request, choice: Choice, limits: str = "", turn: tuple[bool, str] | None = None
+) -> dict[str, Any]:
+    """The object that docs/json.md describes; unknown is None."""
+    return {
+        "schema": 1,
+        "host": snapshot.host,
+        "backend": snapshot.backend,
+        "simulated": snapshot.simulated,
+        "taken_at": snapshot.taken_at,
+        "request": spelled(request),
+        "limits": limits or None,
+        "outcome": WAIT if choice.devices and turn and not turn[0] else outcome(snapshot, request, choice),
+        "line": neutralise(turn[1]) if turn else None,
+        "chosen": [device.uuid for device in choice.devices],
+        "devices": [_device_json(device, request, choice) for device in _all(choice)],
+    }
+
+
+def _device_json(device: Device, request: Request, choice: Choice) -> dict[str, Any]:
+    reasons, sharing = _reasons(device, choice), _sharing(device, choice)
+    return {
+        "index": device.index,
+        "uuid": device.uuid,
+        "name": device.name,
+        "eligible": not reasons,
+        "rank": None if reasons else choice.eligible.index(device) + 1,
+        "reasons": [text for text, _ in reasons],
+        "permanent": any(permanent for _, permanent in reasons),
+        "memory_free_bytes": device.memory_free,
+        "memory_total_bytes": device.memory_total,
+        "shared_by": [record.user for record in sharing.claims],
+        "share_left_bytes": _share_left(device, sharing) if request.share else None,
+        "slots_left": slots_left(sharing, request.slots) if request.share else None,
+    }
+
+
+def _sharing(device: Device, choice: Choice) -> Sharing:
+    return (choice.sharing or {}).get(device.uuid, NOBODY)
+
+
+def _share_left(device: Device, sharing: Sharing) -> int | None:
+    left = None if sharing.unknown else memory_left(device, sharing)
+    return None if left is None else max(0, left)
+
+
+def _rows(device: Device, choice: Choice) -> list[list[str]]:
+    reasons = [neutralise(text) for text, _ in _reasons(device, choice)]
+    if reasons:
+        return [[named(device), "REFUSED", reasons[0]], *(["", "", more] for more in reasons[1:])]
+    facts = [f"choice {choice.eligible.index(device) + 1}"]
+    facts += [f"{format_bytes(device.memory_free)} free" if device.memory_free is not None else "free memory unknown"]
+    sharing = _sharing(device, choice)
+    facts += [f"shared by {shared_by(sharing)}: {_left(device, sharing)}"] if sharing.count else []
+    facts += ["its list of processes is unknown: judged by memory alone"] if device.processes is None else []
+    return [[named(device), "CHOSEN" if device in choice.devices else "ELIGIBLE", ", ".join(facts)]]
+
+
+def _left(device: Device, sharing: Sharing) -> str:
+    slots = slots_left(sharing, SLOTS)
+    return f"{format_bytes(_share_left(device, sharing))} and {slots} slot{'s' * (slots != 1)} left"
+
+
+def _verdict(snapshot: Snapshot, request: Request, choice: Choice, turn: tuple[bool, str] | None = None) -> list[str]:
+    what = outcome(snapshot, request, choice)
+    place = [f"It would be {neutralise(turn[1])}."] if turn else []
+    if what == START and turn and not turn[0]:
+        return [f"It would wait although {_names(choice.devices)} could be had: others wait before it.", *place]
+    if what == START:
+        return [f"It would start at once on {_names(choice.devices)}."]
+    if what == WAIT:
+        return [f"It would wait: {str(not_enough(snapshot, request, choice)).splitlines()[0]}", *place]
+    first, *rest = str(not_enough(snapshot, request, choice)).splitlines()
+    advice = [line for line in rest if line.startswith(("Ask", "Drop"))]
+    return [f"It can never start: {first}", *advice]
+
+
+def _names(devices: Sequence[Device]) -> str:
+    return ", ".join(named(device) for device in devices)
+
+
+def _all(choice: Choice) -> list[Device]:
+    devices = [*choice.eligible, *(refusal.device for refusal in choice.refused)]
+    return sorted(
+        devices, key=lambda each: (each.index, each.parent_uuid is not None, each.gpu_instance_id or 0, each.uuid)
+    )
+
+
+def _reasons(device: Device, choice: Choice) -> list[tuple[str, bool]]:
+    refusal = next((each for each in choice.refused if each.device.uuid == device.uuid), None)
+    return [(reason.text, reason.permanent) for reason in refusal.reasons] if refusal else []
