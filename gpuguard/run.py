@@ -15,7 +15,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, ClaimLost, shortage
 from gpuguard.history import audit_log
 from gpuguard.jobs import drain
@@ -45,7 +45,7 @@ PASSED_ON = frozenset({
     signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
     signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
 })  # fmt: skip
-FETCHED = PASSED_ON | {signal.SIGCHLD, actions.LETTER}
+FETCHED = PASSED_ON | {signal.SIGCHLD, signals.CHECK_CLAIM}
 ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 
@@ -152,7 +152,7 @@ class _Job:
         self.others = drain.children() or frozenset()
         self.pid, self.report = start(command, environment, claim.pass_fds, FETCHED, enter)
         self.pidfd = patiently(os.pidfd_open, self.pid)
-        signal.signal(actions.LETTER, lambda *_: None)  # fetched like the others; a handler is what others can see
+        signal.signal(signals.CHECK_CLAIM, lambda *_: None)  # fetched like the others; a handler is what others can see
         self.program = command[0]
         _record("claim", "started", claim, command=command)
 
@@ -172,11 +172,11 @@ class _Job:
         """Pass a signal on, unless it came from the kernel (si_code > 0), which sends to the whole group."""
         if got.si_signo == signal.SIGINT:
             self.interrupted = True
-        if got.si_signo == actions.LETTER:
+        if got.si_signo == signals.CHECK_CLAIM:
             self.tick_at = time.monotonic()
         if got.si_signo not in PASSED_ON or got.si_code > 0:
             return
-        if actions.forward(self.pidfd, got.si_signo) == actions.NOT_PERMITTED:
+        if signals.forward(self.pidfd, got.si_signo) == signals.NOT_PERMITTED:
             name = signal.Signals(got.si_signo).name
             self.say(f"may not pass {name} on to the job: it runs as another user.  Send it as that user or as root.")
 
@@ -202,7 +202,7 @@ class _Job:
     def stop_along(self) -> None:
         """Stop too, so that the shell shows its prompt; whoever continues this process alone continues the job."""
         # Not for SIGSTOP: that comes from somebody who will continue the job alone, and nobody would continue us.
-        actions.stop_self()
+        signals.stop_self()
         while got := signal.sigtimedwait(FETCHED - {signal.SIGCHLD}, 0):
             if got.si_signo != signal.SIGCONT or is_stopped(self.pid):
                 self.receive(got)
@@ -308,7 +308,7 @@ class _Job:
             self.tick_at = max(self.sample_at, time.monotonic() + TICK_SECONDS)
         self.end_if_due()
         if got and got.si_signo in SUSPENDING:
-            actions.stop_self()
+            signals.stop_self()
         return got.si_signo if got and got.si_signo in ENDING else None
 
     def finish(self, tolerance: int) -> JobEnd:

@@ -27,7 +27,7 @@ from pid_reuse import Everybody
 
 from gpuguard import procfs, users
 from gpuguard.backends import client, nvml, nvml_reading
-from gpuguard.enforcement import actions, identity
+from gpuguard.enforcement import actions, identity, signals
 from gpuguard.enforcement import limits as ledger
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies import Rule
@@ -380,7 +380,7 @@ def main(campaign: str, fault: str | None = None) -> None:
         for pid in pids:
             started(pid)
         world = World(FakeNvml.attach(), *pids)
-        actions.forward = world.forward
+        signals.forward = world.forward
         begun, cases = time.monotonic(), list(CAMPAIGNS[campaign](world))
     wrong = [f"{name}: {what}" for name, found in cases for what in found]
     print(json.dumps({"cases": len(cases), "seconds": time.monotonic() - begun, "wrong": wrong}), flush=True)

@@ -19,7 +19,7 @@ from builders import GIB, a_device, a_process
 from guarded import SOMEBODY, Listing, until
 
 from gpuguard import procfs
-from gpuguard.enforcement import actions, preflight
+from gpuguard.enforcement import actions, preflight, signals
 from gpuguard.enforcement.target import Context, boot_clock
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
 
@@ -181,7 +181,7 @@ _meant = [0]
 
 def plant(fault: str) -> None:
     if fault == "os.kill":
-        actions.forward = os_kill
+        signals.forward = os_kill
         sampled = preflight.examined
 
         def remembered(verdict, snapshot, context, target):  # type: ignore[no-untyped-def]

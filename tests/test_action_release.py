@@ -22,7 +22,7 @@ from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.records import locked_devices, probe, record_path
 from gpuguard.claims.release_requests import FULL_BYTES
 from gpuguard.clusters import slurm_jobs
-from gpuguard.enforcement import actions, identity
+from gpuguard.enforcement import actions, identity, signals
 from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.enforcement.target import Context
 from gpuguard.errors import ClaimError
@@ -316,11 +316,11 @@ def test_a_claim_that_cannot_be_let_go_is_a_failure(claimed, holder, monkeypatch
 @pytest.mark.parametrize("listens", [True, False])
 def test_whoever_waits_for_the_signal_that_his_claim_has_changed_gets_it(claimed, holder, monkeypatch, listens):
     sent: list[int] = []
-    monkeypatch.setattr(actions, "forward", lambda pidfd, signum: sent.append(signum) or "sent")
+    monkeypatch.setattr(signals, "forward", lambda pidfd, signum: sent.append(signum) or "sent")
     monkeypatch.setattr(releasing, "listens", lambda pid: listens and pid == holder.pid)
     claimed.act(holder)
 
-    assert sent == [actions.LETTER] * listens
+    assert sent == [signals.CHECK_CLAIM] * listens
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from guarded import a_child, started
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gpuguard.enforcement import actions, limits, preflight, target
+from gpuguard.enforcement import actions, limits, preflight, signals, target
 from gpuguard.enforcement.target import boot_clock
 from gpuguard.model import Event, Snapshot
 from gpuguard.policies.amounts import parse_memory_amount
@@ -127,7 +127,7 @@ def told(people: list[tuple[int, float]], policies: Any, schedule: Any, *, enfor
     guard = Watchdog(stage, policies, enforce=enforce, append=stage.append, notifier=Ops(), share_host_pids=True)
     guard._context = replace_fields(guard._context, jobs=frozenset(people))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actions, "forward", lambda *_: actions.SENT)
+        patch.setattr(signals, "forward", lambda *_: actions.SENT)
         for module in (target, preflight):
             patch.setattr(module, "boot_clock", lambda: stage.clock)
             patch.setattr(module, "is_alive", stage.lives)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gpuguard.clusters import slurm_jobs
-from gpuguard.enforcement import actions, target
+from gpuguard.enforcement import actions, signals, target
 from gpuguard.model import Event, Subject
 
 
@@ -31,7 +31,7 @@ def test_that_a_process_had_ended_before_is_written_down_and_settles_nothing(sce
 
 
 def test_a_signal_that_does_not_arrive_leaves_a_second_line(scene, monkeypatch):
-    monkeypatch.setattr(actions, "forward", lambda *of: actions.GONE)
+    monkeypatch.setattr(signals, "forward", lambda *of: signals.GONE)
 
     assert scene.act().word == "gone"
     assert [event.outcome for event in scene.events] == ["about to", "gone"]

@@ -11,8 +11,8 @@ from guarded import Listing, somebody, started
 from top_scenes import a_scene, an_orphan
 
 from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.enforcement.by_hand import Hand, signal_process
 from gpuguard.enforcement.limits import ActionLimits
-from gpuguard.enforcement.signals import Hand, signal_process
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.users import user_name
 

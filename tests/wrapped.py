@@ -22,7 +22,7 @@ from builders import GIB, MIB, a_device, a_process, a_snapshot
 from gpuguard import run
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import probe
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError
 from gpuguard.jobs import drain
 from gpuguard.jobs.spawn import become_subreaper
@@ -174,7 +174,7 @@ def main(place: Path, steering: dict[str, Any], command: list[str]) -> None:
     print(f"ended: {ended}", file=sys.stderr)
     if ended.die_of:
         sys.stderr.flush()
-        actions.die_of(ended.die_of)
+        signals.die_of(ended.die_of)
     sys.exit(ended.status)
 
 

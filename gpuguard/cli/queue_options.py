@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.cli.options import add_choice_options, quantity, request_of
 from gpuguard.cli.parser import HelpFormatter
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import signals
 from gpuguard.errors import InvalidRequest
 from gpuguard.lock import go_on_waiting, pause_waiting
 from gpuguard.units import parse_duration
@@ -176,7 +176,7 @@ def stand_aside_when_stopped(telling: WaitProgress) -> Any:
     def stop(signum: int, frame: FrameType | None) -> None:
         if pause_waiting():
             telling.stopped()
-        actions.stop_self(signum)
+        signals.stop_self(signum)
         go_on_waiting()
 
     former = signal.getsignal(signal.SIGTSTP)

@@ -30,7 +30,7 @@ from gpuguard.cli.queue_options import (
     wait_of,
 )
 from gpuguard.cli.terminal import WaitProgress, is_terminal, print_notice
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jobs.meter import JobEnd
 from gpuguard.jobs.spawn import become_subreaper
@@ -144,7 +144,7 @@ def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None)
         print_notice(summary_line(claim, ended))
     backend.close()
     if ended.die_of is not None:
-        actions.die_of(ended.die_of)
+        signals.die_of(ended.die_of)
     return ended.status
 
 
@@ -265,7 +265,7 @@ def claim_for(
         )
     except KeyboardInterrupt:
         telling.done()
-        actions.die_of(signal.SIGINT)  # or else the loop of a shell script would go on
+        signals.die_of(signal.SIGINT)  # or else the loop of a shell script would go on
     finally:
         signal.signal(signal.SIGTSTP, former)
         telling.done()

@@ -18,9 +18,9 @@ from gpuguard.cli import deny
 from gpuguard.cli.options import directory_of, of_daemon
 from gpuguard.device_state import uses
 from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.enforcement.by_hand import Hand, signal_process
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
-from gpuguard.enforcement.signals import Hand, signal_process
 from gpuguard.errors import GpuguardError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses

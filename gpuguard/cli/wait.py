@@ -27,7 +27,7 @@ from gpuguard.cli.queue_options import (
     wait_of,
 )
 from gpuguard.cli.terminal import WaitProgress, print_notice
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import signals
 from gpuguard.errors import InvalidRequest
 from gpuguard.lock import acquire
 
@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         claim.release()
     except KeyboardInterrupt:
         telling.done()
-        actions.die_of(signal.SIGINT)
+        signals.die_of(signal.SIGINT)
     finally:
         signal.signal(signal.SIGTSTP, former)
         telling.done()

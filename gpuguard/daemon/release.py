@@ -19,7 +19,7 @@ from gpuguard.claims.release import NotPermitted, listens, lock_handle, users_of
 from gpuguard.claims.release_requests import ENDING, REFUSED, RELEASED, STOP, YIELD, ReleaseRequest, read, write
 from gpuguard.claims.safe_files import open_in_place
 from gpuguard.daemon.client import call_daemon
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.target import boot_clock, has_ended
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.model import WHO_FIELDS, ClaimRecord, GpuProcess, claim_named
@@ -180,7 +180,7 @@ class _Supervisor:
             write(self._record, letter)
         except OSError:
             return None
-        actions.forward(self._pidfd, actions.LETTER)
+        signals.forward(self._pidfd, signals.CHECK_CLAIM)
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
             for answer in read(self._record)[before + 1 :]:

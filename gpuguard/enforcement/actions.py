@@ -1,9 +1,6 @@
-"""Signals: the only file that sends any, and to others only through a pidfd.
+"""What the guard does to others: act() looks at every check of preflight, writes down what it is about to do, does it.
 
-A pid can be given to somebody else between a look and a kill; a pidfd keeps meaning the same process.
-First our own job and ourselves, for run; then what the guard does to others: act() looks at every check of preflight,
-writes down what it is about to do, and only then does it.  A dry run leaves out nothing but that last call.
-Does not decide whom or when: see run and policies.
+A dry run leaves out nothing but that last call.  Does not decide whom or when: see policies.
 """
 
 from __future__ import annotations
@@ -14,26 +11,21 @@ import stat
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gpuguard.enforcement import signals
 from gpuguard.enforcement.limits import UNKILLABLE_SECONDS, PastAction
+from gpuguard.enforcement.signals import GONE, NOT_PERMITTED, SENT
 from gpuguard.enforcement.target import Context, boot_clock, is_alive, plain_event
 from gpuguard.model import Finding, Snapshot, Subject, Verdict
 from gpuguard.sanitize import neutralise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import NoReturn
 
     from gpuguard.claims.release import LockHandle
     from gpuguard.claims.release_requests import ReleaseRequest
     from gpuguard.enforcement.limits import LimitScope, PastAction
     from gpuguard.enforcement.target import ActionTarget, Context, Target
     from gpuguard.model import Event, Snapshot, Verdict
-
-LETTER = signal.SIGURG  # "look at your claim": nobody who does not wait for it notices it
-
-SENT = "sent"
-GONE = "gone"
-NOT_PERMITTED = "not permitted"
 
 ABOUT_TO = "about to"  # the Event before a signal; another one follows only if it did not arrive
 DRY_RUN = "dry run"
@@ -53,47 +45,6 @@ class ActionOutcome:
     pid: int | None = None
     against: tuple[LimitScope, ...] = ()
     wait: float | None = None  # seconds after which the same verdict is worth another try; None: it is settled
-
-
-def forward(pidfd: int, signum: int) -> str:
-    """Send *signum* to a process of our own job; never raises for what that process did meanwhile.
-
-    Args:
-        pidfd: from os.pidfd_open, of a process that this one has started or adopted.
-        signum: the signal.
-
-    Returns:
-        "sent", "gone" (it has ended), or "not permitted" (it changed its user, as sudo does).
-    """
-    try:
-        signal.pidfd_send_signal(pidfd, signum)
-    except ProcessLookupError:
-        return GONE
-    except PermissionError:
-        return NOT_PERMITTED
-    return SENT
-
-
-def stop_self(signum: int = signal.SIGSTOP) -> None:  # pragma: no cover: see die_of
-    """Stop this process as Ctrl-Z does; comes back when somebody continues it.
-
-    By SIGTSTP it is not stopped where nobody could continue it: in a process group without a shell.
-    """
-    former = None if signum == signal.SIGSTOP else signal.signal(signum, signal.SIG_DFL)
-    signal.raise_signal(signum)
-    if former is not None:
-        signal.signal(signum, former)
-
-
-def die_of(signum: int) -> NoReturn:  # pragma: no cover: whoever dies counts nothing; test_actions sees it from outside
-    """End this process by *signum*, so that whoever waits for it sees that signal; runs no clean-up.
-
-    A shell script stops at Ctrl-C only when its command died *of* SIGINT: an exit code of 130 lets it go on.
-    """
-    signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
-    signal.raise_signal(signum)
-    os._exit(128 + signum)
 
 
 # What the guard does.
@@ -170,13 +121,13 @@ def _refusal(
 
 
 def _signal(case: ActionTarget, signum: int) -> tuple[str, str]:
-    return forward(case.pidfd, signum), ""
+    return signals.forward(case.pidfd, signum), ""
 
 
 def _terminate(case: ActionTarget) -> tuple[str, str]:
-    word = forward(case.pidfd, signal.SIGTERM)
+    word = signals.forward(case.pidfd, signal.SIGTERM)
     if word == SENT:  # a stopped process sees SIGTERM only when it goes on
-        forward(case.pidfd, signal.SIGCONT)
+        signals.forward(case.pidfd, signal.SIGCONT)
     return word, ""
 
 
@@ -351,7 +302,7 @@ def let_go(grip: LockHandle, letter: ReleaseRequest) -> None:
 
     releasing.let_go(grip, letter)
     if releasing.listens(grip.holder):
-        forward(grip.pidfd, LETTER)
+        signals.forward(grip.pidfd, signals.CHECK_CLAIM)
 
 
 def _release(verdict: Verdict, snapshot: Snapshot, context: Context) -> ActionOutcome:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError
 from gpuguard.units import format_duration
 
@@ -193,7 +193,7 @@ class Pool:
 
     def _given_up(self, question: _HostQuery, fault: str) -> Reply:
         self._forget(question)
-        actions.forward(question.pidfd, signal.SIGTERM)
+        signals.forward(question.pidfd, signal.SIGTERM)
         self._ending.append((question, time.monotonic() + _KILL_AFTER))
         return Reply(question.host, time.monotonic() - question.began, fault=fault)
 
@@ -213,7 +213,7 @@ class Pool:
                 os.close(question.pidfd)
                 continue
             if time.monotonic() >= until:
-                actions.forward(question.pidfd, signal.SIGKILL)
+                signals.forward(question.pidfd, signal.SIGKILL)
             still.append((question, until))
         self._ending = still
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.release_requests import ENDING, REFUSED, RELEASED, STOP, ReleaseRequest
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.jobs.drain import descendants, patiently, status_of
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES
@@ -117,9 +117,9 @@ def is_stopped(pid: int) -> bool:
 
 def signal_job(pid: int, pidfd: int, signum: int) -> None:
     """Signal the command itself, which decides what becomes of its children."""
-    actions.forward(pidfd, signum)
+    signals.forward(pidfd, signum)
     if is_stopped(pid):  # a stopped process keeps the signal pending
-        actions.forward(pidfd, signal.SIGCONT)
+        signals.forward(pidfd, signal.SIGCONT)
 
 
 def signal_tree(signum: int) -> int:
@@ -132,7 +132,7 @@ def signal_tree(signum: int) -> int:
             continue
         facts = patiently(status_of, pid)  # read behind the pidfd: it is still the one that was found below us
         if facts and facts[2] == started:
-            actions.forward(pidfd, signum)
+            signals.forward(pidfd, signum)
         os.close(pidfd)
     return len(family)
 

@@ -23,7 +23,7 @@ class JobEnd:
     """How a job ended, and what its devices did meanwhile; None = unknown."""
 
     status: int  # for the shell: its exit code, or 128 + the signal that ended it
-    die_of: int | None  # a signal that this process should end of now, with actions.die_of and no clean-up
+    die_of: int | None  # a signal that this process should end of now, with signals.die_of and no clean-up
     wall_time: float  # seconds
     outcome: str
     peak_memory: int | None = None  # bytes, of the fullest device

@@ -29,7 +29,7 @@ from gpuguard.claims.release import lock_handle
 from gpuguard.claims.release_requests import RELEASED, ReleaseRequest
 from gpuguard.clusters import slurm_jobs
 from gpuguard.clusters.slurm_jobs import Allocation
-from gpuguard.enforcement import actions
+from gpuguard.enforcement import actions, signals
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
 from gpuguard.lock import lock_best, someone_waits, why_not
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
@@ -41,7 +41,7 @@ ALONE_SECONDS = 2.0  # without any: one step may end before the next one is star
 UNSEEN_SECONDS = 60.0  # for the first one; then the controller is asked.  With PrologFlags=Contain it comes at once
 ASK_SECONDS = 60.0
 DROP_SECONDS = 10.0
-WAKING = actions.LETTER  # "look at your claim"
+WAKING = signals.CHECK_CLAIM  # "look at your claim"
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_DUMPABLE = 4
 

@@ -24,8 +24,9 @@ from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from gpuguard.enforcement.actions import SENT, ActionOutcome
-from gpuguard.enforcement.signals import BY_HAND
+from gpuguard.enforcement.actions import ActionOutcome
+from gpuguard.enforcement.by_hand import BY_HAND
+from gpuguard.enforcement.signals import SENT
 from gpuguard.errors import GpuguardError
 from gpuguard.top import processes
 from gpuguard.top.page import DARK, LIGHT, Board, page, plain_text, rich_text, title

@@ -12,9 +12,9 @@ from top_scenes import an_orphan
 
 from gpuguard import procfs
 from gpuguard.enforcement.actions import GONE, REFUSED, SENT, UNRECORDED
+from gpuguard.enforcement.by_hand import BY_HAND, Hand, signal_process
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
-from gpuguard.enforcement.signals import BY_HAND, Hand, signal_process
 from gpuguard.users import user_name
 
 
