@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 from brokered import CLAIM, KINDS, Brokered, a_machine, claims_of
+from commands import SECONDS
 from nodes import a_user, eventually
 from users import ALICE, BOB
 
 from gpuguard.queue import tickets
+from gpuguard.queue.tickets import read_tickets
 
 pytestmark = pytest.mark.root
 
@@ -362,3 +365,74 @@ def test_what_is_reserved_for_somebody_else_is_not_given(broker):
     assert reserved.returncode == 0, reserved.stderr
     assert refused["descriptors"] == 0 and "refused" in refused
     assert hers.returncode == 0, hers.stderr
+
+
+TICKETS = """
+import threading
+from gpuguard.queue.tickets import OwnTicket as Held, ticket_content
+from gpuguard.queue.explain import new_ticket
+from gpuguard.request import Request
+wanted = [new_ticket([Request(num_gpus=int(number))], time_limit=3600.0) for number in sys.argv[1:]]
+helds = [Held(directory, ticket_content(ticket)) for ticket in wanted]
+print("waits", flush=True)
+while True:  # it hears that it may start, and does not
+    for held in helds:
+        held.hush()
+    time.sleep(0.05)
+"""
+
+
+def waits(hostile: Any) -> bool:
+    return bool(hostile.stdout.readline())
+
+
+def events_of_the_queue(broker: Brokered) -> list[tuple[str, str]]:
+    log = broker.place / "daemon" / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    return [(event["outcome"], event["user"]) for event in events if event["kind"] == "queue"]
+
+
+def test_any_number_of_requests_that_never_claim_keep_one_device_from_others_and_only_for_some_seconds(broker):
+    with broker.program(BOB, TICKETS, *"1111111") as hostile:
+        assert waits(hostile)
+
+        assert broker(ALICE, "run", "--no-wait", "-n", "3", "--", "true").returncode == 0
+        assert broker(ALICE, "run", "--wait", "60s", "-n", "4", "--", "true").returncode == 0
+        assert broker.daemon and broker.daemon.poll() is None
+
+
+def test_one_request_that_wants_all_and_claims_nothing_goes_to_the_end_and_the_second_one_costs_the_user_an_hour(
+    broker,
+):
+    with broker.program(BOB, TICKETS, "4") as hostile:
+        assert waits(hostile)
+        assert broker(ALICE, "run", "--wait", "60s", "--", "true").returncode == 0
+        assert events_of_the_queue(broker) == [("request set back", BOB.pw_name)]
+        assert broker(ALICE, "run", "--no-wait", "-n", "4", "--", "true").returncode == 0
+
+    with broker.program(BOB, TICKETS, "4") as hostile:
+        assert waits(hostile)
+        assert eventually(lambda: len(events_of_the_queue(broker)) == 2, 60.0)
+        assert events_of_the_queue(broker)[1] == ("user set back", BOB.pw_name)
+    with broker.program(BOB, TICKETS, "4") as hostile:
+        assert waits(hostile)
+        assert broker(ALICE, "run", "--no-wait", "-n", "4", "--", "true").returncode == 0
+
+
+def test_requests_of_one_user_that_claim_start_one_after_the_other_and_nobody_is_set_back(broker):
+    with broker.job(ALICE, "-n", "4") as (holder, _):
+        waiting = [broker.start(BOB, "run", "--", "true") for _ in range(3)]
+        waiting.append(broker.start(ALICE, "run", "-n", "2", "--", "true"))
+        assert eventually(lambda: len(read_tickets(broker.directory)[0]) == 4, 60.0)
+        os.killpg(holder.pid, signal.SIGKILL)
+
+        for each in waiting:
+            each.communicate(timeout=SECONDS)
+        assert [each.returncode for each in waiting] == [0] * 4
+    assert events_of_the_queue(broker) == []
+
+
+def test_nobody_but_the_daemon_sets_anybody_back(broker):
+    forge = "open(f'{directory.path}/set-back.json', 'w')"
+    with pytest.raises(AssertionError, match="Permission denied"):
+        broker.python(BOB, forge)

@@ -3,6 +3,7 @@
     denied.json         users who get no new claims, by uid
     quarantined.json    devices that nobody gets, by uuid
     kept.json           whom the daemon leaves alone: "UID", or "UID UUID" on one device
+    set-back.json       tickets, and users by uid, that stand at the end of the queue: see services.broker
 
 What root decides lies in the directory of the claims, what the daemon decides among the daemon's files; both count,
 hold without a daemon, and end by themselves when their time is over.  A file that somebody else could have written
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any
 
-DENIED, QUARANTINED, KEPT = "denied", "quarantined", "kept"
+DENIED, QUARANTINED, KEPT, SET_BACK = "denied", "quarantined", "kept", "set-back"
 ADMINISTRATOR = "the administrator"
 MAX_BYTES = 512 * 1024
 MAX_MARKS = 1000
@@ -137,8 +138,8 @@ def _tail(mark: Restriction) -> str:
 
 
 def mark_files(directory: LockDirectory) -> tuple[str, ...]:
-    """Where marks may lie that decide who may claim."""
-    return tuple(_path(place, kind) for kind in (DENIED, QUARANTINED) for place in _places(directory, kind))
+    """Where marks may lie that decide who may claim, and when."""
+    return tuple(_path(place, kind) for kind in (DENIED, QUARANTINED, SET_BACK) for place in _places(directory, kind))
 
 
 def _places(directory: LockDirectory, kind: str) -> tuple[DaemonFiles, ...]:
@@ -146,7 +147,7 @@ def _places(directory: LockDirectory, kind: str) -> tuple[DaemonFiles, ...]:
     if directory.owner is None:
         return ()
     daemons = daemon_files(directory)
-    if kind == KEPT or daemons.path == directory.path:
+    if kind in (KEPT, SET_BACK) or daemons.path == directory.path:
         return (daemons,)
     return (DaemonFiles(directory.path, directory.owner), daemons)
 

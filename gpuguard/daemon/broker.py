@@ -23,20 +23,22 @@ from gpuguard.backends import Backend
 from gpuguard.claims.directory import Gate, LockDirectory, open_lock, try_flock
 from gpuguard.claims.grants import Grant, give, grant_of, names_of, replace_file
 from gpuguard.claims.records import probe_in_gate
-from gpuguard.claims.restrictions import against
+from gpuguard.claims.restrictions import SET_BACK, Restriction, against, change, read_restrictions
 from gpuguard.claims.shares import sharing_of
 from gpuguard.claims.slots import slot_names
 from gpuguard.daemon.client import MOST_DESCRIPTORS
 from gpuguard.daemon.server import Handover
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
-from gpuguard.model import MEMORY, PROCESSES, Snapshot
+from gpuguard.model import MEMORY, PROCESSES, Event, Snapshot
 from gpuguard.queue import tickets as served
+from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.explain import in_words, new_ticket, stand
+from gpuguard.queue.leader import YOUR_TURN
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.state import QueueState
-from gpuguard.queue.tickets import as_request, read_tickets
+from gpuguard.queue.tickets import as_request, read_tickets, wake
 from gpuguard.request import Request, fields_needed, fields_to_verify
 from gpuguard.select import choose
 from gpuguard.sharing import Sharing
@@ -169,6 +171,8 @@ def _is_alone(directory: LockDirectory, name: str) -> bool:
 
 
 _MAX_SECONDS = 10 * 365 * 86400.0
+OFFER_SECONDS = 5.0  # a request that may start, is told so, and does not claim within so many goes to the end
+SET_BACK_SECONDS = 3600.0  # for so long; the second time within them all requests of its user do
 
 
 class Broker:
@@ -182,6 +186,7 @@ class Broker:
     def __init__(self, directory: LockDirectory, open_backend: Callable[[], Backend]) -> None:
         self._directory, self._open_backend = directory, open_backend
         self._backend: Backend | None = None
+        self._offers: dict[str, float] = {}  # id of a ticket that may start -> since when, monotonic
 
     def trouble(self) -> str | None:
         """Why it cannot give locks, in words."""
@@ -196,6 +201,38 @@ class Broker:
         """Make anew what was given away and is free again."""
         with Gate(self._directory):
             grant_of(self._directory, names_of(self._directory))
+
+    def watch_offers(self, snapshot: Snapshot) -> list[Event]:
+        """Set back who keeps devices from others by never claiming what is offered, and say so; call it every second.
+
+        Args:
+            snapshot: the last look at the machine.
+        """
+        line, now = stand(self._directory, snapshot, read_queue_settings().rules), time.monotonic()
+        offered = [place for place in line.places if place.now]
+        # The leader may be hostile, and an offer that nobody has heard of cannot be taken.
+        wake(self._directory, [place.ticket for place in offered], YOUR_TURN)
+        since = {place.ticket.id: self._offers.get(place.ticket.id, now) for place in offered}
+        refused = [place for place in offered if now - since[place.ticket.id] >= OFFER_SECONDS]
+        self._offers = {name: now if now - began >= OFFER_SECONDS else began for name, began in since.items()}
+        return [event for place in refused if (event := self._set_back(place))]
+
+    def _set_back(self, place: QueuePosition) -> Event | None:
+        """Write down that the request has not taken its offer; None where it, or its user, is set back already."""
+        ticket, now = place.ticket, time.time()
+        user, before = str(ticket.whose), read_restrictions(self._directory, SET_BACK, now)
+        if user in before or ticket.id in before:
+            return None
+        reason = f"did not claim {len(place.devices)} GPU{'s' * (len(place.devices) != 1)} within {OFFER_SECONDS:.0f}s"
+        again = any(mark.user == user for mark in before.values())
+        name = user if again else ticket.id
+        mark = Restriction(name, now, now + SET_BACK_SECONDS, reason, "the daemon", user)
+        change(self._directory, SET_BACK, lambda marks: marks.update({name: mark}))
+        what = "all its requests go" if again else "it goes"
+        message = f"a request of {ticket.user} {reason}, though they were offered to it: {what} to the end of the queue"
+        facts = (("uid", ticket.uid), ("ticket", ticket.id), ("seconds", SET_BACK_SECONDS))
+        outcome = "user set back" if again else "request set back"
+        return Event(now, "queue", outcome, ticket.user, place.devices, ticket.pid, None, message, facts)
 
     def claims(self) -> dict[str, Any]:
         """Which locks are held, and to whom they were given."""
@@ -240,6 +277,7 @@ class Broker:
         if refused:
             return _refused(refused)
         answer = self._given(uid, names, way, snapshot)
+        self._offers.pop(mine.id, None)  # it has tried to take its offer
         if isinstance(answer, Handover) and len(line.places) > 1:
             served.note(self._directory, uid, by_daemon=True)
         return answer

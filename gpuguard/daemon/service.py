@@ -312,6 +312,9 @@ class Daemon:
         if self._broker:
             with suppress(GpuguardError, OSError):  # doctor says what is wrong with the directory
                 self._broker.tend()
+                if self.waiting:
+                    for event in self._broker.watch_offers(self.last):
+                        self._report(event)
 
     def _reload_if_changed(self, *, asked: bool) -> None:
         if self._settings.policy and (asked or _stat_of(self._settings.policy) != self._seen):

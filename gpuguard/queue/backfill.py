@@ -285,6 +285,7 @@ class _Plans:
         # The shortest first, in each class; of those of unknown length whoever stands first.
         fits.sort(
             key=lambda one: (
+                one.set_back,
                 not self.calendars.guests(one.uid),
                 -one.priority,
                 UNKNOWN if one.lasts is None else one.lasts,
@@ -358,7 +359,7 @@ class _Plans:
     def _limit(self, other: Ticket, passing: Ticket, planned: float) -> float:
         """Until when *other* can be put off by *passing*."""
         had_more = self.rules.fair_share and self.usage.get(passing.whose, 0.0) > self.usage.get(other.whose, 0.0)
-        if other.promise is None or had_more or passing.priority < other.priority:
+        if other.promise is None or had_more or passing.set_back or passing.priority < other.priority:
             return planned
         return max(planned, due_at(other, self.rules))
 

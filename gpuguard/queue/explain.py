@@ -17,7 +17,7 @@ from gpuguard.backends import Backend
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import Gate, LockDirectory
 from gpuguard.claims.records import probe_in_gate
-from gpuguard.claims.restrictions import DENIED, QUARANTINED, mark_files, quarantine, read_restrictions
+from gpuguard.claims.restrictions import DENIED, QUARANTINED, SET_BACK, mark_files, quarantine, read_restrictions
 from gpuguard.claims.room import why_full
 from gpuguard.errors import BackendError, GpuguardError, ImpossibleRequest, LockDirectoryError, NotEnoughGpus
 from gpuguard.history.queries import query_store, store_path
@@ -287,7 +287,8 @@ def _facts(directory: LockDirectory, snapshot: Snapshot, rules: Rules) -> QueueF
     now = time.time()
     uuids = [device.uuid for device in snapshot.devices]
     marks, denials = read_restrictions(directory, QUARANTINED, now), read_restrictions(directory, DENIED, now)
-    ends = [mark.until for mark in (*marks.values(), *denials.values()) if mark.until is not None]
+    set_back = {} if directory.keeper is None else read_restrictions(directory, SET_BACK, now)
+    ends = [mark.until for mark in (*marks.values(), *denials.values(), *set_back.values()) if mark.until is not None]
     with Gate(directory):
         claims = probe_in_gate(directory, uuids)  # all of /proc tells nothing more that matters here: 21 ms of 28
     booked = reservation_calendar(directory, uuids, claims, now)
@@ -296,10 +297,11 @@ def _facts(directory: LockDirectory, snapshot: Snapshot, rules: Rules) -> QueueF
         barred={uuid: quarantine(marks[uuid]) for uuid in uuids if uuid in marks},
         denied=frozenset(int(uid) for uid in denials if uid.isdecimal() and len(uid) <= 10),
         usage=_usage(directory, rules) if rules.fair_share else {},
+        set_back=frozenset(set_back),
         bookings=booked.bookings,
         reserved=booked,
         changes_at=min([*ends, booked.changes_at]),
-        mark_files=mark_files(directory) if marks or denials else (),
+        mark_files=mark_files(directory) if marks or denials or set_back else (),
     )
 
 

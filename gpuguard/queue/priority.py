@@ -1,9 +1,10 @@
 """The waiting line: who stands where.
 
-The order is: priority class; then the oldest request of each user who has waited longer than he was promised and got
-nothing for as long as the site permits; then fair share, in which the user with the least recent GPU time has the next
-place, and each of his places counts as if it were used already, so that 500 tickets get him no further than one; then
-who was served longest ago; then arrival.  Does not say who starts when: see plan.  Reads nothing: see tickets.
+The order is: requests that are not set back; priority class; then the oldest request of each user who has waited longer
+than promised and got nothing for as long as the site permits; then fair share, in which the user with the least recent
+GPU time has the next place, and each place of a user counts as if it were used already, so that 500 tickets get no
+further than one; then who was served longest ago; then arrival.  Does not say who starts when: see plan.  Reads
+nothing: see tickets.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Ticket:
     promise: float | None = None  # unix time, see plan.promise
     party: int | None = None  # who stands for its user where each is one, see users.parties; None: he himself
     served: float | None = None  # unix time at which a request of its user last left the line for a claim
+    set_back: bool = False  # at the end, because what was offered to it, or to its user, was not taken
     after: str | None = None  # it waits for that first, and has no place yet
     pid: int | None = None
     note: str | None = None
@@ -110,8 +112,9 @@ def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: Rules,
     hungry = [one for one in tickets if one.served is None or one.served + rules.bound <= now]
     late = overdue(hungry, rules, now) if rules.fair_share else frozenset()
     line: list[Ticket] = []
-    for priority in sorted({ticket.priority for ticket in tickets}, reverse=True):
-        members = sorted((one for one in tickets if one.priority == priority), key=_arrival)
+    for set_back, negative in sorted({(ticket.set_back, -ticket.priority) for ticket in tickets}):
+        alike = [one for one in tickets if (one.set_back, -one.priority) == (set_back, negative)]
+        members = sorted(alike, key=_arrival)
         line += [one for one in members if one.id in late]
         others = [one for one in members if one.id not in late]
         line += _fairly(others, usage) if rules.fair_share else others
@@ -127,7 +130,7 @@ def overdue(tickets: Collection[Ticket], rules: Rules, now: float) -> frozenset[
     """The ids of those who have waited longer than they should; of each user the oldest one only that could start."""
     oldest: dict[int, Ticket] = {}
     for ticket in tickets:
-        if ticket.after is not None or due_at(ticket, rules) >= now:
+        if ticket.after is not None or ticket.set_back or due_at(ticket, rules) >= now:
             continue
         if ticket.whose not in oldest or _arrival(ticket) < _arrival(oldest[ticket.whose]):
             oldest[ticket.whose] = ticket

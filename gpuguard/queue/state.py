@@ -37,6 +37,7 @@ class QueueFacts:
         barred: uuid -> why nobody may have it, for people.
         denied: uids that may make no claim now.
         usage: uid -> recent GPU-seconds; None: nobody has counted them.
+        set_back: ids of tickets, and uids as text, that stand at the end of the queue.
         bookings: reservations that count.
         reserved: all of them, for people.
         changes_at: unix time at which the next of these is over by itself.
@@ -47,6 +48,7 @@ class QueueFacts:
     barred: Mapping[str, str] = field(default_factory=dict)
     denied: frozenset[int] = frozenset()
     usage: Mapping[int, float] | None = None
+    set_back: frozenset[str] = frozenset()
     bookings: tuple[DeviceReservations, ...] = ()
     changes_at: float = float("inf")
     mark_files: tuple[str, ...] = ()
@@ -97,6 +99,7 @@ def queue_state(
         tickets.append(replace(mine, party=parties([mine.uid])[mine.uid]))
     elif mine:
         tickets = [replace(one, requests=mine.requests) if one.id == mine.id else one for one in tickets]
+    tickets = [replace(one, set_back=not facts.set_back.isdisjoint((one.id, str(one.whose)))) for one in tickets]
     now, own = time.time(), mine and mine.id
     deaf: dict[str, str] = {}
     usage = _together(used_by(facts.claims, now) if facts.usage is None else facts.usage)
@@ -106,11 +109,32 @@ def queue_state(
     )
     while True:
         places = plan(order(tickets, usage, rules, now), machine, usage, rules, now)
+        if directory.keeper is not None and (further := _further_offers(places)):
+            tickets = _passed_over(tickets, dict.fromkeys(further, "another request of its user starts first"))
+            continue
         if all(has_waker(directory, place.ticket) for place in places if place.now and place.ticket.id != own):
             return QueueState(tuple(places), tuple(torn), snapshot, facts, now, frozenset(deaf))
         # Where one does not, many may: somebody has stopped the script that started them all.
         deaf |= {one.id: "it does not answer" for one in tickets if one.id != own and not has_waker(directory, one)}
         tickets = _passed_over(tickets, deaf)
+
+
+def _further_offers(places: Sequence[QueuePosition]) -> set[str]:
+    """Ids of the tickets that could start beside another one of their user, while another user waits.
+
+    Where users may be hostile, all tickets of one user keep devices from others as one ticket does: the next one has
+    its turn when that has started.
+    """
+    waiting = {place.ticket.whose for place in places if not place.now and place.request and not place.ticket.after}
+    offered: set[int] = set()
+    further = set()
+    for place in places:
+        if place.now:
+            user = place.ticket.whose
+            if user in offered and waiting - {user}:
+                further.add(place.ticket.id)
+            offered.add(user)
+    return further
 
 
 def kept_for_others(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str, str]:
