@@ -6,17 +6,19 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Gpuguard
+from test_pid_reuse import NAMESPACE, has_a_namespace
 from users import ALICE, BOB, Machine, a_shared_machine
 from wrapped import until
 
 from gpuguard.claims.records import read_records
 
-pytestmark = pytest.mark.root
 GIB = 2**30
 
 
@@ -45,6 +47,7 @@ def sleepers(machine: Machine) -> Iterator[Any]:
     until(lambda: machine.locked() == [])
 
 
+@pytest.mark.root
 def test_nobody_adopts_the_job_of_another_user(machine, sleepers):
     his = sleepers(BOB, 3)
     done = machine(ALICE, "adopt", str(his))
@@ -53,6 +56,7 @@ def test_nobody_adopts_the_job_of_another_user(machine, sleepers):
     assert f"process {his} belongs to {BOB.pw_name}: only its owner or root" in done.stderr
 
 
+@pytest.mark.root
 def test_nobody_claims_a_device_on_which_a_stranger_computes(machine, sleepers):
     hers, his = sleepers(ALICE, 2, 3), sleepers(BOB, 3)
     done = machine(ALICE, "adopt", str(hers))
@@ -61,6 +65,7 @@ def test_nobody_claims_a_device_on_which_a_stranger_computes(machine, sleepers):
     assert f"{BOB.pw_name} computes on GPU 3 too (pid {his})" in done.stderr
 
 
+@pytest.mark.root
 def test_an_adopted_device_is_kept_from_the_other_user_until_the_job_ends(machine, sleepers):
     hers = sleepers(ALICE, *range(8))
     assert machine(ALICE, "adopt", str(hers), "--note", "mine").returncode == 0
@@ -71,6 +76,7 @@ def test_an_adopted_device_is_kept_from_the_other_user_until_the_job_ends(machin
     until(lambda: machine.locked() == [])
 
 
+@pytest.mark.root
 def test_what_root_adopts_belongs_to_the_owner_of_the_job(machine, sleepers):
     hers = sleepers(ALICE, 5)
     said = json.loads(machine(None, "adopt", str(hers), "--json").stdout)
@@ -81,12 +87,14 @@ def test_what_root_adopts_belongs_to_the_owner_of_the_job(machine, sleepers):
     assert owners == [str(ALICE.pw_uid)] * 4
 
 
+@pytest.mark.root
 def test_root_adopts_jobs_of_one_user_at_a_time(machine, sleepers):
     done = machine(None, "adopt", str(sleepers(ALICE, 1)), str(sleepers(BOB, 2)))
 
     assert (done.returncode, machine.locked()) == (2, [])
 
 
+@pytest.mark.root
 def test_whoever_is_denied_adopts_nothing(machine, sleepers):
     hers = sleepers(ALICE, 1)
     assert machine(None, "deny", ALICE.pw_name, "--for", "1h").returncode == 0
@@ -94,3 +102,68 @@ def test_whoever_is_denied_adopts_nothing(machine, sleepers):
 
     assert (done.returncode, machine.locked()) == (1, [])
     assert "GPU 1 cannot be claimed" in done.stderr
+
+
+# A pid that becomes another process while its job is adopted, forced in a pid namespace of its own.
+
+
+# Reads a place on argv; adopts a job twice, the second time one whose pid becomes that of another process meanwhile.
+REUSE = """
+import os, signal, sys
+from gpuguard.jobs import adopt
+from gpuguard.backends.simulated import Simulated, use
+from gpuguard.errors import ClaimError
+from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.records import locked_devices
+place = sys.argv[1]
+read, write = os.pipe()
+
+def a_job(pid=None):
+    if pid:
+        with open("/proc/sys/kernel/ns_last_pid", "w") as last:
+            last.write(str(pid - 1))
+    child = os.fork()
+    if child == 0:
+        use("1", memory=2**30, spec=place)
+        os.write(write, b".")
+        while True:
+            signal.pause()
+    os.read(read, 1)
+    assert pid in (None, child)
+    return child
+
+class Meddled(Simulated):
+    looks = 0
+    def sample(self, fields, devices=None):
+        self.looks += 1
+        if self.looks == 2:
+            os.kill(job, signal.SIGKILL)
+            os.waitpid(job, 0)
+            a_job(job)
+        return super().sample(fields, devices)
+
+directory = lock_directory(None, backend=f"simulated:{place}")
+job = a_job()
+claim, family = adopt.adopt(Simulated(place), directory, [job])
+claim.release()
+family.close()
+print("adopted", [device.index for device in claim])
+for _ in range(5):
+    try:
+        print("adopted", adopt.adopt(Meddled(place), directory, [job]))
+    except ClaimError as error:
+        print("refused", error)
+print(locked_devices(directory, [device.uuid for device in Simulated(place).sample(()).devices]))
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not has_a_namespace(), reason="NOT TESTED: needs a private pid namespace (not in a chroot)")
+def test_a_pid_that_is_used_again_while_it_is_adopted_gets_nothing(tmp_path):
+    assert Gpuguard(tmp_path, None)("sim", "start", "4xH100-80GB").returncode == 0
+    words = [*NAMESPACE, sys.executable, "-c", REUSE, str(tmp_path / "node")]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+
+    assert said[0] == "adopted [1]"
+    assert [line.partition(" ")[0] for line in said[1:6]] == ["refused"] * 5
+    assert said[6] == "set()"

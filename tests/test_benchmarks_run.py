@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+from chances import luck
 from nodes import eventually
 from proc import born_with
+from soak import FIFTHS, Reading, faults
+from sources import ROOT
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 WORDS = [sys.executable, str(BENCHMARKS / "run"), "--quick", "--peers", "none"]
@@ -131,3 +136,85 @@ def test_it_leaves_nothing_behind_when_it_is_told_to_end(tmp_path: Path) -> None
     assert status == 143
     assert eventually(lambda: born_with(mark) == [])
     assert list(tmp_path.iterdir()) == []
+
+
+# benchmarks/chaos.py in short: nothing breaks, and what is planted is found.
+
+
+CHAOS_WORDS = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--seconds", "6"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["everybody", "broker", "keeper"])
+def test_nobody_loses_a_device_or_is_hit_while_everything_dies(kind: str) -> None:
+    seed = str(luck(f"chaos {kind}").randrange(2**31))
+    done = subprocess.run([*CHAOS_WORDS, "--kind", kind, "--seed", seed], capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith(" 0 faults\n")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("variant", "found"), [("unlocked", "two have device"), ("harsh", "an innocent was signalled")]
+)
+def test_a_planted_fault_is_found(variant: str, found: str) -> None:
+    words = [*CHAOS_WORDS, "--kind", "broker", "--variant", variant]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert found in done.stdout
+
+
+# benchmarks/soak.py in short: a guard that looks hundreds of times does not grow, and one that does is found.
+
+
+ONE = Reading(memory=20.0, descriptors=30, threads=9, sampler=77)
+
+
+def soaked(seconds: int, *more: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(seconds), *more]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120)
+
+
+def test_a_guard_that_looks_hundreds_of_times_does_not_grow() -> None:
+    done = soaked(12)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("nothing has grown\n")
+
+
+@pytest.mark.parametrize(
+    ("variant", "found"),
+    [("memory", "it has grown"), ("descriptors", "descriptors, and has"), ("sampler", "samplers")],
+)
+def test_a_guard_that_keeps_something_of_each_look_or_starts_its_sampler_again_is_found(
+    variant: str, found: str
+) -> None:
+    done = soaked(6, "--variant", variant)
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert found in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("late", "found"),
+    [
+        ({"memory": 22.1}, "it has grown by 2.1 MiB"),
+        ({"descriptors": 31}, "it had at most 30 descriptors, and has at least 31"),
+        ({"threads": 10}, "it had at most 9 threads, and has at least 10"),
+        ({"sampler": 78}, "it has had 2 samplers"),
+    ],
+)
+def test_what_grows_is_told(late: dict[str, float], found: str) -> None:
+    assert faults([ONE] * 4 * FIFTHS + [replace(ONE, **late)] * FIFTHS) == [found]
+
+
+def test_a_guard_that_could_hardly_be_looked_at_is_not_called_sound() -> None:
+    assert faults([ONE] * (FIFTHS - 1)) == ["it could be looked at 4 times only"]
+
+
+def test_what_is_only_open_for_a_moment_or_at_the_start_has_not_grown() -> None:
+    start, moment = replace(ONE, memory=10.0, descriptors=20), replace(ONE, memory=20.5, descriptors=40)
+
+    assert faults([start] * FIFTHS + [ONE, moment] * FIFTHS * 2) == []

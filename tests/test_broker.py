@@ -13,11 +13,20 @@ from pathlib import Path
 
 import pytest
 from brokered import CLAIM, KEEPER, KINDS, Brokered, a_machine, claims_of
+from builders import a_device
+from guarded import Listing
 from nodes import a_user, eventually
 from proc import born_with
+from test_broker_hostile import UNREAD
 from users import ALICE, BOB
 
-pytestmark = pytest.mark.root
+from gpuguard.claims.directory import lock_directory, open_lock
+from gpuguard.claims.records import probe
+from gpuguard.cli import setup_broker
+from gpuguard.enforcement import actions, identity
+from gpuguard.enforcement.target import Context
+from gpuguard.model import Finding, Subject, Verdict
+
 LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
 
 
@@ -39,6 +48,7 @@ def own(site: Path) -> Iterator[Brokered]:
         yield made
 
 
+@pytest.mark.root
 def test_what_still_starts_when_a_machine_ends_leaves_nothing_of_it(site):
     with a_machine(site, "everybody") as machine:
         makes = f"import os, time; time.sleep(0.5); os.makedirs({str(machine.place / 'node')!r}, exist_ok=True)"
@@ -49,6 +59,7 @@ def test_what_still_starts_when_a_machine_ends_leaves_nothing_of_it(site):
     assert (late.wait(), machine.place.exists()) == (0, False)
 
 
+@pytest.mark.root
 def test_what_another_user_left_who_was_killed_while_he_changed_the_node_is_in_nobody_s_way(site):
     with a_machine(site, "everybody") as machine:
         left = machine.place / "node" / "node.json.new"
@@ -61,6 +72,7 @@ def test_what_another_user_left_who_was_killed_while_he_changed_the_node_is_in_n
 # The same commands as everywhere
 
 
+@pytest.mark.root
 def test_a_job_gets_a_device_and_gives_it_back(machine):
     done = machine(ALICE, "run", "--no-wait", *LOOK)
 
@@ -68,6 +80,7 @@ def test_a_job_gets_a_device_and_gives_it_back(machine):
     assert machine.locked() == []
 
 
+@pytest.mark.root
 def test_two_users_get_different_devices_and_see_each_other(machine):
     with machine.job(ALICE, "-n", "2", "--note", "hers") as (_, hers), machine.job(BOB, "-n", "2") as (_, his):
         refused = machine(BOB, "run", "--no-wait", "true")
@@ -78,6 +91,7 @@ def test_two_users_get_different_devices_and_see_each_other(machine):
     assert {(claim["user"], claim["note"]) for claim in claims} == {(ALICE.pw_name, "hers"), (BOB.pw_name, None)}
 
 
+@pytest.mark.root
 def test_the_claim_outlives_the_wrapper_and_ends_with_the_job(machine):
     with machine.job(ALICE, command=("sh", "-c", "echo $$; exec sleep 100")) as (wrapper, job):
         wrapper.kill()
@@ -90,6 +104,7 @@ def test_the_claim_outlives_the_wrapper_and_ends_with_the_job(machine):
 GRAB = "import gpuguard\nclaim = gpuguard.grab_gpus(2)\nprint(len(claim), sorted(device.index for device in claim))\n"
 
 
+@pytest.mark.root
 def test_grab_gpus_gives_the_devices_of_a_process(machine):
     with machine.job(BOB, "--gpus", "0"):
         assert machine.python(ALICE, GRAB) == "2 [2, 3]\n"
@@ -99,6 +114,7 @@ def test_grab_gpus_gives_the_devices_of_a_process(machine):
 NESTED = "gpuguard run --no-wait -- sh -c 'echo $CUDA_VISIBLE_DEVICES; gpuguard run --no-wait -n 2 -- true; echo $?'"
 
 
+@pytest.mark.root
 def test_commands_inside_a_claim_divide_it(machine):
     inner = NESTED.replace("gpuguard", f"{machine.python_path} -m gpuguard")
     done = machine(ALICE, "run", "--no-wait", "-n", "2", "--", "sh", "-c", inner)
@@ -106,6 +122,7 @@ def test_commands_inside_a_claim_divide_it(machine):
     assert done.stdout in ("3\n125\n", "2\n125\n"), done.stderr
 
 
+@pytest.mark.root
 def test_whoever_waits_starts_when_the_device_is_free(machine):
     with machine.job(ALICE, "-n", "4") as (wrapper, _):
         waiting = machine.start(BOB, "run", "--wait", "30s", *LOOK)
@@ -116,6 +133,7 @@ def test_whoever_waits_starts_when_the_device_is_free(machine):
     assert (waiting.returncode, said) == (0, "3\n"), errors
 
 
+@pytest.mark.root
 def test_a_stranger_on_a_device_keeps_everybody_away(machine):
     with a_user(machine.environment["GPUGUARD_BACKEND"].partition(":")[2], "3", 2**30):
         assert machine(BOB, "run", "--no-wait", *LOOK).stdout == "2\n"
@@ -124,6 +142,7 @@ def test_a_stranger_on_a_device_keeps_everybody_away(machine):
 # What is different
 
 
+@pytest.mark.root
 def test_nobody_but_the_daemon_can_open_a_lock_file(broker):
     modes = {
         stat.S_IMODE(os.stat(f"{broker.directory.locks}/{name}").st_mode)
@@ -136,6 +155,7 @@ def test_nobody_but_the_daemon_can_open_a_lock_file(broker):
     assert os.stat(broker.directory.lock_path(broker.uuids[0])).st_uid == owner
 
 
+@pytest.mark.root
 def test_without_a_daemon_claims_fail_and_those_that_live_stay(broker):
     with broker.job(ALICE, "-n", "2"):
         broker.kill_daemon()
@@ -152,6 +172,7 @@ def test_without_a_daemon_claims_fail_and_those_that_live_stay(broker):
         assert broker(BOB, "run", "--no-wait", "-n", "2", "true").returncode == 0
 
 
+@pytest.mark.root
 def test_whoever_waits_goes_on_waiting_while_the_daemon_is_started_again(broker):
     with broker.job(ALICE, "-n", "4") as (wrapper, _):
         waiting = broker.start(BOB, "run", "--wait", "60s", *LOOK)
@@ -165,11 +186,13 @@ def test_whoever_waits_goes_on_waiting_while_the_daemon_is_started_again(broker)
     assert (waiting.returncode, said) == (0, "3\n"), errors
 
 
+@pytest.mark.root
 def test_root_claims_beside_the_daemon(broker):
     with broker.job(None, "-n", "2") as (_, roots), broker.job(ALICE, "-n", "2") as (_, hers):
         assert sorted(f"{roots},{hers}".split(",")) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.root
 def test_a_denied_user_gets_nothing(broker):
     assert broker(None, "deny", BOB.pw_name, "--for", "1h").returncode == 0
     said = json.loads(broker.python(BOB, CLAIM, broker.uuids[0]))
@@ -178,6 +201,7 @@ def test_a_denied_user_gets_nothing(broker):
     assert broker.locked() == []
 
 
+@pytest.mark.root
 def test_back_to_everybody_and_to_the_daemon_again_keeps_the_claims(own):
     with own.job(ALICE, "-n", "1"):
         own.setup("--no-broker")
@@ -192,6 +216,7 @@ def test_back_to_everybody_and_to_the_daemon_again_keeps_the_claims(own):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.root
 def test_setting_up_again_keeps_the_mode_and_whose_it_is(own):
     assert own(None, "setup", "--dir", own.directory.path).returncode == 0
 
@@ -199,6 +224,7 @@ def test_setting_up_again_keeps_the_mode_and_whose_it_is(own):
     assert own(BOB, "run", "--no-wait", "true").returncode == 0
 
 
+@pytest.mark.root
 def test_doctor_says_who_gives_the_locks_and_when_nobody_does(own):
     well = own(BOB, "doctor")
     own.kill_daemon()
@@ -208,6 +234,7 @@ def test_doctor_says_who_gives_the_locks_and_when_nobody_does(own):
     assert ill.returncode == 1 and "gives none: no daemon answers" in ill.stdout
 
 
+@pytest.mark.root
 def test_a_daemon_that_was_started_before_says_so(site):
     with a_machine(site, "everybody") as machine:
         machine.start_daemon(ready=False)
@@ -217,6 +244,7 @@ def test_a_daemon_that_was_started_before_says_so(site):
         assert said.returncode == 125 and "it was started before" in said.stderr
 
 
+@pytest.mark.root
 def test_a_daemon_that_cannot_make_files_anew_gives_nothing_and_says_so(own):
     own.kill_daemon()
     os.chown(own.directory.locks, 0, 0)
@@ -245,6 +273,7 @@ def a_running_job(machine, user) -> Iterator[int]:
         yield job.pid
 
 
+@pytest.mark.root
 def test_a_running_job_is_adopted_and_its_claim_ends_with_it(machine):
     with a_running_job(machine, ALICE) as pid:
         done = machine(ALICE, "adopt", str(pid))
@@ -255,6 +284,7 @@ def test_a_running_job_is_adopted_and_its_claim_ends_with_it(machine):
     assert eventually(lambda: machine.locked() == [])
 
 
+@pytest.mark.root
 def test_a_job_of_others_or_beside_others_is_not_adopted(machine):
     with a_running_job(machine, ALICE) as hers:
         not_his = machine(BOB, "adopt", str(hers))
@@ -264,6 +294,7 @@ def test_a_job_of_others_or_beside_others_is_not_adopted(machine):
     assert "belongs to" in not_his.stderr and "it is not yours alone" in beside.stderr
 
 
+@pytest.mark.root
 def test_the_daemon_sees_for_itself_whose_processes_are_on_what_is_adopted(broker):
     adopts = CLAIM.replace('"conditions": {}', f'"conditions": {{"mine_as_free": [{ALICE.pw_uid}, {BOB.pw_uid}]}}')
     with a_running_job(broker, ALICE):
@@ -272,6 +303,7 @@ def test_the_daemon_sees_for_itself_whose_processes_are_on_what_is_adopted(broke
     assert said["descriptors"] == 0 and "in use" in said["refused"][broker.uuids[0]]
 
 
+@pytest.mark.root
 def test_whoever_is_denied_adopts_nothing_and_without_a_daemon_nobody_does(own):
     with a_running_job(own, BOB) as his:
         assert own(None, "deny", BOB.pw_name, "--for", "1h").returncode == 0
@@ -283,3 +315,81 @@ def test_whoever_is_denied_adopts_nothing_and_without_a_daemon_nobody_does(own):
     assert denied.returncode == 1 and "denied" in denied.stderr, denied
     assert failed.returncode != 0 and "nothing can be claimed until it runs" in failed.stderr, failed
     assert own.locked() == []
+
+
+# Where the daemon gives the locks it can take them back, whatever their owner does with his descriptors.
+
+
+# Locks again whatever is unlocked, and has no record.
+HOARD = """
+import fcntl
+answer, descriptors = call(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+print("asked", flush=True)
+while True:
+    fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+"""
+# And with a record that lends nothing.
+RECORDED = HOARD.replace(
+    "while True",
+    """
+from gpuguard.claims.records import write_record
+record = write_record(directory, {"id": answer["claim"], "devices": sys.argv[1:], "descriptors": [7]})
+while True""",
+)
+
+
+@pytest.fixture(params=["broker_of_two", "keeper"])
+def broker_of_two(request: pytest.FixtureRequest, site: Path) -> Iterator[Brokered]:
+    with a_machine(site, request.param) as machine:
+        yield machine
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("code", [HOARD, RECORDED, UNREAD], ids=["locks again", "with a record", "unread"])
+def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(broker_of_two, monkeypatch, code):
+    monkeypatch.setattr(identity, "uid_min", lambda: 1)  # the users of these tests are the system's
+    machine = Listing(a_device(0, uuid=broker_of_two.uuids[0]))
+    with broker_of_two.program(BOB, code, broker_of_two.uuids[0]) as hostile, broker_of_two.job(ALICE, "--gpus", "1"):
+        assert hostile.stdout and hostile.stdout.readline()
+        assert eventually(lambda: broker_of_two.locked() == [0, 1])
+        [claim] = probe(broker_of_two.directory, broker_of_two.uuids[:1])
+        context = Context(
+            machine, lambda event: True, lambda verdict, now: True, enforce=True, directory=broker_of_two.directory
+        )
+        finding = Finding("age", Subject("claim", uid=claim.uid, claim=claim.id), "held for 3h without a process", ())
+        snapshot = machine.sample((), None)
+        [outcome] = actions.act(
+            Verdict("idle-claims", finding, "release", 0, 0.0, enforce=True),
+            snapshot.__class__(**{**vars(snapshot), "claims": (claim,)}),
+            context,
+        )
+
+        assert (claim.uid, outcome.word, outcome.why) == (BOB.pw_uid, actions.DONE, "")
+        assert broker_of_two.locked() == [1] and hostile.poll() is None
+        assert broker_of_two(ALICE, "run", "--no-wait", "--gpus", "0", "true").returncode == 0
+
+
+# What root does to lock files whose directory is the daemon's already is done to these files and to no others.
+
+
+@pytest.mark.root
+def test_a_lock_file_that_is_replaced_by_a_link_has_root_write_into_nothing_else(tmp_path, monkeypatch):
+    """By the user of the daemon, say, who may write there from the first setup on."""
+    for folder in (tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    directory, victim, real = lock_directory(str(tmp_path / "claims")), tmp_path / "victim", os.fchmod
+    os.close(open_lock(directory, "GPU-a"))
+    os.close(open_lock(directory, "gate"))
+    victim.write_text("root's")
+    path = Path(directory.lock_path("GPU-a"))
+
+    def chmod_and_replace(descriptor: int, mode: int) -> None:
+        real(descriptor, mode)
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):
+            path.unlink()
+            path.symlink_to(victim)
+
+    monkeypatch.setattr(os, "fchmod", chmod_and_replace)
+    setup_broker.change(directory.path, KEEPER.pw_name, brokered=True)
+
+    assert victim.read_text() == "root's"

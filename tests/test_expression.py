@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sources import ROOT
 
+from gpuguard.errors import InvalidRequest
 from gpuguard.model import Gap
 from gpuguard.policies.expression import ExpressionRule
-from gpuguard.policies.expression_language import NAMES, NameSource, parse_expression
+from gpuguard.policies.expression_language import LONGEST, NAMES, NameSource, parse_expression
 from gpuguard.policies.view import HostUse, RuleView
 
 BOB = a_process(
@@ -237,3 +241,290 @@ def test_each_name_stands_in_the_help_and_on_the_page(name):
 def test_the_same_text_is_the_same_condition():
     assert parse_expression("claimed") == parse_expression("claimed")
     assert repr(parse_expression("claimed")) == repr(parse_expression("claimed"))
+
+
+# What the language of conditions refuses, and that nobody can turn it against the daemon.
+
+
+REFUSED = {
+    # names and types: (text, column, part of the fault)
+    "memroy_used > 3GiB": (1, "Did you mean 'memory_used'?"),
+    "memory_used > 3GiB and utilisation < 3%": (24, "Did you mean 'utilization'?"),
+    "xyzzy > 3GiB": (1, "Known: memory_used"),
+    "memory_used > 30": (15, "30 has no unit: write a memory size, like 30GiB"),
+    "30 < memory_used": (6, "30 has no unit"),
+    "utilization < 0.05": (15, "like 5%"),
+    "memory_used > 5%": (15, "5% is a percentage, and memory_used is a memory size"),
+    "memory_used > 2h": (15, "a duration"),
+    "temperature > 300W": (15, "a power"),
+    "run_time > temperature": (12, "a temperature"),
+    "user > 'alice'": (6, "> is for amounts"),
+    "user == 3": (9, "3 is a number, and user is a text"),
+    "uid == 'alice'": (8, "'alice' is a text"),
+    "user in (1, 2)": (10, "'1' is no text"),
+    "uid in ('alice',)": (9, "no number"),
+    "memory_used in (1GiB,)": (1, "'in' is for texts and plain numbers"),
+    "user in ()": (9, "empty"),
+    "user in 'alice'": (9, "comes a list"),
+    "user in user": (9, "no list"),
+    "uid in groups": (8, "no list"),
+    "user == groups": (9, "a list of texts"),
+    "groups == groups": (8, "'alice' in groups"),
+    "claimed == claimed": (9, "write claimed, or not claimed"),
+    "memory_used": (1, "not a condition"),
+    "not memory_used": (5, "not a condition"),
+    "memory_used and claimed": (1, "not a condition"),
+    "'alice'": (1, "not a condition"),
+    "user + 'x' == 'y'": (1, "nothing can be calculated"),
+    "memory_used + temperature > 3C": (15, "temperature is a temperature"),
+    "memory_used * memory_used > 3GiB": (13, "makes no sense"),
+    "memory_used / run_time > 3": (15, "duration"),
+    "3 / memory_used > 3": (5, "memory size"),
+    "uid like 'x'": (1, "'like' is for texts"),
+    "user like user": (11, "comes a text with *"),
+    "user not 'x'": (10, "comes 'in' or 'like'"),
+    "10% < utilization < 50%": (19, "one comparison at a time"),
+    "1 < 2": (1, "about nothing on the machine"),
+    # signs
+    "memory_used = 3GiB": (13, "== compares"),
+    "claimed & claimed": (9, "write: and"),
+    "claimed || claimed": (9, "write: or"),
+    "!claimed": (1, "write: not"),
+    "memory_used > -3GiB": (15, "is expected here"),
+    "": (1, "is expected here"),
+    "   ": (4, "is expected here"),
+    "claimed and": (12, "is expected here"),
+    "and claimed": (1, "is expected here"),
+    "claimed claimed": (9, "comes after the end"),
+    "(claimed": (9, "a ) is missing"),
+    "claimed)": (8, "comes after the end"),
+    "user in ('a' 'b')": (14, "is missing"),
+    "user in ('a',": (14, "is no text"),
+    "user == 'alice": (9, "a text ends with the quote"),
+    "user == 'al\\'ice'": (9, "a text ends with the quote"),
+    "user == 'al\nice'": (9, "a text ends with the quote"),
+    "memory_used > 30 GiB": (15, "30 has no unit"),
+    "memory_used > 30gib": (15, "'gib' is no unit"),
+    "memory_used > 30kiB": (15, "write it like '20GiB'"),
+    "run_time > 1h.m": (12, "write it like '10m'"),
+    'user == "alice': (9, "a text ends with the quote"),
+    "memory_used > 030GiB": (15, "begins with 0"),
+    "memory_used > 3e9": (15, "no unit"),
+    "run_time > 1:30": (13, "':' has no meaning here"),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_fault_has_its_column_and_says_what_to_write(text):
+    column, words = REFUSED[text]
+
+    with pytest.raises(InvalidRequest) as refusal:
+        parse_expression(text)
+    assert words in str(refusal.value)
+    assert str(refusal.value).startswith(f"column {column}: ")
+
+
+ATTACKS = [
+    # the way out: attributes, calls, imports
+    "().__class__.__bases__[0].__subclasses__()",
+    "user.__class__",
+    "user.__class__ == 'x'",
+    "memory_used.__init__.__globals__ == 1",
+    "__import__('os').system('true')",
+    "__import__",
+    "__builtins__",
+    "__debug__",
+    "globals()",
+    "open('/etc/shadow').read() == 'x'",
+    "eval('1')",
+    "exec('1')",
+    "getattr(user, 'x')",
+    "user.format('x')",
+    "user . upper() == 'BOB'",
+    "user['x'] == 'y'",
+    "user[0] == 'b'",
+    "user[::1] == 'b'",
+    "print(user)",
+    "max(1, 2) > 1",
+    "len(user) > 3",
+    "claimed()",
+    "('x')()",
+    # other expressions of Python
+    "lambda: 1",
+    "(lambda: claimed)()",
+    "[x for x in user]",
+    "any(x for x in user)",
+    "{x for x in user}",
+    "{'a': 1}",
+    "{1, 2}",
+    "[1, 2]",
+    "(1, 2)",
+    "(y := 3) > 2",
+    "x = 3",
+    "memory_used if claimed else utilization",
+    "yield 1",
+    "await user",
+    "*user",
+    "**user",
+    "claimed; claimed",
+    "claimed # comment",
+    "import os",
+    "del user",
+    "assert claimed",
+    "...",
+    "user is None",
+    "None == user",
+    "True",
+    "claimed is not claimed",
+    "@user",
+    "~uid > 3",
+    "uid << 3 > 3",
+    "uid | 3 > 3",
+    "uid ^ 3 > 3",
+    "$(reboot) == user",
+    "`reboot` == user",
+    "user =~ 'x'",
+    # texts
+    "f'{user}' == 'bob'",
+    "b'bob' == user",
+    "r'bob' == user",
+    "u'bob' == user",
+    "'{0.__class__}'.format(user) == 'x'",
+    "'%1000000000d' % 1 == user",
+    "'a' * 1000000000 == user",
+    "'a' 'b' == user",
+    "'''bob''' == user",
+    "user == 'bob\\x00'",
+    # numbers
+    "9" * 400 + " * 2 > uid",
+    "uid > 1" + "0" * 16,
+    "9**9**9 > uid",
+    "2 ** 100 > uid",
+    "uid // 2 > 3",
+    "uid % 2 == 1",
+    "0x10 > uid",
+    "0b1 > uid",
+    "0o7 > uid",
+    "1_000 > uid",
+    "1e400 > uid",
+    "1j > uid",
+    "uid > 1.",
+    "uid > .5",
+    "inf > uid",
+    "nan == uid",
+    "memory_used > 1" + "0" * 15 + "GiB",
+    "utilization < 0.0000000001%",
+    # deep and long
+    "(" * 3000 + "claimed" + ")" * 3000,
+    "(" * 17 + "claimed" + ")" * 17,
+    "not " * 17 + "claimed",
+    "not " * 249 + "claimed",
+    "(" * 999,
+    "claimed" + " and claimed" * 5000,
+    "claimed" + " or claimed" * 99 + " or claimed" * 10,
+    "user in (" + "'a'," * 240 + ")",
+    "-" * 900 + "uid > 3",
+    " " * 100_000 + "claimed",
+    # characters
+    "\N{FULLWIDTH LATIN SMALL LETTER U}ser == 'x'",
+    "us\u0435r == 'bob'",  # a Cyrillic letter
+    "user\u200b == 'bob'",
+    "user\u00a0== 'bob'",
+    "user \u202e== 'bob'",
+    "memory_used > \u0663\u0660GiB",  # Arabic digits
+    "memory_used > \N{FULLWIDTH DIGIT THREE}GiB",
+    "uid > \u00b2",
+    "user == \u2018bob\u2019",
+    "claimed\x00",
+    "claimed\x0b",
+    "claimed\r",
+    "claimed\x1b[2J",
+    "cl\u0131med",
+    "\ufeffclaimed",
+    "\udc80 == user",
+]
+
+
+@pytest.mark.parametrize("text", ATTACKS, ids=range(len(ATTACKS)))
+def test_an_attack_is_refused_when_it_is_read_and_at_once(text):
+    start = time.process_time()
+
+    with pytest.raises(InvalidRequest, match=r"^column \d+: "):
+        parse_expression(text)
+    assert time.process_time() - start < 0.1
+
+
+def test_there_are_at_least_sixty_attacks():
+    assert len(set(ATTACKS)) >= 60
+
+
+def test_the_longest_expressions_are_judged_in_no_time():
+    conditions = [
+        "executable like '" + "*a" * 480 + "b'",
+        "uid" + " + uid" * 95 + " > 3",
+        " or ".join(["user == 'x'"] * 50),
+        "(" * 16 + "claimed" + ")" * 16,
+        "not " * 16 + "claimed",
+    ]
+    hostile = a_process(executable="a" * 1_000_000, command=("a" * 1_000_000,))
+    for text in conditions:
+        condition = parse_expression(text[:LONGEST])
+        start = time.process_time()
+        holds(condition.text, hostile)
+
+        assert time.process_time() - start < 0.2, text[:40]
+
+
+WORDS = [
+    *NAMES,
+    "and",
+    "or",
+    "not",
+    "in",
+    "like",
+    "(",
+    ")",
+    "[",
+    "]",
+    ",",
+    "+",
+    "-",
+    "*",
+    "/",
+    "<",
+    ">",
+    "==",
+    "!=",
+    "<=",
+]
+WORDS += [
+    "30GiB",
+    "5%",
+    "2h",
+    "85C",
+    "300W",
+    "1MB/s",
+    "3",
+    "0",
+    "'x'",
+    "'*'",
+    "999999999999999",
+    "lambda",
+    "__class__",
+    ".",
+]
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.sampled_from(WORDS), max_size=30).map(" ".join) | st.text(max_size=60))
+def test_whatever_is_written_is_refused_or_can_be_judged(text):
+    try:
+        condition = parse_expression(text)
+    except InvalidRequest:
+        return
+
+    assert condition.holds(NameSource(RuleView(a_snapshot(A_DEVICE)), A_DEVICE, BOB)) in (True, False)
+    assert condition.holds(NameSource(RuleView(a_snapshot()), a_device(memory_used=None, processes=None))) in (
+        True,
+        False,
+    )

@@ -5,8 +5,14 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from nodes import eventually
+from side_by_side import LONGEST, a_turn, longest_first
 from sources import PACKAGE, ROOT, module_name, modules, tree
 
 from gpuguard.claims.directory import lock_directory, open_lock
@@ -18,7 +24,7 @@ NEVER = {
     "PR_SET_PDEATHSIG": ("it fires when the thread that forked ends, while the process lives", ""),
     "/dev/shm": ("files there are removed when their user logs out", "claims/holders.py"),  # those of who uses it so
     "select.select": ("it fails beyond 1,024 descriptors", ""),
-    "umask": ("it belongs to all threads of the process", "services/door.py web/listening.py"),
+    "umask": ("it belongs to all threads of the process", "daemon/server.py web/server.py"),
     "killpg": ("a group is never what was judged", ""),
 }  # fmt: skip
 
@@ -98,3 +104,41 @@ def test_a_lock_file_of_somebody_else_is_opened_without_o_creat(tmp_path, monkey
     os.close(open_lock(directory, "GPU-1"))
 
     assert {flags & os.O_CREAT for path, flags in opened if path.endswith("GPU-1")} == {0}
+
+
+# What runs in several workers at once: the longest files come first, and what a machine has once is had in turns.
+
+
+HERE = Path(__file__).parent
+ASKS = """
+from side_by_side import alone
+def test_it(alone): pass
+"""
+
+
+def test_each_of_the_longest_files_is_there() -> None:
+    assert [name for name in LONGEST if not (HERE / f"{name}.py").exists()] == []
+
+
+def test_the_longest_files_come_first_and_the_tests_of_a_file_stay_in_order() -> None:
+    names = ["test_a", LONGEST[1], "test_a", LONGEST[0], LONGEST[1], "test_b"]
+    items = [SimpleNamespace(path=Path(f"{name}.py"), place=place) for place, name in enumerate(names)]
+
+    longest_first(items)
+
+    assert [item.place for item in items] == [3, 1, 4, 0, 2, 5]
+
+
+def test_who_wants_a_machine_for_himself_waits_for_whoever_has_it(tmp_path: Path) -> None:
+    (tmp_path / "test_asks.py").write_text(ASKS)
+    words = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", str(tmp_path)]
+    with a_turn():
+        other = subprocess.Popen(words, env={"PYTHONPATH": str(HERE)}, stdout=subprocess.DEVNULL)
+        assert eventually(lambda: waits_for_a_lock(other.pid), 60)
+
+    assert other.wait(60) == 0
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    """As /proc/locks says it: ``12: -> FLOCK  ADVISORY  WRITE PID ...``."""
+    return any(line.split()[1:6:4] == ["->", str(pid)] for line in Path("/proc/locks").read_text().splitlines())

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import tempfile
+import threading
 
 import pytest
 from builders import a_device, a_process, a_snapshot
-from endpoints import a_certificate, a_mail_server
-from targets import HOSTILE, PASSWORD, a_message, a_script, a_secret, a_verdict, by_smtp
+from endpoints import a_certificate, a_mail_server, a_web_server, wait_until
+from targets import HOSTILE, PASSWORD, a_fake_apprise, a_message, a_script, a_secret, a_verdict, by_smtp
 
 from gpuguard.errors import InvalidRequest
+from gpuguard.notify.apprise import Apprise
+from gpuguard.notify.hook import Hook
 from gpuguard.notify.mail import Email
 from gpuguard.notify.secrets import Secret
-from gpuguard.notify.sender import attempt
+from gpuguard.notify.sender import Sender, attempt, problems
 from gpuguard.notify.templates import Template, message_for
+from gpuguard.notify.webhook import Webhook
 
 
 def test_a_mail_arrives_with_subject_and_text():
@@ -182,3 +189,255 @@ def test_no_text_of_a_user_becomes_a_header_a_recipient_or_a_second_letter(hosti
 def test_a_mail_target_that_cannot_work_is_a_fault_when_it_is_made(fields, complaint):
     with pytest.raises(InvalidRequest, match=complaint):
         Email(**fields)
+
+
+# A webhook gets one JSON object, over a way that can be trusted.
+
+
+def test_a_webhook_gets_a_json_object(tmp_path):
+    with a_web_server() as web:
+        assert attempt(Webhook(web.url, token=a_secret(tmp_path)), a_message("zh")) == (True, "")
+
+    headers, body = web.requests[0]
+    told = json.loads(body)
+    assert headers["Content-Type"] == "application/json"
+    assert headers["Authorization"] == f"Bearer {PASSWORD}"
+    assert told["text"] == a_message("zh").body
+    assert told["facts"]["pid"] == 4711
+    assert told["schema"] == told["count"] == 1
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_hostile_text_stays_one_string_of_the_object(hostile):
+    with a_web_server() as web:
+        attempt(Webhook(web.url), a_message(why=hostile, policy=hostile))
+
+    told = json.loads(web.requests[0][1])
+    assert set(told) == {"schema", "subject", "text", "count", "facts", "further"}
+    assert "\x1b" not in told["text"] + told["facts"]["why"]
+
+
+def test_an_address_that_is_a_secret_is_read_from_its_file_and_never_shown(tmp_path):
+    with a_web_server(status=403) as web:
+        secret = a_secret(tmp_path, web.url + "/" + PASSWORD)
+        went_out, why = attempt(Webhook(secret), a_message())
+
+    assert web.requests
+    assert (went_out, why) == (False, "the web server answers 403")
+    secret = Secret(file=secret.file)
+    os.chmod(secret.file, 0o600)
+    with open(secret.file, "w") as file:
+        file.write(f"http://example.org/{PASSWORD}")
+    assert PASSWORD not in attempt(Webhook(secret), a_message())[1]
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed(status, tmp_path):
+    with a_web_server() as other, a_web_server(status=status, headers={"Location": other.url}) as web:
+        assert attempt(Webhook(web.url, token=a_secret(tmp_path)), a_message()) == (
+            False,
+            f"the web server answers {status}",
+        )
+
+    assert other.requests == []
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused_before_the_token_goes_out(tmp_path):
+    certificate, context = a_certificate(tmp_path)
+    with a_web_server(context=context) as web:
+        url = web.url.replace("http://127.0.0.1", "https://localhost")
+        went_out, why = attempt(Webhook(url, token=a_secret(tmp_path)), a_message())
+        assert (went_out, "certificate" in why, web.requests) == (False, True, [])
+        trusted = Webhook(url, token=Secret(file=str(tmp_path / "secret")), ca_file=str(certificate))
+        assert attempt(trusted, a_message()) == (True, "")
+
+    assert web.requests[0][0]["Authorization"] == f"Bearer {PASSWORD}"
+
+
+def test_a_certificate_for_another_name_does_not_make_us_tell_the_address(tmp_path, monkeypatch):
+    certificate, context = a_certificate(tmp_path)
+    with a_web_server(context=context) as web:
+        port = web.url.split(":")[2].split("/")[0]
+        place = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", int(port)))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: place)
+        target = Webhook(a_secret(tmp_path, f"https://{PASSWORD}.example.org:{port}/x"), ca_file=str(certificate))
+
+        assert attempt(target, a_message()) == (False, "the certificate is not to be trusted: Hostname mismatch")
+
+
+def test_a_message_to_this_machine_does_not_take_the_way_over_a_proxy(monkeypatch):
+    with a_web_server() as web, a_web_server() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert attempt(Webhook(web.url), a_message())[0]
+
+    assert proxy.requests == []
+
+
+def test_an_endpoint_that_is_not_there_or_does_not_answer_is_told_in_words():
+    with a_web_server() as web:
+        gone = web.url
+    with a_web_server(hold=threading.Event()) as slow:
+        assert attempt(Webhook(slow.url, timeout=0.1), a_message()) == (False, "no answer in time")
+    assert attempt(Webhook(gone), a_message()) == (False, "Connection refused")
+
+
+def test_garbage_instead_of_an_answer_is_told_in_words():
+    with a_mail_server() as mail:  # a mail server does not speak HTTP
+        went_out, why = attempt(Webhook(f"http://127.0.0.1:{mail.port}/"), a_message())
+
+    assert not went_out
+    assert "makes no sense" in why
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://example.org/x",
+        "ftp://example.org/x",
+        "file:///etc/passwd",
+        "https://",
+        "https://a:b@example.org/",
+        "https://example.org/a b",
+        "https://example.org/\r\nX: y",
+        "https://例子.org/",
+        "https://[::1/",
+        "https://example.org:99999/",
+        "example.org",
+        "http://127.0.0.1.example.org/",
+        "http://localhost@example.org/",
+    ],
+)
+def test_an_address_that_is_not_safe_is_a_fault_when_it_is_made(url):
+    with pytest.raises(InvalidRequest):
+        Webhook(url)
+
+
+def test_http_is_taken_to_this_machine_and_where_the_admin_insists():
+    assert Webhook("http://localhost:8080/x")
+    assert Webhook("http://[::1]:8080/x")
+    assert Webhook("http://example.org/x", insecure=True)
+
+
+# Secrets are read where only we can read them, and show up nowhere.
+
+
+@pytest.mark.parametrize("mode", [0o440, 0o404, 0o644, 0o620])
+def test_a_secret_that_others_can_read_or_write_is_not_used(mode, tmp_path):
+    with a_web_server() as web:
+        went_out, why = attempt(Webhook(web.url, token=a_secret(tmp_path, mode=mode)), a_message())
+
+    assert not went_out
+    assert "open to others" in why
+    assert web.requests == []
+
+
+@pytest.mark.root
+def test_a_secret_of_another_user_is_not_used(tmp_path):
+    secret = a_secret(tmp_path)
+    os.chown(secret.file, 12345, 12345)
+
+    assert "open to others" in attempt(Webhook("http://localhost:1/", token=secret), a_message())[1]
+
+
+def test_a_secret_behind_a_link_or_a_fifo_is_not_used_and_does_not_hang(tmp_path):
+    (tmp_path / "link").symlink_to(a_secret(tmp_path).file)
+    os.mkfifo(tmp_path / "fifo", 0o400)
+    (tmp_path / "first").write_text(PASSWORD)
+    (tmp_path / "first").chmod(0o400)
+    os.link(tmp_path / "first", tmp_path / "second")
+
+    for name in ("link", "fifo", "second", "missing"):
+        went_out, why = attempt(Webhook("http://localhost:1/", token=Secret(file=str(tmp_path / name))), a_message())
+        assert not went_out
+        assert f"the secret {tmp_path}/{name}" in why
+
+
+def test_a_secret_of_several_lines_cannot_add_a_header(tmp_path):
+    with a_web_server() as web:
+        went_out, why = attempt(Webhook(web.url, token=a_secret(tmp_path, "a\r\nX-Evil: 1")), a_message())
+
+    assert (went_out, web.requests) == (False, [])
+    assert "more than one line" in why
+
+
+def test_a_secret_can_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("HOOK_TOKEN", PASSWORD)
+    with a_web_server() as web:
+        assert attempt(Webhook(web.url, token=Secret(env="HOOK_TOKEN")), a_message())[0]
+    assert web.requests[0][0]["Authorization"] == f"Bearer {PASSWORD}"
+
+    monkeypatch.delenv("HOOK_TOKEN")
+    assert (
+        "$HOOK_TOKEN is empty or missing" in attempt(Webhook(web.url, token=Secret(env="HOOK_TOKEN")), a_message())[1]
+    )
+
+
+@pytest.mark.parametrize("places", [{}, {"file": "/a", "env": "B"}, {"file": "relative"}])
+def test_a_secret_has_exactly_one_place(places):
+    with pytest.raises(InvalidRequest):
+        Secret(**places)
+
+
+def test_no_secret_shows_in_any_output_representation_or_event(tmp_path, monkeypatch, capfd):
+    events = []
+    monkeypatch.setenv("TOKEN", PASSWORD)
+    a_fake_apprise(tmp_path, monkeypatch, "False")
+    with a_mail_server(password="other", answers={"QUIT": f"221 {PASSWORD}"}) as mail, a_web_server(status=500) as web:
+        targets = {
+            "mail": by_smtp(mail, user="u", password=Secret(env="TOKEN")),
+            "web": Webhook(web.url, token=Secret(env="TOKEN")),
+            "chat": Apprise(a_secret(tmp_path, f"chat://{PASSWORD}")),
+            "hook": Hook(("/bin/sh", "-c", "env >&2; exit 1")),
+        }
+        sender = Sender(targets, events.append)
+        for name in targets:
+            sender.notify(name, a_verdict(), a_snapshot(a_device(3)))
+        sender.stop(10)
+        wait_until(lambda: len(events) == len(targets))
+
+    shown = repr(events) + repr(targets) + repr(sender) + "".join(map(str, problems(targets)))
+    assert {event.outcome for event in events} == {"given up"}
+    assert PASSWORD not in shown + "".join(capfd.readouterr())
+    assert mail.logins, "the secret was really used"
+
+
+def test_problems_names_what_is_wrong_before_the_first_alarm(tmp_path):
+    targets = {
+        "fine": Hook(("/bin/true",)),
+        "gone": Hook(("/nonexistent/tell",)),
+        "mail": Email("root", sendmail="/nonexistent/sendmail"),
+        "open": Webhook("https://example.org/", token=a_secret(tmp_path, mode=0o644)),
+    }
+
+    assert [problem.partition(":")[0] for problem in problems(targets)] == ["gone", "mail", "open"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "readable"),
+    [
+        (0, 20003, 0o440, True),  # given to the group of the daemon's user, on purpose
+        (0, 20004, 0o440, False),
+        (20003, 20003, 0o400, True),
+        (20003, 20003, 0o440, False),  # his own: the group may be everybody's
+        (0, 20003, 0o460, False),
+        (0, 20003, 0o444, False),
+    ],
+)
+def test_root_can_give_a_secret_to_the_daemons_group(owner, group, mode, readable):
+    with tempfile.TemporaryDirectory(prefix="gpuguard-test-") as place:
+        os.chmod(place, 0o755)
+        path = f"{place}/secret"
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(PASSWORD)
+        os.chown(path, owner, group)
+        os.chmod(path, mode)
+        os.setresgid(-1, 20003, 0)
+        os.setresuid(-1, 20003, 0)
+        try:
+            found = list(problems({"x": Webhook("http://localhost:1/", token=Secret(file=path))}))
+        finally:
+            os.setresuid(-1, 0, 0)
+            os.setresgid(-1, 0, 0)
+
+    assert (not found) == readable, found

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import inspect
 import marshal
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from html.parser import HTMLParser
 
 import pytest
-from builders import a_device, a_mig_instance, a_process, a_snapshot
+from builders import a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gpuguard import model
+from gpuguard import cli, errors, model
+from gpuguard.claims.claim import Claim, Lock
+from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, EXIT_NOT_NOW, EXIT_RUN_FAILED, EXIT_TIMEOUT, EXIT_USAGE, exit_code
+from gpuguard.cli.notebook import NotebookClaim, _card
+from gpuguard.errors import BackendError, DriverMismatch, GpuguardError, InvalidRequest, NotEnoughGpus
 from gpuguard.model import ALL_FIELDS, VERIFY_FIELDS, WHO_FIELDS, ClaimRecord, Device, Gap, GpuProcess, Snapshot
+from gpuguard.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rounded,
+    parse_bytes,
+    parse_celsius,
+    parse_duration,
+    parse_percent,
+    parse_watts,
+)
 
 NOUNS = [kind for kind in vars(model).values() if dataclasses.is_dataclass(kind)]
 
@@ -91,3 +119,340 @@ def test_mig_instances_that_turn_up_later_stand_behind_their_device():
 
 def test_a_snapshot_of_no_device_is_a_snapshot():
     assert Snapshot("host", "nvml", 0.0, 0.0, ()).devices == ()
+
+
+# Text with a unit, there and back.
+
+
+PARSERS = [parse_bytes, parse_percent, parse_duration, parse_celsius, parse_watts]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("20GiB", 20 * 2**30),
+        ("20 GiB", 20 * 2**30),
+        (" 1.5TiB ", 3 * 2**39),
+        ("500MB", 500_000_000),
+        ("500MiB", 500 * 2**20),
+        ("1kB", 1000),
+        ("0B", 0),
+    ],
+)
+def test_a_memory_size_is_in_bytes(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90s", 90), ("10m", 600), ("1h30m", 5400), ("2d", 172800), ("1w", 604800), ("250ms", 0.25), ("0s", 0)],
+)
+def test_a_duration_is_in_seconds(text, expected):
+    assert parse_duration(text) == pytest.approx(expected)
+
+
+def test_the_other_units_are_in_percent_celsius_and_watts():
+    assert (parse_percent("10%"), parse_celsius("85C"), parse_celsius("85°C"), parse_watts("1.2kW")) == (
+        10,
+        85,
+        85,
+        1200,
+    )
+
+
+@pytest.mark.parametrize("parse", PARSERS)
+@pytest.mark.parametrize("text", ["20", "20.5", "0"])
+def test_a_bare_number_is_an_error_that_shows_how_to_write_it(parse, text):
+    with pytest.raises(InvalidRequest, match=rf"^'{re.escape(text)}' has no unit: write .* like '.+'"):
+        parse(text)
+
+
+@pytest.mark.parametrize("parse", PARSERS)
+@pytest.mark.parametrize(
+    "text", ["", " ", "GiB", "-5GiB", "-5%", "-1s", "1e3B", "nan%", "infs", "5 5s", "10X", "1_000B", "9" * 400 + "B"]
+)
+def test_anything_else_is_an_error_and_not_a_guess(parse, text):
+    with pytest.raises(InvalidRequest):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["20gib", "20G", "20g", "20mb", "1m"])
+def test_an_ambiguous_memory_unit_is_refused(text):
+    with pytest.raises(InvalidRequest, match="GiB"):
+        parse_bytes(text)
+
+
+def test_no_percentage_is_above_100():
+    with pytest.raises(InvalidRequest, match="more than 100%"):
+        parse_percent("101%")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, "n/a"),
+        (0, "0B"),
+        (999, "999B"),
+        (4 * 2**20, "4MiB"),
+        (1000 * 2**20, "1.0GiB"),
+        (20 * 2**30, "20.0GiB"),
+        (1.5 * 2**40, "1.5TiB"),
+    ],
+)
+def test_bytes_are_shown_in_a_unit_that_fits_and_unknown_is_never_zero(count, text):
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "n/a"),
+        (0, "0s"),
+        (0.25, "250ms"),
+        (59.9, "59s"),
+        (60, "1m"),
+        (3661, "1h1m"),
+        (3605, "1h"),
+        (200_000, "2d7h"),
+        (-3, "0s"),
+    ],
+)
+def test_a_duration_is_shown_in_its_two_largest_units(seconds, text):
+    assert format_duration(seconds) == text
+
+
+@given(st.integers(min_value=10 * 2**20, max_value=2**47))
+def test_what_is_shown_as_bytes_can_be_read_again_and_is_right_to_a_few_percent(count):
+    shown = parse_bytes(format_bytes(count))
+
+    assert math.isclose(shown, count, rel_tol=0.06)
+
+
+@given(st.integers(min_value=0, max_value=10**9))
+def test_what_is_shown_as_a_duration_can_be_read_again_and_never_exaggerates(seconds):
+    shown = parse_duration(format_duration(seconds))
+
+    assert shown <= seconds
+    assert math.isclose(shown, seconds, rel_tol=0.05)
+
+
+@given(st.text(max_size=12))
+def test_no_text_makes_a_parser_fail_in_another_way(text):
+    for parse in PARSERS:
+        with contextlib.suppress(InvalidRequest):
+            assert parse(text) >= 0
+
+
+def test_a_count_has_its_noun():
+    assert [format_count(1, "policy", "policies"), format_count(2000, "policy", "policies")] == [
+        "1 policy",
+        "2,000 policies",
+    ]
+    assert [format_count(0, "fault"), format_count(1, "fault")] == ["0 faults", "1 fault"]
+
+
+def test_a_rounded_number_has_its_unit_or_is_not_known():
+    assert [format_rounded(86.6, "%"), format_rounded(0, "W"), format_rounded(None, "%")] == ["87%", "0W", "n/a"]
+
+
+# The error tree is what its drawing says, and each error carries its facts.
+
+
+CLASSES = {
+    name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, GpuguardError)
+}
+
+
+def drawn() -> dict[str, str]:
+    """Parent of each class in the drawing at the top of errors.py."""
+    parents: dict[str, str] = {}
+    path = ["GpuguardError"]
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"    ((?:    |\|   )*)\+-- (\w+)", line)
+        if match:
+            depth = len(match[1]) // 4 + 1
+            path = [*path[:depth], match[2]]
+            parents[match[2]] = path[-2]
+    return parents
+
+
+def test_the_drawing_is_the_tree():
+    real = {name: kind.__bases__[0].__name__ for name, kind in CLASSES.items() if kind is not GpuguardError}
+
+    assert drawn() == real
+
+
+def test_a_request_that_cannot_be_understood_is_also_a_value_error():
+    assert issubclass(InvalidRequest, ValueError)
+
+
+def test_facts_are_attributes():
+    error = NotEnoughGpus("wanted 5 GPUs", wanted=5, available=4, refused=())
+
+    assert (error.wanted, error.available, error.refused, str(error)) == (5, 4, (), "wanted 5 GPUs")
+
+
+def test_a_mismatch_names_both_versions():
+    error = DriverMismatch("x", library_version="550.1", kernel_version="535.2")
+
+    assert (error.library_version, error.kernel_version) == ("550.1", "535.2")
+
+
+@pytest.mark.parametrize("kind", CLASSES.values())
+def test_an_error_can_be_made_from_its_message_alone_and_survives_a_process_border(kind):
+    assert str(pickle.loads(pickle.dumps(kind("what to do")))) == "what to do"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_error_has_an_exit_code_for_every_kind_of_command(name):
+    error = CLASSES[name]("x")
+    run = {"NotEnoughGpus": EXIT_NOT_NOW, "WaitTimeout": EXIT_TIMEOUT}.get(name, EXIT_RUN_FAILED)
+    usual = EXIT_USAGE if name == "InvalidRequest" else EXIT_NO_DRIVER if isinstance(error, BackendError) else EXIT_NO
+
+    assert (exit_code("run", error), exit_code("who", error)) == (run, usual)
+
+
+def test_too_few_descriptors_are_told_as_such():
+    def limited(most: int) -> subprocess.CompletedProcess[str]:
+        code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n"
+        words = "from gpuguard.cli import main; import sys; sys.exit(main(['select']))"
+        return subprocess.run([sys.executable, "-c", code + words], capture_output=True, text=True, check=False)
+
+    assert [limited(most).stderr for most in (6, 7)] == [
+        f"gpuguard: no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it.\n"
+        for most in (6, 7)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.EMFILE, "see `ulimit -n`"),
+        (errno.ENFILE, "/proc/sys/fs/file-nr"),
+        (errno.EDQUOT, "Make room"),
+        (errno.EAGAIN, "see `ulimit -u`"),
+        (errno.ENOMEM, "`free -h`"),
+        (errno.EIO, "an error inside gpuguard"),
+    ],
+)
+def test_a_fault_of_the_machine_is_told_as_such(monkeypatch, capsys, code, said):
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+
+    assert cli.run_command_line(["who"]) == EXIT_NO
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status"), [(["select", "-n", "x"], EXIT_USAGE), (["run", "-n", "x", "--", "true"], 125)]
+)
+def test_a_failure_that_cannot_be_told_has_its_exit_code_all_the_same(words, status):
+    """With standard error on a full disk a traceback was tried instead, and `run` ended as a job that ends with 1."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "gpuguard", *words], stderr=full, check=False)
+
+    assert done.returncode == status
+
+
+@pytest.mark.parametrize("words", [["--version"], ["policy", "rules"]], ids=["a line", "more than a buffer"])
+def test_an_answer_for_which_the_disk_is_full_is_no_success_and_no_fault_of_gpuguard(words):
+    with open("/dev/full", "w") as full:
+        call = [sys.executable, "-m", "gpuguard", *words]
+        done = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+
+    told = "what this command prints could not be written: No space left on device."
+    assert done.returncode == EXIT_NO
+    assert done.stderr.startswith(f"gpuguard: {told}") and done.stderr.count("\n") == 1
+
+
+# What a notebook shows of a snapshot and of a claim: tables in which whatever strangers wrote is text.
+
+
+NO_LOCK = Lock(-1, "/nowhere", 0, (0, 0))
+HOSTILE = "<img src=x onerror=alert(1)>\"'&\x1b[31m\u202e"
+TAGS = {"p", "b", "table", "thead", "tbody", "tr", "th", "td"}
+
+
+class Read(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, list[tuple[str, str | None]]]] = []
+        self.words = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, attrs))
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def test_a_snapshot_is_a_table_of_its_devices_and_one_of_its_claims():
+    device = a_device(memory_used=30 * 2**30, utilization=47.0, processes=(a_process(),))
+    read = Read(a_snapshot(device, claims=(a_claim_record(device, note="ablation 3"),))._repr_html_())
+
+    assert [tag for tag, _ in read.tags].count("table") == 2
+    for word in ("node1", "30.0GiB", "47%", "alice", "ablation 3", "1h", "python train.py"):
+        assert word in read.words
+
+
+def test_a_claim_is_a_table():
+    assert "ablation 3" in Read(a_claim_record(note="ablation 3")._repr_html_()).words
+
+
+def test_a_claim_of_this_process_is_a_table_of_its_devices_as_programs_in_it_count_them():
+    claim = Claim("1f2e", (a_device(index=2), a_device(index=5, name=HOSTILE, memory_total=None)), (NO_LOCK,))
+    read = Read(claim._repr_html_())
+
+    assert [tag for tag, _ in read.tags].count("tr") == 3 and {tag for tag, _ in read.tags} <= TAGS
+    for word in ("claim 1f2e", "in this process", claim[0].uuid, claim[1].uuid, "<img", "n/a"):
+        assert word in read.words
+
+
+def test_a_model_that_nobody_asked_for_is_left_out_of_the_line_of_a_notebook():
+    known, unread = (
+        _card(NotebookClaim(Claim("1f2e", (a_device(name=name),), (NO_LOCK,)), (), {"backend": None}, nullcontext()))[0]
+        for name in ("NVIDIA T4", None)
+    )
+
+    assert known == "GPU 0 · NVIDIA T4 · claim 1f2e · until the kernel ends"
+    assert unread == "GPU 0 · claim 1f2e · until the kernel ends"
+
+
+def test_a_share_shows_its_part_and_a_claim_that_was_given_back_says_so():
+    assert "10.0GiB" in Claim("1f2e", (a_device(),), (NO_LOCK,), memory=10 * 2**30)._repr_html_()
+    assert "claim 1f2e was given back" in Read(Claim("1f2e", (a_device(),), ())._repr_html_()).words
+
+
+def test_what_is_unknown_is_not_0():
+    unknown = a_device(memory_used=None, utilization=None, temperature=None, power_draw=None, processes=None, name=None)
+
+    assert Read(a_snapshot(unknown)._repr_html_()).words.count("n/a") >= 5
+
+
+@pytest.mark.parametrize("field", ["host", "name", "user", "note", "command", "id"])
+def test_hostile_text_is_text(field):
+    assert_harmless(field, HOSTILE)
+
+
+@given(
+    st.sampled_from(["host", "name", "user", "note", "command", "id"]),
+    st.text(alphabet="<>&\"'/= script!-\x00\x1b", max_size=30),
+)
+def test_no_text_is_markup(field, text):
+    assert_harmless(field, text)
+
+
+def assert_harmless(field: str, text: str) -> None:
+    given = {"command": (text,)} if field == "command" else {field: text}
+    device = a_device(**(given if field == "name" else {}))
+    claim = a_claim_record(device, **(given if field in ("user", "note", "command", "id") else {}))
+    html = a_snapshot(device, claims=(claim,), **(given if field == "host" else {}))._repr_html_()
+    read = Read(html)
+
+    assert {tag for tag, _ in read.tags} <= TAGS
+    assert all(not attributes for _, attributes in read.tags)
+    assert "\x1b" not in html and "\u202e" not in html

@@ -6,9 +6,12 @@ import json
 
 import pytest
 from commands import Gpuguard
+from sources import ROOT
 
-from gpuguard.backtest.unit_tests import read_tests, run_tests, series_of
+from gpuguard.backtest.csv_series import people
+from gpuguard.backtest.unit_tests import accounts, read_tests, run_tests, series_of
 from gpuguard.errors import InvalidRequest
+from gpuguard.policies.files.loader import load_policies
 from gpuguard.units import parse_celsius, parse_percent
 
 POLICY = """
@@ -202,3 +205,55 @@ def test_the_command_speaks_to_programs(tmp_path, gpuguard):
     outcome = found["files"][0]["tests"][0]
     assert (found["schema"], outcome["passed"], outcome["missing"][0]["at_seconds"]) == (1, False, 7200.0)
     assert [each["at_seconds"] for each in outcome["got"]] == [3600.0, 5400.0]
+
+
+# Each example of a policy file is right, says what it does in its own tests, and passes them.
+
+
+FOLDER = ROOT / "examples" / "policies"
+POLICIES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("_test"))
+NAMES = [path.stem for path in POLICIES]
+
+
+def loaded(path):
+    return load_policies(str(path), trusted_owner=False, accounts=accounts(people()))
+
+
+def trial_of(path):
+    return run_tests(str(path.with_name(f"{path.stem}_test.yaml")))
+
+
+def test_there_are_examples():
+    assert {"lab", "class", "team", "slurm"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=NAMES)
+def test_an_example_has_no_faults_and_gives_no_warning(path):
+    file = loaded(path)
+
+    assert [fault.lines(path.name) for fault in (*file.faults, *file.warnings)] == []
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=NAMES)
+def test_an_example_passes_its_own_tests(path):
+    trial = trial_of(path)
+
+    assert trial.faults == ()
+    assert [(outcome.name, outcome.missing, outcome.surplus) for outcome in trial.outcomes if not outcome.passed] == []
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=NAMES)
+def test_every_policy_of_an_example_is_seen_to_act(path):
+    acted = {got.policy for outcome in trial_of(path).outcomes for got in outcome.got}
+
+    assert {policy.name for policy in loaded(path).policies} - acted == set()
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=NAMES)
+def test_the_readme_tells_of_each_example(path):
+    assert f"({path.name})" in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=NAMES)
+def test_an_example_harms_nobody_until_somebody_switches_it_on(path):
+    assert not any(policy.enforce for policy in loaded(path).policies)

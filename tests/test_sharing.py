@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from machines import Machine
 
+from gpuguard.claims import claim as hold
+from gpuguard.claims.claim import Claim, unlock
+from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
+from gpuguard.claims.records import locked_devices, probe, write_record
+from gpuguard.claims.shares import lock_parts
+from gpuguard.claims.slots import locked_slots
+from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
+from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.request import Request
 from gpuguard.select import Choice, choose
@@ -139,3 +152,289 @@ def test_spreading_joins_the_shared_device_with_most_room_so_that_whole_devices_
     little, much = Sharing((a_share(10),)), Sharing((a_share(40),))
 
     assert best("spread", NOBODY, much, little, NOBODY) == 2
+
+
+# Shares of a device: several claims within its memory, which exclude whoever wants it alone, by the kernel's locks.
+
+
+ALONE = Request()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> LockDirectory:
+    return lock_directory(str(tmp_path))
+
+
+def wanting(gib: float, **fields: Any) -> Request:
+    return Request(share=True, memory=int(gib * GIB), **fields)
+
+
+def single(**fields: Any) -> Machine:
+    return Machine(a_device(0, **fields))
+
+
+def a_record(directory: LockDirectory, slot: str, **content: Any) -> int:
+    """A record as somebody else may have written it, with the lock of the slot that it names; both stay open."""
+    lock = open_lock(directory, slot)
+    assert try_flock(lock)
+    device = open_lock(directory, slot.partition(".")[0])
+    assert try_flock(device, fcntl.LOCK_SH)
+    facts = {"id": "forged", "devices": [slot.partition(".")[0]], "slots": [slot], "memory": 10 * GIB, **content}
+    return write_record(directory, facts)[1]
+
+
+def test_several_shares_fit_on_one_device_until_its_memory_is_promised(directory: LockDirectory) -> None:
+    machine = single()
+    with acquire(machine, wanting(30), directory), acquire(machine, wanting(30), directory):
+        with pytest.raises(NotEnoughGpus, match=r"only 20\.0GiB left beside .*30\.0GiB"):
+            acquire(machine, wanting(30), directory)
+        with acquire(machine, wanting(19), directory) as third:
+            assert third[0].index == 0
+
+
+def test_a_share_excludes_an_exclusive_claim_which_is_told_who_shares(directory: LockDirectory) -> None:
+    machine = single()
+    with acquire(machine, wanting(10), directory):
+        with pytest.raises(NotEnoughGpus, match=r"shared by \w+ \(10\.0GiB\)"):
+            acquire(machine, ALONE, directory)
+        assert sample_and_lock(machine, ALONE, directory)[1].devices == ()
+    acquire(machine, ALONE, directory).release()
+
+
+def test_an_exclusive_claim_excludes_a_share(directory: LockDirectory) -> None:
+    machine = single()
+    with acquire(machine, ALONE, directory), pytest.raises(NotEnoughGpus, match="claimed by"):
+        acquire(machine, wanting(1), directory)
+
+
+def test_the_kernel_bounds_how_many_share_a_device(directory: LockDirectory) -> None:
+    machine = single()
+    held = [acquire(machine, wanting(1), directory) for _ in range(8)]
+    with pytest.raises(NotEnoughGpus, match="shared by 8 already"):
+        acquire(machine, wanting(1), directory)
+    for claim in held:
+        claim.release()
+
+
+def test_who_asked_for_few_neighbours_gets_no_more_of_them(directory: LockDirectory) -> None:
+    machine = single()
+    with (
+        acquire(machine, wanting(1, slots=2), directory),
+        acquire(machine, wanting(1), directory),
+        pytest.raises(NotEnoughGpus, match="shared by 2 already, and no more may join"),
+    ):
+        acquire(machine, wanting(1), directory)
+
+
+def test_a_share_takes_one_of_as_many_slots_as_it_wants_neighbours(directory: LockDirectory) -> None:
+    device = a_device(0)
+    assert try_flock(open_lock(directory, f"{device.uuid}.slot0"))
+
+    assert lock_parts(directory, device, wanting(1, slots=1), None) is None
+    locks = lock_parts(directory, device, wanting(1, slots=2), None)
+    assert locks is not None and [lock.path[-5:] for lock in locks] == [device.uuid[-5:], "slot1"]
+    unlock(locks)
+
+
+def test_what_strangers_use_is_not_there_to_be_shared(directory: LockDirectory) -> None:
+    desktop = a_process(kind="graphics", memory_used=30 * GIB)
+    machine = single(processes=(desktop,), memory_used=30 * GIB)
+
+    with pytest.raises(NotEnoughGpus, match=r"only 50\.0GiB left"):
+        acquire(machine, wanting(60), directory)
+
+
+def test_a_strangers_process_makes_a_device_busy_for_a_share_too(directory: LockDirectory) -> None:
+    machine = single(processes=(a_process(uid=4242, user="mallory"),), memory_used=10 * GIB)
+
+    with pytest.raises(NotEnoughGpus, match="used by mallory"):
+        acquire(machine, wanting(10), directory)
+
+
+def test_the_processes_of_the_shares_do_not_make_it_busy(directory: LockDirectory) -> None:
+    machine = single()
+    with acquire(machine, wanting(30), directory):
+        machine.change(0, processes=(a_process(os.getpid(), uid=os.getuid()),), memory_used=10 * GIB)
+        acquire(machine, wanting(40), directory).release()
+        with pytest.raises(NotEnoughGpus, match=r"only 50\.0GiB left"):  # promised counts, not what is used of it
+            acquire(machine, wanting(60), directory)
+
+
+def test_a_neighbour_who_takes_more_than_his_share_counts_with_what_he_takes(directory: LockDirectory) -> None:
+    machine = single()
+    with acquire(machine, wanting(10), directory):
+        machine.change(
+            0, processes=(a_process(os.getpid(), uid=os.getuid(), memory_used=50 * GIB),), memory_used=50 * GIB
+        )
+        with pytest.raises(NotEnoughGpus, match=r"only 30\.0GiB left"):
+            acquire(machine, wanting(40), directory)
+
+
+def test_roots_process_without_an_ancestor_in_a_share_is_a_strangers(directory: LockDirectory) -> None:
+    machine = single()
+    with acquire(machine, wanting(10), directory):
+        machine.change(0, processes=(a_process(1, uid=0, user="root"),), memory_used=10 * GIB)
+        with pytest.raises(NotEnoughGpus, match=r"used by root .*of whom no share is known"):
+            acquire(machine, wanting(10), directory)
+
+
+def test_a_device_that_works_too_hard_is_not_shared_unless_that_is_asked_for(directory: LockDirectory) -> None:
+    machine = single()
+    with acquire(machine, wanting(10), directory):
+        machine.change(0, utilization=60.0)
+        with pytest.raises(NotEnoughGpus, match="utilization is 60%, too much to share it"):
+            acquire(machine, wanting(10), directory)
+        acquire(machine, wanting(10, max_util=70.0), directory).release()
+        machine.change(0, utilization=None)
+        with pytest.raises(NotEnoughGpus, match="utilization is unknown"):
+            acquire(machine, wanting(10), directory)
+        acquire(machine, wanting(10, max_util=100.0), directory).release()
+
+
+def test_the_least_busy_device_is_shared_first_and_then_one_that_is_shared_already(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0, utilization=30.0), a_device(1), a_device(2))
+    chosen = [acquire(machine, wanting(10), directory)[0].index for _ in range(3)]
+
+    assert chosen == [2, 2, 2]
+    machine.change(2, utilization=45.0)
+    assert acquire(machine, wanting(10), directory)[0].index == 1
+
+
+def test_a_share_that_no_device_has_is_refused_at_once(directory: LockDirectory) -> None:
+    with pytest.raises(ImpossibleRequest, match=r"--memory 90\.0GiB"):
+        acquire(single(), wanting(90), directory, wait=None)
+
+
+def test_a_device_for_one_process_only_is_never_shared(directory: LockDirectory) -> None:
+    with pytest.raises(ImpossibleRequest, match="only one process can use it"):
+        acquire(single(compute_mode="exclusive_process"), wanting(1), directory)
+
+
+def test_a_slot_without_a_record_is_a_share_of_unknown_size_until_it_ends(directory: LockDirectory) -> None:
+    machine = single()
+    slot = open_lock(directory, f"{machine.devices[0].uuid}.slot0")
+    assert try_flock(slot)
+    with pytest.raises(NotEnoughGpus, match="record cannot be read"):
+        acquire(machine, wanting(1), directory)
+    os.close(slot)
+
+    acquire(machine, wanting(1), directory).release()
+
+
+@pytest.mark.parametrize("memory", [0, -1, 10**18, True, "10GiB", None, 1.5, 81 * GIB])
+def test_a_record_that_cannot_be_true_makes_its_device_unshareable(directory: LockDirectory, memory: object) -> None:
+    machine = single()
+    a_record(directory, f"{machine.devices[0].uuid}.slot0", memory=memory)
+
+    with pytest.raises(NotEnoughGpus, match="record cannot be read"):
+        acquire(machine, wanting(1), directory)
+
+
+def test_a_small_lie_about_somebody_elses_slot_changes_nothing(directory: LockDirectory) -> None:
+    machine = single()
+    with acquire(machine, wanting(70), directory) as claim:
+        slot = f"{claim[0].uuid}.slot0"
+        write_record(directory, {"id": "lie", "devices": [claim[0].uuid], "slots": [slot], "memory": 1})
+        with pytest.raises(NotEnoughGpus, match=r"only 10\.0GiB left"):
+            acquire(machine, wanting(20), directory)
+
+
+def test_a_record_without_a_locked_slot_promises_nothing(directory: LockDirectory) -> None:
+    machine = single()
+    uuid = machine.devices[0].uuid
+    write_record(directory, {"id": "lie", "devices": [uuid], "slots": [f"{uuid}.slot3"], "memory": 80 * GIB})
+
+    acquire(machine, wanting(70), directory).release()
+
+
+def test_a_share_is_seen_by_probe_with_its_part(directory: LockDirectory) -> None:
+    machine = single()
+    uuid = machine.devices[0].uuid
+    with acquire(machine, wanting(10), directory, note="small") as claim:
+        (record,) = probe(directory, [uuid])
+        assert (record.id, record.memory, record.slots, record.note) == (
+            claim.id,
+            10 * GIB,
+            (f"{uuid}.slot0",),
+            "small",
+        )
+        assert locked_devices(directory, [uuid]) == {uuid}
+    assert (probe(directory, [uuid]), locked_slots(directory, uuid)) == ((), ())
+
+
+def test_one_share_can_span_devices(directory: LockDirectory) -> None:
+    machine = Machine(a_device(0), a_device(1))
+    with acquire(machine, wanting(50, num_gpus=2), directory) as both:
+        assert len(both) == 2
+        with pytest.raises(NotEnoughGpus):
+            acquire(machine, wanting(40), directory)
+        with pytest.raises(NotEnoughGpus):
+            acquire(machine, ALONE, directory)
+
+
+def test_a_share_that_loses_the_race_goes_back_and_leaves_nothing(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = single()
+    proper, rivals = Claim.explain, []
+
+    def overtaken(self: Claim, *words: Any, **more: Any) -> None:
+        monkeypatch.setattr(Claim, "explain", proper)
+        rivals.append(a_record(directory, f"{self[0].uuid}.slot5", memory=70 * GIB))
+        proper(self, *words, **more)
+
+    monkeypatch.setattr(Claim, "explain", overtaken)
+    with pytest.raises(NotEnoughGpus, match=r"only 10\.0GiB left"):
+        acquire(machine, wanting(20), directory)
+
+    assert [record.id for record in probe(directory, [machine.devices[0].uuid])] == ["forged"]
+
+
+def test_the_job_is_told_its_share_in_the_variables_that_frameworks_read(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with acquire(single(), wanting(10), directory) as claim:
+        environment = claim.environment()
+        assert environment["GPUGUARD_MEMORY"] == str(10 * GIB)
+        assert environment["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
+        assert environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.1250"
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".05")
+        assert claim.environment()["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ".05"
+        monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", ".05")
+        assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in claim.environment()
+    with acquire(single(), ALONE, directory) as claim:
+        assert not set(hold.SHARE_VARIABLES) & set(claim.environment())
+
+
+def test_inside_a_share_commands_do_not_exclude_each_other_nor_the_neighbours(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = single()
+    with acquire(machine, wanting(10), directory) as outer:
+        monkeypatch.setenv("GPUGUARD_CLAIM", outer.id)
+        with acquire(machine, ALONE, directory) as one, acquire(machine, ALONE, directory) as other:
+            assert one[0].index == other[0].index == 0
+            monkeypatch.delenv("GPUGUARD_CLAIM")
+            acquire(machine, wanting(10), directory).release()
+
+
+def test_a_shared_instance_excludes_its_whole_gpu_and_is_excluded_by_it(directory: LockDirectory) -> None:
+    parent = a_device(0, mig_mode=True)
+    divided = Machine(parent, a_mig_instance(parent, 0))
+    whole = Machine(a_device(0))
+    with (
+        acquire(divided, wanting(10), directory),
+        acquire(divided, wanting(10, max_util=100.0), directory),
+        pytest.raises(NotEnoughGpus),
+    ):
+        acquire(whole, ALONE, directory)
+    with acquire(whole, wanting(1), directory), pytest.raises(NotEnoughGpus, match="its whole GPU is shared"):
+        acquire(divided, wanting(10), directory)
+    with acquire(whole, wanting(1), directory), pytest.raises(NotEnoughGpus):
+        acquire(divided, ALONE, directory)
+
+
+def test_the_record_of_an_exclusive_claim_says_nothing_of_shares(directory: LockDirectory, tmp_path: Path) -> None:
+    with acquire(single(), ALONE, directory):
+        (path,) = (tmp_path / "claims").iterdir()
+        assert not {"memory", "slots", "most"} & set(json.loads(path.read_text().splitlines()[0]))

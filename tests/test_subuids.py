@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from booked import NOW, UUIDS, a_reservation, a_reserved
 from lines import a_ticket
-from test_lines import a_line
+from test_text import a_line
 from users import ALICE, BOB
 
 from gpuguard import users

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -19,10 +21,11 @@ from daemons import a_daemon
 from guarded import SOMEBODY, Listing
 from nodes import eventually, remove
 
-from gpuguard.claims.directory import lock_directory, open_lock
+from gpuguard.claims.directory import lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, probe
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, read_restrictions
 from gpuguard.daemon import requests
+from gpuguard.daemon.broker_client import _locks
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.requests import ADMINISTRATION, VERBS, RequestHandlers, handle
 from gpuguard.errors import GpuguardError
@@ -317,3 +320,31 @@ def test_where_the_kernel_forbids_it_the_daemon_is_asked_and_without_one_the_use
             alone = subprocess.run([*words[:-1], holder.id], **options, check=False)
 
             assert alone.returncode == 1 and "sudo gpuguard release" in alone.stderr and holder.record()
+
+
+# What the daemon gave, looked at: a claim, or nothing of it stays open.
+
+
+DEVICE = a_device(0)
+GIVEN = {"claim": "3f0c9e21", "locks": [DEVICE.uuid]}
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_locks_that_cannot_be_looked_at_for_want_of_a_descriptor_are_given_back_and_the_daemon_is_not_blamed(
+    tmp_path, left
+):
+    directory = lock_directory(str(tmp_path))
+    given, other = open_lock(directory, DEVICE.uuid), open_lock(directory, DEVICE.uuid)
+    assert try_flock(given)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, limits[1]))
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+            _locks(directory, [DEVICE], GIVEN, (given,), shared=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert try_flock(other)
+    os.close(other)
