@@ -21,7 +21,8 @@ from test_metrics import FULL
 from gpuguard.device_state import uses
 from gpuguard.metrics.compat import COMPAT
 from gpuguard.metrics.exposition import to_prometheus
-from gpuguard.metrics.families import MetricFacts, metric_families
+from gpuguard.metrics.facts import MetricFacts
+from gpuguard.metrics.families import metric_families
 
 DEVICES, CLAIMED = 8, 6
 USERS = ("alice", "bob", "carol", "dave")

@@ -36,13 +36,13 @@ from gpuguard.claims import grants, records, release_requests, restrictions
 from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory
 from gpuguard.claims.restrictions import boot_id
 from gpuguard.cli import deny, top_feed
-from gpuguard.cli.metrics import text_of
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.device_state import uses
 from gpuguard.enforcement import limits
 from gpuguard.errors import BackendError, DriverUnresponsive, GpuguardError
 from gpuguard.history.audit_log import append
-from gpuguard.metrics.families import MetricFacts
+from gpuguard.metrics.exposition import prometheus_text
+from gpuguard.metrics.facts import MetricFacts
 from gpuguard.model import ALL_FIELDS, ClaimRecord, Event, Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.queue import estimates, reservation_store, tickets
@@ -68,7 +68,7 @@ def shown(snapshot: Snapshot) -> None:
     found = uses(snapshot, process_facts(snapshot))
     "\n".join(who.to_text(snapshot, found, width=80)).encode()
     json_text(who.to_json(snapshot, found))
-    text_of(MetricFacts(NOW, "1", snapshot), ["dcgm"]).encode()
+    prometheus_text(MetricFacts(NOW, "1", snapshot), ["dcgm"]).encode()
 
 
 def a_whole_snapshot(place: Path) -> Snapshot:

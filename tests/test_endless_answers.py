@@ -16,7 +16,7 @@ from endpoints import a_certificate, a_mail_server
 from targets import a_message, by_smtp
 
 from gpuguard.errors import GpuguardError
-from gpuguard.metrics.influx import Outbox
+from gpuguard.metrics.influx import InfluxClient
 from gpuguard.notify.connections import MOST_BYTES
 from gpuguard.notify.mail import Email
 from gpuguard.notify.sender import attempt
@@ -135,7 +135,7 @@ def test_a_server_that_repeats_the_token_does_not_make_us_repeat_it(before):
     answer = before + b"Token s3cret-and-long, was sent"
     whole = b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer
     with a_peer(once(whole)) as port, pytest.raises(GpuguardError, match="401") as refused:
-        Outbox(f"http://127.0.0.1:{port}/write?db=x", "s3cret-and-long").send(["a x=1"])
+        InfluxClient(f"http://127.0.0.1:{port}/write?db=x", "s3cret-and-long").send(["a x=1"])
 
     assert "s3c" not in str(refused.value)
 
@@ -152,7 +152,7 @@ def test_a_server_that_repeats_the_token_does_not_make_us_repeat_it(before):
 )
 def test_what_influxdb_gets_waits_whatever_answers_there(talk, why):
     with a_peer(talk) as port:
-        outbox = Outbox(f"http://127.0.0.1:{port}/write?db=x", timeout=0.5)
+        outbox = InfluxClient(f"http://127.0.0.1:{port}/write?db=x", timeout=0.5)
         with pytest.raises(GpuguardError, match=why):
             outbox.send(["a x=1"])
 

@@ -16,9 +16,8 @@ from nodes import eventually, start
 from test_metrics import FULL, facts_about
 
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.metrics.exposition import to_influx
 from gpuguard.metrics.families import metric_families
-from gpuguard.metrics.influx import MOST_BATCHES, Outbox
+from gpuguard.metrics.influx import MAX_BATCHES, InfluxClient, to_influx
 
 HOSTILE = 'eve, x=1\\ "q" 张\n\\'
 
@@ -69,7 +68,9 @@ def test_influxdb_answers_with_our_numbers(tmp_path):
     device = a_device(memory_used=10 * GIB, **FULL)
     snapshot = a_snapshot(device, claims=(a_claim_record(device, user=HOSTILE),))
     with an_influxdb(tmp_path) as influx:
-        Outbox(influx.url).send(to_influx(metric_families(facts_about(snapshot)), "node 1,x=\\", snapshot.taken_at))
+        InfluxClient(influx.url).send(
+            to_influx(metric_families(facts_about(snapshot)), "node 1,x=\\", snapshot.taken_at)
+        )
 
         (one,) = influx.query("SELECT memory_used_bytes, temperature_celsius FROM gpuguard_device WHERE uuid != ''")[:1]
         assert (one["memory_used_bytes"], one["temperature_celsius"]) == (10 * GIB, 35)
@@ -96,38 +97,38 @@ def test_the_command_sends_again_and_again(tmp_path):
 
 def test_influxdb_refuses_what_is_no_line(tmp_path):
     with an_influxdb(tmp_path) as influx, pytest.raises(GpuguardError, match="refuses what was sent: 400"):
-        Outbox(influx.url).send(["gpuguard_device,host= x=1"])
+        InfluxClient(influx.url).send(["gpuguard_device,host= x=1"])
 
 
 def test_what_cannot_be_sent_waits_and_goes_out_in_its_order():
     with a_web() as web:
-        outbox, web.status = Outbox(web.url), 503
+        client, web.status = InfluxClient(web.url), 503
         for batch in ("a x=1", "b x=1"):
             with pytest.raises(GpuguardError, match="answers 503"):
-                outbox.send([batch])
+                client.send([batch])
         web.status, web.got = 204, []
-        outbox.send(["c x=1"])
+        client.send(["c x=1"])
 
     assert [body for _, _, body in web.got] == ["a x=1\n", "b x=1\n", "c x=1\n"]
-    assert outbox.waiting == 0
+    assert client.waiting == 0
 
 
 def test_what_waits_is_bounded():
-    outbox = Outbox(f"http://127.0.0.1:{free_port()}/write?db=x")
-    for number in range(MOST_BATCHES + 5):
+    client = InfluxClient(f"http://127.0.0.1:{free_port()}/write?db=x")
+    for number in range(MAX_BATCHES + 5):
         with pytest.raises(GpuguardError, match="cannot be reached"):
-            outbox.send([f"a x={number}"])
+            client.send([f"a x={number}"])
 
-    assert outbox.waiting == MOST_BATCHES
+    assert client.waiting == MAX_BATCHES
 
 
 def test_what_is_refused_does_not_stop_what_comes_behind_it():
     with a_web() as web:
-        outbox, web.status = Outbox(web.url), 400
+        client, web.status = InfluxClient(web.url), 400
         with pytest.raises(GpuguardError, match="refuses"):
-            outbox.send(["bad"])
+            client.send(["bad"])
         web.status, web.got = 204, []
-        outbox.send(["good x=1"])
+        client.send(["good x=1"])
 
     assert [body for _, _, body in web.got] == ["good x=1\n"]
 
@@ -136,7 +137,7 @@ def test_the_token_goes_along_and_not_to_where_an_answer_redirects():
     with a_web() as web, a_web() as other:
         web.status, web.headers = 302, {"Location": other.url}
         with pytest.raises(GpuguardError, match="302"):
-            Outbox(web.url, "s3cret").send(["a x=1"])
+            InfluxClient(web.url, "s3cret").send(["a x=1"])
 
     assert web.got[0][1]["Authorization"] == "Token s3cret"
     assert other.got == []
@@ -152,7 +153,7 @@ def test_a_server_that_does_not_answer_is_given_up():
         thread.start()
         try:
             with pytest.raises(GpuguardError, match="cannot be reached"):
-                Outbox(f"http://127.0.0.1:{server.server_port}/write", timeout=0.3).send(["a x=1"])
+                InfluxClient(f"http://127.0.0.1:{server.server_port}/write", timeout=0.3).send(["a x=1"])
         finally:
             server.shutdown()
             thread.join()
@@ -171,7 +172,7 @@ def test_a_server_that_does_not_answer_is_given_up():
 )
 def test_an_address_that_will_not_do_is_refused(url, token):
     with pytest.raises(InvalidRequest, match="--influx"):
-        Outbox(url, token)
+        InfluxClient(url, token)
 
 
 def test_the_token_comes_from_a_file_that_is_ours_alone(tmp_path):

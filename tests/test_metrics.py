@@ -13,19 +13,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpuguard.device_state import STATES, uses
 from gpuguard.metrics.compat import COMPAT, DCGM, NVITOP, dcgm, nvitop
-from gpuguard.metrics.exposition import spelled, to_influx, to_prometheus
+from gpuguard.metrics.exposition import format_number, to_prometheus
+from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import (
     DEVICE_VALUES,
-    LONGEST_LABEL,
-    MOST_JOBS,
-    MOST_NAMELESS,
-    MOST_USERS,
-    MetricFacts,
+    MAX_JOBS,
+    MAX_LABEL,
+    MAX_NAMELESS,
+    MAX_USERS,
     MetricFamily,
     labels,
     metric_families,
-    namer,
+    user_labels,
 )
+from gpuguard.metrics.influx import to_influx
 from gpuguard.model import Device, Gap, Snapshot
 
 FULL = {
@@ -175,21 +176,21 @@ def test_no_label_is_a_pid():
 
 
 def test_so_many_users_make_no_more_series():
-    running = tuple(a_process(100 + place, user=f"user{place}", uid=2000 + place) for place in range(3 * MOST_USERS))
+    running = tuple(a_process(100 + place, user=f"user{place}", uid=2000 + place) for place in range(3 * MAX_USERS))
     page = told(metric_families(facts_about(a_snapshot(a_device(processes=running)))))
 
-    assert len(page["gpuguard_user_used_devices"]) == MOST_USERS + 1
-    assert the_one(page, "gpuguard_user_used_devices", user="(others)") == 2 * MOST_USERS
+    assert len(page["gpuguard_user_used_devices"]) == MAX_USERS + 1
+    assert the_one(page, "gpuguard_user_used_devices", user="(others)") == 2 * MAX_USERS
 
 
 def test_uids_without_a_name_are_few_and_keep_nobody_off_the_page():
     # Somebody in a user namespace has 65536 of them, and each may have more devices than alice.
-    crowd = [a_process(100 + place, user=str(100_000 + place), uid=100_000 + place) for place in range(3 * MOST_USERS)]
+    crowd = [a_process(100 + place, user=str(100_000 + place), uid=100_000 + place) for place in range(3 * MAX_USERS)]
     devices = a_device(0, processes=tuple(crowd)), a_device(1, processes=(a_process(99, user="alice"), *crowd))
     page = told(metric_families(facts_about(a_snapshot(*devices))))
 
     assert the_one(page, "gpuguard_user_used_devices", user="alice") == 1
-    assert len(page["gpuguard_user_used_devices"]) == MOST_NAMELESS + 2
+    assert len(page["gpuguard_user_used_devices"]) == MAX_NAMELESS + 2
 
 
 def test_claims_that_call_themselves_jobs_of_slurm_make_few_series():
@@ -198,7 +199,7 @@ def test_claims_that_call_themselves_jobs_of_slurm_make_few_series():
     claims = tuple(a_claim_record(device, id=each) for each in ids)
     page = told(metric_families(facts_about(a_snapshot(device, claims=claims))))
 
-    assert len(page["gpuguard_device_slurm_job"]) == MOST_JOBS
+    assert len(page["gpuguard_device_slurm_job"]) == MAX_JOBS
     assert {len(dict(each)["job"]) for each in page["gpuguard_device_slurm_job"]} == {4}
 
 
@@ -211,8 +212,8 @@ def test_names_that_look_alike_when_they_are_harmless_are_one():
 
 
 def test_a_nameless_process_is_nobodys():
-    assert namer([None, "eve"])(None) == "(unknown)"
-    assert namer(["(unknown)"])("(unknown)") == "(unknown)"
+    assert user_labels([None, "eve"])(None) == "(unknown)"
+    assert user_labels(["(unknown)"])("(unknown)") == "(unknown)"
 
 
 @given(st.text(max_size=200))
@@ -222,13 +223,13 @@ def test_whatever_a_name_is_it_stays_one_label_of_one_line(name):
     (read,) = told([family])["gpuguard_x"].items()
 
     assert read == ((("user", dict(labels(user=name))["user"]),), 1.0)
-    assert len(read[0][0][1]) <= LONGEST_LABEL
+    assert len(read[0][0][1]) <= MAX_LABEL
     assert len(to_prometheus([family]).splitlines()) == 3
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**70), 2**70).map(float))
 def test_a_number_is_read_as_it_was(value):
-    assert float(spelled(value)) == value
+    assert float(format_number(value)) == value
 
 
 def test_two_devices_with_the_same_uuid_do_not_spoil_the_page():

@@ -167,7 +167,7 @@ main(sys.argv[1:])
 
 
 @pytest.mark.parametrize(
-    "what", [("gpuguard.backends", "sampler", "start"), ("gpuguard.claims.watch", "Lookout", "look")]
+    "what", [("gpuguard.backends", "worker", "start"), ("gpuguard.claims.watch", "ClaimWatcher", "look")]
 )
 def test_a_machine_without_files_at_the_start_is_said_and_may_pass(gpuguard, tmp_path, what):
     code = ONCE.format(**dict(zip(("module", "owner", "name"), what, strict=True)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from builders import a_device, a_snapshot
@@ -16,7 +18,8 @@ from nodes import GIB, a_user, eventually
 from test_metrics import the_one
 from test_metrics_command import read
 
-from gpuguard.cli import metrics
+from gpuguard.metrics import facts
+from gpuguard.metrics.facts import DaemonFacts, EventCounter, MetricFacts, RareFields
 from gpuguard.model import CLOCKS, ECC, Event, Gap
 
 POLICY = """
@@ -109,34 +112,33 @@ def test_without_the_option_nothing_listens_and_no_clocks_are_read(tmp_path):
         assert "http://" not in daemon.said()
 
 
-class AGuard:
+class ADaemon:
     """A daemon that looked *age* seconds ago."""
 
     def __init__(self, age: float, trouble: str | None = None) -> None:
-        now = metrics.time.clock_gettime(metrics.time.CLOCK_BOOTTIME)
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.last, self.waiting = a_snapshot(clock=now - age), (a_ticket(),)
-        dog = {"interval": (1.0, 2.0), "pause": 2.0, "trouble": trouble, "seen": lambda snapshot: {}}
-        self.watchdog = type("Dog", (), dog)
+        watchdog = {"interval": (1.0, 2.0), "pause": 2.0, "trouble": trouble, "seen": lambda snapshot: {}}
+        self.watchdog = SimpleNamespace(**watchdog)
 
 
 @pytest.mark.parametrize(("age", "trouble", "current"), [(1, None, True), (7, None, False), (1, "lost", False)])
-def test_a_sample_counts_for_three_intervals(tmp_path, monkeypatch, age, trouble, current):
-    monkeypatch.setattr(metrics, "with_directory", lambda facts, _: facts)
-    facts = metrics.facts_of(AGuard(age, trouble), None, metrics.Counting(), metrics.Seldom())()
+def test_a_sample_counts_for_three_intervals(age, trouble, current):
+    told = DaemonFacts(ADaemon(age, trouble), None, EventCounter()).read()
 
-    assert (facts.current, facts.driver_up, bool(facts.uses)) == (current, current, current)
-    assert (facts.waiting is not None) == current  # else the line is read again
+    assert (told.current, told.driver_up, bool(told.uses)) == (current, current, current)
+    assert (told.waiting is not None) == current  # else the queue is read again
 
 
 def test_only_what_a_policy_did_is_counted_as_such(monkeypatch):
-    counting = metrics.Counting()
-    monkeypatch.setattr(metrics.audit_log, "append", lambda event: event.kind != "warn")
+    counter = EventCounter()
+    monkeypatch.setattr(facts.audit_log, "append", lambda event: event.kind != "warn")
     for kind, outcome, policy in (
         ("warn", "done", "p"), ("warn", "done", "p"), ("note", "gap", "p"), ("release", "done", None),
         ("watchdog", "driver unresponsive", None), ("watchdog", "watching again", None),
     ):  # fmt: skip
-        counting.append(Event(1.0, kind, outcome, facts=(("policy", policy),)))
-    counted = counting.counted()
+        counter.append(Event(1.0, kind, outcome, facts=(("policy", policy),)))
+    counted = counter.add_to(MetricFacts(0.0, "1"))
 
     assert counted.actions == {("p", "warn", "done"): 2}
     assert (counted.unrecorded, counted.troubles) == (2, 1)
@@ -144,21 +146,21 @@ def test_only_what_a_policy_did_is_counted_as_such(monkeypatch):
 
 def test_errors_of_memory_are_read_each_minute_and_only_while_somebody_asks(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
-    seldom, without = metrics.Seldom(), a_snapshot(a_device())
-    assert seldom.groups() == frozenset()
+    monkeypatch.setattr(facts.time, "monotonic", lambda: now)
+    rare, without = RareFields(), a_snapshot(a_device())
+    assert rare.groups() == frozenset()
 
-    seldom.asked()
-    assert seldom.groups() == {CLOCKS, ECC}
-    assert seldom.errors(without)[0].remapped_rows is None
-    seldom.errors(a_snapshot(a_device(remapped_rows=3)))
-    assert seldom.groups() == {CLOCKS}
-    assert seldom.errors(without)[0].remapped_rows == 3
+    rare.scraped()
+    assert rare.groups() == {CLOCKS, ECC}
+    assert rare.errors(without)[0].remapped_rows is None
+    rare.errors(a_snapshot(a_device(remapped_rows=3)))
+    assert rare.groups() == {CLOCKS}
+    assert rare.errors(without)[0].remapped_rows == 3
 
     now += 61
-    assert seldom.groups() == {CLOCKS, ECC}
-    seldom.errors(a_snapshot(a_device(), gaps=(Gap(a_device().uuid, "remapped_rows", "not supported"),)))
-    assert seldom.groups() == {CLOCKS} and seldom.errors(without)[0].remapped_rows is None
+    assert rare.groups() == {CLOCKS, ECC}
+    rare.errors(a_snapshot(a_device(), gaps=(Gap(a_device().uuid, "remapped_rows", "not supported"),)))
+    assert rare.groups() == {CLOCKS} and rare.errors(without)[0].remapped_rows is None
 
     now += 301
-    assert seldom.groups() == frozenset()
+    assert rare.groups() == frozenset()

@@ -23,11 +23,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuguard import capabilities
-from gpuguard.cli.metrics import ADDRESS, add_expose_option
+from gpuguard.cli.metrics import add_expose_option, page_server
 from gpuguard.cli.options import add_source_options, directory_of, quantity
 from gpuguard.errors import InvalidRequest
-from gpuguard.history import audit_log
 from gpuguard.history.audit_log import MACHINE_EVENTS
+from gpuguard.metrics.facts import DaemonFacts, EventCounter
+from gpuguard.metrics.server import ADDRESS, PageServer, pages
 from gpuguard.model import Event
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.units import format_count, parse_duration
@@ -35,8 +36,6 @@ from gpuguard.units import format_count, parse_duration
 if TYPE_CHECKING:
     import argparse
 
-    from gpuguard.claims.directory import LockDirectory
-    from gpuguard.cli.metrics import DaemonNumbers
     from gpuguard.daemon.service import Daemon
     from gpuguard.policies.policy import Judgement
 
@@ -96,14 +95,14 @@ def main(args: argparse.Namespace) -> int:
         if not alone:
             _say(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
             return service.EXIT_RUNNING
-        telling = _telling(args, directory)
-        backend = open_worker(args.backend)
+        server = _metrics_server(args)
+        backend, counter = open_worker(args.backend), EventCounter()
         try:
-            append = telling.counting.append if telling else audit_log.append
-            guard = service.Daemon(backend, directory, settings, _say, _show, append)
+            guard = service.Daemon(backend, directory, settings, _say, _show, counter.append)
             if not args.once:
-                if telling:
-                    _say(telling.start(guard))
+                if server:
+                    server.start(pages(DaemonFacts(guard, directory, counter).read, ()))
+                    _say(f"serving http://{server.address}/metrics")
                 _spare_the_collector()
                 return guard.serve()
             status, judgement = guard.once()
@@ -111,8 +110,8 @@ def main(args: argparse.Namespace) -> int:
                 _say_what_stands(guard, judgement, args.enforce)
             return status
         finally:
-            if telling:
-                telling.close()
+            if server:
+                server.close()
             backend.close()
 
 
@@ -137,17 +136,15 @@ def _spare_the_collector() -> None:
     gc.set_threshold(YOUNG)
 
 
-def _telling(args: argparse.Namespace, directory: LockDirectory) -> DaemonNumbers | None:
-    """What --metrics serves; loaded only where it is wanted."""
+def _metrics_server(args: argparse.Namespace) -> PageServer | None:
+    """What --metrics serves listens already before the daemon starts: an address that is taken is a usage error."""
     if args.metrics_expose is not None and not args.metrics:
         raise InvalidRequest("--metrics-expose is about --metrics.")
     if not args.metrics:
         return None
     if args.once:
         raise InvalidRequest("--metrics does not go with --once, which ends at once.")
-    from gpuguard.cli.metrics import DaemonNumbers
-
-    return DaemonNumbers(args.metrics, args.metrics_expose, directory)
+    return page_server(args.metrics, args.metrics_expose)
 
 
 def _reload(args: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpuguard.metrics.families import ERRORS, Labels, MetricFacts, MetricFamily, labels, number
+from gpuguard.metrics.facts import ERROR_FIELDS, MetricFacts
+from gpuguard.metrics.families import Labels, MetricFamily, labels, number
 from gpuguard.model import Device, Snapshot
 from gpuguard.views.who import device_label
 
@@ -52,17 +53,16 @@ def dcgm(facts: MetricFacts) -> list[MetricFamily]:
     """What dcgm-exporter would tell; the parts of a divided device bear its uuid, as there."""
     if not facts.snapshot or not facts.current:
         return []
-    snapshot, found = facts.snapshot, []
-    places = {device.uuid: _dcgm_labels(device, snapshot) for device in snapshot.devices}
-    for name, kind, text, source, factor in DCGM:
+    snapshot, families = facts.snapshot, []
+    series = {device.uuid: _dcgm_labels(device, snapshot) for device in snapshot.devices}
+    for name, kind, text, field, factor in DCGM:
         values = {}
-        read = facts.errors or snapshot.devices if source in ERRORS else snapshot.devices
-        for device in read:
-            value = number(getattr(device, source), factor)
+        for device in facts.errors or snapshot.devices if field in ERROR_FIELDS else snapshot.devices:
+            value = number(getattr(device, field), factor)
             if value is not None:
-                values[places[device.uuid]] = float(int(value)) if name in _WHOLE else value
-        found.append(MetricFamily(f"DCGM_FI_DEV_{name}", kind, text, values))
-    return [family for family in found if family.values]
+                values[series[device.uuid]] = float(int(value)) if name in _WHOLE else value
+        families.append(MetricFamily(f"DCGM_FI_DEV_{name}", kind, text, values))
+    return [family for family in families if family.values]
 
 
 def _dcgm_labels(device: Device, snapshot: Snapshot) -> Labels:
@@ -88,7 +88,7 @@ def nvitop(facts: MetricFacts) -> list[MetricFamily]:
     if not facts.snapshot or not facts.current:
         return []
     snapshot = facts.snapshot
-    places = {
+    series = {
         device.uuid: labels(
             hostname=snapshot.host,
             index=device_label(device).replace(".", ":"),
@@ -97,22 +97,26 @@ def nvitop(facts: MetricFacts) -> list[MetricFamily]:
         )
         for device in snapshot.devices
     }
-    found = [
-        MetricFamily(name, "gauge", text, _known({places[one.uuid]: number(getattr(one, source), factor)
-                                            for one in snapshot.devices}))
-        for name, text, source, factor in NVITOP
-    ]  # fmt: skip
-    shares = {places[one.uuid]: _percent(one.memory_used, one.memory_total) for one in snapshot.devices}
-    found.append(MetricFamily("gpu_memory_percent_Percentage", "gauge", "GPU memory percent (%).", _known(shares)))
+    families = [
+        MetricFamily(
+            name,
+            "gauge",
+            text,
+            _known({series[device.uuid]: number(getattr(device, field), factor) for device in snapshot.devices}),
+        )
+        for name, text, field, factor in NVITOP
+    ]
+    shares = {series[device.uuid]: _percent(device.memory_used, device.memory_total) for device in snapshot.devices}
+    families.append(MetricFamily("gpu_memory_percent_Percentage", "gauge", "GPU memory percent (%).", _known(shares)))
     count = sum(device.parent_uuid is None for device in snapshot.devices)
     about = labels(
         hostname=snapshot.host, device_count=count, driver_version=snapshot.driver_version,
         cuda_driver_version=snapshot.cuda_version,
     )  # fmt: skip
-    found.append(
+    families.append(
         MetricFamily("nvitop_info", "gauge", "The machine, under the name that nvitop-exporter gives it.", {about: 1.0})
     )
-    return [family for family in found if family.values]
+    return [family for family in families if family.values]
 
 
 def _known(values: dict[Labels, float | None]) -> dict[Labels, float]:

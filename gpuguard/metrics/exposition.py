@@ -1,82 +1,85 @@
-"""How families of numbers are spelled: the text format of Prometheus 0.0.4, and the line protocol of InfluxDB.
+"""The text format of Prometheus 0.0.4: as a page, and as a file for node_exporter's textfile collector.
 
-Both by hand: prometheus-client cannot write the counters that dcgm-exporter has, whose names do not end in _total,
-takes 71 to 86 ms to import, and would be one more stranger's code in a daemon of root.
+By hand: prometheus-client cannot write the counters that dcgm-exporter has, whose names do not end in _total.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from functools import lru_cache
+import os
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 
-from gpuguard.metrics.families import Labels, MetricFamily
-from gpuguard.sanitize import neutralise
+from gpuguard.errors import GpuguardError
+from gpuguard.metrics.compat import COMPAT
+from gpuguard.metrics.facts import MetricFacts
+from gpuguard.metrics.families import MetricFamily, metric_families
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# InfluxDB keeps the numbers of one subject in one line.
-SUBJECTS = ("gpuguard_device_", "gpuguard_user_", "gpuguard_")
-_SPECIAL = re.compile(r"([,= ])")
+FILE = "gpuguard.prom"
 
 
-def to_prometheus(found: Iterable[MetricFamily]) -> str:
-    """The page that Prometheus reads."""
-    return "".join(map(_block, found))
+def prometheus_text(facts: MetricFacts, compat: Collection[str] = ()) -> str:
+    """The page for Prometheus: our own names, and those of the exporters *compat*."""
+    families = metric_families(facts)
+    for name in dict.fromkeys(compat):
+        families += COMPAT[name](facts)
+    return to_prometheus(families)
 
 
-@lru_cache(maxsize=128)
-def _block(family: MetricFamily) -> str:
-    lines = [f"# HELP {family.name} {_help(family.help)}", f"# TYPE {family.name} {family.kind}"]
-    lines += [f"{family.name}{_labels(each)} {spelled(value)}" for each, value in family.values.items()]
+def to_prometheus(families: Iterable[MetricFamily]) -> str:
+    """*families* as Prometheus reads them."""
+    lines = []
+    for family in families:
+        lines += [f"# HELP {family.name} {_escaped(family.help)}", f"# TYPE {family.name} {family.kind}"]
+        for labels, value in family.values.items():
+            quoted = ",".join(f'{name}="{_quoted(text)}"' for name, text in labels)
+            lines.append(f"{family.name}{f'{{{quoted}}}' if quoted else ''} {format_number(value)}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def to_influx(found: Iterable[MetricFamily], host: str, time: float) -> list[str]:
-    """Lines of InfluxDB's protocol, one per subject.
-
-    Args:
-        found: under our own names.
-        host: a tag of each line.
-        time: unix time of the values.
-    """
-    points: dict[tuple[str, Labels], list[str]] = {}
-    for family in found:
-        start = next((each for each in SUBJECTS if family.name.startswith(each)), "")
-        measurement = start.rstrip("_") or "gpuguard"
-        for each, value in family.values.items():
-            tags = tuple(sorted({**dict(each), "host": host}.items()))
-            points.setdefault((measurement, tags), []).append(f"{family.name.removeprefix(start)}={spelled(value)}")
-    stamp = round(time * 1000) * 10**6  # in nanoseconds; a float has no more than microseconds of today anyway
-    return [
-        f"{measurement}{''.join(f',{_tag(name)}={_tag(value)}' for name, value in tags if value)} "
-        f"{','.join(values)} {stamp}"
-        for (measurement, tags), values in points.items()
-    ]
-
-
-@lru_cache(maxsize=512)  # most are what they were at the last scrape
-def spelled(value: float) -> str:
+def format_number(value: float) -> str:
     """``"3"``, ``"0.25"``: a whole number without a point."""
     return str(int(value)) if value == int(value) and abs(value) < 2**63 else repr(value)
 
 
-@lru_cache(maxsize=4096)  # the same ones at every scrape
-def _labels(each: Labels) -> str:
-    if not each:
-        return ""
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in each) + "}"
+def _quoted(text: str) -> str:
+    return _escaped(text).replace('"', '\\"')
 
 
-def _escaped(value: str) -> str:
-    return _help(value).replace('"', '\\"')
-
-
-def _help(text: str) -> str:
+def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n")
 
 
-def _tag(text: str) -> str:
-    r"""A tag: ``,``, ``=`` and blanks escaped.  A backslash at its end would escape what stands behind it."""
-    one_line = neutralise(text)
-    ending = len(one_line) - len(one_line.rstrip("\\"))
-    return _SPECIAL.sub(r"\\\1", one_line[: len(one_line) - ending] + "/" * ending)
+def write_textfile(directory: str, text: str) -> None:
+    """Replace FILE in *directory*: readers see the old page or the new one, whole.
+
+    Raises:
+        GpuguardError: it cannot be written.
+    """
+    unfinished = os.path.join(directory, f".{FILE}.{os.getpid()}")  # node_exporter reads *.prom alone
+    try:
+        _remove_unfinished(directory)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(unfinished, flags, 0o644), "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o644)
+            file.write(text)
+        os.rename(unfinished, os.path.join(directory, FILE))
+    except OSError as error:
+        if os.path.lexists(unfinished):
+            os.unlink(unfinished)
+        raise GpuguardError(f"{directory}/{FILE} cannot be written: {error.strerror}.") from error
+
+
+def remove_textfile(directory: str) -> None:
+    """Remove FILE: old numbers look like new ones where nothing writes them any more."""
+    with suppress(OSError):  # it is gone, or not ours
+        os.unlink(os.path.join(directory, FILE))
+
+
+def _remove_unfinished(directory: str) -> None:
+    """Remove what writers left that were killed."""
+    for name in os.listdir(directory):
+        pid = name.removeprefix(f".{FILE}.")
+        if pid != name and (pid == str(os.getpid()) or not os.path.exists(f"/proc/{pid}")):
+            with suppress(OSError):  # another user's, or a directory of that name: no reason not to write ours
+                os.unlink(os.path.join(directory, name))

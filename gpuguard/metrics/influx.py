@@ -1,24 +1,65 @@
-"""Numbers for InfluxDB, sent by POST: what could not be sent waits, within bounds, and goes out with the next.
+"""InfluxDB: its line protocol, and sending lines by POST.
 
-Does not make the lines: see views.exposition.  Does not repeat what the server refused, since it would refuse it again.
+What could not be sent waits, within bounds, and goes out with the next lines.  What the server refused is not sent
+again, since it would refuse it again.
 """
 
 from __future__ import annotations
 
+import re
+import urllib.error
 from collections import deque
+from collections.abc import Iterable
+from http.client import HTTPException
 from urllib.parse import urlsplit
 
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.metrics.exposition import format_number
+from gpuguard.metrics.families import Labels, MetricFamily
 from gpuguard.notify.webhook import LOOPBACK, posted
+from gpuguard.sanitize import neutralise
 
-MOST_BATCHES = 120  # an hour at one per 30 s; the oldest go first
+# InfluxDB keeps the numbers of one subject in one line.
+SUBJECTS = ("gpuguard_device_", "gpuguard_user_", "gpuguard_")
+MAX_BATCHES = 120  # an hour at one per 30 s; the oldest go first
 TIMEOUT_SECONDS = 10.0
-_LONGEST_ANSWER = 300
-_MOST_READ = 8192  # of which so much is told: no part of a token may stand at the end
+_MAX_ANSWER = 300  # characters that are shown
+_MAX_READ = 8192  # bytes that are read before: no part of a token may stand at the end of what is shown
 
 
-class Outbox:
-    """Batches of lines on their way to *url*.
+def to_influx(families: Iterable[MetricFamily], host: str, time: float) -> list[str]:
+    """Lines of InfluxDB's protocol, one per subject.
+
+    Args:
+        families: under our own names.
+        host: a tag of each line.
+        time: unix time of the values.
+    """
+    points: dict[tuple[str, Labels], list[str]] = {}
+    for family in families:
+        start = next((subject for subject in SUBJECTS if family.name.startswith(subject)), "")
+        measurement = start.rstrip("_") or "gpuguard"
+        for labels, value in family.values.items():
+            tags = tuple(sorted({**dict(labels), "host": host}.items()))
+            field = f"{family.name.removeprefix(start)}={format_number(value)}"
+            points.setdefault((measurement, tags), []).append(field)
+    nanoseconds = round(time * 1000) * 10**6  # a float has no more than microseconds of today anyway
+    return [
+        f"{measurement}{''.join(f',{_tag(name)}={_tag(value)}' for name, value in tags if value)} "
+        f"{','.join(fields)} {nanoseconds}"
+        for (measurement, tags), fields in points.items()
+    ]
+
+
+def _tag(text: str) -> str:
+    r"""A tag: ``,``, ``=`` and blanks escaped.  A backslash at its end would escape what stands behind it."""
+    one_line = neutralise(text)
+    ending = len(one_line) - len(one_line.rstrip("\\"))
+    return re.sub(r"([,= ])", r"\\\1", one_line[: len(one_line) - ending] + "/" * ending)
+
+
+class InfluxClient:
+    """Sends batches of lines to *url*.
 
     Args:
         url: where InfluxDB takes lines: http://127.0.0.1:8086/write?db=gpuguard, or /api/v2/write?org=..&bucket=..
@@ -32,7 +73,7 @@ class Outbox:
     def __init__(self, url: str, token: str | None = None, timeout: float = TIMEOUT_SECONDS) -> None:
         _check(url, token)
         self._url, self._token, self._timeout = url, token, timeout
-        self._batches: deque[bytes] = deque(maxlen=MOST_BATCHES)
+        self._batches: deque[bytes] = deque(maxlen=MAX_BATCHES)
 
     @property
     def waiting(self) -> int:
@@ -51,7 +92,7 @@ class Outbox:
             refused = self._post(self._batches[0])
             self._batches.popleft()
             if refused:
-                raise GpuguardError(f"{self._place()} refuses what was sent: {refused}")
+                raise GpuguardError(f"{self._server()} refuses what was sent: {refused}")
 
     def _post(self, body: bytes) -> str | None:
         """Send one batch; why it was refused for good.
@@ -59,39 +100,35 @@ class Outbox:
         Raises:
             GpuguardError: it may be taken later.
         """
-        from http.client import HTTPException
-
         headers = {"Content-Type": "text/plain; charset=utf-8", "User-Agent": "gpuguard"}
         if self._token:
             headers["Authorization"] = f"Token {self._token}"
         try:
-            code, said = self._answer(body, headers)
+            code, reason = self._answer(body, headers)
         except HTTPException as error:
-            raise GpuguardError(f"{self._place()} answers nonsense: {type(error).__name__}") from None
+            raise GpuguardError(f"{self._server()} answers nonsense: {type(error).__name__}") from None
         except (OSError, ValueError) as error:
-            raise GpuguardError(f"{self._place()} cannot be reached: {getattr(error, 'reason', error)}") from None
+            raise GpuguardError(f"{self._server()} cannot be reached: {getattr(error, 'reason', error)}") from None
         if code is None:
             return None
-        answer = f"{code} {' '.join(said.split())}"
+        answer = f"{code} {' '.join(reason.split())}"
         if 400 <= code < 500 and code not in (408, 429):
             return answer
-        raise GpuguardError(f"{self._place()} answers {answer}")
+        raise GpuguardError(f"{self._server()} answers {answer}")
 
     def _answer(self, body: bytes, headers: dict[str, str]) -> tuple[int | None, str]:
         """The code of a refusal, and what is said about it; None: it was taken."""
-        import urllib.error
-
         try:
             posted(self._url, body, headers, self._timeout).close()
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(_MOST_READ).decode("utf-8", "replace")
+                text = error.read(_MAX_READ).decode("utf-8", "replace")
             if self._token:
-                said = said.replace(self._token, "(the token)")  # some servers repeat what they were sent
-            return error.code, said[:_LONGEST_ANSWER]
+                text = text.replace(self._token, "(the token)")  # some servers repeat what they were sent
+            return error.code, text[:_MAX_ANSWER]
         return None, ""
 
-    def _place(self) -> str:
+    def _server(self) -> str:
         return urlsplit(self._url).netloc
 
 

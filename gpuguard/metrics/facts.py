@@ -1,0 +1,268 @@
+"""What monitoring systems are told, and where it comes from: the driver, or a daemon and what it has counted.
+
+A scrape of a daemon is answered in a thread of its own, and waits neither for the driver nor for the daemon's loop.
+Does not make numbers of it: see families.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Protocol
+
+from gpuguard import __version__
+from gpuguard.claims.restrictions import QUARANTINED, read_restrictions
+from gpuguard.claims.watch import ClaimWatcher
+from gpuguard.device_state import DeviceUse, uses
+from gpuguard.enforcement.actions import ACTIONS
+from gpuguard.errors import BackendError, ClaimError
+from gpuguard.history import audit_log
+from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device, Event, Gap, Snapshot
+from gpuguard.procfs import process_facts
+from gpuguard.queue.tickets import who_waits
+from gpuguard.source import daemon_lives, read_state
+
+if TYPE_CHECKING:
+    from gpuguard.backends import Backend
+    from gpuguard.claims.directory import LockDirectory
+    from gpuguard.queue.priority import Ticket
+    from gpuguard.watchdog import Watchdog
+
+Action = tuple[str, str, str]  # policy, action, outcome
+# error, field of Device since the driver was loaded, field since the device was built
+ECC_FIELDS = (
+    ("corrected", "ecc_corrected_volatile", "ecc_corrected_aggregate"),
+    ("uncorrected", "ecc_uncorrected_volatile", "ecc_uncorrected_aggregate"),
+)
+# Fields of Device that change once in months, and are not in each sample.
+ERROR_FIELDS = ("ecc_mode", *(field for row in ECC_FIELDS for field in row[1:]), "retired_pages", "remapped_rows")
+ERRORS_SECONDS = 60.0  # between two readings of them: they are 9 of 30 driver calls per device
+SCRAPED_SECONDS = 300.0  # without a scrape, after which nobody is taken to read the numbers any more
+STALE_INTERVALS = 3  # a sample that is older says nothing about now
+_errors = attrgetter(*ERROR_FIELDS)
+
+
+@dataclass(frozen=True)
+class MetricFacts:
+    """All that is told.  None: unknown, or known only to the daemon.
+
+    Args:
+        now: unix time.
+        version: of gpuguard.
+        snapshot: the last one.
+        current: whether its values still count; otherwise only what a device is is told of it.
+        errors: its devices as they were when the errors of their memory were read last; (): as they are there.
+        uses: what goes on on its devices.
+        waiting: who waits, and since when (unix time).
+        quarantined: uuids that are out of service.
+        driver_up: whether the driver answered the last time.
+        daemon_up: whether a daemon guards this machine.
+        interval: seconds between two samples.
+        troubles: how often sampling began to fail since the daemon started.
+        actions: what policies did since then.
+        unrecorded: lines of the audit log that could not be written since then.
+    """
+
+    now: float
+    version: str
+    snapshot: Snapshot | None = None
+    current: bool = False
+    errors: tuple[Device, ...] = ()
+    uses: tuple[DeviceUse, ...] = ()
+    waiting: Sequence[tuple[str, float]] | None = None
+    quarantined: frozenset[str] | None = None
+    driver_up: bool | None = None
+    daemon_up: bool | None = None
+    interval: float | None = None
+    troubles: int | None = None
+    actions: Mapping[Action, int] | None = None
+    unrecorded: int | None = None
+
+
+class RareFields:
+    """What is read only while scrapes come: clocks, and now and then the errors of memory."""
+
+    def __init__(self) -> None:
+        self._scraped_at = self._read_at = -math.inf
+        self._known: dict[str, Device] = {}
+
+    def groups(self) -> frozenset[str]:
+        """What the next sample should read beside what it reads anyway."""
+        now = time.monotonic()
+        if now - self._scraped_at > SCRAPED_SECONDS:
+            return frozenset()
+        return frozenset({CLOCKS, ECC} if now - self._read_at >= ERRORS_SECONDS else {CLOCKS})
+
+    def scraped(self) -> None:
+        """A scrape has come."""
+        self._scraped_at = time.monotonic()
+
+    def errors(self, snapshot: Snapshot) -> tuple[Device, ...]:
+        """The devices of *snapshot* as they were when their errors were read last."""
+        now = time.monotonic()
+        were_read = any(value is not None for device in snapshot.devices for value in _errors(device))
+        if were_read or any(gap.field in ERROR_FIELDS for gap in snapshot.gaps):
+            self._known, self._read_at = {device.uuid: device for device in snapshot.devices}, now
+        if now - self._read_at >= 3 * ERRORS_SECONDS:
+            return snapshot.devices
+        return tuple(self._known.get(device.uuid, device) for device in snapshot.devices)
+
+
+class MachineFacts:
+    """The facts of a machine: a daemon's latest snapshot where that has all that is wanted, else the driver's.
+
+    Args:
+        open_backend: opens the driver, when it is first needed.
+        directory: of the claims, looked up each time; raises ClaimError where there is none.
+        simulated: whether the backend is a simulated node.
+        fresh: whether the driver is read even while a daemon runs.
+        clocks: whether a daemon's snapshot must have clocks, as other exporters' names need.
+    """
+
+    def __init__(
+        self,
+        open_backend: Callable[[], Backend],
+        directory: Callable[[], LockDirectory],
+        *,
+        simulated: bool,
+        fresh: bool = False,
+        clocks: bool = False,
+    ) -> None:
+        self._open_backend, self._directory_of = open_backend, directory
+        self._simulated, self._fresh, self._clocks = simulated, fresh, clocks
+        self._backend: Backend | None = None
+        self._last: Snapshot | None = None
+        self._rare = RareFields()
+        self._claims = ClaimWatcher()
+        self.trouble: BackendError | None = None  # of the last reading
+
+    def read(self) -> MetricFacts:
+        """The machine now."""
+        directory = self._directory()
+        self.trouble = None
+        try:
+            self._last = self._sample(directory)
+        except BackendError as error:
+            self.trouble = error
+        snapshot, current = self._last, not self.trouble
+        facts = MetricFacts(time.time(), __version__, snapshot, current=current, driver_up=current)
+        if snapshot and current:
+            facts = replace(facts, uses=uses(snapshot, process_facts(snapshot)), errors=self._rare.errors(snapshot))
+        return _with_directory(facts, directory)
+
+    def close(self) -> None:
+        """Close the driver."""
+        if self._backend:
+            self._backend.close()
+
+    def _directory(self) -> LockDirectory | None:
+        try:
+            return self._directory_of()
+        except ClaimError:
+            return None
+
+    def _sample(self, directory: LockDirectory | None) -> Snapshot:
+        if directory and not self._fresh:
+            published = read_state(directory, time.clock_gettime(time.CLOCK_BOOTTIME), simulated=self._simulated)
+            if published and (not self._clocks or any(device.clock_sm is not None for device in published.devices)):
+                return published
+        self._backend = self._backend or self._open_backend()
+        self._rare.scraped()
+        snapshot = self._backend.sample(WHO_FIELDS | self._rare.groups())
+        try:
+            if directory is None:
+                raise ClaimError("there is no directory of claims that can be used")
+            return replace(snapshot, claims=self._claims.look(directory, [device.uuid for device in snapshot.devices]))
+        except ClaimError as error:
+            return replace(snapshot, gaps=(*snapshot.gaps, Gap(None, "claims", " ".join(str(error).split()))))
+
+
+class EventCounter:
+    """Counts Events on their way into the audit log."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._actions: Counter[Action] = Counter()
+        self._unrecorded = self._troubles = 0
+
+    def append(self, event: Event) -> bool:
+        """As audit_log.append."""
+        written = audit_log.append(event)
+        policy = dict(event.facts).get("policy")
+        with self._lock:
+            self._unrecorded += not written
+            self._troubles += event.kind == "watchdog" and event.outcome != "watching again"
+            if event.kind in ACTIONS and policy is not None:
+                self._actions[str(policy), event.kind, event.outcome] += 1
+        return written
+
+    def add_to(self, facts: MetricFacts) -> MetricFacts:
+        """*facts* with what was counted so far."""
+        with self._lock:
+            return replace(facts, actions=dict(self._actions), unrecorded=self._unrecorded, troubles=self._troubles)
+
+
+class WatchingDaemon(Protocol):
+    """What is read of a daemon (daemon.service.Daemon)."""
+
+    watchdog: Watchdog
+    last: Snapshot
+    waiting: tuple[Ticket, ...] | None
+
+
+class DaemonFacts:
+    """The facts of a daemon: its latest snapshot, and what it has counted; read() may be called in any thread.
+
+    Args:
+        daemon: it samples more while scrapes come.
+        directory: of the claims.
+        counter: of its Events.
+    """
+
+    def __init__(self, daemon: WatchingDaemon, directory: LockDirectory | None, counter: EventCounter) -> None:
+        self._daemon, self._directory, self._counter = daemon, directory, counter
+        self._rare = RareFields()
+        daemon.watchdog.further = self._rare.groups
+
+    def read(self) -> MetricFacts:
+        """What the daemon knows now."""
+        watchdog, snapshot, waiting = self._daemon.watchdog, self._daemon.last, self._daemon.waiting
+        interval = max(watchdog.interval[1], watchdog.pause)
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - snapshot.clock
+        current = watchdog.trouble is None and age <= STALE_INTERVALS * interval
+        sampled = bool(snapshot.taken_at)
+        self._rare.scraped()
+        facts = MetricFacts(
+            time.time(),
+            __version__,
+            snapshot if sampled else None,
+            current=current,
+            errors=self._rare.errors(snapshot),
+            uses=uses(snapshot, watchdog.seen(snapshot)) if current else (),
+            waiting=_since(waiting) if current else None,
+            driver_up=current if sampled or watchdog.trouble else None,  # None: it was not read yet
+            interval=interval,
+            daemon_up=True,
+        )
+        return _with_directory(self._counter.add_to(facts), self._directory)
+
+
+def _with_directory(facts: MetricFacts, directory: LockDirectory | None) -> MetricFacts:
+    """*facts* with what lies among the claims and is not known yet: who waits, what is out of service, and a daemon."""
+    if directory is None:
+        return facts
+    return replace(
+        facts,
+        waiting=facts.waiting if facts.waiting is not None else _since(who_waits(directory)),
+        quarantined=frozenset(read_restrictions(directory, QUARANTINED, facts.now)),
+        daemon_up=facts.daemon_up or daemon_lives(directory),
+    )
+
+
+def _since(waiting: Iterable[Ticket] | None) -> Sequence[tuple[str, float]] | None:
+    return None if waiting is None else [(ticket.user, ticket.since) for ticket in waiting]
