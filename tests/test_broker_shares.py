@@ -67,12 +67,6 @@ def test_two_users_share_a_device_and_everybody_sees_it(broker):
     assert eventually(lambda: broker.locked() == [])
 
 
-def test_no_more_than_there_is_is_promised(broker):
-    with broker.job(ALICE, *share("50GiB")):
-        assert "left beside" in tried(broker, BOB, *share("50GiB"))
-        assert tried(broker, BOB, *share("20GiB")) == ""
-
-
 def test_a_share_and_a_whole_device_exclude_each_other(broker):
     with broker.job(ALICE, *share("10GiB")):
         assert "shared by" in tried(broker, BOB, "--gpus", "0")
@@ -89,11 +83,6 @@ def test_roots_own_share_beside_those_of_users(broker):
         assert tried(broker, BOB, "--gpus", "0") != ""
     names = [name for name in os.listdir(broker.directory.locks) if name != "queue"]
     assert {os.stat(f"{broker.directory.locks}/{name}").st_mode & 0o777 for name in names} == {BROKERED}
-
-
-def test_the_smallest_number_of_sharers_that_somebody_wants_counts(own):
-    with own.job(ALICE, *share("1GiB", "--slots", "2")), own.job(BOB, *share("1GiB")):
-        assert "no more may join" in tried(own, BOB, *share("1GiB"))
 
 
 def test_commands_inside_a_share_run(own):

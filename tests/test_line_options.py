@@ -408,35 +408,6 @@ def test_options_make_a_request(line, wanted):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("-n 0", "0 GPUs cannot be asked for: ask for at least 1"),
-        ("-n -1", "-1 GPUs cannot be asked for"),
-        ("-n two", "-n: 'two' is not a whole number"),
-        ("-n 1.5", "-n: '1.5' is not a whole number"),
-        ("-n 3 --gpus 0,1", "-n 3 wants more than the 2 that --gpus 0,1 names"),
-        ("--gpus 0,0", "--gpus names device 0 twice"),
-        ("--gpus 0,,1", "names no device in one place"),
-        ("--gpus ''", "names no device in one place"),
-        ("--gpus 0,1 --exclude 1", "1 stands in --gpus and in --exclude"),
-        ("--min-free 20", "--min-free: '20' has no unit: write a memory size like '20GiB'"),
-        ("--min-free 20XB", "--min-free: '20XB' is not a memory size"),
-        ("--max-util 10", "--max-util: '10' has no unit: write a percentage like '10%'"),
-        ("--max-util 110%", "more than 100%"),
-        ("--max-temperature 80", "like '85C'"),
-        ("--max-processes -1", "permit 0 or more"),
-        ("--strategy best", "invalid choice: 'best'"),
-        ("--min-fre 20GiB", "unrecognized arguments"),
-    ],
-)
-def test_a_value_that_cannot_be_understood_says_what_to_write(line, message):
-    with pytest.raises(InvalidRequest) as fault:
-        request(line)
-
-    assert message in str(fault.value)
-
-
-@pytest.mark.parametrize(
     "line",
     [
         "-n 5 --model 'A100*'",

@@ -70,38 +70,6 @@ def test_the_command_begins_where_the_options_end(gpuguard, dashes):
     assert (done.returncode, done.stdout) == (0, "5 --help --\n"[:-1])
 
 
-@pytest.mark.parametrize("words", [(), ("--",), ("-n", "2"), ("-n", "2", "--")])
-def test_no_command_is_said_with_an_example(gpuguard, words):
-    done = gpuguard("run", *words)
-
-    assert done.returncode == 125
-    assert "a command to run is missing, as in `gpuguard run -n 2 -- python train.py`." in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        (("--bogus", "--", "true"), "unrecognized arguments: --bogus"),
-        (("-n", "0", "--", "true"), "at least 1"),
-        (("-n", "3", "--", "true"), "only 2 exist"),
-        (("--gpus", "0,0", "--", "true"), "twice"),
-        (("--min-free", "20", "--", "true"), "'20GiB'"),
-        (("--time-limit", "4", "--", "true"), "'10m'"),
-        (("--grace", "now", "--", "true"), "'10m'"),
-        (("--wait", "5", "--", "true"), "'10m'"),
-        (("--wait", "5s", "--no-wait", "--", "true"), "not allowed with"),
-        (("--exec", "--time-limit", "4h", "--", "true"), "timeout 4h"),
-        (("--visible", "name", "--", "true"), "invalid choice"),
-    ],
-)
-def test_a_wrong_request_is_one_clear_message_and_leaves_nothing_claimed(gpuguard, words, advice):
-    done = gpuguard("run", *words)
-
-    assert (done.returncode, done.stdout) == (125, "")
-    assert advice in done.stderr
-    assert claims(gpuguard) == []
-
-
 def test_the_job_has_the_variables_of_its_caller_and_those_of_its_claim_and_no_others(gpuguard):
     """In cron, which names no locale, Python sets LC_CTYPE for itself; ssh took that along to other machines."""
     bare = {name: value for name, value in gpuguard.environment.items() if not name.startswith(("LC_", "LANG"))}

@@ -182,15 +182,6 @@ def test_two_users_share_a_device_which_neither_gets_alone(machine: Machine) -> 
 
 
 @pytest.mark.root
-def test_whoever_has_a_device_alone_keeps_it_from_those_who_would_share(machine: Machine) -> None:
-    with machine.job(ALICE):
-        refused = machine(BOB, "run", "--no-wait", *SHARE, "--", "true")
-
-    assert refused.returncode == 75
-    assert f"claimed by {ALICE.pw_name}" in refused.stderr
-
-
-@pytest.mark.root
 def test_a_share_whose_record_another_user_cannot_have_made_small_is_believed(machine: Machine) -> None:
     lie = """
 import json, os, sys

@@ -13,12 +13,11 @@ from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a
 from machines import Machine
 
 from gpuguard.claims import claim as hold
-from gpuguard.claims.claim import Claim, unlock
+from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, probe, write_record
-from gpuguard.claims.shares import lock_parts
 from gpuguard.claims.slots import locked_slots
-from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
+from gpuguard.errors import NotEnoughGpus
 from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.request import Request
@@ -201,12 +200,6 @@ def test_a_share_excludes_an_exclusive_claim_which_is_told_who_shares(directory:
     acquire(machine, ALONE, directory).release()
 
 
-def test_an_exclusive_claim_excludes_a_share(directory: LockDirectory) -> None:
-    machine = single()
-    with acquire(machine, ALONE, directory), pytest.raises(NotEnoughGpus, match="claimed by"):
-        acquire(machine, wanting(1), directory)
-
-
 def test_the_kernel_bounds_how_many_share_a_device(directory: LockDirectory) -> None:
     machine = single()
     held = [acquire(machine, wanting(1), directory) for _ in range(8)]
@@ -214,34 +207,6 @@ def test_the_kernel_bounds_how_many_share_a_device(directory: LockDirectory) -> 
         acquire(machine, wanting(1), directory)
     for claim in held:
         claim.release()
-
-
-def test_who_asked_for_few_neighbours_gets_no_more_of_them(directory: LockDirectory) -> None:
-    machine = single()
-    with (
-        acquire(machine, wanting(1, slots=2), directory),
-        acquire(machine, wanting(1), directory),
-        pytest.raises(NotEnoughGpus, match="shared by 2 already, and no more may join"),
-    ):
-        acquire(machine, wanting(1), directory)
-
-
-def test_a_share_takes_one_of_as_many_slots_as_it_wants_neighbours(directory: LockDirectory) -> None:
-    device = a_device(0)
-    assert try_flock(open_lock(directory, f"{device.uuid}.slot0"))
-
-    assert lock_parts(directory, device, wanting(1, slots=1), None) is None
-    locks = lock_parts(directory, device, wanting(1, slots=2), None)
-    assert locks is not None and [lock.path[-5:] for lock in locks] == [device.uuid[-5:], "slot1"]
-    unlock(locks)
-
-
-def test_what_strangers_use_is_not_there_to_be_shared(directory: LockDirectory) -> None:
-    desktop = a_process(kind="graphics", memory_used=30 * GIB)
-    machine = single(processes=(desktop,), memory_used=30 * GIB)
-
-    with pytest.raises(NotEnoughGpus, match=r"only 50\.0GiB left"):
-        acquire(machine, wanting(60), directory)
 
 
 def test_a_strangers_process_makes_a_device_busy_for_a_share_too(directory: LockDirectory) -> None:
@@ -258,16 +223,6 @@ def test_the_processes_of_the_shares_do_not_make_it_busy(directory: LockDirector
         acquire(machine, wanting(40), directory).release()
         with pytest.raises(NotEnoughGpus, match=r"only 50\.0GiB left"):  # promised counts, not what is used of it
             acquire(machine, wanting(60), directory)
-
-
-def test_a_neighbour_who_takes_more_than_his_share_counts_with_what_he_takes(directory: LockDirectory) -> None:
-    machine = single()
-    with acquire(machine, wanting(10), directory):
-        machine.change(
-            0, processes=(a_process(os.getpid(), uid=os.getuid(), memory_used=50 * GIB),), memory_used=50 * GIB
-        )
-        with pytest.raises(NotEnoughGpus, match=r"only 30\.0GiB left"):
-            acquire(machine, wanting(40), directory)
 
 
 def test_roots_process_without_an_ancestor_in_a_share_is_a_strangers(directory: LockDirectory) -> None:
@@ -298,16 +253,6 @@ def test_the_least_busy_device_is_shared_first_and_then_one_that_is_shared_alrea
     assert chosen == [2, 2, 2]
     machine.change(2, utilization=45.0)
     assert acquire(machine, wanting(10), directory)[0].index == 1
-
-
-def test_a_share_that_no_device_has_is_refused_at_once(directory: LockDirectory) -> None:
-    with pytest.raises(ImpossibleRequest, match=r"--memory 90\.0GiB"):
-        acquire(single(), wanting(90), directory, wait=None)
-
-
-def test_a_device_for_one_process_only_is_never_shared(directory: LockDirectory) -> None:
-    with pytest.raises(ImpossibleRequest, match="only one process can use it"):
-        acquire(single(compute_mode="exclusive_process"), wanting(1), directory)
 
 
 def test_a_slot_without_a_record_is_a_share_of_unknown_size_until_it_ends(directory: LockDirectory) -> None:
