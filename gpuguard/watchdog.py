@@ -30,7 +30,7 @@ from gpuguard.enforcement.target import Context, Notifier, boot_clock, plain_eve
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
-from gpuguard.model import CLOCKS, ECC, STATS, WHO_FIELDS, ClaimRecord, Event, Gap, Snapshot, Subject, Verdict
+from gpuguard.model import CLOCKS, ECC, STATS, WHO_FIELDS, ClaimRecord, Event, Finding, Gap, Snapshot, Subject, Verdict
 from gpuguard.notify.templates import ENGLISH, TEMPLATES
 from gpuguard.policies import engine
 from gpuguard.policies.engine import PolicyStatus, policy_status
@@ -116,6 +116,7 @@ class Watchdog:
         self._lines, self._failed = Lines(), dict[str, float]()  # when a policy was said to fail: time.monotonic()
         places = (backend, self._record, self._still_true)
         self._context = Context(*places, enforce=enforce, share_host_pids=share_host_pids, directory=directory)
+        self._acting = self._context  # as of the last step: with its protected users, texts and targets
         self._untold, self._stop = list[Event](), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -290,6 +291,7 @@ class Watchdog:
             protected_executables=protected.executables,
             alarm=self._needs.targets,
         )
+        self._acting = context
         snapshot = self._view.snapshot
         self._apart("unkillable", partial(give_up, context, snapshot))
         put_off = {}
@@ -342,7 +344,19 @@ class Watchdog:
                 devices = (who.device,) if who.device else ()
                 place = {"user": who.user, "claim": who.claim}
                 self._record(plain_event("note", note.kind, note.text, devices, who.pid, **place, facts=facts))
+                if note.kind == "breaker" and note.subject:
+                    self._alarm(note.text, note.subject, note.policy or "")
             self._noted.add(key)
+
+    def _alarm(self, text: str, subject: Subject, name: str) -> None:
+        """Tell the targets of messages that a policy spares a user who alone has more than it may hit at once."""
+        assert self._view is not None
+        snapshot, policies = self._view.snapshot, self._judged_by
+        enforce = any(policy.enforce for policy in policies if policy.name == name)
+        for target in self._needs.targets:
+            finding, options = Finding("breaker", subject, text), (("to", target),)
+            verdict = Verdict(name, finding, "notify", 0, snapshot.clock, enforce=enforce, options=options)
+            self._apart(name, partial(actions.act, verdict, snapshot, self._acting))
 
     def _in_trouble(self, error: Exception | None) -> None:
         """Leave an Event when the loop falls into trouble, into another one, or comes out of it."""

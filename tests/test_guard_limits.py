@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 from builders import GIB, a_process, a_uuid
-from guarded import Scene
+from guarded import SOMEBODY, Scene, a_scene
 
+from gpuguard.claims.directory import lock_directory
+from gpuguard.claims.restrictions import DENIED, read_restrictions
 from gpuguard.clusters import slurm_jobs
 from gpuguard.enforcement import actions, identity, limits, preflight, signals, target
 from gpuguard.enforcement.limits import HOUR, REMEMBERED, PastAction
@@ -37,6 +40,15 @@ def deeds(scene: Scene, *, ago: float, count: int = 1, **fields: Any) -> None:
 
 def own_signature(scene: Scene) -> str:
     return target.signature(identity.facts_of(scene.pid))
+
+
+def restarts(scene: Scene, *, times: int = 2) -> None:
+    """The program of the scene was ended so often within the hour, and was started again after each end."""
+    started = 1.0
+    for number in range(times):
+        ago = 3000.0 - 900 * number
+        deeds(scene, ago=ago, process=(2 + number, started), signature=own_signature(scene))
+        started = scene.snapshot.clock - ago + 1
 
 
 LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
@@ -64,7 +76,7 @@ LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
     ),
     (
         "restart loop",
-        lambda scene: deeds(scene, ago=1800, count=2, signature=own_signature(scene)),
+        restarts,
         "terminate",
     ),
     (
@@ -104,10 +116,21 @@ def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, l
         (lambda scene: deeds(scene, ago=600, count=5, uid=4711), "terminate"),
         (lambda scene: deeds(scene, ago=20, devices=(scene.subject.device,)), "terminate"),  # pid 2 has ended
         (lambda scene: deeds(scene, ago=31, process=(scene.pid, scene.process.start_time)), "kill"),
-        (lambda scene: deeds(scene, ago=1800, signature=own_signature(scene)), "terminate"),
+        (lambda scene: restarts(scene, times=1), "terminate"),
+        (lambda scene: deeds(scene, ago=1800, count=2, signature=own_signature(scene)), "terminate"),
         (lambda scene: deeds(scene, ago=10, count=10, live=False), "terminate"),
     ],
-    ids=["rate", "victims", "own victims", "victims of one", "effect seen", "escalation", "restart loop", "dry run"],
+    ids=[
+        "rate",
+        "victims",
+        "own victims",
+        "victims of one",
+        "effect seen",
+        "escalation",
+        "restart loop",
+        "ran at the same time",
+        "dry run",
+    ],
 )
 def test_within_the_limits_it_goes_on(scene, before, action):
     before(scene)
@@ -326,3 +349,44 @@ def test_a_job_that_slurm_does_not_cancel_is_a_failure(scene, monkeypatch, answe
     monkeypatch.setattr(slurm_jobs, "cancel", lambda job: answer)
 
     assert scene.act("cancel").word == word
+
+
+def test_what_runs_already_when_others_are_ended_is_not_back():
+    """Four jobs of one user started at once: two were ended, and the others, which ran all the time, were spared."""
+    book, signature = limits.ActionLimits(), {**NOW, "signature": "a program"}
+    book.note(PastAction(500.0, "terminate", (2, 100.0), ("GPU-a",), live=True, signature="a program"))
+    book.note(PastAction(520.0, "terminate", (3, 100.0), ("GPU-b",), live=True, signature="a program"))
+
+    assert list(book.against("terminate", (4, 100.0), ["GPU-c"], uid=1001, **signature)) == []
+    assert list(book.against("terminate", (4, 530.0), ["GPU-c"], uid=1001, **signature)) == [], "that is one restart"
+
+
+@pytest.mark.parametrize("other", ["another script", "another claim"])
+def test_another_script_or_claim_is_another_program(scene, other):
+    """Two scripts that were given up on purpose bought a third one its safety."""
+    facts = identity.facts_of(scene.pid)
+    assert facts
+    one = target.signature(replace(facts, command="python train.py --seed 1"), "a")
+    again = target.signature(replace(facts, command="python -u train.py --seed 2"), "a")
+    another = {"another script": ("python mine.py", "a"), "another claim": ("python train.py", "b")}[other]
+    command, claim = another
+
+    assert one == again != target.signature(replace(facts, command=command), claim)
+
+
+@pytest.mark.root
+def test_whose_program_is_always_started_again_gets_no_new_claims_instead_of_a_pardon(tmp_path):
+    with a_scene(uid=SOMEBODY) as scene:
+        directory = lock_directory(str(tmp_path / "claims"))
+        scene.context(directory=directory)
+        restarts(scene)
+        assert [each.check for each in scene.act().against] == ["restart loop"]
+
+        denied = read_restrictions(directory, DENIED, time.time())[str(SOMEBODY)]
+        assert denied.reason == "the same program was ended 2 times within the hour, and was started again each time"
+        assert denied.until and 3500 < denied.until - time.time() <= 3600
+        assert [(event.kind, event.outcome) for event in scene.events] == [
+            ("terminate", "refused"),
+            ("deny", "about to"),
+        ]
+        assert scene.lives()

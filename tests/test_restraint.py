@@ -48,6 +48,39 @@ def test_the_breaker_counts_what_hits_no_process_and_yet_takes_something_away(ac
     assert len(ladder_at_its_end(a_policy(action, at_most_users=3), *crowd(3)).verdicts) == 3
 
 
+def test_one_user_with_too_many_processes_is_named_with_the_number_that_lets_them_through():
+    judgement = ladder_at_its_end(a_policy("terminate", at_most_processes=5), *crowd(1, each=6, user="mallory"))
+
+    [note] = judgement.notes
+    assert (note.subject.kind, note.subject.uid, note.subject.user) == ("user", 2000, "mallory")
+    assert "mallory alone has more than that.  `at_most: {processes: 6}` lets all through" in note.text
+
+
+def test_of_several_users_nobody_is_named():
+    judgement = ladder_at_its_end(a_policy("terminate", at_most_users=3), *crowd(4))
+
+    assert [note.subject for note in judgement.notes] == [None]
+
+
+def test_beyond_some_hits_as_many_as_allowed_so_that_nobody_is_safe_by_having_many():
+    policy = a_policy("terminate", at_most_processes=5, some_beyond=True)
+    judgement = ladder_at_its_end(policy, *crowd(1, each=7))
+
+    assert (len(judgement.verdicts), kinds(judgement)) == (5, {"breaker"})
+    assert "only 5 are, the oldest breach first" in judgement.notes[0].text
+    users = ladder_at_its_end(a_policy("terminate", at_most_users=3, some_beyond=True), *crowd(5))
+    assert len({verdict.finding.subject.uid for verdict in users.verdicts}) == 3
+
+
+def test_beyond_some_begins_with_the_oldest_breach():
+    later, earlier = crowd(2)
+    watch = Watch(a_policy("terminate", at_most_processes=1, some_beyond=True, hold=25), interval=30)
+    watch.sees(busy(0, earlier))
+    watch.sees(busy(4, later, earlier))
+
+    assert pids(watch.sees(busy(30, later, earlier)).verdicts) == {1001}
+
+
 def test_the_breaker_of_one_policy_does_not_stop_another():
     calm = a_policy("terminate", name="calm", rules=(Processes(15 * GIB),))
     devices = [*crowd(4), a_device(4, processes=(a_process(memory_used=20 * GIB),))]

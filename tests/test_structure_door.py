@@ -102,7 +102,7 @@ def requests_to(counter: Counter) -> list[dict[str, Any]]:
     reason = {"for_seconds": 60, "reason": "why"}
     return [
         {"do": "keep", "uid": 7, "device": counter.devices[0], **reason},
-        {"do": "end", "uid": 7, "device": None},
+        {"do": "end", "uid": 7},
         {"do": "release", "claim": answer["claim"], "uid": 0, "reason": "why"},
         {"do": "claims"},
         {"do": "status", "uid": 7},
@@ -186,7 +186,7 @@ CLIENTS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("verb", CLIENTS)
 def test_a_wrong_answer_is_no_fault_of_whoever_asked(counter, verb, monkeypatch, capsys):
     request = next(one for one in requests_to(counter) if one["do"] == verb)
-    answer, descriptors = call(counter.directory, {**request, "uid": None} if verb == "status" else request)
+    answer, descriptors = call(counter.directory, {"do": "status"} if verb == "status" else request)
     for descriptor in descriptors:
         os.close(descriptor)
     before = len(os.listdir("/proc/self/fd"))

@@ -28,7 +28,7 @@ from gpuguard.daemon import requests
 from gpuguard.daemon.broker_client import _locks
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.requests import ADMINISTRATION, VERBS, RequestHandlers, handle
-from gpuguard.errors import GpuguardError
+from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Event, Subject
 from gpuguard.policies.engine import PolicyStatus
 
@@ -234,6 +234,33 @@ def test_a_request_that_makes_no_sense_changes_nothing(hall, request_):
         handle(hall.desk, os.geteuid(), request_)
 
     assert read_restrictions(hall.directory, DENIED, 0.0) == read_restrictions(hall.directory, QUARANTINED, 0.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        ({"do": "end", "id": None}, "end has no field 'id': it takes uid, device."),
+        ({"do": "end", "uid": None}, "uid must be a whole number; to mean none, leave it out."),
+        ({"do": "end", "uid": 20001.0}, "uid must be a whole number"),
+        ({"do": "end", "device": None}, "device must be a text"),
+        ({"do": "end", "device": 0}, "device must be a text"),
+        ({"do": "keep", "uid": True, "for_seconds": 60}, "uid must be a whole number"),
+        ({"do": "keep", "for_seconds": "60"}, "for_seconds must be a number"),
+        ({"do": "keep", "for_seconds": 60, "reason": ["x"]}, "reason must be a text"),
+        ({"do": "release", "claim": None}, "claim must be a text"),
+        ({"do": "status", "uid": "all"}, "uid must be a whole number"),
+        ({"do": "quarantine", "device": "1", "end": 1}, "end must be true or false"),
+        ({"do": "reload", "now": True}, "reload has no field 'now': it takes nothing."),
+    ],
+    ids=str,
+)
+def test_a_request_of_the_wrong_type_is_told_what_is_wrong(hall, request_, why):
+    """`null` meant all that is kept, so that a program's own mistake was answered: ok, ended 0."""
+    with pytest.raises(InvalidRequest) as refused:
+        handle(hall.desk, os.geteuid(), request_)
+
+    assert str(refused.value).startswith(why)
+    assert hall.events == []
 
 
 def test_reload_says_what_is_wrong_with_the_file(hall):

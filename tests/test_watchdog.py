@@ -22,6 +22,7 @@ from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.lock import acquire
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS
+from gpuguard.notify.templates import message_for
 from gpuguard.policies import expression_language
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.health import HealthRule
@@ -423,3 +424,36 @@ def test_the_host_is_looked_at_only_while_a_policy_judges_by_it():
 
     # A rate is never one over the time in which nobody looked.
     assert rates == [[False], [True], [], [False], [True]]
+
+
+class Post:
+    """Who sends messages: only writes down to whom, and what."""
+
+    def __init__(self):
+        self.sent = []
+
+    def notify(self, name, verdict, snapshot):
+        self.sent.append((name, verdict.finding.subject.user, message_for(verdict, snapshot).body))
+        return "queued"
+
+
+def test_a_user_whom_the_breaker_spares_for_having_too_many_processes_is_told_to_root_at_once(a_watchdog, log):
+    """Six unclaimed processes of one user lived on, and only a line of the log said so."""
+    crowd = [
+        a_device(
+            place, memory_used=40 * GIB, processes=(a_process(4711 + place, memory_used=40 * GIB, user="mallory"),)
+        )
+        for place in range(6)
+    ]
+    policy = replace(HOGS, steps=(Step("terminate"), Step("notify", 60.0, (("to", "ops"),))))
+    post = Post()
+    guard = a_watchdog(Recording(*snapshots(*crowd, number=4)), (policy,), enforce=True, notifier=post)
+    for _ in range(4):
+        guard.step()
+
+    [event] = [event for event in log if event.kind == "note"]
+    assert (event.outcome, event.user) == ("breaker", "mallory")
+    [(target, user, body)] = post.sent
+    assert (target, user) == ("ops", "mallory")
+    assert "mallory alone has more than that" in body and "at_most: {processes: 6}" in body
+    assert outcomes(log) == []

@@ -56,8 +56,9 @@ def main(args: argparse.Namespace) -> int:
     from gpuguard.views.text import json_text, put
 
     uid = Accounts().user(args.user) if args.user is not None else None
-    request = {"do": "end" if args.end else "keep", "uid": uid, "device": args.device}
-    answer = call_daemon(directory, request if args.end else {**request, "for_seconds": seconds, "reason": reason})
+    request: dict[str, object] = {"do": "end"} if args.end else {"do": "keep", "for_seconds": seconds, "reason": reason}
+    meant = {name: value for name, value in (("uid", uid), ("device", args.device)) if value is not None}
+    answer = call_daemon(directory, {**request, **meant})
     checked(answer, ReleaseReply if args.end else ExemptionReply)
     if args.json:
         put([json_text({"schema": 1, **{name: value for name, value in answer.items() if name != "ok"}})], sys.stdout)
@@ -79,7 +80,9 @@ def _status(args: argparse.Namespace) -> int:
     from gpuguard.views.text import json_text, put
 
     uid = Accounts().user(args.user) if args.user is not None else None
-    answer = checked(call_daemon(directory_of(args), {"do": "status", "uid": uid}), StatusReply)
+    answer = checked(
+        call_daemon(directory_of(args), {"do": "status", **({} if uid is None else {"uid": uid})}), StatusReply
+    )
     if args.json:
         put([json_text({"schema": 1, **{name: value for name, value in answer.items() if name != "ok"}})], sys.stdout)
     else:

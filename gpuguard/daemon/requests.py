@@ -84,7 +84,26 @@ def handle(desk: RequestHandlers, uid: int, request: Request) -> Mapping[str, An
         raise InvalidRequest(f"this daemon can be asked to {', '.join(VERBS)}.")
     if name in ADMINISTRATION and not is_administrator(uid):
         raise GpuguardError("only root may ask for that: run it with sudo.")
+    if name in FIELDS:
+        _check_fields(str(name), request)
     return does(desk, uid, request)
+
+
+def _check_fields(name: str, request: Request) -> None:
+    """Refuse what *name* does not take, null included: what is left out means all, and nobody may say that by mistake.
+
+    Raises:
+        InvalidRequest: a field has another name or another type.
+    """
+    for field, value in request.items():
+        if field == "do":
+            continue
+        kinds = FIELDS[name].get(field)
+        if kinds is None:
+            takes = f"it takes {', '.join(FIELDS[name])}" if FIELDS[name] else "it takes nothing"
+            raise InvalidRequest(f"{name} has no field {field[:40]!r}: {takes}.")
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not _TRUTH):
+            raise InvalidRequest(f"{field} must be {_WORDS[kinds]}; to mean none, leave it out.")
 
 
 def is_administrator(uid: int) -> bool:
@@ -223,5 +242,19 @@ VERBS: Mapping[str, Callable[[RequestHandlers, int, Request], Mapping[str, Any] 
     "reload": _reload,
     "deny": _deny,
     "quarantine": _quarantine,
+}
+_TEXT, _WHOLE, _NUMBER, _TRUTH = (str,), (int,), (int, float), (bool,)
+_WORDS = {_TEXT: "a text", _WHOLE: "a whole number", _NUMBER: "a number", _TRUTH: "true or false"}
+# What each request takes beside `do`.  Not of claim: the broker reads those, and jobs that wait, also of an older
+# gpuguard, send null for what they do not mean.
+FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "keep": {"for_seconds": _NUMBER, "uid": _WHOLE, "device": _TEXT, "reason": _TEXT},
+    "end": {"uid": _WHOLE, "device": _TEXT},
+    "release": {"claim": _TEXT, "uid": _WHOLE, "reason": _TEXT},
+    "claims": {},
+    "status": {"uid": _WHOLE},
+    "reload": {},
+    "deny": {"uid": _WHOLE, "for_seconds": _NUMBER, "end": _TRUTH, "reason": _TEXT},
+    "quarantine": {"device": _TEXT, "for_seconds": _NUMBER, "end": _TRUTH, "reason": _TEXT},
 }
 ADMINISTRATION = frozenset({"reload", "deny", "quarantine"})

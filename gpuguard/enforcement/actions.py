@@ -102,7 +102,24 @@ def _on_process(verdict: Verdict, snapshot: Snapshot, context: Context, target: 
 def _refused(case: ActionTarget) -> ActionOutcome:
     target = case.target
     key = (target.process, case.verdict.policy, case.verdict.action, case.live)
-    return _refusal(case.verdict, case.context, case.against, key, target)
+    outcome = _refusal(case.verdict, case.context, case.against, key, target)
+    _deny_restarts(case)
+    return outcome
+
+
+def _deny_restarts(case: ActionTarget) -> None:
+    """No new claims for an hour for the user whose program is started again each time that it is ended.
+
+    More signals would change nothing; without this two processes that are ended would buy the next one its safety.
+    """
+    from gpuguard.claims import restrictions
+    from gpuguard.enforcement.limits import HOUR, LIMITS
+
+    why = {each.check: each.text for each in case.against}
+    if "restart loop" in why and why.keys() <= LIMITS and case.context.directory is not None:
+        finding = replace(case.verdict.finding, why=why["restart loop"])
+        verdict = replace(case.verdict, finding=finding, action="deny", options=(("for", HOUR),))
+        _restrict(verdict, case.context, restrictions.DENIED, str(case.target.uid), case.target.user)
 
 
 def _refusal(

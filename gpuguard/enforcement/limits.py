@@ -23,12 +23,14 @@ from gpuguard.model import Event, Verdict
 HOUR = 3600.0
 SIGNALS_PER_MINUTE = 3
 VICTIMS_PER_HOUR = 10
-ENDED_PER_HOUR = 2  # of the same program of the same user in the same place: something starts it again each time
+ENDED_PER_HOUR = 2  # of the same program, each started after the end of the one before: something restarts it
 BETWEEN_DEEDS = 15.0  # on one device, and before the same is done to the same process again
 EFFECT_SECONDS = 50.0  # a driver may take so long to give the memory of an ended process back
 KILL_GRACE = 30.0  # between terminate and kill, whatever the policy says
 UNKILLABLE_SECONDS = 60.0  # a process that outlives SIGKILL so long sits in the driver: more signals change nothing
 REMEMBERED = 1_000
+
+LIMITS = frozenset({"rate", "victims", "one per device", "repetition", "escalation", "restart loop", "unkillable"})
 
 ENDING = frozenset({"terminate", "kill"})
 DISRUPTIVE = ENDING | {"pause", "cancel"}
@@ -54,7 +56,7 @@ class PastAction:
     process: Identity
     devices: tuple[str, ...]  # uuids
     live: bool  # False: dry run
-    signature: str = ""  # user, program and cgroup: what a restarted process has in common with the one before
+    signature: str = ""  # user, program, script, claim: what a restarted process has in common with the one before
     memory_used: tuple[tuple[str, int], ...] = ()  # uuid -> bytes in use before, where known
     memory: int | None = None  # bytes that the process had on each of them
     policy: str = ""  # by which it was wanted
@@ -237,10 +239,19 @@ def _killed(lately: Iterable[PastAction], process: Identity) -> LimitScope | Non
 def _restart_loop(ending: Iterable[PastAction], process: Identity, action: str, signature: str) -> LimitScope | None:
     if action not in DISRUPTIVE or not signature:
         return None
-    others = {deed.process for deed in ending if deed.signature == signature} - {process}
-    if len(others) < ENDED_PER_HOUR:
+    ended: dict[Identity, float] = {}
+    for deed in ending:
+        if deed.signature == signature and deed.process != process:
+            ended[deed.process] = max(deed.clock, ended.get(deed.process, deed.clock))
+    # Those that ran at the same time are no restarts of each other.  When one of another boot was started is unknown.
+    restarts, last = 0, float("-inf")
+    for (_, started), end in sorted(ended.items(), key=lambda one: one[1]):
+        if (started >= last or started < 0) and end <= process[1]:
+            restarts, last = restarts + 1, end
+    if restarts < ENDED_PER_HOUR:
         return None
-    return LimitScope("restart loop", f"the same program was ended {len(others)} times within the hour and is back")
+    text = f"the same program was ended {restarts} times within the hour, and was started again each time"
+    return LimitScope("restart loop", text)
 
 
 def _shorten(memory: dict[object, float] | dict[object, object]) -> None:

@@ -32,7 +32,6 @@ from gpuguard.enforcement.target import (
     enforced,
     has_ended,
     is_alive,
-    signature,
     targets,
 )
 from gpuguard.enforcement.target import Context as Context
@@ -272,7 +271,7 @@ def _limits(case: ActionTarget) -> tuple[LimitScope, ...]:
             uid=case.target.uid,
             clock=case.clock,
             live=case.live,
-            signature=signature(case.facts),
+            signature=case.signature,
             effect_seen=lambda deed: _effect_seen(deed, case.again or case.snapshot),
         )
     )

@@ -17,7 +17,7 @@ from typing import Protocol
 from gpuguard import procfs
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.enforcement.identity import ProcessFacts
+from gpuguard.enforcement.identity import ProcessFacts, ancestors
 from gpuguard.enforcement.limits import ActionLimits, LimitScope, PastAction, facts_of
 from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.notify.templates import ENGLISH, TEMPLATES, Template
@@ -111,6 +111,11 @@ class ActionTarget:
         """Whether this is more than a dry run."""
         return enforced(self.verdict, self.context)
 
+    @property
+    def signature(self) -> str:
+        """What the process has in common with the one that is started in its place."""
+        return signature(self.facts, claim_of_target(self.snapshot, self.target))
+
     def deed(self) -> PastAction:
         """What is about to be done, for the ledger."""
         devices = [device for uuid in self.target.devices if (device := (self.again or self.snapshot).device(uuid))]
@@ -120,7 +125,7 @@ class ActionTarget:
             process=self.target.process,
             devices=self.target.devices,
             live=self.live,
-            signature=signature(self.facts),
+            signature=self.signature,
             memory_used=tuple((each.uuid, each.memory_used) for each in devices if each.memory_used is not None),
             memory=self.target.memory_used,
             policy=self.verdict.policy,
@@ -215,12 +220,20 @@ def has_ended(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def signature(facts: ProcessFacts | None) -> str:
-    """What a process has in common with the one that is started in its place."""
+def signature(facts: ProcessFacts | None, claim: str = "") -> str:
+    """User, program, script, cgroup and claim of a process, as a hash; "" when they cannot be read."""
     if facts is None or facts.executable is None or facts.cgroup is None:
         return ""
-    text = f"{facts.uids[:1]} {facts.executable} {facts.cgroup}"
+    script = next((word for word in (facts.command or "").split()[1:] if not word.startswith("-")), "")
+    text = f"{facts.uids[:1]} {facts.executable} {script} {facts.cgroup} {claim}"
     return sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]  # a cgroup takes up to 12 lines
+
+
+def claim_of_target(snapshot: Snapshot, target: Target) -> str:
+    """The id of the claim that a process or an ancestor of it holds or made; "" without one."""
+    family = {target.pid, *ancestors(target.pid)}
+    own = (one for one in snapshot.claims if one.uid == target.uid and family & {one.pid, *one.holders})
+    return next((one.id for one in own), "")
 
 
 def is_alive(process: tuple[int, float]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpuguard.model import Device, Finding
+from gpuguard.model import Device, Finding, Subject
 from gpuguard.policies.escalation import Effect, EngineMemory, EscalationState
 from gpuguard.policies.policy import COUNTED, DESTRUCTIVE, Note, Policy, Step
 from gpuguard.policies.view import Identity, SampleIndex, SubjectIdentity
@@ -41,7 +41,7 @@ def restrained(due: Sequence[Due], sight: SampleIndex, memory: EngineMemory) -> 
     stopped, notes = _breaker(due)
     allowed = []
     for one in sorted(due, key=lambda one: one.order):
-        if one.step.action in COUNTED and one.policy.name in stopped:
+        if (one.policy.name, one.identity) in stopped:
             continue
         if one.step.action not in DESTRUCTIVE:
             allowed.append(one)
@@ -55,8 +55,8 @@ def restrained(due: Sequence[Due], sight: SampleIndex, memory: EngineMemory) -> 
     return allowed, notes
 
 
-def _breaker(due: Iterable[Due]) -> tuple[set[str], list[Note]]:
-    """The policies that would hit too many, each with a note."""
+def _breaker(due: Iterable[Due]) -> tuple[set[tuple[str, SubjectIdentity]], list[Note]]:
+    """The steps that are not taken because their policy would hit too many, and a note on each such policy."""
     by_policy: dict[str, list[Due]] = {}
     for one in due:
         if one.step.action in COUNTED:
@@ -64,17 +64,54 @@ def _breaker(due: Iterable[Due]) -> tuple[set[str], list[Note]]:
     stopped, notes = set(), []
     for name, all_due in by_policy.items():
         policy = all_due[0].policy
-        processes = {identity for one in all_due for identity in _victims(one.finding)}
-        users = {process.uid for one in all_due for process in one.finding.processes}
-        users |= {one.finding.subject.uid for one in all_due if one.finding.subject.uid is not None}
-        if len(users) > policy.at_most_users or len(processes) > policy.at_most_processes:
-            stopped.add(name)
-            text = (
-                f"{len(users)} users with {len(processes)} processes would be acted on at once, more than"
-                f" {policy.at_most_users} users or {policy.at_most_processes} processes: nobody is"
+        users, processes = _hit_by(all_due)
+        if not _is_too_many(users, processes, policy):
+            continue
+        allowed: list[Due] = []
+        for one in sorted(all_due, key=lambda one: one.order) if policy.some_beyond else ():
+            if not _is_too_many(*_hit_by([*allowed, one]), policy):
+                allowed.append(one)
+        stopped |= {(name, one.identity) for one in all_due} - {(name, one.identity) for one in allowed}
+        text = (
+            f"{len(users)} users with {len(processes)} processes would be acted on at once, more than"
+            f" {policy.at_most_users} users or {policy.at_most_processes} processes:"
+            f" {f'only {len(allowed)} are, the oldest breach first' if allowed else 'nobody is'}"
+        )
+        alone = _alone_too_many(all_due, policy)
+        if alone and not policy.some_beyond:
+            text += (
+                f".  {alone.user or f'uid {alone.uid}'} alone has more than that.  `at_most: {{processes: "
+                f"{len(processes)}}}` lets all through, `at_most: {{beyond: some}}` hits as many as allowed"
             )
-            notes.append(Note("breaker", text, name))
+        notes.append(Note("breaker", text, name, alone))
     return stopped, notes
+
+
+def _hit_by(due: Iterable[Due]) -> tuple[set[int], set[Identity]]:
+    """The users and the processes that these steps would hit."""
+    users, processes = set(), set[Identity]()
+    for one in due:
+        processes |= _victims(one.finding)
+        users |= {process.uid for process in one.finding.processes} | {one.finding.subject.uid}
+    return {uid for uid in users if uid is not None}, processes
+
+
+def _is_too_many(users: set[int], processes: set[Identity], policy: Policy) -> bool:
+    return len(users) > policy.at_most_users or len(processes) > policy.at_most_processes
+
+
+def _alone_too_many(due: Iterable[Due], policy: Policy) -> Subject | None:
+    """The user whose processes alone are more than *policy* allows."""
+    of_user: dict[int, set[Identity]] = {}
+    names: dict[int, str | None] = {}
+    for process in (process for one in due for process in one.finding.processes):
+        if process.uid is not None and process.start_time is not None:
+            of_user.setdefault(process.uid, set()).add((process.pid, process.start_time))
+            names[process.uid] = process.user
+    most = max(of_user, key=lambda uid: (len(of_user[uid]), uid), default=None)
+    if most is None or len(of_user[most]) <= policy.at_most_processes:
+        return None
+    return Subject("user", uid=most, user=names[most])
 
 
 def _obstacle(one: Due, sight: SampleIndex, memory: EngineMemory) -> tuple[str, str] | None:

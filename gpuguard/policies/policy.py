@@ -84,6 +84,7 @@ class Policy:
         claimed_above: percent of the devices that must be claimed, and more than that.
         at_most_users: more due for a destructive step at once: nobody.
         at_most_processes: likewise.
+        some_beyond: when more are due, as many as allowed are hit, the oldest breach first, instead of nobody.
         cooldown: seconds after the last step in which the subject is left alone.
         enforce: False: its verdicts are for the log only.
         steps: the ladder.
@@ -105,6 +106,7 @@ class Policy:
     claimed_above: float | None = None
     at_most_users: int = 3
     at_most_processes: int = 5
+    some_beyond: bool = False
     cooldown: float = 0.0
     enforce: bool = False
     steps: tuple[Step, ...] = ()

@@ -144,15 +144,17 @@ CONDITIONS: Mapping[str, Any] = {**RULES, "all": tuple[_Rule, ...], "any": tuple
 
 @dataclass(frozen=True)
 class BreakerKeys:
-    """If more would be acted on destructively in one step, nobody is.
+    """If more would be acted on destructively in one step, nobody is, or only as many as that.
 
     Args:
         users: different users at once.
         processes: processes at once.
+        beyond: when it would be more: nobody is hit, or some, as many as allowed, the oldest breach first.
     """
 
     users: Annotated[int, parse_count] = 3
     processes: Annotated[int, parse_count] = 5
+    beyond: Literal["nobody", "some"] = "nobody"
 
 
 @dataclass(frozen=True)

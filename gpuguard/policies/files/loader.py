@@ -178,6 +178,7 @@ def policy_of(keys: PolicyKeys, mode: str) -> Policy:
         claimed_above=keys.claimed_above,
         at_most_users=keys.at_most.users,
         at_most_processes=keys.at_most.processes,
+        some_beyond=keys.at_most.beyond == "some",
         cooldown=keys.cooldown,
         enforce=(keys.mode or mode) == "enforce",
         steps=tuple(map(_step, keys.steps)),
