@@ -84,12 +84,14 @@ def test_the_limit_on_signals_holds_for_a_guard_that_crashes_after_each(log: Pat
 def test_a_daemon_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
     with FakeNvml(tmp_path, devices=4) as fake, ExitStack() as stack:
         children = [stack.enter_context(a_child()) for _ in range(4)]
-        for place, child in enumerate(children):
-            fake.add_process(place, child.pid, 2 * GIB)
+        for device in (0, 1):
+            fake.add_process(device, children[device].pid, 2 * GIB)
         with driven(tmp_path, fake, POLICY) as daemon:
             daemon.until("terminate", 2)
             daemon.end(signal.SIGKILL)
             before = daemon.events("terminate")
+            for device in (2, 3):
+                fake.add_process(device, children[device].pid, 2 * GIB)
             daemon.start()
             after = daemon.until("terminate", len(before) + 2)[len(before) :]
 

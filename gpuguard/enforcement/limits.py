@@ -141,7 +141,7 @@ class ActionLimits:
             _rate(lately, clock),
             _victims(ending, process, uid, action, clock),
             _busy_device(ending, process, devices, clock, action, effect_seen),
-            _repeated(lately, process, action, clock),
+            _repetition(lately, process, action, clock),
             _escalation(lately, process, action, clock),
             _restart_loop(ending, process, action, signature),
             self._unkillable(process, devices) or _killed(lately, process),
@@ -211,7 +211,7 @@ def _busy_device(
     return None
 
 
-def _repeated(lately: Iterable[PastAction], process: Identity, action: str, clock: float) -> LimitScope | None:
+def _repetition(lately: Iterable[PastAction], process: Identity, action: str, clock: float) -> LimitScope | None:
     last = max((deed.clock for deed in lately if (deed.process, deed.action) == (process, action)), default=None)
     if last is None or clock - last >= BETWEEN_DEEDS:
         return None
