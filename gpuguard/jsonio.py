@@ -1,171 +1,175 @@
-"""The one place where JSON is read: what strangers wrote may be nested only so deeply.
+"""The one place where JSON and stored records become values: bounded in depth, finite, each field of its type.
 
-Python's parser goes down one frame of the C stack with each bracket.  A thread has 128 KiB of it with musl, where
-1,000 brackets end the process, whatever it was guarding; 1 MiB ends after 9,000 with Python 3.13.  So brackets are
-counted before the parser sees them.
-
-Does not write.
+What another process wrote may come from another version, from a program that was killed, or from a user who wants to
+do harm: a text in the place of a number must not reach a view or a rule.  Does not open or write files: see files.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from typing import TYPE_CHECKING
+import math
+from dataclasses import is_dataclass
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import NoReturn, TypeVar
 
-DEEPEST = 100  # our own files have 8
+    T = TypeVar("T")
+
+DEEPEST = 100  # brackets within each other; our own files have 8
+LARGEST = 2**53  # of a number: below it a float is exact, and as a time it is a date that can be shown
+
+_known: dict[tuple[type, bool], Mapping[str, Callable[[Any], Any]]] = {}  # what reads each field
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def loads(encoded: bytes) -> Any:
-    """The value of one JSON text in UTF-8.
+def loads(encoded: bytes, deepest: int = DEEPEST) -> Any:
+    """The value of one JSON text in UTF-8; NaN, Infinity and numbers beyond a float are refused.
 
     Raises:
-        ValueError: it is none, or nested too deeply.
+        ValueError: it is not such a text, or nested more deeply than *deepest* brackets.
     """
-    return json.loads(shallow(encoded))
+    return _DECODER.decode(_shallow(encoded, deepest))
 
 
-def shallow(encoded: bytes, deepest: int = DEEPEST) -> str:
-    """The text of *encoded*, in UTF-8; a parser goes down at most *deepest* brackets in it.
+def _shallow(encoded: bytes, deepest: int) -> str:
+    """The text of *encoded*.  Raises ValueError where a parser would go down more than *deepest* brackets in it.
 
-    Raises:
-        ValueError: it is no text, or nested more deeply.
+    Python's parser takes one frame of the C stack for each bracket.  A thread has 128 KiB of it with musl, where
+    1,000 brackets end the process; 1 MiB ends after 9,000 with Python 3.13.  So they are counted before it runs.
     """
     if encoded.count(b"[") + encoded.count(b"{") > deepest:
-        # Outside of strings no JSON has a backslash: a parser stops at the first, so what comes behind does not count.
+        # Outside of strings JSON has no backslash: a parser stops at the first, so what comes behind does not count.
         strings = encoded.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         brackets = b"".join(strings[::2]).translate(_BRACKETS, _OTHERS)
         for _ in range(deepest):
             brackets = brackets.replace(b"[]", b"")
-        if brackets:  # or they are no pairs: then it is no JSON either
+        if brackets:  # or they are not in pairs: then it is not JSON either
             raise ValueError("it is nested too deeply")
     return encoded.decode("utf-8", "surrogatepass")
 
 
-def is_finite(value: object) -> bool:
-    """Whether no number in a JSON value is none: Python reads NaN and 1e400, and nobody reads what it makes of them."""
-    if isinstance(value, dict):
-        return all(map(is_finite, value.values()))
-    if isinstance(value, list):
-        return all(map(is_finite, value))
-    return not isinstance(value, float) or value - value == 0
+def _finite(word: str) -> float:
+    number = float(word)
+    if not math.isfinite(number):
+        raise ValueError("a number is too large")
+    return number
 
 
-# Plain values, as JSON has them, made into nouns: each field is what its hint says, or all of it is refused.
-#
-# What another process wrote may have a text in the place of a number, or a number that is none, and comes from another
-# version or from somebody with a grudge: none of that must reach a view or a rule.  Does not read files.
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
 
 
-LARGEST = 2**53  # of a number: below it a float is exact, and as a time it is a date that can be shown
-
-_checks: dict[tuple[type, bool], dict[str, Callable[[Any], Any]]] = {}
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
 
 
-def noun(kind: type, packed: object, *, exact: bool = False) -> Any:
-    """A *kind* with these fields.
+def decode(kind: type[T], packed: object, *, exact: bool = False) -> T:
+    """A *kind* with these fields, each checked against its type hint.
 
     Args:
-        kind: a noun with hints that are written as texts.
-        packed: its fields by name.
+        kind: a dataclass; its hints are str, bool, int, float, other such dataclasses, X | None, and tuples, lists,
+            frozensets or dictionaries of them.  A list of JSON becomes the tuple or frozenset of the hint.
+        packed: its fields by name, as JSON has them.
         exact: refuse names that it does not have; else a later version has added them, and they are left out.
 
     Raises:
         ValueError: a field is not what it should be, or is missing.
     """
     if not isinstance(packed, dict):
-        raise ValueError(f"a {kind.__name__} is none")
-    key = kind, exact
-    checks = _checks.get(key) or _checks.setdefault(key, {n: _check(h, key) for n, h in kind.__annotations__.items()})
+        raise ValueError(f"this is no {kind.__name__}")
+    readers = _readers(kind, exact)
     fields = {}
     for name, value in packed.items():
-        if name not in checks:
-            if exact:
-                raise ValueError(f"a {kind.__name__} has no {name:.60}")
-            continue
-        try:
-            fields[name] = checks[name](value)
-        except TypeError:
-            raise ValueError(f"{name} of a {kind.__name__} cannot be {value!r:.60}") from None
+        if name in readers:
+            fields[name] = _field(kind, name, readers[name], value)
+        elif exact:
+            raise ValueError(f"a {kind.__name__} has no {name:.60}")
     try:
         return kind(**fields)
-    except TypeError as error:
+    except TypeError as error:  # a field is missing
         raise ValueError(str(error)) from None
 
 
-def _check(hint: str, key: tuple[type, bool]) -> Callable[[Any], Any]:
-    """What gives a value of that hint as the field has it, and raises TypeError where it is none."""
-    if hint.endswith(" | None"):
-        inner = _check(hint.removesuffix(" | None"), key)
-        return lambda value: None if value is None else inner(value)
-    if hint.startswith("tuple["):
-        parts = _parts(hint[len("tuple[") : -1])
-        checks = [_check(part, key) for part in parts if part != "..."]
-        return _several(checks[0]) if parts[-1] == "..." else _each(checks)
-    if hint in _PLAIN:
-        return _PLAIN[hint]
-    kind, exact = key
-    inside = vars(sys.modules[kind.__module__]).get(hint)
-    return (lambda value: noun(inside, value, exact=exact)) if isinstance(inside, type) else _nothing
+def sound_fields(kind: type, packed: object, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the named fields of a *kind* that are there and of the right type: of some documents a part counts."""
+    readers, fields = _readers(kind, False), {}
+    for name in names:
+        if isinstance(packed, dict) and name in packed:
+            try:
+                fields[name] = _field(kind, name, readers[name], packed[name])
+            except ValueError:
+                continue
+    return fields
 
 
-def _parts(text: str) -> list[str]:
-    """["tuple[int, str]", "..."] of "tuple[int, str], ..."."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
+def _field(kind: type, name: str, read: Callable[[Any], Any], value: object) -> Any:
+    try:
+        return read(value)
+    except TypeError:
+        raise ValueError(f"{name} of a {kind.__name__} cannot be {value!r:.60}") from None
 
 
-def _several(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: tuple([check(one) for one in _list(value)])
+def _readers(kind: type, exact: bool) -> Mapping[str, Callable[[Any], Any]]:
+    if (kind, exact) not in _known:
+        _known[kind, exact] = {name: _reader(hint, exact) for name, hint in get_type_hints(kind).items()}
+    return _known[kind, exact]
 
 
-def _each(checks: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if len(_list(value)) != len(checks):
+def _reader(hint: Any, exact: bool) -> Callable[[Any], Any]:
+    """What gives a JSON value as a field with that hint has it, and raises TypeError where it is of another type."""
+    arguments = get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        return _first_of([_reader(each, exact) for each in arguments if each is not NoneType], NoneType in arguments)
+    if get_origin(hint) is tuple and arguments[-1] is not ...:
+        return _row([_reader(each, exact) for each in arguments])
+    if get_origin(hint) in (tuple, list, frozenset):
+        make, item = get_origin(hint), _reader(arguments[0], exact)
+        return lambda value: make([item(each) for each in _checked(value, list, tuple)])
+    if get_origin(hint) is dict:
+        item = _reader(arguments[1], exact)
+        return lambda value: {_checked(key, str): item(each) for key, each in _checked(value, dict).items()}
+    if isinstance(hint, type) and is_dataclass(hint):
+        return lambda value: decode(hint, value, exact=exact)
+    if hint is int or hint is float:
+        return lambda value: _number(value, *((int, float) if hint is float else (int,)))
+    kinds = (hint,) if hint in (str, bool) else ()  # of any other type JSON has no value
+    return lambda value: _checked(value, *kinds)
+
+
+def _first_of(readers: list[Callable[[Any], Any]], optional: bool) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        for reader in readers[:-1]:
+            try:
+                return reader(value)
+            except TypeError:
+                continue
+        return readers[-1](value)
+
+    return read
+
+
+def _row(readers: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if len(_checked(value, list, tuple)) != len(readers):
             raise TypeError
-        return tuple([each(one) for each, one in zip(checks, value, strict=True)])
+        return tuple([reader(item) for reader, item in zip(readers, value, strict=True)])
 
-    return check
+    return read
 
 
-def _list(value: Any) -> Any:
-    if type(value) not in (list, tuple):
+def _checked(value: Any, *kinds: type) -> Any:
+    """*value*, if it is exactly of one of *kinds*: True is no number."""
+    if type(value) not in kinds:
         raise TypeError
     return value
 
 
-def _exactly(*kinds: type) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if type(value) not in kinds:
-            raise TypeError
-        return value
-
-    return check
-
-
-def _number(*kinds: type) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if type(value) not in kinds or not abs(value) <= LARGEST:  # nor is NaN
-            raise TypeError
-        return value
-
-    return check
-
-
-def _nothing(value: Any) -> Any:
-    raise TypeError(value)
-
-
-_PLAIN = {"str": _exactly(str), "bool": _exactly(bool), "int": _number(int), "float": _number(int, float)}
+def _number(value: Any, *kinds: type) -> Any:
+    if not abs(_checked(value, *kinds)) <= LARGEST:  # nor is NaN
+        raise TypeError
+    return value

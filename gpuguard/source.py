@@ -7,21 +7,21 @@ see of a process does not go in.  Does not decide when it is written: see daemon
 from __future__ import annotations
 
 import os
-import stat
 import time
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.claims.holders import inode_of
-from gpuguard.claims.safe_files import lies_there, open_in_place, status_in_place
 from gpuguard.errors import LockDirectoryError
+from gpuguard.files import read_file, status_in_place, write_file
+from gpuguard.jsonio import decode, loads
+from gpuguard.model import Snapshot
 from gpuguard.procfs import start_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-    from gpuguard.model import Snapshot
 
 MAX_BYTES = 8 * 2**20  # 16 devices with 128 processes each, all with long command lines, are 2 MiB
 FRESH_INTERVALS = 2.0
@@ -90,22 +90,10 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
     content: dict[str, Any] = {"schema": 1, "daemon": _us(), "interval_seconds": interval}
     for public in _forms(snapshot):
         content["snapshot"] = public
-        whole = json.dumps(content, separators=(",", ":")).encode("ascii")
-        if len(whole) <= MAX_BYTES:  # users write their command lines themselves: nobody would read more
+        encoded = json.dumps(content, separators=(",", ":")).encode("ascii")
+        if len(encoded) <= MAX_BYTES:  # users write their command lines themselves: nobody would read more
             break
-    encoded = memoryview(whole)
-    path = _path(directory, "state.json")
-    unfinished = f"{path}.new"
-    if lies_there(unfinished):  # of a daemon that was killed
-        os.unlink(unfinished)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        os.fchmod(descriptor, 0o644)
-        while encoded:
-            encoded = encoded[os.write(descriptor, encoded) :]
-    finally:
-        os.close(descriptor)
-    os.rename(unfinished, path)
+    write_file(_path(directory, "state.json"), encoded)
 
 
 def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Snapshot | None:
@@ -118,7 +106,7 @@ def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Sn
     """
     try:
         files = daemon_files(directory)
-        content = _read(files.file("state.json"), files.owners())
+        content = loads(read_file(files.file("state.json"), MAX_BYTES, files.owners()))
         snapshot, interval = _unpack(content["snapshot"]), float(content["interval_seconds"])
         fresh = 0 <= clock - snapshot.clock <= FRESH_INTERVALS * interval
     except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
@@ -187,18 +175,6 @@ def hidepid_in(mounts: bytes) -> str:
     return next((one.partition("=")[2] for one in options if one.startswith("hidepid=")), "")
 
 
-def _read(path: str, owners: tuple[int, ...]) -> dict[str, Any]:
-    from gpuguard.jsonio import loads
-
-    descriptor = open_in_place(path)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid not in owners or found.st_size > MAX_BYTES:
-            raise ValueError("not a state that can be trusted")
-        content: dict[str, Any] = loads(file.read(MAX_BYTES))
-    return content
-
-
 def _forms(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
     """What may be told of *snapshot*, each time with less of what users can make as long, or as many, as they like."""
     less = (*_PRIVATE, "command")
@@ -227,9 +203,6 @@ def _known(noun: object, private: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _unpack(packed: dict[str, Any]) -> Snapshot:
-    from gpuguard.jsonio import noun
-    from gpuguard.model import Snapshot
-
     names = ("device", "field", "reason")
     gaps = [dict(zip(names, gap, strict=True)) for gap in packed["gaps"]]
-    return noun(Snapshot, {**packed, "gaps": gaps}, exact=True)  # type: ignore[no-any-return]
+    return decode(Snapshot, {**packed, "gaps": gaps}, exact=True)

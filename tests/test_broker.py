@@ -64,6 +64,7 @@ def test_what_another_user_left_who_was_killed_while_he_changed_the_node_is_in_n
     with a_machine(site, "everybody") as machine:
         left = machine.place / "node" / "node.json.new"
         left.write_text("half")
+        os.utime(left, (0, 0))
         done = machine(ALICE, "sim", "set", "--device", "0", "--utilization", "5%")
 
         assert (done.returncode, left.exists()) == (0, False), done.stderr

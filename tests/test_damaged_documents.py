@@ -374,9 +374,8 @@ def test_a_damaged_document_is_read_as_what_it_says_or_not_at_all(tmp_path, name
 
 def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a fault: whatever type stands there is believed."""
-    monkeypatch.setattr(jsonio, "_exactly", lambda *kinds: lambda value: value)
-    monkeypatch.setattr(jsonio, "_PLAIN", dict.fromkeys(jsonio._PLAIN, lambda value: value))
-    monkeypatch.setattr(jsonio, "_checks", {})
+    monkeypatch.setattr(jsonio, "_checked", lambda value, *kinds: value)
+    monkeypatch.setattr(jsonio, "_number", lambda value, *kinds: value)
     monkeypatch.setattr(records, "_number", lambda value, *_: value)
     monkeypatch.setattr(tickets, "whole", lambda value, *_: value)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from gpuguard import source
-from gpuguard.claims.safe_files import file_system
 from gpuguard.cli import doctor
 from gpuguard.cli.setup_room import _mounts
+from gpuguard.files import file_system
 from gpuguard.jobs import device_filter
 
 ROOT = Path(__file__).resolve().parent.parent

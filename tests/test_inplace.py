@@ -13,9 +13,10 @@ from builders import a_device
 from lines import a_ticket
 from machines import Machine
 
-from gpuguard.claims import holders, safe_files
+from gpuguard import files
+from gpuguard.claims import holders
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.safe_files import device_of, lies_there, made_in_place, open_in_place, status_in_place
+from gpuguard.files import device_of, exists_in_place, open_in_place, open_or_create, status_in_place
 from gpuguard.lock import acquire
 from gpuguard.queue.tickets import OwnTicket, ticket_content
 from gpuguard.request import Request
@@ -44,7 +45,7 @@ from gpuguard.daemon import release as asking
 records.MOST_OF_ONE = reservefiles.MOST_OF_ONE = 1
 directory = lock_directory(sys.argv[1])
 print([one.note for one in records.read_records(directory)])
-print(tickets.read_tickets(directory)[0], reservefiles.read(directory, 0.0)[0], served.last(directory, 1))
+print(tickets.read_tickets(directory)[0], reservefiles.read(directory, 0.0)[0], served.last_served(directory, 1))
 served.note(directory, 1)
 print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]), setup_room._what_lives(directory))
 asking._holders, asking.listens = lambda *_: (os.getpid(),), lambda pid: True
@@ -75,9 +76,9 @@ STICKY_NAMES = ("claim.1.a.json", "GPU-a", "GPU-b.slot0", "state.json", "daemon.
 
 def test_a_file_is_opened_and_looked_at_where_it_lies(tmp_path: Path) -> None:
     own = tmp_path / "own"
-    made = made_in_place(str(own), os.O_RDWR, 0o600)
+    made = open_or_create(str(own), os.O_RDWR, 0o600)
     os.write(made, b"text")
-    again = made_in_place(str(own), os.O_RDONLY, 0o600)
+    again = open_or_create(str(own), os.O_RDONLY, 0o600)
 
     assert (os.read(again, 9), status_in_place(str(own)).st_ino) == (b"text", own.stat().st_ino)
     for each in (made, again):
@@ -90,7 +91,7 @@ def test_who_looks_holds_nothing_afterwards_and_waits_for_nobody(tmp_path: Path)
     os.close(open_in_place(bell))
 
     assert status_in_place(bell).st_size == 0
-    assert (lies_there(bell), lies_there(f"{bell}.none"), lies_there(f"{bell}\0")) == (True, False, False)
+    assert [exists_in_place(f"{bell}{end}") for end in ("", ".none", "\0")] == [True, False, False]
     assert holders.inode_of(f"{bell}\0") == ""
     assert holders.inode_of(bell).endswith(f":{os.stat(bell).st_ino}")
     assert len(os.listdir("/proc/self/fd")) == before
@@ -105,12 +106,12 @@ def test_no_link_is_followed_and_what_is_not_there_is_told(tmp_path: Path) -> No
 
 
 def test_of_a_mount_that_is_not_ours_the_device_is_what_stat_says(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(safe_files, "_mount_of", lambda descriptor: b"0")
+    monkeypatch.setattr(files, "_mount_of", lambda descriptor: b"0")
     with (tmp_path / "borrowed").open("x") as file:
         assert device_of(file.fileno()) == os.fstat(file.fileno()).st_dev
 
 
-@pytest.mark.parametrize("looks", [open_in_place, status_in_place, lambda path: made_in_place(path, os.O_RDONLY, 0)])
+@pytest.mark.parametrize("looks", [open_in_place, status_in_place, lambda path: open_or_create(path, os.O_RDONLY, 0)])
 def test_what_is_mounted_there_is_not_entered_and_nothing_stays_open(looks) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="mounted") as raised:
@@ -157,7 +158,7 @@ def test_nor_does_he_who_covers_lock_files_and_the_daemons_where_users_make_them
         "{} True",
         "None False",
         "False",
-        "somebody has mounted something over it",
+        "a file system is mounted over it",
     ]
 
 
@@ -172,7 +173,7 @@ def test_who_can_open_nothing_more_has_lost_neither_his_claim_nor_his_place(tmp_
     with acquire(Machine(a_device(0)), Request(), directory) as claim:
         waits = OwnTicket(directory, ticket_content(a_ticket()))
         with monkeypatch.context() as exhausted:
-            exhausted.setattr(safe_files.os, "open", full)
+            exhausted.setattr(files.os, "open", full)
             claim.reassert()
             assert waits.counts
         waits.leave()

@@ -11,8 +11,8 @@ import pytest
 from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
-    "errors", "units", "users", "capabilities", "sanitize", "jsonio", "model", "deadline", "procfs", "backends",
-    "clusters", "request", "sharing", "eligibility", "select", "device_state", "policies", "claims.safe_files",
+    "errors", "units", "users", "capabilities", "sanitize", "files", "jsonio", "model", "deadline", "procfs",
+    "backends", "clusters", "request", "sharing", "eligibility", "select", "device_state", "policies",
     "claims.directory", "daemon.client", "claims", "history", "source", "queue", "daemon.broker_client", "lock",
     "api", "ray", "notify", "enforcement", "policies.files.keys", "policies.files.checks", "policies.files.loader",
     "backtest", "host", "watchdog", "training_log", "jobs", "run", "daemon", "fleet", "views", "metrics", "top",

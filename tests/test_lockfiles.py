@@ -20,9 +20,9 @@ from gpuguard.claims import directory as lockfiles
 from gpuguard.claims.claim import lock_device
 from gpuguard.claims.directory import Gate, is_same_file, lock_directory, open_lock, try_flock
 from gpuguard.claims.records import _held_locks
-from gpuguard.claims.safe_files import file_system
 from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError
+from gpuguard.files import file_system
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 

@@ -88,7 +88,9 @@ def test_what_makes_no_sense_is_refused_with_advice(gpuguard, words, advice):
 def test_the_file_for_node_exporter_is_whole_and_for_everybody(gpuguard, tmp_path):
     place = tmp_path / "textfile"
     place.mkdir()
-    (place / ".gpuguard.prom.999999999").write_text("of a writer that was killed")
+    left = place / "gpuguard.prom.0123456789abcdef.new"
+    left.write_text("of a writer that was killed")
+    os.utime(left, (0, 0))
     (place / "other.prom").write_text("another's")
     former = os.umask(0o077)
     try:
@@ -113,7 +115,7 @@ def test_a_planted_link_is_replaced_and_not_written_through(gpuguard, tmp_path):
 
 def test_what_somebody_left_in_the_directory_keeps_no_page_from_it(gpuguard, tmp_path):
     place = tmp_path / "textfile"
-    (place / ".gpuguard.prom.999999999").mkdir(parents=True)
+    (place / "gpuguard.prom.0123456789abcdef.new").mkdir(parents=True)
 
     assert gpuguard("metrics", "--textfile", str(place)).returncode == 0
     assert (place / "gpuguard.prom").exists()

@@ -137,7 +137,7 @@ def test_a_record_that_cannot_be_opened_for_lack_of_descriptors_is_not_gone(dire
     def full(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(records, "open_in_place", full)
+    monkeypatch.setattr(records, "open_regular", full)
     with pytest.raises(OSError, match="Too many open files"):
         read_records(directory)
     os.close(descriptor)

@@ -205,6 +205,7 @@ def test_a_planted_state_is_not_believed(directory, alive, plant, tmp_path):
 
 def test_the_rest_of_a_killed_writer_is_in_nobodys_way(directory, alive):
     Path(directory.path, "state.json.new").write_text("half")
+    os.utime(Path(directory.path, "state.json.new"), (0, 0))
     source.write_state(directory, A_SNAPSHOT, 10.0)
 
     assert source.read_state(directory, A_SNAPSHOT.clock, simulated=True) == A_SNAPSHOT

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.jsonio import loads, noun
+from gpuguard.jsonio import decode, loads
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _plain(value: Any) -> Any:
 def unpack(packed: object) -> Snapshot:
     """The snapshot that pack() made plain, as one of another time.  Raises BackendError."""
     try:
-        snapshot: Snapshot = noun(Snapshot, packed)
+        snapshot = decode(Snapshot, packed)
     except ValueError as error:
         raise BackendError(f"this recording is damaged: {error}.") from None
     return replace(snapshot, recorded=True)

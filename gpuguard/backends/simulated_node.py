@@ -14,13 +14,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.jsonio import loads, noun
+from gpuguard.files import read_file, write_file
+from gpuguard.jsonio import decode, loads
 
 # Node specs: ``"8xH100-80GB"``, ``"2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb"`` -> the devices of a simulated node.
 #
@@ -397,6 +398,7 @@ def _uuid(kind: str, *facts: object) -> str:
 
 STATE = "node.json"
 LOCK = "node.lock"
+MAX_BYTES = 2**24
 LOCK_SECONDS = 10.0  # a change takes a millisecond; only a stopped process can hold the lock for longer
 _SCHEMA = 1
 _LONGEST = 86400.0  # seconds of a device's answer
@@ -410,8 +412,7 @@ def load(directory: str) -> SimulatedNode | None:
     """
     path = os.path.join(directory, STATE)
     try:
-        with open(path, "rb") as file:
-            return _decoded(loads(file.read()))
+        return _decoded(loads(read_file(path, MAX_BYTES)))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -498,12 +499,7 @@ def _try_lock(lock: int) -> bool:
 def _save(directory: str, node: SimulatedNode) -> None:
     path = os.path.join(directory, STATE)
     try:
-        # One name for all: whoever writes holds the lock.  What a killed writer left may be another user's.
-        with suppress(FileNotFoundError):
-            os.unlink(f"{path}.new")
-        with open(f"{path}.new", "x", encoding="utf-8") as file:
-            json.dump({"schema": _SCHEMA, **asdict(node)}, file)
-        os.replace(f"{path}.new", path)
+        write_file(path, json.dumps({"schema": _SCHEMA, **asdict(node)}).encode(), mode=None)
     except OSError as error:
         raise BackendError(f"the simulated node cannot be changed: {error}.") from None
 
@@ -511,7 +507,7 @@ def _save(directory: str, node: SimulatedNode) -> None:
 def _decoded(raw: dict[str, Any]) -> SimulatedNode:
     if raw["schema"] != _SCHEMA:
         raise ValueError(f"written by another version, schema {raw['schema']}")
-    node: SimulatedNode = noun(SimulatedNode, raw)
+    node = decode(SimulatedNode, raw)
     if len(node.devices) > DEVICES_AT_MOST or any(len(device.instances) > DEVICES_AT_MOST for device in node.devices):
         raise ValueError(f"no node has more than {DEVICES_AT_MOST} devices")
     for device in node.devices:

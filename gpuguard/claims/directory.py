@@ -23,8 +23,8 @@ from io import FileIO
 from typing import TYPE_CHECKING
 
 from gpuguard.backends import is_recorded
-from gpuguard.claims.safe_files import file_system, open_in_place, status_in_place
 from gpuguard.errors import LockDirectoryError, shortage
+from gpuguard.files import file_system, open_in_place, status_in_place
 
 if TYPE_CHECKING:
     from types import TracebackType

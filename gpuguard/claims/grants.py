@@ -15,18 +15,17 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace as replace_noun
 
 from gpuguard.claims.directory import BROKERED, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.daemon.client import call
 from gpuguard.errors import GpuguardError, LockDirectoryError
-from gpuguard.jsonio import loads, noun
+from gpuguard.files import write_file
+from gpuguard.jsonio import decode, loads
 from gpuguard.model import ClaimRecord
 
 _MAX_BYTES = 256
-_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 EARLIER = b"{}\n"  # in a file that anybody could open before
 
 
@@ -118,7 +117,7 @@ def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
     try:
         answer, _ = call(directory, {"do": "claims"})
         names, rows = ("uid", "claim", "memory", "most"), answer["held"].items()
-        return {name: None if row is None else noun(Grant, dict(zip(names, row, strict=False))) for name, row in rows}
+        return {name: None if row is None else decode(Grant, dict(zip(names, row, strict=False))) for name, row in rows}
     except (GpuguardError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
@@ -130,32 +129,26 @@ def names_of(directory: LockDirectory) -> list[str]:
 
 def _renewed(directory: LockDirectory, name: str, content: bytes) -> int:
     """A new file in the place of one whose lock the caller has; its descriptor, read-only and locked."""
-    path = directory.lock_path(name)
-    unfinished = f"{path}.new"
-    with suppress(FileNotFoundError):  # of a daemon that was killed: whoever has the lock is alone here
-        os.unlink(unfinished)
-    writer = os.open(unfinished, os.O_WRONLY | _NEW, BROKERED)
+    held: list[int] = []
+
+    def lock(written: int) -> None:
+        # What is given away is open for reading alone, and nobody but us can open the file again.
+        held.append(os.open(f"/proc/self/fd/{written}", os.O_RDONLY | os.O_CLOEXEC))
+        fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    owner = directory.keeper if os.geteuid() == 0 else None
     try:
-        os.fchmod(writer, BROKERED)
-        if directory.keeper is not None and os.geteuid() == 0:
-            os.fchown(writer, directory.keeper, -1)
-        os.write(writer, content)
-    finally:
-        os.close(writer)
-    # What is given away is open for reading alone, and nobody but us can open the file again.
-    descriptor = os.open(unfinished, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(unfinished, path)
+        write_file(directory.lock_path(name), content, mode=BROKERED, owner=owner, prepare=lock)
     except BaseException:
-        os.close(descriptor)
+        for descriptor in held:
+            os.close(descriptor)
         raise
-    return descriptor
+    return held[0]
 
 
 def _grant_in(descriptor: int) -> Grant | None:
     try:
         content = loads(os.pread(descriptor, _MAX_BYTES, 0))
-        return noun(Grant, content)  # type: ignore[no-any-return]
+        return decode(Grant, content)
     except (OSError, ValueError):
         return None

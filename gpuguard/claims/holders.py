@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from gpuguard import procfs
 from gpuguard.backends import worker
-from gpuguard.claims.safe_files import device_of, hold_in_place, status_in_place
 from gpuguard.deadline import charge, owed_by
+from gpuguard.files import device_of, hold_in_place, status_in_place
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.users import user_name
 

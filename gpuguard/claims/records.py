@@ -7,18 +7,16 @@ names without their locks being held are left out.  Unreadable means "claimed, n
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
-from gpuguard.claims.safe_files import lies_there, open_in_place, status_in_place
 from gpuguard.claims.slots import locked_slots
 from gpuguard.errors import LockDirectoryError, shortage
+from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads
 from gpuguard.model import ClaimRecord
 from gpuguard.users import parties, user_name
@@ -50,13 +48,10 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
     """
     path = record_path(directory, os.geteuid() if owner is None else owner, str(content["id"]))
     unfinished = unfinished_path(directory)
-    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = create_file(unfinished, owner=owner)
     try:
-        os.fchmod(descriptor, 0o644)
-        if owner is not None:
-            os.fchown(descriptor, owner, -1)
         try_flock(descriptor)
-        write_whole(descriptor, _encoded(content))
+        write_all(descriptor, _encoded(content))
         _put_there(unfinished, path)  # readers see it whole, and already locked
     except BaseException:
         for name in (unfinished, path):  # who is interrupted may have given it its name already
@@ -85,12 +80,6 @@ def _put_there(unfinished: str, path: str) -> None:
         library = ctypes.CDLL(None, use_errno=True)
         if library.renameat2(-100, os.fsencode(unfinished), -100, os.fsencode(path), 2):  # AT_FDCWD, RENAME_EXCHANGE
             raise
-
-
-def write_whole(descriptor: int, encoded: bytes) -> None:
-    """Write all of it; a disk with room for a part of it raises OSError like one with none."""
-    if os.write(descriptor, encoded) < len(encoded):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def record_path(directory: LockDirectory, uid: int, claim_id: str) -> str:
@@ -166,15 +155,12 @@ def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecor
 
 def _read_record(path: str, name: str, start: str, root: int) -> ClaimRecord | None:
     try:
-        descriptor = open_in_place(path)
+        descriptor, status = open_regular(path)
     except OSError as error:
         if shortage(error):  # it is not gone for that
             raise
         return None
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            return None
         if try_flock(descriptor, fcntl.LOCK_SH):
             _remove_stale(path, descriptor, status.st_uid)
             return None
@@ -368,7 +354,7 @@ def _held_locks(directory: LockDirectory, uuids: Iterable[str]) -> dict[str, str
         return _read_one(directory, uuids)[0]
     found = {}
     for uuid in uuids:
-        if not lies_there(directory.lock_path(uuid)):
+        if not exists_in_place(directory.lock_path(uuid)):
             continue
         try:
             descriptor = open_lock(directory, uuid)

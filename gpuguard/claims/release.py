@@ -26,10 +26,10 @@ from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, try_flo
 from gpuguard.claims.holders import as_written, hangs, inode_of, locked_by
 from gpuguard.claims.records import MAX_BYTES, probe, read_record, record_path
 from gpuguard.claims.release_requests import ReleaseRequest, write
-from gpuguard.claims.safe_files import open_in_place
 from gpuguard.deadline import in_time
 from gpuguard.device_state import Processes, claim_of
 from gpuguard.errors import ClaimError
+from gpuguard.files import open_in_place
 from gpuguard.jsonio import loads
 from gpuguard.model import ClaimRecord, GpuProcess, Snapshot, claim_named
 from gpuguard.procfs import status_words, uid_behind

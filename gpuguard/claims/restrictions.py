@@ -14,13 +14,13 @@ for one: see door, and the commands deny and quarantine.
 from __future__ import annotations
 
 import os
-import stat
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.errors import LockDirectoryError, shortage
+from gpuguard.files import read_file, write_file
 from gpuguard.sanitize import neutralise
 
 if TYPE_CHECKING:
@@ -173,13 +173,7 @@ def _marks_in(places: Sequence[DaemonFiles], kind: str, now: float) -> dict[str,
 def _read(place: DaemonFiles, kind: str) -> Iterator[Restriction]:
     from gpuguard.jsonio import loads
 
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(_path(place, kind), flags)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid not in place.owners() or found.st_mode & 0o022:
-            raise ValueError("somebody else could have written it")
-        content = loads(file.read(MAX_BYTES))
+    content = loads(read_file(_path(place, kind), MAX_BYTES, place.owners()))
     step = _step_since(content)
     for entry in content["marks"]:
         yield Restriction(
@@ -237,16 +231,7 @@ def _write(path: str, kind: str, marks: dict[str, Restriction]) -> None:
     content = json.dumps({**facts, "marks": [to_json(mark) for mark in marks.values()]}, indent=1).encode("ascii")
     if len(marks) > MAX_MARKS or len(content) >= MAX_BYTES:
         raise LockDirectoryError(f"{path} would become too long: end some of what is {kind} first.")
-    unfinished = f"{path}.new"
-    if os.path.lexists(unfinished):  # of a writer that was killed
-        os.unlink(unfinished)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, 0o644)  # whatever the umask: everybody must be able to read it
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
-    os.rename(unfinished, path)
+    write_file(path, content, sync=True)
 
 
 class _alone:  # noqa: N801  a context manager, written out because contextlib costs 4 ms of import

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, replace
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.safe_files import status_in_place
+from gpuguard.files import status_in_place
 from gpuguard.units import format_bytes
 from gpuguard.users import user_name
 

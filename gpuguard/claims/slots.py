@@ -11,8 +11,8 @@ import fcntl
 import os
 
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
-from gpuguard.claims.safe_files import lies_there
 from gpuguard.errors import LockDirectoryError
+from gpuguard.files import exists_in_place
 from gpuguard.request import SLOTS
 
 
@@ -24,13 +24,13 @@ def slot_names(uuid: str) -> tuple[str, ...]:
 def locked_slots(directory: LockDirectory, uuid: str) -> tuple[str, ...]:
     """The slots of a device that somebody holds now; without the gate, so ask for it first where it matters."""
     # The sticky directory has no files for the slots until somebody shares the device, and the first is taken first.
-    if not lies_there(directory.lock_path(f"{uuid}.slot0")):
+    if not exists_in_place(directory.lock_path(f"{uuid}.slot0")):
         return ()
     return tuple(name for name in slot_names(uuid) if _is_locked(directory, name))
 
 
 def _is_locked(directory: LockDirectory, name: str) -> bool:
-    if not lies_there(directory.lock_path(name)):
+    if not exists_in_place(directory.lock_path(name)):
         return False
     try:
         descriptor = open_lock(directory, name)

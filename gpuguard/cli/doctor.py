@@ -87,7 +87,7 @@ def _driver(args: argparse.Namespace) -> dict[str, Any]:
 
 def _lock(args: argparse.Namespace) -> dict[str, Any]:
     from gpuguard.claims.directory import open_lock
-    from gpuguard.claims.safe_files import file_system
+    from gpuguard.files import file_system
 
     try:
         directory = directory_of(args)

@@ -147,9 +147,9 @@ def follow(
 def _has_ended(what: str, directory: LockDirectory, quiet: bool) -> bool:
     """Whether there was a claim with that id, by all events that this user may read, and it has ended."""
     from gpuguard.claims.records import probe
-    from gpuguard.claims.safe_files import lies_there
     from gpuguard.cli.events import logged
     from gpuguard.cli.terminal import print_notice
+    from gpuguard.files import exists_in_place
     from gpuguard.run import LEFT
     from gpuguard.views.events import devices_of
 
@@ -158,7 +158,7 @@ def _has_ended(what: str, directory: LockDirectory, quiet: bool) -> bool:
         # Who was killed said nothing at the end.  The devices tell a claim of another host whose log this is, too
         # (NFS), and a lock without a record may be that of the claim.
         uuids = {uuid for line in lines for uuid in devices_of(line)}
-        here = bool(uuids) and all(lies_there(directory.lock_path(uuid)) for uuid in uuids)
+        here = bool(uuids) and all(exists_in_place(directory.lock_path(uuid)) for uuid in uuids)
         if not here or any(claim.since is None for claim in probe(directory, uuids)):
             return False
     if not quiet:

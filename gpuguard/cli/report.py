@@ -18,7 +18,6 @@ import stat
 import sys
 import time
 from collections.abc import Collection
-from contextlib import suppress
 
 from gpuguard.cli import terminal
 from gpuguard.cli.events import logged
@@ -26,6 +25,7 @@ from gpuguard.cli.history import writes_braille
 from gpuguard.cli.options import add_source_options, directory_of
 from gpuguard.cli.times import add_moment_options, period
 from gpuguard.errors import GpuguardError
+from gpuguard.files import write_file
 from gpuguard.history.queries import Watch, query_store, store_path
 from gpuguard.history.report import BY, Report, gathered
 from gpuguard.users import user_name
@@ -86,17 +86,11 @@ def _write(path: str, page: str) -> None:
     if path == "-":
         sys.stdout.buffer.write(encoded)
         return
-    # Beside it and renamed: where somebody else may write, what stands at PATH may be a link to a file of ours.
-    unfinished = f"{path}.{os.urandom(8).hex()}.new"
     try:
         if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
             raise GpuguardError(f"--html {path}: this is no regular file.  Name one, or - for standard output.")
-        with open(unfinished, "xb") as file:
-            file.write(encoded)
-        os.rename(unfinished, path)
+        write_file(path, encoded, mode=None)
     except OSError as error:
-        with suppress(OSError):
-            os.unlink(unfinished)
         raise GpuguardError(f"--html {path}: it cannot be written: {error.strerror}.") from error
 
 

@@ -11,6 +11,7 @@ import os
 from typing import TypedDict
 
 from gpuguard.errors import LockDirectoryError
+from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import loads
 
 LIST = "/etc/gpuguard/installed.json"
@@ -68,15 +69,9 @@ def is_as_written(path: str, found: Installed) -> bool:
 def content_of(path: str) -> bytes | None:
     """What stands in a file; None where there is none, or it is no file, or of a size that none of ours has."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return read_file(path, LARGEST)
     except OSError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            content = file.read(LARGEST + 1)
-        except OSError:  # a directory
-            return None
-    return content if len(content) <= LARGEST else None
 
 
 def digest(content: bytes) -> str:
@@ -93,11 +88,6 @@ def _enter(found: Installed, *folders: str) -> None:
 def _put(path: str, text: str) -> None:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        # Beside it and then renamed: whoever reads meanwhile sees the one or the other, whole.
-        descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(descriptor, 0o644)  # whatever the umask
-            file.write(text)
-        os.replace(f"{path}.new", path)
+        write_file(path, text.encode())
     except OSError as error:
         raise LockDirectoryError(f"{path} cannot be written: {error.strerror}.") from error

@@ -16,10 +16,10 @@ import shutil
 import subprocess
 
 from gpuguard.claims.directory import is_same_file, lock_directory, try_flock
-from gpuguard.claims.safe_files import open_in_place
 from gpuguard.cli import setup_installed, setup_room, setup_service, setup_systemd
 from gpuguard.cli.setup_installed import Installed
 from gpuguard.errors import LockDirectoryError
+from gpuguard.files import open_in_place
 from gpuguard.history.audit_log import MACHINE_EVENTS
 from gpuguard.history.queries import MACHINE_STATE
 

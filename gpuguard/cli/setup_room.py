@@ -15,10 +15,10 @@ import time
 from dataclasses import dataclass, replace
 
 from gpuguard.claims.directory import Gate, LockDirectory, lock_directory, try_flock
-from gpuguard.claims.safe_files import open_in_place
 from gpuguard.cli import setup_installed, setup_service, setup_systemd
 from gpuguard.cli.setup_installed import content_of, installed, is_as_written
 from gpuguard.errors import LockDirectoryError
+from gpuguard.files import LEFTOVER_SECONDS, open_in_place
 from gpuguard.queue import reservation_store
 
 NAME = "run-gpuguard-claims.mount"
@@ -136,7 +136,7 @@ def _what_lives(directory: LockDirectory) -> str | None:
             return f"{name[:80]} there cannot be looked at ({error.strerror})"
         try:
             if name.endswith(".new"):  # not to be locked: whoever writes it is about to do that
-                if abs(time.time() - os.fstat(descriptor).st_ctime) < reservation_store.LEFTOVER_SECONDS:
+                if abs(time.time() - os.fstat(descriptor).st_ctime) < LEFTOVER_SECONDS:
                     return f"{name[:80]} there is just being written"
             elif not try_flock(descriptor, fcntl.LOCK_SH):
                 return f"{name[:80]} there is held, by a claim or by somebody in line"

@@ -18,7 +18,7 @@ from typing import Any
 
 from gpuguard.claims.directory import LockDirectory, daemon_files
 from gpuguard.errors import GpuguardError
-from gpuguard.jsonio import is_finite, loads, noun
+from gpuguard.jsonio import decode, loads
 
 NAME = "daemon.sock"
 LARGEST = 4096  # bytes of a request, with the end of the line
@@ -99,7 +99,7 @@ def _understood(directory: LockDirectory, line: bytes) -> dict[str, Any]:
         answer = loads(line)
     except ValueError as error:  # it hung up
         raise DaemonBusy(f"the daemon in {directory.path} is busy.  Try again.") from error
-    if not isinstance(answer, dict) or answer.get("ok") is not True or not is_finite(answer):
+    if not isinstance(answer, dict) or answer.get("ok") is not True:
         said = answer.get("error") if isinstance(answer, dict) else None
         raise GpuguardError(str(said or "the daemon gave an answer that cannot be understood."))
     return answer
@@ -211,7 +211,7 @@ def checked(answer: Mapping[str, Any], kind: type) -> Mapping[str, Any]:
         GpuguardError: it has not.
     """
     try:
-        noun(kind, dict(answer))
+        decode(kind, dict(answer))
     except ValueError as error:
         raise GpuguardError(
             f"the daemon gave an answer that cannot be understood: {error}.  Restart it: it may be of another version."

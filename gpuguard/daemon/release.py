@@ -17,11 +17,11 @@ from gpuguard.claims.directory import LockDirectory, is_same_file
 from gpuguard.claims.records import probe, read_record, read_records, record_path
 from gpuguard.claims.release import NotPermitted, listens, lock_handle, users_of
 from gpuguard.claims.release_requests import ENDING, REFUSED, RELEASED, STOP, YIELD, ReleaseRequest, read, write
-from gpuguard.claims.safe_files import open_in_place
 from gpuguard.daemon.client import call_daemon
 from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.target import boot_clock, has_ended
 from gpuguard.errors import ClaimError, GpuguardError
+from gpuguard.files import open_in_place
 from gpuguard.model import WHO_FIELDS, ClaimRecord, GpuProcess, claim_named
 from gpuguard.procfs import process_facts, start_time
 from gpuguard.sanitize import neutral_command

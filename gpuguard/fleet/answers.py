@@ -8,13 +8,12 @@ Does not make text harmless for terminals: the views do, with gpuguard.sanitize.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from gpuguard.fleet.ssh import Reply
-from gpuguard.jsonio import shallow
+from gpuguard.jsonio import loads
 
 DEPTH = 32  # of an answer: `who --json` has 6
 ROWS = 4096  # of a list; whoever sends a million would hold up the answers of all other hosts
@@ -96,7 +95,7 @@ def _object(content: bytes) -> Facts:
     if not begin and not content.startswith(b"{"):
         raise ValueError("it is no JSON" if content.strip() else "it is empty")
     try:
-        found = json.loads(shallow(content[begin:], DEPTH), parse_constant=_no_number, parse_float=_finite)
+        found = loads(content[begin:], DEPTH)
     except UnicodeDecodeError:
         raise ValueError("it is no text") from None
     except json.JSONDecodeError:
@@ -106,17 +105,6 @@ def _object(content: bytes) -> Facts:
     if not isinstance(found, dict):
         raise ValueError("it is no JSON object")
     return found
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
-
-
-def _finite(word: str) -> float:
-    number = float(word)
-    if not math.isfinite(number):
-        raise ValueError("a number is too large")
-    return number
 
 
 def text(facts: Facts, name: str) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from gpuguard.errors import GpuguardError
+from gpuguard.files import write_file
 from gpuguard.metrics.compat import COMPAT
 from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import MetricFamily, metric_families
@@ -56,17 +57,9 @@ def write_textfile(directory: str, text: str) -> None:
     Raises:
         GpuguardError: it cannot be written.
     """
-    unfinished = os.path.join(directory, f".{FILE}.{os.getpid()}")  # node_exporter reads *.prom alone
-    try:
-        _remove_unfinished(directory)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(unfinished, flags, 0o644), "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(text)
-        os.rename(unfinished, os.path.join(directory, FILE))
+    try:  # its unfinished name ends in .new: node_exporter reads *.prom alone
+        write_file(os.path.join(directory, FILE), text.encode())
     except OSError as error:
-        if os.path.lexists(unfinished):
-            os.unlink(unfinished)
         raise GpuguardError(f"{directory}/{FILE} cannot be written: {error.strerror}.") from error
 
 
@@ -74,12 +67,3 @@ def remove_textfile(directory: str) -> None:
     """Remove FILE: old numbers look like new ones where nothing writes them any more."""
     with suppress(OSError):  # it is gone, or not ours
         os.unlink(os.path.join(directory, FILE))
-
-
-def _remove_unfinished(directory: str) -> None:
-    """Remove what writers left that were killed."""
-    for name in os.listdir(directory):
-        pid = name.removeprefix(f".{FILE}.")
-        if pid != name and (pid == str(os.getpid()) or not os.path.exists(f"/proc/{pid}")):
-            with suppress(OSError):  # another user's, or a directory of that name: no reason not to write ours
-                os.unlink(os.path.join(directory, name))

@@ -14,17 +14,16 @@ from __future__ import annotations
 import json
 import os
 import stat
-import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from gpuguard.claims.directory import LockDirectory, is_same_file
-from gpuguard.claims.records import unfinished_path, write_whole
+from gpuguard.claims.records import unfinished_path
 from gpuguard.claims.room import why_full
-from gpuguard.claims.safe_files import made_in_place, status_in_place
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
+from gpuguard.files import open_or_create, remove_leftover, status_in_place, write_file
 from gpuguard.jsonio import loads
 from gpuguard.queue.calendar import DeviceReservations
 from gpuguard.queue.tickets import Torn, not_too_many, opened, whole
@@ -33,7 +32,6 @@ from gpuguard.users import user_name
 MAX_BYTES = 4096
 MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all of them were read
 MOST_NOTE = 200  # characters
-LEFTOVER_SECONDS = 60.0  # after which a file that nobody finished, or that nothing refers to, is removed
 
 
 @dataclass(frozen=True)
@@ -105,20 +103,10 @@ def write(directory: LockDirectory, wanted: Reservation) -> Reservation:
     if len(encoded) > MAX_BYTES:
         raise InvalidRequest("the reservation is too long to be written: name fewer devices with --gpus.")
     number = os.urandom(4).hex()
-    path, unfinished = _path(directory, os.geteuid(), number), unfinished_path(directory)
+    path = _path(directory, os.geteuid(), number)
     try:
-        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            os.fchmod(descriptor, 0o644)  # whatever the umask
-            write_whole(descriptor, encoded)
-            os.rename(unfinished, path)  # others see it whole
-            found = _decoded(encoded, os.fstat(descriptor), number)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(unfinished)
-            raise
-        finally:
-            os.close(descriptor)
+        write_file(path, encoded, unfinished=unfinished_path(directory))
+        found = _decoded(encoded, status_in_place(path), number)
     except OSError as error:
         why = why_full(directory, error)
         raise LockDirectoryError(f"no reservation can be made in {directory.records}: {why}.") from error
@@ -157,7 +145,7 @@ def arrive(directory: LockDirectory, bookings: Sequence[DeviceReservations]) -> 
 def _touched(path: str, uid: int) -> bool:
     """Whether a file is his, and says that he is here now."""
     with suppress(OSError):
-        descriptor = made_in_place(path, os.O_RDONLY | os.O_NONBLOCK, 0o644)
+        descriptor = open_or_create(path, os.O_RDONLY | os.O_NONBLOCK, 0o644)
         try:
             if os.fstat(descriptor).st_uid == uid:
                 os.utime(descriptor)
@@ -184,7 +172,7 @@ def _read_all(directory: LockDirectory, names: Sequence[str], now: float) -> tup
             torn.append(one)
     for name in names:
         if name.startswith(f"{directory.prefix}unfinished.") or (name in own and not name.endswith(".json")):
-            _remove_leftover(f"{directory.records}/{name}")
+            remove_leftover(f"{directory.records}/{name}")
     return found, torn
 
 
@@ -257,7 +245,7 @@ def _arrivals(
         uid, *words = name[len(start) :].split(".")
         key, path = ".".join(words[:2]), f"{directory.records}/{name}"
         if key not in known:
-            _remove_leftover(path)
+            remove_leftover(path)
             continue
         try:
             status = status_in_place(path)
@@ -269,11 +257,3 @@ def _arrivals(
             place = status.st_uid, key
             arrivals[place] = max(arrivals.get(place, 0.0), min(now, status.st_ctime))
     return arrivals
-
-
-def _remove_leftover(path: str) -> None:
-    """What a command left that was killed, or what nothing refers to any more, where this user may."""
-    with suppress(OSError):
-        status = status_in_place(path)
-        if os.geteuid() in (status.st_uid, 0) and time.time() - status.st_ctime > LEFTOVER_SECONDS:
-            os.unlink(path)

@@ -21,9 +21,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, try_flock
-from gpuguard.claims.records import first_of_each, unfinished_path, write_whole
-from gpuguard.claims.safe_files import made_in_place, open_in_place, status_in_place
+from gpuguard.claims.records import first_of_each, unfinished_path
 from gpuguard.errors import ClaimError, InvalidRequest, shortage
+from gpuguard.files import (
+    UntrustedFile,
+    create_file,
+    open_in_place,
+    open_or_create,
+    open_regular,
+    status_in_place,
+    write_all,
+)
 from gpuguard.jsonio import loads
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.request import Request
@@ -41,7 +49,7 @@ def note(directory: LockDirectory, uid: int, *, by_daemon: bool = False) -> None
     """Write down that a request of *uid* was served now, although others wait."""
     path = daemon_files(directory).file(f"served.{uid}") if by_daemon else _own(directory, uid)
     with suppress(OSError):
-        mark = made_in_place(path, os.O_WRONLY | os.O_NONBLOCK, 0o644)
+        mark = open_or_create(path, os.O_WRONLY | os.O_NONBLOCK, 0o644)
         try:
             os.utime(mark)
         finally:
@@ -122,10 +130,9 @@ class OwnTicket:
     def _write(self, path: str, encoded: bytes) -> None:
         if len(encoded) > MAX_BYTES:
             raise InvalidRequest("the request is too long to wait with: name fewer devices or models.")
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        os.fchmod(self._descriptor, 0o644)
+        self._descriptor = create_file(path)
         try_flock(self._descriptor)
-        write_whole(self._descriptor, encoded)
+        write_all(self._descriptor, encoded)
 
     @property
     def counts(self) -> bool:
@@ -229,16 +236,13 @@ def opened(path: str, place: str) -> int | Torn | None:
         OSError: none can be opened now, which says nothing of the file: whoever has it would be passed over.
     """
     try:
-        descriptor = open_in_place(path)
+        return open_regular(path)[0]
+    except UntrustedFile as error:
+        return Torn(error.uid, place[:80], str(error.strerror))
     except OSError as error:
         if shortage(error):
             raise
         return None if error.errno == errno.ENOENT else Torn(-1, place[:80], f"it cannot be read: {error.strerror}")
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-        return descriptor
-    os.close(descriptor)
-    return Torn(status.st_uid, place[:80], "it is no ordinary file")
 
 
 def who_waits(directory: LockDirectory) -> tuple[Ticket, ...] | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpuguard.jsonio import is_finite, loads
+from gpuguard.jsonio import loads
 from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration
@@ -145,7 +145,7 @@ _WORDS: Mapping[str, Callable[[Any], str]] = {  # the first that fits
 
 
 def _is_event(content: Line) -> bool:
-    return _is_number(content.get("time_unix_seconds")) and content.get("schema") == 1 and is_finite(content)
+    return _is_number(content.get("time_unix_seconds")) and content.get("schema") == 1
 
 
 def _is_number(value: object) -> bool:

@@ -1,0 +1,261 @@
+"""Files that programs and users share: opened where they lie, trusted only by owner and kind, written whole.
+
+A user may mount a file system of their own (FUSE) over one of their files.  Where /etc/fuse.conf has user_allow_other,
+any program that opens that file, or asks for its size, waits for as long as that user likes: root and the guard, and
+with the gate locked everybody.  So a name is held first without opening what it names (O_PATH), which asks nobody.
+Knows also the types of file systems.  Does not know what stands in a file: see jsonio.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from gpuguard.errors import shortage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+READING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+LEFTOVER_SECONDS = 60.0  # after which a file that its writer did not finish is removed
+_HOLDING = os.O_PATH | os.O_CLOEXEC
+_CREATING = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_mounts: dict[str, bytes] = {}  # directory -> on which mount it was seen
+_devices: dict[tuple[bytes, int], int] = {}  # of a mount, and as stat() says -> as device_of()
+
+
+class UntrustedFile(OSError):
+    """What lies there counts for nothing; *uid* is its owner."""
+
+    def __init__(self, reason: str, uid: int) -> None:
+        super().__init__(errno.EPERM, reason)
+        self.uid = uid
+
+
+def open_regular(path: str, flags: int = READING) -> tuple[int, os.stat_result]:
+    """A descriptor of the ordinary file with one name at *path*, and its status.
+
+    Raises:
+        UntrustedFile: it is a directory, a pipe, or has a further name.
+        OSError: there is none, a link, or no descriptor left.
+    """
+    descriptor = open_in_place(path, flags)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise UntrustedFile("it is no ordinary file", status.st_uid)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, status
+
+
+def read_file(path: str, limit: int, owners: Collection[int] | None = None) -> bytes:
+    """What stands in an ordinary file.
+
+    Args:
+        path: of the file.
+        limit: bytes that it has at most.
+        owners: uids of those who alone may have written it; None: whoever did.
+
+    Raises:
+        UntrustedFile: it is larger, or others could have written it.
+        OSError: as open_regular().
+    """
+    descriptor, status = open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        if owners is not None and (status.st_uid not in owners or status.st_mode & 0o022):
+            raise UntrustedFile("others could have written it", status.st_uid)
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise UntrustedFile("it is too long", status.st_uid)
+    return content
+
+
+def create_file(path: str, mode: int | None = 0o644, owner: int | None = None) -> int:
+    """A new file, open for reading and writing; what is there already is an OSError.
+
+    Args:
+        path: of the file.
+        mode: whatever the umask; None: as the umask says.
+        owner: uid; None: of this process.
+    """
+    descriptor = os.open(path, _CREATING, 0o666 if mode is None else mode)
+    try:
+        if mode is not None:
+            os.fchmod(descriptor, mode)
+        if owner is not None:
+            os.fchown(descriptor, owner, -1)
+    except BaseException:
+        os.unlink(path)
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write all of it, or raise OSError."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def write_file(
+    path: str,
+    content: bytes,
+    *,
+    mode: int | None = 0o644,
+    owner: int | None = None,
+    unfinished: str | None = None,
+    sync: bool = False,
+    prepare: Callable[[int], object] = lambda descriptor: None,
+) -> None:
+    """Write a file whole: readers see the old one or the new one, and a link in its place is replaced, not followed.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        mode: as for create_file(); likewise *owner*.
+        unfinished: under which name it is written first; None: a random one beside it, of which those that killed
+            writers left are removed.
+        sync: whether it must outlast a crash of the machine.
+        prepare: called with the finished file's descriptor before the file gets its name.
+
+    Raises:
+        OSError: it cannot be written; then nothing of it is left.
+    """
+    name = unfinished or f"{path}.{os.urandom(8).hex()}.new"
+    descriptor = create_file(name, mode, owner)
+    try:
+        write_all(descriptor, content)
+        if sync:
+            os.fsync(descriptor)
+        prepare(descriptor)
+        os.rename(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    finally:
+        os.close(descriptor)
+    if unfinished is None:
+        _remove_leftovers(path)
+
+
+def _remove_leftovers(path: str) -> None:
+    directory, name = os.path.split(path)
+    with suppress(OSError):  # what cannot be removed does no harm
+        for other in os.listdir(directory or "."):
+            if other.startswith(f"{name}.") and other.endswith(".new"):
+                remove_leftover(os.path.join(directory, other))
+
+
+def remove_leftover(path: str) -> None:
+    """Remove a file that a killed writer left, once it is old, and where this user may."""
+    with suppress(OSError):
+        if time.time() - status_in_place(path).st_mtime > LEFTOVER_SECONDS:
+            os.unlink(path)
+
+
+def open_in_place(path: str, flags: int = READING) -> int:
+    """A descriptor of the file that lies at *path*; a link, or what is mounted there, is an OSError."""
+    held = hold_in_place(path)
+    try:
+        return os.open(f"/proc/self/fd/{held}", flags | os.O_CLOEXEC)
+    except BlockingIOError as error:  # whose number says elsewhere that no process can be started
+        raise OSError(errno.EBUSY, "its owner has a lease on it, fcntl(2)") from error
+    finally:
+        os.close(held)
+
+
+def open_or_create(path: str, flags: int, mode: int) -> int:
+    """The same, of a file that is made if there is none."""
+    try:
+        return open_in_place(path, flags)
+    except FileNotFoundError:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def status_in_place(path: str) -> os.stat_result:
+    """As os.lstat(); what is mounted there is an OSError."""
+    held = hold_in_place(path)
+    try:
+        return os.fstat(held)
+    finally:
+        os.close(held)
+
+
+def exists_in_place(path: str) -> bool:
+    """As os.path.lexists(); also of what is mounted there."""
+    try:
+        os.close(os.open(path, _HOLDING | os.O_NOFOLLOW))
+    except OSError as error:
+        if shortage(error):  # which says nothing of the file: the claims of all would look given up
+            raise
+        return False
+    except ValueError:  # not the name of a file, as a record may have it
+        return False
+    return True
+
+
+def hold_in_place(path: str) -> int:
+    """A descriptor (O_PATH) that only says which file lies at *path*; what is mounted there is an OSError."""
+    held = os.open(path, _HOLDING | os.O_NOFOLLOW)
+    try:
+        directory = os.path.dirname(path) or "."
+        mount = _mount_of(held)
+        if mount != _mounts.get(directory):
+            around = os.open(directory, _HOLDING)
+            try:
+                _mounts[directory] = _mount_of(around)
+            finally:
+                os.close(around)
+            if mount != _mounts[directory]:
+                raise OSError(errno.EXDEV, "a file system is mounted over it")
+    except BaseException:
+        os.close(held)
+        raise
+    return held
+
+
+def _mount_of(held: int) -> bytes:
+    """What the kernel calls the mount on which a held file lies."""
+    fdinfo = os.open(f"/proc/self/fdinfo/{held}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fdinfo, 4096).partition(b"mnt_id:\t")[2].partition(b"\n")[0]
+    finally:
+        os.close(fdinfo)
+
+
+def device_of(descriptor: int) -> int:
+    """The number by which /proc/locks names the device of an open file: with Btrfs and overlayfs not that of stat()."""
+    own, mount = os.fstat(descriptor).st_dev, _mount_of(descriptor)
+    if (mount, own) not in _devices:
+        with open("/proc/self/mountinfo", "rb") as lines:
+            devices = [line.split(b" ", 3)[2] for line in lines if line.startswith(mount + b" ")]
+        # What was borrowed of another mount namespace stands in none of these lines.
+        _devices[mount, own] = os.makedev(*map(int, devices[0].split(b":"))) if devices else own
+    return _devices[mount, own]
+
+
+def file_system(path: str, mountinfo: str = "/proc/self/mountinfo") -> str | None:
+    """The type of the file system that *path* lies on ("ext4", "tmpfs", "fuse.sshfs"); None if unknown."""
+    real, longest, kind = os.path.realpath(path), "", None
+    try:
+        # The kernel escapes the newline alone of all ends of lines, and users choose where they mount (FUSE).
+        with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
+            for line in lines:
+                before, _, after = line.partition(" - ")
+                mount_point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
+                inside = real == mount_point or real.startswith(mount_point.rstrip("/") + "/")
+                if inside and len(mount_point) >= len(longest):
+                    longest, kind = mount_point, after.split(" ")[0]
+    except (OSError, IndexError):
+        return None
+    return kind
