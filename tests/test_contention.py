@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from chances import IN_CAMPAIGNS
 from contention import fight
 
 
@@ -29,5 +30,6 @@ def test_the_checker_sees_locks_that_are_broken_as_stale(tmp_path: Path) -> None
     assert fight(tmp_path, seconds=2, processes=60, variant="break-stale").overlaps > 0
 
 
+@IN_CAMPAIGNS
 def test_the_checker_sees_locks_that_exclude_nobody(tmp_path: Path) -> None:
     assert fight(tmp_path, seconds=2, processes=60, variant="no-exclusion").overlaps > 0

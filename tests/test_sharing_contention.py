@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from chances import IN_CAMPAIGNS
 from contention import GIB
 from sharing import fight, race
 
@@ -26,7 +27,10 @@ def test_without_the_gate_never_more_than_fit_get_their_share(tmp_path: Path, va
     assert sum(won) > 10  # going back for each other is not for ever
 
 
-@pytest.mark.parametrize("variant", ["no-look", "late-record", "no-exclusion"])
+@pytest.mark.parametrize(
+    "variant",
+    ["no-exclusion", pytest.param("no-look", marks=IN_CAMPAIGNS), pytest.param("late-record", marks=IN_CAMPAIGNS)],
+)
 def test_the_race_shows_a_fault_that_is_planted(tmp_path: Path, variant: str) -> None:
     assert max(race(tmp_path, starters=10, rounds=5, memory=SHARE, gate=False, variant=variant)) > 2
 
@@ -47,6 +51,6 @@ def happened(rounds):
     return kills > 30, shares > 100, alone > 10
 
 
-@pytest.mark.parametrize("variant", ["no-look", "no-exclusion"])
+@pytest.mark.parametrize("variant", ["no-exclusion", pytest.param("no-look", marks=IN_CAMPAIGNS)])
 def test_the_oracle_sees_a_fault_that_is_planted(tmp_path: Path, variant: str) -> None:
     assert fight(tmp_path, seconds=2, processes=40, variant=variant).broken > 0
