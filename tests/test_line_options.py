@@ -231,7 +231,7 @@ def test_a_directory_that_takes_no_ticket_is_said(directory, follow, monkeypatch
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(waiter, "Held", full)
+    monkeypatch.setattr(waiter, "OwnTicket", full)
     from gpuguard.errors import LockDirectoryError
 
     with pytest.raises(LockDirectoryError, match=r"no ticket can be written into .*: No space left on device"):

@@ -153,14 +153,6 @@ def test_an_ask_that_fails_holds_nobody_up(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("slow", "threads"), [(-1.0, True), (30.0, False)])
-def test_a_driver_that_answers_at_once_is_asked_by_one_thread(fake: FakeNvml, slow: float, threads: bool) -> None:
-    look = "backend = nvml.open(); backend.ahead = True; backend.sample({MEMORY})"
-    loaded = f"nvml.SLOW_SECONDS = {slow}; {look}; answer = 'gpuguard.backends.nvml' in sys.modules"
-
-    assert answer_of(fake, loaded) is threads
-
-
 @pytest.mark.parametrize("one_at_a_time", [0, 1])
 @pytest.mark.parametrize("code", [HANG, ABORT], ids=["hangs", "crashes"])
 @pytest.mark.parametrize("bad", [(1,), (7,), (2, 5), (3, 7)], ids=str)

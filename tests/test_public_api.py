@@ -45,6 +45,7 @@ def test_there_is_no_public_name_besides_all():
     assert set(printed_by("import gpuguard; print(*(n for n in vars(gpuguard) if n[0] != '_'))")) <= {
         "TYPE_CHECKING",
         "annotations",
+        "import_module",
     }
     assert {name for name in dir(gpuguard) if not name.startswith("_")} >= set(gpuguard.__all__)
 
@@ -65,7 +66,7 @@ def test_gpuguard_ray_is_a_module_that_loads_no_ray():
 def test_every_noun_of_the_model_is_public():
     nouns = {name for name, kind in vars(model).items() if inspect.isclass(kind) and kind.__module__ == model.__name__}
 
-    assert nouns == MODEL
+    assert nouns == MODEL | {"ProcessStat"}  # which no public function returns
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():
