@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -16,10 +15,8 @@ from fake_nvml import FakeNvml
 from nodes import eventually, start
 from shells import Shell, needed
 
-from gpuguard.cli import COMMANDS
-from gpuguard.cli.completion import SHELLS, commands
+from gpuguard.cli.completion import DIRECTORY, FILE, JOB, SHELLS, kind_of, values_of, whole_parser
 from gpuguard.cli.completion_values import VALUES
-from gpuguard.views.shells import OWN
 
 # What is typed, and the words of the command line then; ^ is TAB.
 TYPED = {
@@ -99,42 +96,38 @@ def test_a_real_shell_completes_what_is_typed(name, more, place):
     assert seen == {keys: words.format(claim=claim) for keys, words in TYPED.items()}
 
 
-# What a shell offers for `gpuguard COMMAND -`, for each COMMAND a block of lines.
-OFFERS = {
-    "bash": '. ./script; for path; do _gpuguard_command "$path"; printf "%s\\n" $flags $commands; echo =; done',
-    "zsh": (
-        "_arguments() { state=command; print -rl -- $@ }; _describe() { print -rl -- $found }; compdef() { : }; "
-        ". ./script; "
-        "for one; do _gpuguard_command${one:+_}${one//[ -]/_}; echo =; done"
-    ),
-    "fish": (
-        'source script; for path in $argv; for rest in "" -; complete -C "gpuguard $path $rest"; end; echo =; end'
-    ),
-}
+def test_what_a_script_asks_for_can_be_answered():
+    kinds = {kind_of(action) for _, action in values_of(whole_parser())}
+
+    assert kinds - {None, FILE, DIRECTORY, JOB} <= set(VALUES)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_script_offers_every_command_and_option_where_it_belongs(shell, tmp_path):
-    done = Gpuguard(tmp_path, None)("completion", shell)
-    (tmp_path / "script").write_text(done.stdout)
-    paths = [" ".join(command.path) for command in commands()]
-    extra = [] if shell == "fish" else [shell]
-    shown = subprocess.run(
-        [needed(shell), "-c", OFFERS[shell], *extra, *paths], cwd=tmp_path, capture_output=True, text=True, check=True
+def test_without_the_extra_the_script_of_the_package_is_printed(shell, tmp_path):
+    assert run_without_shtab(shell, tmp_path) == (
+        1,
+        "",
+        "gpuguard: shtab, which writes completion scripts, is missing: pip install 'gpuguard[completion]'.\n",
     )
-    offered = [set(re.findall(r"^\*?(-{0,2}\w+(?:-\w+)*)", block, re.M)) for block in shown.stdout.split("=\n")]
 
-    assert (done.returncode, done.stderr, shown.stderr) == (0, "", "")
-    for command, words in zip(commands(), offered, strict=False):
-        wanted = {flag for word in command.options() for flag in word.flags} | {name for name, _ in command.commands}
-        assert wanted - words == set(), command.path
+    for name in SHELLS[shell]:
+        (tmp_path / "share" / name).parent.mkdir(parents=True)
+        (tmp_path / "share" / name).write_text(f"# for {shell}\n")
+
+    assert run_without_shtab(shell, tmp_path) == (0, f"# for {shell}\n", "")
 
 
-def test_what_a_script_asks_for_can_be_answered():
-    asked = {word.kind for command in commands() for word in command.words if word.kind not in (None, *OWN)}
-
-    assert asked <= set(VALUES)
-    assert {command.path[0] for command in commands() if command.path} == set(COMMANDS)
+def run_without_shtab(shell: str, prefix: Path) -> tuple[int, str, str]:
+    """`gpuguard completion` of an environment below *prefix* that has no shtab."""
+    (prefix / "shtab.py").write_text("raise ImportError")
+    program = (
+        f"import sys; sys.prefix = {str(prefix)!r}; from gpuguard.cli import main; main(['completion', {shell!r}])"
+    )
+    path = os.pathsep.join([str(prefix), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("words", [(), ("tcsh",)])

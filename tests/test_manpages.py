@@ -91,7 +91,7 @@ def test_a_source_date_makes_the_pages_the_same_each_time(pages, tmp_path):
 
 
 def test_the_completions_lie_where_each_shell_looks_for_them(tmp_path):
-    built("build-completions", tmp_path)
+    built("build-completions", tmp_path, PYTHON=sys.executable)
 
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {
         "bash-completion/completions/gpuguard",

@@ -31,7 +31,8 @@ DEBIAN = ROOT / "packaging" / "deb"
 CONTAINER = ROOT / "packaging" / "container"
 SOURCES = ["gpuguard", "packaging", "scripts", "pyproject.toml", "README.md", "LICENSE"]
 needs_hatchling = pytest.mark.skipif(
-    not importlib.util.find_spec("hatchling"), reason="NOT TESTED: needs hatchling (pip install -e '.[dev]')"
+    not all(map(importlib.util.find_spec, ("hatchling", "shtab"))),
+    reason="NOT TESTED: needs hatchling and shtab (pip install -e '.[dev]')",
 )
 needs_dpkg = pytest.mark.skipif(
     not shutil.which("dpkg-deb"), reason="NOT TESTED: needs dpkg-deb (apt-get install dpkg)"

@@ -26,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "bin/gpuguard").write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec {sys.executable} -m gpuguard "$@"\n')
     (root / "bin/gpuguard").chmod(0o755)
     built("build-man", root / "share/man/man1")
-    built("build-completions", root / "share")
+    built("build-completions", root / "share", PYTHON=sys.executable)
     for name, target in {
         "modulefile": f"modulefiles/gpuguard/{VERSION}",
         "profile.sh": f"{VERSION}/profile.sh",

@@ -124,7 +124,7 @@ def exit_code(command: str, error: GpuguardError) -> int:
 
 def build_parser(command: str) -> Parser:
     """The parser of one sub-command."""
-    return parser_of(_module(command), command)
+    return parser_of(command_module(command), command)
 
 
 def _dispatch(command: str, words: list[str]) -> int:
@@ -141,7 +141,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         raise InvalidRequest(_unknown(command))
-    module = _module(command)
+    module = command_module(command)
     try:
         args = parse(module, command, words[1:])
     except SystemExit as end:  # --help
@@ -150,7 +150,8 @@ def _dispatch(command: str, words: list[str]) -> int:
     return status
 
 
-def _module(command: str) -> ModuleType:
+def command_module(command: str) -> ModuleType:
+    """The module of one sub-command."""
     return import_module(f"gpuguard.cli.{command.replace('-', '_')}")
 
 
