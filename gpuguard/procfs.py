@@ -556,3 +556,17 @@ class StatFiles:
         self.turn()
 
     __del__ = close
+
+
+def boot_clock() -> float:
+    """CLOCK_BOOTTIME, seconds: the clock of start times, which is never set and counts while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def boot_id() -> str:
+    """Of this boot: a clock that counts from the start of the machine, and start times, mean nothing in another."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read(8)
+    except OSError:
+        return ""

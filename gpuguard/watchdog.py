@@ -1,7 +1,8 @@
 """The watchdog: sample -> judge -> act -> record, again and again.  step() is the whole program.
 
-Policies decide, actions do, and both leave an Event, so this file only passes things on: it fills the View that rules
-judge by, keeps the Memory between samples, and chooses when to look next.  Does not read policy files: see daemon.
+Policies decide, actions do, and both leave an Event, so this file only passes things on: it fills the view that rules
+judge by, keeps the engine's memory between samples, and chooses when to sample next.  Does not read policy files: see
+daemon.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from dataclasses import replace as replace_fields
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
@@ -23,10 +23,9 @@ from gpuguard.claims.records import locked_devices, probe, read_records
 from gpuguard.claims.watch import FirstSeen
 from gpuguard.device_state import Processes
 from gpuguard.enforcement import actions
-from gpuguard.enforcement.actions import give_up
 from gpuguard.enforcement.identity import Protected
-from gpuguard.enforcement.limits import Lines, PastAction
-from gpuguard.enforcement.target import Context, Notifier, boot_clock, plain_event
+from gpuguard.enforcement.limits import AuditQuota, PastAction
+from gpuguard.enforcement.preflight import ActionContext, Notifier
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
@@ -38,15 +37,12 @@ from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.policy import Judgement, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.view import RuleView, SubjectIdentity, identity_of
-from gpuguard.procfs import process_facts, stats_of
+from gpuguard.procfs import boot_clock, process_facts, stats_of
 
-if TYPE_CHECKING:
-    from typing import TypeVar
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 INTERVAL = (2.0, 10.0)  # seconds, shortest and longest, between two samples
-RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: look again soon
+RISING_MEMORY = 0.02  # of a device's memory, more than at the sample before: sample again soon
 RISING_CELSIUS = 3.0
 SLOWER = 1.5  # times longer after each sample in which nothing rose
 HOLDERS_SECONDS = 10.0
@@ -56,7 +52,7 @@ WORTH_A_LINE = frozenset(
     {"gap", "resampling", "cleared", "cancelled", "breaker", "waiting", "kept", "exempt", "nobody"}
 )
 
-Key = tuple[str, SubjectIdentity]  # name of a policy and whom a verdict is about
+PendingKey = tuple[str, SubjectIdentity]  # name of a policy and the subject of a verdict
 
 
 class Watchdog:
@@ -67,8 +63,8 @@ class Watchdog:
 
     Args:
         backend: where samples come from; better one in a process of its own, because drivers hang.
-        policies: decoded.  May be replaced at any time; a policy that changed loses its ladders.
-        directory: of the claims; None: no claims are known, and nobody is judged by them.
+        policies: decoded.  May be replaced at any time; the escalations of a policy that changed start anew.
+        directory: of the claims; None: no claims are known, and none is judged by.
         enforce: the first of two switches, the policy has the other.  Without it everything happens but the last call.
         on_event: told each Event, after it was written down.
         on_sample: told each snapshot, and the seconds until the next one.
@@ -78,7 +74,7 @@ class Watchdog:
         share_host_pids: act although this is not the first pid namespace, because its pids are the driver's.
     """
 
-    further: Callable[[], frozenset[str]] = frozenset  # groups of fields that others want in the next sample, too
+    extra_fields: Callable[[], frozenset[str]] = frozenset  # groups of fields that others want in the next sample
 
     def __init__(
         self,
@@ -97,11 +93,12 @@ class Watchdog:
         self.policies, self.interval = tuple(policies), interval
         self.notifier, self.protected = notifier, Protected()  # who sends messages, and who is never touched
         self.language, self.templates = ENGLISH, TEMPLATES  # of what is written to terminals
-        self.kept: Mapping[tuple[str, int | str], float] = {}  # whom to leave alone: until which CLOCK_BOOTTIME
-        self.gpu_seconds: Callable[[], Mapping[int, Mapping[float, float]]] = dict  # as View has it; asked per sample
-        self.scheduled: Callable[[Snapshot], Mapping[str, frozenset[int]] | None] = lambda snapshot: None  # so too
-        self.pause, self.beat = interval[0], time.monotonic()  # seconds to the next sample; when the loop came round
-        self.trouble: str | None = None  # why there is no sample, in words
+        self.kept: Mapping[tuple[str, int | str], float] = {}  # exempted by `gpuguard keep`: until which CLOCK_BOOTTIME
+        self.gpu_seconds: Callable[[], Mapping[int, Mapping[float, float]]] = dict  # of a RuleView, for each sample
+        self.scheduled: Callable[[Snapshot], Mapping[str, frozenset[int]] | None] = lambda snapshot: None  # likewise
+        self.pause = interval[0]  # seconds to the next sample
+        self.last_round = time.monotonic()  # when the loop came round
+        self.problem: str | None = None  # why there is no sample, in words
         self._backend, self._directory = backend, directory
         self._on_event, self._on_sample, self._append = on_event, on_sample, append
         self._memory, self._host, self._first_seen, self._needs = EngineMemory(), HostUses(), FirstSeen(), needs_of(())
@@ -110,18 +107,24 @@ class Watchdog:
         self._view: RuleView | None = None
         self._probed: tuple[float, object, tuple[ClaimRecord, ...]] = (0.0, None, ())
         self._hidden = set[str]()  # ids of claims whose lock no process has open
-        self._due: dict[Key, list[tuple[Policy, Verdict]]] = {}
-        self._put_off: dict[Key, tuple[int, float]] = {}  # by a check: which step of each, and until which clock
+        self._pending: dict[PendingKey, list[tuple[Policy, Verdict]]] = {}
+        self._deferred: dict[PendingKey, tuple[int, float]] = {}  # by a check: which step, and until which clock
         self._noted: set[tuple[str, str | None, SubjectIdentity | None]] = set()
-        self._lines, self._failed = Lines(), dict[str, float]()  # when a policy was said to fail: time.monotonic()
-        places = (backend, self._record, self._still_true)
-        self._context = Context(*places, enforce=enforce, share_host_pids=share_host_pids, directory=directory)
+        self._quota, self._reported = AuditQuota(), dict[str, float]()  # when a policy was last reported to fail
+        self._context = ActionContext(
+            backend,
+            self._record,
+            self._still_true,
+            enforce=enforce,
+            share_host_pids=share_host_pids,
+            directory=directory,
+        )
         self._acting = self._context  # as of the last step: with its protected users, texts and targets
-        self._untold, self._stop = list[Event](), threading.Event()
+        self._unpublished, self._stop = list[Event](), threading.Event()
         self._thread: threading.Thread | None = None
 
     def step(self) -> Judgement:
-        """Look once, and do what is due.
+        """Sample once, and do what is due.
 
         Returns:
             What was judged.
@@ -129,37 +132,42 @@ class Watchdog:
         Raises:
             BackendError: nothing could be read, so nothing was judged.
         """
-        # In this order: a daemon that reads its file again sets them in that order, and nobody may lose his protection
-        # while the policies that are judged by are still those which he was protected from.
+        # In this order: a daemon that reads its file again sets them in that order, and no user may lose their
+        # protection while the policies that are judged by are still those from which they were protected.
         protected = self.protected
         policies, before = self.policies, self._view
         if policies is not self._needs.policies:
             self._needs = needs_of(policies)
         snapshot, lines = self._sample(policies)
         self._memory.kept = dict(self.kept)
-        self._view = self._look_around(snapshot, policies, lines)
+        self._view = self._view_of(snapshot, policies, lines)
         with self._judging:
-            now, memory, longest = self._view, self._memory, self.interval[1]
-            zone = _zone(snapshot.taken_at)
-            judgement = engine.evaluate(now, policies, memory, interval=longest, zone=zone, apart=self._apart)
+            judgement = engine.evaluate(
+                self._view,
+                policies,
+                self._memory,
+                interval=self.interval[1],
+                zone=_zone(snapshot.taken_at),
+                isolate=self._isolate,
+            )
             self._judged_by = policies
         if any(note.kind == "resampling" for note in judgement.notes) and not _is_same(before, self._view):
-            self._due.clear()  # what waited through a pause in which nobody looked has no reason any more
+            self._pending.clear()  # what waited through a pause without a sample has no reason any more
         self._act(judgement.verdicts, policies, protected)
         self._note(judgement.notes)
         self.pause = pace(before.snapshot if before else None, snapshot, self.pause, self.interval)
-        self._tell()
+        self._publish()
         if self._on_sample:
             self._on_sample(snapshot, self.pause)
         return judgement
 
-    def outlook(self) -> tuple[PolicyStatus, ...]:
-        """What stands against whom since the last sample; from any thread."""
+    def status(self) -> tuple[PolicyStatus, ...]:
+        """Every condition that holds since the last sample; from any thread."""
         with self._judging:
-            return policy_status(self._judged_by, self._memory, self._put_off)
+            return policy_status(self._judged_by, self._memory, self._deferred)
 
-    def seen(self, snapshot: Snapshot) -> Processes:
-        """What /proc told of the processes of *snapshot*: just now, if the last step did not ask."""
+    def processes(self, snapshot: Snapshot) -> Processes:
+        """What /proc says of the processes of *snapshot*: read now, if the last step did not."""
         view = self._view
         return view.seen if view and view.seen and view.snapshot is snapshot else process_facts(snapshot)
 
@@ -171,27 +179,27 @@ class Watchdog:
             try:
                 self.step()
                 failures = 0
-                self._in_trouble(None)
+                self._report_problem(None)
             except Exception as error:  # noqa: BLE001  the catch of the loop: a guard that died guards nothing
-                # A fault of ours is no load on the driver; and looks that come too seldom start all durations anew.
+                # A fault of ours is no load on the driver; and samples that come too seldom start all durations anew.
                 failures = failures + 1 if isinstance(error, BackendError) else 0
                 self.pause = min(RETRY_SECONDS, self.interval[1] * 2 ** min(failures, 8))
-                with suppress(Exception):  # of who listens
-                    self._in_trouble(error)
-            self.beat = time.monotonic()
-            stop.wait(max(0.01, self.pause - (self.beat - begun)))
+                with suppress(Exception):  # of the callback
+                    self._report_problem(error)
+            self.last_round = time.monotonic()
+            stop.wait(max(0.01, self.pause - (self.last_round - begun)))
 
-    def remember(self, deeds: Iterable[PastAction]) -> None:
-        """Let *deeds*, the oldest first, count for the limits as if this watchdog had done them."""
-        for deed in deeds:
-            self._context.ledger.note(deed)
+    def remember(self, past: Iterable[PastAction]) -> None:
+        """Let *past* actions, the oldest first, count for the limits as if this watchdog had done them."""
+        for action in past:
+            self._context.limits.record(action)
 
     def keep(
         self, until_clock: float, *, uid: int | None = None, claim: str | None = None, device: str | None = None
     ) -> None:
         """Leave a user, a claim or a device alone until CLOCK_BOOTTIME passes *until_clock*; from any thread.
 
-        With *uid* and *device*: that user on that device, and nobody else there.
+        With *uid* and *device*: that user on that device, and no other user there.
         """
         marks = {("uid", uid), ("claim", claim), ("device", device)}
         if uid is not None and device is not None:
@@ -223,7 +231,7 @@ class Watchdog:
 
     def _sample(self, policies: Sequence[Policy]) -> tuple[Snapshot, dict[int, bytes]]:
         """A snapshot with its claims; apart from it the stat lines of its processes, which go no further than here."""
-        groups = self._needs.fields | self.further()
+        groups = self._needs.fields | self.extra_fields()
         snapshot = self._backend.sample(groups | {STATS} if policies else groups)
         lines = dict(snapshot.stats or ())
         return self._with_claims(replace(snapshot, stats=None)), lines
@@ -243,7 +251,7 @@ class Watchdog:
         uuids = [device.uuid for device in snapshot.devices]
         now = (
             frozenset(locked_devices(directory, uuids)),
-            frozenset((one.uid, one.id) for one in read_records(directory)),
+            frozenset((record.uid, record.id) for record in read_records(directory)),
         )
         clock, before, claims = self._probed
         if now != before or not 0 <= snapshot.clock - clock < HOLDERS_SECONDS:
@@ -258,9 +266,9 @@ class Watchdog:
         for claim in claims:
             if claim.id in self._hidden - before:
                 text = hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
-                self._record(plain_event("claim", "hidden", text, claim.devices, None, claim=claim.id))
+                self._record(Event(time.time(), "claim", "hidden", devices=claim.devices, claim=claim.id, message=text))
 
-    def _look_around(self, snapshot: Snapshot, policies: Sequence[Policy], lines: Mapping[int, bytes]) -> RuleView:
+    def _view_of(self, snapshot: Snapshot, policies: Sequence[Policy], lines: Mapping[int, bytes]) -> RuleView:
         if not policies:
             return RuleView(snapshot)
         stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()}, lines)
@@ -277,60 +285,57 @@ class Watchdog:
         """Do what is due now, and what has had to wait and still holds; each subject's steps in their order."""
         assert self._view is not None
         named = {policy.name: policy for policy in policies}
-        self._due = {key: due for key, due in self._due.items() if self._holds(due[0][1], due[0][0], named)}
+        self._pending = {key: due for key, due in self._pending.items() if self._holds(key, due[0][0], named)}
         for verdict in verdicts:
             key = verdict.policy, identity_of(verdict.finding.subject)
-            self._due.setdefault(key, []).append((named[verdict.policy], verdict))
-        context = replace_fields(
+            self._pending.setdefault(key, []).append((named[verdict.policy], verdict))
+        snapshot, limits = self._view.snapshot, self._context.limits
+        context = replace(
             self._context,
             notifier=self.notifier,
             language=self.language,
             templates=self.templates,
             interval=max(self.interval[1], self.pause),
-            protected=protected.uids_of(_people(self._view.snapshot), self._view.groups),
+            protected=protected.uids_of(_uids(snapshot), self._view.groups),
             protected_executables=protected.executables,
             alarm=self._needs.targets,
         )
         self._acting = context
-        snapshot = self._view.snapshot
-        self._apart("unkillable", partial(give_up, context, snapshot))
-        put_off = {}
-        for key, due in sorted(self._due.items(), key=lambda one: self._context.ledger.in_turn(one[1][0][1])):
+        self._isolate("unkillable", partial(actions.give_up_unkillable, context, snapshot))
+        deferred = {}
+        for key, due in sorted(self._pending.items(), key=lambda item: limits.priority(item[1][0][1])):
             while due:
-                outcomes = self._apart(key[0], partial(actions.act, due[0][1], snapshot, context))
+                outcomes = self._isolate(key[0], partial(actions.act, due[0][1], snapshot, context))
                 if waits := [outcome.wait for outcome in outcomes or () if outcome.wait is not None]:
-                    put_off[key] = due[0][1].step, snapshot.clock + max(waits)
+                    deferred[key] = due[0][1].step, snapshot.clock + max(waits)
                     break  # a check asks for time: the same step is tried again after the next sample
                 due.pop(0)
             if not due:
-                del self._due[key]
-        self._put_off = put_off
+                del self._pending[key]
+        self._deferred = deferred
 
-    def _holds(self, verdict: Verdict, policy: Policy, named: dict[str, Policy]) -> bool:
-        assert self._view is not None
-        return named.get(policy.name) == policy and self._is_found(verdict, policy, self._view)
+    def _holds(self, key: PendingKey, policy: Policy, named: Mapping[str, Policy]) -> bool:
+        """Whether the condition behind a verdict that waits was found in this sample, by the same policy."""
+        return named.get(policy.name) == policy and key[1] in self._memory.found.get(policy.name, ())
 
-    def _still_true(self, verdict: Verdict, again: Snapshot) -> bool:
-        """Whether the rules behind *verdict* hold on what the driver says now, about some of the devices."""
-        policy = next((each for each in self.policies if each.name == verdict.policy), None)
+    def _still_true(self, verdict: Verdict, snapshot: Snapshot) -> bool:
+        """Whether the condition behind *verdict* holds on what the driver says now, by the policies of now."""
+        policy = next((policy for policy in self.policies if policy.name == verdict.policy), None)
         if policy is None or self._view is None:
             return False
-        return self._is_found(verdict, policy, replace_fields(self._view, snapshot=self._view.snapshot.updated(again)))
-
-    def _is_found(self, verdict: Verdict, policy: Policy, view: RuleView) -> bool:
-        zone = _zone(view.snapshot.taken_at)
-        self._memory.kept = dict(self.kept)  # somebody may have asked since the sample
+        self._memory.kept = dict(self.kept)  # a user may have asked for an exemption since the sample
+        view, zone = replace(self._view, snapshot=snapshot), _zone(snapshot.taken_at)
         holds = partial(engine.still_holds, policy, verdict.finding.subject, view, self._memory, zone=zone)
-        return self._apart(policy.name, holds) is True
+        return self._isolate(policy.name, holds) is True
 
-    def _apart(self, policy: str, do: Callable[[], T]) -> T | None:
-        """What *do* comes to; None, and a line, when it raises what nobody foresaw: the other policies go on."""
+    def _isolate(self, policy: str, do: Callable[[], T]) -> T | None:
+        """The result of *do*; None, and a line, when it raises what was not foreseen: the other policies go on."""
         try:
             return do()
         except Exception as error:  # noqa: BLE001  what one user brings about must not be in favour of all
             now = time.monotonic()
-            if now - self._failed.get(policy, -RETRY_SECONDS) >= RETRY_SECONDS:
-                self._failed[policy] = now
+            if now - self._reported.get(policy, -RETRY_SECONDS) >= RETRY_SECONDS:
+                self._reported[policy] = now
                 text = f"the policy {policy} meets a fault inside gpuguard, and the others go on: {error!r:.200}"
                 self._record(Event(time.time(), "watchdog", "failed", message=text, facts=(("policy", policy),)))
             return None
@@ -340,48 +345,58 @@ class Watchdog:
         for note in notes:
             key = note.kind, note.policy, identity_of(note.subject) if note.subject else None
             if note.kind in WORTH_A_LINE and key not in self._noted | before:
-                who, facts = note.subject or Subject("node"), {"policy": note.policy}
-                devices = (who.device,) if who.device else ()
-                place = {"user": who.user, "claim": who.claim}
-                self._record(plain_event("note", note.kind, note.text, devices, who.pid, **place, facts=facts))
+                subject = note.subject or Subject("node")
+                self._record(
+                    Event(
+                        time.time(),
+                        "note",
+                        note.kind,
+                        subject.user,
+                        (subject.device,) if subject.device else (),
+                        pid=subject.pid,
+                        claim=subject.claim,
+                        message=note.text,
+                        facts=(("policy", note.policy),),
+                    )
+                )
                 if note.kind == "breaker" and note.subject:
                     self._alarm(note.text, note.subject, note.policy or "")
             self._noted.add(key)
 
     def _alarm(self, text: str, subject: Subject, name: str) -> None:
-        """Tell the targets of messages that a policy spares a user who alone has more than it may hit at once."""
+        """Notify all targets that a policy spares a user who alone has more than it may hit at once."""
         assert self._view is not None
-        snapshot, policies = self._view.snapshot, self._judged_by
-        enforce = any(policy.enforce for policy in policies if policy.name == name)
+        snapshot = self._view.snapshot
+        enforce = any(policy.enforce for policy in self._judged_by if policy.name == name)
         for target in self._needs.targets:
             finding, options = Finding("breaker", subject, text), (("to", target),)
             verdict = Verdict(name, finding, "notify", 0, snapshot.clock, enforce=enforce, options=options)
-            self._apart(name, partial(actions.act, verdict, snapshot, self._acting))
+            self._isolate(name, partial(actions.act, verdict, snapshot, self._acting))
 
-    def _in_trouble(self, error: Exception | None) -> None:
-        """Leave an Event when the loop falls into trouble, into another one, or comes out of it."""
+    def _report_problem(self, error: Exception | None) -> None:
+        """Leave an Event when the loop meets a problem, another one, or comes out of it."""
         message = None
         if error is not None:
             message = str(error) if isinstance(error, BackendError) else f"a fault inside gpuguard: {error!r}"
-        if message != self.trouble:
+        if message != self.problem:
             outcome = "failed" if error and not isinstance(error, BackendError) else "driver unresponsive"
-            self.trouble = message
+            self.problem = message
             self._record(Event(time.time(), "watchdog", outcome if error else "watching again", message=message))
-            self._tell()
+            self._publish()
 
     def _record(self, event: Event) -> bool:
-        # What is left out of the log still goes to whoever listens: metrics count it.
-        written = not self._lines.admits(event, boot_clock()) or self._append(event)
-        self._untold.append(event if written else replace(event, outcome=f"{event.outcome} (not recorded)"))
+        # What is left out of the log still goes to the callback: metrics count it.
+        written = not self._quota.admits(event, boot_clock()) or self._append(event)
+        self._unpublished.append(event if written else replace(event, outcome=f"{event.outcome} (not recorded)"))
         return written
 
-    def _tell(self) -> None:
-        for event in self._lines.left_out(boot_clock()):
-            self._untold.append(event)
+    def _publish(self) -> None:
+        for event in self._quota.left_out(boot_clock()):
+            self._unpublished.append(event)
             self._append(event)
         # Only after everything is done: a callback that fails must not come between a line of the log and its signal.
-        told, self._untold = self._untold, []
-        for event in told:
+        events, self._unpublished = self._unpublished, []
+        for event in events:
             if self._on_event:
                 self._on_event(event)
 
@@ -392,7 +407,7 @@ def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[f
     return shortest if before is None or _rises(before, now) else min(longest, max(pause, shortest) * SLOWER)
 
 
-def _people(snapshot: Snapshot) -> frozenset[int]:
+def _uids(snapshot: Snapshot) -> frozenset[int]:
     uids = {process.uid for device in snapshot.devices for process in device.processes or () if process.uid is not None}
     return frozenset(uids | {claim.uid for claim in snapshot.claims})
 
@@ -424,21 +439,18 @@ def _zone(taken_at: float) -> float:
     return float(time.localtime(taken_at).tm_gmtoff)
 
 
-# One look at this machine with all that policies judge by, for a recording.  Judges nothing and writes nothing.
+RECORDED_FIELDS = WHO_FIELDS | {CLOCKS, ECC}  # what any rule can ask for
 
 
-FIELDS = WHO_FIELDS | {CLOCKS, ECC}  # what any rule can ask for
-
-
-class Camera:
-    """Looks again and again; rates are since the look before."""
+class ViewReader:
+    """Reads what policies judge by, for a recording; rates are since the read before.  Judges and writes nothing."""
 
     def __init__(self, backend: Backend, directory: LockDirectory | None) -> None:
         self._backend, self._directory, self._hosts = backend, directory, HostUses()
 
-    def look(self) -> RuleView:
+    def read(self) -> RuleView:
         """The machine now.  Raises BackendError."""
-        snapshot = self._with_claims(self._backend.sample(FIELDS))
+        snapshot = self._with_claims(self._backend.sample(RECORDED_FIELDS))
         stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
         host, groups = self._hosts.look(snapshot, stats), self._hosts.groups(snapshot)
         return RuleView(snapshot, host=host, groups=groups, seen=process_facts(snapshot, stats))

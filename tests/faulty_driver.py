@@ -27,8 +27,7 @@ from pid_reuse import Everybody
 
 from gpuguard import procfs, users
 from gpuguard.backends import client, nvml, nvml_reading
-from gpuguard.enforcement import actions, identity, signals
-from gpuguard.enforcement import limits as ledger
+from gpuguard.enforcement import actions, identity, limits, signals
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies import Rule
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
@@ -160,7 +159,7 @@ def guards(world: World, driver: Driver) -> dict[str, Watchdog]:
     for name, policy in POLICIES.items():
         guard = Watchdog(driver, (policy,), enforce=True, append=written, share_host_pids=True)
         guard._context = replace_fields(guard._context, jobs=Everybody(), interactive_grace=0.0)
-        setattr(guard, "_look_around", surrounded(guard._look_around, world, name))  # noqa: B010
+        setattr(guard, "_view_of", surrounded(guard._view_of, world, name))  # noqa: B010
         seed(guard, driver.newest)
         found[name] = guard
     return found
@@ -372,7 +371,7 @@ FAULTS: dict[str, Callable[[], None]] = {one.__name__: one for one in (believe_e
 def main(campaign: str, fault: str | None = None) -> None:
     users._names.update({GUILTY: "alice", OTHER: "bob"})
     identity.DRIVER_FILE = "/no/driver"  # the processes here have none open, even where there is one
-    ledger.SIGNALS_PER_MINUTE = ledger.ENDED_PER_HOUR = 10**6
+    limits.SIGNALS_PER_MINUTE = limits.ENDED_PER_HOUR = 10**6
     if fault:
         FAULTS[fault]()
     with contextlib.ExitStack() as stack:

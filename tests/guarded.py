@@ -24,9 +24,9 @@ from machines import Machine
 
 from gpuguard import procfs
 from gpuguard.enforcement import actions
-from gpuguard.enforcement.preflight import preflight
-from gpuguard.enforcement.target import Context, boot_clock
+from gpuguard.enforcement.preflight import ActionContext, preflight
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
+from gpuguard.procfs import boot_clock
 
 SOMEBODY = 20001  # a uid that nobody has
 SLEEP = ("sleep", "600")
@@ -93,18 +93,18 @@ class Scene:
             "interactive_grace": 600.0,
             "jobs": frozenset({(pid, self.process.start_time)}),
         }
-        self._context: Context | None = None
+        self._context: ActionContext | None = None
 
     def write(self, event: Event) -> bool:
         self.events.append(event)
         return True
 
-    def context(self, **facts: Any) -> Context:
+    def context(self, **facts: Any) -> ActionContext:
         """The guard's context, changed by *facts*."""
         if self._context is None or facts:
-            before = {"ledger": self._context.ledger} if self._context else {}
+            before = {"limits": self._context.limits} if self._context else {}
             self.facts = {**self.facts, **before, **facts}
-            self._context = Context(**self.facts)
+            self._context = ActionContext(**self.facts)
         return self._context
 
     def row(self, **fields: Any) -> None:

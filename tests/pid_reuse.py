@@ -20,8 +20,9 @@ from guarded import SOMEBODY, Listing, until
 
 from gpuguard import procfs
 from gpuguard.enforcement import actions, preflight, signals
-from gpuguard.enforcement.target import Context, boot_clock
+from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.model import Event, Finding, GpuProcess, Snapshot, Subject, Verdict
+from gpuguard.procfs import boot_clock
 
 LAST_PID = "/proc/sys/kernel/ns_last_pid"
 _ready = os.pipe()
@@ -82,11 +83,11 @@ class Everybody(frozenset[tuple[int, float]]):
         return True
 
 
-def guard(machine: Listing, append: Callable[[Event], bool] = lambda event: True) -> Context:
-    return Context(machine, append, lambda *_: True, enforce=True, jobs=Everybody(), share_host_pids=True)
+def guard(machine: Listing, append: Callable[[Event], bool] = lambda event: True) -> ActionContext:
+    return ActionContext(machine, append, lambda *_: True, enforce=True, jobs=Everybody(), share_host_pids=True)
 
 
-def act(row: GpuProcess, snapshot: Snapshot, context: Context) -> str:
+def act(row: GpuProcess, snapshot: Snapshot, context: ActionContext) -> str:
     subject = Subject("process", snapshot.devices[0].uuid, row.pid, row.start_time, row.uid)
     verdict = Verdict("p", Finding("memory", subject, "why"), "terminate", 0, snapshot.clock, enforce=True)
     return actions.act(verdict, snapshot, context)[0].word
@@ -182,15 +183,15 @@ _meant = [0]
 def plant(fault: str) -> None:
     if fault == "os.kill":
         signals.forward = os_kill
-        sampled = preflight.examined
+        sampled = preflight.check_process
 
         def remembered(verdict, snapshot, context, target):  # type: ignore[no-untyped-def]
             _meant[0] = target.pid
             return sampled(verdict, snapshot, context, target)
 
-        preflight.examined = remembered
+        preflight.check_process = remembered
     for check in fault.split(",") if fault != "os.kill" else ():
-        preflight.LATE[check] = lambda case: None
+        preflight.LATE[check] = preflight.PreflightCheck(lambda target: None)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from sources import ROOT
 
-from gpuguard.enforcement.action_keys import ACTION_KEYS
+from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.notify.sender import TARGETS
 from gpuguard.policies.files.decoder import implied, keys_of
 from gpuguard.policies.rules import RULES

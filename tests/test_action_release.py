@@ -24,7 +24,7 @@ from gpuguard.claims.release_requests import FULL_BYTES
 from gpuguard.clusters import slurm_jobs
 from gpuguard.enforcement import actions, identity, signals
 from gpuguard.enforcement.limits import ActionLimits, PastAction
-from gpuguard.enforcement.target import Context
+from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.errors import ClaimError
 from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict
 
@@ -63,10 +63,12 @@ class Claimed:
         """What became of it."""
         snapshot: Snapshot = fields.pop("snapshot", None) or self.machine.sample((), None)
         facts = {
-            key: fields.pop(key) for key in list(fields) if key in Context.__dataclass_fields__ and key != "enforce"
+            key: fields.pop(key)
+            for key in list(fields)
+            if key in ActionContext.__dataclass_fields__ and key != "enforce"
         }
-        context = Context(**{**self.facts, **facts})
-        self.facts["ledger"] = context.ledger
+        context = ActionContext(**{**self.facts, **facts})
+        self.facts["limits"] = context.limits
         (outcome,) = actions.act(self.verdict(holder, **fields), snapshot, context)
         return outcome
 
@@ -154,7 +156,7 @@ def older_answer(c: Claimed) -> dict[str, Any]:
 
 
 REFUSED = {
-    "an older answer of the driver": (older_answer, "unused"),
+    "an older answer of the driver": (older_answer, "listed"),
     "an old sample": (lambda c: {"snapshot": replace(c.snapshot, clock=c.snapshot.clock - 60)}, "fresh"),
     "a sample from the future": (lambda c: {"snapshot": replace(c.snapshot, clock=c.snapshot.clock + 60)}, "fresh"),
     "a protected user": (lambda c: {"protected": frozenset({SOMEBODY})}, "protected"),
@@ -174,7 +176,7 @@ def test_whatever_is_not_exactly_as_it_was_judged_is_left_alone(claimed, holder,
     outcome = claimed.act(holder, **facts(claimed))
 
     assert (outcome.word, claimed.locked()) == (actions.REFUSED, 2)
-    assert [against.check for against in outcome.against] == [check]
+    assert [against.check for against in outcome.failed] == [check]
     assert [event.outcome for event in claimed.events] == ["refused"]
 
 
@@ -182,13 +184,13 @@ def test_gpuguard_releases_no_claim_that_it_runs_in(claimed, holder, monkeypatch
     monkeypatch.setattr(identity, "ancestors", lambda pid: frozenset({holder.pid}))
     outcome = claimed.act(holder)
 
-    assert (outcome.word, [each.check for each in outcome.against]) == (actions.REFUSED, ["family"])
+    assert (outcome.word, [each.check for each in outcome.failed]) == (actions.REFUSED, ["family"])
     assert claimed.locked() == 2
 
 
 def test_an_idle_claim_of_no_slurm_job_is_not_cancelled(claimed, holder):
     verdict = replace(claimed.verdict(holder), action="cancel")
-    [outcome] = actions.act(verdict, claimed.machine.sample((), None), Context(**claimed.facts))
+    [outcome] = actions.act(verdict, claimed.machine.sample((), None), ActionContext(**claimed.facts))
 
     assert (outcome.word, outcome.why, claimed.locked()) == (actions.REFUSED, "it belongs to no Slurm job", 2)
 
@@ -215,7 +217,7 @@ def test_the_warning_before_it_goes_to_the_terminal_of_whoever_holds_the_claim(c
     with a_holder(claimed.directory, claimed.uuids[0], uid=SOMEBODY, **own) as one:
         snapshot = replace(claimed.machine.sample((), None), claims=probe(claimed.directory, claimed.uuids))
         verdict = replace(claimed.verdict(one), action="warn", next_action="release", next_after=600.0)
-        [outcome] = actions.act(verdict, snapshot, Context(**claimed.facts))
+        [outcome] = actions.act(verdict, snapshot, ActionContext(**claimed.facts))
         said = os.read(ours, 4096).decode()
 
     assert outcome.word == actions.DONE and "held for 3h without a process" in said
@@ -237,14 +239,14 @@ def test_claims_of_the_system_are_never_taken(claimed):
     with a_holder(claimed.directory, *claimed.uuids[:2]) as root:
         outcome = claimed.act(root)
 
-        assert (outcome.word, outcome.against[0].check, claimed.locked()) == (actions.REFUSED, "protected", 2)
+        assert (outcome.word, outcome.failed[0].check, claimed.locked()) == (actions.REFUSED, "protected", 2)
 
 
 def test_the_rate_of_the_guard_holds_for_releases_and_the_step_is_tried_again(claimed, holder):
     outcome = claimed.act(holder, enforce=False)
-    ledger, now = claimed.facts["ledger"], claimed.snapshot.clock
+    ledger, now = claimed.facts["limits"], claimed.snapshot.clock
     for pid in (2, 3, 4):
-        ledger.note(PastAction(now, "terminate", (pid, 1.0), (), True))
+        ledger.record(PastAction(now, "terminate", (pid, 1.0), (), True))
     limited = claimed.act(holder)
 
     assert (outcome.word, limited.word, claimed.locked()) == (actions.DRY_RUN, actions.REFUSED, 2)
@@ -283,7 +285,7 @@ def test_a_refusal_that_repeats_itself_is_written_once(claimed, holder):
 def test_what_was_released_counts_for_the_limits_of_the_guard(claimed, holder):
     claimed.act(holder)
 
-    [deed] = claimed.facts["ledger"].deeds
+    [deed] = claimed.facts["limits"].past
     assert (deed.action, deed.process[0], set(deed.devices), deed.live) == (
         "release", holder.pid, set(claimed.uuids[:2]), True,
     )  # fmt: skip
@@ -293,11 +295,11 @@ def test_what_was_released_counts_for_the_limits_of_the_guard(claimed, holder):
 def test_whose_share_of_the_hour_is_used_up_has_his_job_of_slurm_live(claimed, holder, monkeypatch):
     monkeypatch.setattr(slurm_jobs, "against_cancelling", lambda job, uid: None)
     monkeypatch.setattr(slurm_jobs, "cancel", lambda job: pytest.fail("it was cancelled"))
-    claimed.facts["ledger"], now = ActionLimits(), claimed.snapshot.clock
+    claimed.facts["limits"], now = ActionLimits(), claimed.snapshot.clock
     for pid in range(2, 7):
-        claimed.facts["ledger"].note(PastAction(now - 600, "terminate", (pid, 1.0), (), True, uid=SOMEBODY))
+        claimed.facts["limits"].record(PastAction(now - 600, "terminate", (pid, 1.0), (), True, uid=SOMEBODY))
     verdict = replace(claimed.verdict(holder), action="cancel")
-    [outcome] = actions.act(verdict, claimed.machine.sample((), None), Context(**claimed.facts))
+    [outcome] = actions.act(verdict, claimed.machine.sample((), None), ActionContext(**claimed.facts))
 
     assert outcome.word == actions.REFUSED and "are for other users: of this one 5 were ended" in outcome.why
 
@@ -337,6 +339,6 @@ def test_cancel_ends_the_job_of_an_idle_claim_and_nothing_else(claimed, monkeypa
     monkeypatch.setattr(slurm_jobs, "cancel", lambda job: cancelled.append(job) or answer)
     with a_holder(claimed.directory, claimed.uuids[0], uid=SOMEBODY, name=name) as one:
         verdict = replace(claimed.verdict(one), action="cancel")
-        [outcome] = actions.act(verdict, claimed.machine.sample((), None), Context(**claimed.facts))
+        [outcome] = actions.act(verdict, claimed.machine.sample((), None), ActionContext(**claimed.facts))
 
         assert (outcome.word, cancelled, claimed.locked()) == (word, asked, 1)

@@ -24,7 +24,7 @@ from gpuguard.claims.directory import lock_directory, open_lock
 from gpuguard.claims.records import probe
 from gpuguard.cli import setup_broker
 from gpuguard.enforcement import actions, identity
-from gpuguard.enforcement.target import Context
+from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.model import Finding, Subject, Verdict
 
 LOOK = ("--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
@@ -354,7 +354,7 @@ def test_a_claim_that_is_released_by_a_policy_is_over_whatever_its_owner_does(br
         assert hostile.stdout and hostile.stdout.readline()
         assert eventually(lambda: broker_of_two.locked() == [0, 1])
         [claim] = probe(broker_of_two.directory, broker_of_two.uuids[:1])
-        context = Context(
+        context = ActionContext(
             machine, lambda event: True, lambda verdict, now: True, enforce=True, directory=broker_of_two.directory
         )
         finding = Finding("age", Subject("claim", uid=claim.uid, claim=claim.id), "held for 3h without a process", ())

@@ -12,7 +12,7 @@ from top_scenes import an_orphan
 
 from gpuguard import procfs
 from gpuguard.enforcement.actions import GONE, REFUSED, SENT, UNRECORDED
-from gpuguard.enforcement.by_hand import BY_HAND, Hand, signal_process
+from gpuguard.enforcement.by_hand import BY_HAND, Operator, signal_process
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.users import user_name
@@ -26,7 +26,7 @@ class Desk:
         self.process = a_process(child.pid, start_time=started(child.pid), uid=uid, user="alice")
         self.machine = Listing(a_device(0, processes=(self.process,), memory_used=20 * GIB))
         self.machine.simulated = True
-        self.hand = Hand(self.machine, self.append, ActionLimits())
+        self.operator = Operator(self.machine, self.append, ActionLimits())
 
     def append(self, event):
         self.events.append((event.kind, event.outcome, self.child.lives()))
@@ -34,7 +34,7 @@ class Desk:
 
     def signal(self, action="terminate", **changes):
         identity = (self.process.pid, self.process.start_time)
-        return signal_process(replace(self.hand, **changes), action, identity, (a_device(0).uuid,))
+        return signal_process(replace(self.operator, **changes), action, identity, (a_device(0).uuid,))
 
     def state(self):
         stat = procfs.read_proc(f"/proc/{self.child.pid}/stat") or b""

@@ -147,7 +147,7 @@ def of_events(place: Path, encoded: bytes) -> None:
 def of_deeds(place: Path, encoded: bytes) -> None:
     path = place / "log"
     path.write_bytes(encoded + b"\n")
-    limits.recent_actions(str(path), 10.0, NOW + 5)
+    limits.recover_actions(str(path), 10.0, NOW + 5)
 
 
 JOBS = (

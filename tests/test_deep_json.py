@@ -112,7 +112,7 @@ KINDS: dict[str, tuple[dict[str, object], Callable[[bytes], object]]] = {
     "ticket": ({"requests": [{"num_gpus": 1}]}, lambda encoded: tickets._decoded(encoded, HERE, "x")),
     "reservation": (RESERVATION, lambda encoded: reservation_store._decoded(encoded, HERE, "x")),
     "request": ({"do": "x"}, lambda encoded: isinstance(server._request(encoded), dict)),
-    "deed": (DEED, lambda encoded: limits._deed(encoded, "b", 2.0, 2.0)),
+    "deed": (DEED, lambda encoded: limits._action_of(encoded, "b", 2.0, 2.0)),
     "event": ({"schema": 1, "time_unix_seconds": 1.0}, lambda encoded: events.decoded([encoded])[0]),
 }
 

@@ -21,7 +21,7 @@ from users import ALICE, BOB, Machine, a_shared_machine
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, change, read_restrictions
 from gpuguard.enforcement import actions, identity
-from gpuguard.enforcement.target import Context
+from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
 from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.model import Event, Finding, Subject, Verdict
@@ -121,7 +121,7 @@ class Acting:
     def __init__(self, directory: LockDirectory, devices: int = 4, writes: bool = True) -> None:
         self.machine, self.events = Devices(*map(a_device, range(devices))), []
         self.directory, self.writes = directory, writes
-        self.context = Context(
+        self.context = ActionContext(
             self.machine, self.write, lambda verdict, snapshot: True, enforce=True, directory=directory
         )
 

@@ -17,8 +17,7 @@ from guarded import a_child, started
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gpuguard.enforcement import actions, limits, preflight, signals, target
-from gpuguard.enforcement.target import boot_clock
+from gpuguard.enforcement import actions, identity, limits, preflight, signals
 from gpuguard.model import Event, Snapshot
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.health import HealthRule
@@ -26,6 +25,7 @@ from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
 from gpuguard.policies.usage import UsersRule
+from gpuguard.procfs import boot_clock
 from gpuguard.watchdog import Watchdog
 
 pytestmark = pytest.mark.root  # the processes are those of another user
@@ -128,9 +128,9 @@ def told(people: list[tuple[int, float]], policies: Any, schedule: Any, *, enfor
     guard._context = replace_fields(guard._context, jobs=frozenset(people))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signals, "forward", lambda *_: actions.SENT)
-        for module in (target, preflight):
+        for module in (actions, preflight):
             patch.setattr(module, "boot_clock", lambda: stage.clock)
-            patch.setattr(module, "is_alive", stage.lives)
+        patch.setattr(identity, "is_alive", stage.lives)
         for pause, stage.states, stage.mortal in schedule:
             stage.clock += pause
             guard.step()
@@ -181,8 +181,8 @@ def test_a_rehearsal_tells_the_same_story_as_the_real_thing(people):
 
 
 def test_a_rehearsal_that_forgets_what_it_did_is_found(people, monkeypatch):
-    note = limits.ActionLimits.note
-    monkeypatch.setattr(limits.ActionLimits, "note", lambda self, deed: note(self, deed) if deed.live else None)
+    note = limits.ActionLimits.record
+    monkeypatch.setattr(limits.ActionLimits, "record", lambda self, deed: note(self, deed) if deed.live else None)
 
     with pytest.raises(AssertionError, match="refused"):
         differences(people, SCENARIOS)

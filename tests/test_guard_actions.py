@@ -15,12 +15,12 @@ from builders import a_process
 from guarded import SLEEP, Scene, a_child, a_scene, somebody, started, until
 from users import interpreter
 
-from gpuguard.enforcement import actions, limits, target
-from gpuguard.enforcement.action_keys import ACTION_KEYS
-from gpuguard.enforcement.actions import give_up
+from gpuguard import procfs
+from gpuguard.enforcement import actions, preflight, signals
+from gpuguard.enforcement.actions import ACTIONS, give_up_unkillable
 from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.model import Event, Snapshot, Verdict
-from gpuguard.policies.policy import DESTRUCTIVE
+from gpuguard.policies.policy import COUNTED, ON_PROCESSES
 
 SIGNALS = ["terminate", "pause", "resume", "renice"]
 
@@ -45,12 +45,8 @@ def a_program(code: str, last: str = "time.sleep(600)") -> Iterator[Scene]:
         yield scene
 
 
-def test_every_action_is_one_that_a_policy_can_name():
-    assert ACTION_KEYS.keys() == actions.ACTIONS
-
-
-def test_what_disrupts_is_what_the_engine_does_one_at_a_time():
-    assert limits.DISRUPTIVE <= DESTRUCTIVE
+def test_what_the_engine_says_of_actions_it_says_of_those_that_there_are():
+    assert ACTIONS.keys() > COUNTED | ON_PROCESSES
 
 
 # One process, and nobody else.
@@ -117,7 +113,7 @@ def test_a_lower_priority_for_every_thread_and_never_a_higher_one():
 
         assert scene.act("renice", options=(("niceness", low),)).word == "sent"
         assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {low}
-        scene.context(ledger=ActionLimits())
+        scene.context(limits=ActionLimits())
         assert scene.act("renice", options=(("niceness", low - 4),)).word == "sent"
         assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {low}
 
@@ -139,47 +135,47 @@ def test_who_ignores_sigterm_is_killed_only_after_a_grace(monkeypatch):
 
 def later(scene: Scene, patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let the guard believe that its deeds were so much earlier."""
-    book = scene.context().ledger
-    book.deeds = [replace(deed, clock=deed.clock - seconds) for deed in book.deeds]
+    book = scene.context().limits
+    book.past = [replace(deed, clock=deed.clock - seconds) for deed in book.past]
 
 
 def test_who_outlives_sigkill_is_given_up_and_its_device_left_alone(scene):
     # A process in the driver cannot be made here: one that was never killed looks the same.
-    killed = PastAction(target.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), ("GPU-x",), live=True)
-    scene.context().ledger.note(killed)
+    killed = PastAction(procfs.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), ("GPU-x",), live=True)
+    scene.context().limits.record(killed)
 
-    (outcome,) = give_up(scene.context(), scene.snapshot)
+    (outcome,) = give_up_unkillable(scene.context(), scene.snapshot)
     assert (outcome.word, outcome.pid) == ("unkillable", scene.pid)
-    assert give_up(scene.context(), scene.snapshot) == ()
+    assert give_up_unkillable(scene.context(), scene.snapshot) == ()
     assert [(event.kind, event.outcome) for event in scene.events] == [("kill", "unkillable"), ("quarantine", "failed")]
     assert scene.act().word == "refused"
 
     os.kill(scene.pid, signal.SIGKILL)
     assert scene.dies()
-    assert give_up(scene.context(), scene.snapshot) == ()
-    assert scene.context().ledger.unkillable == {}
+    assert give_up_unkillable(scene.context(), scene.snapshot) == ()
+    assert scene.context().limits.unkillable == {}
 
 
 @pytest.mark.parametrize("deed", [{"action": "terminate"}, {"live": False}, {"process": (2**22, 1.0)}])
 def test_only_who_was_really_killed_and_is_still_there_is_given_up(scene, deed):
     facts = {"action": "kill", "process": (scene.pid, scene.process.start_time), "devices": (), "live": True, **deed}
-    scene.context().ledger.note(PastAction(target.boot_clock() - 61, **facts))
+    scene.context().limits.record(PastAction(procfs.boot_clock() - 61, **facts))
 
-    assert give_up(scene.context(), scene.snapshot) == ()
+    assert give_up_unkillable(scene.context(), scene.snapshot) == ()
 
 
 def test_the_second_victim_on_a_device_waits_for_the_effect_on_the_first():
     with a_program("signal.signal(signal.SIGTERM, signal.SIG_IGN)") as first, a_scene() as second:
-        second.context(ledger=first.context().ledger)
+        second.context(limits=first.context().limits)
         assert first.act().word == "sent"
 
         later(first, pytest.MonkeyPatch(), 20)  # 15 s are over, but the first one still lives
-        assert [each.check for each in second.act().against] == ["one per device"]
+        assert [each.check for each in second.act().failed] == ["one per device"]
 
 
 def test_a_verdict_that_comes_again_is_not_done_again(scene, monkeypatch):
     sent: list[int] = []
-    monkeypatch.setattr(actions, "forward", lambda pidfd, signum: sent.append(signum) or "sent")
+    monkeypatch.setattr(signals, "forward", lambda pidfd, signum: sent.append(signum) or "sent")
     verdict = scene.verdict()
 
     for _ in range(3):
@@ -195,7 +191,7 @@ def test_a_verdict_that_comes_again_is_not_done_again(scene, monkeypatch):
 def test_a_zombie_is_gone_and_gets_no_signal(scene, monkeypatch):
     os.kill(scene.pid, signal.SIGKILL)
     assert scene.dies()
-    monkeypatch.setattr(actions, "forward", lambda *of: pytest.fail("a signal"))
+    monkeypatch.setattr(signals, "forward", lambda *of: pytest.fail("a signal"))
 
     assert scene.act().word == "gone"
 
@@ -215,7 +211,7 @@ def test_a_process_whose_first_thread_has_ended_is_alive_and_is_hit():
 
 @pytest.mark.parametrize("action", SIGNALS)
 def test_without_a_line_in_the_log_nothing_is_done(scene, monkeypatch, action):
-    monkeypatch.setattr(actions, "forward", lambda *of: pytest.fail("a signal"))
+    monkeypatch.setattr(signals, "forward", lambda *of: pytest.fail("a signal"))
     monkeypatch.setattr(os, "setpriority", lambda *of: pytest.fail("a change"))
     scene.context(append=lambda event: False)
 
@@ -224,7 +220,7 @@ def test_without_a_line_in_the_log_nothing_is_done(scene, monkeypatch, action):
 
 def test_the_line_is_there_before_the_signal(scene, monkeypatch):
     scene.row(container="c0ffee")
-    monkeypatch.setattr(actions, "forward", lambda *of: scene.events[-1].outcome)
+    monkeypatch.setattr(signals, "forward", lambda *of: scene.events[-1].outcome)
 
     assert scene.act("resume").word == "about to"
     (event, _) = scene.events
@@ -240,7 +236,7 @@ def test_both_switches_must_be_on(scene, monkeypatch, switches):
 
     assert scene.act(enforce=switches[1]).word == "dry run"
     assert scene.lives()
-    monkeypatch.setattr(target, "enforced", lambda *of: True)  # the planted fault
+    monkeypatch.setattr(preflight.ActionContext, "is_live", lambda *of: True)  # the planted fault
     assert scene.act(enforce=switches[1]).word == "sent"
     assert scene.dies()
 

@@ -15,18 +15,29 @@ import pytest
 from builders import GIB, a_process, a_uuid
 from guarded import SOMEBODY, Scene, a_scene
 
+from gpuguard import procfs
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.restrictions import DENIED, read_restrictions
 from gpuguard.clusters import slurm_jobs
-from gpuguard.enforcement import actions, identity, limits, preflight, signals, target
+from gpuguard.enforcement import actions, identity, limits, preflight, signals
 from gpuguard.enforcement.limits import HOUR, REMEMBERED, PastAction
 from gpuguard.model import Event, Finding, Subject, Verdict
 
 OTHER = (2, 1.0)
-NOW: dict[str, Any] = {"clock": 600.0, "live": True, "signature": "", "effect_seen": lambda deed: True}
+NOW = 600.0
 
 
-def deeds(scene: Scene, *, ago: float, count: int = 1, **fields: Any) -> None:
+def an_action(process: tuple[int, float], uid: int | None = None, **fields: Any) -> PastAction:
+    return PastAction(
+        NOW, **{"action": "terminate", "devices": ("GPU",), "live": True, **fields}, process=process, uid=uid
+    )
+
+
+def seen(past: PastAction) -> bool:
+    return True
+
+
+def actions_done(scene: Scene, *, ago: float, count: int = 1, **fields: Any) -> None:
     for number in range(count):
         facts = {
             "action": "terminate",
@@ -35,11 +46,11 @@ def deeds(scene: Scene, *, ago: float, count: int = 1, **fields: Any) -> None:
             "live": True,
             **fields,
         }
-        scene.context().ledger.note(PastAction(scene.snapshot.clock - ago, **facts))  # type: ignore[arg-type]
+        scene.context().limits.record(PastAction(scene.snapshot.clock - ago, **facts))  # type: ignore[arg-type]
 
 
 def own_signature(scene: Scene) -> str:
-    return target.signature(identity.facts_of(scene.pid))
+    return identity.signature(identity.facts_of(scene.pid))
 
 
 def restarts(scene: Scene, *, times: int = 2) -> None:
@@ -47,31 +58,31 @@ def restarts(scene: Scene, *, times: int = 2) -> None:
     started = 1.0
     for number in range(times):
         ago = 3000.0 - 900 * number
-        deeds(scene, ago=ago, process=(2 + number, started), signature=own_signature(scene))
+        actions_done(scene, ago=ago, process=(2 + number, started), signature=own_signature(scene))
         started = scene.snapshot.clock - ago + 1
 
 
 LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
-    ("rate", lambda scene: deeds(scene, ago=20, count=3, action="checkpoint"), "terminate"),
-    ("victims", lambda scene: deeds(scene, ago=600, count=10), "terminate"),
-    ("victims", lambda scene: deeds(scene, ago=600, count=5, uid=scene.process.uid), "terminate"),
-    ("one per device", lambda scene: deeds(scene, ago=10, devices=(scene.subject.device,)), "terminate"),
+    ("rate", lambda scene: actions_done(scene, ago=20, count=3, action="checkpoint"), "terminate"),
+    ("victims", lambda scene: actions_done(scene, ago=600, count=10), "terminate"),
+    ("victims", lambda scene: actions_done(scene, ago=600, count=5, uid=scene.process.uid), "terminate"),
+    ("one per device", lambda scene: actions_done(scene, ago=10, devices=(scene.subject.device,)), "terminate"),
     (
         "one per device",  # pid 2 has ended, but its memory has not come back
-        lambda scene: deeds(
+        lambda scene: actions_done(
             scene, ago=20, devices=(scene.subject.device,), memory=1, memory_used=((scene.subject.device, 0),)
         ),
         "terminate",
     ),
     (
         "repetition",
-        lambda scene: deeds(scene, ago=10, process=(scene.pid, scene.process.start_time)),
+        lambda scene: actions_done(scene, ago=10, process=(scene.pid, scene.process.start_time)),
         "terminate",
     ),
     ("escalation", lambda scene: None, "kill"),
     (
         "escalation",
-        lambda scene: deeds(scene, ago=29, process=(scene.pid, scene.process.start_time)),
+        lambda scene: actions_done(scene, ago=29, process=(scene.pid, scene.process.start_time)),
         "kill",
     ),
     (
@@ -81,7 +92,7 @@ LIMITS: list[tuple[str, Callable[[Scene], None], str]] = [
     ),
     (
         "unkillable",
-        lambda scene: scene.context().ledger.unkillable.update({OTHER: (a_uuid(0),)}),
+        lambda scene: scene.context().limits.unkillable.update({OTHER: (a_uuid(0),)}),
         "terminate",
     ),
 ]
@@ -96,7 +107,7 @@ def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, l
     before(scene)
 
     refused = scene.act(action)
-    assert [each.check for each in refused.against] == [limit]
+    assert [each.check for each in refused.failed] == [limit]
     assert scene.lives()
 
     if limit == "unkillable":
@@ -110,15 +121,15 @@ def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, l
 @pytest.mark.parametrize(
     ("before", "action"),
     [
-        (lambda scene: deeds(scene, ago=61, count=3), "terminate"),
-        (lambda scene: deeds(scene, ago=600, count=9), "terminate"),
-        (lambda scene: deeds(scene, ago=600, count=4, uid=scene.process.uid), "terminate"),
-        (lambda scene: deeds(scene, ago=600, count=5, uid=4711), "terminate"),
-        (lambda scene: deeds(scene, ago=20, devices=(scene.subject.device,)), "terminate"),  # pid 2 has ended
-        (lambda scene: deeds(scene, ago=31, process=(scene.pid, scene.process.start_time)), "kill"),
+        (lambda scene: actions_done(scene, ago=61, count=3), "terminate"),
+        (lambda scene: actions_done(scene, ago=600, count=9), "terminate"),
+        (lambda scene: actions_done(scene, ago=600, count=4, uid=scene.process.uid), "terminate"),
+        (lambda scene: actions_done(scene, ago=600, count=5, uid=4711), "terminate"),
+        (lambda scene: actions_done(scene, ago=20, devices=(scene.subject.device,)), "terminate"),  # pid 2 has ended
+        (lambda scene: actions_done(scene, ago=31, process=(scene.pid, scene.process.start_time)), "kill"),
         (lambda scene: restarts(scene, times=1), "terminate"),
-        (lambda scene: deeds(scene, ago=1800, count=2, signature=own_signature(scene)), "terminate"),
-        (lambda scene: deeds(scene, ago=10, count=10, live=False), "terminate"),
+        (lambda scene: actions_done(scene, ago=1800, count=2, signature=own_signature(scene)), "terminate"),
+        (lambda scene: actions_done(scene, ago=10, count=10, live=False), "terminate"),
     ],
     ids=[
         "rate",
@@ -143,20 +154,20 @@ def test_whoever_has_many_ended_uses_up_no_others_share_of_the_hour():
     book, pids, ended = limits.ActionLimits(), count(2), Counter()
     for uid in (uid for uid in (1001, 1002, 1003, 1004, 1005) for _ in range(20)):
         process = (next(pids), 1.0)
-        if list(book.against("terminate", process, ["GPU"], uid=uid, **NOW)):
+        if list(book.failed(an_action(process, uid), seen)):
             continue
         ended[uid] += 1
-        book.note(PastAction(0.0, "terminate", process, ("GPU",), live=True, uid=uid))
+        book.record(PastAction(0.0, "terminate", process, ("GPU",), live=True, uid=uid))
 
     assert ended == {1001: 5, 1002: 3, 1003: 1, 1004: 1}
 
 
 def test_a_share_that_is_used_up_says_for_whom_the_rest_is():
     book = limits.ActionLimits([PastAction(0.0, "terminate", (2 + i, 1.0), ("GPU",), True, uid=1001) for i in range(5)])
-    [refusal] = book.against("terminate", (99, 1.0), ["GPU"], uid=1001, **NOW)
+    [refusal] = book.failed(an_action((99, 1.0), 1001), seen)
 
     assert "the 5 that are left are for other users: of this one 5 were ended" in refusal.text
-    assert refusal.wait == HOUR - NOW["clock"]
+    assert refusal.wait == HOUR - NOW
 
 
 def test_those_come_first_of_whom_fewest_were_met_and_then_the_largest():
@@ -170,7 +181,7 @@ def test_those_come_first_of_whom_fewest_were_met_and_then_the_largest():
         "claim of the one who was met": a_claims_verdict(1001),
     }
 
-    assert sorted(names, key=lambda name: book.in_turn(names[name])) == [
+    assert sorted(names, key=lambda name: book.priority(names[name])) == [
         "large of another",
         "small of another",
         "claim of another, without a process",
@@ -190,13 +201,13 @@ def a_verdict(uid: int, gib: int) -> Verdict:
 
 
 def test_what_a_dry_run_did_not_do_does_not_count_as_done(scene):
-    deeds(scene, ago=40, process=(scene.pid, scene.process.start_time), live=False)
+    actions_done(scene, ago=40, process=(scene.pid, scene.process.start_time), live=False)
 
     assert scene.act("kill").word == "refused"
 
 
 def test_a_refusal_that_waits_says_for_how_long_and_others_do_not(scene):
-    deeds(scene, ago=10, devices=(scene.subject.device,))
+    actions_done(scene, ago=10, devices=(scene.subject.device,))
     assert 0 < (scene.act().wait or 0) <= 5
 
     scene.context(still_true=lambda verdict, snapshot: False)
@@ -207,7 +218,7 @@ def test_the_grace_of_a_notebook_ends(scene, monkeypatch):
     read = identity.facts_of
     monkeypatch.setattr(identity, "facts_of", lambda pid: replace(read(pid), command="python -m ipykernel_launcher"))
     assert scene.act().wait == pytest.approx(600, abs=1)
-    clock = target.boot_clock
+    clock = procfs.boot_clock
 
     monkeypatch.setattr(preflight, "boot_clock", lambda: clock() + 601)
     scene.context(interval=1000.0)
@@ -215,14 +226,14 @@ def test_the_grace_of_a_notebook_ends(scene, monkeypatch):
 
 
 def test_who_was_killed_and_lives_gets_no_further_signal(scene):
-    deeds(scene, ago=1800, action="kill", process=(scene.pid, scene.process.start_time))
+    actions_done(scene, ago=1800, action="kill", process=(scene.pid, scene.process.start_time))
 
-    assert [each.check for each in scene.act("kill").against if each.check == "unkillable"] == ["unkillable"]
+    assert [each.check for each in scene.act("kill").failed if each.check == "unkillable"] == ["unkillable"]
     assert scene.lives()
 
 
 def test_what_is_remembered_of_refusals_is_bounded_and_the_newest_stays(scene):
-    book = scene.context().ledger
+    book = scene.context().limits
     for number in range(3 * REMEMBERED):
         assert book.refused_anew(number, "why")
 
@@ -296,7 +307,7 @@ def test_a_niceness_is_10_unless_the_step_names_one_that_there_is(scene, priorit
 
 
 def test_a_thread_of_a_process_that_has_ended_gets_back_what_it_had(scene, priorities, monkeypatch):
-    monkeypatch.setattr(target, "has_ended", lambda pidfd: True)
+    monkeypatch.setattr(identity, "has_ended", lambda pidfd: bool(priorities))  # after the first was changed
     scene.act("renice")
 
     assert priorities == [10, 0]
@@ -353,12 +364,12 @@ def test_a_job_that_slurm_does_not_cancel_is_a_failure(scene, monkeypatch, answe
 
 def test_what_runs_already_when_others_are_ended_is_not_back():
     """Four jobs of one user started at once: two were ended, and the others, which ran all the time, were spared."""
-    book, signature = limits.ActionLimits(), {**NOW, "signature": "a program"}
-    book.note(PastAction(500.0, "terminate", (2, 100.0), ("GPU-a",), live=True, signature="a program"))
-    book.note(PastAction(520.0, "terminate", (3, 100.0), ("GPU-b",), live=True, signature="a program"))
+    book, program = limits.ActionLimits(), {"devices": ("GPU-c",), "signature": "a program"}
+    book.record(PastAction(500.0, "terminate", (2, 100.0), ("GPU-a",), live=True, signature="a program"))
+    book.record(PastAction(520.0, "terminate", (3, 100.0), ("GPU-b",), live=True, signature="a program"))
 
-    assert list(book.against("terminate", (4, 100.0), ["GPU-c"], uid=1001, **signature)) == []
-    assert list(book.against("terminate", (4, 530.0), ["GPU-c"], uid=1001, **signature)) == [], "that is one restart"
+    assert list(book.failed(an_action((4, 100.0), 1001, **program), seen)) == []
+    assert list(book.failed(an_action((4, 530.0), 1001, **program), seen)) == [], "that is one restart"
 
 
 @pytest.mark.parametrize("other", ["another script", "another claim"])
@@ -366,12 +377,12 @@ def test_another_script_or_claim_is_another_program(scene, other):
     """Two scripts that were given up on purpose bought a third one its safety."""
     facts = identity.facts_of(scene.pid)
     assert facts
-    one = target.signature(replace(facts, command="python train.py --seed 1"), "a")
-    again = target.signature(replace(facts, command="python -u train.py --seed 2"), "a")
+    one = identity.signature(replace(facts, command="python train.py --seed 1"), "a")
+    again = identity.signature(replace(facts, command="python -u train.py --seed 2"), "a")
     another = {"another script": ("python mine.py", "a"), "another claim": ("python train.py", "b")}[other]
     command, claim = another
 
-    assert one == again != target.signature(replace(facts, command=command), claim)
+    assert one == again != identity.signature(replace(facts, command=command), claim)
 
 
 @pytest.mark.root
@@ -380,7 +391,7 @@ def test_whose_program_is_always_started_again_gets_no_new_claims_instead_of_a_p
         directory = lock_directory(str(tmp_path / "claims"))
         scene.context(directory=directory)
         restarts(scene)
-        assert [each.check for each in scene.act().against] == ["restart loop"]
+        assert [each.check for each in scene.act().failed] == ["restart loop"]
 
         denied = read_restrictions(directory, DENIED, time.time())[str(SOMEBODY)]
         assert denied.reason == "the same program was ended 2 times within the hour, and was started again each time"

@@ -15,7 +15,7 @@ from schedules import DEVICES, FAULTS, INTERVAL, LOOKS_BACK, NO_CLAIMS, NO_SAMPL
 from gpuguard import watchdog
 from gpuguard.enforcement import actions, preflight
 from gpuguard.enforcement.actions import ActionOutcome
-from gpuguard.enforcement.target import ActionTarget, Context, targets
+from gpuguard.enforcement.preflight import ActionContext, Preflight, targets
 from gpuguard.errors import BackendError
 from gpuguard.model import Snapshot, Verdict
 from gpuguard.policies import engine, view
@@ -55,9 +55,9 @@ class Law:
         self.machine, self.policy, self.waits = machine, policy, waits
         self.done: list[Verdict] = []
 
-    def act(self, verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[ActionOutcome, ...]:
-        cases = [ActionTarget(verdict, snapshot, context, each, snapshot.clock) for each in targets(verdict, snapshot)]
-        if any(preflight.EARLY["sampled"](case) for case in cases):
+    def act(self, verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[ActionOutcome, ...]:
+        found = [Preflight(verdict, snapshot, context, snapshot.clock, each) for each in targets(verdict, snapshot)]
+        if any(preflight.EARLY["sampled"].ask(target) for target in found):
             return (ActionOutcome("refused"),)  # one that waited, while the list was garbled
         self.check(verdict)
         if self.waits and self.waits.pop():
@@ -85,7 +85,7 @@ def guarded(policy: Policy, schedule: Any, waits: list[bool]) -> Law:
     machine = Troubled()
     law = Law(machine, policy, waits)
     guard = Watchdog(machine, (policy,), enforce=True, append=written, interval=(INTERVAL, INTERVAL))
-    setattr(guard, "_look_around", machine.look_around)  # noqa: B010
+    setattr(guard, "_view_of", machine.look_around)  # noqa: B010
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(actions, "act", law.act)
         for pause, faults, everywhere in schedule:

@@ -22,7 +22,7 @@ from guarded import SOMEBODY, Scene, a_child, a_scene, somebody
 from gpuguard import procfs
 from gpuguard.claims.release import listens
 from gpuguard.enforcement import identity
-from gpuguard.enforcement.actions import write
+from gpuguard.enforcement.actions import write_to_terminal
 from gpuguard.enforcement.identity import Protected
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import parse
@@ -130,7 +130,7 @@ def test_a_terminal_that_may_not_be_opened_takes_no_messages(monkeypatch):
     number, uid = os.fstat(theirs).st_rdev, os.fstat(theirs).st_uid
     monkeypatch.setattr(os, "open", refused)
 
-    assert write(number, uid, "hello", last=True) == "the terminal takes no messages"
+    assert write_to_terminal(number, uid, "hello", last=True) == "the terminal takes no messages"
     os.close(ours)
     os.close(theirs)
 
@@ -292,7 +292,7 @@ def test_no_action_reaches_whoever_is_protected(action: str, protect: Any) -> No
         said = scene.act(action)
 
         assert said.word == "refused"
-        assert "protected" in {each.text.rpartition(" ")[2] for each in said.against}
+        assert "protected" in {each.text.rpartition(" ")[2] for each in said.failed}
 
 
 def test_names_are_resolved_when_the_file_is_read() -> None:

@@ -27,9 +27,9 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import KEPT, Restriction, change, read_restrictions
 from gpuguard.daemon import exemptions
 from gpuguard.daemon.exemptions import CHANGES, MOST_OF_ONE, Exemptions
-from gpuguard.enforcement.target import boot_clock
 from gpuguard.errors import GpuguardError
 from gpuguard.model import Event
+from gpuguard.procfs import boot_clock
 
 root = pytest.mark.root
 DEVICE = a_device(0).uuid

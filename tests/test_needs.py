@@ -74,7 +74,7 @@ def test_nobody_else_judges_by_the_host() -> None:
     place = Path(policies.__file__).parent
     looking = {path.name for path in place.glob("*.py") if "view.host" in path.read_text()}
 
-    assert looking == {"idle.py", "expression_names.py", "party.py"}
+    assert looking == {"idle.py", "expression_language.py", "subjects.py"}
 
 
 def test_a_scheduler_is_asked_for_those_who_judge_by_it() -> None:
@@ -95,16 +95,16 @@ def test_what_stands_is_told_of_the_policies_that_it_was_judged_by() -> None:
     snapshots = iter([a_snapshot(a_device(0, processes=(row,)), clock=100.0 + second) for second in range(3)])
     many = a_policy(ProcessesRule(above=0), hold=0.0, join="any", steps=(Step("log"), Step("log", after=3600.0)))
     guard = Watchdog(Looked(snapshots), [many])
-    assert guard.outlook() == ()
+    assert guard.status() == ()
     guard.step()
     guard.step()
-    before = guard.outlook()
+    before = guard.status()
     guard.policies = (replace(many, steps=()),)
 
     assert [(one.last, one.next) for one in before] == [("log", "log")]
-    assert guard.outlook() == before
+    assert guard.status() == before
     guard.step()
-    assert [(one.last, one.next) for one in guard.outlook()] == [(None, None)]
+    assert [(one.last, one.next) for one in guard.status()] == [(None, None)]
 
 
 class Looked:

@@ -97,7 +97,7 @@ def test_of_a_policy_whose_judgement_failed_nothing_stands(clock):
     watch = Watch(LADDER)
     watch.until(clock)
     assert watch.memory.standings["p"] or watch.memory.spent["p"]
-    evaluate(busy(clock + 10), watch.policies, watch.memory, apart=lambda policy, judge: None)
+    evaluate(busy(clock + 10), watch.policies, watch.memory, isolate=lambda policy, judge: None)
 
     assert not watch.memory.standings.get("p") and not watch.memory.spent.get("p")
 
@@ -111,7 +111,7 @@ def test_what_stands_is_told_although_the_last_look_has_failed():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        evaluate(busy(50), watch.policies, watch.memory, apart=fail)
+        evaluate(busy(50), watch.policies, watch.memory, isolate=fail)
 
     assert steps(watch) == [("warn", "warn", 40.0 + 5 + 30 + 7)]
 
@@ -141,7 +141,7 @@ def test_a_step_that_a_check_has_put_off_is_told_as_the_next_one_and_until_when(
     for _ in range(5):
         guard.step()
 
-    assert [(one.last, one.next, one.due and one.due - START) for one in guard.outlook()] == [
+    assert [(one.last, one.next, one.due and one.due - START) for one in guard.status()] == [
         ("warn", "terminate", 605.0)
     ]
 

@@ -14,8 +14,7 @@ from policies import document, good, marked
 from policy_page import PAGE, with_tables
 from test_policyfile import EVERY_KEY
 
-from gpuguard.enforcement.action_keys import ACTION_KEYS
-from gpuguard.enforcement.actions import ACTIONS
+from gpuguard.enforcement.actions import ACTION_KEYS, ACTIONS
 from gpuguard.notify.sender import TARGETS
 from gpuguard.policies.files.decoder import keys_of
 from gpuguard.policies.files.keys import (

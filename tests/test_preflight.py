@@ -16,7 +16,7 @@ from builders import a_device, a_process
 from guarded import SOMEBODY, Scene, a_child, a_scene
 
 from gpuguard import capabilities, deadline, procfs
-from gpuguard.enforcement import actions, identity, preflight
+from gpuguard.enforcement import identity, preflight, signals
 from gpuguard.errors import DriverUnresponsive
 
 Patch = pytest.MonkeyPatch
@@ -232,7 +232,7 @@ NAMES = [innocent.__name__ for innocent, _, _ in INNOCENTS]
 def switch_off(patch: Patch, *checks: str) -> None:
     for check in checks:
         table = preflight.EARLY if check in preflight.EARLY else preflight.LATE
-        patch.setitem(table, check, lambda case: None)
+        patch.setitem(table, check, preflight.PreflightCheck(lambda target: None))
 
 
 @pytest.mark.parametrize(("innocent", "check", "others"), INNOCENTS, ids=NAMES)
@@ -258,7 +258,8 @@ def test_every_check_has_an_innocent():
     tested = {check for _, check, _ in INNOCENTS} | {"catches", "limits"}  # these two: below
     tested.add("slurm")  # in test_slurm_jobs
 
-    assert tested == preflight.EARLY.keys() | preflight.LATE.keys()
+    of_processes = {name for name, check in {**preflight.EARLY, **preflight.LATE}.items() if check.process}
+    assert tested == of_processes
 
 
 def test_a_job_that_would_not_survive_a_checkpoint_signal_is_spared(scene, monkeypatch):
@@ -294,7 +295,7 @@ def test_gpuguard_and_what_it_stands_on_are_never_hit(scene, monkeypatch, who):
         sent.append(signum)
         return "sent"
 
-    monkeypatch.setattr(actions, "forward", record)
+    monkeypatch.setattr(signals, "forward", record)
     scene.row(pid=pid, start_time=procfs.start_time(pid), uid=os.getuid())
     scene.subject = replace(scene.subject, pid=pid, start_time=scene.process.start_time, uid=os.getuid())
     switch_off(monkeypatch, "protected", "program", "interactive", "owner")

@@ -13,69 +13,70 @@ from guarded import Scene
 
 from gpuguard import procfs
 from gpuguard.enforcement import identity, preflight
+from gpuguard.enforcement.identity import is_alive
 from gpuguard.enforcement.limits import PastAction
-from gpuguard.enforcement.target import ActionTarget, is_alive, targets
+from gpuguard.enforcement.preflight import Preflight, targets
 from gpuguard.errors import DriverUnresponsive
 
-Change = Callable[[ActionTarget], ActionTarget]
-CHECKS = {**preflight.EARLY, **preflight.LATE}
+Change = Callable[[Preflight], Preflight]
+CHECKS = {name: check.ask for name, check in {**preflight.EARLY, **preflight.LATE}.items()}
 CLOCK = 1000.0
 
 
 @pytest.fixture
-def case(scene: Scene) -> ActionTarget:
+def target(scene: Scene) -> Preflight:
     """An offender whom nothing protects, a second after the sample; the driver has just answered again."""
     snapshot = replace(scene.snapshot, clock=CLOCK)
     verdict = scene.verdict()
     facts = identity.facts_of(scene.pid)
     assert facts
     facts = replace(facts, start_time=CLOCK - 60)
-    target = replace(targets(verdict, snapshot)[0], start_time=CLOCK - 60)
-    again = replace(snapshot, clock=CLOCK + 1)
+    process = replace(targets(verdict, snapshot)[0], start_time=CLOCK - 60)
+    fresh = replace(snapshot, clock=CLOCK + 1)
     context = scene.context(jobs=frozenset(), interval=10.0, share_host_pids=True)
-    return ActionTarget(verdict, snapshot, context, target, CLOCK + 1, scene.pidfd, again, facts)
+    return Preflight(verdict, snapshot, context, CLOCK + 1, process, None, scene.pidfd, None, fresh, facts)
 
 
 def at(clock: float) -> Change:
-    return lambda case: replace(case, clock=clock)
+    return lambda target: replace(target, clock=clock)
 
 
 def pid(number: Callable[[], int]) -> Change:
-    return lambda case: replace(case, target=replace(case.target, pid=number()))
+    return lambda target: replace(target, process=replace(target.process, pid=number()))
 
 
 def facts(**fields: object) -> Change:
-    return lambda case: replace(case, facts=replace(case.facts, **fields))
+    return lambda target: replace(target, facts=replace(target.facts, **fields))
 
 
-def unknown(case: ActionTarget) -> ActionTarget:
-    return replace(case, facts=None)
+def unknown(target: Preflight) -> Preflight:
+    return replace(target, facts=None)
 
 
 def driver_says(**fields: object) -> Change:
     """The driver's second answer about the process."""
 
-    def change(case: ActionTarget) -> ActionTarget:
-        assert case.again
-        device = case.again.devices[0]
+    def change(target: Preflight) -> Preflight:
+        assert target.fresh
+        device = target.fresh.devices[0]
         rows = tuple(replace(row, **fields) for row in device.processes or ())
-        return replace(case, again=replace(case.again, devices=(replace(device, processes=rows),)))
+        return replace(target, fresh=replace(target.fresh, devices=(replace(device, processes=rows),)))
 
     return change
 
 
-def again(case: ActionTarget) -> ActionTarget:
-    return replace(case, again=case.snapshot)
+def again(target: Preflight) -> Preflight:
+    return replace(target, fresh=target.snapshot)
 
 
-def of_a_driver(case: ActionTarget) -> ActionTarget:
+def of_a_driver(target: Preflight) -> Preflight:
     """Of a driver that is no simulation."""
-    case.context.backend.simulated = False  # type: ignore[misc]
-    return case
+    target.context.backend.simulated = False  # type: ignore[misc]
+    return target
 
 
-def in_another_group(case: ActionTarget) -> ActionTarget:
-    return facts(group=os.getpgrp() + 1)(case)
+def in_another_group(target: Preflight) -> Preflight:
+    return facts(group=os.getpgrp() + 1)(target)
 
 
 EDGES: list[tuple[str, Change, str | None]] = [
@@ -91,20 +92,20 @@ EDGES: list[tuple[str, Change, str | None]] = [
     ("sample time", facts(start_time=CLOCK - 2 / os.sysconf("SC_CLK_TCK")), None),
     ("sample time", facts(start_time=CLOCK - 0.015), "it may have started after the sample"),
     ("sample time", unknown, "it may have started after the sample"),
-    ("listed", lambda case: replace(case, again=None), "the driver gave no newer list"),
+    ("listed", lambda target: replace(target, fresh=None), "the driver gave no newer list"),
     ("driver", facts(uses_driver=False), None),  # of a simulation
-    ("driver", lambda case: of_a_driver(facts(uses_driver=True)(case)), None),
-    ("driver", lambda case: of_a_driver(facts(uses_driver=False)(case)), "it does not have the driver open"),
+    ("driver", lambda target: of_a_driver(facts(uses_driver=True)(target)), None),
+    ("driver", lambda target: of_a_driver(facts(uses_driver=False)(target)), "it does not have the driver open"),
     (
         "driver",
-        lambda case: of_a_driver(facts(uses_driver=None)(case)),
+        lambda target: of_a_driver(facts(uses_driver=None)(target)),
         "whether it has the driver open cannot be seen",
     ),
-    ("driver", lambda case: of_a_driver(unknown(case)), "whether it has the driver open cannot be seen"),
+    ("driver", lambda target: of_a_driver(unknown(target)), "whether it has the driver open cannot be seen"),
     ("owner", unknown, "its owner is not the one that was judged"),
     ("owner", driver_says(uid=None), None),
     ("owner", driver_says(uid=4711), "its owner is not the one that was judged"),
-    ("owner", driver_says(user=None), "nobody knows who uid"),
+    ("owner", driver_says(user=None), "the name of uid"),
     ("protected", unknown, "whose it is cannot be read"),
     ("protected", facts(uids=(identity.uid_min(),) * 4), None),
     ("protected", facts(uids=(identity.uid_min() - 1,) * 4), "is the system's"),
@@ -118,42 +119,42 @@ EDGES: list[tuple[str, Change, str | None]] = [
 
 
 @pytest.mark.parametrize(("check", "change", "said"), EDGES)
-def test_a_check_speaks_from_its_edge_on(case, monkeypatch, check, change, said):
+def test_a_check_speaks_from_its_edge_on(target, monkeypatch, check, change, said):
     monkeypatch.setattr(identity, "DRIVER_FILE", os.devnull)
-    found = CHECKS[check](change(case))
+    found = CHECKS[check](change(target))
 
     assert found is None if said is None else said in str(found)
 
 
-def test_the_drivers_answer_may_be_the_sample_itself(case):
-    start_time = case.snapshot.devices[0].processes[0].start_time
-    listed = replace(again(case), target=replace(case.target, start_time=start_time))
+def test_the_drivers_answer_may_be_the_sample_itself(target):
+    start_time = target.snapshot.devices[0].processes[0].start_time
+    listed = replace(again(target), process=replace(target.process, start_time=start_time))
 
     assert CHECKS["listed"](listed) is None
 
 
-def test_where_there_is_no_driver_file_there_is_nothing_to_hold_on_to(case, monkeypatch):
+def test_where_there_is_no_driver_file_there_is_nothing_to_hold_on_to(target, monkeypatch):
     monkeypatch.setattr(identity, "DRIVER_FILE", "/dev/there-is-none")
 
-    assert CHECKS["driver"](of_a_driver(facts(uses_driver=None)(case))) is None
+    assert CHECKS["driver"](of_a_driver(facts(uses_driver=None)(target))) is None
 
 
-def test_whoever_is_no_relative_is_hit_unless_he_is_in_our_group_or_cannot_be_seen(case, monkeypatch):
+def test_whoever_is_no_relative_is_hit_unless_he_is_in_our_group_or_cannot_be_seen(target, monkeypatch):
     monkeypatch.setattr(identity, "ancestors", lambda pid: frozenset())
 
-    assert CHECKS["family"](in_another_group(case)) is None
-    assert CHECKS["family"](facts(group=os.getpgrp())(case)) == "it is in gpuguard's process group"
-    assert CHECKS["family"](unknown(case)) == "it is in gpuguard's process group"
+    assert CHECKS["family"](in_another_group(target)) is None
+    assert CHECKS["family"](facts(group=os.getpgrp())(target)) == "it is in gpuguard's process group"
+    assert CHECKS["family"](unknown(target)) == "it is in gpuguard's process group"
 
 
-def test_whoever_sits_in_front_of_it_has_his_grace_and_not_a_moment_more(case):
-    on_a_terminal = facts(terminal=os.makedev(136, 3))(case)
+def test_whoever_sits_in_front_of_it_has_his_grace_and_not_a_moment_more(target):
+    on_a_terminal = facts(terminal=os.makedev(136, 3))(target)
 
-    first = preflight._interactive(on_a_terminal)
+    first = CHECKS["interactive"](on_a_terminal)
     assert first and (first[0].check, first[0].wait) == ("interactive", 600.0)
     assert CHECKS["interactive"](at(CLOCK + 600)(on_a_terminal))[0].wait == 1.0
     assert not CHECKS["interactive"](at(CLOCK + 601)(on_a_terminal))
-    assert CHECKS["interactive"](unknown(replace(case, verdict=replace(case.verdict, policy="another"))))
+    assert CHECKS["interactive"](unknown(replace(target, verdict=replace(target.verdict, policy="another"))))
 
 
 @pytest.mark.parametrize(
@@ -165,56 +166,56 @@ def test_whoever_sits_in_front_of_it_has_his_grace_and_not_a_moment_more(case):
         (9, ~0, "signal 9 is none for a checkpoint"),
     ],
 )
-def test_a_checkpoint_goes_to_whoever_catches_that_very_signal(case, number, caught, said):
-    verdict = replace(case.verdict, action="checkpoint", options=(("signal", number),))
-    found = CHECKS["catches"](replace(facts(caught=caught)(case), verdict=verdict))
+def test_a_checkpoint_goes_to_whoever_catches_that_very_signal(target, number, caught, said):
+    verdict = replace(target.verdict, action="checkpoint", options=(("signal", number),))
+    found = CHECKS["catches"](replace(facts(caught=caught)(target), verdict=verdict))
 
     assert found is None if said is None else said in str(found)
-    assert CHECKS["catches"](facts(caught=0)(case)) is None  # of another action
+    assert CHECKS["catches"](facts(caught=0)(target)) is None  # of another action
 
 
-# Whether the last deed on a device has had its effect.
+# Whether the last past on a device has had its effect.
 
 GONE = (2**22 + 1, 1.0)
 
 
-def a_deed(**fields: object) -> PastAction:
+def an_action(**fields: object) -> PastAction:
     facts = {"process": GONE, "memory_used": ((a_uuid(0), 40 * GIB),), "memory": 10 * GIB, **fields}
     return PastAction(CLOCK, "terminate", devices=(a_uuid(0),), live=True, **facts)
 
 
 @pytest.mark.parametrize(
-    ("deed", "used", "seen"),
+    ("past", "used", "seen"),
     [
-        (a_deed(), 30 * GIB, True),
-        (a_deed(), 35 * GIB, True),  # half of it is back
-        (a_deed(), 35 * GIB + 1, False),
-        (a_deed(), None, False),
-        (a_deed(memory=None), 40 * GIB, True),
-        (a_deed(memory=None), 40 * GIB + 1, False),
-        (a_deed(memory_used=((a_uuid(7), 40 * GIB),)), 40 * GIB, True),  # that device is not in the sample
+        (an_action(), 30 * GIB, True),
+        (an_action(), 35 * GIB, True),  # half of it is back
+        (an_action(), 35 * GIB + 1, False),
+        (an_action(), None, False),
+        (an_action(memory=None), 40 * GIB, True),
+        (an_action(memory=None), 40 * GIB + 1, False),
+        (an_action(memory_used=((a_uuid(7), 40 * GIB),)), 40 * GIB, True),  # that device is not in the sample
     ],
 )
-def test_the_effect_is_seen_when_the_process_is_gone_and_half_of_its_memory_is_back(deed, used, seen):
-    assert preflight._effect_seen(deed, a_snapshot(a_device(0, memory_used=used))) is seen
+def test_the_effect_is_seen_when_the_process_is_gone_and_half_of_its_memory_is_back(past, used, seen):
+    assert preflight._effect_seen(past, a_snapshot(a_device(0, memory_used=used))) is seen
 
 
 def test_while_the_process_lives_there_is_no_effect(scene):
     assert is_alive((scene.pid, scene.start_time))
 
-    deed = a_deed(process=(scene.pid, scene.start_time))
-    assert preflight._effect_seen(deed, a_snapshot(a_device(0, memory_used=0))) is False
+    past = an_action(process=(scene.pid, scene.start_time))
+    assert preflight._effect_seen(past, a_snapshot(a_device(0, memory_used=0))) is False
 
 
 @pytest.mark.parametrize(("before", "now", "against"), [(40, 0, set()), (0, 40, {"one per device"})])
-def test_the_effect_is_looked_for_in_the_drivers_latest_answer(case, before, now, against):
+def test_the_effect_is_looked_for_in_the_drivers_latest_answer(target, before, now, against):
     def using(gib: int) -> object:
-        return replace(case.snapshot, devices=(replace(case.snapshot.devices[0], memory_used=gib * GIB),))
+        return replace(target.snapshot, devices=(replace(target.snapshot.devices[0], memory_used=gib * GIB),))
 
-    case.context.ledger.note(a_deed())
-    case = replace(case, snapshot=using(before), again=using(now), clock=CLOCK + 20)
+    target.context.limits.record(an_action())
+    target = replace(target, snapshot=using(before), fresh=using(now), clock=CLOCK + 20)
 
-    assert {each.check for each in CHECKS["limits"](case)} == against
+    assert {each.check for each in CHECKS["limits"](target)} == against
 
 
 # What is held while one looks.

@@ -26,11 +26,11 @@ from gpuguard.enforcement.limits import (
     VICTIMS_PER_HOUR,
     ActionLimits,
     PastAction,
-    Recalled,
-    recent_actions,
+    RecoveredActions,
+    recover_actions,
 )
-from gpuguard.enforcement.target import boot_clock
 from gpuguard.history import audit_log
+from gpuguard.procfs import boot_clock
 
 POLICY = "policies: [{name: small, for: 0s, when: {memory: {above: 1GiB}}, steps: [terminate]}]"
 
@@ -41,22 +41,22 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "events.jsonl"
 
 
-def past(log: Path, **more: float) -> Recalled:
-    return recent_actions(str(log), **{"clock": boot_clock(), "now": time.time(), **more})
+def past(log: Path, **more: float) -> RecoveredActions:
+    return recover_actions(str(log), **{"clock": boot_clock(), "now": time.time(), **more})
 
 
 def restarted(scene: Scene, log: Path) -> None:
     """The scene's guard begins anew, with what the log says."""
-    scene.context(ledger=ActionLimits(list(past(log).deeds)), append=audit_log.append)
+    scene.context(limits=ActionLimits(list(past(log).actions)), append=audit_log.append)
 
 
 def test_a_deed_comes_back_from_its_line_as_it_was(log: Path) -> None:
     with a_scene() as scene:
         scene.context(append=audit_log.append)
         assert scene.act().word == "sent"
-        (deed,) = scene.context().ledger.deeds
+        (deed,) = scene.context().limits.past
 
-    (found,) = past(log).deeds
+    (found,) = past(log).actions
     assert found.clock == pytest.approx(deed.clock, abs=0.01)
     assert found == replace(deed, clock=found.clock, memory=None, memory_used=())
     assert found.signature
@@ -67,7 +67,7 @@ def test_what_was_not_done_in_earnest_comes_back_as_such(log: Path) -> None:
         scene.context(append=audit_log.append, enforce=False)
         assert scene.act().word == "dry run"
 
-    assert [deed.live for deed in past(log).deeds] == [False]
+    assert [deed.live for deed in past(log).actions] == [False]
 
 
 def test_the_limit_on_signals_holds_for_a_guard_that_crashes_after_each(log: Path) -> None:
@@ -115,7 +115,7 @@ def write(log: Path, *lines: dict[str, Any] | str) -> None:
 
 
 def test_no_log_means_no_deeds(log: Path) -> None:
-    assert past(log) == Recalled()
+    assert past(log) == RecoveredActions()
 
 
 def test_only_the_last_hour_counts_and_the_rotated_file_belongs_to_it(log: Path) -> None:
@@ -128,13 +128,13 @@ def test_only_the_last_hour_counts_and_the_rotated_file_belongs_to_it(log: Path)
     write(log, other, a_line(pid=4712))
 
     found = past(log)
-    assert [deed.process for deed in found.deeds] == [(4711, 12.5), (4712, 12.5)]
-    assert found.trouble is None
+    assert [deed.process for deed in found.actions] == [(4711, 12.5), (4712, 12.5)]
+    assert found.problem is None
 
 
 def test_a_process_of_another_boot_is_nobody_here(log: Path) -> None:
     write(log, a_line(kind="kill", facts={"boot": "another", "clock_seconds": 5.0}))
-    (deed,) = past(log).deeds
+    (deed,) = past(log).actions
 
     assert deed.process[0] == 0
     assert boot_clock() - deed.clock == pytest.approx(10, abs=1)
@@ -143,7 +143,7 @@ def test_a_process_of_another_boot_is_nobody_here(log: Path) -> None:
 @pytest.mark.parametrize("ahead", [3600.0, 1e9])
 def test_a_clock_that_was_set_back_makes_no_deed_older(log: Path, ahead: float) -> None:
     write(log, a_line(time_unix_seconds=time.time() + ahead, facts={"boot": "another"}))
-    (deed,) = past(log).deeds
+    (deed,) = past(log).actions
 
     assert boot_clock() - deed.clock < 5
 
@@ -154,7 +154,7 @@ def test_a_clock_that_was_set_forward_lets_nothing_of_this_boot_be_forgotten(log
     note = {"schema": 1, **before, "kind": "note", "outcome": "cleared"}
     write(log, a_line(pid=1, facts={"boot": "another"}), a_line(**before), note, a_line(pid=4712))
 
-    assert [deed.process[0] for deed in past(log).deeds] == [4711, 4712]
+    assert [deed.process[0] for deed in past(log).actions] == [4711, 4712]
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_a_damaged_line_counts_as_a_deed_of_just_now(log: Path, damaged: str) ->
     write(log, a_line(), damaged)
     found = past(log)
 
-    assert "damaged" in (found.trouble or "")
-    assert [deed.action for deed in found.deeds if deed.live] == ["terminate"] * 2
-    assert boot_clock() - found.deeds[-1].clock < 5
+    assert "damaged" in (found.problem or "")
+    assert [deed.action for deed in found.actions if deed.live] == ["terminate"] * 2
+    assert boot_clock() - found.actions[-1].clock < 5
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "device"])
@@ -184,12 +184,12 @@ def test_nobody_is_hit_while_it_cannot_be_known_who_was(log: Path, kind: str) ->
     make[kind](log)
     found = past(log)
 
-    assert "cannot be read" in (found.trouble or "")
+    assert "cannot be read" in (found.problem or "")
     with a_scene() as scene:
-        scene.context(ledger=ActionLimits(list(found.deeds)))
+        scene.context(limits=ActionLimits(list(found.actions)))
         said = scene.act()
         assert said.word == "refused"
-        assert {each.check for each in said.against} == {"rate", "victims"}
+        assert {each.check for each in said.failed} == {"rate", "victims"}
         assert said.wait == pytest.approx(HOUR, abs=5)
         assert scene.lives()
 
@@ -197,18 +197,19 @@ def test_nobody_is_hit_while_it_cannot_be_known_who_was(log: Path, kind: str) ->
 def test_damage_without_end_is_no_worse_than_a_log_that_cannot_be_read(log: Path) -> None:
     write(log, *["garbage"] * 10_000)
 
-    assert len(past(log).deeds) == 2 * VICTIMS_PER_HOUR
+    assert len(past(log).actions) == 2 * VICTIMS_PER_HOUR
 
 
 def test_every_action_that_is_counted_has_its_deed_in_its_line(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in (("job_of", "7"), ("against_cancelling", None), ("cancel", None)):
         monkeypatch.setattr(slurm_jobs, name, lambda *_, answer=answer: answer)
-    for action in sorted(actions._SIGNALS.keys() - {"checkpoint", "kill"}):
+    on_processes = {name for name, action in actions.ACTIONS.items() if action.on_process} - {"checkpoint", "kill"}
+    for action in sorted(on_processes):
         with a_scene() as scene:
             scene.context(append=audit_log.append)
             assert scene.act(action).word == "sent"
 
-    assert {deed.action for deed in past(log).deeds} == actions._SIGNALS.keys() - {"checkpoint", "kill"}
+    assert {done.action for done in past(log).actions} == on_processes
 
 
 def test_a_daemon_says_what_it_cannot_know(tmp_path: Path, log: Path) -> None:

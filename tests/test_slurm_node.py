@@ -14,7 +14,7 @@ from slurm_answers import ALICE, BOB, EVE, NODE, Controller, a_job
 
 from gpuguard.clusters import slurm_node
 from gpuguard.clusters.slurm_node import Job, SlurmNode, SlurmNodeState, given, is_in, jobs_on, node_of
-from gpuguard.enforcement.target import boot_clock
+from gpuguard.procfs import boot_clock
 
 FOUR = [a_device(index, minor_number=index) for index in range(4)]
 UP = SlurmNodeState("n1", 4, True)

@@ -18,7 +18,7 @@ from users import ALICE, BOB
 from gpuguard import users
 from gpuguard.claims import records
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.enforcement.limits import AT_ONCE, Lines
+from gpuguard.enforcement.limits import BURST_LINES, AuditQuota
 from gpuguard.model import Snapshot
 from gpuguard.queue import tickets
 from gpuguard.queue.backfill import planned_for
@@ -198,8 +198,8 @@ def test_one_user_is_planned_and_lifted_as_one():
 
 
 def test_a_user_with_many_uids_writes_as_many_lines_as_others():
-    lines = Lines()
-    number = sum(lines.admits(a_line(str(FIRST + each % 50)), 5000.0) for each in range(AT_ONCE + 500))
+    lines = AuditQuota()
+    number = sum(lines.admits(a_line(str(FIRST + each % 50)), 5000.0) for each in range(BURST_LINES + 500))
 
-    assert number == AT_ONCE
+    assert number == BURST_LINES
     assert lines.admits(a_line("alice"), 5000.0)

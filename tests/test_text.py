@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_watchdog import Recording
 
 from gpuguard.enforcement import limits
-from gpuguard.enforcement.limits import AT_ONCE, EVERY, TELL_SECONDS, Lines, recent_actions
+from gpuguard.enforcement.limits import BURST_LINES, REPORT_SECONDS, SECONDS_PER_LINE, AuditQuota, recover_actions
 from gpuguard.history import audit_log
 from gpuguard.model import Event
 from gpuguard.policies.amounts import parse_memory_amount
@@ -203,17 +203,17 @@ def a_line(user: str | None = "bob", kind: str = "log", outcome: str = "done", *
     return Event(time.time(), kind, outcome, user, pid=7, facts=tuple(facts.items()))
 
 
-def written(lines: Lines, event: Event, clock: float, number: int = AT_ONCE + 50) -> int:
+def written(lines: AuditQuota, event: Event, clock: float, number: int = BURST_LINES + 50) -> int:
     return sum(lines.admits(event, clock) for _ in range(number))
 
 
 @pytest.mark.parametrize("event", [a_line(), a_line("bob", "note", "cleared"), a_line(None), a_line(None, uid=1001)])
 def test_about_one_user_there_are_so_many_lines_and_then_few(event):
-    lines = Lines()
+    lines = AuditQuota()
 
-    assert written(lines, event, 5000.0) == AT_ONCE
-    assert written(lines, event, 5000.0 + 6 * EVERY) == 6
-    assert written(lines, a_line("alice"), 5000.0) == AT_ONCE
+    assert written(lines, event, 5000.0) == BURST_LINES
+    assert written(lines, event, 5000.0 + 6 * SECONDS_PER_LINE) == 6
+    assert written(lines, a_line("alice"), 5000.0) == BURST_LINES
 
 
 @pytest.mark.parametrize(
@@ -227,14 +227,14 @@ def test_about_one_user_there_are_so_many_lines_and_then_few(event):
     ],
 )
 def test_what_is_done_is_always_written_and_what_is_about_the_machine(event):
-    lines = Lines()
+    lines = AuditQuota()
     written(lines, a_line(), 5000.0)
 
-    assert written(lines, event, 5000.0) == AT_ONCE + 50
+    assert written(lines, event, 5000.0) == BURST_LINES + 50
 
 
 def test_what_became_of_a_deed_is_written_behind_it():
-    lines = Lines()
+    lines = AuditQuota()
     written(lines, a_line(), 5000.0)
     lines.admits(a_line(kind="terminate", outcome="about to", clock_seconds=1.0), 5000.0)
 
@@ -243,31 +243,31 @@ def test_what_became_of_a_deed_is_written_behind_it():
 
 
 def test_all_users_without_a_name_have_as_many_lines_as_one_with_a_name():
-    lines = Lines()
-    uids = range(100_000, 100_000 + AT_ONCE + 50)
+    lines = AuditQuota()
+    uids = range(100_000, 100_000 + BURST_LINES + 50)
 
-    assert sum(lines.admits(a_line(str(uid)), 5000.0) for uid in uids) == AT_ONCE
-    (told,) = lines.left_out(5000.0 + TELL_SECONDS)
+    assert sum(lines.admits(a_line(str(uid)), 5000.0) for uid in uids) == BURST_LINES
+    (told,) = lines.left_out(5000.0 + REPORT_SECONDS)
     assert (told.user, "50 lines about users without a name" in (told.message or "")) == (None, True)
 
 
 def test_a_line_once_a_minute_says_what_was_left_out_about_whom():
-    lines = Lines()
-    written(lines, a_line(), 5000.0, AT_ONCE + 3)
+    lines = AuditQuota()
+    written(lines, a_line(), 5000.0, BURST_LINES + 3)
     written(lines, a_line(outcome="cleared", kind="note"), 5000.0, 2)
-    early = list(lines.left_out(5000.0 + TELL_SECONDS - 1))
-    (told,) = lines.left_out(5000.0 + TELL_SECONDS)
+    early = list(lines.left_out(5000.0 + REPORT_SECONDS - 1))
+    (told,) = lines.left_out(5000.0 + REPORT_SECONDS)
 
-    assert early == [] == list(lines.left_out(5000.0 + 3 * TELL_SECONDS))
+    assert early == [] == list(lines.left_out(5000.0 + 3 * REPORT_SECONDS))
     assert (told.kind, told.outcome, told.user, told.facts) == ("note", "left out", "bob", (("lines", 5),))
     assert "5 lines about the same user" in (told.message or "") and "log 3, cleared 2" in (told.message or "")
 
 
 def test_who_is_heard_of_no_more_is_forgotten():
-    lines = Lines()
+    lines = AuditQuota()
     for number in range(100):
         lines.admits(a_line(f"user{number}"), 5000.0)
-    list(lines.left_out(5000.0 + 2 * EVERY))
+    list(lines.left_out(5000.0 + 2 * SECONDS_PER_LINE))
 
     assert lines._spent == {}
 
@@ -275,7 +275,7 @@ def test_who_is_heard_of_no_more_is_forgotten():
 def test_a_flood_of_one_user_leaves_the_lines_about_others_and_says_so(tmp_path: Path, monkeypatch):
     log, told, clock = tmp_path / "events.jsonl", [], [5000.0]
     monkeypatch.setenv("GPUGUARD_EVENTS", str(log))
-    monkeypatch.setattr(limits, "AT_ONCE", 20)
+    monkeypatch.setattr(limits, "BURST_LINES", 20)
     monkeypatch.setattr("gpuguard.watchdog.boot_clock", lambda: clock[0])
     alices = a_process(pid=99, uid=1001, user="alice", memory_used=GIB)
     samples = []
@@ -286,7 +286,7 @@ def test_a_flood_of_one_user_leaves_the_lines_about_others_and_says_so(tmp_path:
     dog = Watchdog(Recording(*samples), (SMALL,), append=audit_log.append, on_event=told.append)
     for _ in samples:
         dog.step()
-        clock[0] += TELL_SECONDS / 6
+        clock[0] += REPORT_SECONDS / 6
 
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert sum(event["user"] == "alice" for event in events) == sum(event.user == "alice" for event in told) > 0
@@ -299,7 +299,7 @@ def test_deeds_are_remembered_over_a_restart_in_spite_of_a_flood(tmp_path: Path,
     log = tmp_path / "events.jsonl"
     monkeypatch.setenv("GPUGUARD_EVENTS", str(log))
     monkeypatch.setattr(audit_log, "ROTATE_BYTES", 2**16)
-    monkeypatch.setattr(limits, "AT_ONCE", 50)
+    monkeypatch.setattr(limits, "BURST_LINES", 50)
     dog = Watchdog(Recording(a_snapshot(a_device())), (SMALL,), append=audit_log.append)
     with a_scene() as scene:
         scene.context(append=dog._record)
@@ -307,4 +307,4 @@ def test_deeds_are_remembered_over_a_restart_in_spite_of_a_flood(tmp_path: Path,
     for _ in range(3000):
         dog._record(a_line())
 
-    assert len(recent_actions(str(log), time.clock_gettime(time.CLOCK_BOOTTIME), time.time()).deeds) == 1
+    assert len(recover_actions(str(log), time.clock_gettime(time.CLOCK_BOOTTIME), time.time()).actions) == 1

@@ -11,7 +11,7 @@ from guarded import Listing, somebody, started
 from top_scenes import a_scene, an_orphan
 
 from gpuguard.enforcement.actions import ActionOutcome
-from gpuguard.enforcement.by_hand import Hand, signal_process
+from gpuguard.enforcement.by_hand import Operator, signal_process
 from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.users import user_name
@@ -260,10 +260,10 @@ def test_a_real_process_is_ended_after_the_question():
     with an_orphan(somebody()) as child:
         own = a_process(child.pid, start_time=started(child.pid), uid=somebody() or os.getuid(), user="alice")
         machine, events = Listing(a_device(0, processes=(own,), memory_used=20 * GIB)), []
-        hand = Hand(machine, lambda event: events.append(event.outcome) or True, ActionLimits())
+        operator = Operator(machine, lambda event: events.append(event.outcome) or True, ActionLimits())
 
         async def play(stage):
-            stage.feed.sends = lambda *words: signal_process(hand, *words)
+            stage.feed.sends = lambda *words: signal_process(operator, *words)
             await stage.press("down", "x", "t")
             assert str(child.pid) in stage.dialog() and "Really?  SIGTERM" in stage.dialog()
             assert child.lives() and events == []

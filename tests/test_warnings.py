@@ -14,7 +14,7 @@ from guarded import Scene, a_scene, somebody, until
 from users import interpreter
 
 from gpuguard.enforcement import actions, identity
-from gpuguard.enforcement.actions import write
+from gpuguard.enforcement.actions import write_to_terminal
 from gpuguard.notify.templates import Template
 
 
@@ -92,7 +92,10 @@ def test_a_terminal_of_somebody_else_is_not_written_to():
     with at_a_terminal() as (scene, _, theirs):
         os.fchown(theirs, 20002, -1)
 
-        assert write(terminal_of(scene), scene.process.uid or 0, "hello") == "the terminal belongs to somebody else"
+        assert (
+            write_to_terminal(terminal_of(scene), scene.process.uid or 0, "hello")
+            == "the terminal belongs to another user"
+        )
         assert scene.act("warn").word == "failed"
 
 
@@ -146,7 +149,7 @@ def test_nothing_in_a_warning_can_steer_the_terminal():
     os.fchmod(theirs, 0o620)
     number = os.fstat(theirs).st_rdev
 
-    assert write(number, os.fstat(theirs).st_uid, "a\x1b[2J\r\u202eb\nc") == "written"
+    assert write_to_terminal(number, os.fstat(theirs).st_uid, "a\x1b[2J\r\u202eb\nc") == "written"
     seen = os.read(ours, 4096)
     assert b"a\\x1b[2J" in seen and b"\x1b" not in seen and "\u202e".encode() not in seen
     os.close(ours)
@@ -159,18 +162,18 @@ def test_a_terminal_that_nobody_reads_does_not_hold_up_the_guard():
     os.fchmod(theirs, 0o620)
     number, uid = os.fstat(theirs).st_rdev, os.fstat(theirs).st_uid
 
-    until(lambda: write(number, uid, "x" * 4000) == "the terminal does not read")
+    until(lambda: write_to_terminal(number, uid, "x" * 4000) == "the terminal does not read")
     os.close(ours)
     os.close(theirs)
 
 
 @pytest.mark.parametrize("terminal", [0, os.makedev(4, 1), os.makedev(1, 3), os.makedev(136, 250_000)])
 def test_only_a_pseudo_terminal_that_exists_is_written_to(terminal):
-    assert write(terminal, os.getuid(), "hello") == "no terminal"
+    assert write_to_terminal(terminal, os.getuid(), "hello") == "no terminal"
 
 
 def test_a_file_in_the_place_of_a_terminal_is_not_written_to(tmp_path):
     (tmp_path / "3").touch()
 
-    assert write(os.makedev(136, 3), os.getuid(), "hello", place=str(tmp_path)) == "no terminal"
+    assert write_to_terminal(os.makedev(136, 3), os.getuid(), "hello", place=str(tmp_path)) == "no terminal"
     assert (tmp_path / "3").read_text() == ""

@@ -73,7 +73,7 @@ def test_a_rule_that_failed_says_nothing_of_what_was_before(monkeypatch):
     policy, memory = Policy("p", HOGS.rules, hold=20.0, steps=(Step("log"),)), EngineMemory()
     first, second, third, *later = snapshots(A_HOG, number=5, every=10.0)
     evaluate(first, [policy], memory)
-    evaluate(second, [policy], memory, apart=lambda policy, judge: None)
+    evaluate(second, [policy], memory, isolate=lambda policy, judge: None)
     assert evaluate(third, [policy], memory).verdicts == ()
 
     assert [len(evaluate(each, [policy], memory).verdicts) for each in later] == [0, 1]
@@ -120,7 +120,7 @@ def test_a_condition_that_cannot_be_judged_again_does_not_hold(a_watchdog, log, 
 
 
 def test_a_fault_in_looking_after_the_unkillable_keeps_nothing_from_being_done(a_watchdog, log, monkeypatch):
-    monkeypatch.setattr(watchdog, "give_up", fail)
+    monkeypatch.setattr(actions, "give_up_unkillable", fail)
     guard = a_watchdog(snapshots(A_HOG, number=3), replace_fields(HOGS, steps=(Step("log"),)))
     for _ in range(2):
         guard.step()

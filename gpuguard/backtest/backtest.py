@@ -15,11 +15,10 @@ from gpuguard.backtest.csv_series import CsvRow, CsvSample, Numbering, Recording
 from gpuguard.model import Device, Snapshot, Verdict
 from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import EngineMemory
-from gpuguard.policies.policy import Judgement, Policy
+from gpuguard.policies.policy import ENDING, Judgement, Policy
 from gpuguard.policies.series import LARGEST_DISTANCE
 from gpuguard.policies.view import Identity, RuleView
 
-ENDS = frozenset({"terminate", "kill", "cancel"})  # actions after which a process is gone
 HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
 
 
@@ -152,7 +151,7 @@ def _predicted_ends(
 ) -> Iterator[PredictedEnd]:
     ended: set[tuple[str, str]] = set()
     for act in acts:
-        for job in act.jobs if act.action in ENDS else ():
+        for job in act.jobs if act.action in ENDING else ():
             if (act.host, job) in ended:
                 continue
             ended.add((act.host, job))
@@ -192,7 +191,7 @@ def rehearse(
         left = replace_fields(view, snapshot=_without(view.snapshot, gone, released)) if gone or released else view
         judgement = evaluate(left, policies, memory, interval=interval, zone=zone)
         for verdict in judgement.verdicts:
-            if verdict.action in ENDS:
+            if verdict.action in ENDING:
                 hit = verdict.finding.processes
                 gone.update((each.pid, each.start_time) for each in hit if each.start_time is not None)
             if verdict.action == "release":

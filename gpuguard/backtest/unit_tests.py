@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeVar
 
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.backtest.csv_series import Numbering, people
-from gpuguard.enforcement.action_keys import ACTION_KEYS
+from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Verdict
 from gpuguard.policies.amounts import parse_rate

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import read_file, write_file
+from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
 
 if TYPE_CHECKING:
@@ -194,16 +195,7 @@ def _step_since(content: Mapping[str, Any]) -> float:
 
 def _booted() -> float:
     """The unix time at which the clock that nobody sets began to count."""
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def boot_id() -> str:
-    """Of this boot: a clock that counts from the start of the machine, and start times, mean nothing in another."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read(8)
-    except OSError:
-        return ""
+    return time.time() - boot_clock()
 
 
 def _moment(value: float) -> float:

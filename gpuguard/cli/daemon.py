@@ -118,13 +118,13 @@ def main(args: argparse.Namespace) -> int:
 def _say_what_stands(guard: Daemon, judgement: Judgement, enforcing: bool) -> None:
     """What was not done and why, and which steps would follow if the daemon went on."""
     from gpuguard.daemon.requests import row_of
-    from gpuguard.enforcement.target import boot_clock
+    from gpuguard.procfs import boot_clock
     from gpuguard.views.policy_status import lines
 
     for note in judgement.notes:
         _say(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
     now = time.time()
-    rows = [row_of(one, now - boot_clock()) for one in guard.watchdog.outlook()]
+    rows = [row_of(one, now - boot_clock()) for one in guard.watchdog.status()]
     if rows or not judgement.notes:
         for line in lines({"enforcing": enforcing, "standing": rows, "left_out": 0}, now, "anybody"):
             _say(line)

@@ -74,11 +74,11 @@ def _record(args: argparse.Namespace, backend: Backend, every: float, lasting: f
     from gpuguard.backends.recording import TapeWriter
     from gpuguard.backtest.masking import Mask
     from gpuguard.backtest.recording import pack
-    from gpuguard.watchdog import Camera
+    from gpuguard.watchdog import ViewReader
 
-    camera = Camera(backend, _directory(args))
+    reader = ViewReader(backend, _directory(args))
     mask = Mask() if args.mask else None
-    view: RuleView | None = camera.look()  # a fault of the first look ends the command before there is a file
+    view: RuleView | None = reader.read()  # a fault of the first look ends the command before there is a file
     head = {"interval_seconds": every, "masked": args.mask}
     tape = TapeWriter(args.file, head, most=None if most is None else most // 2, append=args.append)
     began, count, trouble = time.monotonic(), 0, ""
@@ -93,7 +93,7 @@ def _record(args: argparse.Namespace, backend: Backend, every: float, lasting: f
             if (lasting is not None and after > lasting) or stop.wait(began + after - time.monotonic()):
                 break
             try:
-                view, trouble = camera.look(), ""
+                view, trouble = reader.read(), ""
             except BackendError as error:
                 view, trouble = None, _told_once(str(error), trouble)
     except OSError as error:

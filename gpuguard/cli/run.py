@@ -194,7 +194,7 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
         temperature = quantity("--temperature-limit", args.temperature_limit, parse_celsius)
         policies = policies_of(memory, temperature, quantity("--idle-limit", args.idle_limit, parse_duration))
     if args.checkpoint_signal is not None:
-        from gpuguard.enforcement.action_keys import parse_checkpoint_signal
+        from gpuguard.enforcement.actions import parse_checkpoint_signal
 
         checkpoint = quantity("--checkpoint-signal", args.checkpoint_signal, parse_checkpoint_signal)
         if not policies and time_limit is None:

@@ -18,7 +18,7 @@ from gpuguard.cli import deny
 from gpuguard.cli.options import directory_of, of_daemon
 from gpuguard.device_state import uses
 from gpuguard.enforcement.actions import ActionOutcome
-from gpuguard.enforcement.by_hand import Hand, signal_process
+from gpuguard.enforcement.by_hand import Operator, signal_process
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
 from gpuguard.errors import GpuguardError
@@ -136,7 +136,7 @@ class SceneFeed:
         self._lookout = ClaimWatcher()
         self._host = HostUses()
         self._line: tuple[float, tuple[Waits, ...]] = (float("-inf"), ())
-        self._ledger = ActionLimits()
+        self._limits = ActionLimits()
         self._ancestors: dict[Identity, Ancestor] = {}
         self._thresholds, self._protected = site_rules(POLICY_FILE)
 
@@ -167,8 +167,8 @@ class SceneFeed:
     def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
         """Signal a process by hand.  Raises GpuguardError when the driver cannot be asked about it."""
         deny.choose_log(self._args)
-        hand = Hand(self._driver(), audit_log.append, self._ledger, self._protected)
-        return signal_process(hand, action, process, devices)
+        operator = Operator(self._driver(), audit_log.append, self._limits, self._protected)
+        return signal_process(operator, action, process, devices)
 
     def close(self) -> None:
         """Let go of the driver."""

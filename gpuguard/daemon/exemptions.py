@@ -14,9 +14,9 @@ from typing import Any
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import KEPT, MAX_MARKS, MAX_REASON, Restriction, change, read_restrictions
 from gpuguard.enforcement import identity
-from gpuguard.enforcement.target import boot_clock
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Device, Event
+from gpuguard.procfs import boot_clock
 from gpuguard.request import resolve
 from gpuguard.units import format_duration
 from gpuguard.users import user_name

@@ -19,11 +19,11 @@ from gpuguard.claims.release import NotPermitted, listens, lock_handle, users_of
 from gpuguard.claims.release_requests import ENDING, REFUSED, RELEASED, STOP, YIELD, ReleaseRequest, read, write
 from gpuguard.daemon.client import call_daemon
 from gpuguard.enforcement import actions, signals
-from gpuguard.enforcement.target import boot_clock, has_ended
+from gpuguard.enforcement.identity import has_ended
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.files import open_in_place
 from gpuguard.model import WHO_FIELDS, ClaimRecord, GpuProcess, claim_named
-from gpuguard.procfs import process_facts, start_time
+from gpuguard.procfs import boot_clock, process_facts, start_time
 from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_duration
 
@@ -103,7 +103,7 @@ def release(directory: LockDirectory, claim: ClaimRecord, letter: ReleaseRequest
         return JOB_ENDED
     try:
         with lock_handle(directory, claim) as grip:
-            actions.let_go(grip, replace(letter, what=RELEASED))
+            actions.release_claim(grip, replace(letter, what=RELEASED))
         return FROM_HERE
     except NotPermitted as error:
         return _by_daemon(directory, claim, letter, error)

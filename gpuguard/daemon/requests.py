@@ -26,12 +26,12 @@ from gpuguard.daemon.exemptions import LONGEST_OF_ROOT, Exemptions
 from gpuguard.daemon.release import find
 from gpuguard.daemon.server import Handover
 from gpuguard.enforcement import actions
-from gpuguard.enforcement.target import INTERVALS, boot_clock
+from gpuguard.enforcement.preflight import INTERVALS
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import Event, Snapshot, claim_named
 from gpuguard.policies.engine import PolicyStatus
 from gpuguard.policies.files.loader import load_in_time
-from gpuguard.procfs import process_facts
+from gpuguard.procfs import boot_clock, process_facts
 from gpuguard.request import resolve
 from gpuguard.users import user_name
 
@@ -131,7 +131,7 @@ def _release(desk: RequestHandlers, uid: int, request: Request) -> Mapping[str, 
         if not desk.append(event):
             raise GpuguardError("nothing can be written into the log, so nothing was done.")
         try:
-            actions.let_go(grip, ReleaseRequest(RELEASED, by, reason))
+            actions.release_claim(grip, ReleaseRequest(RELEASED, by, reason))
         except OSError as error:
             raise ClaimError(f"the claim cannot be released: {error.strerror}.") from error
     return {"released": claim.id, "devices": len(claim.devices)}

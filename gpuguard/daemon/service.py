@@ -24,8 +24,7 @@ from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.daemon.exemptions import Exemptions
-from gpuguard.enforcement.limits import recent_actions
-from gpuguard.enforcement.target import boot_clock
+from gpuguard.enforcement.limits import recover_actions
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.history.queries import query_store, store_path
@@ -35,6 +34,7 @@ from gpuguard.notify.templates import ENGLISH, TEMPLATES
 from gpuguard.policies.files.loader import PolicyFile, load_in_time
 from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
+from gpuguard.procfs import boot_clock
 from gpuguard.queue.tickets import wanted, who_waits
 from gpuguard.source import lock_daemon, write_state
 from gpuguard.units import format_count
@@ -234,7 +234,7 @@ class Daemon:
                 if (status := self.status()) != told:
                     told = status
                     notify_systemd(f"STATUS={status}")
-                if now - pinged >= PING_SECONDS and now - self.watchdog.beat < BEAT_SECONDS:
+                if now - pinged >= PING_SECONDS and now - self.watchdog.last_round < BEAT_SECONDS:
                     pinged = now
                     notify_systemd("WATCHDOG=1")
             notify_systemd("STOPPING=1")
@@ -263,14 +263,14 @@ class Daemon:
             what += "" if not self._powers else ", but not against other users"
             if self._faulty:
                 what += "; the changed policy file has faults, the last good one is in force"
-        return what + (f"; driver unresponsive: {self.watchdog.trouble}" if self.watchdog.trouble else "")
+        return what + (f"; driver unresponsive: {self.watchdog.problem}" if self.watchdog.problem else "")
 
     def _remember(self) -> None:
         """The limits on signals hold over restarts: a guard in a crash loop is no more dangerous than another."""
-        past = recent_actions(audit_log.events_path(), boot_clock(), time.time())
-        self.watchdog.remember(past.deeds)
-        if past.trouble:
-            self._record("daemon", "past unknown", past.trouble)
+        past = recover_actions(audit_log.events_path(), boot_clock(), time.time())
+        self.watchdog.remember(past.actions)
+        if past.problem:
+            self._record("daemon", "past unknown", past.problem)
 
     def _look_back(self) -> None:
         """Without a recorder: ask the store once, as others do."""
@@ -291,7 +291,7 @@ class Daemon:
         from gpuguard.daemon.server import SocketServer
 
         dog, settings = self.watchdog, self._settings
-        looks = lambda: self.last, lambda: max(dog.interval[1], dog.pause), dog.outlook
+        looks = lambda: self.last, lambda: max(dog.interval[1], dog.pause), dog.status
         does, policy = (self._report, self._again.set), settings.policy
         desk = RequestHandlers(self._directory, self._keeping, *looks, *does, policy, settings.enforce, self._broker)
         try:

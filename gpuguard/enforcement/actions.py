@@ -1,31 +1,36 @@
-"""What the guard does to others: act() looks at every check of preflight, writes down what it is about to do, does it.
+"""What a policy can have done.  An action is one thing: its keys in a step, its help (their docstring), its function.
 
-A dry run leaves out nothing but that last call.  Does not decide whom or when: see policies.
+act() asks every check of preflight, writes down what it is about to do, and only then does it; a dry run leaves out
+nothing but that last call.  What an action takes away, and from whom, stands in policies.policy, since the engine goes
+by it; how often the guard may act, in limits.  Does not decide whom or when: see policies.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal
 
-from gpuguard.enforcement import signals
-from gpuguard.enforcement.limits import UNKILLABLE_SECONDS, PastAction
+from gpuguard.claims import release, restrictions
+from gpuguard.claims.release import LockHandle
+from gpuguard.claims.release_requests import RELEASED, ReleaseRequest
+from gpuguard.clusters import slurm_jobs
+from gpuguard.enforcement import identity, preflight, signals
+from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
+from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Preflight, ProcessTarget
 from gpuguard.enforcement.signals import GONE, NOT_PERMITTED, SENT
-from gpuguard.enforcement.target import Context, boot_clock, is_alive, plain_event
-from gpuguard.model import Finding, Snapshot, Subject, Verdict
+from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError
+from gpuguard.model import Event, Finding, Snapshot, Subject, Verdict, claim_named
+from gpuguard.notify.templates import message_for
+from gpuguard.policies.policy import DISRUPTIVE
+from gpuguard.procfs import boot_clock
 from gpuguard.sanitize import neutralise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from gpuguard.claims.release import LockHandle
-    from gpuguard.claims.release_requests import ReleaseRequest
-    from gpuguard.enforcement.limits import LimitScope, PastAction
-    from gpuguard.enforcement.target import ActionTarget, Context, Target
-    from gpuguard.model import Event, Snapshot, Verdict
+from gpuguard.units import parse_duration
 
 ABOUT_TO = "about to"  # the Event before a signal; another one follows only if it did not arrive
 DRY_RUN = "dry run"
@@ -35,6 +40,8 @@ UNKILLABLE = "unkillable"
 DONE = "done"
 FAILED = "failed"
 
+Result = tuple[str, str]  # a word, and why where the word does not say it
+
 
 @dataclass(frozen=True)
 class ActionOutcome:
@@ -43,132 +50,100 @@ class ActionOutcome:
     word: str
     why: str = ""
     pid: int | None = None
-    against: tuple[LimitScope, ...] = ()
+    failed: tuple[FailedCheck, ...] = ()
     wait: float | None = None  # seconds after which the same verdict is worth another try; None: it is settled
 
 
-# What the guard does.
+# Actions on processes and claims.  Each function is the last call of a preflight that found nothing.
 
 
-def act(verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[ActionOutcome, ...]:
-    """Do what *verdict* wants, to each of its processes for which nothing speaks against it.
+def _forward(target: Preflight, signum: int) -> Result:
+    return signals.forward(target.pidfd, signum), ""
+
+
+def parse_checkpoint_signal(text: str) -> int:
+    """The number of ``"USR1"`` or ``"SIGUSR1"``."""
+    name = text.upper().removeprefix("SIG")
+    if name not in CHECKPOINT_SIGNALS:
+        raise InvalidRequest(f"{text!r} is no signal for a checkpoint: write one of {', '.join(CHECKPOINT_SIGNALS)}.")
+    return int(signal.Signals[f"SIG{name}"])
+
+
+@dataclass(frozen=True)
+class CheckpointKeys:
+    """Send a signal on which the program saves its work, if it has been made to.
+
+    A program that was not made for it is ended by most of these signals.
 
     Args:
-        verdict: from the engine.
-        snapshot: by which it was judged.
-        context: who acts, with what.
-
-    Returns:
-        One Outcome per process, or one alone.  Every one leaves an Event, but a refusal that only repeats itself.
+        signal: USR1, USR2, HUP, ALRM, WINCH, URG or CONT.
     """
-    from gpuguard.enforcement.target import targets
 
-    if verdict.action in _SIGNALS:
-        found = [_on_process(verdict, snapshot, context, target) for target in targets(verdict, snapshot)]
-        if found or verdict.action not in _WORDS:
-            return tuple(found) or (_said(verdict, context, REFUSED, "no process is meant"),)
-    if verdict.action in _WORDS and snapshot.recorded:
-        return (_said(verdict, context, REFUSED, "the sample is a recording, of another time or machine"),)
-    if verdict.action in _WORDS:
-        return (_WORDS[verdict.action](verdict, snapshot, context),)
-    return (_said(verdict, context, FAILED, f"there is no action {verdict.action!r}"),)
+    signal: Annotated[int, parse_checkpoint_signal] = int(signal.SIGUSR1)
 
 
-def _on_process(verdict: Verdict, snapshot: Snapshot, context: Context, target: Target) -> ActionOutcome:
-    from gpuguard.enforcement import preflight
-    from gpuguard.enforcement.target import enforced
-
-    if context.ledger.is_settled(verdict, target.process):
-        return ActionOutcome(SENT if enforced(verdict, context) else DRY_RUN, "it was done before", target.pid)
-    with preflight.examined(verdict, snapshot, context, target) as case:
-        if case.ended:
-            context.append(_event(verdict, GONE, target, "it had ended before"))
-            return ActionOutcome(GONE, "it had ended before", target.pid)
-        if case.against:
-            return _refused(case)
-        deed = case.deed()
-        if not context.append(_event(verdict, ABOUT_TO if case.live else DRY_RUN, target, deed=deed)):
-            return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done", target.pid)
-        context.ledger.note(deed)
-        context.ledger.settle(verdict, target.process)
-        if not case.live:
-            return ActionOutcome(DRY_RUN, pid=target.pid)
-        word, why = _SIGNALS[verdict.action](case)
-        if word != SENT:
-            context.append(_event(verdict, word, target, why))
-        return ActionOutcome(word, why, target.pid)
+def _checkpoint(target: Preflight) -> Result:
+    return _forward(target, preflight.checkpoint_signal(target.verdict))
 
 
-def _refused(case: ActionTarget) -> ActionOutcome:
-    target = case.target
-    key = (target.process, case.verdict.policy, case.verdict.action, case.live)
-    outcome = _refusal(case.verdict, case.context, case.against, key, target)
-    _deny_restarts(case)
-    return outcome
+@dataclass(frozen=True)
+class TerminateKeys:
+    """Ask the process to end, by SIGTERM (and SIGCONT, if it is stopped)."""
 
 
-def _deny_restarts(case: ActionTarget) -> None:
-    """No new claims for an hour for the user whose program is started again each time that it is ended.
-
-    More signals would change nothing; without this two processes that are ended would buy the next one its safety.
-    """
-    from gpuguard.claims import restrictions
-    from gpuguard.enforcement.limits import HOUR, LIMITS
-
-    why = {each.check: each.text for each in case.against}
-    if "restart loop" in why and why.keys() <= LIMITS and case.context.directory is not None:
-        finding = replace(case.verdict.finding, why=why["restart loop"])
-        verdict = replace(case.verdict, finding=finding, action="deny", options=(("for", HOUR),))
-        _restrict(verdict, case.context, restrictions.DENIED, str(case.target.uid), case.target.user)
-
-
-def _refusal(
-    verdict: Verdict, context: Context, against: tuple[LimitScope, ...], key: object, target: Target | None = None
-) -> ActionOutcome:
-    texts, waits = "; ".join(each.text for each in against), [each.wait for each in against]
-    wait = None if None in waits else max(wait for wait in waits if wait is not None)
-    # A refusal that waits comes back with every sample: one line is enough.
-    if context.ledger.refused_anew(key, tuple(each.check for each in against)):
-        context.append(_event(verdict, REFUSED, target, texts))
-    return ActionOutcome(REFUSED, texts, target.pid if target else None, against, wait)
-
-
-# Each of these is the last call of a preflight that found nothing: they are reached from _on_process alone.
-# What became of it is a word, and why, where the word does not tell.
-
-
-def _signal(case: ActionTarget, signum: int) -> tuple[str, str]:
-    return signals.forward(case.pidfd, signum), ""
-
-
-def _terminate(case: ActionTarget) -> tuple[str, str]:
-    word = signals.forward(case.pidfd, signal.SIGTERM)
+def _terminate(target: Preflight) -> Result:
+    word = signals.forward(target.pidfd, signal.SIGTERM)
     if word == SENT:  # a stopped process sees SIGTERM only when it goes on
-        signals.forward(case.pidfd, signal.SIGCONT)
+        signals.forward(target.pidfd, signal.SIGCONT)
     return word, ""
 
 
-def _checkpoint(case: ActionTarget) -> tuple[str, str]:
-    from gpuguard.enforcement.target import checkpoint_signal
+@dataclass(frozen=True)
+class KillKeys:
+    """End the process by SIGKILL; not before 30 s after a terminate.  It can lose work and wedge the device."""
 
-    return _signal(case, checkpoint_signal(case.verdict))
+
+@dataclass(frozen=True)
+class PauseKeys:
+    """Stop the process by SIGSTOP; it keeps its memory."""
 
 
-def _renice(case: ActionTarget) -> tuple[str, str]:
+@dataclass(frozen=True)
+class ResumeKeys:
+    """Let a paused process go on."""
+
+
+def parse_niceness(text: str) -> int:
+    """1 to 19."""
+    if not re.fullmatch(r"[1-9]|1[0-9]", text):
+        raise InvalidRequest(f"{text!r} is no niceness: write a number from 1 to 19; 19 is the nicest.")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class ReniceKeys:
+    """Lower the priority of the process on the CPU.
+
+    Args:
+        niceness: 1 to 19, the nicest.
+    """
+
+    niceness: Annotated[int, parse_niceness] = 10
+
+
+def _renice(target: Preflight) -> Result:
     """Lower the priority of every thread; never raises one.
 
     Only pids reach a priority.  A process that is alive afterwards has kept its pid all the time; a thread that is not
     of this process any more gets back what it had.
     """
-    from gpuguard.enforcement.target import has_ended
-
-    wanted, pid = dict(case.verdict.options).get("niceness", 10), case.target.pid
+    wanted, pid = dict(target.verdict.options).get("niceness", 10), target.identity[0]
     try:
         for thread in map(int, os.listdir(f"/proc/{pid}/task")):
             before = os.getpriority(os.PRIO_PROCESS, thread)
             if isinstance(wanted, int) and before < wanted <= 19:
                 os.setpriority(os.PRIO_PROCESS, thread, wanted)
-                if has_ended(case.pidfd) or not os.path.exists(f"/proc/{pid}/task/{thread}"):
+                if identity.has_ended(target.pidfd) or not os.path.exists(f"/proc/{pid}/task/{thread}"):
                     os.setpriority(os.PRIO_PROCESS, thread, before)
     except PermissionError:
         return NOT_PERMITTED, ""
@@ -177,130 +152,181 @@ def _renice(case: ActionTarget) -> tuple[str, str]:
     return SENT, ""
 
 
-def _cancel(case: ActionTarget) -> tuple[str, str]:
-    """End the Slurm job that the process belongs to; whose it is was asked by preflight."""
-    from gpuguard.clusters import slurm_jobs
-    from gpuguard.enforcement import identity
-    from gpuguard.enforcement.target import has_ended
+@dataclass(frozen=True)
+class ReleaseKeys:
+    """Take a claim back under which no process computes; its shell or notebook lives on and is told.
 
-    job = slurm_jobs.job_of((case.target.pid, *identity.ancestors(case.target.pid)))
-    # Asked after that: as long as it lives nobody else has its pid.
-    fault = "its job has ended" if job is None or has_ended(case.pidfd) else slurm_jobs.cancel(job)
-    return (FAILED, fault) if fault else (SENT, "")
+    Whoever computes is asked to end by `terminate` instead: each of the two leaves out whom the other one means.
+    """
 
 
-_SIGNALS: Mapping[str, Callable[[ActionTarget], tuple[str, str]]] = {
-    "checkpoint": _checkpoint,
-    "terminate": _terminate,
-    "kill": lambda case: _signal(case, signal.SIGKILL),
-    "pause": lambda case: _signal(case, signal.SIGSTOP),
-    "resume": lambda case: _signal(case, signal.SIGCONT),
-    "renice": _renice,
-    "cancel": _cancel,
-}
+def _release(target: Preflight) -> Result:
+    assert target.locks
+    verdict = target.verdict
+    try:
+        release_claim(target.locks, ReleaseRequest(RELEASED, f"the policy {verdict.policy}", verdict.finding.why))
+    except (OSError, ClaimError) as error:
+        return FAILED, str(error)
+    return DONE, ""
 
 
-# What touches no process.
+def release_claim(locks: LockHandle, request: ReleaseRequest) -> None:
+    """Give a claim up; `gpuguard run` then tells its user now, not at its next tick.  Raises as claims.release does."""
+    release.let_go(locks, request)
+    if release.listens(locks.holder):
+        signals.forward(locks.pidfd, signals.CHECK_CLAIM)
 
 
-def _log(verdict: Verdict, snapshot: Snapshot, context: Context) -> ActionOutcome:
-    written = context.append(_event(verdict, DONE))
-    return ActionOutcome(DONE) if written else ActionOutcome(UNRECORDED)
+@dataclass(frozen=True)
+class CancelKeys:
+    """End the Slurm job to which the process or the claim belongs, by scancel: all of it, on all its nodes.
+
+    The daemon's user must be allowed that: root, SlurmUser or an operator of Slurm.
+    """
 
 
-def _warn(verdict: Verdict, snapshot: Snapshot, context: Context) -> ActionOutcome:
-    """Tell the people in front of the processes, each terminal once."""
-    from gpuguard.enforcement import identity
-    from gpuguard.enforcement.limits import DISRUPTIVE
-    from gpuguard.enforcement.target import enforced, targets
-    from gpuguard.notify.templates import message_for
+def _cancel(target: Preflight) -> Result:
+    job = preflight.slurm_job(target)
+    # Asked after that: as long as it lives no other process has its pid.
+    ended = job is None or (target.process is not None and identity.has_ended(target.pidfd))
+    fault = "its job has ended" if ended or job is None else slurm_jobs.cancel(job)
+    return (FAILED, fault) if fault else (SENT if target.process else DONE, "")
 
-    found = set()
-    for target in targets(verdict, snapshot):
+
+# Actions that touch no process and no claim.
+
+
+@dataclass(frozen=True)
+class LogKeys:
+    """Write a line into the audit log, nothing else."""
+
+
+def _log(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
+    return ActionOutcome(DONE if context.append(_event(verdict, DONE)) else UNRECORDED)
+
+
+@dataclass(frozen=True)
+class WarnKeys:
+    """Tell the user on the terminal of the process what was seen and what comes next.
+
+    Args:
+        language: of the text; without it the one in which `messages` of the file has texts, else English.
+    """
+
+    language: Literal["en", "zh"] | None = None
+
+
+def _warn(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
+    """Write to each terminal of the processes that are meant, or of those that hold a claim without one, once."""
+    subject, terminals = verdict.finding.subject, set()
+    for target in preflight.targets(verdict, snapshot):
         facts = identity.facts_of(target.pid)
         if facts and facts.start_time == target.start_time and facts.uids[:1] == (target.uid,) and facts.terminal:
-            found.add((facts.terminal, facts.uids[0]))
-    for pid in _holders(verdict, snapshot):
+            terminals.add((facts.terminal, facts.uids[0]))
+    claim = None if verdict.finding.processes else claim_named(snapshot.claims, subject.uid, subject.claim)
+    for pid in claim.holders if claim else ():
         facts = identity.facts_of(pid)
-        if facts and facts.uids[:1] == (verdict.finding.subject.uid,) and facts.terminal:
-            found.add((facts.terminal, facts.uids[0]))
-    if not enforced(verdict, context):
-        return _said(verdict, context, DRY_RUN)
+        if facts and facts.uids[:1] == (subject.uid,) and facts.terminal:
+            terminals.add((facts.terminal, facts.uids[0]))
+    if not context.is_live(verdict):
+        return _logged(verdict, context, DRY_RUN)
     language = dict(verdict.options).get("language") or context.language
     message = message_for(verdict, snapshot, str(language), context.templates)
     last = verdict.next_action in DISRUPTIVE | {"release"}
-    words = {write(terminal, uid, message.body, last=last) for terminal, uid in sorted(found)}
+    words = {write_to_terminal(terminal, uid, message.body, last=last) for terminal, uid in sorted(terminals)}
     if WRITTEN in words:
-        return _said(verdict, context, DONE)
-    return _said(verdict, context, FAILED, ", ".join(sorted(words)) or NO_TERMINAL)
+        return _logged(verdict, context, DONE)
+    return _logged(verdict, context, FAILED, ", ".join(sorted(words)) or NO_TERMINAL)
 
 
-def _holders(verdict: Verdict, snapshot: Snapshot) -> tuple[int, ...]:
-    """The processes that hold a claim under which none computes: its shell sits there."""
-    from gpuguard.model import claim_named
+@dataclass(frozen=True)
+class NotifyKeys:
+    """Send a message to one of the targets that the file names under `notify`.
 
-    subject, processes = verdict.finding.subject, verdict.finding.processes
-    claim = None if processes else claim_named(snapshot.claims, subject.uid, subject.claim)
-    return claim.holders if claim else ()
+    Args:
+        to: name of the target.
+    """
+
+    to: str
 
 
-def _notify(verdict: Verdict, snapshot: Snapshot, context: Context) -> ActionOutcome:
-    """Hand a message to the target that the step names: `to` of notify, `hook` of run_hook."""
-    from gpuguard.enforcement.target import enforced
+@dataclass(frozen=True)
+class RunHookKeys:
+    """Run a program of the admin: no shell, facts as JSON on its standard input and in its environment.
 
+    Args:
+        hook: name of a target under `notify` that is a hook.
+    """
+
+    hook: str
+
+
+def _notify(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
     options = dict(verdict.options)
     target = options.get("to") or options.get("hook")
     if not isinstance(target, str) or context.notifier is None:
-        return _said(verdict, context, FAILED, "there is nobody to send it to")
-    if not enforced(verdict, context):
-        return _said(verdict, context, DRY_RUN)
+        return _logged(verdict, context, FAILED, "there is nobody to send it to")
+    if not context.is_live(verdict):
+        return _logged(verdict, context, DRY_RUN)
     answer = context.notifier.notify(target, verdict, snapshot)
-    return _said(verdict, context, DONE) if answer == "queued" else _said(verdict, context, FAILED, answer)
+    return _logged(verdict, context, DONE) if answer == "queued" else _logged(verdict, context, FAILED, answer)
 
 
-def _deny(verdict: Verdict, snapshot: Snapshot, context: Context) -> ActionOutcome:
-    """No new claims for the one user whom the verdict is about; people of the system are never meant."""
-    from gpuguard.claims import restrictions
-    from gpuguard.enforcement import identity
+@dataclass(frozen=True)
+class DenyKeys:
+    """Give the user no new claims for a time; those that they have stay.  See `gpuguard deny`.
 
+    Args:
+        for: how long.
+    """
+
+    for_: Annotated[float, parse_duration] = 7200.0
+
+
+def _deny(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
+    """No new claims for the one user whom the verdict is about; accounts of the system are never meant."""
     subject, processes = verdict.finding.subject, verdict.finding.processes
     uids = {each.uid for each in processes} if subject.uid is None else {subject.uid}
     uid = uids.pop() if len(uids) == 1 else None
     if uid is None:
-        return _said(verdict, context, REFUSED, "nobody in particular is meant")
+        return _logged(verdict, context, REFUSED, "no user in particular is meant")
     if identity.is_of_the_system(uid) or uid in context.protected:
-        return _said(verdict, context, REFUSED, f"uid {uid} is protected")
+        return _logged(verdict, context, REFUSED, f"uid {uid} is protected")
     user = subject.user or next((each.user for each in processes if each.uid == uid), None)
     return _restrict(verdict, context, restrictions.DENIED, str(uid), user)
 
 
-def _quarantine(verdict: Verdict, snapshot: Snapshot, context: Context) -> ActionOutcome:
-    """Nobody gets the device.  A driver that talks nonsense must not take the whole machine out of service."""
-    import time
+@dataclass(frozen=True)
+class QuarantineKeys:
+    """Take the device out of service: nobody gets a new claim of it.  Never more than half of the devices.
 
-    from gpuguard.claims import restrictions
+    Whoever has claimed it keeps it.  See `gpuguard quarantine`.
 
+    Args:
+        for: how long; without it, until an administrator ends it.
+    """
+
+    for_: Annotated[float, parse_duration] | None = None
+
+
+def _quarantine(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
+    """No new claims of the device.  A driver that talks nonsense must not take the whole machine out of service."""
     uuid = verdict.finding.subject.device
     if uuid is None:
-        return _said(verdict, context, REFUSED, "no device is meant")
+        return _logged(verdict, context, REFUSED, "no device is meant")
     if context.directory is not None:
-        out = set(restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time())) - {uuid}
+        now = restrictions.read_restrictions(context.directory, restrictions.QUARANTINED, time.time())
+        out = set(now) - {uuid}
         if sum(device.uuid in out for device in snapshot.devices) >= max(1, len(snapshot.devices) // 2):
-            return _said(verdict, context, REFUSED, "half of the devices are out of service: ask an administrator")
+            return _logged(verdict, context, REFUSED, "half of the devices are out of service: ask an administrator")
     return _restrict(verdict, context, restrictions.QUARANTINED, uuid)
 
 
-def _restrict(verdict: Verdict, context: Context, kind: str, name: str, user: str | None = None) -> ActionOutcome:
-    import time
-
-    from gpuguard.claims import restrictions
-    from gpuguard.enforcement.target import enforced
-    from gpuguard.errors import LockDirectoryError
-
+def _restrict(verdict: Verdict, context: ActionContext, kind: str, name: str, user: str | None = None) -> ActionOutcome:
     if context.directory is None:
-        return _said(verdict, context, FAILED, "there is no directory of claims to write it into")
-    if not enforced(verdict, context):
-        return _said(verdict, context, DRY_RUN)
+        return _logged(verdict, context, FAILED, "there is no directory of claims to write it into")
+    if not context.is_live(verdict):
+        return _logged(verdict, context, DRY_RUN)
     if not context.append(_event(verdict, ABOUT_TO)):
         return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done")
     now, seconds = time.time(), dict(verdict.options).get("for")
@@ -309,84 +335,216 @@ def _restrict(verdict: Verdict, context: Context, kind: str, name: str, user: st
     try:
         restrictions.change(context.directory, kind, lambda found: restrictions.prolong(found, mark))
     except LockDirectoryError as error:
-        return _said(verdict, context, FAILED, str(error))
+        return _logged(verdict, context, FAILED, str(error))
     return ActionOutcome(DONE)
 
 
-def let_go(grip: LockHandle, letter: ReleaseRequest) -> None:
-    """Give a claim up as releasing.let_go does; `gpuguard run` then tells its user now, not at its next tick."""
-    from gpuguard.claims import release as releasing
+@dataclass(frozen=True)
+class Action:
+    """One action.
 
-    releasing.let_go(grip, letter)
-    if releasing.listens(grip.holder):
-        signals.forward(grip.pidfd, signals.CHECK_CLAIM)
+    Args:
+        keys: what a step may say about it; the docstring is the help.
+        on_process: done to each process that is meant, after its preflight.
+        on_claim: done to the claim that is meant when no process is, after its preflight.
+        otherwise: done without one, because it touches neither.
+    """
 
-
-def _release(verdict: Verdict, snapshot: Snapshot, context: Context) -> ActionOutcome:
-    """Give up the locks of a claim under which nobody computes; its job lives on, but for cancel, which ends it."""
-    from gpuguard.claims.release_requests import RELEASED, ReleaseRequest
-    from gpuguard.clusters import slurm_jobs
-    from gpuguard.enforcement import preflight as vacancy
-    from gpuguard.errors import ClaimError
-
-    with vacancy.examine_release(verdict, snapshot, context) as case:
-        if case.against or case.grip is None:
-            key = (verdict.finding.subject, verdict.policy, verdict.action, case.live)
-            return _refusal(verdict, context, case.against, key)
-        deed = case.deed()
-        if not context.append(_event(verdict, ABOUT_TO if case.live else DRY_RUN, deed=deed)):
-            return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done")
-        context.ledger.note(deed)
-        if not case.live:
-            return ActionOutcome(DRY_RUN)
-        if verdict.action == "cancel":
-            job = slurm_jobs.job_of_claim(str(verdict.finding.subject.claim))
-            fault = "its job has ended" if job is None else slurm_jobs.cancel(job)
-            return _said(verdict, context, FAILED, fault) if fault else ActionOutcome(DONE)
-        try:
-            let_go(case.grip, ReleaseRequest(RELEASED, f"the policy {verdict.policy}", verdict.finding.why))
-        except (OSError, ClaimError) as error:
-            return _said(verdict, context, FAILED, str(error))
-        return ActionOutcome(DONE)
+    keys: type
+    on_process: Callable[[Preflight], Result] | None = None
+    on_claim: Callable[[Preflight], Result] | None = None
+    otherwise: Callable[[Verdict, Snapshot, ActionContext], ActionOutcome] | None = None
 
 
-def _said(verdict: Verdict, context: Context, word: str, why: str = "") -> ActionOutcome:
+ACTIONS: Mapping[str, Action] = {
+    "log": Action(LogKeys, otherwise=_log),
+    "warn": Action(WarnKeys, otherwise=_warn),
+    "notify": Action(NotifyKeys, otherwise=_notify),
+    "checkpoint": Action(CheckpointKeys, on_process=_checkpoint),
+    "terminate": Action(TerminateKeys, on_process=_terminate),
+    "kill": Action(KillKeys, on_process=lambda target: _forward(target, signal.SIGKILL)),
+    "pause": Action(PauseKeys, on_process=lambda target: _forward(target, signal.SIGSTOP)),
+    "resume": Action(ResumeKeys, on_process=lambda target: _forward(target, signal.SIGCONT)),
+    "renice": Action(ReniceKeys, on_process=_renice),
+    "deny": Action(DenyKeys, otherwise=_deny),
+    "quarantine": Action(QuarantineKeys, otherwise=_quarantine),
+    "release": Action(ReleaseKeys, on_claim=_release),
+    "cancel": Action(CancelKeys, on_process=_cancel, on_claim=_cancel),
+    "run_hook": Action(RunHookKeys, otherwise=_notify),  # an older word for notify with a hook
+}
+ACTION_KEYS: Mapping[str, type] = {name: action.keys for name, action in ACTIONS.items()}
+
+
+def act(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[ActionOutcome, ...]:
+    """Do what *verdict* wants, to each of its processes for which nothing speaks against it.
+
+    Args:
+        verdict: from the engine.
+        snapshot: by which it was judged.
+        context: who acts, with what.
+
+    Returns:
+        One outcome per process, or one alone.  Every one leaves an Event, but a refusal that only repeats itself.
+    """
+    action = ACTIONS.get(verdict.action)
+    if action is None:
+        return (_logged(verdict, context, FAILED, f"there is no action {verdict.action!r}"),)
+    if action.on_process:
+        outcomes = []
+        for process in preflight.targets(verdict, snapshot):
+            if context.limits.is_settled(verdict, process.identity):
+                word = SENT if context.is_live(verdict) else DRY_RUN
+                outcomes.append(ActionOutcome(word, "it was done before", process.pid))
+                continue
+            with preflight.check_process(verdict, snapshot, context, process) as target:
+                outcomes.append(_carry_out(action.on_process, target))
+        if outcomes or not action.on_claim:
+            return tuple(outcomes) or (_logged(verdict, context, REFUSED, "no process is meant"),)
+    if snapshot.recorded:
+        return (_logged(verdict, context, REFUSED, "the sample is a recording, of another time or machine"),)
+    if action.on_claim:
+        with preflight.check_claim(verdict, snapshot, context) as target:
+            return (_carry_out(action.on_claim, target),)
+    assert action.otherwise
+    return (action.otherwise(verdict, snapshot, context),)
+
+
+def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOutcome:
+    verdict, context, process = target.verdict, target.context, target.process
+    pid = process.pid if process else None
+    if target.ended:
+        context.append(_event(verdict, GONE, process, "it had ended before"))
+        return ActionOutcome(GONE, "it had ended before", pid)
+    if target.failed:
+        return _refused(target)
+    action = target.action()
+    if not context.append(_event(verdict, ABOUT_TO if target.live else DRY_RUN, process, action=action)):
+        return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done", pid)
+    context.limits.record(action)
+    if process:
+        context.limits.settle(verdict, process.identity)
+    if not target.live:
+        return ActionOutcome(DRY_RUN, pid=pid)
+    word, why = do(target)
+    if word not in (SENT, DONE):
+        context.append(_event(verdict, word, process, why))
+    return ActionOutcome(word, why, pid)
+
+
+def _refused(target: Preflight) -> ActionOutcome:
+    verdict, process, failed = target.verdict, target.process, target.failed
+    text, waits = "; ".join(each.text for each in failed), [each.wait for each in failed]
+    wait = None if None in waits else max(wait for wait in waits if wait is not None)
+    # A refusal that waits comes back with every sample: one line is enough.
+    whom = process.identity if process else verdict.finding.subject
+    key = (whom, verdict.policy, verdict.action, target.live)
+    if target.context.limits.refused_anew(key, tuple(each.check for each in failed)):
+        target.context.append(_event(verdict, REFUSED, process, text))
+    if process:
+        _deny_restarts(target, process)
+    return ActionOutcome(REFUSED, text, process.pid if process else None, failed, wait)
+
+
+def _deny_restarts(target: Preflight, process: ProcessTarget) -> None:
+    """No new claims for an hour for the user whose program is started again each time that it is ended.
+
+    More signals would change nothing; without this two processes that are ended would buy the next one its safety.
+    """
+    why = {each.check: each.text for each in target.failed}
+    if "restart loop" in why and why.keys() <= LIMITS and target.context.directory is not None:
+        finding = replace(target.verdict.finding, why=why["restart loop"])
+        verdict = replace(target.verdict, finding=finding, action="deny", options=(("for", HOUR),))
+        _restrict(verdict, target.context, restrictions.DENIED, str(process.uid), process.user)
+
+
+def _logged(verdict: Verdict, context: ActionContext, word: str, why: str = "") -> ActionOutcome:
     context.append(_event(verdict, word, why=why))
     return ActionOutcome(word, why)
 
 
-_WORDS: Mapping[str, Callable[[Verdict, Snapshot, Context], ActionOutcome]] = {
-    "log": _log,
-    "warn": _warn,
-    "notify": _notify,
-    "deny": _deny,
-    "quarantine": _quarantine,
-    "release": _release,
-    "cancel": _release,
-    "run_hook": _notify,
-}
-
-# Every action; what a step may say about it is in actiontable.
-ACTIONS = frozenset(_SIGNALS) | frozenset(_WORDS)
-
-
 def _event(
-    verdict: Verdict, outcome: str, target: Target | None = None, why: str = "", deed: PastAction | None = None
+    verdict: Verdict,
+    outcome: str,
+    process: ProcessTarget | None = None,
+    why: str = "",
+    action: PastAction | None = None,
 ) -> Event:
-    from gpuguard.enforcement.target import event_of
+    """The line of the audit log about what becomes of *verdict*, for *process* if it is about one of its processes.
 
-    return event_of(verdict, outcome, target, why, deed)
+    With *action*: the line before it, by which it is remembered when the guard is started again.
+    """
+    finding, subject = verdict.finding, verdict.finding.subject
+    pid = process.pid if process else subject.pid
+    facts: dict[str, float | int | str | None] = {
+        "policy": verdict.policy,
+        "rule": finding.rule,
+        "step": verdict.step,
+        "uid": process.uid if process else subject.uid,
+        "start_time_seconds": process.start_time if process else subject.start_time,
+        "container": next((each.container for each in finding.processes if process and each.pid == pid), None),
+    }
+    facts |= facts_of(action) if action else {}
+    return Event(
+        time.time(),
+        verdict.action,
+        outcome,
+        (process.user if process else None) or subject.user,
+        process.devices if process else (subject.device,) if subject.device else (),
+        pid=pid,
+        claim=subject.claim,
+        message=finding.why + (f": {why}" if why else ""),
+        facts=tuple(facts.items()),
+    )
 
 
-# A few lines on the terminal of a process, for the person in front of it.
-#
-# Only on a terminal that belongs to the owner of the process, and only while he takes messages (`mesg n` refuses them),
-# unless it is the last notice.  Never waits for a terminal, and never becomes its session's.
+# Processes that outlive SIGKILL sit in a driver or on a dead file system, where no signal reaches them.
 
+
+def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[ActionOutcome, ...]:
+    """Look after the processes that were killed: those that are still there a minute later are left alone for good.
+
+    Their devices are quarantined until an administrator ends that, but never more than half of the machine, and the
+    targets of the policies' messages are told.  When such a process is gone after all, the guard acts on its devices
+    again.  To be called after each sample.
+
+    Returns:
+        An outcome, "unkillable", for each that is found for the first time.
+    """
+    now, found = boot_clock(), []
+    unkillable = context.limits.unkillable
+    for process in [process for process in unkillable if not identity.is_alive(process)]:
+        del unkillable[process]  # the device was reset
+    for past in context.limits.past:
+        over = past.live and past.action == "kill" and now - past.clock >= UNKILLABLE_SECONDS
+        if over and past.process not in unkillable and identity.is_alive(past.process):
+            unkillable[past.process] = past.devices
+            outlived = f"outlived SIGKILL by {now - past.clock:.0f}s"
+            why = f"it {outlived}: its devices need a reset, and are left alone"
+            pid, facts = past.process[0], (("policy", past.policy or None),)
+            found.append(ActionOutcome(UNKILLABLE, why, pid))
+            context.append(
+                Event(time.time(), "kill", UNKILLABLE, None, past.devices, pid=pid, message=why, facts=facts)
+            )
+            _quarantine_devices(past, f"pid {pid} {outlived}: the device needs a reset", context, snapshot)
+    return tuple(found)
+
+
+def _quarantine_devices(past: PastAction, why: str, context: ActionContext, snapshot: Snapshot) -> None:
+    for place, uuid in enumerate(past.devices):
+        device = snapshot.device(uuid)
+        rows = [row for row in (device.processes or () if device else ()) if (row.pid, row.start_time) == past.process]
+        finding = Finding("unkillable", Subject("device", device=uuid), why, tuple(rows))
+        verdict = Verdict(past.policy or "unkillable", finding, "quarantine", 0, past.clock, enforce=True)
+        act(verdict, snapshot, context)
+        for name in context.alarm if place == 0 else ():
+            act(replace(verdict, action="notify", options=(("to", name),)), snapshot, context)
+
+
+# A few lines on the terminal of a process: never waits for a terminal, and never becomes its session's.
 
 WRITTEN = "written"
 NO_TERMINAL = "no terminal"
-NOT_HIS = "the terminal belongs to somebody else"
+NOT_THE_OWNERS = "the terminal belongs to another user"
 TERMINAL_REFUSED = "the terminal takes no messages"
 FULL = "the terminal does not read"
 
@@ -394,8 +552,8 @@ MOST_LINES = 20
 _PSEUDO_TERMINALS = range(136, 144)  # major numbers of /dev/pts/N
 
 
-def write(terminal: int, uid: int, text: str, *, last: bool = False, place: str = "/dev/pts") -> str:
-    """Write *text* to a pseudo-terminal.
+def write_to_terminal(terminal: int, uid: int, text: str, *, last: bool = False, place: str = "/dev/pts") -> str:
+    """Write *text* to a pseudo-terminal, if it belongs to *uid* and takes messages.
 
     Args:
         terminal: its device number, as in /proc/PID/stat.
@@ -422,7 +580,7 @@ def write(terminal: int, uid: int, text: str, *, last: bool = False, place: str 
         if not stat.S_ISCHR(seen.st_mode) or seen.st_rdev != terminal:
             return NO_TERMINAL
         if seen.st_uid != uid:
-            return NOT_HIS  # a container numbers its terminals anew: this is another one
+            return NOT_THE_OWNERS  # a container numbers its terminals anew: this is another one
         if not (last or seen.st_mode & stat.S_IWGRP):
             return TERMINAL_REFUSED
         lines = [neutralise(line) for line in text.rstrip().splitlines()[:MOST_LINES]]
@@ -432,47 +590,3 @@ def write(terminal: int, uid: int, text: str, *, last: bool = False, place: str 
         return FULL
     finally:
         os.close(descriptor)
-
-
-# Processes that outlive SIGKILL: nothing more is sent to them, their devices go out of service, and people are told.
-#
-# They sit in a driver or on a dead file system, where no signal reaches them; until that is mended every further signal
-# would be one for nothing.  Sends no signal: what is done about the device are actions as those of any policy.
-
-
-def give_up(context: Context, snapshot: Snapshot) -> tuple[ActionOutcome, ...]:
-    """Look after the processes that were killed: those that are still there a minute later are left alone for good.
-
-    Their devices are quarantined until an administrator ends that, but never more than half of the machine, and the
-    targets of the policies' messages are told.  When such a process is gone after all, the guard acts on its devices
-    again.  To be called after each sample.
-
-    Returns:
-        An Outcome, "unkillable", for each that is found for the first time.
-    """
-    now, found = boot_clock(), []
-    stuck = context.ledger.unkillable
-    for process in [each for each in stuck if not is_alive(each)]:
-        del stuck[process]  # somebody has reset the device
-    for deed in context.ledger.deeds:
-        over = deed.live and deed.action == "kill" and now - deed.clock >= UNKILLABLE_SECONDS
-        if over and deed.process not in stuck and is_alive(deed.process):
-            stuck[deed.process] = deed.devices
-            why = f"it outlived SIGKILL by {now - deed.clock:.0f}s: its devices need a reset, and are left alone"
-            found.append(ActionOutcome(UNKILLABLE, why, deed.process[0]))
-            facts = {"policy": deed.policy or None}
-            context.append(plain_event("kill", UNKILLABLE, why, deed.devices, deed.process[0], facts=facts))
-            _quarantine_device(deed, now, context, snapshot)
-    return tuple(found)
-
-
-def _quarantine_device(deed: PastAction, now: float, context: Context, snapshot: Snapshot) -> None:
-    why = f"pid {deed.process[0]} outlived SIGKILL by {now - deed.clock:.0f}s: the device needs a reset"
-    for place, uuid in enumerate(deed.devices):
-        device = snapshot.device(uuid)
-        rows = [row for row in (device.processes or () if device else ()) if (row.pid, row.start_time) == deed.process]
-        finding = Finding("unkillable", Subject("device", device=uuid), why, tuple(rows))
-        verdict = Verdict(deed.policy or "unkillable", finding, "quarantine", 0, deed.clock, enforce=True)
-        act(verdict, snapshot, context)
-        for target in context.alarm if place == 0 else ():
-            act(replace(verdict, action="notify", options=(("to", target),)), snapshot, context)

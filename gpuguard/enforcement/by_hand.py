@@ -1,9 +1,9 @@
-"""A signal that somebody asks for by hand, sent as carefully as the guard sends its own.
+"""A signal that a user sends by hand, from `gpuguard top`, as carefully as the guard sends its own.
 
 Every check of preflight holds, on a sample taken after the question, the line in the audit log comes first, and the
 limits of the guard hold too: three signals a minute, SIGKILL only 30 s after SIGTERM.  What falls away is the grace for
-somebody in front of a terminal, who is the one that asks.  A user reaches only processes of his own; root those of
-people, never those of root or of the system.  Asks nobody whether it is meant: see views.top_app.
+a person in front of a terminal, who is the one that asks.  A user reaches only processes of their own; root those of
+people, never those of root or of the system.  Asks for no confirmation: see top.app.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from gpuguard.backends import Backend
 from gpuguard.enforcement.actions import REFUSED, ActionOutcome, act
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import ActionLimits
+from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.enforcement.signals import GONE
-from gpuguard.enforcement.target import Context, boot_clock
-from gpuguard.model import WHO_FIELDS, Event, Finding, Snapshot, Subject, Verdict
+from gpuguard.model import WHO_FIELDS, Event, Finding, Subject, Verdict
+from gpuguard.procfs import boot_clock
 from gpuguard.users import user_name
 
-# Nothing that asks for a handler or for options: checkpoint and renice are for policies, who name them.
+# Nothing that asks for a handler or for options: checkpoint and renice are for policies, which name them.
 BY_HAND = {
     "terminate": "SIGTERM: end it, it may save first",
     "kill": "SIGKILL: end it at once (30 s after SIGTERM)",
@@ -32,27 +33,29 @@ NAME = "by hand"
 
 
 @dataclass(frozen=True)
-class Hand:
+class Operator:
     """Who signals, with what.
 
     Args:
         backend: to ask which processes there are.
         append: writes an Event down; False when it could not.
-        ledger: what was done by this hand before.
+        limits: with what this operator did before.
         protected: whom the site's policy file never touches.
     """
 
     backend: Backend
     append: Callable[[Event], bool]
-    ledger: ActionLimits
+    limits: ActionLimits
     protected: Protected = field(default_factory=Protected)
 
 
-def signal_process(hand: Hand, action: str, process: tuple[int, float], devices: tuple[str, ...]) -> ActionOutcome:
+def signal_process(
+    operator: Operator, action: str, process: tuple[int, float], devices: tuple[str, ...]
+) -> ActionOutcome:
     """Do *action* to a process on *devices*, unless anything speaks against it.
 
     Args:
-        hand: who asks.
+        operator: who asks.
         action: one of BY_HAND.
         process: pid and start time.
         devices: uuids on which it was seen.
@@ -65,31 +68,27 @@ def signal_process(hand: Hand, action: str, process: tuple[int, float], devices:
     """
     if action not in BY_HAND:
         return ActionOutcome(REFUSED, f"there is no action {action!r}", process[0])
-    snapshot = hand.backend.sample(WHO_FIELDS, list(devices))
+    snapshot = operator.backend.sample(WHO_FIELDS, list(devices))
     rows = [(device, row) for device in snapshot.devices for row in device.processes or ()]
     found = [(device, row) for device, row in rows if (row.pid, row.start_time) == process]
     if not found:
         return ActionOutcome(GONE, "it is not on the device any more", process[0])
     device, row = found[0]
     if os.geteuid() and row.uid != os.geteuid():
-        owner = row.user or "somebody who is not known"
+        owner = row.user or "a user who is not known"
         return ActionOutcome(REFUSED, f"it belongs to {owner}: only root signals processes of others", row.pid)
-    subject = Subject("process", device.uuid, row.pid, row.start_time, row.uid, user=row.user)
-    why = f"asked for by {user_name(os.getuid())}"
-    verdict = Verdict(NAME, Finding(NAME, subject, why, (row,)), action, 0, boot_clock(), enforce=True)
-    return act(verdict, snapshot, _context(hand, snapshot))[0]
-
-
-def _context(hand: Hand, snapshot: Snapshot) -> Context:
-    people = {row.uid for device in snapshot.devices for row in device.processes or () if row.uid is not None}
-    return Context(
-        hand.backend,
-        hand.append,
-        lambda verdict, now: True,  # the condition is that somebody wants it
+    uids = {row.uid for _, row in rows if row.uid is not None}
+    context = ActionContext(
+        operator.backend,
+        operator.append,
+        lambda verdict, fresh: True,  # the condition is that the operator wants it
         enforce=True,
-        protected=hand.protected.uids_of(people, {}),
-        protected_executables=hand.protected.executables,
-        share_host_pids=hand.backend.simulated,  # the pids of a simulated node are those of this machine
+        protected=operator.protected.uids_of(uids, {}),
+        protected_executables=operator.protected.executables,
+        share_host_pids=operator.backend.simulated,  # the pids of a simulated node are those of this machine
         interactive_grace=0.0,
-        ledger=hand.ledger,
+        limits=operator.limits,
     )
+    subject = Subject("process", device.uuid, row.pid, row.start_time, row.uid, user=row.user)
+    finding = Finding(NAME, subject, f"asked for by {user_name(os.getuid())}", (row,))
+    return act(Verdict(NAME, finding, action, 0, boot_clock(), enforce=True), snapshot, context)[0]

@@ -1,6 +1,6 @@
 """Who a process is, as far as it matters before a signal: read from /proc in one go, by pid.
 
-Nothing here is by name alone: a name is chosen by whoever starts the process, to evade or to frame.
+Nothing here is by name alone: a name is chosen by the user who starts the process, to evade or to frame.
 Does not judge: see preflight.
 """
 
@@ -10,13 +10,15 @@ import fcntl
 import functools
 import os
 import re
+import select
 import stat
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from hashlib import sha256
 
 from gpuguard.deadline import in_time
-from gpuguard.procfs import GROUP, LONGEST, PARENT, START, TERMINAL, read_memory, read_text, stat_fields
+from gpuguard.procfs import GROUP, LONGEST, PARENT, START, TERMINAL, read_memory, read_text, start_time, stat_fields
 
 # Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
 # them: see belongs_to_the_system.
@@ -29,7 +31,7 @@ SYSTEM_PROGRAMS = (
     "systemd*", "sshd*", "tmux*", "screen", "login", "init", "vmware-vmx",
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
-_LOOKS = 5  # of _facts_of, which may each not come back
+_READS = 5  # of _facts_of, which may each not come back
 DRIVER_FILE = "/dev/nvidiactl"  # every process that computes on an NVIDIA device has it open
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
@@ -57,7 +59,7 @@ class ProcessFacts:
 
     @property
     def interactive(self) -> str | None:
-        """In what way somebody sits in front of it, or None."""
+        """In what way a person sits in front of it, or None."""
         if self.tracer:
             return "being debugged"
         if "ipykernel" in (self.command or ""):
@@ -66,8 +68,8 @@ class ProcessFacts:
 
 
 def facts_of(pid: int) -> ProcessFacts | None:
-    """The facts about a process; None when it is gone or hidden, or a file of it keeps whoever looks at it waiting."""
-    return in_time(pid, "facts", lambda: _facts_of(pid), _LOOKS)
+    """The facts about a process; None when it is gone or hidden, or a file of it keeps its reader waiting."""
+    return in_time(pid, "facts", lambda: _facts_of(pid), _READS)
 
 
 def _facts_of(pid: int) -> ProcessFacts | None:
@@ -98,11 +100,46 @@ def _facts_of(pid: int) -> ProcessFacts | None:
         return None
 
 
+def signature(facts: ProcessFacts | None, claim: str = "") -> str:
+    """What a process has in common with the one that is started in its place; "" when it cannot be read.
+
+    User, program, script, cgroup and claim, as a hash.
+    """
+    if facts is None or facts.executable is None or facts.cgroup is None:
+        return ""
+    script = next((word for word in (facts.command or "").split()[1:] if not word.startswith("-")), "")
+    text = f"{facts.uids[:1]} {facts.executable} {script} {facts.cgroup} {claim}"
+    return sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]  # a cgroup takes up to 12 lines
+
+
+def has_ended(pidfd: int) -> bool:
+    """Whether the process is over: reaped or not.  One whose first thread has ended while others live is not."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def is_alive(process: tuple[int, float]) -> bool:
+    """Whether that very process, (pid, start time), still runs; True when that cannot be told."""
+    pid, started = process
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    try:
+        now = start_time(pid)
+        return not has_ended(pidfd) and (now is None or now == started)
+    finally:
+        os.close(pidfd)
+
+
 def belongs_to_the_system(facts: ProcessFacts) -> bool:
     """Whether it runs a program of SYSTEM_PROGRAMS, as root or from where only root can put it.
 
-    A file of that name in somebody's home directory protects nobody; a hard link to a program of root there neither,
-    nor another program of root's that somebody has mounted at that path for himself.
+    A file of that name in a home directory protects nothing; a hard link to a program of root there neither, nor
+    another program of root's that a user has mounted at that path in a namespace of their own.
     """
     if facts.executable is None:
         return False
@@ -115,7 +152,7 @@ def belongs_to_the_system(facts: ProcessFacts) -> bool:
 
 @dataclass(frozen=True)
 class Protected:
-    """Whom the admin has put out of the guard's reach.
+    """The users and programs that the admin has put out of the guard's reach.
 
     Args:
         uids: of users.
@@ -134,7 +171,7 @@ class Protected:
 
 
 def runs_one_of(facts: ProcessFacts, globs: Collection[str]) -> bool:
-    """Whether its program is one of *globs*: a file of root's, or of whoever owns what lies there for us.
+    """Whether its program is one of *globs*: a file of root's, or of the owner of what lies there for us.
 
     In a mount namespace of one's own a file of one's own can have any path, and so can a file of root's.
     """
@@ -178,22 +215,22 @@ def overflow_uid() -> int:
 
 
 def is_of_the_system(uid: int) -> bool:
-    """Whether no person can be told by that uid: it is the system's, or stands for whoever cannot be told."""
+    """Whether no person has that uid: it is the system's, or stands for users that cannot be told."""
     return uid < uid_min() or uid == overflow_uid()
 
 
 def _executable(pid: int) -> tuple[str | None, int | None, bool]:
     """(path, uid of its owner, whether that file lies at that path)."""
     # A process whose first thread has ended shows its program only in the others.
-    for place in (f"/proc/{pid}", *_threads(pid)):
+    for directory in (f"/proc/{pid}", *_threads(pid)):
         try:
-            path = os.readlink(f"{place}/exe")
+            path = os.readlink(f"{directory}/exe")
         except OSError:
             continue
         try:
-            seen = os.stat(f"{place}/exe")
+            seen = os.stat(f"{directory}/exe")
         except OSError:
-            # Files of FUSE tell even root nothing but their path: whoever runs one must not be spared for that.
+            # Files of FUSE tell even root nothing but their path: a process must not be spared for that.
             return path, None, False
         if not stat.S_ISREG(seen.st_mode):
             return None, None, False
@@ -241,8 +278,8 @@ def _has_open(pid: int, path: str) -> bool | None:
         return None
     # CAP_SYS_PTRACE is enough for the mappings: the driver's library maps its devices.  And the files are those of the
     # first thread, which may have ended, or have other ones than those that compute; what is mapped is everybody's.
-    for place in (f"/proc/{pid}", *_threads(pid)[-2:]):
-        if in_time(pid, "maps", functools.partial(_maps_the_driver, f"{place}/maps")):
+    for directory in (f"/proc/{pid}", *_threads(pid)[-2:]):
+        if in_time(pid, "maps", functools.partial(_maps_the_driver, f"{directory}/maps")):
             return True
     return absent
 

@@ -1,171 +1,405 @@
-"""Whether somebody else's process may be signalled now: every check, in one place, on facts read afresh.
+"""Whether another user's process may be signalled, or a claim released, now: every check, in one table.
 
-The order is the protection.  First a pidfd, which keeps meaning the same process; then the driver is asked again and
-/proc is read; last of all the process behind the pidfd is alive, so that its pid cannot have changed hands meanwhile.
-What cannot be read counts against acting.  Sends nothing: see actions.
+The order is the protection.  First a pidfd, which keeps meaning the same process (or the open files of the claim); then
+the driver is asked again and /proc is read; last of all the process behind the pidfd is alive, so that its pid cannot
+have changed hands meanwhile.  What cannot be read counts against acting.  Does nothing itself: see actions.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from dataclasses import replace as changed
 from functools import partial
+from typing import Protocol
 
 from gpuguard import capabilities, procfs
+from gpuguard.backends import Backend
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import probe, read_record
 from gpuguard.claims.release import LockHandle, NotPermitted, lock_handle, users_of
 from gpuguard.clusters import slurm_jobs
 from gpuguard.deadline import in_time
 from gpuguard.enforcement import identity
-from gpuguard.enforcement.action_keys import CHECKPOINT_SIGNALS
-from gpuguard.enforcement.limits import DISRUPTIVE, LimitScope, PastAction
-from gpuguard.enforcement.target import (
-    INTERVALS,
-    ActionTarget,
-    Target,
-    boot_clock,
-    checkpoint_signal,
-    enforced,
-    has_ended,
-    is_alive,
-    targets,
-)
-from gpuguard.enforcement.target import Context as Context
+from gpuguard.enforcement.identity import ProcessFacts
+from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
 from gpuguard.errors import BackendError, ClaimError
-from gpuguard.model import WHO_FIELDS, ClaimRecord, GpuProcess, Snapshot, Verdict, claim_named
-from gpuguard.procfs import in_first_pid_namespace, process_facts, start_time
+from gpuguard.model import WHO_FIELDS, ClaimRecord, Event, GpuProcess, Snapshot, Verdict, claim_named
+from gpuguard.notify.templates import ENGLISH, TEMPLATES, Template
+from gpuguard.policies.policy import DISRUPTIVE
+from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
 from gpuguard.request import idle_limit
 from gpuguard.units import format_duration
 
+INTERACTIVE_SECONDS = 600.0
+INTERVALS = 2  # between samples: how old one may be to act by
 TICKS = 2  # start times are cut to ticks of 10 ms: one for the process's, one for the sample's
+
+# Signals that programs use to ask for a checkpoint.  Others end or stop a process, and have actions of their own.
+CHECKPOINT_SIGNALS = ("USR1", "USR2", "HUP", "ALRM", "WINCH", "URG", "CONT")
+
+_FORBIDDEN = "the kernel does not lend its open files: the daemon's unit must permit pidfd_getfd, see docs/daemon.md"
+
+
+class Notifier(Protocol):
+    """Sends messages; never waits for that."""
+
+    def notify(self, name: str, verdict: Verdict, snapshot: Snapshot) -> str:
+        """Send to the target of that name; "queued", or why not."""
+
+
+@dataclass(frozen=True)
+class ActionContext:
+    """Who acts, by which rules, and with what.
+
+    Args:
+        backend: to ask the driver again.
+        append: writes an Event down; False when it could not.
+        still_true: whether the condition behind a verdict still holds on a fresh snapshot.
+        enforce: the daemon's switch; the policy has the other one.
+        interval: seconds between two samples.
+        protected: uids that are never touched, beside root and the system's.
+        protected_executables: globs of the whole paths of programs that are never touched.
+        jobs: (pid, start time) of what we started ourselves as jobs.
+        share_host_pids: the driver's pids are ours although this is not the first pid namespace.
+        interactive_grace: seconds that notebooks, debuggers and terminals get on top.
+        notifier: has notify(name of a target, verdict, snapshot), as notify.Sender.
+        language: of what is written to terminals, where the step does not say.
+        templates: the texts by language, those of the admin.
+        directory: of the claims, where it is written down who is denied and what is quarantined.
+        limits: what was done lately, and what follows from it.
+        alarm: names of targets of the notifier that are told what no policy has foreseen.
+    """
+
+    backend: Backend
+    append: Callable[[Event], bool]
+    still_true: Callable[[Verdict, Snapshot], bool]
+    enforce: bool = False
+    interval: float = 10.0
+    protected: frozenset[int] = frozenset()
+    protected_executables: tuple[str, ...] = ()
+    jobs: frozenset[tuple[int, float]] = frozenset()
+    share_host_pids: bool = False
+    interactive_grace: float = INTERACTIVE_SECONDS
+    notifier: Notifier | None = None
+    language: str = ENGLISH
+    templates: Mapping[str, Template] = field(default_factory=lambda: TEMPLATES)
+    directory: LockDirectory | None = None
+    limits: ActionLimits = field(default_factory=ActionLimits)
+    alarm: tuple[str, ...] = ()
+
+    def is_live(self, verdict: Verdict) -> bool:
+        """Whether both switches are on: else it is a dry run."""
+        return self.enforce is True and verdict.enforce is True
+
+
+@dataclass(frozen=True)
+class ProcessTarget:
+    """One process that a verdict means."""
+
+    pid: int
+    start_time: float | None
+    uid: int | None
+    devices: tuple[str, ...]  # uuids on which the sample has it
+    user: str | None = None
+    memory_used: int | None = None  # bytes on the first of them
+
+    @property
+    def identity(self) -> tuple[int, float]:
+        """(pid, start time)."""
+        return self.pid, -1.0 if self.start_time is None else self.start_time
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """One target, a process or a claim, with everything that the checks go by, and those that failed.
+
+    Args:
+        verdict: what is to be done.
+        snapshot: by which it was judged.
+        context: who acts.
+        clock: when the facts were read.
+        process: the target, if it is a process.
+        claim: the target, if it is a claim: with what it really holds.
+        pidfd: of the process; -1 before it is held.
+        locks: the open files of the claim, lent by its holder.
+        fresh: the driver's answer after the target was held.
+        facts: what /proc says of the process after that.
+        failed: the checks that speak against acting.
+        ended: the process is over.
+    """
+
+    verdict: Verdict
+    snapshot: Snapshot
+    context: ActionContext
+    clock: float
+    process: ProcessTarget | None = None
+    claim: ClaimRecord | None = None
+    pidfd: int = -1
+    locks: LockHandle | None = None
+    fresh: Snapshot | None = None
+    facts: ProcessFacts | None = None
+    failed: tuple[FailedCheck, ...] = ()
+    ended: bool = False
+
+    @property
+    def live(self) -> bool:
+        """Whether this is more than a dry run."""
+        return self.context.is_live(self.verdict)
+
+    @property
+    def identity(self) -> tuple[int, float]:
+        """(pid, start time) of the process, or of the holder of the claim."""
+        if self.process:
+            return self.process.identity
+        return (self.locks.holder, start_time(self.locks.holder) or 0.0) if self.locks else (0, 0.0)
+
+    @property
+    def uid(self) -> int | None:
+        """Whose process or claim it is."""
+        return self.process.uid if self.process else self.claim.uid if self.claim else None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The uuids that are touched."""
+        return self.process.devices if self.process else self.claim.devices if self.claim else ()
+
+    def action(self) -> PastAction:
+        """What is about to be done, for the limits and for the audit log."""
+        snapshot = self.fresh or self.snapshot
+        devices = [device for uuid in self.devices if (device := snapshot.device(uuid))] if self.process else ()
+        return PastAction(
+            clock=self.clock,
+            action=self.verdict.action,
+            process=self.identity,
+            devices=self.devices,
+            live=self.live,
+            signature=identity.signature(self.facts, self._claim_of_process()),
+            memory_used=tuple((each.uuid, each.memory_used) for each in devices if each.memory_used is not None),
+            memory=self.process.memory_used if self.process else None,
+            policy=self.verdict.policy if self.process else "",
+            uid=self.uid,
+        )
+
+    def _claim_of_process(self) -> str:
+        """The id of the claim that the process or an ancestor of it holds or made; "" without one."""
+        if not self.process:
+            return ""
+        family = {self.process.pid, *identity.ancestors(self.process.pid)}
+        own = (claim for claim in self.snapshot.claims if claim.uid == self.process.uid)
+        return next((claim.id for claim in own if family & {claim.pid, *claim.holders}), "")
+
+
+def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
+    """The processes that an action of *verdict* would mean, each once."""
+    subject = verdict.finding.subject
+    if subject.kind == "process" and subject.pid is not None:
+        wanted = [(subject.pid, subject.start_time, subject.uid, subject.user)]
+    else:
+        wanted = [(each.pid, each.start_time, each.uid, each.user) for each in verdict.finding.processes]
+    found = []
+    for pid, started, uid, user in dict.fromkeys(wanted):
+        rows = {
+            device.uuid: row
+            for device in snapshot.devices
+            for row in device.processes or ()
+            if (row.pid, row.start_time) == (pid, started)
+        }
+        named = subject.device if subject.kind == "process" else None
+        devices = tuple(dict.fromkeys([*([named] if named else []), *rows]))
+        memory = next((row.memory_used for row in rows.values()), None)
+        found.append(ProcessTarget(pid, started, uid, devices, user, memory))
+    return tuple(found)
+
+
+def checkpoint_signal(verdict: Verdict) -> int:
+    """The signal that a step names."""
+    number = dict(verdict.options).get("signal", signal.SIGUSR1)
+    return int(number) if isinstance(number, int) and not isinstance(number, bool) else 0
+
+
+def slurm_job(target: Preflight) -> str | None:
+    """The Slurm job that the process or the claim belongs to."""
+    if target.claim:
+        return slurm_jobs.job_of_claim(target.claim.id)
+    pid = target.identity[0]
+    return slurm_jobs.job_of((pid, *identity.ancestors(pid)))
 
 
 @contextmanager
-def examined(verdict: Verdict, snapshot: Snapshot, context: Context, target: Target) -> Iterator[ActionTarget]:
-    """*target* with a pidfd and everything that speaks against acting on it; the pidfd is closed afterwards."""
-    case = ActionTarget(verdict, snapshot, context, target, boot_clock())
-    case = replace(case, against=_said(EARLY, case))
-    if case.against:
-        yield case  # no system call has seen this pid yet
+def check_process(
+    verdict: Verdict, snapshot: Snapshot, context: ActionContext, process: ProcessTarget
+) -> Iterator[Preflight]:
+    """*process* with a pidfd and the checks that failed; the pidfd is closed afterwards."""
+    target = Preflight(verdict, snapshot, context, boot_clock(), process)
+    target = replace(target, failed=_failed(EARLY, target))
+    if target.failed:
+        yield target  # no system call has seen this pid yet
         return
     try:
-        pidfd = os.pidfd_open(target.pid)
+        pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
-        yield replace(case, ended=True)
+        yield replace(target, ended=True)
         return
     except OSError as error:
-        yield replace(case, against=(LimitScope("pidfd", f"it cannot be held: {error}"),))
+        yield replace(target, failed=(FailedCheck("pidfd", f"it cannot be held: {error}"),))
         return
     try:
-        again = _asked_before(case)
-        if isinstance(again, LimitScope):
-            yield replace(case, against=(again,))
+        fresh = _ask_driver(target, "listed")
+        if isinstance(fresh, FailedCheck):
+            yield replace(target, failed=(fresh,))
             return
-        case = replace(case, pidfd=pidfd, again=again, facts=identity.facts_of(target.pid), clock=boot_clock())
-        case = replace(case, against=_said(LATE, case), ended=has_ended(pidfd))
-        yield case
+        facts = identity.facts_of(process.pid)
+        target = replace(target, pidfd=pidfd, fresh=fresh, facts=facts, clock=boot_clock())
+        yield replace(target, failed=_failed(LATE, target), ended=identity.has_ended(pidfd))
     finally:
         os.close(pidfd)
 
 
-def preflight(verdict: Verdict, snapshot: Snapshot, context: Context) -> tuple[LimitScope, ...]:
+@contextmanager
+def check_claim(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Iterator[Preflight]:
+    """The claim of *verdict* with its files borrowed and the checks that failed."""
+    target = Preflight(verdict, snapshot, context, boot_clock())
+    claim = _claim_meant(verdict, snapshot, context.directory)
+    if isinstance(claim, FailedCheck) or context.directory is None:
+        yield replace(target, failed=(claim,) if isinstance(claim, FailedCheck) else ())
+        return
+    target = replace(target, claim=claim)
+    target = replace(target, failed=_failed(EARLY, target))
+    if target.failed:
+        yield target
+        return
+    with ExitStack() as stack:
+        try:
+            locks = stack.enter_context(lock_handle(context.directory, claim))
+        except NotPermitted:
+            yield replace(target, failed=(FailedCheck("files", _FORBIDDEN),))
+            return
+        except (ClaimError, OSError) as error:
+            yield replace(target, failed=(FailedCheck("files", str(error)),))
+            return
+        fresh = _ask_driver(target, "unused")
+        if isinstance(fresh, FailedCheck):
+            yield replace(target, failed=(fresh,))
+            return
+        fresh = replace(fresh, claims=probe(context.directory, claim.devices))
+        target = replace(target, locks=locks, fresh=fresh, clock=boot_clock())
+        yield replace(target, failed=_failed(LATE, target))
+
+
+def preflight(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[FailedCheck, ...]:
     """Everything that speaks now against acting on the processes of *verdict*; () when they may be signalled."""
-    found: list[LimitScope] = []
-    for target in targets(verdict, snapshot):
-        with examined(verdict, snapshot, context, target) as case:
-            found += case.against or ([LimitScope("alive", "it has ended")] if case.ended else [])
+    found: list[FailedCheck] = []
+    for process in targets(verdict, snapshot):
+        with check_process(verdict, snapshot, context, process) as target:
+            found += target.failed or ([FailedCheck("alive", "it has ended")] if target.ended else [])
     return tuple(found)
 
 
-def _asked_before(case: ActionTarget) -> Snapshot | LimitScope:
+def _ask_driver(target: Preflight, check: str) -> Snapshot | FailedCheck:
     try:
-        return case.context.backend.sample(WHO_FIELDS, list(case.target.devices))
+        return target.context.backend.sample(WHO_FIELDS, list(target.devices))
     except BackendError as error:
-        return LimitScope("listed", f"the driver cannot be asked again: {error}")
+        return FailedCheck(check, f"the driver cannot be asked again: {error}")
 
 
-def _said(checks: dict[str, Check], case: ActionTarget) -> tuple[LimitScope, ...]:
-    found: list[LimitScope] = []
-    for name, check in checks.items():
-        said = check(case)
-        if isinstance(said, str):
-            found.append(LimitScope(name, said))
-        elif said:
-            found.extend(said)
-    return tuple(found)
+def _claim_meant(verdict: Verdict, snapshot: Snapshot, directory: LockDirectory | None) -> ClaimRecord | FailedCheck:
+    """The claim of *verdict* with what it really holds: its record may name whatever devices it likes."""
+    subject = verdict.finding.subject
+    if subject.claim is None or subject.uid is None or subject.uid < 0 or "/" in subject.claim:
+        return FailedCheck("claim", "no claim is meant")
+    if verdict.finding.processes:
+        return FailedCheck("claim", "processes use it: they are ended by `terminate`")
+    if directory is None:
+        return FailedCheck("claim", "there is no directory of claims")
+    claim = read_record(directory, subject.uid, subject.claim)
+    if claim is None and directory.keeper is not None:  # the daemon knows to whom it gave a lock
+        claim = claim_named(snapshot.claims, subject.uid, subject.claim)
+    held = probe(directory, claim.devices) if claim else ()
+    return claim_named(held, subject.uid, subject.claim) or FailedCheck("claim", "it has ended")
 
 
 # The checks.  Each says what speaks against acting, or None.
 
 
-def _pid(case: ActionTarget) -> str | None:
-    if not isinstance(case.target.pid, int) or not 2 <= case.target.pid <= procfs.pid_max():
-        return f"{case.target.pid} is no pid"
-    return None
+def _live(target: Preflight) -> str | None:
+    return "the sample is a recording, of another time or machine" if target.snapshot.recorded else None
 
 
-def _live(case: ActionTarget) -> str | None:
-    return "the sample is a recording, of another time or machine" if case.snapshot.recorded else None
+def _pid(target: Preflight) -> str | None:
+    pid = target.identity[0]
+    return None if isinstance(pid, int) and 2 <= pid <= procfs.pid_max() else f"{pid} is no pid"
 
 
-def _known(case: ActionTarget) -> str | None:
-    return "who it is is not known" if case.target.start_time is None or case.target.uid is None else None
+def _known(target: Preflight) -> str | None:
+    process = target.process
+    unknown = process is None or process.start_time is None or process.uid is None
+    return "who it is is not known" if unknown else None
 
 
-def _fresh(case: ActionTarget) -> str | None:
-    age = case.clock - case.snapshot.clock
+def _fresh(target: Preflight) -> str | None:
+    age = target.clock - target.snapshot.clock
     if age < 0:
         return "the sample is from the future"
-    return f"the sample is {format_duration(age)} old" if age > INTERVALS * case.context.interval else None
+    return f"the sample is {format_duration(age)} old" if age > INTERVALS * target.context.interval else None
 
 
-def _sampled(case: ActionTarget) -> str | None:
-    return _unlisted(case, case.snapshot) if case.target.devices else "it is on no device"
+def _sampled(target: Preflight) -> str | None:
+    return _unlisted(target, target.snapshot) if target.devices else "it is on no device"
 
 
-def _namespace(case: ActionTarget) -> str | None:
-    if case.context.share_host_pids or in_first_pid_namespace():
+def _namespace(target: Preflight) -> str | None:
+    if target.context.share_host_pids or in_first_pid_namespace():
         return None
     return "the driver's pids are those of another pid namespace"
 
 
-def _start_time(case: ActionTarget) -> str | None:
-    if case.facts is None:
+def _start_time(target: Preflight) -> str | None:
+    if target.facts is None:
         return "/proc does not show it"
-    return None if case.facts.start_time == case.target.start_time else "its pid belongs to another process now"
+    return None if target.facts.start_time == target.identity[1] else "its pid belongs to another process now"
 
 
-def _sample_time(case: ActionTarget) -> str | None:
-    latest = case.snapshot.clock - TICKS / os.sysconf("SC_CLK_TCK")
-    if case.facts is None or case.facts.start_time > latest:
+def _sample_time(target: Preflight) -> str | None:
+    latest = target.snapshot.clock - TICKS / os.sysconf("SC_CLK_TCK")
+    if target.facts is None or target.facts.start_time > latest:
         return "it may have started after the sample"
     return None
 
 
-def _listed(case: ActionTarget) -> str | None:
-    if case.again is None or case.again.recorded or case.again.clock < case.snapshot.clock:
+def _listed(target: Preflight) -> str | None:
+    if target.fresh is None or target.fresh.recorded or target.fresh.clock < target.snapshot.clock:
         return "the driver gave no newer list"
-    return _unlisted(case, case.again)
+    return _unlisted(target, target.fresh) if target.process else None
 
 
-def _driver(case: ActionTarget) -> str | None:
-    if case.context.backend.simulated or not os.path.exists(identity.DRIVER_FILE):
+def _unlisted(target: Preflight, snapshot: Snapshot) -> str | None:
+    pid, started = target.identity
+    for uuid in target.devices:
+        device = snapshot.device(uuid)
+        if device is None or device.processes is None or not device.processes_plausible:
+            return "the driver's list of processes cannot be believed"
+        if [row.start_time for row in device.processes if row.pid == pid] != [started]:
+            return "the driver does not list it on that device"
+    return None
+
+
+def _driver(target: Preflight) -> str | None:
+    if target.context.backend.simulated or not os.path.exists(identity.DRIVER_FILE):
         return None  # nothing to hold on to: under WSL, for example
-    if case.facts is None or case.facts.uses_driver is None:
+    if target.facts is None or target.facts.uses_driver is None:
         return "whether it has the driver open cannot be seen"
-    if case.facts.uses_driver:
+    if target.facts.uses_driver:
         return None
     return "it does not have the driver open: the driver's list cannot be right"
 
 
-def _kind(case: ActionTarget) -> str | None:
-    rows = [row for uuid in case.target.devices for row in _rows(case.again, uuid)]
-    elsewhere = [row for device in case.snapshot.devices for row in device.processes or ()]
-    other = {row.kind for row in (*rows, *elsewhere) if row.pid == case.target.pid} - {"compute"}
+def _kind(target: Preflight) -> str | None:
+    pid, rows = target.identity[0], _rows_now(target)
+    elsewhere = [row for device in target.snapshot.devices for row in device.processes or ()]
+    other = {row.kind for row in (*rows, *elsewhere) if row.pid == pid} - {"compute"}
     if other:
         return f"it is a {other.pop()} process: only compute processes are signalled"
     if any(row.kind == "mps" for row in rows):
@@ -173,282 +407,189 @@ def _kind(case: ActionTarget) -> str | None:
     return None
 
 
-def _owner(case: ActionTarget) -> str | None:
-    rows = [row for uuid in case.target.devices for row in _rows(case.again, uuid) if row.pid == case.target.pid]
-    if case.facts is None or case.facts.uids[:1] != (case.target.uid,):
+def _owner(target: Preflight) -> str | None:
+    uid, rows = target.uid, [row for row in _rows_now(target) if row.pid == target.identity[0]]
+    if target.facts is None or target.facts.uids[:1] != (uid,):
         return "its owner is not the one that was judged"
-    if any(row.uid is not None and row.uid != case.target.uid for row in rows):
+    if any(row.uid is not None and row.uid != uid for row in rows):
         return "its owner is not the one that was judged"
     if not rows or any(row.user is None or row.user == str(row.uid) for row in rows):
-        return f"nobody knows who uid {case.target.uid} is"
+        return f"the name of uid {uid} is not known"
     return None
 
 
-def _protected(case: ActionTarget) -> str | None:
-    if case.facts is None:
-        return "whose it is cannot be read"
-    for uid in case.facts.uids:
+def _rows_now(target: Preflight) -> list[GpuProcess]:
+    """What the driver listed on the target's devices, asked again."""
+    devices = [target.fresh.device(uuid) for uuid in target.devices] if target.fresh else []
+    return [row for device in devices if device for row in device.processes or ()]
+
+
+def _protected(target: Preflight) -> str | None:
+    uids = (target.uid,) if target.claim else target.facts.uids if target.facts else (None,)
+    for uid in uids:
+        if uid is None:
+            return "whose it is cannot be read"
         if identity.is_of_the_system(uid):
             return f"uid {uid} is the system's"
-        if uid in case.context.protected:
+        if uid in target.context.protected:
             return f"uid {uid} is protected"
     return None
 
 
-def _program(case: ActionTarget) -> str | None:
-    if case.facts is None or case.facts.executable is None:
+def _program(target: Preflight) -> str | None:
+    facts, globs = target.facts, target.context.protected_executables
+    if facts is None or facts.executable is None:
         return "its program cannot be read"
-    if identity.belongs_to_the_system(case.facts):
-        return f"{case.facts.executable} belongs to the system"
-    globs = case.context.protected_executables
-    # Apart: what lies there for us may be a user's own file system, or a server that does not answer.
-    meant = in_time(case.target.pid, "program", partial(identity.runs_one_of, case.facts, globs)) if globs else False
-    return None if meant is False else f"{case.facts.executable} is protected"
+    if identity.belongs_to_the_system(facts):
+        return f"{facts.executable} belongs to the system"
+    if not globs:
+        return None
+    # With a deadline: what lies there for us may be a user's own file system, or a server that does not answer.
+    meant = in_time(target.identity[0], "program", partial(identity.runs_one_of, facts, globs))
+    return None if meant is False else f"{facts.executable} is protected"
 
 
-def _power(case: ActionTarget) -> str | None:
-    if case.facts is None or capabilities.may_signal(case.facts.uids):
+def _power(target: Preflight) -> str | None:
+    if target.facts is None or capabilities.may_signal(target.facts.uids):
         return None
     return "gpuguard may not signal processes of others: it is not root, and runs without CAP_KILL"
 
 
-def _family(case: ActionTarget) -> str | None:
-    if case.target.process in case.context.jobs:
+def _family(target: Preflight) -> str | None:
+    own, pid = os.getpid(), target.identity[0]
+    if target.process and target.identity in target.context.jobs:
         return None
-    own, pid = os.getpid(), case.target.pid
     if pid == own or pid in identity.ancestors(own):
         return "gpuguard itself stands on it"
+    if target.claim:
+        return None
     if own in identity.ancestors(pid):
         return "it is a part of gpuguard"
-    if case.facts is None or case.facts.group == os.getpgrp():
+    if target.facts is None or target.facts.group == os.getpgrp():
         return "it is in gpuguard's process group"
     return None
 
 
-def _interactive(case: ActionTarget) -> tuple[LimitScope, ...] | None:
-    kind = case.facts.interactive if case.facts else "perhaps interactive"
-    if kind is None or case.verdict.action not in DISRUPTIVE:
+def _interactive(target: Preflight) -> tuple[FailedCheck, ...] | None:
+    kind = target.facts.interactive if target.facts else "perhaps interactive"
+    verdict = target.verdict
+    if kind is None or verdict.action not in DISRUPTIVE:
         return None
-    verdict = case.verdict
-    key = (case.target.process, verdict.policy, verdict.action, verdict.since, case.live)
-    over = case.context.ledger.wanted_since(key, case.clock) + case.context.interactive_grace
-    if case.clock >= over:
+    key = (target.identity, verdict.policy, verdict.action, verdict.since, target.live)
+    left = target.context.limits.first_wanted(key, target.clock) + target.context.interactive_grace - target.clock
+    if left <= 0:
         return None
-    left = over - case.clock
-    return (LimitScope("interactive", f"it is {kind}, and has {format_duration(left)} more", left),)
+    return (FailedCheck("interactive", f"it is {kind}, and has {format_duration(left)} more", left),)
 
 
-def _catches(case: ActionTarget) -> str | None:
-    if case.verdict.action != "checkpoint":
+def _catches(target: Preflight) -> str | None:
+    if target.verdict.action != "checkpoint":
         return None
-    number = checkpoint_signal(case.verdict)
+    number = checkpoint_signal(target.verdict)
     if number not in {signal.Signals[f"SIG{name}"] for name in CHECKPOINT_SIGNALS}:
         return f"signal {number} is none for a checkpoint"
-    if case.facts and case.facts.caught >> (number - 1) & 1:
+    if target.facts and target.facts.caught >> (number - 1) & 1:
         return None
     return f"it has no way to answer {signal.Signals(number).name}: most programs end of it"
 
 
-def _slurm(case: ActionTarget) -> str | None:
-    if case.verdict.action != "cancel":
+def _slurm(target: Preflight) -> str | None:
+    if target.verdict.action != "cancel":
         return None
-    pid = case.target.pid
-    return slurm_jobs.against_cancelling(slurm_jobs.job_of((pid, *identity.ancestors(pid))), case.target.uid)
+    return slurm_jobs.against_cancelling(slurm_job(target), target.uid)
 
 
-def _rule(case: ActionTarget) -> str | None:
-    if case.again is not None and case.context.still_true(case.verdict, case.snapshot.updated(case.again)):
+def _claim(target: Preflight) -> str | None:
+    assert target.claim
+    now = claim_named(target.fresh.claims, target.claim.uid, target.claim.id) if target.fresh else None
+    if now is None or set(now.devices) != set(target.claim.devices):
+        return "it does not hold what it held just now"
+    return None
+
+
+def _unused(target: Preflight) -> str | None:
+    assert target.claim and target.fresh
+    users, unknown = users_of(target.claim, target.fresh, process_facts(target.fresh))
+    if unknown:
+        return unknown
+    if users:
+        return f"pid {users[0].pid} computes under it"
+    if any(each.memory_used is None or each.memory_used > idle_limit(each) for each in target.fresh.devices):
+        return "memory is in use, though nobody is listed"
+    return None
+
+
+def _rule(target: Preflight) -> str | None:
+    if target.fresh and target.context.still_true(target.verdict, target.snapshot.updated(target.fresh)):
         return None
     return "the condition does not hold any more"
 
 
-def _limits(case: ActionTarget) -> tuple[LimitScope, ...]:
-    return tuple(
-        case.context.ledger.against(
-            case.verdict.action,
-            case.target.process,
-            case.target.devices,
-            uid=case.target.uid,
-            clock=case.clock,
-            live=case.live,
-            signature=case.signature,
-            effect_seen=lambda deed: _effect_seen(deed, case.again or case.snapshot),
-        )
-    )
+def _limits(target: Preflight) -> tuple[FailedCheck, ...]:
+    def effect_seen(past: PastAction) -> bool:
+        return target.process is None or _effect_seen(past, target.fresh or target.snapshot)
+
+    return tuple(target.context.limits.failed(target.action(), effect_seen))
 
 
-def _effect_seen(deed: PastAction, now: Snapshot) -> bool:
-    """Whether the process of *deed* is gone and its memory is back, on those of its devices that *now* has."""
-    if is_alive(deed.process):
+def _effect_seen(past: PastAction, now: Snapshot) -> bool:
+    """Whether the process of *past* is gone and its memory is back, on those of its devices that *now* has."""
+    if identity.is_alive(past.process):
         return False
-    for uuid, before in deed.memory_used:
+    for uuid, before in past.memory_used:
         device = now.device(uuid)
-        if device and (device.memory_used is None or device.memory_used > before - (deed.memory or 0) // 2):
+        if device and (device.memory_used is None or device.memory_used > before - (past.memory or 0) // 2):
             return False
     return True
 
 
-def _unlisted(case: ActionTarget, snapshot: Snapshot) -> str | None:
-    for uuid in case.target.devices:
-        device = snapshot.device(uuid)
-        if device is None or device.processes is None or not device.processes_plausible:
-            return "the driver's list of processes cannot be believed"
-        same = [row for row in device.processes if row.pid == case.target.pid]
-        if [row.start_time for row in same] != [case.target.start_time]:
-            return "the driver does not list it on that device"
-    return None
+@dataclass(frozen=True)
+class PreflightCheck:
+    """A row of the table: what is asked, and of which targets."""
+
+    ask: Callable[[Preflight], str | tuple[FailedCheck, ...] | None]
+    process: bool = True
+    claim: bool = False
 
 
-def _rows(snapshot: Snapshot | None, uuid: str) -> tuple[GpuProcess, ...]:
-    device = snapshot.device(uuid) if snapshot else None
-    return (device.processes or ()) if device else ()
-
-
-Check = Callable[[ActionTarget], "str | tuple[LimitScope, ...] | None"]
-
-EARLY: dict[str, Check] = {"live": _live, "pid": _pid, "known": _known, "fresh": _fresh, "sampled": _sampled}
-LATE: dict[str, Check] = {
-    "namespace": _namespace,
-    "start time": _start_time,
-    "sample time": _sample_time,
-    "listed": _listed,
-    "driver": _driver,
-    "kind": _kind,
-    "owner": _owner,
-    "protected": _protected,
-    "program": _program,
-    "power": _power,
-    "family": _family,
-    "interactive": _interactive,
-    "catches": _catches,
-    "slurm": _slurm,
-    "rule": _rule,
-    "limits": _limits,
+# Those that open nothing, and those that are asked once the target is held and the driver has answered again.
+EARLY = {
+    "live": PreflightCheck(_live, claim=True),
+    "pid": PreflightCheck(_pid),
+    "known": PreflightCheck(_known),
+    "fresh": PreflightCheck(_fresh, claim=True),
+    "sampled": PreflightCheck(_sampled),
+}
+LATE = {
+    "namespace": PreflightCheck(_namespace),
+    "start time": PreflightCheck(_start_time),
+    "sample time": PreflightCheck(_sample_time),
+    "listed": PreflightCheck(_listed, claim=True),
+    "driver": PreflightCheck(_driver),
+    "kind": PreflightCheck(_kind),
+    "owner": PreflightCheck(_owner),
+    "protected": PreflightCheck(_protected, claim=True),
+    "program": PreflightCheck(_program),
+    "power": PreflightCheck(_power),
+    "family": PreflightCheck(_family, claim=True),
+    "interactive": PreflightCheck(_interactive),
+    "catches": PreflightCheck(_catches),
+    "slurm": PreflightCheck(_slurm, claim=True),
+    "claim": PreflightCheck(_claim, process=False, claim=True),
+    "unused": PreflightCheck(_unused, process=False, claim=True),
+    "rule": PreflightCheck(_rule, claim=True),
+    "limits": PreflightCheck(_limits, claim=True),
 }
 
 
-# Whether a policy may release somebody's claim now: every check, on facts read afresh, as before a signal.
-#
-# Nobody computes under it, by a second look that the driver answers after the files of the claim were borrowed; what
-# cannot be seen counts as somebody.  Gives nothing up: see actions and releasing.
-
-
-_FORBIDDEN = "the kernel does not lend its open files: the daemon's unit must permit pidfd_getfd, see docs/daemon.md"
-
-
-@dataclass(frozen=True)
-class ReleaseCheck:
-    """A claim that is meant, and what speaks against releasing it."""
-
-    verdict: Verdict
-    live: bool
-    claim: ClaimRecord | None = None
-    grip: LockHandle | None = None
-    holder: tuple[int, float] = (0, 0.0)  # pid, start time of the process that lent its files
-    clock: float = field(default_factory=boot_clock)
-    against: tuple[LimitScope, ...] = ()
-
-    def deed(self) -> PastAction:
-        """What is about to be done, for the ledger."""
-        devices, uid = (self.claim.devices, self.claim.uid) if self.claim else ((), None)
-        return PastAction(self.clock, self.verdict.action, self.holder, devices, self.live, uid=uid)
-
-
-@contextmanager
-def examine_release(verdict: Verdict, snapshot: Snapshot, context: Context) -> Iterator[ReleaseCheck]:
-    """The claim of *verdict* with its files borrowed, and everything that speaks against releasing it."""
-    case = ReleaseCheck(verdict, enforced(verdict, context))
-    claim = _claim(verdict, snapshot, context)
-    if isinstance(claim, LimitScope):
-        yield replace(case, against=(claim,))
-        return
-    case = replace(case, claim=claim)
-    against = [each for each in (_release_fresh(case, snapshot, context), _release_protected(case, context)) if each]
-    if against or context.directory is None:
-        yield replace(case, against=tuple(against))
-        return
-    with ExitStack() as stack:
-        try:
-            grip = stack.enter_context(lock_handle(context.directory, claim))
-            again = context.backend.sample(WHO_FIELDS, list(claim.devices))
-        except NotPermitted:
-            yield replace(case, against=(LimitScope("files", _FORBIDDEN),))
-            return
-        except (ClaimError, OSError) as error:
-            yield replace(case, against=(LimitScope("files", str(error)),))
-            return
-        except BackendError as error:
-            yield replace(case, against=(LimitScope("unused", f"the driver cannot be asked again: {error}"),))
-            return
-        holder = (grip.holder, start_time(grip.holder) or 0.0)
-        case = replace(case, grip=grip, holder=holder, clock=boot_clock())
-        yield replace(case, against=tuple(_release_reason(case, snapshot, again, context)))
-
-
-def _claim(verdict: Verdict, snapshot: Snapshot, context: Context) -> ClaimRecord | LimitScope:
-    """The claim that is meant, with what it really holds: its record may name whatever devices it likes."""
-    subject = verdict.finding.subject
-    if subject.claim is None or subject.uid is None or subject.uid < 0 or "/" in subject.claim:
-        return LimitScope("claim", "no claim is meant")
-    if verdict.finding.processes:
-        return LimitScope("claim", "processes use it: they are ended by `terminate`")
-    if context.directory is None:
-        return LimitScope("claim", "there is no directory of claims")
-    meant = subject.uid, subject.claim
-    claim = read_record(context.directory, *meant)
-    if claim is None and context.directory.keeper is not None:  # the daemon knows to whom it gave a lock
-        claim = claim_named(snapshot.claims, *meant)
-    held = probe(context.directory, claim.devices) if claim else ()
-    return claim_named(held, *meant) or LimitScope("claim", "it has ended")
-
-
-def _release_reason(case: ReleaseCheck, snapshot: Snapshot, again: Snapshot, context: Context) -> Iterator[LimitScope]:
-    assert case.claim and case.grip and context.directory
-    claims = probe(context.directory, case.claim.devices)
-    claim = claim_named(claims, case.claim.uid, case.claim.id)
-    if claim is None or set(claim.devices) != set(case.claim.devices):
-        yield LimitScope("claim", "it does not hold what it held just now")
-        return
-    if again.clock < snapshot.clock:
-        yield LimitScope("unused", "the driver gave no newer list")
-    again = changed(again, claims=claims)
-    users, unknown = users_of(claim, again, process_facts(again))
-    if unknown:
-        yield LimitScope("unused", unknown)
-    elif users:
-        yield LimitScope("unused", f"pid {users[0].pid} computes under it")
-    elif any(each.memory_used is None or each.memory_used > idle_limit(each) for each in again.devices):
-        yield LimitScope("unused", "memory is in use, though nobody is listed")
-    if case.verdict.action == "cancel":
-        why = slurm_jobs.against_cancelling(slurm_jobs.job_of_claim(claim.id), claim.uid)
-        yield from (LimitScope("slurm", why),) if why else ()
-    own = os.getpid()
-    if case.grip.holder == own or case.grip.holder in identity.ancestors(own):
-        yield LimitScope("family", "gpuguard itself stands on it")
-    if not context.still_true(case.verdict, snapshot.updated(again)):
-        yield LimitScope("rule", "the condition does not hold any more")
-    yield from context.ledger.against(
-        case.verdict.action,
-        case.holder,
-        claim.devices,
-        uid=claim.uid,
-        clock=case.clock,
-        live=case.live,
-        signature="",
-        effect_seen=lambda deed: True,
-    )
-
-
-def _release_fresh(case: ReleaseCheck, snapshot: Snapshot, context: Context) -> LimitScope | None:
-    age = case.clock - snapshot.clock
-    if 0 <= age <= INTERVALS * context.interval:
-        return None
-    return LimitScope("fresh", f"the sample is {format_duration(abs(age))} {'old' if age > 0 else 'from the future'}")
-
-
-def _release_protected(case: ReleaseCheck, context: Context) -> LimitScope | None:
-    assert case.claim
-    uid = case.claim.uid
-    if identity.is_of_the_system(uid):
-        return LimitScope("protected", f"uid {uid} is the system's")
-    return LimitScope("protected", f"uid {uid} is protected") if uid in context.protected else None
+def _failed(checks: Mapping[str, PreflightCheck], target: Preflight) -> tuple[FailedCheck, ...]:
+    found: list[FailedCheck] = []
+    for name, check in checks.items():
+        if not (check.claim if target.claim else check.process):
+            continue
+        answer = check.ask(target)
+        if isinstance(answer, str):
+            found.append(FailedCheck(name, answer))
+        elif answer:
+            found.extend(answer)
+    return tuple(found)

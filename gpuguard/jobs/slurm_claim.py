@@ -192,7 +192,7 @@ def drop(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
         return None
     try:
         with lock_handle(directory, claim) as grip:
-            actions.let_go(grip, ReleaseRequest(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
+            actions.release_claim(grip, ReleaseRequest(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
     except (ClaimError, OSError) as error:
         if find(directory, given):
             raise ClaimError(f"the claim {claim.id} cannot be taken back: {error}") from error

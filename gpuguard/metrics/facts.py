@@ -227,14 +227,14 @@ class DaemonFacts:
     def __init__(self, daemon: WatchingDaemon, directory: LockDirectory | None, counter: EventCounter) -> None:
         self._daemon, self._directory, self._counter = daemon, directory, counter
         self._rare = RareFields()
-        daemon.watchdog.further = self._rare.groups
+        daemon.watchdog.extra_fields = self._rare.groups
 
     def read(self) -> MetricFacts:
         """What the daemon knows now."""
         watchdog, snapshot, waiting = self._daemon.watchdog, self._daemon.last, self._daemon.waiting
         interval = max(watchdog.interval[1], watchdog.pause)
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - snapshot.clock
-        current = watchdog.trouble is None and age <= STALE_INTERVALS * interval
+        current = watchdog.problem is None and age <= STALE_INTERVALS * interval
         sampled = bool(snapshot.taken_at)
         self._rare.scraped()
         facts = MetricFacts(
@@ -243,9 +243,9 @@ class DaemonFacts:
             snapshot if sampled else None,
             current=current,
             errors=self._rare.errors(snapshot),
-            uses=uses(snapshot, watchdog.seen(snapshot)) if current else (),
+            uses=uses(snapshot, watchdog.processes(snapshot)) if current else (),
             waiting=_since(waiting) if current else None,
-            driver_up=current if sampled or watchdog.trouble else None,  # None: it was not read yet
+            driver_up=current if sampled or watchdog.problem else None,  # None: it was not read yet
             interval=interval,
             daemon_up=True,
         )

@@ -31,7 +31,7 @@ from gpuguard.policies.series import windows_of
 from gpuguard.policies.view import RuleView, SampleIndex, SubjectIdentity, identity_of, index_sample, key_of, reach_of
 
 Judged = tuple[list[Due], list[Note]]  # by one policy: the steps whose time has come, and what is not acted on
-Apart = Callable[[str, Callable[[], Judged]], "Judged | None"]
+Isolate = Callable[[str, Callable[[], Judged]], "Judged | None"]
 
 
 def evaluate(
@@ -41,7 +41,7 @@ def evaluate(
     *,
     interval: float | None = None,
     zone: float = 0.0,
-    apart: Apart = lambda policy, judge: judge(),
+    isolate: Isolate = lambda policy, judge: judge(),
 ) -> Judgement:
     """Judge one sample.
 
@@ -51,7 +51,7 @@ def evaluate(
         memory: of the samples before; changed in place.
         interval: seconds between samples; the median of the last distances when not given.
         zone: seconds east of UTC, for hours and days.
-        apart: calls the judgement by the policy of that name; None from it: nobody knows, and its times start anew.
+        isolate: calls the judgement by the policy of that name; None from it: nobody knows, and its times start anew.
 
     Returns:
         The verdicts that are due now, each once, and notes on what was not acted on.
@@ -70,10 +70,11 @@ def evaluate(
     sight = index_sample(replace_fields(view, past=memory.past), zone)
     due: list[Due] = []
     for policy in policies:
-        judged = apart(policy.name, partial(_judged, policy, sight, memory))
+        judged = isolate(policy.name, partial(_judged, policy, sight, memory))
         if judged is None:
             memory.standings.pop(policy.name, None)
             memory.spent.pop(policy.name, None)
+            memory.found.pop(policy.name, None)
         else:
             due += judged[0]
             notes += judged[1]
@@ -105,6 +106,7 @@ def _pin(policies: Sequence[Policy], memory: Memory) -> list[Note]:
             continue
         what = "was changed" if name in now else "is gone"
         memory.spent.pop(name, None)
+        memory.found.pop(name, None)
         for standing in memory.standings.pop(name, {}).values():
             if standing.done:
                 notes.append(Note("cancelled", f"the policy {what}, its steps are cancelled", name, standing.subject))
@@ -155,6 +157,7 @@ def _held_long_enough(
     clock, due = sight.view.clock, []
     standings = memory.standings.setdefault(policy.name, {})
     current = _one_each(found)
+    memory.found[policy.name] = frozenset(current)
     for identity in [identity for identity in standings if identity not in current]:
         notes += _cancel(policy, standings.pop(identity), against, sight, memory)
     if spent := memory.spent.pop(policy.name, None):

@@ -54,6 +54,7 @@ class EngineMemory:
     spent: dict[str, dict[SubjectIdentity, EscalationState]] = field(default_factory=dict)
     effects: dict[tuple[bool, str], Effect] = field(default_factory=dict)  # by (enforced, uuid)
     kept: dict[tuple[str, int | str], float] = field(default_factory=dict)  # until which clock
+    found: dict[str, frozenset[SubjectIdentity]] = field(default_factory=dict)  # in the last sample, by policy
     sight: SampleIndex | None = None  # of the last sample
 
     def forget_what_is_over(self, clock: float) -> None:
@@ -65,6 +66,7 @@ class EngineMemory:
         """Drop what was seen before a pause: nobody knows what happened in it."""
         self.past.clear()
         self.standings.clear()
+        self.found.clear()
         self.spent.clear()
         if self.rhythm.clock is not None and clock < self.rhythm.clock:
             # Another boot: times of the one before say nothing.  Marks stay, since they only protect.

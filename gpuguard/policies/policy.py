@@ -12,17 +12,19 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Subject, Verdict
 from gpuguard.policies import Rule
 
-# Steps that take something away.  One per device at a time, and the breaker counts them.
-DESTRUCTIVE = frozenset({"terminate", "kill", "pause", "release", "cancel"})
+# What actions take away, each set within the next; what they do stands in enforcement.actions.
+ENDING = frozenset({"terminate", "kill", "cancel"})  # the process is gone afterwards
+DISRUPTIVE = ENDING | {"pause"}  # a person in front of the process is given time, and few are hit in an hour
+DESTRUCTIVE = DISRUPTIVE | {"release"}  # one per device at a time, until its effect is seen
+HARMFUL = DESTRUCTIVE | {"deny"}  # takes something away from a user
+COUNTED = HARMFUL | {"quarantine"}  # by the breaker: too many at once are a mistake
 
 # Steps that are taken on processes.  Where none is meant they would only delay a step that is.
 ON_PROCESSES = frozenset({"checkpoint", "terminate", "kill", "pause", "resume", "renice"})
 
-# What the breaker counts: these hit nobody's process, but too many of them at once are a mistake as well.
-COUNTED = DESTRUCTIVE | {"deny", "quarantine"}
-
 # Seconds between SIGTERM and SIGKILL.  A job needs them to write its checkpoint and the driver to give memory back;
 # a SIGKILL in the middle of that has wedged devices (NVIDIA/dcgm-exporter#84).
+# The guard keeps to it, whatever a policy says.
 KILL_AFTER = 30.0
 
 Options = tuple[tuple[str, float | int | str | bool | None], ...]

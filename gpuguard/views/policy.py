@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from gpuguard.enforcement.action_keys import ACTION_KEYS
+from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.enforcement.identity import Protected
-from gpuguard.enforcement.limits import DISRUPTIVE
-from gpuguard.enforcement.target import INTERACTIVE_SECONDS
+from gpuguard.enforcement.preflight import INTERACTIVE_SECONDS
 from gpuguard.policies.files.decoder import keys_of, name_of
 from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.loader import PolicyFile
-from gpuguard.policies.policy import Policy, Scope, Step
+from gpuguard.policies.policy import DISRUPTIVE, Policy, Scope, Step
 from gpuguard.units import (
     format_bytes,
     format_count,

@@ -14,7 +14,7 @@ from typing import Any
 from gpuguard.policies.amounts import Amount
 from gpuguard.policies.files.decoder import Decoder, Path, below, unknown
 from gpuguard.policies.files.keys import ExceptKeys, IntervalKeys, PolicyKeys, ScopeKeys
-from gpuguard.policies.policy import KILL_AFTER, ON_PROCESSES
+from gpuguard.policies.policy import HARMFUL, KILL_AFTER, ON_PROCESSES
 from gpuguard.units import format_duration
 
 # What policies mean beside each other: two that end the same processes, and an exemption that another one undoes.
@@ -23,7 +23,6 @@ from gpuguard.units import format_duration
 # that is stricter than the one for all is no contradiction.  Does not look at a policy by itself: see policychecks.
 
 
-HARMFUL = frozenset({"terminate", "kill", "pause", "deny", "release", "cancel"})  # take something away from somebody
 WHOM = ("users", "groups", "devices", "models", "kinds")
 COUSINS = {"users": "groups", "groups": "users", "devices": "models", "models": "devices"}  # one may mean the other
 BY_CONTENT = frozenset({"expression", "users", "command", "health"})  # two of them need have nothing in common

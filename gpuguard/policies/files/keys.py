@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
 
-from gpuguard.enforcement.action_keys import ACTION_KEYS
+from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
 from gpuguard.notify.sender import TARGETS
 from gpuguard.notify.templates import Template
