@@ -192,14 +192,18 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
 
 
 def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot:
-    """What the machine looks like now, with everybody's claims in ``.claims``."""
-    from dataclasses import replace
+    """What the machine looks like now: everybody's claims in ``.claims``, devices in quarantine in ``.quarantined``,
+    and those that are kept for a reservation in ``.reserved``.
 
-    from gpuguard.claims.records import probe
+    Raises:
+        LockDirectoryError: the directory of the claims cannot be used.
+        BackendError: nothing at all can be read.
+    """
+    from gpuguard.source import joined, read_claims
 
     name = _backend_name(backend)
     machine, place = snapshot(backend=name), _place(directory, name, make=False)
-    return replace(machine, claims=probe(place, [device.uuid for device in machine.devices]))
+    return joined(machine, lambda: place, read_claims)
 
 
 def _request(**conditions: Any) -> Request:

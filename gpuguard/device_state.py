@@ -1,37 +1,108 @@
-"""Who uses what: each device of a snapshot with its state, its claims and its processes, and the totals per user.
+"""The one answer to what a device is used for: its state, who computes there, whose a process is, what it is called.
 
-Which claim a process belongs to is told by attribution; nothing is decided by it here.  Does not read anything: /proc
-comes in as `Seen`.
+Views, metrics, the choice of devices and the rules for policies all decide by these functions, so that none of them
+says "free" where another one says "in use".  Reads nothing: /proc comes in as `Processes`.
+
+A process belongs to the claim on the same device whose lock it holds; else to the one that an ancestor of it holds or
+made (a child started with close_fds does not inherit the lock); else to the claim of the same user; else, when it is
+root's (a container) or its owner is not known, to the only claim there.  The last two are guesses, in favour of the
+process.  A record says what its owner likes: the pid in it counts only where the holders cannot be seen, and never for
+a process of another user; and an id alone is no claim, since others may have copied it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gpuguard.model import ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
-from gpuguard.request import computes, idle_limit
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
+UNCLAIMED_USE, UNHEALTHY, UNKNOWN = "unclaimed_use", "unhealthy", "unknown"
+QUARANTINED, DIVIDED, RESERVED = "quarantined", "divided", "reserved"
+# The plain states, the most remarkable first: in JSON and metrics, where scripts know these words only.
+STATES = (UNHEALTHY, UNCLAIMED_USE, IN_USE, IDLE, CLAIMED, UNKNOWN, FREE)
+EXACT_STATES = (*STATES, QUARANTINED, DIVIDED, RESERVED)
 
-# Whose a process is: the claim that it belongs to.
-#
-# A process belongs to the claim on the same device whose lock it holds; else to the one that an ancestor of it holds
-# or made (a child started with close_fds does not inherit the lock); else to the claim of the same user; else, when
-# it is root's (a container) or nobody's that we may know, to the only claim there.  The last two are guesses, in
-# favour of the process.  A record says what its owner likes: the pid in it counts only where the holders cannot be
-# seen, and never for a process of somebody else; and an id alone is no claim, since others may have copied it.  Does
-# not read anything: /proc comes in as `Seen`.
+IDLE_BELOW = 1.0  # percent, mean of the driver's sample buffer
+# What an idle device may still hold.  NVIDIA's resiliency extension takes memory for given back below the same 512 MB.
+IDLE_TOLERANCE = 512 * 2**20
+# What driver and firmware may keep for themselves on an idle device, where the driver counts it as used (before 510
+# there is no other figure): nvidia-smi -q shows 205 MiB on an 8 GB board, 614 on an H200, 869 on an A100 80GB.
+UNKNOWN_RESERVE = 2**30
+
+# pid -> what /proc says; None is "there is no such process", an absent one could not be looked up.
+Processes = Mapping[int, ProcessStat | None]
 
 
-_NONE = {None}
+# What uses a device.
 
-if TYPE_CHECKING:
-    # pids that were looked up: None is "there is no such process", an absent one could not be told.
-    Processes = Mapping[int, ProcessStat | None]
-else:
-    Processes = object
+
+def computes(process: GpuProcess, tolerance: int = IDLE_TOLERANCE) -> bool | None:
+    """Whether it is more than a desktop, which appears as graphics, or as both with some 25 MiB; None: unknown."""
+    if process.kind == "compute+graphics":
+        return None if process.memory_used is None else process.memory_used > tolerance
+    return process.kind != "graphics"
+
+
+def may_compute(process: GpuProcess, tolerance: int = IDLE_TOLERANCE) -> bool:
+    """Whether it computes, or nothing says that it does not."""
+    return computes(process, tolerance) is not False
+
+
+def occupants(device: Device, tolerance: int = IDLE_TOLERANCE) -> tuple[GpuProcess, ...]:
+    """The listed processes that keep others off the device; no desktop, unless it has the device for itself."""
+    return tuple([process for process in device.processes or () if _occupies(process, device, tolerance)])
+
+
+def _occupies(process: GpuProcess, device: Device, tolerance: int) -> bool:
+    exclusive = device.compute_mode == "exclusive_process"
+    return may_compute(process, tolerance) or (exclusive and process.kind != "graphics")
+
+
+def idle_limit(device: Device | None, tolerance: int = IDLE_TOLERANCE) -> int:
+    """Bytes that may be in use on *device* (None: on any) while nothing uses it."""
+    return tolerance if device and device.memory_reserved is not None else tolerance + UNKNOWN_RESERVE
+
+
+def unlisted_memory(device: Device, tolerance: int = IDLE_TOLERANCE) -> int | None:
+    """Bytes in use that no listed process accounts for; None: unknown.
+
+    What a list that is not plausible says of processes that compute is not believed.
+    """
+    if device.memory_used is None:
+        return None
+    accounted = 0
+    for process in device.processes or ():
+        if may_compute(process, tolerance):
+            if not device.processes_plausible:
+                continue
+            if process.memory_used is None:
+                return None
+        accounted += process.memory_used or 0
+    return max(0, device.memory_used - accounted)
+
+
+def hides_use(device: Device, tolerance: int = IDLE_TOLERANCE) -> bool:
+    """Whether more memory is in use than an idle device may hold, by processes that are not listed."""
+    unlisted = unlisted_memory(device, tolerance)
+    return unlisted is not None and unlisted > idle_limit(device, tolerance)
+
+
+def is_idle(device: Device) -> bool:
+    """Whether its utilization is known to be next to nothing."""
+    return device.utilization is not None and device.utilization < IDLE_BELOW
+
+
+def usable_devices(snapshot: Snapshot) -> tuple[Device, ...]:
+    """The devices on which jobs can compute: not those that are divided into instances, which stand for them."""
+    divided = {device.parent_uuid for device in snapshot.devices}
+    if divided == {None}:
+        return snapshot.devices
+    return tuple([device for device in snapshot.devices if device.uuid not in divided])
+
+
+# Whose it is.
 
 
 def claims_readable(snapshot: Snapshot) -> bool:
@@ -41,77 +112,50 @@ def claims_readable(snapshot: Snapshot) -> bool:
 
 def claims_on(snapshot: Snapshot, device: Device) -> tuple[ClaimRecord, ...]:
     """The living claims that name *device*, or the device that it is a part of; hidden ones are none."""
-    uuid, parent = device.uuid, device.parent_uuid
-    claims = snapshot.claims
-    return tuple(
-        [one for one in claims if one.alive and not one.hidden and (uuid in one.devices or parent in one.devices)]
-    )
+    family = {device.uuid, device.parent_uuid}
+    counted = [claim for claim in snapshot.claims if claim.alive and not claim.hidden]
+    return tuple([claim for claim in counted if not family.isdisjoint(claim.devices)])
 
 
-def places(snapshot: Snapshot) -> tuple[Device, ...]:
-    """The devices on which somebody can compute: not those that are divided into instances, which stand for them."""
-    divided = {device.parent_uuid for device in snapshot.devices}
-    if divided == _NONE:  # as on most machines, of which every rule asks it
-        return snapshot.devices
-    return tuple([device for device in snapshot.devices if device.uuid not in divided])
+def claim_of(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
+    """The claim, of *claims* on its device, that *process* belongs to; None: to none."""
+    return (started_by(process, claims, stats) or _guessed_claim(process, claims)) if claims else None
 
 
-def claim_of(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> ClaimRecord | None:
-    """The claim, of those *here*, that *process* belongs to; None: to none."""
-    if not here:
-        return None
-    if record := started_by(process, here, seen):
-        return record
+def _guessed_claim(process: GpuProcess, claims: Sequence[ClaimRecord]) -> ClaimRecord | None:
     if process.uid:
-        return next((record for record in here if process.uid == record.uid), None)
-    return here[0] if len(here) == 1 else None
+        return next((claim for claim in claims if process.uid == claim.uid), None)
+    return claims[0] if len(claims) == 1 else None
 
 
-def started_by(process: GpuProcess, here: Sequence[ClaimRecord], seen: Processes) -> ClaimRecord | None:
-    """The claim, of those *here*, whose lock the process or an ancestor of it holds, or whose maker that is."""
-    for pid in _line_of(process.pid, seen):
-        for record in here:
-            if pid in record.holders or (pid == record.pid and _may_have_made(record, pid, process, seen)):
-                return record
+def started_by(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
+    """The claim, of *claims*, whose lock the process or an ancestor of it holds, or whose maker that is."""
+    for pid in _ancestry(process.pid, stats):
+        for claim in claims:
+            if pid in claim.holders or (pid == claim.pid and _may_have_made(claim, pid, process, stats)):
+                return claim
     return None
 
 
-def _may_have_made(record: ClaimRecord, pid: int, process: GpuProcess, seen: Processes) -> bool:
-    if record.holders:
+def _may_have_made(claim: ClaimRecord, pid: int, process: GpuProcess, stats: Processes) -> bool:
+    if claim.holders:
         return False  # who made it is one of them, or has ended; in a container its pid is another one
-    there = seen.get(pid)
-    uid = process.uid if pid == process.pid else there.uid if there else None
-    return uid is None or uid == record.uid
+    stat = stats.get(pid)
+    uid = process.uid if pid == process.pid else stat.uid if stat else None
+    return uid is None or uid == claim.uid
 
 
-def _line_of(pid: int, seen: Processes) -> Iterator[int]:
+def _ancestry(pid: int, stats: Processes) -> Iterator[int]:
     """*pid*, its parent, its grandparent, ... as far as they were looked up."""
     passed: set[int] = set()
     while pid > 1 and pid not in passed:
         passed.add(pid)
         yield pid
-        process = seen.get(pid)
-        pid = process.parent if process else 0
+        stat = stats.get(pid)
+        pid = stat.parent if stat else 0
 
 
-FREE, CLAIMED, IN_USE, IDLE = "free", "claimed", "in_use", "idle"
-UNCLAIMED_USE, UNHEALTHY, UNKNOWN = "unclaimed_use", "unhealthy", "unknown"
-# A divided (MIG) device is what the most remarkable of its instances is.
-STATES = (UNHEALTHY, UNCLAIMED_USE, IN_USE, IDLE, CLAIMED, UNKNOWN, FREE)
-
-IDLE_BELOW = 1.0  # percent, mean of the driver's sample buffer
-
-
-@dataclass(frozen=True)
-class QueuedRequest:
-    """Somebody who waits for devices."""
-
-    user: str
-    pid: int | None
-    num_gpus: int
-    since: float | None = None  # unix time
-    note: str | None = None
-    command: tuple[str, ...] | None = None
+# Each device of a snapshot with what is on it.
 
 
 @dataclass(frozen=True)
@@ -125,7 +169,7 @@ class ClaimUse:
 
     @property
     def user(self) -> str | None:
-        """Whose it is; None for a lock that somebody holds without having left a record."""
+        """The owner; None for a lock that is held without a record."""
         return self.record.user if self.record.uid >= 0 else None
 
 
@@ -136,17 +180,29 @@ class ProcessUse:
     process: GpuProcess
     claim: str | None  # id; None: used without a claim
     stopped: bool | None
+    guessed: bool = False  # that it belongs to the claim: it is only one of the same user, or the only one there
 
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A device and what goes on there."""
+    """A device and what goes on there.
+
+    Args:
+        state: one of EXACT_STATES.
+        plain_state: the same as one of STATES: of a divided device the most remarkable one of its instances,
+            "unhealthy" of one in quarantine, "free" of one that is reserved.
+        reason: why it is unhealthy, in quarantine, reserved or unknown, and of use that no process accounts for.
+        problems: of the device, and the quarantine; None: not read.
+        processes: None: the driver gives no list.
+    """
 
     device: Device
     state: str
-    reason: str | None  # of unhealthy, unknown and of use that no process accounts for
+    plain_state: str
+    reason: str | None
+    problems: tuple[str, ...] | None
     claims: tuple[ClaimUse, ...]
-    processes: tuple[ProcessUse, ...] | None  # None: the driver gives no list
+    processes: tuple[ProcessUse, ...] | None
 
 
 @dataclass(frozen=True)
@@ -161,24 +217,123 @@ class UserTotal:
     idle: int  # claimed devices on which nothing works
 
 
-def uses(snapshot: Snapshot, seen: Processes | None = None) -> tuple[DeviceUse, ...]:
+def uses(snapshot: Snapshot, stats: Processes | None = None) -> tuple[DeviceUse, ...]:
     """Each device of *snapshot* with its state, claims and processes, in the order of the snapshot."""
-    readable = claims_readable(snapshot)
-    on: dict[str, list[ClaimRecord]] = {}
-    for record in snapshot.claims:
-        for uuid in set(record.devices if record.alive else ()):
-            on.setdefault(uuid, []).append(record)
-    found = []
-    for device in snapshot.devices:
-        here = tuple(on.get(device.uuid, ()))
-        processes = _processes_on(device, here, seen or {})
-        state, reason = _state(device, bool(here), processes, readable)
-        held = tuple(_claim_use(record, state, snapshot, seen or {}) for record in here)
-        found.append(DeviceUse(device, state, reason, held, processes))
+    quarantined = dict(snapshot.quarantined)
+    found = [_use(device, snapshot, stats or {}, quarantined) for device in snapshot.devices]
     return tuple(_divided(use, found) if use.device.mig_mode and not use.device.parent_uuid else use for use in found)
 
 
-def user_totals(found: tuple[DeviceUse, ...]) -> tuple[UserTotal, ...]:
+def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapping[str, str]) -> DeviceUse:
+    owners = claims_on(snapshot, device)
+    # The owner and the ancestors of a pid from another namespace are those of another process.
+    processes = _processes_on(device, owners if device.processes_plausible else (), stats)
+    held = [claim for claim in snapshot.claims if claim.alive and device.uuid in claim.devices]
+    barred = quarantined.get(device.uuid) or quarantined.get(device.parent_uuid or "")
+    problems = device.problems if barred is None else (*(device.problems or ()), barred)
+    reason: str | None
+    if device.problems:
+        state, reason = UNHEALTHY, ", ".join(problems or ())
+    elif device.compute_mode == "prohibited":
+        state, reason = UNHEALTHY, ", ".join(filter(None, ("its compute mode is 'prohibited'", barred)))
+    elif barred:
+        state, reason = QUARANTINED, barred
+    elif not claims_readable(snapshot):
+        state, reason = UNKNOWN, "the claims cannot be read"
+    else:
+        state, reason = _usage(device, bool(held or owners), bool(owners), processes)
+        if state == FREE and (kept := dict(snapshot.reserved).get(device.uuid)):
+            state, reason = RESERVED, kept
+    plain = {QUARANTINED: UNHEALTHY, RESERVED: FREE}.get(state, state)
+    claims = tuple(_claim_use(claim, plain, snapshot, stats) for claim in held)
+    return DeviceUse(device, state, plain, reason, problems, claims, processes)
+
+
+def _usage(
+    device: Device, locked: bool, owned: bool, processes: tuple[ProcessUse, ...] | None
+) -> tuple[str, str | None]:
+    """The state of a healthy device, and why.
+
+    Args:
+        locked: whether a claim is on it.
+        owned: whether that counts as one: a process has its lock open.
+    """
+    listed, working = occupants(device), IDLE if is_idle(device) else IN_USE
+    if listed and device.processes_plausible:
+        belongs = any(
+            use.claim is not None and _occupies(use.process, device, IDLE_TOLERANCE) for use in processes or ()
+        )
+        return (working if belongs else UNCLAIMED_USE), None
+    if hides_use(device):
+        return (working, None) if owned else (UNCLAIMED_USE, "memory is in use, by processes that are not listed")
+    if listed:
+        return UNKNOWN, "the process list makes no sense"
+    if processes is None and (locked or device.memory_used is None):
+        return UNKNOWN, "no process list"
+    if locked:
+        return CLAIMED, None
+    return FREE, "no process list: judged by its memory in use" if processes is None else None
+
+
+def _processes_on(device: Device, claims: Sequence[ClaimRecord], stats: Processes) -> tuple[ProcessUse, ...] | None:
+    if device.processes is None:
+        return None
+    found = []
+    for process in device.processes:
+        starter = started_by(process, claims, stats) if claims else None
+        claim = starter or (_guessed_claim(process, claims) if claims else None)
+        stat = stats.get(process.pid)
+        stopped = stat.state in "Tt" if stat else None
+        found.append(ProcessUse(process, claim.id if claim else None, stopped, guessed=claim is not starter))
+    return tuple(found)
+
+
+def _divided(use: DeviceUse, found: Sequence[DeviceUse]) -> DeviceUse:
+    """A device in MIG mode: jobs run on its instances, not on itself."""
+    instances = [other for other in found if other.device.parent_uuid == use.device.uuid]
+    if use.plain_state == UNHEALTHY:
+        return use
+    if not instances:
+        reason = "divided (MIG), and without an instance"
+        return replace(use, state=UNHEALTHY, plain_state=UNHEALTHY, reason=reason)
+    elsewhere = {running.process.pid for other in instances for running in other.processes or ()}
+    own = tuple(running for running in use.processes or () if running.process.pid not in elsewhere)
+    plain = min((other.plain_state for other in instances), key=STATES.index)
+    return replace(use, state=DIVIDED, plain_state=plain, reason=None, processes=own)
+
+
+def _claim_use(claim: ClaimRecord, state: str, snapshot: Snapshot, stats: Processes) -> ClaimUse:
+    idle = {IDLE: True, CLAIMED: True, UNCLAIMED_USE: True, IN_USE: False}.get(state)
+    job = [pid for pid in claim.holders if pid != claim.pid]
+    stopped = _stopped(job or ([] if claim.pid is None else [claim.pid]), stats)
+    return ClaimUse(claim, idle, _orphaned(claim, snapshot, stats), stopped)
+
+
+def _orphaned(claim: ClaimRecord, snapshot: Snapshot, stats: Processes) -> bool | None:
+    if claim.pid is None:
+        return None
+    if claim.holders and claim.pid not in claim.holders:
+        # The record of a job in a container names the pid that its wrapper has in there.
+        holders = [stats.get(pid) for pid in claim.holders]
+        return not any(holder and holder.inner_pid == claim.pid for holder in holders)
+    if claim.pid not in stats:
+        return None
+    wrapper = stats[claim.pid]
+    if wrapper is None or wrapper.state == "Z":
+        return True
+    if claim.since is None or wrapper.start_time is None:
+        return False
+    # Other users' holders cannot be seen, and the pid may be another process by now.  2 s: clocks are adjusted.
+    born = snapshot.taken_at - snapshot.clock + wrapper.start_time
+    return born > claim.since + 2
+
+
+def _stopped(pids: Sequence[int], stats: Processes) -> bool | None:
+    known = [stat for stat in map(stats.get, pids) if stat]
+    return all(stat.state in "Tt" for stat in known) if known else None
+
+
+def user_totals(found: Sequence[DeviceUse]) -> tuple[UserTotal, ...]:
     """One row per user, the one with the most devices first.  A memory sum with an unknown part is unknown."""
     memory: dict[str | None, dict[tuple[int, str], int | None]] = {}  # of a pid on a device
     claimed: dict[str | None, set[str]] = {}
@@ -191,9 +346,7 @@ def user_totals(found: tuple[DeviceUse, ...]) -> tuple[UserTotal, ...]:
                 idle.setdefault(held.user, set()).add(uuid)
         for running in use.processes or ():
             process = running.process
-            if process.user not in memory:
-                memory[process.user] = {}
-            memory[process.user][process.pid, uuid] = process.memory_used
+            memory.setdefault(process.user, {})[process.pid, uuid] = process.memory_used
     rows = []
     for user in {*memory, *claimed}:
         used = memory.get(user, {})
@@ -211,7 +364,7 @@ def user_totals(found: tuple[DeviceUse, ...]) -> tuple[UserTotal, ...]:
     return tuple(sorted(rows, key=lambda row: (-row.devices, -row.claimed, row.user is None, row.user or "")))
 
 
-def chosen(found: tuple[DeviceUse, ...], users: frozenset[str], devices: frozenset[str]) -> tuple[DeviceUse, ...]:
+def chosen(found: Sequence[DeviceUse], users: frozenset[str], devices: frozenset[str]) -> tuple[DeviceUse, ...]:
     """Only what belongs to *users* (names) on *devices* (uuids); an empty set stands for all."""
     kept = tuple(use for use in found if not devices or use.device.uuid in devices)
     if not users:
@@ -225,93 +378,22 @@ def chosen(found: tuple[DeviceUse, ...], users: frozenset[str], devices: frozens
     return tuple(own)
 
 
-def _processes_on(device: Device, here: tuple[ClaimRecord, ...], seen: Processes) -> tuple[ProcessUse, ...] | None:
-    if device.processes is None:
-        return None
-    # The owner and the ancestors of a pid from another namespace are those of some other process.
-    owners = here if device.processes_plausible else ()
-    found = []
-    for process in device.processes:
-        claim = claim_of(process, owners, seen) if owners else None
-        one = seen.get(process.pid)
-        found.append(ProcessUse(process, claim.id if claim else None, one.state in "Tt" if one else None))
-    return tuple(found)
+# What it is called.
 
 
-def _claim_use(record: ClaimRecord, state: str, snapshot: Snapshot, seen: Processes) -> ClaimUse:
-    idle = {IDLE: True, CLAIMED: True, UNCLAIMED_USE: True, IN_USE: False}.get(state)
-    job = [pid for pid in record.holders if pid != record.pid]
-    stopped = _stopped(job or ([] if record.pid is None else [record.pid]), seen)
-    return ClaimUse(record, idle, _orphaned(record, snapshot, seen), stopped)
+def device_title(device: Device) -> str:
+    """For sentences: ``"device 3"``, ``"device 3.1 (MIG 3g.40gb)"`` for GPU instance 1 of it."""
+    if device.parent_uuid is None:
+        return f"device {device.label}"
+    return f"device {device.label} (MIG{' ' * bool(device.mig_profile)}{device.mig_profile or ''})"
 
 
-def _state(
-    device: Device, claimed: bool, processes: tuple[ProcessUse, ...] | None, readable: bool
-) -> tuple[str, str | None]:
-    if device.problems:
-        return UNHEALTHY, ", ".join(device.problems)
-    if device.compute_mode == "prohibited":
-        return UNHEALTHY, "its compute mode is 'prohibited'"
-    if not readable:
-        return UNKNOWN, "the claims cannot be read"
-    listed = processes or () if device.processes_plausible else ()
-    if not any(computes(one.process) for one in listed):
-        hidden = _hidden_use(device)
-        if hidden is None:
-            return UNKNOWN, "no process list" if processes is None else "the process list makes no sense"
-        if not hidden:
-            return (CLAIMED if claimed else FREE), None
-        if not claimed:
-            return UNCLAIMED_USE, "memory is in use, by processes that are not listed"
-    elif not claimed or not any(one.claim is not None and computes(one.process) for one in listed):
-        return UNCLAIMED_USE, None
-    idle = device.utilization is not None and device.utilization < IDLE_BELOW
-    return (IDLE if idle else IN_USE), None
+def model_name(device: Device) -> str:
+    """``"H100 80GB HBM3"``, of an instance with its profile; ``"n/a"`` when unknown.  As the driver writes it."""
+    name = (device.name or "n/a").removeprefix("NVIDIA ")
+    return name if (device.mig_profile or "") in name else f"{name} {device.mig_profile}"
 
 
-def _hidden_use(device: Device) -> bool | None:
-    """Whether memory tells of processes that the list does not; None when nothing can be told."""
-    if device.memory_used is not None:
-        desktop = sum(one.memory_used or 0 for one in device.processes or () if not computes(one))
-        if device.memory_used - desktop > idle_limit(device):
-            return True
-    if device.processes is None or (device.processes and not device.processes_plausible):
-        return None
-    return False
-
-
-def _divided(use: DeviceUse, found: list[DeviceUse]) -> DeviceUse:
-    """A device in MIG mode: nobody runs on it but on its instances."""
-    instances = [other for other in found if other.device.parent_uuid == use.device.uuid]
-    if use.state == UNHEALTHY:
-        return use
-    if not instances:
-        return replace(use, state=UNHEALTHY, reason="divided (MIG), and without an instance")
-    elsewhere = {running.process.pid for other in instances for running in other.processes or ()}
-    own = tuple(running for running in use.processes or () if running.process.pid not in elsewhere)
-    state = min((other.state for other in instances), key=STATES.index)
-    return replace(use, state=state, reason=None, processes=own)
-
-
-def _orphaned(record: ClaimRecord, snapshot: Snapshot, seen: Processes) -> bool | None:
-    if record.pid is None:
-        return None
-    if record.holders and record.pid not in record.holders:
-        # The record of a job in a container names the pid that its wrapper has in there.
-        holders = [seen.get(pid) for pid in record.holders]
-        return not any(holder and holder.inner_pid == record.pid for holder in holders)
-    if record.pid not in seen:
-        return None
-    wrapper = seen[record.pid]
-    if wrapper is None or wrapper.state == "Z":
-        return True
-    if record.since is None or wrapper.start_time is None:
-        return False
-    # Somebody else's holders cannot be seen, and the pid may be another process by now.  2 s: clocks are adjusted.
-    born = snapshot.taken_at - snapshot.clock + wrapper.start_time
-    return born > record.since + 2
-
-
-def _stopped(pids: list[int], seen: Processes) -> bool | None:
-    processes = [process for process in map(seen.get, pids) if process]
-    return all(process.state in "Tt" for process in processes) if processes else None
+def user_label(user: str | None, uid: int | None = None) -> str:
+    """The name of a user; ``"uid 1002"`` without one, ``"unknown"`` without both."""
+    return user or ("unknown" if uid is None or uid < 0 else f"uid {uid}")

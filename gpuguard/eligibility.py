@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants, unlisted_memory, user_label
 from gpuguard.model import Device, GpuProcess, Snapshot
-from gpuguard.request import SHARE_MAX_UTIL, Request, computes, idle_limit, resolve
+from gpuguard.request import SHARE_MAX_UTIL, Request, resolve
 from gpuguard.sharing import NOBODY, Sharing, capacity, memory_left, shared_by, slots_left
 from gpuguard.units import format_bytes, format_duration
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # Problems that may pass without anybody's doing, so that waiting makes sense; the others need an administrator.
 _PASSING = ("unresponsive", "nvmldevice")  # the second: one driver call that failed
 
+MEMORY_IN_USE = "--tolerance"
 OUTER = "outer limit"  # as the option of a Reason: CUDA_VISIBLE_DEVICES, Slurm or a container ask for it
 
 
@@ -95,21 +97,13 @@ def reasons_against(device: Device, terms: Terms) -> tuple[Reason, ...]:
     return tuple(reason for rule in RULES for reason in rule(device, terms))
 
 
-def named(device: Device) -> str:
-    """What people call it: ``"device 3"``, ``"device 3.1 (MIG 3g.40gb)"`` for GPU instance 1 of it."""
-    if device.parent_uuid is None:
-        return f"device {device.index}"
-    instance = "?" if device.gpu_instance_id is None else device.gpu_instance_id
-    return f"device {device.index}.{instance} (MIG{' ' * bool(device.mig_profile)}{device.mig_profile or ''})"
-
-
 def foreign(device: Device, terms: Terms) -> tuple[GpuProcess, ...]:
     """The processes that make it busy for this request: not those of the shares that this one would join."""
     request, sharing = terms.request, terms.sharing_of(device)
     return tuple(
         p
         for p in device.processes or ()
-        if computes(p, request.tolerance) and p.uid not in request.mine_as_free and not sharing.belongs(p.pid)
+        if may_compute(p, request.tolerance) and p.uid not in request.mine_as_free and not sharing.belongs(p.pid)
     )
 
 
@@ -229,7 +223,7 @@ def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
         yield Reason(shown(problem, 200) + why, not problem.lower().startswith(_PASSING))
     if device.compute_mode == "prohibited" and not any("prohibited" in problem for problem in device.problems or ()):
         yield Reason("its compute mode is prohibited (an administrator permits work: nvidia-smi -c DEFAULT)", True)
-    owners = [process for process in device.processes or () if process.kind != "graphics"]
+    owners = occupants(device)
     if device.compute_mode == "exclusive_process" and owners:
         yield Reason(f"in exclusive-process mode and taken by {used_by(owners, terms.snapshot.clock)}")
 
@@ -247,7 +241,7 @@ def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
 def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
     request, others = terms.request, foreign(device, terms)
     allowed, shared = request.max_processes or 0, terms.sharing_of(device).count
-    if device.processes and not device.processes_plausible:
+    if not device.processes_plausible and occupants(device, request.tolerance):
         yield Reason("its process list is not plausible, so nobody can say who uses it")
         return
     if device.processes is None and (request.max_processes or request.mine_as_free or shared):
@@ -268,16 +262,12 @@ def _memory_in_use(device: Device, terms: Terms) -> Iterator[Reason]:
         if device.processes is None and not device.problems:
             yield Reason("neither its processes nor its memory in use are known, so nothing says that it is free")
         return
-    own = [p.memory_used for p in device.processes or () if computes(p, request.tolerance)]
-    if None in own:
-        return
-    rest = device.memory_used - sum(memory or 0 for memory in own)
-    limit = idle_limit(device, request.tolerance)
-    if rest > limit:
+    if hides_use(device, request.tolerance):
+        rest, limit = unlisted_memory(device, request.tolerance), idle_limit(device, request.tolerance)
         whose = "" if device.processes is None else ", by no process that is visible"
         whose = ", the driver gives no list of processes" if has_no_list(device, terms) else whose
         allowed = f"an idle device may hold {format_bytes(limit)} (--tolerance)"
-        yield Reason(f"{format_bytes(rest)} in use{whose}; {allowed}")
+        yield Reason(f"{format_bytes(rest)} in use{whose}; {allowed}", False, MEMORY_IN_USE)
 
 
 def has_no_list(device: Device, terms: Terms) -> bool:
@@ -376,8 +366,9 @@ def _process(process: GpuProcess, clock: float) -> str:
         facts.append(shown(" ".join(process.command), 40))
     if process.start_time is not None:
         facts.append(format_duration(clock - process.start_time))
-    user = process.user or (f"uid {process.uid}" if process.uid is not None else "")
-    return f"{shown(user)} ({', '.join(facts)})" if user else ", ".join(facts)
+    if process.user is None and process.uid is None:
+        return ", ".join(facts)
+    return f"{shown(user_label(process.user, process.uid))} ({', '.join(facts)})"
 
 
 def _unknown(device: Device, field: str, what: str, terms: Terms) -> str:

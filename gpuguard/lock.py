@@ -40,7 +40,7 @@ from gpuguard.model import (
     Snapshot,
 )
 from gpuguard.request import ANY_MEMORY, Request, fields_needed, fields_to_verify
-from gpuguard.select import Choice, choose, claimed_by, not_enough, possible
+from gpuguard.select import Choice, choose, claimed_by, not_enough, possible, possible_desktops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -159,8 +159,15 @@ def _locked(
     """The claim of the best devices.  Fills *held* with what it has locked, also where it is interrupted."""
     verified: set[str] = set()
     sharing_now = _current_sharing(directory, request, outer)
-    while devices := choose(snapshot, request, taken, sharing_now(held, snapshot)).devices:
-        wanted = {device.uuid for device in devices}
+    while True:
+        choice = choose(snapshot, request, taken, sharing_now(held, snapshot))
+        devices, wanted = choice.devices, {device.uuid for device in choice.devices}
+        if not devices:
+            desktops = possible_desktops(snapshot, choice)
+            if not desktops:
+                return None
+            snapshot = sample_again(backend, snapshot, request, desktops, taken)
+            continue
         for uuid in held.keys() - wanted:
             unlock(held.pop(uuid))
         if not all(_lock_chosen(directory, device, request, held, taken, outer) for device in devices):
@@ -176,7 +183,6 @@ def _locked(
         # Whatever happened between the first look and the lock shows now: a stranger's process, a lost device.
         snapshot = sample_again(backend, snapshot, request, sorted(unread), taken)
         verified |= unread
-    return None
 
 
 def _unlock_all(held: Mapping[str, Sequence[Lock]]) -> None:
@@ -527,6 +533,7 @@ def sample_and_lock(
     while True:
         choice = choose(snapshot, bounded, taken, sharing_of_claims(snapshot, bounded, claims, outer))
         unread = [device.uuid for device in choice.devices if device.uuid not in verified]
+        unread = unread or (possible_desktops(snapshot, choice) if not choice.devices else [])
         if not unread:
             return replace(snapshot, claims=claims), choice
         snapshot = sample_again(backend, snapshot, bounded, unread, taken)

@@ -121,6 +121,13 @@ class Device:
     nvlink_tx: float | None = None  # bytes per second over all links, mean since the look before
     nvlink_rx: float | None = None
 
+    @property
+    def label(self) -> str:
+        """What people call it: ``"3"``; a MIG instance of device 3 is ``"3.1"``, with its GPU instance id."""
+        if self.parent_uuid is None:
+            return str(self.index)
+        return f"{self.index}.{'?' if self.gpu_instance_id is None else self.gpu_instance_id}"
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -180,6 +187,8 @@ class Snapshot:
     cuda_version: str | None = None
     topology: tuple[tuple[str, str, str], ...] | None = None  # (uuid, uuid, NVLINK|PIX|PXB|PHB|NODE|SYS)
     claims: tuple[ClaimRecord, ...] = ()
+    quarantined: tuple[tuple[str, str], ...] = ()  # uuid and why, joined by gpuguard.source; no part of a recording
+    reserved: tuple[tuple[str, str], ...] = ()  # uuid and for which user until when, likewise
     recorded: bool = False  # of another time, from a file: to look at, never to act on
     stats: tuple[tuple[int, bytes], ...] | None = None  # pid and /proc/PID/stat; no part of what is kept or published
 

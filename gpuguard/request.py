@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuguard.device_state import IDLE_TOLERANCE
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import (
     HEALTH,
@@ -21,20 +22,13 @@ from gpuguard.model import (
     TOPOLOGY,
     UTILIZATION,
     Device,
-    GpuProcess,
 )
 from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# What an idle device may still hold.  NVIDIA's resiliency extension takes memory for given back below the same 512 MB.
-IDLE_TOLERANCE = 512 * 2**20
 ANY_MEMORY = 2**63  # the tolerance inside a claim, whose own processes use its devices
-# What driver and firmware may keep for themselves on an idle device, where the driver counts it as used (before 510
-# there is no other figure): nvidia-smi -q shows 205 MiB on an 8 GB board, 614 on an H200, 869 on an A100 80GB.
-UNKNOWN_RESERVE = 2**30
-
 # Real pairs of jobs whose utilization adds up to at most 50 % run at 0.998 of their speed alone; above 90 % at 0.82,
 # the worst of them at 0.51 (Lucid).
 SHARE_MAX_UTIL = 50.0
@@ -159,19 +153,6 @@ def fields_to_verify(request: Request) -> frozenset[str]:
     Not the connections, which were read with all devices and cost up to 18 calls for each.
     """
     return (fields_needed(request) | {PROCESSES, HEALTH}) - {TOPOLOGY, NVLINK}
-
-
-def idle_limit(device: Device | None, tolerance: int = IDLE_TOLERANCE) -> int:
-    """Bytes that may be in use on *device* (None: on any) while nobody uses it."""
-    return tolerance if device and device.memory_reserved is not None else tolerance + UNKNOWN_RESERVE
-
-
-def computes(process: GpuProcess, tolerance: int = IDLE_TOLERANCE) -> bool:
-    """Whether it is more than a desktop, which appears as graphics, or as both with some 25 MiB."""
-    # Else every workstation's GPU would be busy for ever.
-    if process.kind == "compute+graphics":
-        return process.memory_used is None or process.memory_used > tolerance
-    return process.kind != "graphics"
 
 
 def resolve(selectors: Iterable[str], devices: Sequence[Device], option: str = "--gpus") -> tuple[str, ...]:

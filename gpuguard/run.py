@@ -15,6 +15,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+from gpuguard.device_state import IDLE_TOLERANCE
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, ClaimLost, shortage
 from gpuguard.history import audit_log
@@ -24,7 +25,6 @@ from gpuguard.jobs.escalation import NEVER, TIME_LIMIT, Escalation, is_stopped, 
 from gpuguard.jobs.meter import TICK_SECONDS, JobEnd, JobMeter, slower
 from gpuguard.jobs.spawn import callers_variables, execute, failure, start
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
-from gpuguard.request import IDLE_TOLERANCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

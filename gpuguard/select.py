@@ -14,14 +14,15 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
+from gpuguard.device_state import device_title, hides_use, idle_limit
 from gpuguard.eligibility import (
+    MEMORY_IN_USE,
     OUTER,
     Reason,
     Refusal,
     Terms,
     foreign,
     has_no_list,
-    named,
     reasons_against,
     shown,
     terms_of,
@@ -44,9 +45,9 @@ __all__ = [
     "claimed_by",
     "fields_needed",
     "fields_to_verify",
-    "named",
     "not_enough",
     "possible",
+    "possible_desktops",
     "resolve",
     "spelled",
 ]
@@ -105,6 +106,20 @@ def choose(
         tuple(sorted(refused, key=lambda refusal: _place(refusal.device))),
         terms.sharing,
     )
+
+
+def possible_desktops(snapshot: Snapshot, choice: Choice) -> list[str]:
+    """The uuids of devices that only the memory in use speaks against, while nothing has told whose that is.
+
+    A visible desktop may have it, which does not keep jobs away: their processes tell.
+    """
+    told = {gap.device for gap in snapshot.gaps if gap.field == "processes"}
+    unread = [refusal for refusal in choice.refused if refusal.device.processes is None]
+    return [
+        refusal.device.uuid
+        for refusal in unread
+        if refusal.device.uuid not in told and all(reason.option == MEMORY_IN_USE for reason in refusal.reasons)
+    ]
 
 
 def possible(choice: Choice) -> Choice:
@@ -190,7 +205,7 @@ def _tier(device: Device, terms: Terms, crowds: Mapping[int, int]) -> tuple[floa
         )
         return (nothing_known, preferred, room, *load, crowd)
     others = foreign(device, terms)
-    working = bool(others) or device.memory_used is None or device.memory_used > request.tolerance
+    working = bool(others) or device.memory_used is None or hides_use(device, request.tolerance)
     return (nothing_known, preferred, load[0], working, -room, load[1], has_no_list(device, terms), len(others))
 
 
@@ -205,7 +220,7 @@ def _share_tier(device: Device, terms: Terms, load: tuple[float, float]) -> tupl
 
 def _room(device: Device, request: Request) -> int:
     # What an idle device holds differs by some MiB from day to day: it counts as empty, so that noise never decides.
-    empty = device.memory_used is not None and device.memory_used <= request.tolerance
+    empty = device.memory_used is not None and device.memory_used <= idle_limit(device, request.tolerance)
     return (device.memory_total if empty else None) or device.memory_free or 0
 
 
@@ -276,7 +291,7 @@ def _never(request: Request, could: Choice) -> str:
 
 
 def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
-    lines = [f"  {named(r.device)}: {'; '.join(reason.text for reason in r.reasons)}" for r in refusals[:most]]
+    lines = [f"  {device_title(r.device)}: {'; '.join(reason.text for reason in r.reasons)}" for r in refusals[:most]]
     return lines + [f"  and {len(refusals) - most} more"] * (len(refusals) > most)
 
 

@@ -1,26 +1,193 @@
-"""The daemon's latest snapshot, for everybody: state.json among its files, so that nobody need wake the driver.
+"""The one way to a snapshot: what the daemon published last while that is fresh, else the driver, with the claims.
 
-It counts only while its daemon lives, which the lock on daemon.lock tells, and while it is fresh.  What only root may
-see of a process does not go in.  Does not decide when it is written: see daemon.
+What everybody decides and shows by is joined here: the claims, or one Gap that says why they cannot be read, devices in
+quarantine and those that are kept for a reservation.  The daemon publishes its snapshots in state.json among its files.
+They count only while it lives, which the lock on daemon.lock tells.  What only root may see of a process stays out.
+Does not decide when they are written: see daemon.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
+from gpuguard.backends import Backend, is_recorded
 from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.claims.holders import inode_of
-from gpuguard.errors import LockDirectoryError
+from gpuguard.claims.records import probe
+from gpuguard.claims.restrictions import against
+from gpuguard.claims.watch import ClaimWatcher
+from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import read_file, status_in_place, write_file
 from gpuguard.jsonio import decode, loads
-from gpuguard.model import Snapshot
-from gpuguard.procfs import start_time
+from gpuguard.model import WHO_FIELDS, ClaimRecord, Gap, Snapshot
+from gpuguard.procfs import in_first_pid_namespace, start_time
+from gpuguard.users import user_name
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any
+FindDirectory = Callable[[], "LockDirectory | None"]
+# Reads the claims on these devices; the claims of a moment ago spare it a search for who holds them.
+ReadClaims = Callable[[LockDirectory, Sequence[str], Sequence[ClaimRecord]], tuple[ClaimRecord, ...]]
+
+_OTHER_NAMESPACE = (
+    "the pids are those of another pid namespace (a container's host): users and commands cannot be told from in here"
+)
+
+
+class SnapshotSource:
+    """The machine, again and again; the driver is opened when it is first needed.
+
+    Args:
+        backend: name of the backend, which decides whether the daemon's snapshot is of the same machine.
+        open_backend: opens it.
+        find_directory: finds the directory of the claims.
+        read: what the driver is asked, all of WHO_FIELDS by default.
+        suits: whether a snapshot of the daemon has all that is needed.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        open_backend: Callable[[], Backend],
+        find_directory: FindDirectory,
+        *,
+        read: Callable[[Backend], Snapshot] = lambda backend: backend.sample(WHO_FIELDS),
+        suits: Callable[[Snapshot], bool] = lambda snapshot: True,
+    ) -> None:
+        self._name, self._open, self._find_directory = backend, open_backend, find_directory
+        self._read, self._suits = read, suits
+        self._backend: Backend | None = None
+        self._watcher = ClaimWatcher()
+        self.fresh = False  # whether the daemon's snapshots are passed over
+
+    def sample(self) -> tuple[Snapshot, float | None]:
+        """The machine without its claims, and how many seconds ago the daemon looked; None: it was read now.
+
+        Raises:
+            BackendError: neither the daemon nor the driver tells.
+        """
+        clock = time.clock_gettime(time.CLOCK_BOOTTIME)
+        published = None if self.fresh else self._published(clock)
+        if published is not None:
+            return published, clock - published.clock
+        return self._read(self.backend()), None
+
+    def joined(self, *, reservations: bool = True) -> tuple[Snapshot, float | None]:
+        """The same, with all that the function joined() adds."""
+        snapshot, age = self.sample()
+        return joined(snapshot, self._find_directory, self._watcher.look, reservations=reservations), age
+
+    def backend(self) -> Backend:
+        """The driver."""
+        if self._backend is None:
+            self._backend = self._open()
+            self._prepare()
+        return self._backend
+
+    def close(self) -> None:
+        """Close the driver."""
+        if self._backend:
+            self._backend.close()
+
+    def _published(self, clock: float) -> Snapshot | None:
+        if is_recorded(self._name):
+            return None
+        try:
+            directory = self._find_directory()
+        except ClaimError:
+            return None  # the claims will be missing, and that will be said
+        if directory is None:
+            return None
+        snapshot = read_state(directory, clock, simulated=self._name.startswith("simulated"))
+        return snapshot if snapshot and self._suits(snapshot) else None
+
+    def _prepare(self) -> None:
+        """Find out which processes hold the locks while the other process loads the driver's library."""
+        try:
+            if (directory := self._find_directory()) is not None:
+                self._watcher.prepare(directory)
+        except (ClaimError, OSError):
+            return  # it will be tried again, and said
+
+
+def read_claims(
+    directory: LockDirectory, uuids: Sequence[str], known: Sequence[ClaimRecord]
+) -> tuple[ClaimRecord, ...]:
+    """The claims now, as probe()."""
+    return probe(directory, uuids)
+
+
+def with_claims(snapshot: Snapshot, find_directory: FindDirectory, read: ReadClaims = read_claims) -> Snapshot:
+    """*snapshot* with the claims of now, and with a Gap where they cannot be read; a recording keeps those of then."""
+    if snapshot.recorded:
+        return snapshot
+    gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")  # what the daemon could not read, we may
+    try:
+        directory = find_directory()
+        if directory is None:
+            raise ClaimError("no directory of claims was named")
+        claims = read(directory, [device.uuid for device in snapshot.devices], snapshot.claims)
+    except (ClaimError, OSError) as error:
+        reason = " ".join((shortage(error) or str(error)).split())
+        return replace(snapshot, claims=(), gaps=(*gaps, Gap(None, "claims", reason)))
+    return replace(snapshot, claims=_dated(claims, snapshot.claims), gaps=gaps)
+
+
+def _dated(claims: Sequence[ClaimRecord], known: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
+    """*claims*, as old as the daemon knows them: a record says what its owner likes."""
+    since = {(claim.uid, claim.id): claim.since for claim in known if claim.since is not None}
+    return tuple([replace(claim, since=since.get((claim.uid, claim.id), claim.since)) for claim in claims])
+
+
+def joined(
+    snapshot: Snapshot, find_directory: FindDirectory, read: ReadClaims = read_claims, *, reservations: bool = True
+) -> Snapshot:
+    """*snapshot* with its claims, with what is in quarantine and, if asked for, with what is reserved."""
+    snapshot = with_claims(snapshot, find_directory, read)
+    if snapshot.recorded:
+        return snapshot
+    if any(not device.processes_plausible for device in snapshot.devices) and not in_first_pid_namespace():
+        snapshot = replace(snapshot, gaps=(*snapshot.gaps, Gap(None, "processes", _OTHER_NAMESPACE)))
+    try:
+        directory = find_directory()
+    except ClaimError:
+        return snapshot  # and a Gap says so already
+    snapshot = with_quarantine(snapshot, directory)
+    return with_reservations(snapshot, directory) if directory and reservations else snapshot
+
+
+def with_quarantine(snapshot: Snapshot, directory: LockDirectory | None) -> Snapshot:
+    """*snapshot* that tells which devices are in quarantine, and why."""
+    if directory is None:
+        return snapshot
+    uuids = {uuid for device in snapshot.devices for uuid in (device.uuid, device.parent_uuid) if uuid}
+    try:
+        why = against(directory, sorted(uuids), None, time.time())
+    except OSError:
+        return snapshot
+    return replace(snapshot, quarantined=tuple(why.items()))
+
+
+def with_reservations(snapshot: Snapshot, directory: LockDirectory) -> Snapshot:
+    """*snapshot* that tells which devices are kept for a reservation that has begun, and for which user."""
+    try:
+        if not any(name.startswith(f"{directory.prefix}reserve.") for name in directory.names()):
+            return snapshot
+        # They bring the reader of the site's rules along, which is worth it only where something is reserved.
+        from gpuguard.queue.reservations import reservation_calendar
+        from gpuguard.queue.state import reserved_now
+
+        uuids = [device.uuid for device in snapshot.devices]
+        calendar = reservation_calendar(directory, uuids, snapshot.claims, time.time())
+        return replace(snapshot, reserved=tuple(reserved_now(snapshot, calendar).items()))
+    except (ClaimError, OSError):
+        return snapshot
+
+
+# What the daemon publishes.
 
 
 MAX_BYTES = 8 * 2**20  # 16 devices with 128 processes each, all with long command lines, are 2 MiB
@@ -85,8 +252,6 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
     Raises:
         OSError: it cannot be written.
     """
-    import json
-
     content: dict[str, Any] = {"schema": 1, "daemon": _us(), "interval_seconds": interval}
     for public in _forms(snapshot):
         content["snapshot"] = public
@@ -136,8 +301,6 @@ def _path(directory: LockDirectory, name: str) -> str:
 
 
 def _who_may(files: DaemonFiles) -> str:
-    from gpuguard.users import user_name
-
     if files.owner == 0:
         return "root"
     return f"root or as {'the owner of the directory' if files.owner is None else user_name(files.owner)}"
@@ -195,7 +358,9 @@ def _public(snapshot: Snapshot, private: tuple[str, ...]) -> dict[str, Any]:
         for device in snapshot.devices
     ]
     gaps = [(gap.device, gap.field, gap.reason) for gap in snapshot.gaps]
-    return {**_known(snapshot), "devices": devices, "gaps": gaps, "claims": [vars(one) for one in snapshot.claims]}
+    claims = [vars(claim) for claim in snapshot.claims]
+    whole = {name: value for name, value in _known(snapshot).items() if name not in ("quarantined", "reserved")}
+    return {**whole, "devices": devices, "gaps": gaps, "claims": claims}
 
 
 def _known(noun: object, private: tuple[str, ...] = ()) -> dict[str, Any]:

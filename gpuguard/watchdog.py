@@ -21,15 +21,15 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import hidden_claim_text
 from gpuguard.claims.records import locked_devices, probe, read_records
 from gpuguard.claims.watch import FirstSeen
-from gpuguard.device_state import Processes
+from gpuguard.device_state import Processes, claims_readable
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.limits import AuditQuota, PastAction
 from gpuguard.enforcement.preflight import ActionContext, Notifier
-from gpuguard.errors import BackendError, ClaimError
+from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
-from gpuguard.model import CLOCKS, ECC, STATS, WHO_FIELDS, ClaimRecord, Event, Finding, Gap, Snapshot, Subject, Verdict
+from gpuguard.model import CLOCKS, ECC, STATS, WHO_FIELDS, ClaimRecord, Event, Finding, Snapshot, Subject, Verdict
 from gpuguard.notify.templates import ENGLISH, TEMPLATES
 from gpuguard.policies import engine
 from gpuguard.policies.engine import PolicyStatus, policy_status
@@ -38,6 +38,7 @@ from gpuguard.policies.policy import Judgement, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.view import RuleView, SubjectIdentity, identity_of
 from gpuguard.procfs import boot_clock, process_facts, stats_of
+from gpuguard.source import with_claims
 
 T = TypeVar("T")
 
@@ -237,27 +238,25 @@ class Watchdog:
         return self._with_claims(replace(snapshot, stats=None)), lines
 
     def _with_claims(self, snapshot: Snapshot) -> Snapshot:
-        try:
-            if self._directory is None:
-                raise ClaimError("no directory of claims was named")
-            claims = self._claims(self._directory, snapshot)
-        except (ClaimError, OSError) as error:
-            gap = Gap(None, "claims", " ".join(str(error).split()))
-            return replace(snapshot, gaps=(*snapshot.gaps, gap))
-        return replace(snapshot, claims=self._first_seen.dated(claims, snapshot.clock, snapshot.taken_at))
+        def read(directory: LockDirectory, uuids: Sequence[str], _: object) -> tuple[ClaimRecord, ...]:
+            return self._claims(directory, uuids, snapshot.clock)
 
-    def _claims(self, directory: LockDirectory, snapshot: Snapshot) -> tuple[ClaimRecord, ...]:
+        joined = with_claims(snapshot, lambda: self._directory, read)
+        if not claims_readable(joined):
+            return joined
+        return replace(joined, claims=self._first_seen.dated(joined.claims, snapshot.clock, snapshot.taken_at))
+
+    def _claims(self, directory: LockDirectory, uuids: Sequence[str], clock: float) -> tuple[ClaimRecord, ...]:
         """Who claims what now.  Who holds a lock is read from every process of the machine, so it is kept a while."""
-        uuids = [device.uuid for device in snapshot.devices]
         now = (
             frozenset(locked_devices(directory, uuids)),
             frozenset((record.uid, record.id) for record in read_records(directory)),
         )
-        clock, before, claims = self._probed
-        if now != before or not 0 <= snapshot.clock - clock < HOLDERS_SECONDS:
+        probed, before, claims = self._probed
+        if now != before or not 0 <= clock - probed < HOLDERS_SECONDS:
             claims = probe(directory, uuids)
             self._note_hidden(directory, claims)
-            self._probed = snapshot.clock, now, claims
+            self._probed = clock, now, claims
         return claims
 
     def _note_hidden(self, directory: LockDirectory, claims: Iterable[ClaimRecord]) -> None:
@@ -450,17 +449,7 @@ class ViewReader:
 
     def read(self) -> RuleView:
         """The machine now.  Raises BackendError."""
-        snapshot = self._with_claims(self._backend.sample(RECORDED_FIELDS))
+        snapshot = with_claims(self._backend.sample(RECORDED_FIELDS), lambda: self._directory)
         stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
         host, groups = self._hosts.look(snapshot, stats), self._hosts.groups(snapshot)
         return RuleView(snapshot, host=host, groups=groups, seen=process_facts(snapshot, stats))
-
-    def _with_claims(self, snapshot: Snapshot) -> Snapshot:
-        try:
-            if self._directory is None:
-                raise ClaimError("no directory of claims can be read")
-            claims = tuple(probe(self._directory, [device.uuid for device in snapshot.devices]))
-        except (ClaimError, OSError) as error:
-            gap = Gap(None, "claims", " ".join(str(error).split()))
-            return replace(snapshot, gaps=(*snapshot.gaps, gap))
-        return replace(snapshot, claims=claims)

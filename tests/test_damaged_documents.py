@@ -35,7 +35,7 @@ from gpuguard.backtest import recording
 from gpuguard.claims import grants, records, release_requests, restrictions
 from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory
 from gpuguard.claims.restrictions import boot_id
-from gpuguard.cli import deny, top_feed
+from gpuguard.cli import deny
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.device_state import uses
 from gpuguard.enforcement import limits
@@ -48,6 +48,7 @@ from gpuguard.procfs import process_facts
 from gpuguard.queue import estimates, reservation_store, tickets
 from gpuguard.queue.priority import Ticket
 from gpuguard.request import Request
+from gpuguard.top.feed import SceneFeed
 from gpuguard.top.page import page
 from gpuguard.top.scene import History, Scene, ScreenView
 from gpuguard.views import events, who
@@ -402,7 +403,7 @@ NONE: frozenset[str] = frozenset()
 
 def a_feed(place: Path, sample: Any) -> FrameFeed:
     """Of the page in the browser; somebody wants to see everything."""
-    source: Any = SimpleNamespace(sample=lambda: (sample(), None), throughput=sample)
+    source: Any = SimpleNamespace(joined=lambda: (sample(), None), throughput=sample)
     feed = FrameFeed(source, lock_directory(str(place / "claims")), lambda: ())
     feed.curious = 1
     return feed
@@ -458,11 +459,12 @@ class Restless:
 def test_devices_that_come_and_go_between_two_looks_end_no_view(tmp_path):
     driver: Any = Restless()
     web = a_feed(tmp_path, lambda: driver.sample(None))
-    args: Any = SimpleNamespace(fresh=True, tree=True, backend="nvml", dir=str(tmp_path / "claims"), filter="")
-    top, history = top_feed.SceneFeed(args, lambda: driver), History()
+    claims = lock_directory(str(tmp_path / "claims"))
+    top, history = SceneFeed("nvml", lambda: driver, lambda: claims, lambda: None), History()
+    top.fresh = top.tree = True
     for _ in range(100):
         try:
-            scene = top.look()
+            scene = top.sample()
         except BackendError:
             continue
         history.add(scene)

@@ -11,7 +11,8 @@ import pytest
 from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
 from gpuguard import model
-from gpuguard.eligibility import _fits, is_model, named, used_by
+from gpuguard.device_state import device_title
+from gpuguard.eligibility import _fits, is_model, used_by
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Gap
 from gpuguard.queue.tickets import as_json, as_request
@@ -100,6 +101,8 @@ def test_a_refused_device_carries_all_its_reasons():
         (a_device(problems=None), {}),
         (a_device(processes_plausible=False), {}),
         (a_device(processes=(a_process(kind="graphics", memory_used=200 * MIB),), memory_used=200 * MIB), {}),
+        (a_device(processes=(a_process(kind="graphics", memory_used=GIB),), memory_used=GIB), {}),  # a big desktop
+        (a_device(processes=(a_process(kind="graphics"),), processes_plausible=False, memory_used=300 * MIB), {}),
         (a_device(processes=(a_process(kind="compute+graphics", memory_used=25 * MIB),), memory_used=25 * MIB), {}),
         (a_device(processes=(BOB,), memory_used=41 * GIB), {"max_processes": 1}),
         (a_device(processes=(BOB,), memory_used=41 * GIB), {"mine_as_free": frozenset({1002})}),
@@ -173,9 +176,9 @@ def test_an_instance_of_a_gpu_that_is_shared_whole_is_refused():
 
 
 def test_an_instance_is_called_by_its_gpu_its_number_and_its_profile():
-    assert named(a_device(3)) == "device 3"
-    assert named(INSTANCE) == "device 0.1 (MIG 3g.40gb)"
-    assert named(replace(INSTANCE, mig_profile=None, gpu_instance_id=None)) == "device 0.? (MIG)"
+    assert device_title(a_device(3)) == "device 3"
+    assert device_title(INSTANCE) == "device 0.1 (MIG 3g.40gb)"
+    assert device_title(replace(INSTANCE, mig_profile=None, gpu_instance_id=None)) == "device 0.? (MIG)"
 
 
 def test_a_claim_that_has_ended_takes_nothing():

@@ -65,12 +65,31 @@ def test_versions_come_with_the_model(fake: FakeNvml) -> None:
     assert snapshot.cuda_version == "13.0"
 
 
+def kinds(fake: FakeNvml, fields: str) -> list[str]:
+    return [process.kind for process in sampled(fake, fields).devices[0].processes or ()]
+
+
 @pytest.mark.parametrize("kind", ["graphics", "mps"])
 def test_graphics_and_mps_processes_come_with_the_details_only(fake: FakeNvml, kind: str) -> None:
-    fake.add_process(0, os.getpid(), GIB, kind)
+    fake.add_process(0, os.getpid(), 100 * MIB, kind)
 
-    assert sampled(fake, "{MEMORY, PROCESSES}").devices[0].processes == ()
-    assert [process.kind for process in sampled(fake, "WHO_FIELDS").devices[0].processes or ()] == [kind]
+    assert kinds(fake, "{MEMORY, PROCESSES}") == []
+    assert kinds(fake, "WHO_FIELDS") == [kind]
+
+
+def test_a_desktop_shows_without_the_details_where_what_is_in_use_may_be_its(fake: FakeNvml) -> None:
+    fake.add_process(0, os.getpid(), GIB, "graphics")
+
+    assert kinds(fake, "{MEMORY, PROCESSES}") == ["graphics"]
+
+    fake.add_process(0, os.getppid(), 25 * MIB)
+    fake.add_process(0, os.getppid(), 25 * MIB, "graphics")
+
+    assert kinds(fake, "{MEMORY, PROCESSES}") == ["compute+graphics", "graphics"]
+
+    fake.add_process(0, 1, GIB)
+
+    assert kinds(fake, "{MEMORY, PROCESSES}") == ["compute", "compute"]  # a job: nothing more need be known
 
 
 @pytest.mark.parametrize(
@@ -110,7 +129,7 @@ def test_for_clients_of_mps_nobody_is_asked_again_who_had_none_unless_somebody_n
         ("pass", 0),
         ("fake.devices[0].memory_used -= GIB", 0),
         ("fake.devices[0].memory_used += 1", 1),
-        ("fake.devices[0].memory_used += GIB; backend.sample({MEMORY, PROCESSES})", 1),
+        ("fake.devices[0].memory_used += GIB; backend.sample({MEMORY, PROCESSES})", 0),  # which has asked already
         ("fake.add_process(0, os.getpid(), GIB)", 1),
         ("fake.fail('nvmlDeviceGetMemoryInfo', 999, device=0); backend.sample({MEMORY, PROCESSES}); fake.heal()", 1),
         ("nvml.SETTINGS_SECONDS = -1.0", 2),

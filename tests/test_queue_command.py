@@ -290,7 +290,7 @@ def test_a_strangers_process_keeps_a_request_waiting_and_is_named(queue, waits, 
 
 def test_what_the_daemon_saw_is_used_instead_of_the_driver(queue, machine, monkeypatch):
     asked = []
-    monkeypatch.setattr("gpuguard.cli.options.read_state", lambda *a, **k: asked.append(a) or a_snapshot(host="seen"))
+    monkeypatch.setattr("gpuguard.source.read_state", lambda *a, **k: asked.append(a) or a_snapshot(host="seen"))
 
     assert queue().startswith("seen: ")
     assert asked and machine.asked == []

@@ -306,7 +306,7 @@ def test_a_record_that_holds_nothing_stays_as_it_is():
 def test_the_guard_judges_by_it(monkeypatch):
     """A policy with `claim_without_process_above` never fired for whoever renewed his record."""
     claims = iter([a_claim_record(GPU, since=NOW + clock) for clock in (0.0, 3600.0)])
-    monkeypatch.setattr(watchdog.Watchdog, "_claims", lambda self, directory, snapshot: (next(claims),))
+    monkeypatch.setattr(watchdog.Watchdog, "_claims", lambda self, directory, uuids, clock: (next(claims),))
     guard = watchdog.Watchdog(None, (), object())
     views = [guard._with_claims(replace(a_snapshot(GPU), clock=clock, taken_at=NOW + clock)) for clock in (0.0, 3600.0)]
 

@@ -172,9 +172,9 @@ def test_an_error_of_the_driver_is_shown_and_passes():
 def test_a_look_that_ends_while_the_screen_is_taken_down_is_not_shown():
     async def play(stage):
         await stage.app.screen_stack[0].query("#foot").remove()
-        stage.app.on_looked(Sampled(a_scene(DEVICES[1])))
+        stage.app.on_sampled(Sampled(a_scene(DEVICES[1])))
         await stage.app.screen_stack[0].query(Board).remove()
-        stage.app.on_looked(Sampled(a_scene(DEVICES[0])))
+        stage.app.on_sampled(Sampled(a_scene(DEVICES[0])))
 
         assert stage.app.scene.snapshot.devices == a_scene(DEVICES[0]).snapshot.devices
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -20,24 +19,26 @@ from nodes import a_user, change, eventually, start
 from nvml_child import answer_of
 
 from gpuguard.backends import simulated, simulated_node
-from gpuguard.cli import run_command_line, top_feed
+from gpuguard.claims.directory import lock_directory
+from gpuguard.cli import run_command_line
 from gpuguard.cli.top import visible_devices
-from gpuguard.cli.top_feed import SceneFeed, site_rules
 from gpuguard.enforcement.identity import Protected
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import HEALTH, POWER, WHO_FIELDS, Gap
+from gpuguard.top import feed as top_feed
+from gpuguard.top.feed import SceneFeed, site_rules
 from gpuguard.top.scene import Thresholds
 
 _SILENT = ("name", "memory_total", "memory_used", "temperature", "power_draw", "compute_mode")
 COUNTED = """
-from gpuguard.cli import top_feed as top_rota
+from gpuguard.top import feed
 backend, before, answer = nvml.open(), None, []
-for look in range(21):
+for number in range(21):
     fake.reset_calls()
-    read, first = top_rota.groups(before), before is None
-    before = top_rota.merged(before, backend.sample(read), read)
+    read, first = feed.groups(before), before is None
+    before = feed.merged(before, backend.sample(read), read)
     if not first:
-        before = top_rota.refreshed(before, backend.sample(top_rota.IN_TURNS, top_rota.turn(look, before)))
+        before = feed.refreshed(before, backend.sample(feed.IN_TURNS, feed.due_devices(number, before)))
     answer.append(sum(fake.calls().values()))
 answer = answer, before
 """
@@ -157,17 +158,20 @@ def place(tmp_path, monkeypatch):
 
 
 def a_feed(backend):
-    args = argparse.Namespace(backend="simulated", dir=None, fresh=False, tree=True)
-    return SceneFeed(args, lambda: backend)
+    feed = SceneFeed(
+        "simulated", lambda: backend, lambda: lock_directory(None, backend="simulated", make=False), lambda: None
+    )
+    feed.tree = True
+    return feed
 
 
 def test_a_scene_has_processes_with_what_they_do_beside_the_gpu_and_their_ancestors(place):
     backend = start(place)
     with a_user(place, "1", 10 * GIB, 50.0) as child:
         feed = a_feed(backend)
-        feed.look()
-        assert eventually(lambda: any(use.cpu is not None for use in feed.look().host.values()))
-        scene = feed.look()
+        feed.sample()
+        assert eventually(lambda: any(use.cpu is not None for use in feed.sample().host.values()))
+        scene = feed.sample()
 
         (running,) = [running for use in scene.found for running in use.processes or ()]
         assert running.process.pid == child.pid
@@ -175,7 +179,7 @@ def test_a_scene_has_processes_with_what_they_do_beside_the_gpu_and_their_ancest
         assert scene.ancestors[child.pid].parent == os.getpid()
         assert scene.ancestors[os.getpid()].command[0].endswith(("python", "python3", Path(sys.executable).name))
         change(place, 1, faults=("lost",))
-        assert "lost" in (feed.look().found[1].device.problems or ())
+        assert "lost" in (feed.sample().found[1].device.problems or ())
 
 
 def test_after_a_fault_of_the_driver_everything_is_read_anew():
@@ -197,12 +201,12 @@ def test_after_a_fault_of_the_driver_everything_is_read_anew():
 
     driver = Driver()
     feed = a_feed(driver)
-    feed.look(), feed.look()
+    feed.sample(), feed.sample()
     driver.trouble = DriverUnresponsive("hangs")
     with pytest.raises(DriverUnresponsive):
-        feed.look()
+        feed.sample()
     driver.trouble = None
-    feed.look()
+    feed.sample()
 
     assert [fields == WHO_FIELDS for fields in driver.asked] == [True, False, False, True]
 

@@ -12,13 +12,13 @@ from booked import a_reservation, a_reserved
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 
 from gpuguard import device_state
-from gpuguard.device_state import QueuedRequest, chosen, user_totals, uses
+from gpuguard.device_state import chosen, user_totals, uses
 from gpuguard.model import Gap, ProcessStat
 from gpuguard.queue.reservations import ReservationStatus
 from gpuguard.queue.tickets import Torn
 from gpuguard.sanitize import display_width
 from gpuguard.views.text import json_text
-from gpuguard.views.who import gap_lines, to_json, to_text
+from gpuguard.views.who import LABELS, QueuedRequest, gap_lines, to_json, to_text
 
 BUSY: dict[str, Any] = {"memory_used": 10 * GIB, "utilization": 90.0}
 ALICE = a_process(pid=4711)
@@ -44,10 +44,19 @@ STATES = [
     ("unclaimed_use", a_device(processes=(BOB,), **BUSY), (a_claim_record(),)),
     ("unhealthy", a_device(problems=("lost",), processes=(ALICE,), **BUSY), (a_claim_record(),)),
     ("unhealthy", a_device(compute_mode="prohibited"), ()),
-    ("unknown", a_device(processes=None), ()),
+    ("free", a_device(processes=None), ()),  # judged by its memory, as a start judges it
+    ("unknown", a_device(processes=None), (a_claim_record(),)),
     ("unknown", a_device(processes=None, memory_used=None), (a_claim_record(),)),
     ("unknown", a_device(processes=(a_process(pid=0),), processes_plausible=False), ()),
     ("in_use", a_device(processes=(BOB,), processes_plausible=False, **BUSY), (a_claim_record(),)),
+    ("free", a_device(processes=(a_process(kind="graphics"),), processes_plausible=False), ()),
+    ("claimed", a_device(), (a_claim_record(uid=-1, hidden=True),)),
+    ("unclaimed_use", a_device(processes=(ALICE,), **BUSY), (a_claim_record(uid=-1, hidden=True),)),
+    (
+        "unclaimed_use",
+        a_device(processes=(a_process(kind="compute+graphics"),), compute_mode="exclusive_process"),
+        (),
+    ),
 ]
 
 
@@ -57,9 +66,26 @@ def test_the_state_says_what_the_snapshot_proves(state, device, claims):
 
 
 def test_every_state_occurs_here_and_has_its_words():
-    from gpuguard.views.who import LABELS
+    assert {state for state, _, _ in STATES} == set(device_state.STATES)
+    assert set(LABELS) == set(device_state.EXACT_STATES)
 
-    assert {state for state, _, _ in STATES} == set(device_state.STATES) == set(LABELS)
+
+EXACT = [
+    ("quarantined", "unhealthy", a_device(), {"quarantined": ((a_uuid(0), "quarantined by the administrator"),)}),
+    ("unhealthy", "unhealthy", a_device(problems=("lost",)), {"quarantined": ((a_uuid(0), "quarantined"),)}),
+    ("reserved", "free", a_device(), {"reserved": ((a_uuid(0), "kept for alice's reservation until 12:00"),)}),
+    ("in_use", "in_use", a_device(processes=(ALICE,), **BUSY), {"reserved": ((a_uuid(0), "kept for alice"),),
+                                                                "claims": (a_claim_record(),)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("exact", "plain", "device", "fields"), EXACT)
+def test_the_exact_state_says_more_and_the_plain_one_what_scripts_know(exact, plain, device, fields):
+    snapshot = a_snapshot(device, **fields)
+    row = to_json(snapshot, uses(snapshot))["devices"][0]
+
+    assert (row["exact_state"], row["state"]) == (exact, plain)
+    assert bool(row["problems"]) == (plain == "unhealthy")
 
 
 def test_nobody_is_accused_when_the_claims_cannot_be_read():
@@ -93,6 +119,14 @@ def test_ancestors_that_go_in_circles_end():
 
 def test_the_same_user_owns_the_claim_when_the_lock_does_not_tell():
     assert claim_of(ALICE, a_claim_record(id="b", uid=1002), a_claim_record(id="a")) == "a"
+
+
+def test_a_claim_that_is_only_of_the_same_user_is_shown_as_a_guess():
+    machine = a_snapshot(a_device(processes=(ALICE,), **BUSY), claims=(a_claim_record(holders=(4701,)),))
+    (use,) = uses(machine, {ALICE.pid: ProcessStat(1, "S")})
+
+    assert [running.guessed for running in use.processes or ()] == [True]
+    assert "perhaps a1b2c3" in "\n".join(to_text(machine, [use]))
 
 
 def test_a_container_runs_as_root_for_the_only_claim_there():
@@ -141,7 +175,8 @@ def test_a_divided_device_is_what_its_instances_are_and_lists_no_process_twice()
     busy = a_mig_instance(whole, 0, processes=(ALICE,), memory_used=10 * GIB)
     found = uses(a_snapshot(whole, busy, a_mig_instance(whole, 1), claims=(a_claim_record(busy),)))
 
-    assert [use.state for use in found] == ["in_use", "in_use", "free"]
+    assert [use.state for use in found] == ["divided", "in_use", "free"]
+    assert [use.plain_state for use in found] == ["in_use", "in_use", "free"]
     assert [len(use.processes or ()) for use in found] == [0, 1, 0]
     assert [(row.devices, row.memory_used) for row in user_totals(found)] == [(1, 10 * GIB)]
 
@@ -223,7 +258,9 @@ def test_the_screen_as_a_whole():
         simulated=True,
     )
     title, *rest = to_text(
-        snapshot, uses(snapshot, {4700: None}), (QueuedRequest("bob", 812, 2, 1_700_000_000.0 - 65),)
+        snapshot,
+        uses(snapshot, {4700: None, 4711: ProcessStat(4700, "S")}),
+        (QueuedRequest("bob", 812, 2, 1_700_000_000.0 - 65),),
     )
 
     assert re.fullmatch(r"SIMULATED node node1: 3 GPUs, driver 550\.54\.15, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", title)

@@ -32,7 +32,7 @@ class Feed:
         self.sent: list[tuple[str, Any, tuple[str, ...]]] = []
         self.sends: Callable[..., ActionOutcome] = lambda *words: ActionOutcome(SENT)
 
-    def look(self) -> Scene:
+    def sample(self) -> Scene:
         self.looks += 1
         self.answers.wait(60)
         if self.trouble:

@@ -7,13 +7,15 @@ not plausible: see processes for the rules.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuguard import procfs
 from gpuguard.backends.nvml_calls import ABSENT, FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, CallResult
 from gpuguard.backends.nvml_reading import Reading
-from gpuguard.model import BRIEF, BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, GpuProcess
+from gpuguard.device_state import IDLE_TOLERANCE, idle_limit
+from gpuguard.model import BRIEF, BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess
 
 if TYPE_CHECKING:
     Lists = dict[str, list[tuple[int, "int | None"]]]  # by kind: pid and bytes of each process
@@ -71,8 +73,10 @@ def _fits(total: int, used: int, free: int, reserved: int) -> bool:
 
 def read_processes(reading: Reading) -> None:
     """processes and processes_plausible; PROCESS_DETAILS adds graphics and MPS processes and who they all are."""
-    details = PROCESS_DETAILS in reading.fields
-    lists, failed, reason = _plausible_lists(reading, _kinds(reading))
+    details, kinds = PROCESS_DETAILS in reading.fields, _kinds(reading)
+    lists, failed, reason = _plausible_lists(reading, kinds)
+    if not details and "compute" in lists and _may_be_a_desktop(reading, lists["compute"]):
+        lists, failed, reason = _plausible_lists(reading, [*kinds, "graphics"])
     if "compute" not in lists:
         return
     told = lists, reading.values.get("memory_total")
@@ -99,6 +103,14 @@ def list_processes(reading: Reading) -> None:
 
 def _kinds(reading: Reading) -> list[str]:
     return list(_LISTS) if PROCESS_DETAILS in reading.fields else ["compute"]
+
+
+def _may_be_a_desktop(reading: Reading, rows: Sequence[tuple[int, int | None]]) -> bool:
+    """Whether what is in use can be a desktop's, which shows only in the list of graphics processes."""
+    used = reading.values.get("memory_used")
+    device = Device(0, "", memory_used=used, memory_reserved=reading.values.get("memory_reserved"))
+    small = all(memory is not None and memory <= IDLE_TOLERANCE for _, memory in rows)
+    return small and (bool(rows) or (used is not None and used > idle_limit(device)))
 
 
 def _described(reading: Reading) -> list[GpuProcess]:

@@ -27,13 +27,12 @@ from gpuguard.claims.holders import as_written, hangs, inode_of, locked_by
 from gpuguard.claims.records import MAX_BYTES, probe, read_record, record_path
 from gpuguard.claims.release_requests import ReleaseRequest, write
 from gpuguard.deadline import in_time
-from gpuguard.device_state import Processes, claim_of
+from gpuguard.device_state import Processes, claim_of, may_compute
 from gpuguard.errors import ClaimError
 from gpuguard.files import open_in_place
 from gpuguard.jsonio import loads
 from gpuguard.model import ClaimRecord, GpuProcess, Snapshot, claim_named
 from gpuguard.procfs import status_words, uid_behind
-from gpuguard.request import computes
 
 MOST_LOCKS = 256  # of one claim: a record says what its owner likes
 SEARCH_SECONDS = 2.0  # among the owner's processes, of which he can have any number
@@ -132,7 +131,7 @@ def users_of(claim: ClaimRecord, snapshot: Snapshot, seen: Processes) -> tuple[t
         for device in places:
             if device.processes is None or not device.processes_plausible:
                 return (), f"the driver gives no list of the processes on device {device.index} that could be believed"
-            for process in filter(computes, device.processes):
+            for process in filter(may_compute, device.processes):
                 if not process.uid or process.uid == claim.uid or claim_of(process, (claim,), seen):
                     found[process.pid] = process
     return tuple(found.values()), None

@@ -12,15 +12,19 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gpuguard.backends import Backend
+from gpuguard.backends.client import open_worker
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.errors import GpuguardError
+from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES
 from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.source import SnapshotSource
 from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import NoReturn
 
-    from gpuguard.claims.directory import LockDirectory
     from gpuguard.model import Device, Snapshot
 
     Values = Iterable[tuple[str, str]]
@@ -62,27 +66,22 @@ def _devices(word: str) -> Values:
     """By index; by uuid once somebody has begun to write one."""
     snapshot = _snapshot()
     return [
-        (device.uuid if word[:1].isalpha() else _label(device), _state(device, snapshot)) for device in snapshot.devices
+        (device.uuid if word[:1].isalpha() or "?" in device.label else device.label, _state(device, snapshot))
+        for device in snapshot.devices
     ]
 
 
 def _uuids(_: str) -> Values:
     snapshot = _snapshot()
-    return [(device.uuid, f"{_label(device)} {_state(device, snapshot)}") for device in snapshot.devices]
-
-
-def _label(device: Device) -> str:
-    """As people name it in --gpus: 3, 3.1 for a MIG instance."""
-    if device.parent_uuid is None:
-        return str(device.index)
-    return device.uuid if device.gpu_instance_id is None else f"{device.index}.{device.gpu_instance_id}"
+    return [(device.uuid, f"{device.label} {_state(device, snapshot)}") for device in snapshot.devices]
 
 
 def _state(device: Device, snapshot: Snapshot) -> str:
     users = dict.fromkeys(claim.user for claim in snapshot.claims if device.uuid in claim.devices)
     memory = f"{format_bytes(device.memory_used)}/{format_bytes(device.memory_total)}"
     held = f"claimed by {', '.join(users)}" if users else None
-    return " ".join(filter(None, [device.mig_profile or device.name, memory, held]))
+    barred = dict(snapshot.quarantined).get(device.uuid)
+    return " ".join(filter(None, [device.mig_profile or device.name, memory, held, barred]))
 
 
 def _models(_: str) -> Values:
@@ -104,7 +103,7 @@ def _processes(_: str) -> Values:
     for device in _snapshot().devices:
         for process in device.processes or ():
             if uid in (0, process.uid):
-                what = f"GPU {_label(device)} {process.user or ''} {neutral_command(process.command, brief=True)}"
+                what = f"GPU {device.label} {process.user or ''} {neutral_command(process.command, brief=True)}"
                 found.setdefault(str(process.pid), what)
     return found.items()
 
@@ -192,38 +191,19 @@ VALUES: dict[str, tuple[Callable[[str], Values], bool]] = {
 
 
 def _snapshot() -> Snapshot:
-    """What the daemon saw; else what the driver says, with the claims."""
-    from dataclasses import replace
-
-    from gpuguard.backends import is_recorded
-    from gpuguard.claims.records import probe
-    from gpuguard.source import read_state
-
-    name = _backend()
-    if is_recorded(name):
-        return _sampled(name)
-    directory, now = _directory(), time.clock_gettime(time.CLOCK_BOOTTIME)
-    seen = read_state(directory, now, simulated=name.startswith("simulated"))
-    if seen is None:
-        seen = _sampled(name)
-        seen = replace(seen, claims=probe(directory, [device.uuid for device in seen.devices]))
-    return seen
-
-
-def _sampled(name: str) -> Snapshot:
-    from gpuguard.backends.client import open_worker
-    from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES
-
-    backend = open_worker(name)
+    """What the daemon saw; else what the driver says; with the claims."""
+    source = SnapshotSource(_backend(), lambda: open_worker(_backend()), _directory, read=_read)
     try:
-        return backend.sample({HEALTH, MEMORY, MODEL, PROCESSES, PROCESS_DETAILS})
+        return source.joined(reservations=False)[0]
     finally:
-        backend.close()
+        source.close()
+
+
+def _read(backend: Backend) -> Snapshot:
+    return backend.sample({HEALTH, MEMORY, MODEL, PROCESSES, PROCESS_DETAILS})
 
 
 def _directory() -> LockDirectory:
-    from gpuguard.claims.directory import lock_directory
-
     return lock_directory(os.environ.get("GPUGUARD_DIR") or None, backend=_backend(), make=False)
 
 

@@ -100,9 +100,9 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest("--token-file is about --influx.")
     signal.signal(signal.SIGTERM, _end)
     machine = MachineFacts(
+        args.backend,
         lambda: backend_of(args),
         lambda: directory_of(args),
-        simulated=args.backend.startswith("simulated"),
         fresh=args.fresh,
         clocks=bool(args.compat),
     )

@@ -17,7 +17,7 @@ import sys
 
 from gpuguard.cli import terminal
 from gpuguard.cli.fleet import add_fleet_options, has_hosts
-from gpuguard.cli.options import SnapshotSource, add_source_options, directory_of
+from gpuguard.cli.options import add_source_options, directory_of, snapshot_source
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
     from gpuguard.views import queue as slurm
     from gpuguard.views.text import json_text, put, style
 
-    directory, site, source = directory_of(args), read_queue_settings(), SnapshotSource(args)
+    directory, site, source = directory_of(args), read_queue_settings(), snapshot_source(args)
     try:
         snapshot, _ = source.sample()
     finally:

@@ -21,12 +21,12 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli import terminal
 from gpuguard.cli.deny import choose_log
 from gpuguard.cli.options import (
-    SnapshotSource,
     add_source_options,
     backend_of,
     directory_of,
     quantity,
     selectors,
+    snapshot_source,
     whole_number,
 )
 from gpuguard.cli.times import parse_when
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _now(args: argparse.Namespace) -> ReservationCalendar:
-    source = SnapshotSource(args)
+    source = snapshot_source(args)
     try:
         snapshot, _ = source.sample()
     finally:

@@ -22,15 +22,13 @@ import time
 from dataclasses import replace
 
 from gpuguard import device_state
-from gpuguard.backends import Backend
-from gpuguard.backends.client import open_worker
-from gpuguard.cli import terminal
+from gpuguard.cli import deny, terminal
 from gpuguard.cli.fleet import add_fleet_options, has_hosts
-from gpuguard.cli.options import add_source_options, check_users, quantity
-from gpuguard.cli.top_feed import SceneFeed
+from gpuguard.cli.options import add_source_options, backend_of, check_users, directory_of, quantity
 from gpuguard.cli.who import chosen_devices
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Snapshot
+from gpuguard.top.feed import SceneFeed
 from gpuguard.top.page import page, painted, title
 from gpuguard.top.scene import MODES, SORTS, History, Scene, ScreenLine, ScreenView
 from gpuguard.units import parse_duration
@@ -76,9 +74,10 @@ def main(args: argparse.Namespace) -> int:
     every = quantity("--every", args.every or "1s", parse_duration)
     if every is None or every < 0.1:
         raise InvalidRequest("--every needs at least 100ms between two looks.")
-    feed = SceneFeed(args, lambda: _opened(args.backend))
+    feed = SceneFeed(args.backend, lambda: backend_of(args), lambda: directory_of(args), lambda: deny.choose_log(args))
+    feed.fresh, feed.tree = args.fresh, args.tree
     try:
-        scene = feed.look()  # a fault of the first look ends the command; later ones are shown and may pass
+        scene = feed.sample()  # a fault of the first sample ends the command; later ones are shown and may pass
         view = _view(args, scene.snapshot)
         if not (device_state.chosen(scene.found, view.users, view.devices) or scene.snapshot.recorded):
             check_users(args.user)
@@ -95,14 +94,6 @@ def main(args: argparse.Namespace) -> int:
         if threading.active_count() == 1:
             feed.close()
     return 0
-
-
-def _opened(name: str) -> Backend:
-    return open_worker(name, on_slow=_slow)
-
-
-def _slow(text: str) -> None:
-    print(f"gpuguard: {text}", file=sys.stderr)
 
 
 def _view(args: argparse.Namespace, snapshot: Snapshot) -> ScreenView:
@@ -151,7 +142,7 @@ def _can_draw() -> bool:
 
 def _once(feed: SceneFeed, view: ScreenView) -> None:
     time.sleep(_APART)
-    scene, history = feed.look(), History()
+    scene, history = feed.sample(), History()
     history.add(scene)
     put(_lines(scene, history, replace(view, past=False), *terminal.size()), sys.stdout)
 
@@ -174,7 +165,7 @@ def _plain(feed: SceneFeed, view: ScreenView, scene: Scene, every: float) -> Non
             sys.stdout.flush()
             time.sleep(every)
             try:
-                scene, trouble = feed.look(), None
+                scene, trouble = feed.sample(), None
             except GpuguardError as error:
                 trouble = " ".join(str(error).split())
     except KeyboardInterrupt:

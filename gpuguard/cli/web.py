@@ -21,7 +21,7 @@ import sys
 from typing import Any
 
 from gpuguard.backends import Backend
-from gpuguard.cli.options import SnapshotSource, add_source_options, backend_of, directory_of
+from gpuguard.cli.options import add_source_options, backend_of, directory_of, snapshot_source
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import NVLINK_FLOW, PCIE, Snapshot
 
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _end)
     source = _Source(args)
     try:
-        source.sample()  # a driver that cannot be reached is said here, and not in a browser
+        source.joined()  # a driver that cannot be reached is said here, and not in a browser
         _serve(args, source, secrets.token_urlsafe() if is_roots_own else token)
     except KeyboardInterrupt:
         return 0
@@ -110,23 +110,25 @@ def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None
         uvicorn.Server(settings).run(sockets=[ours])
 
 
-class _Source(SnapshotSource):
-    """Also what goes over PCIe and NVLink, by a backend of its own: the other one may belong to the daemon."""
+class _Source:
+    """The machine, and what goes over PCIe and NVLink by a backend of its own: the other one may be the daemon."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        self._asked, self._further = args, None
+        self._args, self._source = args, snapshot_source(args)
+        self._further: Backend | None = None
 
-    _further: Backend | None
+    def joined(self) -> tuple[Snapshot, float | None]:
+        """The machine with its claims, and how old that is."""
+        return self._source.joined()
 
     def throughput(self) -> Snapshot | None:
         """The machine with what goes over PCIe and NVLink."""
-        self._further = self._further or backend_of(self._asked)
+        self._further = self._further or backend_of(self._args)
         return self._further.sample({PCIE, NVLINK_FLOW})
 
     def close(self) -> None:
-        """Let go of the driver."""
-        super().close()
+        """Close the driver."""
+        self._source.close()
         if self._further:
             self._further.close()
 

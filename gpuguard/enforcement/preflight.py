@@ -22,6 +22,7 @@ from gpuguard.claims.records import probe, read_record
 from gpuguard.claims.release import LockHandle, NotPermitted, lock_handle, users_of
 from gpuguard.clusters import slurm_jobs
 from gpuguard.deadline import in_time
+from gpuguard.device_state import idle_limit
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.identity import ProcessFacts
 from gpuguard.enforcement.limits import ActionLimits, FailedCheck, PastAction
@@ -30,7 +31,6 @@ from gpuguard.model import WHO_FIELDS, ClaimRecord, Event, GpuProcess, Snapshot,
 from gpuguard.notify.templates import ENGLISH, TEMPLATES, Template
 from gpuguard.policies.policy import DISRUPTIVE
 from gpuguard.procfs import boot_clock, in_first_pid_namespace, process_facts, start_time
-from gpuguard.request import idle_limit
 from gpuguard.units import format_duration
 
 INTERACTIVE_SECONDS = 600.0

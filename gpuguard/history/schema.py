@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import claim_of, claims_on, claims_readable, places
+from gpuguard.device_state import claim_of, claims_on, claims_readable, hides_use, is_idle, may_compute, usable_devices
 from gpuguard.model import Device, GpuProcess, Snapshot
-from gpuguard.request import computes, idle_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 
 WIDTH = 10  # seconds
-WORKS_FROM = 1.0  # percent: below it a device idles, as in `gpuguard who`
 MOST_WATTS = 10_000.0  # no device draws as much: a counter that says so is another one, or began anew
 
 # What is averaged over time, from a device, in the unit in which it is stored.
@@ -110,7 +108,8 @@ class UsageTally:
 def rates_of(before: Snapshot, now: Snapshot) -> Slot:
     """What one second between these two snapshots adds to a slot."""
     readable = claims_readable(now)
-    rates, formers, undivided = Slot(), {one.uuid: one for one in before.devices}, {one.uuid for one in places(now)}
+    rates, formers = Slot(), {device.uuid: device for device in before.devices}
+    undivided = {device.uuid for device in usable_devices(now)}
     for device in now.devices:
         former = formers.get(device.uuid)
         if former is not None:
@@ -166,19 +165,18 @@ def _listed(devices: list[Device]) -> list[GpuProcess] | None:
     known = [device for device in devices if device.processes is not None]
     if not known or not all(device.processes_plausible for device in known):
         return None
-    return [process for device in known for process in device.processes or () if computes(process)]
+    return [process for device in known for process in device.processes or () if may_compute(process)]
 
 
 def _works(device: Device, listed: list[GpuProcess] | None, *, divided: bool) -> bool | None:
-    if device.utilization is not None and device.utilization < WORKS_FROM and not divided:
+    if is_idle(device) and not divided:
         return False
     return None if listed is None or device.utilization is None or divided else True
 
 
 def _hides_use(device: Device, listed: list[GpuProcess] | None) -> bool:
     """Whether memory tells of processes that the list does not."""
-    used, idles = device.memory_used, device.utilization is not None and device.utilization < WORKS_FROM
-    return not listed and not idles and used is not None and used > idle_limit(device)
+    return not listed and not is_idle(device) and hides_use(device)
 
 
 def _energy(before: Device, now: Device, seconds: float) -> float | None:

@@ -20,11 +20,11 @@ from gpuguard.claims.claim import Claim, unlock
 from gpuguard.claims.directory import Gate, LockDirectory
 from gpuguard.claims.records import probe
 from gpuguard.claims.shares import lock_parts
-from gpuguard.device_state import places
+from gpuguard.device_state import may_compute, usable_devices
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
 from gpuguard.procfs import GROUP, PARENT, SESSION, START, STATE, in_first_pid_namespace, stat_fields, uid_of
-from gpuguard.request import ANY_MEMORY, Request, computes
+from gpuguard.request import ANY_MEMORY, Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -265,7 +265,9 @@ def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
 
 def _used(snapshot: Snapshot, family: ProcessFamily, pids: Sequence[int]) -> tuple[Device, ...]:
     """The devices that the family uses, its own alone."""
-    devices = tuple(device for device in places(snapshot) if any(_is_member(one, family) for one in _on(device)))
+    devices = tuple(
+        device for device in usable_devices(snapshot) if any(_is_member(one, family) for one in _on(device))
+    )
     if devices:
         _refuse_others(devices, family)
         return devices
@@ -273,18 +275,20 @@ def _used(snapshot: Snapshot, family: ProcessFamily, pids: Sequence[int]) -> tup
     what = f"{who} {'uses no GPU' if len(pids) == 1 else 'uses a GPU'} now"
     if not family.tree:
         whole = ProcessFamily(pids, tree=True)
-        children = sorted({one.pid for device in places(snapshot) for one in _on(device) if _is_member(one, whole)})
+        children = sorted(
+            {one.pid for device in usable_devices(snapshot) for one in _on(device) if _is_member(one, whole)}
+        )
         whole.close()
         if children:
             raise ClaimError(f"{what}, but what it started does (pid {', '.join(map(str, children))}): add --tree.")
-    unknown = [str(device.index) for device in places(snapshot) if device.processes is None]
+    unknown = [device.label for device in usable_devices(snapshot) if device.processes is None]
     if unknown:
         raise ClaimError(f"{what}, as far as can be seen: the driver does not list the processes on {_gpus(unknown)}.")
     raise ClaimError(f"{what}: adopt it when it does, or start such a job with `gpuguard run`.")
 
 
 def _on(device: Device) -> tuple[GpuProcess, ...]:
-    return tuple(process for process in device.processes or () if computes(process))
+    return tuple(process for process in device.processes or () if may_compute(process))
 
 
 def _is_member(process: GpuProcess, family: ProcessFamily) -> bool:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.release_requests import ENDING, REFUSED, RELEASED, STOP, ReleaseRequest
+from gpuguard.device_state import may_compute
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.jobs.drain import descendants, patiently, status_of
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES
-from gpuguard.request import computes
 from gpuguard.units import format_duration
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def in_use(claim: Claim, backend: Backend) -> str | None:
     for device in here:
         if device.processes is None or not device.processes_plausible:
             return f"the driver gives no list of the processes on device {device.index} that could be believed"
-        for process in filter(computes, device.processes):
+        for process in filter(may_compute, device.processes):
             if process.pid in family or not process.uid or process.uid == os.geteuid():
                 return f"pid {process.pid} computes on device {device.index}"
     return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
+from gpuguard.device_state import IDLE_TOLERANCE, computes
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import (
     MEMORY,
@@ -33,7 +34,6 @@ from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
 from gpuguard.policies.view import judged
-from gpuguard.request import IDLE_TOLERANCE, computes
 from gpuguard.units import format_bytes, format_duration
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from gpuguard.metrics.facts import ERROR_FIELDS, MetricFacts
 from gpuguard.metrics.families import Labels, MetricFamily, labels, number
 from gpuguard.model import Device, Snapshot
-from gpuguard.views.who import device_label
 
 _MIB = 2**-20
 # name, kind, help, field of Device, factor: etc/default-counters.csv of dcgm-exporter, and rows that are optional there
@@ -91,7 +90,7 @@ def nvitop(facts: MetricFacts) -> list[MetricFamily]:
     series = {
         device.uuid: labels(
             hostname=snapshot.host,
-            index=device_label(device).replace(".", ":"),
+            index=device.label.replace(".", ":"),
             devicename=device.name,
             uuid=device.uuid,
         )

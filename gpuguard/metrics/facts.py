@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from gpuguard import __version__
 from gpuguard.claims.restrictions import QUARANTINED, read_restrictions
-from gpuguard.claims.watch import ClaimWatcher
 from gpuguard.device_state import DeviceUse, uses
 from gpuguard.enforcement.actions import ACTIONS
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.history import audit_log
-from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device, Event, Gap, Snapshot
+from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device, Event, Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.queue.tickets import who_waits
-from gpuguard.source import daemon_lives, read_state
+from gpuguard.source import SnapshotSource, daemon_lives, with_quarantine
 
 if TYPE_CHECKING:
     from gpuguard.backends import Backend
@@ -117,48 +116,45 @@ class MachineFacts:
     """The facts of a machine: a daemon's latest snapshot where that has all that is wanted, else the driver's.
 
     Args:
-        open_backend: opens the driver, when it is first needed.
+        backend: name of the backend.
+        open_backend: opens it, when the driver is first needed.
         directory: of the claims, looked up each time; raises ClaimError where there is none.
-        simulated: whether the backend is a simulated node.
         fresh: whether the driver is read even while a daemon runs.
         clocks: whether a daemon's snapshot must have clocks, as other exporters' names need.
     """
 
     def __init__(
         self,
+        backend: str,
         open_backend: Callable[[], Backend],
         directory: Callable[[], LockDirectory],
         *,
-        simulated: bool,
         fresh: bool = False,
         clocks: bool = False,
     ) -> None:
-        self._open_backend, self._directory_of = open_backend, directory
-        self._simulated, self._fresh, self._clocks = simulated, fresh, clocks
-        self._backend: Backend | None = None
+        self._source = SnapshotSource(backend, open_backend, directory, read=self._read_driver, suits=self._suits)
+        self._source.fresh = fresh
+        self._directory_of, self._clocks = directory, clocks
         self._last: Snapshot | None = None
         self._rare = RareFields()
-        self._claims = ClaimWatcher()
         self.trouble: BackendError | None = None  # of the last reading
 
     def read(self) -> MetricFacts:
         """The machine now."""
-        directory = self._directory()
         self.trouble = None
         try:
-            self._last = self._sample(directory)
+            self._last, _ = self._source.joined(reservations=False)
         except BackendError as error:
             self.trouble = error
         snapshot, current = self._last, not self.trouble
         facts = MetricFacts(time.time(), __version__, snapshot, current=current, driver_up=current)
         if snapshot and current:
             facts = replace(facts, uses=uses(snapshot, process_facts(snapshot)), errors=self._rare.errors(snapshot))
-        return _with_directory(facts, directory)
+        return _with_directory(facts, self._directory())
 
     def close(self) -> None:
         """Close the driver."""
-        if self._backend:
-            self._backend.close()
+        self._source.close()
 
     def _directory(self) -> LockDirectory | None:
         try:
@@ -166,20 +162,12 @@ class MachineFacts:
         except ClaimError:
             return None
 
-    def _sample(self, directory: LockDirectory | None) -> Snapshot:
-        if directory and not self._fresh:
-            published = read_state(directory, time.clock_gettime(time.CLOCK_BOOTTIME), simulated=self._simulated)
-            if published and (not self._clocks or any(device.clock_sm is not None for device in published.devices)):
-                return published
-        self._backend = self._backend or self._open_backend()
+    def _suits(self, snapshot: Snapshot) -> bool:
+        return not self._clocks or any(device.clock_sm is not None for device in snapshot.devices)
+
+    def _read_driver(self, backend: Backend) -> Snapshot:
         self._rare.scraped()
-        snapshot = self._backend.sample(WHO_FIELDS | self._rare.groups())
-        try:
-            if directory is None:
-                raise ClaimError("there is no directory of claims that can be used")
-            return replace(snapshot, claims=self._claims.look(directory, [device.uuid for device in snapshot.devices]))
-        except ClaimError as error:
-            return replace(snapshot, gaps=(*snapshot.gaps, Gap(None, "claims", " ".join(str(error).split()))))
+        return backend.sample(WHO_FIELDS | self._rare.groups())
 
 
 class EventCounter:
@@ -243,7 +231,7 @@ class DaemonFacts:
             snapshot if sampled else None,
             current=current,
             errors=self._rare.errors(snapshot),
-            uses=uses(snapshot, watchdog.processes(snapshot)) if current else (),
+            uses=uses(with_quarantine(snapshot, self._directory), watchdog.processes(snapshot)) if current else (),
             waiting=_since(waiting) if current else None,
             driver_up=current if sampled or watchdog.problem else None,  # None: it was not read yet
             interval=interval,

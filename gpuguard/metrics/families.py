@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from gpuguard import device_state
 from gpuguard.clusters.slurm_jobs import job_of_claim
-from gpuguard.device_state import DeviceUse, claims_readable
+from gpuguard.device_state import DeviceUse, claims_readable, computes
 from gpuguard.metrics.facts import ECC_FIELDS, ERROR_FIELDS, Action, MetricFacts
 from gpuguard.model import Device, Snapshot
-from gpuguard.request import computes
 from gpuguard.sanitize import neutralise
 
 MAX_USERS = 100  # the others are summed up
@@ -229,7 +228,7 @@ def _device_words(facts: MetricFacts) -> Iterator[MetricFamily]:
     for use in on_devices:
         uuid = use.device.uuid
         for state in device_state.STATES:
-            states.add(use.state == state, uuid=uuid, state=state)
+            states.add(use.plain_state == state, uuid=uuid, state=state)
         for problem in _known_words(use.device.problems, _PROBLEMS):
             problems.add(1, uuid=uuid, problem=problem)
         for reason in _known_words(use.device.throttle_reasons, _THROTTLES):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from gpuguard.device_state import places
+from gpuguard.device_state import usable_devices
 from gpuguard.model import Finding
 from gpuguard.policies.expression_language import (
     BYTES,
@@ -61,7 +61,7 @@ class ExpressionRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device, or per device."""
-        for device in places(view.snapshot):
+        for device in usable_devices(view.snapshot):
             if not self.expr.of_process:
                 if self.expr.holds(place := NameSource(view, device)):
                     yield Finding("expression", device_subject(device), self._why(place))

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gpuguard.device_state import claim_of, claims_on, places
+from gpuguard.device_state import claim_of, claims_on, idle_limit, may_compute, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.amounts import Rate, parse_rate
 from gpuguard.policies.series import recent
-from gpuguard.policies.subjects import COMPUTING, claim_here, claim_subject, computing, everywhere
+from gpuguard.policies.subjects import claim_here, claim_subject, computing, everywhere
 from gpuguard.policies.view import RuleView, device_subject, process_subject
-from gpuguard.request import computes, idle_limit
 from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_percent
 
 Held = tuple[Subject, float | None, tuple[GpuProcess, ...]]  # by whom, for how many seconds, whom an action would mean
@@ -62,7 +61,7 @@ class IdleRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Who holds a device that rests."""
-        for device in places(view.snapshot):
+        for device in usable_devices(view.snapshot):
             resting = self._resting(view, device)
             if resting is None or not self._quiet(view, device):
                 continue
@@ -94,7 +93,7 @@ class IdleRule:
             return True
         if not device.processes_plausible or device.processes is None:
             return False
-        for process in filter(computes, device.processes):
+        for process in filter(may_compute, device.processes):
             use = view.host.get((process.pid, process.start_time)) if process.start_time is not None else None
             cpu, network = (use.cpu, use.network) if use else (None, None)
             if self.cpu_below is not None and (cpu is None or cpu >= self.cpu_below):
@@ -111,7 +110,7 @@ class IdleRule:
         present, now = computing(device), view.clock
         for process in present:
             yield process_subject(device, process), now - (process.start_time or now), (process,)
-        if not device.processes_plausible or len(present) < sum(map(computes, device.processes or ())):
+        if not device.processes_plausible or len(present) < sum(map(may_compute, device.processes or ())):
             return  # somebody is there whom nobody knows: the claim may be his
         used = [claim_of(process, claims, view.seen) for process in present] if claims else ()
         for claim in claims:
@@ -179,7 +178,7 @@ def _unused(device: Device, view: RuleView, seconds: float) -> bool:
     divided = any(other.parent_uuid == device.uuid for other in view.snapshot.devices)
     if divided or device.processes is None or not device.processes_plausible or device.memory_used is None:
         return False
-    if any(process.kind in COMPUTING for process in device.processes):
+    if any(map(may_compute, device.processes)):
         return False
     past = recent(view, device_subject(device), "memory_used", seconds)
     return bool(past) and max(device.memory_used, *(memory for _, memory in past)) <= idle_limit(device)

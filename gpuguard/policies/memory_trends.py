@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gpuguard.device_state import places
+from gpuguard.device_state import usable_devices
 from gpuguard.model import Device, Finding
 from gpuguard.policies.amounts import Rate, parse_rate
 from gpuguard.policies.series import middle, slopes, sure
@@ -36,7 +36,7 @@ class MemoryGrowthRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Whose memory grows too fast."""
-        for device in places(view.snapshot):
+        for device in usable_devices(view.snapshot):
             for subject, used, processes in USES[self.per](view, device):
                 if used is None or not (rates := slopes(view, subject, "memory_used", self.over)):
                     continue
@@ -78,7 +78,7 @@ class ForecastRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Where memory will be full."""
-        for device in places(view.snapshot):
+        for device in usable_devices(view.snapshot):
             if (free := _free(device)) is None:
                 continue
             for subject, used, processes in USES[self.per](view, device):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from gpuguard.device_state import claim_of, claims_on, places, started_by
+from gpuguard.device_state import claim_of, claims_on, computes, started_by, usable_devices
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Subject
 from gpuguard.policies.view import RuleView, SampleIndex, device_subject, judged, key_of, process_subject, reach_of
 
@@ -107,21 +107,14 @@ def _least(ages: list[float | None]) -> float | None:
 # Decides nothing.
 
 
-COMPUTING = ("compute", "mps")  # a desktop is graphics, or both at once, and is nobody's job
-
-
 def computing(device: Device) -> tuple[GpuProcess, ...]:
-    """The processes of *device* that may be judged and that compute there; no desktops."""
-    here = judged(device)
-    for process in here:  # mostly all of them: no generator is needed then
-        if process.kind not in COMPUTING:
-            return tuple(each for each in here if each.kind in COMPUTING)
-    return here
+    """The processes of *device* that may be judged and that surely compute there; no desktops."""
+    return tuple([process for process in judged(device) if computes(process)])
 
 
 def everywhere(view: RuleView) -> Iterator[tuple[Device, GpuProcess]]:
     """Each computing process on each device; a device that is divided has none but those of its instances."""
-    for device in places(view.snapshot):
+    for device in usable_devices(view.snapshot):
         for process in computing(device):
             yield device, process
 
@@ -146,7 +139,7 @@ Use = tuple[Subject, int | None, tuple[GpuProcess, ...]]  # who, bytes of memory
 
 def wholes(view: RuleView) -> Iterator[tuple[Device, tuple[Device, ...]]]:
     """Each device that is no part of another one here, with the places on it: its instances, else itself."""
-    uuids, parts = {device.uuid for device in view.snapshot.devices}, places(view.snapshot)
+    uuids, parts = {device.uuid for device in view.snapshot.devices}, usable_devices(view.snapshot)
     for whole in view.snapshot.devices:
         if whole.parent_uuid not in uuids:
             yield whole, tuple(one for one in parts if whole.uuid in (one.uuid, one.parent_uuid))
@@ -231,7 +224,7 @@ def holdings(view: RuleView) -> dict[int, list[Holding]]:
         if record.alive and record.uid > 0:
             since = ALWAYS if record.since is None else record.since - boot
             found[record.uid, record.id] = Holding(claim_subject(record), since, frozenset(record.devices))
-    for device in places(view.snapshot):
+    for device in usable_devices(view.snapshot):
         here = claims_on(view.snapshot, device)
         for process in computing(device):
             if not process.uid or process.start_time is None:

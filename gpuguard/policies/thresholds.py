@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gpuguard.device_state import claims_on, places
+from gpuguard.device_state import claims_on, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Finding, Subject, claim_named
 from gpuguard.policies.amounts import Amount, parse_memory_amount, parse_power_amount
@@ -34,7 +34,7 @@ class MemoryRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Whose use is above the limit."""
-        for device in places(view.snapshot):
+        for device in usable_devices(view.snapshot):
             claims = claims_on(view.snapshot, device) if self.above.promised else ()
             for_all = self.above.of(device.memory_total)
             for subject, used, processes in USES[self.per](view, device):
@@ -134,7 +134,7 @@ class UtilizationRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Who is beyond the limit."""
-        for device in places(view.snapshot):
+        for device in usable_devices(view.snapshot):
             for subject, _, processes in USES[self.per](view, device):
                 percent = processes[0].utilization if self.per == "process" else device.utilization
                 if percent is None:
@@ -169,7 +169,7 @@ class ProcessesRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Where there are too many."""
-        for device in places(view.snapshot):
+        for device in usable_devices(view.snapshot):
             for subject, _, processes in USES[self.per](view, device):
                 count = len(processes if self.per == "user" else computing(device))
                 if count > self.above:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated
 
-from gpuguard.device_state import claim_of, claims_on, claims_readable, places
+from gpuguard.device_state import claim_of, claims_on, claims_readable, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, GpuProcess
 from gpuguard.policies.subjects import called, computing, everywhere
@@ -33,7 +33,7 @@ class UnclaimedRule:
         if not claims_readable(view.snapshot):
             return
         limit = f", {format_bytes(self.min_memory)} are too much for that" if self.min_memory else ""
-        for device in places(view.snapshot):
+        for device in usable_devices(view.snapshot):
             if claims_on(view.snapshot, device):
                 continue
             for process in computing(device):
@@ -63,7 +63,7 @@ class TrespassRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
-        for device in places(view.snapshot):
+        for device in usable_devices(view.snapshot):
             here = claims_on(view.snapshot, device)
             if not here or any(record.uid < 0 for record in here):
                 continue

@@ -19,12 +19,12 @@ from contextlib import suppress
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import as_written
 from gpuguard.claims.records import locks_held
+from gpuguard.device_state import idle_limit
 from gpuguard.model import Device
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.state import QueueState, has_waker
 from gpuguard.queue.tickets import wake
-from gpuguard.request import idle_limit
 
 # Being woken by the kernel: when a claim or a ticket ends, when a process ends, when somebody rings.
 #

@@ -146,6 +146,14 @@ def kept_for_others(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> di
     return {uuid: in_words(booking, now) for uuid, booking in place.kept.items()}
 
 
+def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str, str]:
+    """uuid -> for whom it is reserved, of the devices that are kept for reservations that have begun."""
+    begun = tuple(booking for booking in reserved.bookings if booking.begins <= reserved.now)
+    facts = QueueFacts(claims=snapshot.claims, barred=dict(snapshot.quarantined), bookings=begun)
+    nobody = Ticket(id="", uid=-1, user="", since=reserved.now, requests=(Request(),))
+    return kept_for_others(snapshot, facts, nobody)
+
+
 def _passed_over(tickets: Sequence[Ticket], absent: Mapping[str, str]) -> list[Ticket]:
     return [replace(one, after=one.after or absent[one.id]) if one.id in absent else one for one in tickets]
 

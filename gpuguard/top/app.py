@@ -157,12 +157,12 @@ _FOOT = " ?:help /:filter s:sort t:tree u:mine m:mode Enter:past e:env x:signal 
 
 
 class SceneSource(Protocol):
-    """Where scenes come from; only the thread calls look() and send()."""
+    """Where scenes come from; only the thread calls sample() and send()."""
 
     fresh: bool
     tree: bool
 
-    def look(self) -> Scene:
+    def sample(self) -> Scene:
         """The machine now; GpuguardError when nobody tells."""
 
     def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
@@ -271,7 +271,7 @@ class Top(App[None]):
         while not self._ends.is_set():
             due = time.monotonic() + self._every
             try:
-                self.post_message(Sampled(self._source.look()))
+                self.post_message(Sampled(self._source.sample()))
             except GpuguardError as error:
                 self.post_message(Notice(" ".join(str(error).split()), trouble=True))
             while (left := due - time.monotonic()) > 0 and not self._ends.is_set():
@@ -283,7 +283,7 @@ class Top(App[None]):
                     break
                 job()
 
-    def on_looked(self, message: Sampled) -> None:
+    def on_sampled(self, message: Sampled) -> None:
         """Show it."""
         self._heard, self._trouble = time.monotonic(), ""
         self.history.add(message.scene)
@@ -291,7 +291,7 @@ class Top(App[None]):
             self.scene = message.scene
             self.draw()
 
-    def on_said(self, message: Notice) -> None:
+    def on_notice(self, message: Notice) -> None:
         """Show it, too."""
         if message.trouble:
             self._trouble = message.text

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpuguard.device_state import FREE, DeviceUse
+from gpuguard.device_state import FREE, DeviceUse, model_name
 from gpuguard.model import Device
 from gpuguard.sanitize import neutralise
 from gpuguard.top.scene import SLOWDOWN_MARGIN, History, Scene, ScreenLine, ScreenView, Thresholds
 from gpuguard.units import format_duration
 from gpuguard.views.charts import Part, alarm, bar, fitted, sparkline
 from gpuguard.views.text import shorten
-from gpuguard.views.who import LABELS, device_label
+from gpuguard.views.who import LABELS
 
 FULL_LINES = 3
 _INDENT = 5
@@ -69,7 +69,8 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def _full(scene: Scene, history: History, view: ScreenView, use: DeviceUse, width: int) -> list[ScreenLine]:
     device, found = use.device, _meters(use.device, scene.thresholds)
-    name: list[Part] = [(f"{device_label(device):>4} ", "bold"), (f"{_name(device)}  ", "bold"), *_state(scene, use)]
+    heading = f"{device.label:>4} {neutralise(model_name(device))}  "
+    name: list[Part] = [(heading, "bold"), *_state(scene, use)]
     cell = min(_WIDEST_CELL, max(12, (width - _INDENT - 2 * (len(found) - 1)) // len(found)))
     values: list[Part] = [(" " * _INDENT, "")]
     rings = history.devices.get(device.uuid, {})
@@ -91,9 +92,9 @@ def _compact(scene: Scene, history: History, view: ScreenView, use: DeviceUse, w
     device = use.device
     memory, busy, heat, power = _meters(device, scene.thresholds)
     wide, roomy = width >= _WIDE, width >= 100
-    parts: list[Part] = [(f"{device_label(device):>4} ", "bold")]
+    parts: list[Part] = [(f"{device.label:>4} ", "bold")]
     if roomy:
-        name = shorten(_name(device), 22)
+        name = shorten(neutralise(model_name(device)), 22)
         parts += fitted([(name, "")], 23)
     for meter, size, room in ((memory, 20 if wide else 8, 13 if roomy else 9), (busy, 12 if wide else 6, 5)):
         words = meter.words if roomy else meter.short
@@ -167,11 +168,6 @@ def _state(scene: Scene, use: DeviceUse) -> list[Part]:
         )
         parts.append((f"{', ' if number else ': '}{neutralise(held.user or 'unknown')}{since}{note}{remarks}", ""))
     return parts
-
-
-def _name(device: Device) -> str:
-    name = (device.name or "n/a").removeprefix("NVIDIA ")
-    return neutralise(name if (device.mig_profile or "") in name else f"{name} {device.mig_profile}")
 
 
 def _of(used: int | None, total: int | None, unit: str) -> str:

@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from gpuguard.device_state import DeviceUse, ProcessUse
+from gpuguard.device_state import DeviceUse, ProcessUse, may_compute
 from gpuguard.procfs import read_memory, start_time
-from gpuguard.request import computes
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.top.devices import ranges
 from gpuguard.top.scene import History, Identity, Scene, ScreenLine, ScreenView
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.views.charts import Part, fitted, sparkline
 from gpuguard.views.text import shorten
-from gpuguard.views.who import device_label
 
 _ROOMY = range(100, 100_000)  # columns of a screen with room for more than what matters most
 _FORKS = ("├─ ", "└─ ", "│  ", "   ")
@@ -53,7 +51,7 @@ def rows_of(scene: Scene, view: ScreenView) -> list[ProcessRow]:
         if view.devices and use.device.uuid not in view.devices:
             continue
         for running in use.processes or ():
-            if view.compute_only and not computes(running.process):
+            if view.compute_only and not may_compute(running.process):
                 continue
             together.setdefault((running.process.pid, running.process.start_time), []).append((use, running))
     rows = [row for row in (_row(scene, places) for places in together.values()) if _wanted(row, view)]
@@ -72,7 +70,7 @@ def _row(scene: Scene, places: Sequence[tuple[DeviceUse, ProcessUse]]) -> Proces
         identity=identity,
         pid=process.pid,
         user=process.user,
-        devices=tuple(device_label(use.device) for use, _ in places),
+        devices=tuple(use.device.label for use, _ in places),
         uuids=tuple(use.device.uuid for use, _ in places),
         memory=None if None in memory else sum(one or 0 for one in memory),
         sm=sum(rates) / len(rates) if rates else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpuguard.eligibility import named
+from gpuguard.device_state import device_title
 from gpuguard.errors import ImpossibleRequest
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS, Request, spelled
@@ -101,13 +101,13 @@ def _share_left(device: Device, sharing: Sharing) -> int | None:
 def _rows(device: Device, choice: Choice) -> list[list[str]]:
     reasons = [neutralise(text) for text, _ in _reasons(device, choice)]
     if reasons:
-        return [[named(device), "REFUSED", reasons[0]], *(["", "", more] for more in reasons[1:])]
+        return [[device_title(device), "REFUSED", reasons[0]], *(["", "", more] for more in reasons[1:])]
     facts = [f"choice {choice.eligible.index(device) + 1}"]
     facts += [f"{format_bytes(device.memory_free)} free" if device.memory_free is not None else "free memory unknown"]
     sharing = _sharing(device, choice)
     facts += [f"shared by {shared_by(sharing)}: {_left(device, sharing)}"] if sharing.count else []
     facts += ["its list of processes is unknown: judged by memory alone"] if device.processes is None else []
-    return [[named(device), "CHOSEN" if device in choice.devices else "ELIGIBLE", ", ".join(facts)]]
+    return [[device_title(device), "CHOSEN" if device in choice.devices else "ELIGIBLE", ", ".join(facts)]]
 
 
 def _left(device: Device, sharing: Sharing) -> str:
@@ -130,7 +130,7 @@ def _verdict(snapshot: Snapshot, request: Request, choice: Choice, turn: tuple[b
 
 
 def _names(devices: Sequence[Device]) -> str:
-    return ", ".join(named(device) for device in devices)
+    return ", ".join(device_title(device) for device in devices)
 
 
 def _all(choice: Choice) -> list[Device]:

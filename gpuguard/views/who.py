@@ -1,15 +1,26 @@
 """The screen and the JSON of `gpuguard who`.
 
-docs/json.md describes every field of the JSON, and a test compares the two.  Who uses what is worked out in usage.
+docs/json.md describes every field of the JSON, and a test compares the two.  Who uses what is decided by device_state.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from gpuguard import device_state
-from gpuguard.device_state import ClaimUse, DeviceUse, ProcessUse, QueuedRequest, UserTotal
+from gpuguard.device_state import (
+    ClaimUse,
+    DeviceUse,
+    ProcessUse,
+    UserTotal,
+    computes,
+    may_compute,
+    model_name,
+    user_label,
+)
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sanitize import neutral_command, neutralise
@@ -18,12 +29,9 @@ from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views.text import Paint, shorten, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from typing import Any
-
     from gpuguard.queue.reservations import ReservationCalendar
 
-LABELS = {  # state: (words, colour)
+LABELS = {  # exact state: (words, colour)
     device_state.FREE: ("free", "green"),
     device_state.CLAIMED: ("claimed, no process yet", "yellow"),
     device_state.IN_USE: ("in use", "bold"),
@@ -31,6 +39,9 @@ LABELS = {  # state: (words, colour)
     device_state.UNCLAIMED_USE: ("used without a claim", "red"),
     device_state.UNHEALTHY: ("unhealthy", "bold red"),
     device_state.UNKNOWN: ("unknown", "yellow"),
+    device_state.QUARANTINED: ("quarantined", "bold red"),
+    device_state.DIVIDED: ("divided (MIG)", "dim"),
+    device_state.RESERVED: ("reserved", "yellow"),
 }
 _INDENT = "     "
 _SHORTEST_NAME = 16  # columns of it: "GeForce RTX 4090"
@@ -39,6 +50,18 @@ MOST_CLAIMS = 10  # lines of one user below a device: 8 can share it, and he wri
 _NOT_SHOWN = set(Device.__match_args__) - {
     "name", "memory_total", "memory_used", "processes", "utilization", "problems", "temperature", "power_draw",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QueuedRequest:
+    """A request that waits for devices."""
+
+    user: str
+    pid: int | None
+    num_gpus: int
+    since: float | None = None  # unix time
+    note: str | None = None
+    command: tuple[str, ...] | None = None
 
 
 def to_text(
@@ -56,23 +79,23 @@ def to_text(
     Args:
         snapshot: of the whole machine, for the title and the gaps.
         found: the devices to show.
-        waiting: who waits for devices.
+        waiting: requests that wait for devices, in the order of the queue.
         reserved: for whom devices are kept, or will be.
         width: columns of the terminal; None (a pipe): nothing is shortened.
         paint: from text.style.
-        age: seconds since the daemon looked; None: the driver was asked just now.
+        age: seconds since the daemon read the driver; None: it was read just now.
     """
     title = _title(snapshot, age)
     lines = [paint(shorten(title, width) if width else title, "bold"), *_device_lines(snapshot, found, width, paint)]
     if totals := device_state.user_totals(tuple(found)):
         lines += ["", *_total_lines(totals, width)]
     if waiting:
-        rows = [_waiting_row(one, snapshot.taken_at) for one in waiting]
+        rows = [_waiting_row(request, snapshot.taken_at) for request in waiting]
         lines += ["", *table(rows, ["WAITING", "GPUS", "SINCE", "PID", "COMMAND"], align="<>>>", width=width)]
     if reserved:
-        from gpuguard.views import queue as reservations
+        from gpuguard.views.queue import reservations_text  # loads the queue: only where something is reserved
 
-        kept = reservations.reservations_text(reserved, width=width)
+        kept = reservations_text(reserved, width=width)
         lines += ["", *kept] if kept else []
     if gaps := gap_lines(snapshot):
         lines += ["", "Not known:", *(f"  {gap if width is None else shorten(gap, width - 2)}" for gap in gaps)]
@@ -125,10 +148,9 @@ def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | N
 
 def _device_row(use: DeviceUse) -> list[str]:
     device = use.device
-    name = (device.name or "n/a").removeprefix("NVIDIA ")
     return [
-        device_label(device),
-        neutralise(name if (device.mig_profile or "") in name else f"{name} {device.mig_profile}"),
+        device.label,
+        neutralise(model_name(device)),
         _of(device.memory_used, device.memory_total),
         format_rounded(device.utilization, "%"),
         format_rounded(device.temperature, "C"),
@@ -149,20 +171,13 @@ def _left(use: DeviceUse) -> str:
 
 def _sharing(use: DeviceUse) -> Sharing:
     uids = {held.record.id: held.record.uid for held in use.claims}
-    owners = {one.process.pid: uids[one.claim] for one in use.processes or () if one.claim in uids}
+    owners = {running.process.pid: uids[running.claim] for running in use.processes or () if running.claim in uids}
     return sharing_on(use.device, [held.record for held in use.claims], owners)
 
 
 def _memory_left(use: DeviceUse, sharing: Sharing) -> int | None:
     left = None if sharing.unknown else memory_left(use.device, sharing)
     return None if left is None else max(0, left)
-
-
-def device_label(device: Device) -> str:
-    """``"3"``; a MIG instance of device 3 is ``"3.1"``, with its GPU instance id."""
-    if device.parent_uuid is None:
-        return str(device.index)
-    return f"{device.index}.{'?' if device.gpu_instance_id is None else device.gpu_instance_id}"
 
 
 def _rows_below(use: DeviceUse, snapshot: Snapshot, brief: bool) -> Iterable[list[str]]:
@@ -174,7 +189,7 @@ def _rows_below(use: DeviceUse, snapshot: Snapshot, brief: bool) -> Iterable[lis
     for user, number in of_user.items():
         if number > MOST_CLAIMS:
             more = f"and {number - MOST_CLAIMS} more"
-            yield ["claim", more, neutralise(user or "unknown"), "", "", "", "which --json shows"]
+            yield ["claim", more, neutralise(user_label(user)), "", "", "", "which --json shows"]
     for running in use.processes or ():
         yield _process_row(running, snapshot, brief)
 
@@ -189,7 +204,7 @@ def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
     return [
         "claim",
         neutralise(record.id),
-        neutralise(held.user or "unknown"),
+        neutralise(user_label(held.user)),
         format_duration(since),
         format_bytes(record.memory) if record.slots else "",
         ", ".join(remarks),
@@ -199,34 +214,38 @@ def _claim_row(held: ClaimUse, snapshot: Snapshot, brief: bool) -> list[str]:
 
 def _process_row(running: ProcessUse, snapshot: Snapshot, brief: bool) -> list[str]:
     process = running.process
-    remarks = [running.claim or ("" if process.kind == "graphics" else "no claim")]
+    if running.claim is not None:
+        remarks = [f"{'perhaps ' * running.guessed}{running.claim}"]
+    else:
+        remarks = ["no claim"] if may_compute(process) else []
     remarks += [process.kind] if process.kind != "compute" else []
     remarks += ["stopped"] if running.stopped else []
     container = f"in {neutralise(process.container[:12])}: " if process.container else ""
     return [
         "pid",
         str(process.pid),
-        neutralise(process.user or "unknown"),
+        neutralise(user_label(process.user, process.uid)),
         format_duration(_running(running, snapshot)),
         format_bytes(process.memory_used),
-        neutralise(", ".join(filter(None, remarks))),
+        neutralise(", ".join(remarks)),
         container + neutral_command(process.command, brief=brief),
     ]
 
 
 def _total_lines(totals: Sequence[UserTotal], width: int | None) -> list[str]:
     rows = [
-        [neutralise(row.user or "unknown"), *map(str, (row.devices, row.processes)), format_bytes(row.memory_used),
+        [neutralise(user_label(row.user)), *map(str, (row.devices, row.processes)), format_bytes(row.memory_used),
          *map(str, (row.claimed, row.idle))]
         for row in totals
     ]  # fmt: skip
     return table(rows, ["USER", "GPUS", "PROCESSES", "MEMORY", "CLAIMED", "IDLE"], align="<>>>>>", width=width)
 
 
-def _waiting_row(one: QueuedRequest, now: float) -> list[str]:
-    note = f'"{neutralise(one.note)}"  ' if one.note else ""
-    since = format_duration(None if one.since is None else now - one.since)
-    return [neutralise(one.user), str(one.num_gpus), since, str(one.pid), note + neutral_command(one.command)]
+def _waiting_row(request: QueuedRequest, now: float) -> list[str]:
+    note = f'"{neutralise(request.note)}"  ' if request.note else ""
+    since = format_duration(None if request.since is None else now - request.since)
+    command = note + neutral_command(request.command)
+    return [neutralise(request.user), str(request.num_gpus), since, str(request.pid), command]
 
 
 def gap_lines(snapshot: Snapshot) -> list[str]:
@@ -246,12 +265,12 @@ def gap_lines(snapshot: Snapshot) -> list[str]:
 
 
 def _where(uuids: list[str | None], known: Mapping[str, Device]) -> str:
-    found = [known[uuid] for uuid in filter(None, uuids) if uuid in known]
-    if not found:
+    devices = [known[uuid] for uuid in filter(None, uuids) if uuid in known]
+    if not devices:
         return ""
-    if len(found) > 1 and len(found) == len(known):
+    if len(devices) > 1 and len(devices) == len(known):
         return "all GPUs: "
-    return f"GPU {', '.join(map(device_label, found))}: "
+    return f"GPU {', '.join(device.label for device in devices)}: "
 
 
 def _by_uuid(snapshot: Snapshot) -> dict[str, Device]:
@@ -268,6 +287,11 @@ def to_json(
 ) -> dict[str, Any]:
     """The object that docs/json.md describes; unknown is None."""
     known = _by_uuid(snapshot)
+    reservations = []
+    if reserved:
+        from gpuguard.views.queue import reservations_json  # loads the queue: only where something is reserved
+
+        reservations = reservations_json(reserved)
     return {
         "schema": 1,
         "host": snapshot.host,
@@ -281,16 +305,16 @@ def to_json(
         "users": [_total_json(row) for row in device_state.user_totals(tuple(found))],
         "waiting": [
             {
-                "user": one.user,
-                "pid": one.pid,
-                "num_gpus": one.num_gpus,
-                "since": one.since,
-                "note": one.note,
-                "command": one.command,
+                "user": request.user,
+                "pid": request.pid,
+                "num_gpus": request.num_gpus,
+                "since": request.since,
+                "note": request.note,
+                "command": request.command,
             }
-            for one in waiting
+            for request in waiting
         ],
-        "reservations": _reservations_json(reserved) if reserved else [],
+        "reservations": reservations,
         "gaps": [_gap_json(gap, known) for gap in snapshot.gaps],
     }
 
@@ -306,24 +330,20 @@ def _total_json(row: UserTotal) -> dict[str, Any]:
     }
 
 
-def _reservations_json(reserved: ReservationCalendar) -> Any:
-    from gpuguard.views import queue as reservations
-
-    return reservations.reservations_json(reserved)
-
-
 def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
     device, sharing = use.device, _sharing(use)
     return {
         "index": device.index,
+        "label": device.label,
         "uuid": device.uuid,
         "name": device.name,
         "pci_bus_id": device.pci_bus_id,
         "parent_uuid": device.parent_uuid,
         "mig_profile": device.mig_profile,
-        "state": use.state,
+        "state": use.plain_state,
+        "exact_state": use.state,
         "reason": use.reason,
-        "problems": device.problems,
+        "problems": use.problems,
         "memory_total_bytes": device.memory_total,
         "memory_used_bytes": device.memory_used,
         "memory_free_bytes": device.memory_free,
@@ -335,7 +355,7 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
         "claims": [_claim_json(held) for held in use.claims],
         "share_left_bytes": _memory_left(use, sharing) if sharing.count else None,
         "slots_left": slots_left(sharing, SLOTS) if sharing.count else None,
-        "processes": None if use.processes is None else [_process_json(one, snapshot) for one in use.processes],
+        "processes": None if use.processes is None else [_process_json(running, snapshot) for running in use.processes],
         "processes_plausible": device.processes_plausible,
     }
 
@@ -368,9 +388,11 @@ def _process_json(running: ProcessUse, snapshot: Snapshot) -> dict[str, Any]:
         "memory_used_bytes": process.memory_used,
         "utilization_percent": process.utilization,
         "kind": process.kind,
+        "computes": computes(process),
         "command": process.command,
         "executable": process.executable,
         "claim": running.claim,
+        "claim_guessed": running.guessed,
         "stopped": running.stopped,
         "running_seconds": _running(running, snapshot),
         "container": process.container,

@@ -13,15 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpuguard import device_state
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.watch import ClaimWatcher
-from gpuguard.errors import ClaimError, GpuguardError
+from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Point, Usage, query_store, store_path
-from gpuguard.model import Gap, Snapshot
+from gpuguard.model import Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.queue.explain import stand
 from gpuguard.queue.settings import read_queue_settings
@@ -107,10 +106,10 @@ STORED = {  # metric -> its name in the usage store, and what to multiply by
 
 
 class FrameSource(Protocol):
-    """Where snapshots come from, as cli.looking.Source."""
+    """Where snapshots come from."""
 
-    def sample(self) -> tuple[Snapshot, float | None]:
-        """The machine, and how old that is."""
+    def joined(self) -> tuple[Snapshot, float | None]:
+        """The machine with its claims, and how old that is."""
 
     def throughput(self) -> Snapshot | None:
         """The machine with what goes over PCIe and NVLink: some 20 ms per device in a real driver."""
@@ -146,7 +145,6 @@ class FrameFeed:
         self._source, self._directory, self._events = source, directory, events
         self._rings = [NumberRing(step, keep) for step, keep in RINGS]
         self._host = Host()
-        self._lookout = ClaimWatcher()
         self._lock = threading.Lock()  # the rings are written and read by threads
         self._charts: dict[tuple[str, float], asyncio.Future[bytes]] = {}  # asked for since the last look
         self._looking = ThreadPoolExecutor(1, "gpuguard-look")
@@ -202,8 +200,7 @@ class FrameFeed:
         return _encoded({"schema": 1, "error": fault, "taken_at": time.time()})
 
     def _seen(self) -> dict[str, Any]:
-        seen, age = self._source.sample()
-        snapshot = self._with_claims(seen)
+        snapshot, age = self._source.joined()
         with self._lock:
             for ring in self._rings:
                 ring.add(snapshot)
@@ -238,14 +235,6 @@ class FrameFeed:
             }
             for device in devices
         }
-
-    def _with_claims(self, snapshot: Snapshot) -> Snapshot:
-        gaps = tuple(gap for gap in snapshot.gaps if gap.field != "claims")
-        try:
-            claims = self._lookout.look(self._directory, [device.uuid for device in snapshot.devices], snapshot.claims)
-        except (ClaimError, OSError) as error:
-            return replace(snapshot, gaps=(*gaps, Gap(None, "claims", " ".join(str(error).split()))))
-        return replace(snapshot, claims=claims, gaps=gaps)
 
     async def chart(self, metric: str, seconds: float) -> bytes:
         """The last *seconds* of a metric: the store of the daemon where it reaches further back than we do.

@@ -40,7 +40,6 @@
     const first = parts.findIndex(([count]) => count > 0);
     return first < 0 ? "0s" : parts.slice(first, first + 2).filter(([count]) => count).map((part) => part.join("")).join("");
   }
-  const label = (device) => device.parent_uuid ? `${device.index} ${device.mig_profile ?? "MIG"}` : `${device.index}`;
   const number = (value, unit) => (value === null || value === undefined ? word("unknown") : `${Math.round(value)}${unit}`);
 
   function meter(name, share, text, level) {
@@ -53,11 +52,11 @@
   const level = (value, warn, bad) => (value >= bad ? "bad" : value >= warn ? "warn" : "");
 
   function card(device, seen) {
-    const bad = ["unhealthy", "unclaimed_use"].includes(device.state);
+    const bad = ["unhealthy", "quarantined", "unclaimed_use"].includes(device.exact_state);
     const node = make("article", undefined, bad ? "card bad" : "card"), title = make("h3");
-    const state = { idle: "idle_state", unknown: "unknown_state" }[device.state] ?? device.state;
-    title.append(make("span", label(device)), make("span", (device.name ?? word("unknown")).replace("NVIDIA ", "")),
-      make("span", word(state), `state ${device.state}`));
+    const state = { idle: "idle_state", unknown: "unknown_state" }[device.exact_state] ?? device.exact_state;
+    title.append(make("span", device.label), make("span", (device.name ?? word("unknown")).replace("NVIDIA ", "")),
+      make("span", word(state), `state ${device.exact_state}`));
     const full = device.memory_total_bytes ? 100 * device.memory_used_bytes / device.memory_total_bytes : null;
     const watts = device.power_limit_watts ? 100 * device.power_draw_watts / device.power_limit_watts : null;
     node.append(title,
@@ -84,7 +83,7 @@
     for (const process of (device.processes ?? []).slice(0, 8)) {
       const command = (process.command ?? [process.executable ?? ""]).join(" "), row = make("li");
       row.append(make("b", process.user ?? word("unknown")), [` ${process.pid}`, size(process.memory_used_bytes),
-        process.claim || process.kind === "graphics" ? "" : word("unclaimed"), said.get(process.claim) === command ? "" : command].filter(Boolean).join(" · "));
+        process.claim || process.computes === false ? "" : word("unclaimed"), said.get(process.claim) === command ? "" : command].filter(Boolean).join(" · "));
       list.append(row);
     }
     const more = (device.processes ?? []).length - 8;
@@ -163,7 +162,7 @@
       found = await answer.json();
     } catch { return; }
     if (wanted !== `${metric}|${span}`) return;
-    const names = new Map((last?.devices ?? []).map((device) => [device.uuid, label(device)]));
+    const names = new Map((last?.devices ?? []).map((device) => [device.uuid, device.label]));
     const uuids = Object.keys(found.values).sort((one, other) => (names.get(one) ?? "").localeCompare(names.get(other) ?? "", undefined, { numeric: true }));
     const rows = [found.times, ...uuids.map((uuid) => found.values[uuid].map(change))];
     const look = [metric, span, theme, language, byId("chart").clientWidth, ...uuids.map((uuid) => names.get(uuid))].join("|");

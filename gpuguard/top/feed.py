@@ -1,21 +1,22 @@
 """Where `gpuguard top` gets its scenes from: what the daemon saw while that is fresh, else the driver.
 
-The driver is asked in a process of its own, which is copied off before any thread is started.  Every call here may
-take seconds, when a driver hangs: top_app makes them in a thread.  Draws nothing.
+The driver is asked in a process of its own.  Every call here may take seconds, when a driver hangs: the screen makes
+them in a thread.  Draws nothing.
+
+Memory, processes and utilization are read every time, 9 driver calls per device; power, temperature and health of one
+device in four, in turns, 8 more for those.  All of them at once would be 17 for each, and the driver serves one caller
+at a time.  The first sample reads everything.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from gpuguard.backends import Backend
-from gpuguard.claims.watch import ClaimWatcher
-from gpuguard.cli import deny
-from gpuguard.cli.options import directory_of, of_daemon
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.device_state import uses
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.by_hand import Operator, signal_process
@@ -38,15 +39,15 @@ from gpuguard.model import (
     ProcessStat,
     Snapshot,
 )
+from gpuguard.policies.files.loader import load_policies
+from gpuguard.policies.thresholds import MemoryRule, PowerRule, TemperatureRule
 from gpuguard.procfs import process_facts, read_memory
+from gpuguard.queue.explain import in_words, stand
+from gpuguard.queue.settings import read_queue_settings
+from gpuguard.queue.tickets import read_tickets
+from gpuguard.source import SnapshotSource
 from gpuguard.top.scene import Ancestor, Identity, Scene, Thresholds, Waits
-
-# What `gpuguard top` reads of which device at which look, and how looks become one snapshot.
-#
-# Memory, processes and utilization are read every time, 9 driver calls per device; power, temperature and health of
-# one device in four, in turns, 8 more for those.  All of them at once would be 17 for each, and the driver serves one
-# caller at a time.  The first look reads everything.  Does not read anything itself: see top_feed.
-
+from gpuguard.users import user_name
 
 EVERY_TIME = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION})
 IN_TURNS = frozenset({POWER, THERMAL, HEALTH})
@@ -67,10 +68,10 @@ def groups(before: Snapshot | None) -> frozenset[str]:
     return EVERY_TIME | ({HEALTH} if any(device.mig_mode for device in before.devices) else set())
 
 
-def due_devices(look: int, now: Snapshot) -> list[str]:
-    """The uuids of the devices of *now* of which IN_TURNS is to be read at the *look*-th look."""
+def due_devices(number: int, now: Snapshot) -> list[str]:
+    """The uuids of the devices of *now* of which IN_TURNS is to be read in the *number*-th sample."""
     whole = [device.uuid for device in now.devices if not device.parent_uuid]
-    return whole[look % TURNS :: TURNS]
+    return whole[number % TURNS :: TURNS]
 
 
 def merged(before: Snapshot | None, now: Snapshot, read: frozenset[str]) -> Snapshot:
@@ -115,50 +116,60 @@ def _fails(device: Device) -> bool:
 
 
 POLICY_FILE = "/etc/gpuguard/policy.yaml"
-LINE_SECONDS = 5.0  # a plan of the waiting line costs more than a look, and changes slowly
+QUEUE_SECONDS = 5.0  # a plan of the queue costs more than a sample, and changes slowly
 
 
 class SceneFeed:
-    """Looks at the machine again and again; used by one thread at a time.
+    """Reads the machine again and again; used by one thread at a time.
 
     Args:
-        args: with backend, dir, fresh.
-        opened: opens the backend, at the first look that needs the driver.
+        backend: name of the backend.
+        open_backend: opens it, when the driver is needed for the first time.
+        find_directory: finds the directory of the claims.
+        choose_log: decides in which audit log a signal is written, before the first one.
     """
 
-    def __init__(self, args: argparse.Namespace, opened: Callable[[], Backend]) -> None:
-        self._args, self._open = args, opened
-        self.fresh: bool = args.fresh
-        self.tree: bool = args.tree
-        self._backend: Backend | None = None
-        self._former: Snapshot | None = None  # of the driver
-        self._looks = 0
-        self._lookout = ClaimWatcher()
+    def __init__(
+        self,
+        backend: str,
+        open_backend: Callable[[], Backend],
+        find_directory: Callable[[], LockDirectory],
+        choose_log: Callable[[], object],
+    ) -> None:
+        self.tree = False
+        self._source = SnapshotSource(backend, open_backend, find_directory, read=self._read_driver)
+        self._find_directory, self._choose_log = find_directory, choose_log
+        self._before: Snapshot | None = None  # of the driver
+        self._samples = 0
         self._host = HostUses()
-        self._line: tuple[float, tuple[Waits, ...]] = (float("-inf"), ())
+        self._queue: tuple[float, tuple[Waits, ...]] = (float("-inf"), ())
         self._limits = ActionLimits()
         self._ancestors: dict[Identity, Ancestor] = {}
         self._thresholds, self._protected = site_rules(POLICY_FILE)
 
-    def look(self) -> Scene:
-        """The machine now.  Raises GpuguardError when neither the daemon nor the driver tells."""
-        from gpuguard.cli import who
+    @property
+    def fresh(self) -> bool:
+        """Whether the driver is asked although a daemon publishes its snapshots."""
+        return self._source.fresh
 
-        clock = time.clock_gettime(time.CLOCK_BOOTTIME)
-        snapshot = None if self.fresh else of_daemon(self._args, clock)
-        age = clock - snapshot.clock if snapshot else None
-        snapshot = who.with_claims(self._args, snapshot or self._drivers(), self._lookout)
+    @fresh.setter
+    def fresh(self, fresh: bool) -> None:
+        self._source.fresh = fresh
+
+    def sample(self) -> Scene:
+        """The machine now.  Raises GpuguardError when neither the daemon nor the driver tells."""
+        snapshot, age = self._source.joined()
         if snapshot.recorded:
             return Scene(snapshot, uses(snapshot), thresholds=self._thresholds)
-        seen = process_facts(snapshot)
-        # The daemon's look may be the same as before: rates need the time of ours.
+        stats = process_facts(snapshot)
+        # The daemon's snapshot may be the same as before: rates need the time of now.
         host = self._host.look(replace(snapshot, clock=time.clock_gettime(time.CLOCK_BOOTTIME)))
         return Scene(
             snapshot,
-            uses(snapshot, seen),
+            uses(snapshot, stats),
             host,
             self._waiting(snapshot),
-            self._above(seen) if self.tree else {},
+            self._above(stats) if self.tree else {},
             age,
             os.getloadavg()[0],
             self._thresholds,
@@ -166,88 +177,72 @@ class SceneFeed:
 
     def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
         """Signal a process by hand.  Raises GpuguardError when the driver cannot be asked about it."""
-        deny.choose_log(self._args)
-        operator = Operator(self._driver(), audit_log.append, self._limits, self._protected)
+        self._choose_log()
+        operator = Operator(self._source.backend(), audit_log.append, self._limits, self._protected)
         return signal_process(operator, action, process, devices)
 
     def close(self) -> None:
-        """Let go of the driver."""
-        if self._backend:
-            self._backend.close()
+        """Close the driver."""
+        self._source.close()
 
-    def _driver(self) -> Backend:
-        if self._backend is None:
-            self._backend = self._open()
-        return self._backend
-
-    def _drivers(self) -> Snapshot:
-        before, driver, read = self._former, self._driver(), groups(self._former)
-        self._looks += 1
+    def _read_driver(self, backend: Backend) -> Snapshot:
+        before, read = self._before, groups(self._before)
+        self._samples += 1
         try:
-            now = merged(before, driver.sample(read), read)
-            if before and (turn := due_devices(self._looks, now)):
-                now = refreshed(now, driver.sample(IN_TURNS, turn))
-            self._former = now
+            now = merged(before, backend.sample(read), read)
+            if before and (due := due_devices(self._samples, now)):
+                now = refreshed(now, backend.sample(IN_TURNS, due))
         except GpuguardError:
-            self._former = None  # once it answers again, everything is read anew
+            self._before = None  # once it answers again, everything is read anew
             raise
-        return self._former
+        self._before = now
+        return now
 
     def _waiting(self, snapshot: Snapshot) -> tuple[Waits, ...]:
         """Who waits, in order, and when each is expected to start."""
-        if snapshot.clock - self._line[0] >= LINE_SECONDS or snapshot.clock < self._line[0]:
-            self._line = snapshot.clock, self._planned(snapshot)
-        return self._line[1]
+        if not 0 <= snapshot.clock - self._queue[0] < QUEUE_SECONDS:
+            self._queue = snapshot.clock, self._planned(snapshot)
+        return self._queue[1]
 
     def _planned(self, snapshot: Snapshot) -> tuple[Waits, ...]:
-        from gpuguard.queue.tickets import read_tickets
-
         try:
-            directory = directory_of(self._args)
+            directory = self._find_directory()
             if not read_tickets(directory)[0]:
                 return ()
-            from gpuguard.queue.explain import in_words, stand
-            from gpuguard.queue.settings import read_queue_settings
-
-            line = stand(directory, snapshot, read_queue_settings().rules)
+            queue = stand(directory, snapshot, read_queue_settings().rules)
         except (GpuguardError, OSError):
             return ()  # the claims are missing too, and that is said
-        tickets = [(place.ticket, in_words(place, line)) for place in line.places]
-        return tuple(Waits(one.user, one.num_gpus, one.since, when, one.note) for one, when in tickets)
+        tickets = [(place.ticket, in_words(place, queue)) for place in queue.places]
+        return tuple(Waits(ticket.user, ticket.num_gpus, ticket.since, when, ticket.note) for ticket, when in tickets)
 
-    def _above(self, seen: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:
+    def _above(self, stats: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:
         """Every process that was looked up, with its command; read once per process."""
-        from gpuguard.users import user_name
-
         found: dict[int, Ancestor] = {}
         kept: dict[Identity, Ancestor] = {}
-        for pid, process in seen.items():
-            if process is None or process.start_time is None:
+        for pid, stat in stats.items():
+            if stat is None or stat.start_time is None:
                 continue
-            identity = (pid, process.start_time)
-            known = self._ancestors.get(identity)
-            if known is None:
-                words = (read_memory(int(pid), "cmdline") or b"").rstrip(b"\0")
-                command = (
-                    tuple(word.decode("utf-8", "surrogateescape") for word in words.split(b"\0")) if words else None
-                )
-                try:
-                    user = user_name(os.stat(f"/proc/{pid}").st_uid)
-                except OSError:
-                    user = None
-                known = Ancestor(process.parent, user, command)
-            kept[identity] = found[pid] = Ancestor(process.parent, known.user, known.command)
+            identity = (pid, stat.start_time)
+            known = self._ancestors.get(identity) or _ancestor(pid)
+            kept[identity] = found[pid] = Ancestor(stat.parent, known.user, known.command)
         self._ancestors = kept
         return found
+
+
+def _ancestor(pid: int) -> Ancestor:
+    words = (read_memory(pid, "cmdline") or b"").rstrip(b"\0")
+    command = tuple(word.decode("utf-8", "surrogateescape") for word in words.split(b"\0")) if words else None
+    try:
+        user = user_name(os.stat(f"/proc/{pid}").st_uid)
+    except OSError:
+        user = None
+    return Ancestor(0, user, command)
 
 
 def site_rules(path: str) -> tuple[Thresholds, Protected]:
     """What the site's policies find too much, and whom they never touch; nothing of both where we may not read them."""
     if not os.access(path, os.R_OK):
         return Thresholds(), Protected()
-    from gpuguard.policies.files.loader import load_policies
-    from gpuguard.policies.thresholds import MemoryRule, PowerRule, TemperatureRule
-
     file = load_policies(path)
     rules = [rule for policy in file.policies for rule in policy.rules]
     power = [rule.above for rule in rules if isinstance(rule, PowerRule)]
