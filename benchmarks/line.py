@@ -35,29 +35,29 @@ import os, sys
 from dataclasses import replace
 from gpuguard.claims import claim as hold
 from gpuguard.queue import leader as leading, backfill as plan, explain as turn, waiter as waiting
-read = turn.read_line_file
+read = turn.read_queue_settings
 def impatient():
     site = read()
     return replace(site, rules=replace(site.rules, bound=float(os.environ["BOUND"])))
-turn.read_line_file = impatient
+turn.read_queue_settings = impatient
 def none(*words): return None
 PLANTED = {
     "": lambda: None,
     "no-exclusion": lambda: setattr(hold, "try_flock", lambda *words: True),
-    "no-ring": lambda: (setattr(leading, "ring", none), setattr(waiting, "OWN_LOOK_SECONDS", 600.0)),
+    "no-ring": lambda: (setattr(leading, "wake", none), setattr(waiting, "OWN_LOOK_SECONDS", 600.0)),
     "any-fit": lambda: setattr(plan._Plans, "_against", none),
 }
 PLANTED[os.environ["VARIANT"]]()
 sample = turn.Backend
 with open(os.environ["PLACE"] + "/samples", "a") as notes:
     from gpuguard.backends import client as isolated
-    look = isolated.Isolated.sample
+    look = isolated.WorkerBackend.sample
     def noted(self, *words):
         if sys.argv[-2] != "sleep":  # a job's watchdog looks at its own device
             os.write(descriptor, b"x")
         return look(self, *words)
     descriptor = os.open(notes.name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    isolated.Isolated.sample = noted
+    isolated.WorkerBackend.sample = noted
 from gpuguard.cli import main
 sys.exit(main(sys.argv[1:]))
 """

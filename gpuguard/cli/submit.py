@@ -13,7 +13,6 @@ and exit codes.  Exit codes: 0 submitted; with --attach those of `gpuguard run`,
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -35,10 +34,9 @@ from gpuguard.sanitize import neutralise
 from gpuguard.views.text import put
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
-# Each has submit(options) -> exit code; options is what main() below was given, checked.
-ENGINES = {"slurm": "gpuguard.cli.submit", "ray": "gpuguard.cli.submit"}
+ENGINES = ("slurm", "ray")
 PLACES = ("gpus", "exclude", "prefer")  # name devices of one machine, and which machine it will be nobody knows
 
 # Options of `gpuguard run` that the command gets on the machine where it runs.
@@ -94,13 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     args.command = command_of(args)
     check(args)
-    try:
-        submit: Callable[[argparse.Namespace], int] = importlib.import_module(ENGINES[args.via]).submit
-    except ModuleNotFoundError as missing:
-        if missing.name != ENGINES[args.via]:
-            raise
-        raise InvalidRequest(f"this gpuguard cannot submit to {args.via}: choose another --via.") from None
-    return submit(args)
+    return submit_to_slurm(args) if args.via == "slurm" else submit_to_ray(args)
 
 
 def check(args: argparse.Namespace) -> None:
