@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,9 @@ from builders import a_device, a_process
 from fleets import HOSTILE, Hosts, an_answer
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import Block, blocks
+from sources import ROOT
+from test_prometheus import PACKAGING, names_told, promtool
 from test_who import a_hostile_snapshot, documented
 
 from gpuguard.device_state import uses
@@ -274,3 +280,41 @@ def test_the_document_describes_the_fields_that_are_printed():
     content = view.to_json([HostReply("a", 0.1, {"schema": 1}), HostReply("b", 0.1, error="x")], 10.0)
 
     assert documented("hosts", page) == {"hosts": set(content), "hosts.hosts[]": set(content["hosts"][0])}
+
+
+# What docs/scale.md shows is taken by a real Prometheus, and the pages that its figures come from are ours.
+
+
+PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+SUMS = PACKAGING / "prometheus" / "gpuguard-fleet.rules.yml"
+CONFIGURATIONS = [block for block in blocks(PAGE, "scale.md") if block.language == "yaml"]
+
+
+@pytest.mark.parametrize("block", CONFIGURATIONS, ids=str)
+def test_prometheus_takes_each_configuration(block: Block, tmp_path):
+    shutil.copy(SUMS, tmp_path)
+    (tmp_path / "prometheus.yml").write_text(block.text)
+    done = promtool("check", "config", str(tmp_path / "prometheus.yml"))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_takes_the_sums_and_they_are_of_numbers_that_are_told():
+    done = promtool("check", "rules", str(SUMS))
+    asked = set(re.findall(r"expr: .*\((gpuguard_[a-z_]+)\)", SUMS.read_text()))
+
+    assert done.returncode == 0 and "11 rules found" in done.stdout
+    assert asked and asked - names_told() == set()
+
+
+def test_what_is_dropped_and_what_is_kept_are_as_many_series_as_the_page_says(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from fleet_pages import page, series
+
+    text = page(0)
+    names = [re.match("[a-z_]+", line)[0] for line in text.splitlines() if not line.startswith("#")]  # type: ignore[index]
+    (dropped,) = re.findall(r"regex: (gpuguard_device_\(.*)", PAGE)
+    sys.modules.pop("fleet_pages")
+
+    assert f"| {series(text)} (" in PAGE
+    assert f"Of the {len(names)}, {sum(bool(re.fullmatch(dropped, name)) for name in names)} are" in PAGE

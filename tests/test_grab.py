@@ -9,7 +9,7 @@ import types
 import warnings
 
 import pytest
-from grabbing import a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)  # noqa: F401  (a fixture)
+from grabbing import a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
 from nodes import GIB, a_user, change, start
 
 import gpuguard

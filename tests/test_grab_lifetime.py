@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from commands import Gpuguard
-from grabbing import NAMES, a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)  # noqa: F401  (a fixture)
+from grabbing import NAMES, a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
 from nodes import eventually
 
 import gpuguard

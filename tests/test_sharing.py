@@ -1,4 +1,4 @@
-"""What is left of a shared device, by what was promised and what the driver shows.  Its locks: see test_shares."""
+"""What is left of a shared device, by what was promised and what the driver shows."""
 
 from __future__ import annotations
 
