@@ -22,7 +22,7 @@ from users import ALICE, BOB
 
 from gpuguard.claims.directory import lock_directory, open_lock
 from gpuguard.claims.records import probe
-from gpuguard.cli import setup_broker
+from gpuguard.cli import setup
 from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.model import Finding, Subject, Verdict
@@ -391,6 +391,6 @@ def test_a_lock_file_that_is_replaced_by_a_link_has_root_write_into_nothing_else
             path.symlink_to(victim)
 
     monkeypatch.setattr(os, "fchmod", chmod_and_replace)
-    setup_broker.change(directory.path, KEEPER.pw_name, brokered=True)
+    setup.change_broker(directory.path, KEEPER.pw_name, brokered=True)
 
     assert victim.read_text() == "root's"

@@ -15,7 +15,6 @@ import pytest
 
 from gpuguard import source
 from gpuguard.cli import doctor
-from gpuguard.cli.setup_room import _mounts
 from gpuguard.files import file_system
 from gpuguard.jobs import device_filter
 
@@ -30,7 +29,6 @@ for place in map(os.fsencode, sys.argv[4:]):
     os.makedirs(os.fsencode(sys.argv[3]) + b"/" + place)
     subprocess.run(["mount", "-t", "ramfs", "none", os.fsencode(sys.argv[3]) + b"/" + place], check=True)
     told.append(test_forged_mounts.all_that_is_read())
-    assert test_forged_mounts.points() == test_forged_mounts.lines(), place
 assert told == told[:1] * len(told), told
 """
 
@@ -39,14 +37,6 @@ def all_that_is_read() -> list[object]:
     """What is asked of the mounts of this machine."""
     hidden = source._processes_are_hidden(), doctor._hidepid()
     return [*hidden, *map(file_system, ("/", "/proc", "/sys", "/dev/shm"))]
-
-
-def points() -> int:
-    return len(_mounts("self"))
-
-
-def lines() -> int:
-    return Path("/proc/self/mountinfo").read_bytes().count(b"\n")
 
 
 @pytest.mark.root

@@ -16,7 +16,7 @@ import pytest
 from commands import SECONDS
 from sources import ROOT
 
-from gpuguard.cli import setup_room
+from gpuguard.cli import setup_service
 
 pytestmark = pytest.mark.root
 
@@ -25,7 +25,7 @@ BEGIN = """
 import fcntl, json, os, subprocess, sys
 from pathlib import Path
 from gpuguard.claims.directory import lock_directory
-from gpuguard.cli import setup, setup_remove, setup_room
+from gpuguard.cli import setup, setup_remove
 told = {}
 path = sys.argv[1] + "/gpuguard"
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "small", sys.argv[1]], check=True)
@@ -52,29 +52,7 @@ def in_a_namespace(place: Path, program: str, *words: str, begin: str = BEGIN) -
     return told
 
 
-def test_it_is_mounted_where_nothing_lives_and_what_is_dead_takes_no_room(tmp_path):
-    told = in_a_namespace(
-        tmp_path,
-        """
-        old = os.open(claims, os.O_RDONLY)
-        (claims / "claim.1.dead.json").write_text("{}")
-        (claims / "folder/folder").mkdir(parents=True)
-        told["why"] = setup_room.mount_now(path)
-        told["before"], told["now"] = os.listdir(old), os.listdir(claims)
-        told["mode of both"] = [oct(os.fstat(old).st_mode), oct(claims.stat().st_mode)]
-        told["room"] = [os.statvfs(claims).f_files, os.statvfs(claims).f_blocks * 4096]
-        told["mount"] = Path("/proc/self/mountinfo").read_text().splitlines()[-1].split()[5]
-        """,
-    )
-
-    assert told == {
-        "why": None, "before": [], "now": [], "mode of both": ["0o40755", "0o41777"],
-        "room": [16384, 64 * 2**20], "mount": "rw,nosuid,nodev,noexec,relatime",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("what", ["mount", "remove"])
-def test_folders_in_folders_keep_nothing_from_being_taken_away(tmp_path, what):
+def test_folders_in_folders_keep_nothing_from_being_taken_away(tmp_path):
     told = in_a_namespace(
         tmp_path,
         """
@@ -84,17 +62,12 @@ def test_folders_in_folders_keep_nothing_from_being_taken_away(tmp_path, what):
             os.mkdir("a")
             os.chdir("a")
         os.chdir("/")
-        if sys.argv[2] == "mount":
-            told["why"] = setup_room.mount_now(path)
-        else:
-            setup_remove._clear(path)
-            told["why"] = Path(path).exists() or None
-        told["left"] = os.listdir(old)
+        setup_remove.clear(path)
+        told["there"], told["left"] = Path(path).exists(), os.listdir(old)
         """,
-        what,
     )
 
-    assert told == {"why": None, "left": []}
+    assert told == {"there": False, "left": []}
 
 
 @pytest.mark.parametrize("whose", ["claims", "claims/mine"])
@@ -121,7 +94,7 @@ def test_nobody_who_goes_on_writing_there_keeps_it_from_being_taken_away(tmp_pat
             really(*of, **where)
 
         os.rmdir = rmdir
-        setup_remove._clear(path)
+        setup_remove.clear(path)
         told["left"] = Path(path).exists()
         """,
         whose,
@@ -130,134 +103,17 @@ def test_nobody_who_goes_on_writing_there_keeps_it_from_being_taken_away(tmp_pat
     assert told["left"] is False
 
 
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-@pytest.mark.parametrize("what", ["claim.1.abcd.json", "reserve.0.abcd.json"])
-def test_it_is_not_mounted_over_what_lives(tmp_path, what, when):
-    told = in_a_namespace(
-        tmp_path,
-        """
-        import time
-        from dataclasses import replace
-        from gpuguard.queue.reservation_store import Reservation, write
-
-        def comes(at):
-            global held
-            if sys.argv[2].startswith("reserve"):
-                now = time.time()
-                write(replace(directory, records=at), Reservation("", 0, 0, "", 1, now, now + 900, ("GPU-1",), now))
-            else:
-                held = open(f"{at}/{sys.argv[2]}", "w")
-                fcntl.flock(held, fcntl.LOCK_EX)
-
-        def mount(place, really=setup_room._mount):
-            old = os.open(place, os.O_RDONLY)
-            why = really(place)
-            comes(f"/proc/self/fd/{old}")
-            return why
-
-        if sys.argv[3] == "before":
-            comes(str(claims))
-        else:
-            setup_room._mount = mount
-        told["why"] = setup_room.mount_now(path)
-        told["left"] = [claims.is_mount(), oct(claims.stat().st_mode), len(os.listdir(claims))]
-        """,
-        what,
-        when,
-    )
-
-    assert told["left"] == [False, "0o41777", 1]
-    assert ("root has a reservation" if "reserve" in what else f"{what} there is held") in str(told["why"])
-
-
-@pytest.mark.parametrize("fails", ["", "umount failed"])
-def test_nobody_who_stands_in_the_new_one_keeps_it_over_what_lives_and_a_failure_is_said(tmp_path, fails):
-    told = in_a_namespace(
-        tmp_path,
-        """
-        seen = iter([None, "a claim came meanwhile"])
-        setup_room._what_lives = lambda directory: next(seen)
-        mount = setup_room._mount
-        setup_room._mount = lambda place: mount(place) or os.chdir(place)
-        if sys.argv[2]:
-            setup_room._umount = lambda *words: sys.argv[2]
-        told["why"] = setup_room.mount_now(path)
-        told["mounted"] = claims.is_mount()
-        """,
-        fails,
-    )
-
-    why = "a claim came meanwhile"
-    assert told == {"why": f"{why}, and now hidden: {fails}" if fails else why, "mounted": bool(fails)}
-
-
-@pytest.mark.parametrize(("propagation", "follows"), [("slave", True), ("private", False)])
-def test_it_is_not_mounted_while_a_container_would_go_on_with_the_old_directory(tmp_path, propagation, follows):
-    told = in_a_namespace(
-        tmp_path,
-        """
-        subprocess.run(["mount", "--make-rshared", "/"], check=True)
-        words = ["unshare", "-m", "--propagation", sys.argv[2], "sh", "-c", "echo; exec sleep 60"]
-        with subprocess.Popen(words, stdout=subprocess.PIPE) as other:
-            other.stdout.readline()
-            told["why"], told["pid"] = setup_room.mount_now(path), other.pid
-            points = [line.split()[4] for line in Path(f"/proc/{other.pid}/mountinfo").read_text().splitlines()]
-            told["seen there"] = str(claims) in points
-            other.kill()
-        """,
-        propagation,
-    )
-
-    assert told["seen there"] == follows
-    assert told["why"] is None if follows else f"process {told['pid']} (in a container?)" in str(told["why"])
-
-
-@pytest.mark.parametrize(("propagation", "done"), [("slave", True), ("private", False)])
-def test_a_service_with_mounts_of_its_own_mounts_it_for_all_or_not_at_all(tmp_path, propagation, done):
-    told = in_a_namespace(
-        tmp_path,
-        """
-        subprocess.run(["mount", "--make-rshared", "/"], check=True)
-        program = "import sys; from gpuguard.cli import setup_room; print(setup_room.mount_now(sys.argv[1]))"
-        words = ["unshare", "-m", "--propagation", sys.argv[2], sys.executable, "-c", program, path]
-        told["why"] = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-        told["mounted"] = claims.is_mount()
-        """,
-        propagation,
-    )
-
-    assert (told["mounted"], told["why"] == "None") == (done, done)
-
-
-def test_what_is_just_being_written_is_left_alone_and_what_nobody_finished_is_not(tmp_path):
-    told = in_a_namespace(
-        tmp_path,
-        """
-        import time
-        (claims / "claim.1.abcd.json.new").touch()
-        seen = []
-        setup_room.try_flock = lambda *of: seen.append(of) or True
-        told["why"], told["locked"] = setup_room.mount_now(path), len(seen)
-        now = time.time()
-        time.time = lambda: now + 3600
-        told["later"] = setup_room.mount_now(path)
-        """,
-    )
-
-    assert told == {"why": "claim.1.abcd.json.new there is just being written", "locked": 0, "later": None}
-
-
 def test_it_goes_with_the_lock_files_and_stays_while_one_is_held(tmp_path):
     told = in_a_namespace(
         tmp_path,
         """
-        setup_room.mount_now(path)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(claims)], check=True)
         record = open(claims / "claim.1.abcd.json", "w")
         fcntl.flock(record, fcntl.LOCK_EX)
-        setup_remove._clear(path)
+        setup_remove.clear(path)
         told["held"] = claims.is_mount()
         record.close()
-        setup_remove._clear(path)
+        setup_remove.clear(path)
         told["free"] = Path(path).exists()
         """,
     )
@@ -275,7 +131,7 @@ def test_lock_files_stay_where_more_files_lie_than_can_be_looked_at(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
         with open(directory.lock_path("GPU-1")) as job:
             fcntl.flock(job, fcntl.LOCK_EX)
-            setup_remove._clear(path)
+            setup_remove.clear(path)
             told["held lock is there"] = Path(directory.lock_path("GPU-1")).exists()
         """,
     )
@@ -298,7 +154,7 @@ def test_a_file_for_which_there_is_only_half_the_room_is_not_written(tmp_path, p
         now, long = time.time(), tuple("GPU-" + 99 * str(number % 10) for number in range(60))
         try:
             if sys.argv[2] == "ticket":
-                tickets.Held(directory, {"note": 6000 * "x"})
+                tickets.OwnTicket(directory, {"note": 6000 * "x"})
             elif sys.argv[2] == "record":
                 records.write_record(directory, {"id": "abcd", "devices": long})
             else:
@@ -364,11 +220,11 @@ def test_where_one_has_filled_it_others_claim_and_hear_who_has(tmp_path, size):
     assert "daemon" in str(told["who"])
 
 
-def test_the_unit_mounts_at_boot_alone_and_before_all_that_looks():
-    lines = (ROOT / "packaging" / setup_room.NAME).read_text().splitlines()
+def test_the_unit_mounts_where_no_directory_is_yet_and_before_all_that_reads_it():
+    lines = (ROOT / "packaging" / setup_service.MOUNT).read_text().splitlines()
 
     assert {"ConditionPathExists=!/run/gpuguard/claims", "Where=/run/gpuguard/claims", "WantedBy=local-fs.target"} < {
         *lines
     }
     assert "Before=systemd-tmpfiles-setup.service gpuguard.service" in lines
-    assert setup_room.options() == "size=64m,nr_inodes=16k,mode=1777,nosuid,nodev,noexec"
+    assert setup_service.mount_options() == "size=64m,nr_inodes=16k,mode=1777,nosuid,nodev,noexec"

@@ -16,7 +16,7 @@ from fake_nvml import DRIVER_NOT_LOADED, FakeNvml
 from sources import ROOT
 
 from gpuguard.claims.directory import DaemonFiles, daemon_files, lock_directory
-from gpuguard.cli import setup, setup_installed, setup_remove, setup_service
+from gpuguard.cli import setup, setup_service
 from gpuguard.errors import LockDirectoryError
 
 
@@ -111,7 +111,7 @@ def test_a_user_who_does_not_exist_is_said(fake: FakeNvml, tmp_path: Path) -> No
 
 def test_a_person_named_like_the_daemon_is_not_made_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
     person = pwd.struct_passwd(("gpuguard", "x", 1005, 1005, "", "/home/gpuguard", "/bin/sh"))
-    monkeypatch.setattr(setup_service, "_account", lambda name: person)
+    monkeypatch.setattr(setup_service, "account_of", lambda name: person)
 
     with pytest.raises(LockDirectoryError, match="account of a person"):
         setup_service.make_user("gpuguard")
@@ -121,26 +121,26 @@ def test_a_person_named_like_the_daemon_is_not_made_its_user(monkeypatch: pytest
 def test_the_user_is_made_once_by_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tool) -> None:
     made, called = pwd.struct_passwd(("gpuguard", "x", 900, 900, "", "/", "/bin/false")), []
     monkeypatch.setattr(setup_service, "SYSUSERS", str(tmp_path / "sysusers.d" / "gpuguard.conf"))
-    monkeypatch.setattr(setup_installed, "LIST", str(tmp_path / "etc" / "installed.json"))
-    monkeypatch.setattr(setup_service, "_account", lambda name: made if called else None)
+    monkeypatch.setattr(setup_service, "LIST", str(tmp_path / "etc" / "installed.json"))
+    monkeypatch.setattr(setup_service, "account_of", lambda name: made if called else None)
     monkeypatch.setattr(setup_service.shutil, "which", lambda name: f"/x/{name}" if name == tool else None)
 
     def run(words: list[str], **_: object) -> None:
         called.append(words)
-        remembered.append(setup_installed.installed()["user"])
+        remembered.append(setup_service.made_user())
 
     remembered: list[str | None] = []
     monkeypatch.setattr(setup_service.subprocess, "run", run)
     if tool is None:
-        with pytest.raises(LockDirectoryError, match="Make him by hand"):
+        with pytest.raises(LockDirectoryError, match="Make it by hand"):
             setup_service.make_user("gpuguard")
-        assert setup_installed.installed()["user"] is None
+        assert setup_service.made_user() is None
         return
     setup_service.make_user("gpuguard")
     setup_service.make_user("gpuguard")
 
     assert [words[0] for words in called] == [f"/x/{tool}"]
-    assert [*remembered, setup_installed.installed()["user"]] == ["gpuguard", "gpuguard"]  # even if killed meanwhile
+    assert [*remembered, setup_service.made_user()] == ["gpuguard", "gpuguard"]  # even if killed meanwhile
 
 
 @pytest.mark.root
@@ -206,32 +206,12 @@ def test_the_machines_directory_is_not_made_for_devices_that_it_does_not_have(
     monkeypatch.setenv("GPUGUARD_SIM_DIR", str(tmp_path / "node"))
     monkeypatch.delenv("GPUGUARD_DIR", raising=False)
     monkeypatch.setattr(setup, "ADMIN_DIRECTORY", str(tmp_path / "never"))
-    monkeypatch.setattr(setup, "TMPFILES", str(tmp_path / "gpuguard.conf"))
-    monkeypatch.setattr(setup_installed, "LIST", str(tmp_path / "installed.json"))
+    monkeypatch.setattr(setup_service, "TMPFILES", str(tmp_path / "gpuguard.conf"))
+    monkeypatch.setattr(setup_service, "LIST", str(tmp_path / "installed.json"))
 
     assert run_command_line(["setup", "--daemon-user", "root", *words]) == 2
     assert "unset GPUGUARD_BACKEND" in capsys.readouterr().err
     assert not (tmp_path / "never").exists() and not (tmp_path / "gpuguard.conf").exists()
-
-
-def test_remove_takes_the_boot_file_away_and_says_what_stays(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from gpuguard.cli import run_command_line
-
-    conf = tmp_path / "gpuguard.conf"
-    conf.write_text("# Claims of GPUs: made by `gpuguard setup`.\n")
-    monkeypatch.setattr(setup, "TMPFILES", str(conf))
-    monkeypatch.setattr(setup, "ADMIN_DIRECTORY", str(tmp_path / "never"))
-    monkeypatch.setattr(setup_installed, "LIST", str(tmp_path / "etc" / "installed.json"))
-    monkeypatch.setattr(setup_remove, "MACHINE_STATE", str(tmp_path))
-    monkeypatch.setattr(setup_service, "SYSUSERS", str(tmp_path / "sysusers"))
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    first, second = run_command_line(["setup", "--remove"]), run_command_line(["setup", "--remove"])
-
-    assert (first, second, conf.exists()) == (0, 1, False)
-    said = capsys.readouterr().out
-    assert f"{conf} is removed." in said and f"What stays: {tmp_path}" in said
 
 
 def test_a_directory_that_cannot_be_trusted_is_not_adopted(fake: FakeNvml, tmp_path: Path) -> None:

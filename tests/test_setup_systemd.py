@@ -6,6 +6,7 @@ With a real systemd: scripts/boot-test.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from commands import Gpuguard
 from fake_nvml import FakeNvml
 from sources import ROOT
 
-from gpuguard.cli import setup_installed, setup_remove, setup_room, setup_service, setup_systemd
+from gpuguard.cli import setup_remove, setup_service
 from gpuguard.errors import LockDirectoryError
 from gpuguard.policies.files.loader import load_policies
 
@@ -33,35 +34,37 @@ class Machine:
         self.policy = place / "etc/gpuguard/policy.yaml"
         (place / "etc/tmpfiles.d").mkdir(parents=True)
         (place / "etc/systemd/system").mkdir(parents=True)
-        monkeypatch.setattr(setup_systemd, "UNIT", str(self.unit))
-        monkeypatch.setattr(setup_systemd, "POLICY", str(self.policy))
-        monkeypatch.setattr(setup_systemd, "PACKED", (str(place / "lib/systemd/system/gpuguard.service"),))
-        monkeypatch.setattr(setup_systemd, "BOOTED", str(place))
         self.mount = self.unit.with_name("run-gpuguard-claims.mount")
         self.fstab = place / "etc/fstab"
-        monkeypatch.setattr(setup_room, "UNIT", str(self.mount))
-        monkeypatch.setattr(setup_room, "PACKED", (str(place / "lib/systemd/system/run-gpuguard-claims.mount"),))
-        monkeypatch.setattr(setup_room, "FSTAB", str(self.fstab))
-        monkeypatch.setattr(setup_room, "mount_now", lambda path: self.not_now)
-        self.not_now: str | None = None
-        monkeypatch.setattr(setup_systemd, "systemctl", lambda *words, advice="": self.asked.append(" ".join(words)))
-        monkeypatch.setattr(setup_systemd, "_open_to_others", lambda *paths: None)
+        self.list = place / "etc/gpuguard/installed.json"
+        for name, path in {
+            "UNIT": self.unit,
+            "MOUNT_UNIT": self.mount,
+            "POLICY": self.policy,
+            "SYSUSERS": place / "etc/sysusers.d/gpuguard.conf",
+            "TMPFILES": self.tmpfiles,
+            "LIST": self.list,
+            "FSTAB": self.fstab,
+            "BOOTED": place,
+        }.items():
+            monkeypatch.setattr(setup_service, name, str(path))
+        monkeypatch.setattr(setup_service, "PACKAGED", (str(place / "lib/systemd/system"),))
+        monkeypatch.setattr(setup_service, "systemctl", lambda *words, advice="": self.asked.append(" ".join(words)))
+        monkeypatch.setattr(setup_service, "open_to_others", lambda *paths: None)
         monkeypatch.setattr(setup_service, "doubts_about", lambda executable: None)
-        monkeypatch.setattr(setup_service, "SYSUSERS", str(place / "etc/sysusers.d/gpuguard.conf"))
-        monkeypatch.setattr(setup_installed, "LIST", str(place / "etc/gpuguard/installed.json"))
         monkeypatch.setattr(setup_remove, "MACHINE_EVENTS", str(place / "var/log/gpuguard/events.jsonl"))
         monkeypatch.setattr(setup_remove, "MACHINE_STATE", str(place / "var/lib/gpuguard"))
-        monkeypatch.setattr(setup_systemd.shutil, "which", lambda name: f"/bin/{name}")
+        monkeypatch.setattr(setup_service.shutil, "which", lambda name: f"/bin/{name}")
         monkeypatch.setattr(os, "geteuid", lambda: 0)
 
     def install(self) -> None:
-        setup_systemd.refuse_where_it_cannot_work("gpuguard")
-        setup_installed.write(str(self.tmpfiles), "d /run/gpuguard\n")
-        self.told = setup_room.make_room(str(self.run))
-        setup_systemd.install("gpuguard")
+        setup_service.refuse_where_it_cannot_work("gpuguard")
+        setup_service.write(str(self.tmpfiles), "d /run/gpuguard\n")
+        setup_service.mount_claims(f"{self.run}/claims")
+        setup_service.install_service("gpuguard")
 
     def remove(self) -> int:
-        return setup_remove.remove(str(self.run), str(self.tmpfiles))
+        return setup_remove.remove(str(self.run))
 
     def files(self) -> set[str]:
         return {str(path.relative_to(self.place)) for path in self.place.rglob("*")}
@@ -88,33 +91,25 @@ def test_the_service_is_started_and_stopped(machine):
     machine.remove()
 
     mount = "run-gpuguard-claims.mount"
-    assert started == [f"enable {mount}", "enable gpuguard.service", "daemon-reload", "restart gpuguard.service"]
-    assert sorted(machine.asked) == [
-        "daemon-reload",
-        "daemon-reload",
-        "disable --now gpuguard.service",
-        f"disable {mount}",
-    ]
+    assert started[:2] == ["daemon-reload", f"enable --now {mount}"]
+    assert started[2:] == ["enable gpuguard.service", "daemon-reload", "restart gpuguard.service"]
+    assert machine.asked == ["disable --now gpuguard.service", f"disable {mount}", "daemon-reload"]
 
 
-def test_what_users_write_gets_a_file_system_at_boot_or_setup_says_when(machine):
-    machine.install()
-    now, machine.not_now = machine.told, "somebody has a claim"
-    (machine.run / "claims").mkdir(parents=True, mode=0o755)
+def rest(path: Path) -> str:
+    """What stands in a file below the line that says that setup has written it."""
+    return path.read_text().partition("\n")[2]
+
+
+def test_what_is_installed_is_what_the_package_has(machine):
     machine.install()
 
-    assert (machine.run / "claims").stat().st_mode & 0o7777 == 0o1777
-    assert now is None and machine.mount.read_text() == (ROOT / "packaging" / machine.mount.name).read_text()
-    assert f"lies on {machine.run.parent}, which any user can fill, until the next boot: somebody has" in str(
-        machine.told
+    assert rest(machine.mount) == (ROOT / "packaging" / machine.mount.name).read_text()
+    assert rest(machine.policy) == (ROOT / "packaging" / "policy.yaml").read_text()
+    assert (
+        rest(machine.unit).replace(f"{sys.executable} -I", "/usr/bin/python3 -I")
+        == (ROOT / "packaging" / "gpuguard.service").read_text()
     )
-
-
-def test_without_systemd_it_says_what_must_be_done_at_each_boot(machine, monkeypatch):
-    monkeypatch.setattr(setup_room.shutil, "which", lambda name: None)
-
-    assert "run `gpuguard setup` at each boot" in str(setup_room.make_room(str(machine.run)))
-    assert not machine.mount.exists() and machine.asked == []
 
 
 def test_a_mount_of_the_admins_own_is_left_as_it_is(machine):
@@ -178,13 +173,33 @@ def test_a_service_whose_unit_is_somebodys_own_goes_on(machine, capsys):
     assert "The service goes on" in capsys.readouterr().out
 
 
+def listed_by_0_1(machine: Machine, *paths: Path, **more: object) -> None:
+    """gpuguard 0.1 kept a list of what it had installed."""
+    files = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    machine.list.parent.mkdir(exist_ok=True)
+    machine.list.write_text(json.dumps({"schema": 1, "files": files, "folders": [], "user": None, **more}))
+
+
+def test_what_0_1_installed_and_listed_is_removed_unless_it_was_changed(machine, capsys):
+    before = machine.files()
+    machine.unit.write_text("[Service]\n")
+    machine.tmpfiles.write_text("d /run/gpuguard\n")
+    listed_by_0_1(machine, machine.unit, machine.tmpfiles)
+    machine.tmpfiles.write_text("d /run/gpuguard\n# mine\n")
+
+    assert machine.remove() == 0
+    assert machine.files() - before == {"etc/tmpfiles.d/gpuguard.conf"}
+    assert f"{machine.tmpfiles} stays: it has been changed" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"files": 3, "folders": 4, "user": 5}'])
 def test_a_list_that_is_none_removes_nothing(machine, content):
-    machine.install()
-    Path(setup_installed.LIST).write_text(content)
+    machine.unit.write_text("[Service]\n")
+    machine.list.parent.mkdir()
+    machine.list.write_text(content)
     machine.remove()
 
-    assert machine.unit.exists() and machine.policy.exists()
+    assert machine.unit.exists()
 
 
 def test_nothing_but_files_of_setup_is_removed_whatever_the_list_says(machine):
@@ -192,19 +207,10 @@ def test_nothing_but_files_of_setup_is_removed_whatever_the_list_says(machine):
     victim = machine.place / "shadow"
     victim.write_text("root\n")
     (machine.place / "empty").mkdir()
-    listed = json.loads(Path(setup_installed.LIST).read_text())
-    listed["files"][str(victim)] = setup_installed.digest(b"root\n")
-    listed["folders"].append(str(machine.place / "empty"))
-    Path(setup_installed.LIST).write_text(json.dumps(listed))
+    listed_by_0_1(machine, victim, folders=[str(machine.place / "empty")])
     machine.remove()
 
     assert victim.exists() and (machine.place / "empty").exists()
-
-
-def test_a_list_from_before_there_was_one_is_known_by_its_first_line(machine):
-    machine.tmpfiles.write_text("# Claims of GPUs: made by `gpuguard setup`.\nd x\n")
-
-    assert (machine.remove(), machine.tmpfiles.exists()) == (0, False)
 
 
 def test_a_file_of_an_admin_at_that_place_is_not_taken_for_one_of_setup(machine):
@@ -219,7 +225,7 @@ def test_lock_files_go_when_nobody_holds_one(fake: FakeNvml, machine, monkeypatc
     monkeypatch.undo()
     place = machine.place / "claims"
     Gpuguard(machine.place, fake)("setup", "--dir", str(place))
-    setup_remove._clear(str(place))
+    setup_remove.clear(str(place))
 
     assert not place.exists()
 
@@ -234,7 +240,7 @@ def test_lock_files_stay_while_anybody_holds_one(fake: FakeNvml, tmp_path, capsy
     before = sorted(path.name for path in place.rglob("*"))
     with paths.get(name, place / "lock" / name).open() as holder:
         fcntl.flock(holder, fcntl.LOCK_SH)
-        setup_remove._clear(str(place))
+        setup_remove.clear(str(place))
 
     assert sorted(path.name for path in place.rglob("*")) == before
     assert "stays until the next boot" in capsys.readouterr().out
@@ -256,7 +262,7 @@ def test_new_devices_get_their_lock_files_and_the_others_keep_theirs(fake: FakeN
 
 
 def test_a_package_that_has_installed_the_service_is_left_alone(machine):
-    packed = Path(setup_systemd.PACKED[0])
+    packed = Path(setup_service.PACKAGED[0], "gpuguard.service")
     packed.parent.mkdir(parents=True)
     packed.write_text("[Service]\n")
 
@@ -285,21 +291,21 @@ def test_the_service_runs_nothing_that_others_can_change(tmp_path, monkeypatch):
     (tmp_path / "python").chmod(0o757)
     monkeypatch.undo()
 
-    assert "can be changed by others" in (setup_systemd._open_to_others(str(tmp_path / "python")) or "")
+    assert "can be changed by others" in (setup_service.open_to_others(str(tmp_path / "python")) or "")
 
 
 @pytest.mark.root
 def test_what_only_root_can_change_is_run():
-    assert setup_systemd._open_to_others("/bin/sh") is None
+    assert setup_service.open_to_others("/bin/sh") is None
 
 
 def test_users_are_told_to_be_root(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
     with pytest.raises(LockDirectoryError, match="sudo gpuguard setup --systemd"):
-        setup_systemd.refuse_where_it_cannot_work("gpuguard")
+        setup_service.refuse_where_it_cannot_work("gpuguard")
     with pytest.raises(LockDirectoryError, match="sudo gpuguard setup --remove"):
-        setup_remove.remove(str(tmp_path), str(tmp_path))
+        setup_remove.remove(str(tmp_path))
 
 
 def test_a_directory_of_ones_own_has_no_service(tmp_path):
@@ -314,7 +320,7 @@ def test_what_systemctl_says_is_passed_on(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     with pytest.raises(LockDirectoryError, match=r"`systemctl start x` failed: no such unit  Look\."):
-        setup_systemd.systemctl("start", "x", advice="Look.")
+        setup_service.systemctl("start", "x", advice="Look.")
 
 
 def test_the_first_policy_has_no_fault_and_does_nothing_to_anybody():

@@ -18,24 +18,42 @@ from __future__ import annotations
 
 import argparse
 import os
+import pwd
+import stat
 import sys
+from dataclasses import replace
 
 from gpuguard.backends import is_recorded
-from gpuguard.claims.directory import ADMIN_DIRECTORY, USER, lock_directory, open_lock
+from gpuguard.claims.directory import (
+    ADMIN_DIRECTORY,
+    BROKERED,
+    NAME,
+    USER,
+    Gate,
+    LockDirectory,
+    lock_directory,
+    open_lock,
+)
+from gpuguard.claims.grants import EARLIER, grant_of, names_of, renew, replace_file
 from gpuguard.claims.slots import slot_names
-from gpuguard.cli import setup_broker, setup_installed, setup_remove, setup_room, setup_service, setup_systemd
+from gpuguard.cli import setup_remove, setup_service
 from gpuguard.cli.options import add_source_options, backend_of
-from gpuguard.cli.setup_broker import is_brokered, keeper_of
-from gpuguard.cli.setup_service import make_user
 from gpuguard.errors import BackendError, InvalidRequest, LockDirectoryError
-
-TMPFILES = "/etc/tmpfiles.d/gpuguard.conf"
+from gpuguard.model import HEALTH
+from gpuguard.users import user_name
 
 _HOW_TO_GUARD = """\
 To guard them by policies, as the user {user}:
   1. sudo gpuguard setup --systemd
   2. gpuguard policy explain /etc/gpuguard/policy.yaml: what it would do.  Change the file as you like
   3. gpuguard events --follow: whom it would have hit.  Nobody is, until you switch it on twice: see docs/daemon.md"""
+_HOW_TO_BROKER = """\
+The daemon alone gives the GPUs of this machine from now on.  Without it nothing can be claimed; what is claimed stays.
+  1. systemctl edit gpuguard, and add, so that it can make lock files anew:
+       [Service]
+       ReadWritePaths={path}/lock
+  2. systemctl restart gpuguard: a daemon that runs already does not know of it
+Back: gpuguard setup --no-broker.  What it stops, and what it does not: docs/daemon.md, "Hostile users"."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     path = args.dir or ADMIN_DIRECTORY
     if args.remove:
-        return setup_remove.remove(ADMIN_DIRECTORY, TMPFILES)
+        return setup_remove.remove(ADMIN_DIRECTORY)
     if args.print_unit:
         return _print_unit(args)
     if args.systemd:
@@ -94,16 +112,16 @@ def main(args: argparse.Namespace) -> int:
         raise LockDirectoryError("only root can give the lock files to the daemon alone.  Run it with sudo.")
     make_directory(path, uuids)
     if user != "root":
-        setup_service.make_directory(path, user)
+        make_daemon_directory(path, user)
     if broker or is_brokered(path):
-        setup_broker.change(path, user, brokered=broker)
+        change_broker(path, user, brokered=broker)
     print(f"{path} is ready: {len(uuids)} GPU{'s' * (len(uuids) != 1)}." + _next_step(args, uuids))
-    if args.dir is None and (told := setup_room.make_room(path)):
-        print(told)
+    if args.dir is None and not os.path.ismount(f"{path}/claims"):
+        print(setup_service.UNBOUNDED.format(path=path))
     if args.systemd:
-        setup_systemd.install(user)
+        setup_service.install_service(user)
     if broker:
-        print(setup_broker.WHAT_NOW.format(path=path))
+        print(_HOW_TO_BROKER.format(path=path))
     elif args.dir is None and not args.systemd:
         print(_HOW_TO_GUARD.format(user=user))
     return 0
@@ -116,8 +134,9 @@ def _install(lines: list[str], user: str) -> None:
             "for a directory of your own, which nobody but you will use."
         )
     if user != "root":
-        make_user(user)
-    setup_installed.write(TMPFILES, "\n".join(lines) + "\n")
+        setup_service.make_user(user)
+    setup_service.write(setup_service.TMPFILES, "\n".join(lines) + "\n")
+    setup_service.mount_claims(f"{ADMIN_DIRECTORY}/claims")
 
 
 def make_directory(path: str, uuids: list[str]) -> None:
@@ -142,6 +161,29 @@ def make_directory(path: str, uuids: list[str]) -> None:
         os.close(open_lock(directory, name))
 
 
+def make_daemon_directory(path: str, name: str) -> None:
+    """Make the directory of the daemon in *path*, or give the one that is there to *name*.
+
+    Raises:
+        LockDirectoryError: there is no such user, or it cannot be made.
+    """
+    place = f"{path}/{NAME}"
+    if (account := setup_service.account_of(name)) is None:
+        raise LockDirectoryError(f"there is no user {name}.  `sudo gpuguard setup` makes gpuguard.")
+    try:
+        if not os.path.lexists(place):
+            os.mkdir(place, 0o700)
+        # Through a descriptor: what is given away must be the directory itself.
+        here = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fchown(here, account.pw_uid, account.pw_gid)
+            os.fchmod(here, 0o755)
+        finally:
+            os.close(here)
+    except OSError as error:
+        raise LockDirectoryError(f"{place} cannot be made for {name}: {error.strerror}.") from error
+
+
 def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: bool = False) -> list[str]:
     """What systemd-tmpfiles must do at boot: see tmpfiles.d(5)."""
     names = lock_names(uuids)
@@ -151,7 +193,7 @@ def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: b
         f"d {path} 0755 root root -",
         f"d {path}/lock 0755 {keeper} {keeper} -",
         f"d {path}/claims 1777 root root -",
-        *([] if user == "root" else [setup_service.tmpfiles_line(path, user)]),
+        *([] if user == "root" else [f"d {path}/{NAME} 0755 {user} {user} -"]),
         *(
             f"f {path}/lock/{name} 0600 {keeper} {keeper} -"
             if broker and name != "queue"
@@ -173,8 +215,6 @@ def lock_names(uuids: list[str]) -> list[str]:
 
 
 def _uuids(args: argparse.Namespace) -> list[str]:
-    from gpuguard.model import HEALTH
-
     backend = backend_of(args)
     try:
         return [device.uuid for device in backend.sample({HEALTH}).devices if not device.uuid.startswith("unknown")]
@@ -186,9 +226,7 @@ def _uuids(args: argparse.Namespace) -> list[str]:
 
 
 def _print_unit(args: argparse.Namespace) -> int:
-    text = setup_service.unit_text()
-    user = args.daemon_user or USER
-    print(text.replace(f"={USER}\n", f"={user}\n") if user != USER else text, end="")
+    print(setup_service.unit_for(args.daemon_user or USER), end="")
     if doubt := setup_service.doubts_about(sys.executable):
         print(f"gpuguard: {doubt}", file=sys.stderr)
     return 0
@@ -197,7 +235,7 @@ def _print_unit(args: argparse.Namespace) -> int:
 def _refuse_systemd(args: argparse.Namespace) -> None:
     if args.dir:
         raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away, and GPUGUARD_DIR.")
-    setup_systemd.refuse_where_it_cannot_work(args.daemon_user or USER)
+    setup_service.refuse_where_it_cannot_work(args.daemon_user or USER)
 
 
 def _refuse_other_devices(backend: str) -> None:
@@ -212,8 +250,6 @@ def _make_lock_files(path: str | None, uuids: list[str]) -> int:
     directory = lock_directory(path)
     for name in lock_names(uuids):
         os.close(open_lock(directory, name))
-    if path is None and (told := setup_room.keep_room(directory.path)):
-        print(f"gpuguard: {told}", file=sys.stderr)
     return 0
 
 
@@ -221,3 +257,68 @@ def _next_step(args: argparse.Namespace, uuids: list[str]) -> str:
     if args.dir:
         return f"  Use it with --dir {args.dir} or GPUGUARD_DIR={args.dir}."
     return "  Try `gpuguard who`." if uuids else "  Run it again when the driver works."
+
+
+def is_brokered(path: str) -> bool:
+    """Whether the lock files of *path* are the daemon's alone now."""
+    try:
+        found = os.lstat(f"{path}/lock/gate")
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == BROKERED
+
+
+def keeper_of(path: str) -> str | None:
+    """The user whose daemon gives the locks of *path* now, so that setting it up again changes nothing."""
+    return user_name(os.lstat(f"{path}/lock/gate").st_uid) if is_brokered(path) else None
+
+
+def change_broker(path: str, user: str, *, brokered: bool) -> None:
+    """Give the lock files to *user* alone, or to everybody.  The gate, which says what holds, comes last.
+
+    Raises:
+        LockDirectoryError: it cannot be done; run again, it goes on where it was.
+    """
+    account = pwd.getpwnam(user)
+    directory = lock_directory(path)
+    directory = replace(directory, keeper=account.pw_uid if brokered else directory.keeper)
+    try:
+        with Gate(directory):
+            if not brokered and is_brokered(path):
+                _refuse_shares(directory)
+            for name in names_of(directory):
+                _change_file(directory, name, account, brokered=brokered)
+        if not brokered:
+            os.chown(directory.locks, 0, 0)
+        _change_file(directory, "gate", account, brokered=brokered)
+        if brokered:
+            replace_file(directory, "gate")  # whoever has the old one open would make the daemon wait
+            os.chown(directory.locks, account.pw_uid, account.pw_gid)
+    except OSError as error:
+        raise LockDirectoryError(f"{directory.locks} cannot be changed: {error.strerror}.  Run it again.") from error
+
+
+def _refuse_shares(directory: LockDirectory) -> None:
+    """A share that the daemon gave holds its slot alone, which excludes nobody who takes the device's lock himself."""
+    slots = grant_of(directory, [name for name in names_of(directory) if ".slot" in name])
+    if shared := sorted({name.partition(".slot")[0] for name in slots}):
+        raise LockDirectoryError(
+            f"{len(shared)} devices are shared by claims that the daemon gave ({', '.join(shared)}): wait until these "
+            "have ended (`gpuguard who` shows them), then run it again.  Nothing was changed."
+        )
+
+
+def _change_file(directory: LockDirectory, name: str, account: pwd.struct_passwd, *, brokered: bool) -> None:
+    descriptor = open_lock(directory, name)
+    try:
+        was_open = stat.S_IMODE(os.fstat(descriptor).st_mode) != BROKERED
+        os.fchown(descriptor, *((account.pw_uid, account.pw_gid) if brokered else (0, 0)))
+        os.fchmod(descriptor, BROKERED if brokered else 0o444)
+        if brokered and was_open and name != "gate":
+            # The file that was looked at, whatever bears its name by now: the directory may be another user's already.
+            with open(f"/proc/self/fd/{descriptor}", "wb") as file:
+                file.write(EARLIER)
+        if brokered and name != "gate":
+            renew(directory, name, descriptor)
+    finally:
+        os.close(descriptor)

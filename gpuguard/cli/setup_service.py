@@ -1,21 +1,121 @@
-"""What `gpuguard setup` does for the daemon: a user, a directory that is his, and the unit for systemd."""
+"""What `gpuguard setup` installs for the machine: files below /etc, the user of the daemon, its service, a mount.
+
+Each file begins with the SHA-256 of the rest, so that a file that an admin has changed is known as theirs.  Neither
+makes the directory of the claims nor removes anything: see setup and setup_remove.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pwd
 import shutil
+import stat
 import subprocess
 import sys
 
-from gpuguard.claims import directory
-from gpuguard.cli import setup_installed
+from gpuguard.claims.directory import USER
 from gpuguard.enforcement.identity import uid_min
 from gpuguard.errors import GpuguardError, LockDirectoryError
+from gpuguard.files import read_file, write_file
+from gpuguard.jsonio import loads
 
+SERVICE, MOUNT = "gpuguard.service", "run-gpuguard-claims.mount"
+UNIT = f"/etc/systemd/system/{SERVICE}"
+MOUNT_UNIT = f"/etc/systemd/system/{MOUNT}"
+POLICY = "/etc/gpuguard/policy.yaml"
 SYSUSERS = "/etc/sysusers.d/gpuguard.conf"
-UNIT = "gpuguard.service"
-PYTHON = "/usr/bin/python3"  # in the unit as it is packed
+TMPFILES = "/etc/tmpfiles.d/gpuguard.conf"
+LIST = "/etc/gpuguard/installed.json"  # gpuguard 0.1 kept the SHA-256 of what it had installed there
+PACKAGED = ("/usr/lib/systemd/system", "/lib/systemd/system")  # where a package puts its units
+FSTAB = "/etc/fstab"
+BOOTED = "/run/systemd/system"  # there while systemd is the first process: sd_booted(3)
+UNBOUNDED = (
+    "{path}/claims lies on the file system of {path}, which any user can fill by writing there, until the next boot "
+    "(without systemd: until it is mounted by /etc/fstab)."
+)
+
+_LARGEST = 2**20  # bytes: no file of ours has more
+_SEAL = "# Written by `gpuguard setup`.  The SHA-256 of what follows: "
+_PYTHON = "/usr/bin/python3"  # in the unit as it is packaged
+_STARTED = """\
+The service runs, and only observes: `systemctl status gpuguard`, `gpuguard events --follow`.
+It judges by {policy}.  To switch it on, twice: see docs/daemon.md.
+Away again: {program} setup --remove"""
+
+
+def write(path: str, text: str) -> None:
+    """Write a file of root's that everybody may read, sealed as ours.
+
+    Raises:
+        LockDirectoryError: it cannot be written.
+    """
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        write_file(path, _sealed(text.encode()))
+    except OSError as error:
+        raise LockDirectoryError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def content_of(path: str) -> bytes | None:
+    """What stands in a file; None where there is none, or it is no file, or of a size that none of ours has."""
+    try:
+        return read_file(path, _LARGEST)
+    except OSError:
+        return None
+
+
+def is_as_written(path: str) -> bool:
+    """Whether setup has written *path*, and nobody has changed it."""
+    content = content_of(path)
+    if content is None:
+        return False
+    sealed = _sealed(content.partition(b"\n")[2])
+    return content == sealed or hashlib.sha256(content).hexdigest() == listed("files", path)
+
+
+def was_written(path: str) -> bool:
+    """Whether setup has written *path*, whatever became of it since."""
+    return (content_of(path) or b"").startswith(_SEAL.encode()) or listed("files", path) is not None
+
+
+def listed(*keys: str) -> str | None:
+    """The text at *keys* of the list that gpuguard 0.1 kept; None where there is none."""
+    try:
+        found = loads(content_of(LIST) or b"{}")
+    except ValueError:
+        return None
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _sealed(content: bytes) -> bytes:
+    return f"{_SEAL}{hashlib.sha256(content).hexdigest()}\n".encode() + content
+
+
+def packaged(name: str) -> str:
+    """A file of packaging/.
+
+    Raises:
+        GpuguardError: it was not installed with this package.
+    """
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for folder in (f"{package}/packaging", f"{os.path.dirname(package)}/packaging"):
+        try:
+            with open(f"{folder}/{name}", encoding="utf-8") as file:
+                return file.read()
+        except FileNotFoundError:
+            continue
+    raise GpuguardError(f"{name} is not installed with this package: take it from packaging/ of its sources.")
+
+
+def account_of(name: str) -> pwd.struct_passwd | None:
+    """The account of a user; None: there is none."""
+    try:
+        return pwd.getpwnam(name)
+    except KeyError:
+        return None
 
 
 def make_user(name: str) -> None:
@@ -24,50 +124,23 @@ def make_user(name: str) -> None:
     Raises:
         LockDirectoryError: there is none and none can be made, or the name is that of a person.
     """
-    found = _account(name)
-    if found is None:
-        setup_installed.remember_user(name)  # first: whoever is interrupted behind it leaves none that nobody removes
-        _install_user(name)
-        found = _account(name)
-    if found is None:
-        setup_installed.remember_user(None)
+    account = account_of(name)
+    if account is None:
+        # Its file comes first, with and without systemd: it says that the user is ours to remove.
+        write(SYSUSERS, f"# The user of the daemon.\n{sysusers_line(name)}\n")
+        _run_user_tool(name)
+        account = account_of(name)
+    if account is None:
+        os.unlink(SYSUSERS)
         raise LockDirectoryError(
-            f"the user {name} cannot be made here: neither systemd-sysusers nor useradd does it.  Make him by hand, or "
+            f"the user {name} cannot be made here: neither systemd-sysusers nor useradd does it.  Make it by hand, or "
             "let the daemon run as root: `gpuguard setup --daemon-user root`."
         )
-    if found.pw_uid >= uid_min() and name == directory.USER:
+    if account.pw_uid >= uid_min() and name == USER:
         raise LockDirectoryError(
-            f"{name} is the account of a person here (uid {found.pw_uid}).  Name another user for the daemon with "
+            f"{name} is the account of a person here (uid {account.pw_uid}).  Name another user for the daemon with "
             "--daemon-user, one with a uid of the system's."
         )
-
-
-def make_directory(path: str, name: str) -> None:
-    """Make the directory of the daemon in *path*, or give the one that is there to *name*.
-
-    Raises:
-        LockDirectoryError: there is no such user, or it cannot be made.
-    """
-    found, place = _account(name), f"{path}/{directory.NAME}"
-    if found is None:
-        raise LockDirectoryError(f"there is no user {name}.  `sudo gpuguard setup` makes gpuguard.")
-    try:
-        if not os.path.lexists(place):
-            os.mkdir(place, 0o700)
-        # Through a descriptor: what is given away must be the directory itself.
-        here = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.fchown(here, found.pw_uid, found.pw_gid)
-            os.fchmod(here, 0o755)
-        finally:
-            os.close(here)
-    except OSError as error:
-        raise LockDirectoryError(f"{place} cannot be made for {name}: {error.strerror}.") from error
-
-
-def tmpfiles_line(path: str, name: str) -> str:
-    """What systemd-tmpfiles must do for the daemon at boot."""
-    return f"d {path}/{directory.NAME} 0755 {name} {name} -"
 
 
 def sysusers_line(name: str) -> str:
@@ -75,29 +148,118 @@ def sysusers_line(name: str) -> str:
     return f'u {name} - "gpuguard, the guard of the GPUs" - -'
 
 
-def unit_text() -> str:
-    """The unit file, for the Python that runs now.
+def made_user() -> str | None:
+    """The user that setup has made; None: it was there before, or its file was changed."""
+    if not is_as_written(SYSUSERS):
+        return listed("user")
+    lines = (content_of(SYSUSERS) or b"").decode(errors="replace").splitlines()
+    return next((line.split()[1] for line in lines if line.startswith("u ")), None)
+
+
+def _run_user_tool(name: str) -> None:
+    sysusers, useradd = shutil.which("systemd-sysusers"), shutil.which("useradd")
+    try:
+        if sysusers:
+            subprocess.run([sysusers, SYSUSERS], check=False, stdin=subprocess.DEVNULL)
+        elif useradd:
+            home = ["--no-create-home", "--home-dir", "/", "--shell", "/usr/sbin/nologin"]
+            subprocess.run([useradd, "--system", "--user-group", *home, name], check=False, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise LockDirectoryError(f"the user {name} cannot be made: {error.strerror}.") from error
+
+
+def mount_claims(claims: str) -> None:
+    """Bound what users can write in *claims*: at each boot, and now where that directory is yet to be made.
+
+    A mount over a directory that is in use would hide what lives there, from some (containers) and not from others, so
+    that waits for the next boot: the unit has it as its condition.
+
+    Raises:
+        LockDirectoryError: the unit cannot be installed.
+    """
+    if _is_packaged(MOUNT) or _is_in_fstab(claims):
+        return
+    if not shutil.which("systemctl"):
+        if not os.path.lexists(claims):
+            os.makedirs(claims, 0o755)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", mount_options(), "tmpfs", claims], check=False)
+            os.chmod(claims, 0o1777)
+        return
+    if os.path.lexists(MOUNT_UNIT) and not is_as_written(MOUNT_UNIT):
+        return  # the admin's own
+    write(MOUNT_UNIT, packaged(MOUNT))
+    if is_booted():
+        systemctl("daemon-reload")
+    systemctl("enable", *(["--now"] if is_booted() else []), MOUNT)
+
+
+def mount_options() -> str:
+    """Of the mount, as the unit has them."""
+    return next(line.partition("=")[2] for line in packaged(MOUNT).splitlines() if line.startswith("Options="))
+
+
+def _is_in_fstab(claims: str) -> bool:
+    lines = (content_of(FSTAB) or b"").decode(errors="replace").splitlines()
+    return any(line.split()[1:2] == [claims] for line in lines if not line.lstrip().startswith("#"))
+
+
+def _is_packaged(unit: str) -> str | None:
+    return next((path for folder in PACKAGED if os.path.exists(path := f"{folder}/{unit}")), None)
+
+
+def refuse_where_it_cannot_work(user: str) -> None:
+    """Check everything that the service needs before anything is changed.
+
+    Raises:
+        LockDirectoryError: there is no systemd, another one has installed the service, or it could not run, or
+            should not trust, the Python that runs now.
+    """
+    if os.geteuid() != 0:
+        raise LockDirectoryError("only root can install a service.  Run `sudo gpuguard setup --systemd`.")
+    if not shutil.which("systemctl"):
+        raise LockDirectoryError("there is no systemd here.  Let what starts services here start `gpuguard daemon`.")
+    if path := _is_packaged(SERVICE):
+        raise LockDirectoryError(f"a package has installed {path}: run `sudo systemctl enable --now gpuguard`.")
+    if doubt := doubts_about(sys.executable) or open_to_others(
+        sys.executable, os.path.dirname(os.path.dirname(__file__))
+    ):
+        raise LockDirectoryError(f"{doubt}\nNothing was changed.")
+    ours = is_as_written(UNIT) or content_of(UNIT) == unit_for(user).encode()
+    if os.path.lexists(UNIT) and not ours:
+        raise LockDirectoryError(
+            f"{UNIT} is there, and it is not the one that would be installed.  Remove it (your own lines belong into "
+            "`systemctl edit gpuguard`), and run this again.  Nothing was changed."
+        )
+
+
+def install_service(user: str) -> None:
+    """Write unit and first policy, by both of which the service only observes, and start it.
+
+    A policy file that is there already stays.
+
+    Raises:
+        LockDirectoryError: a file cannot be written, or the service does not start.
+    """
+    if not os.path.lexists(POLICY):
+        write(POLICY, packaged("policy.yaml"))
+    write(UNIT, unit_for(user))
+    systemctl("enable", SERVICE)
+    if not is_booted():
+        print("systemd does not run now: the service starts with the next boot.")
+        return
+    systemctl("daemon-reload")
+    systemctl("restart", SERVICE, advice="`journalctl -u gpuguard -n 20` says why.")
+    program = os.path.join(os.path.dirname(sys.executable), "gpuguard")
+    print(_STARTED.format(policy=POLICY, program=program if os.path.exists(program) else "gpuguard"))
+
+
+def unit_for(user: str) -> str:
+    """The unit with the Python that runs now and *user* in it.
 
     Raises:
         GpuguardError: it was not installed with this package.
     """
-    return packed(UNIT).replace(f"{PYTHON} -I", f"{sys.executable} -I")
-
-
-def packed(name: str) -> str:
-    """A file of packaging/.
-
-    Raises:
-        GpuguardError: it was not installed with this package.
-    """
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for place in (f"{package}/packaging", f"{os.path.dirname(package)}/packaging"):
-        try:
-            with open(f"{place}/{name}", encoding="utf-8") as file:
-                return file.read()
-        except FileNotFoundError:
-            continue
-    raise GpuguardError(f"{name} is not installed with this package: take it from packaging/ of its sources.")
+    return packaged(SERVICE).replace(f"{_PYTHON} -I", f"{sys.executable} -I").replace(f"={USER}\n", f"={user}\n")
 
 
 def doubts_about(executable: str) -> str | None:
@@ -112,23 +274,44 @@ def doubts_about(executable: str) -> str | None:
     return None
 
 
-def _account(name: str) -> pwd.struct_passwd | None:
-    try:
-        return pwd.getpwnam(name)
-    except KeyError:
-        return None
+def open_to_others(*paths: str) -> str | None:
+    """Why others than root could change what the service runs, in words; None if they cannot."""
+    for start in {variant for path in paths for variant in (path, os.path.realpath(path))}:
+        path = os.path.abspath(start)
+        while True:
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                return f"{path} cannot be looked at: {error.strerror}."
+            sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+            if status.st_uid != 0 or (status.st_mode & 0o022 and not sticky):
+                return (
+                    f"{path} can be changed by others than root, and the service would run what they put there.  "
+                    "Install gpuguard for the system, for example into /opt/gpuguard, and call setup from there."
+                )
+            if path == "/":
+                break
+            path = os.path.dirname(path)
+    return None
 
 
-def _install_user(name: str) -> None:
-    sysusers, useradd = shutil.which("systemd-sysusers"), shutil.which("useradd")
+def is_booted() -> bool:
+    """Whether systemd runs this machine now."""
+    return os.path.isdir(BOOTED)
+
+
+def systemctl(*words: str, advice: str = "") -> None:
+    """Run systemctl.
+
+    Raises:
+        LockDirectoryError: it refuses, in its words.
+    """
     try:
-        if sysusers:
-            setup_installed.write(
-                SYSUSERS, f"# The user of the daemon: made by `gpuguard setup`.\n{sysusers_line(name)}\n"
-            )
-            subprocess.run([sysusers, SYSUSERS], check=False, stdin=subprocess.DEVNULL)
-        elif useradd:
-            home = ["--no-create-home", "--home-dir", "/", "--shell", "/usr/sbin/nologin"]
-            subprocess.run([useradd, "--system", "--user-group", *home, name], check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            ["systemctl", *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        )
     except OSError as error:
-        raise LockDirectoryError(f"the user {name} cannot be made: {error.strerror}.") from error
+        raise LockDirectoryError(f"systemctl cannot be started: {error.strerror}.") from error
+    if done.returncode:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise LockDirectoryError(f"`systemctl {' '.join(words)}` failed: {reason}  {advice}".rstrip())

@@ -227,7 +227,7 @@ def _room(facts: MachineFacts) -> Finding | None:
     if not room.own:
         found = f"{room.path} lies on /run, which any user can fill by writing there"
         on = ", on the host" if facts.container else ""
-        return WARNING, found, f"`sudo gpuguard setup`{on} gives it a file system of its own, or says why not yet."
+        return WARNING, found, f"`sudo gpuguard setup`{on} gives it a file system of its own at the next boot."
     found = f"{room.path}, a file system of its own: {room.in_words()}"
     if room.used < SCARCE:
         return OK, found, None
