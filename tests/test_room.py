@@ -216,7 +216,7 @@ def test_where_one_has_filled_it_others_claim_and_hear_who_has(tmp_path, size):
     assert (told["bob's error"], told["used"]) == ("No space left on device", 1.0)
     assert (told["devices"], told["locked"], told["bob gets"], told["free again"]) == ("0,1", [0, 1], 75, [])
     assert "no record in" in str(told["alice hears"]) and has in str(told["alice hears"])
-    assert "no place in line can be had" in str(told["in line"]) and has in str(told["in line"])
+    assert "no ticket can be written" in str(told["in line"]) and has in str(told["in line"])
     assert "daemon" in str(told["who"])
 
 

@@ -1,4 +1,4 @@
-"""Who of the waiting line starts now, who when, and why not earlier.
+"""Backfill: which tickets of the queue start now, which later and when, and why not earlier.
 
 Each request in turn is planned on the devices that will do and are free first; what becomes of it is its *planned
 start*.  Whoever joins the line is promised that start plus a quarter of the wait until then.  Shorter jobs may go first
@@ -29,7 +29,7 @@ from gpuguard.queue.calendar import (
 from gpuguard.queue.priority import Rules, Ticket, due_at, overdue
 from gpuguard.request import Request
 
-# What a plan of the waiting line consists of: starts that are planned, and until when devices are busy by them.
+# What a plan consists of: planned starts, and until when devices are busy by them.
 #
 # Does not decide who starts when: see plan.
 
@@ -74,8 +74,8 @@ class DeviceBookings:
                     taken[each] = max(until, taken.get(each, until))
 
 
-MOST_PLANNED = 256  # places of the line; whoever stands behind them can wait to hear when his turn will be
-FIRST_OF_USER = 4  # places of each user that are planned wherever they stand: nobody can fill the line before him
+MOST_PLANNED = 256  # tickets; those behind them get no planned start yet
+FIRST_OF_USER = 4  # tickets of each user that are planned in any case, so that no user can fill the plan
 MOST_TRIED = 64  # lengths that are tried one by one
 
 
@@ -97,11 +97,11 @@ class Machine:
     """What a plan is made of.
 
     Args:
-        fits: request -> its devices, for all requests of the line.
-        ends: uuid -> unix time at which its claim will end; without the devices of which nobody can tell.
+        fits: request -> its devices, for all requests of the queue.
+        ends: uuid -> unix time at which its claim will end; without the devices for which that is unknown.
         kin: uuid -> uuids that cannot be used beside it: a GPU and its MIG instances.
         bookings: that are not over.
-        free: uuids that nobody uses, for the bookings.
+        free: uuids that are not in use, for the reservations.
         limits: uuid -> unix time at which a time limit ends its last claim, for the bookings.
     """
 
@@ -115,13 +115,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class QueuePosition:
-    """Where a ticket stands.
+    """The position of a ticket in the queue, and its planned start.
 
     Args:
         ticket: whose place it is.
-        number: 1 is the first in line.
+        number: 1 is the first.
         start: unix time of its planned start, None: unknown.
-        in_order: the same if nobody behind it went first.
+        in_order: the same if no ticket behind it started first.
         now: whether it may start now.
         request: the way that is planned; None: it can never start on this machine.
         devices: uuids that are planned for it.
@@ -151,7 +151,7 @@ def promise(place: QueuePosition, rules: Rules, now: float) -> float | None:
 def plan(
     line: Sequence[Ticket], machine: Machine, usage: Mapping[int, float], rules: Rules, now: float
 ) -> list[QueuePosition]:
-    """The places of *line*, which is in order.
+    """The positions of *line*, which is in order.
 
     Args:
         line: see line.order.
@@ -174,7 +174,7 @@ def plan(
         first = _known(in_order.get(ticket.id, NEVER).start)
         now = ticket.id in starting
         it = starting.get(ticket.id) or planned.get(ticket.id) or Planned(UNKNOWN, ticket.requests[0])
-        # What would start now if nobody minded is held back by somebody: nobody can say until when.
+        # A ticket that fits now is held back for another one: until when is unknown.
         held = None if now else plans.against.get(ticket.id)
         start = None if held and held not in plans.reserved else _known(it.start)
         kept = plans.kept_from(ticket, it) if machine.bookings else {}
@@ -183,7 +183,7 @@ def plan(
 
 
 def planned_for(line: Sequence[Ticket]) -> list[Ticket]:
-    """Those of *line* for whom a plan is made."""
+    """Those of *line* that get a planned start."""
     waiting: list[Ticket] = []
     of_user: dict[int, int] = {}
     for ticket in line:
@@ -200,7 +200,7 @@ def _known(start: float) -> float | None:
 
 @dataclass(frozen=True)
 class _Way:
-    """One kind of request, its devices, and when each is free if nobody else starts."""
+    """One kind of request, its devices, and when each is free if no other ticket starts."""
 
     request: Request
     fit: Fit
@@ -213,21 +213,22 @@ class _Plans:
     def __init__(
         self, machine: Machine, usage: Mapping[int, float], rules: Rules, now: float, late: frozenset[str]
     ) -> None:
-        # Not those who only missed their promise: it may have come of a length that nobody kept, a minute ago.
+        # Not those that only missed their promise: it may rest on an estimate that a job exceeded a minute ago.
         self.machine, self.usage, self.rules, self.now, self.late = machine, usage, rules, now, late
         self.busy = DeviceBookings()
         self.started: list[Started] = []
         self.reserved = tuple(booking.id for booking in machine.bookings)
         free_at = {uuid: end for uuid, end in machine.limits.items() if end > now} | dict.fromkeys(machine.free, now)
         self.calendars = Calendars(machine.bookings, Prospects(free_at, kin=machine.kin), now)
-        self.calendar: Calendar = {}  # what is kept for reservations, as the schedule of the line has it
+        self.calendar: Calendar = {}  # what is kept for reservations, as the schedule of the queue has it
         self.liked = max((fit.eligible for fit in machine.fits.values()), key=len, default=())
-        self.against: dict[str, str] = {}  # id of a ticket that fits now -> whom it would have to pass
+        # id of a ticket that fits now -> the id of the one that it would have to pass
+        self.against: dict[str, str] = {}
         self._kinds: dict[Request, _Way | None] = {}  # a request is long to hash, and asked for a thousand times
         self._ways: dict[str, tuple[_Way, ...]] = {}  # id of a ticket -> its ways that are possible
 
     def schedule(self, waiting: Sequence[Ticket]) -> dict[str, Planned]:
-        """Everybody's planned start when they start in order."""
+        """The planned start of each ticket when all start in order."""
         busy = self.busy.copy()
         self.calendar = self.calendars.after(self.started, self.liked)
         planned = {}
@@ -262,7 +263,7 @@ class _Plans:
         if fit is None or len(fit.eligible) < request.num_gpus:
             return None
         ends = self.machine.ends
-        # One that should have ended: nobody can tell any more.
+        # A job that should have ended: its end is unknown.
         first = [
             self.now if uuid in fit.open else end if (end := ends.get(uuid, UNKNOWN)) > self.now else UNKNOWN
             for uuid in fit.eligible
@@ -282,7 +283,7 @@ class _Plans:
             return None
         base = self.schedule(waiting)
         stands = self._behind_how_many(waiting)
-        # The shortest first, in each class; of those of unknown length whoever stands first.
+        # The shortest first, in each class; of those of unknown length the first in order.
         fits.sort(
             key=lambda one: (
                 one.set_back,
@@ -303,8 +304,9 @@ class _Plans:
             if against is None:
                 return self._start(ticket, it)
             refused[kind] = refused[alike] = self.against[ticket.id] = against
-        # Reservations move with a start, so two can be held back for each other: then the first of them in line starts,
-        # if it would in order.  Otherwise it waits for an end that is to come, after which they may both be in time.
+        # Reservations move with a start, so two can be held back for each other: then the first of them in the queue
+        # starts, if it would in order.  Otherwise it waits for an end that is to come, after which they may both be in
+        # time.
         in_turn = [one for one in waiting if base[one.id].start <= self.now]
         stuck = next((one for one in in_turn if self._in_circle(one.id)), None)
         return self._start(stuck, self.earliest(stuck, self.busy)) if stuck else None
@@ -315,14 +317,14 @@ class _Plans:
         return ticket, it
 
     def _in_circle(self, name: str) -> bool:
-        """Whether it is held back for somebody who is held back for it, perhaps over others."""
+        """Whether it is held back for a ticket that is held back for it, perhaps over others."""
         chain = [name]
         while (other := self.against.get(chain[-1])) and other not in chain:
             chain.append(other)
         return other == name
 
     def _behind_how_many(self, waiting: Sequence[Ticket]) -> dict[str, int]:
-        """id -> how many who have waited longer than they should stand before it."""
+        """id -> how many overdue tickets stand before it."""
         stands, count = {}, 0
         for ticket in waiting:
             stands[ticket.id] = count
@@ -332,7 +334,7 @@ class _Plans:
     def _against(
         self, ticket: Ticket, it: Planned, waiting: Sequence[Ticket], base: Mapping[str, Planned]
     ) -> str | None:
-        """Whom it would put off in a way that he need not accept."""
+        """The id of a ticket that its start would postpone further than allowed; None: it may start."""
         if it.start > self.now:
             mine = {uuid for way in self.ways(ticket) for uuid in way.fit.eligible}
             kept = [booking for uuid, booking in self.kept_from(ticket, it).items() if uuid in mine]
@@ -400,7 +402,7 @@ def _soonest(
             clear = [clear_at(each, ticket.uid, since, lasts) for each, since in zip(spans, free, strict=True)]
         places = sorted(range(len(clear)), key=clear.__getitem__)[:count]
         start = clear[places[-1]]
-        # By the time that the last of them is free, the first may be kept for somebody.
+        # By the time that the last of them is free, the first may be reserved.
         if not kept or all(clear_at(spans[place], ticket.uid, start, lasts) == start for place in places):
             return places, start
         free = [max(start, since) for since in free]

@@ -1,9 +1,9 @@
 """Reservations on devices: which ones are kept for them at what time, and when another job finds its own free of them.
 
-A reservation is of so many out of some devices.  Which of them are kept is decided anew whenever somebody asks, so that
-he loses as little by it as can be: first those that its user holds, then those whose claims have a time limit that ends
-before, then those that he would like least.  Only time limits count, because gpuguard keeps them; a job of unknown
-length may still run in a day.  Does not read reservations: see reservations; does not say who starts: see plan.
+A reservation is of so many out of some devices.  Which of them are kept is decided anew at each sample, so that jobs
+lose as little by it as can be: first those that its user holds, then those whose claims have a time limit that ends
+before, then those that are wanted least.  Only time limits count, because gpuguard keeps them; a job of unknown length
+may still run in a day.  Does not read reservations: see reservations; does not say who starts: see plan.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Prospects:
     """What is known of the devices when one looks.
 
     Args:
-        free_at: uuid -> unix time from which it is free if nobody else starts; without those of which nobody can tell.
+        free_at: uuid -> unix time from which it is free if no other job starts; without those for which that is
+            unknown.
         users: uuid -> uids that have it.
         kin: uuid -> uuids that cannot be used beside it: a GPU and its MIG instances.
     """
@@ -66,13 +67,13 @@ Calendar = Mapping[str, Sequence[Span]]
 def calendar(
     bookings: Sequence[DeviceReservations], prospects: Prospects, now: float, last: Mapping[str, float] | None = None
 ) -> Calendar:
-    """uuid -> when it is kept for whom, in order of time.
+    """uuid -> when it is kept for which reservation, in order of time.
 
     Args:
         bookings: that are not over, the first made first.
         prospects: of the devices.
         now: unix time.
-        last: uuid -> how little one likes to lose it; the greatest are kept last.
+        last: uuid -> how much it is wanted; the most wanted are kept last.
     """
     dislike = last or {}
     known = {uuid for booking in bookings for uuid in booking.devices}
@@ -88,7 +89,7 @@ def calendar(
     spans: dict[str, list[Span]] = {}
     for group in _groups([booking for booking in bookings if booking.ends > now]):
         for uuid, span in _kept(group, prospects, now, order):
-            # Not its GPU with an instance: nobody can have that whole, and its other instances stay free.
+            # Not its GPU with an instance: that cannot be had whole, and its other instances stay free.
             spans.setdefault(uuid, []).append(span)
     return {uuid: sorted(found, key=lambda span: span.begins) for uuid, found in spans.items()}
 
@@ -112,7 +113,7 @@ def _kept(
     """Which device is kept when, for reservations that overlap in time.
 
     Where all can have the same devices, as many are kept at each moment as are reserved then; what is missing comes as
-    soon as time limits set something free, so nobody may share that for longer.  Where they differ, a job
+    soon as time limits set something free, so no job may share that for longer.  Where they differ, a job
     that began on a device which another one needs later could not move: each gets devices of its own.
     """
     if not _alike(group):
@@ -123,7 +124,7 @@ def _kept(
     spans, found = [], dict[str, DeviceReservations]()
     for begins, ends in pairwise(sorted(borders | freed)):
         active = [each for each in group if each.begins <= begins < each.ends]
-        before = found if begins in freed else {}  # who is there already stays where he is
+        before = found if begins in freed else {}  # a reservation keeps the devices that it has
         found = _matched(active, prospects, begins, sorted(order, key=lambda uuid: uuid not in before))
         spans += [(uuid, Span(begins, ends, booking)) for uuid, booking in found.items()]
     return spans
@@ -136,10 +137,10 @@ def _alike(group: Sequence[DeviceReservations]) -> bool:
 def _matched(
     active: Sequence[DeviceReservations], prospects: Prospects, when: float, order: Sequence[str]
 ) -> dict[str, DeviceReservations]:
-    """uuid -> for whom it is kept from that time on, or from its begin: as many as can be, the first of *order* first.
+    """uuid -> the reservation that keeps it from that time on: as many as can be, the first of *order* first.
 
-    The devices that can be kept together are a matroid: whoever takes them greedily, and moves those that he has taken
-    before to another reservation where that makes room, gets the best set.
+    The devices that can be kept together are a matroid: taking them greedily, and moving those that were taken
+    before to another reservation where that makes room, gives the best set.
     """
     got: dict[str, list[str]] = {booking.id: [] for booking in active}
     missing = sum(booking.num_gpus for booking in active)
@@ -182,18 +183,18 @@ class Calendars:
 
     Args:
         bookings: that are not over, the first made first.
-        prospects: of the devices before anybody of the plan starts.
+        prospects: of the devices before any ticket of the plan starts.
         now: unix time.
     """
 
     def __init__(self, bookings: Sequence[DeviceReservations], prospects: Prospects, now: float) -> None:
         self._bookings, self._before, self._now = bookings, prospects, now
-        self._known: dict[tuple[object, ...], Calendar] = {}  # most of a line are alike
+        self._known: dict[tuple[object, ...], Calendar] = {}  # most tickets of a queue are alike
 
     def after(self, started: Sequence[Started], wanted: Sequence[str], uid: int | None = None) -> Calendar:
         """The calendar once *started* run, where possible of none of the devices *wanted*, the best of them first.
 
-        Without what is reserved for *uid* himself.
+        Without what is reserved for *uid*.
         """
         if not self._bookings:
             return {}
@@ -205,9 +206,9 @@ class Calendars:
         return self._known[key]
 
     def left_alone(self, started: Sequence[Started], wanted: Sequence[str], uid: int) -> Calendar:
-        """What a user has to leave alone if he starts beside *started*, who have claimed nothing yet.
+        """What a user has to leave alone to start beside *started*, which have claimed nothing yet.
 
-        Nobody counts on it that those come for whom devices are reserved: what they are about to claim is kept for them
+        Users for whom devices are reserved may not come: what they are about to claim is kept for them
         only when they have it, and until then what else there is, should one of them be gone, or all.
         """
         found = self.after(started, wanted, uid)
@@ -238,7 +239,7 @@ class Calendars:
         return [one for one in self._bookings if one.uid == uid and one.begins <= self._now < one.ends]
 
     def uses_own(self, uid: int, devices: Collection[str], started: Sequence[Started]) -> bool:
-        """Whether a job gets no more than what is reserved for its user now: then nobody else would get that either."""
+        """Whether a job gets no more than what is reserved for its user now, which no other user would get."""
         own = self.guests(uid)
         reserved = {uuid for one in own for uuid in one.devices}
         used = {uuid for one in own for uuid in one.held}

@@ -1,6 +1,6 @@
-"""How long a job will take, judged by the user's own jobs of before; for those who wait behind it.
+"""How long a job will take, estimated from the user's earlier jobs; for those that wait behind it.
 
-Only a hint: a start that is planned by it is no promise that gpuguard can keep, as it is with a time limit.
+Only a hint: a start that is planned by it is no promise that gpuguard can keep, unlike one by time limits.
 """
 
 from __future__ import annotations

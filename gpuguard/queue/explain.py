@@ -1,7 +1,7 @@
-"""One's turn in the waiting line: what everybody who has a request asks it, and what it answers in words.
+"""The queue for one request: whether it may start, waiting for that, and its position and start in words.
 
-Reads the claims, the marks against users and devices, what users have had lately, and the site's rules; the line and
-its plan follow from that (see standing).  Does not wait (see waiting) and claims nothing (see lock).
+Reads the claims, the restrictions of users and devices, recent use, and the site's rules; the queue and
+its plan follow from that (see state).  Does not sleep (see waiter) and claims nothing (see lock).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from gpuguard.request import Request, fields_needed
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
 
-REFRESH_SECONDS = 60.0  # so old may be what a waiting user reads of his place
-USAGE_SECONDS = 60.0  # so old may be what is known of the users' GPU time
+REFRESH_SECONDS = 60.0  # the greatest age of the position that a waiting user reads
+USAGE_SECONDS = 60.0  # the greatest age of what is known of the users' GPU time
 _known_usage: dict[str, tuple[float, dict[int, float] | None]] = {}  # path -> monotonic time, answer
 
 
 def stand(directory: LockDirectory, snapshot: Snapshot, rules: Rules, mine: Ticket | None = None) -> QueueState:
-    """The line as it is now; with *mine* at its end, if that has no file yet.
+    """The queue as it is now; with *mine* at its end, if that has no file yet.
 
     Args:
         directory: of the claims.
-        snapshot: with the fields that the requests of the line need.
+        snapshot: with the fields that the requests of the queue need.
         rules: of the site.
-        mine: one's own ticket.
+        mine: the caller's ticket.
     """
     return queue_state(directory, snapshot, _facts(directory, snapshot, rules), rules, mine)
 
@@ -55,19 +55,19 @@ def stand(directory: LockDirectory, snapshot: Snapshot, rules: Rules, mine: Tick
 def reservation_start(
     backend: Backend, directory: LockDirectory, snapshot: Snapshot, request: Request
 ) -> dict[str, str]:
-    """uuid -> for whom it is reserved, of the devices that this user could not have now if nobody waited."""
+    """uuid -> for which user it is reserved, of the devices that this user could not have now in an empty queue."""
     snapshot = with_reserved_instances(backend, directory, snapshot)
     facts = _facts(directory, snapshot, Rules(fair_share=False))
     return kept_for_others(snapshot, facts, new_ticket([request]))
 
 
 class WaitingRequest:
-    """One who may have to wait, from his first look on until leave().
+    """A request that may have to wait, from its first sample on until leave().
 
     Args:
         backend: of the machine.
         directory: of the claims.
-        priority, time_limit, expected, note, command: of his request, see lock.acquire.
+        priority, time_limit, expected, note, command: of the request, see lock.acquire.
     """
 
     def __init__(
@@ -87,23 +87,23 @@ class WaitingRequest:
         )
         self._rules = read_queue_settings().rules
         self._waiter: Waiter | None = None
-        self._was_turn = self._was_called = False  # since he last asked
-        self._fields = frozenset({MEMORY, PROCESSES})  # that the requests of the line need, as far as he leads it
+        self._was_turn = self._was_called = False  # since the last call of turn()
+        self._fields = frozenset({MEMORY, PROCESSES})  # that the requests of the queue need, if this process leads it
         self._bookings: tuple[DeviceReservations, ...] = ()
 
     @property
     def waits(self) -> bool:
-        """Whether he has a ticket."""
+        """Whether it has a ticket."""
         return self._waiter is not None
 
     def turn(self, snapshot: Snapshot, ways: Sequence[Request]) -> QueueAnswer:
-        """Whether it is his turn now, by his own look."""
+        """Whether it may start now, by its own sample."""
         mine = self._waiter.ticket if self._waiter else self._ticket(ways)
         turn = self._turn(snapshot, ways, mine)
         if self._was_turn or (self._was_called and not turn.ways):
             turn = self._turn(self._closer(snapshot), ways, mine)
         self._was_turn, self._was_called = bool(turn.ways), False
-        # Whoever has to wait for what is reserved for him has come, too.
+        # A user who has to wait for their own reservation has come, too.
         self._bookings = turn.line.facts.bookings
         arrive(self._directory, self._bookings)
         return turn
@@ -114,7 +114,7 @@ class WaitingRequest:
         return QueueAnswer(line, line.of(mine.id), tuple(ways))
 
     def _closer(self, snapshot: Snapshot) -> Snapshot:
-        """With the health of all devices: whoever was called for nothing may have planned with a broken one."""
+        """With the health of all devices: a start that failed may have been planned on a broken one."""
         try:
             return snapshot.updated(self._backend.sample({PROCESSES, *VERIFY_FIELDS}))
         except BackendError:
@@ -128,7 +128,7 @@ class WaitingRequest:
         error: NotEnoughGpus,
         on_wait: Callable[[NotEnoughGpus], None] | None,
     ) -> NotEnoughGpus:
-        """Wait in line until it is worth to try again, or until the *deadline* (monotonic): why it had to be."""
+        """Wait until it is worth to try again, or until the *deadline* (monotonic); returns why it had to wait."""
         if self._waiter is None:
             self._waiter = self._join(snapshot, ways)
             error = self.turn(snapshot, ways).explained(error)
@@ -148,14 +148,14 @@ class WaitingRequest:
         return error
 
     def served(self, claim: Claim) -> None:
-        """He has got what he waited for, and comes to his reservation if he has one."""
+        """It has started; if it has a reservation, its user has come to it."""
         write_served(self._directory)
-        # The end of a job elsewhere is no sign that he is there: it would bring back a reservation that is over.
+        # The end of a job on other devices is no sign of that: it would bring back a reservation that is over.
         devices = {device.uuid for device in claim}
         claim.arrivals = arrive(self._directory, [one for one in self._bookings if not devices.isdisjoint(one.devices)])
 
     def stand_aside(self) -> None:
-        """Let somebody else look for all who wait; his place stays."""
+        """Let another process lead the queue; the position stays."""
         if self._waiter:
             self._waiter.stand_aside()
 
@@ -185,11 +185,11 @@ class WaitingRequest:
         except OSError as error:
             why = why_full(self._directory, error)
             raise LockDirectoryError(
-                f"no place in line can be had in {self._directory.records}: {why}.  Try --no-wait."
+                f"no ticket can be written into {self._directory.records}: {why}.  Try --no-wait."
             ) from error
 
     def _survey(self, before: QueueState, closely: bool) -> QueueState:
-        """A look for all who wait.  A driver that fails starts nobody, and is asked again later."""
+        """A sample for all that wait.  While the driver fails, no request starts, and it is read again later."""
         try:
             snapshot = self._backend.sample(self._fields)
             if closely:
@@ -207,7 +207,7 @@ class WaitingRequest:
 
 @dataclass(frozen=True)
 class QueueAnswer:
-    """Where one stands in line at one moment."""
+    """The position of one request at one moment."""
 
     line: QueueState
     place: QueuePosition | None
@@ -215,7 +215,7 @@ class QueueAnswer:
 
     @property
     def ways(self) -> tuple[Request, ...]:
-        """What may be taken now."""
+        """The alternative that may be claimed now."""
         if self.place is None or not self.place.now or self.place.request is None:
             return ()
         chosen = self.asked[self.place.ticket.requests.index(self.place.request)]
@@ -224,25 +224,25 @@ class QueueAnswer:
 
     @property
     def is_later(self) -> bool:
-        """Whether there is nothing to find out by asking the driver: it is somebody else's turn."""
+        """Whether the driver need not be read: another request starts first."""
         return self.place is not None and not self.place.now and self.place.request is not None
 
     @property
     def is_impossible(self) -> bool:
-        """Whether it can never be his turn, as the line has it."""
+        """Whether it can never start, as the queue has it."""
         return self.place is not None and self.place.request is None and self.place.ticket.after is None
 
     @property
     def kept(self) -> dict[str, str]:
-        """uuid -> for whom it is, of devices that others may take now."""
+        """uuid -> for which user it is kept, of devices that others may claim now."""
         return self.line.kept_from(self.place.ticket.id) if self.place else {}
 
     def explained(self, error: NotEnoughGpus) -> NotEnoughGpus:
-        """*error* with the place in line and the prospects; one that waiting cannot help stays what it is."""
+        """*error* with queue position and estimated start; one that waiting cannot help is returned as it is."""
         if self.place is None or isinstance(error, ImpossibleRequest):
             return error
         count, where = self.place.ticket.num_gpus, prospects(self.place, self.line)
-        if not self.place.ticket.id and not self.place.ticket.after:  # who has not joined it, but could
+        if not self.place.ticket.id and not self.place.ticket.after:  # not queued, but could be
             where = f"not now; it would be {where}"
         _, *others = str(error).split("\n")
         first = f"wanted {count} GPU{'s' * (count > 1)}: {where}."
@@ -259,7 +259,7 @@ def new_ticket(
     command: Sequence[str] = (),
     after: str | None = None,
 ) -> Ticket:
-    """A ticket of this process that has no file yet, so no place and no promise."""
+    """A ticket of this process that has no file yet, so no position and no promise."""
     uid = os.geteuid()
     return Ticket(
         id="",
@@ -278,7 +278,7 @@ def new_ticket(
 
 
 def promised(line: QueueState, rules: Rules, ticket: Ticket) -> float | None:
-    """By when whoever joins *line* with *ticket* starts at the latest, unix time; None where nobody can tell."""
+    """By when *ticket* starts at the latest when it joins *line*, unix time; None: unknown."""
     place = line.of(ticket.id)
     return promise(place, rules, line.now) if place else None
 
@@ -290,7 +290,7 @@ def _facts(directory: LockDirectory, snapshot: Snapshot, rules: Rules) -> QueueF
     set_back = {} if directory.keeper is None else read_restrictions(directory, SET_BACK, now)
     ends = [mark.until for mark in (*marks.values(), *denials.values(), *set_back.values()) if mark.until is not None]
     with Gate(directory):
-        claims = probe_in_gate(directory, uuids)  # all of /proc tells nothing more that matters here: 21 ms of 28
+        claims = probe_in_gate(directory, uuids)  # holders, from all of /proc, do not matter here
     booked = reservation_calendar(directory, uuids, claims, now)
     return QueueFacts(
         claims=claims,
@@ -325,7 +325,7 @@ def prospects(place: QueuePosition, line: QueueState) -> str:
 
 
 def in_words(place: QueuePosition, line: QueueState) -> str:
-    """When it will start and why not earlier: ``"starts in about 2h, when device 3 is free: earlier jobs of al"``."""
+    """When it starts and why not earlier: ``"starts in about 2h, when device 3 is free: earlier jobs of al"``."""
     if place.ticket.after:
         return f"not in line yet: {place.ticket.after}"
     if place.now:

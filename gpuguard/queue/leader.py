@@ -1,8 +1,8 @@
-"""Leading the waiting line: hearing what may change it, looking once for all, and ringing at whoever may start.
+"""The leader of the queue: hears what may change it, samples once for all, and wakes the requests that may start.
 
-The driver is asked only after something ended that matters: a claim, a ticket, a stranger's process.  Where the kernel
-tells of nothing (no inotify left, memory that is still being freed, a utilization that must fall) one looks again after
-a while, less and less often.  Does not know who leads, nor what it is like to wait: see waiting.
+The driver is read only after something ended that matters: a claim, a ticket, a process without a claim.  Where the
+kernel reports nothing (no inotify left, memory that is still being freed, a utilization that must fall) it samples
+again after a while, less and less often.  Does not decide which process leads: see waiter.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from gpuguard.queue.priority import Ticket
 from gpuguard.queue.state import QueueState, has_waker
 from gpuguard.queue.tickets import wake
 
-# Being woken by the kernel: when a claim or a ticket ends, when a process ends, when somebody rings.
+# Being woken by the kernel: when a claim or a ticket ends, when a process ends, when a bell is written to.
 #
-# A file that was open for writing tells its directory when its last holder closes it, however he dies (inotify,
-# IN_CLOSE_WRITE); readers do not count.  So the records of claims and the tickets wake whoever watches the directory of
-# both, and looking at them wakes nobody.  Knows nothing of what they mean: see waiting.
+# The kernel reports when the last holder of a file that was open for writing closes it, however that dies (inotify,
+# IN_CLOSE_WRITE); readers do not count.  So the records of claims and the tickets wake a process that watches the
+# directory of both, and reading them wakes none.
 
 
 # linux/inotify.h
 _ATTRIB, _CLOSE_WRITE, _MOVED_TO, _DELETE, _DELETE_SELF, _OVERFLOW = 0x4, 0x8, 0x80, 0x200, 0x400, 0x4000
-REPLACED = "replaced"  # what is told of a single file
+REPLACED = "replaced"  # what is reported of a single file
 _HEAD = struct.Struct("iIII")
 
 
 class DirectoryWatch:
-    """Tells which files of a directory appeared, ended or were removed.
+    """Reports which files of a directory appeared, ended or were removed.
 
     Raises:
         OSError: the kernel gives no further watch to this user (fs.inotify.max_user_instances).
@@ -60,12 +60,12 @@ class DirectoryWatch:
             raise OSError(number, os.strerror(number), path)
 
     def follow(self, paths: Iterable[str]) -> None:
-        """Tell also when one of these files, elsewhere, is removed or another one takes its place; if it is there."""
+        """Report also when one of these files, elsewhere, is removed or replaced; if it is there."""
         for path in paths:
             self._libc.inotify_add_watch(self.descriptor, os.fsencode(path), _ATTRIB | _DELETE_SELF)
 
     def names(self) -> set[str]:
-        """The names that something happened to since the last call; "" when some were lost."""
+        """The names of changed files since the last call; "" when some were lost."""
         found: set[str] = set()
         while True:
             try:
@@ -85,13 +85,13 @@ class DirectoryWatch:
 
 
 class ProcessWatch:
-    """Waits for the end of processes, whosever they are."""
+    """Waits for the end of processes of any user."""
 
     def __init__(self) -> None:
         self._open: dict[int, int] = {}  # pid -> pidfd
 
     def watch(self, pids: Iterable[int]) -> set[int]:
-        """Wait for exactly these from now on; those of which one cannot hear, or has heard already, come back."""
+        """Wait for exactly these from now on; returns those that cannot be watched, or have ended already."""
         wanted, deaf = set(pids), set()
         for pid in self._open.keys() - wanted:
             os.close(self._open.pop(pid))
@@ -112,7 +112,7 @@ class ProcessWatch:
         return list(self._open.values())
 
     def close(self) -> None:
-        """Wait for nobody any more."""
+        """Watch no process any more."""
         self.watch(())
 
 
@@ -139,44 +139,44 @@ def flock_holder(descriptor: int) -> int | None:
 
 
 YOUR_TURN = b"."
-LOOK_SECONDS = 300.0  # one looks whether devices were lost, or came back
-SAMPLE_SECONDS = 10.0  # while somebody waits for what the kernel does not tell of
-SETTLE_SECONDS = 0.25  # at first, while a device that nobody claims is not empty yet; then twice that, and so on
+LOOK_SECONDS = 300.0  # between two checks whether devices were lost, or came back
+SAMPLE_SECONDS = 10.0  # while a request waits for what the kernel does not report
+SETTLE_SECONDS = 0.25  # at first, while an unclaimed device is not empty yet; then twice that, and so on
 CHECK_SECONDS = (0.02, 0.2, 2.0)  # after a file was closed: its lock is given up a moment later
-POLL_SECONDS = 2.0  # between two looks at the locks and the tickets where inotify is not to be had
+POLL_SECONDS = 2.0  # between two checks of the locks and the tickets where inotify is not available
 CLAIM_SECONDS = 0.002  # the locks of one claim are given up one after the other
-RING_SECONDS = 0.5  # whoever was told that it is his turn takes so long at most, or is told again
-PART = 4  # of the time at most one in so many parts is spent with looking because of tickets that come and go
+RING_SECONDS = 0.5  # a request that was woken starts within so long, or is woken again
+PART = 4  # at most one in so many parts of the time is spent on samples because of tickets that come and go
 STRANGERS = 64  # processes without a claim whose end is awaited
 
 
 class Leader:
-    """Whoever leads the line, until close().
+    """Leads the queue, until close().
 
     Args:
         directory: of the claims.
         uuids: of the machine's devices.
-        look: reads the machine and the line, for all who wait; more closely now and then, and where somebody
-            who was told did not come.
+        look: samples the machine and the queue, for all that wait; with health now and then, and where a request
+            that was woken did not start.
     """
 
     def __init__(self, directory: LockDirectory, uuids: Sequence[str], look: Callable[[bool], QueueState]) -> None:
         self._directory, self._uuids, self._look = directory, tuple(uuids), look
         self._strangers = ProcessWatch()
         self._watch: DirectoryWatch | None = None
-        with suppress(OSError):  # none left: then one looks at the files now and then
+        with suppress(OSError):  # none left: then the files are checked now and then
             self._watch = DirectoryWatch(directory.records)
         self._seen: frozenset[str] = frozenset()  # names of the tickets, where there is no watch
-        self._locked: frozenset[str] = frozenset()  # names of the locks that were held before we looked
-        self._told: list[Ticket] = []  # whose turn it was when we looked last
-        self._rung: dict[str, float] = {}  # id of a ticket -> when we told its owner, monotonic
-        self._deaf: list[Ticket] = []  # who do not listen
-        self._checks: list[float] = []  # monotonic times at which the locks are looked at
-        self._look_at = 0.0  # and when the driver is asked although nothing is known to have ended
-        self._pause = RING_SECONDS  # until the same ones are told again
+        self._locked: frozenset[str] = frozenset()  # names of the locks that were held before the last sample
+        self._told: list[Ticket] = []  # those that could start at the last sample
+        self._rung: dict[str, float] = {}  # id of a ticket -> when it was woken, monotonic
+        self._deaf: list[Ticket] = []  # those that do not respond
+        self._checks: list[float] = []  # monotonic times at which the locks are checked
+        self._look_at = 0.0  # and when the driver is read although nothing is known to have ended
+        self._pause = RING_SECONDS  # until the same ones are woken again
         self._settling = SETTLE_SECONDS
         self._closely_at = time.monotonic() + LOOK_SECONDS  # when the health of the devices is read next
-        self._cost = 0.0  # seconds that the last look took
+        self._cost = 0.0  # seconds that the last sample took
 
     @property
     def descriptors(self) -> list[int]:
@@ -189,7 +189,7 @@ class Leader:
         return min([self._look_at, *self._checks])
 
     def must_look(self, ready: Collection[int]) -> bool:
-        """Whether it is time to look; *ready* are the descriptors that are readable."""
+        """Whether it is time to sample; *ready* are the descriptors that are readable."""
         if self._watch and self._watch.descriptor in ready:
             self._hear(self._watch.names())
         if not set(self._strangers.descriptors).isdisjoint(ready) or self._something_ended():
@@ -198,9 +198,9 @@ class Leader:
         return time.monotonic() >= self._look_at
 
     def look(self, own: str) -> bool:
-        """Look once for all and ring at whoever may start, or never can; whether that is the ticket *own*.
+        """Sample once for all and wake the requests that may start, or never can; whether *own* is one of them.
 
-        It is told each time: whoever leads may have had to make his ticket anew.
+        *own* is given each time: the leader may have had to make its ticket anew.
         """
         began = time.monotonic()
         self._locked = locks_held(self._directory, self._uuids)
@@ -237,7 +237,7 @@ class Leader:
         return long_ago and has_waker(self._directory, told)
 
     def _hear(self, names: set[str]) -> None:
-        """Something happened to these files: look at once where no lock is about it, else when the lock can be free."""
+        """These files changed: sample at once where no lock is about it, else when the lock can be free."""
         kinds = {name.removeprefix(self._directory.prefix).partition(".")[0] for name in names}
         now = time.monotonic()
         if kinds & {"claim", ""}:
@@ -256,7 +256,7 @@ class Leader:
         return frozenset(name for name in os.listdir(self._directory.records) if name.startswith(start))
 
     def _something_ended(self) -> bool:
-        """Whether a lock was given up, as far as it is time to look for that."""
+        """Whether a lock was released, as far as it is time to check that."""
         now = time.monotonic()
         if not self._checks or now < self._checks[0]:
             return False
@@ -271,7 +271,7 @@ class Leader:
         return True
 
     def _next_look(self, line: QueueState, *, told: bool) -> float:
-        """Seconds until the driver is asked although nothing is known to have ended."""
+        """Seconds until the driver is read although nothing is known to have ended."""
         if not line.places:
             return SAMPLE_SECONDS  # the driver did not answer
         claimed = {uuid for claim in line.facts.claims for uuid in claim.devices}
@@ -284,7 +284,7 @@ class Leader:
             deaf
             or len(pids) > STRANGERS
             or any(way.max_util is not None or way.max_temperature is not None or way.share for way in ways)
-            or any(claim.since is None for claim in line.facts.claims)  # no record: nobody tells of its end
+            or any(claim.since is None for claim in line.facts.claims)  # no record: its end is not reported
         ):
             pause = SAMPLE_SECONDS
         if deaf or any(_is_settling(device) for device in unclaimed):
@@ -295,12 +295,12 @@ class Leader:
 
 
 def _concerns(place: QueuePosition) -> bool:
-    """Whether its owner should look for himself: it is his turn, or his request cannot be met any more."""
+    """Whether its process should check: it may start, or its request cannot be met any more."""
     return place.now or (place.request is None and place.ticket.after is None)
 
 
 def _is_settling(device: Device) -> bool:
-    """Whether a device is in use by nobody of whom one could hear: mostly memory of a job that was killed just now."""
+    """Whether a device is in use by no process that can be watched: mostly memory of a job that was killed just now."""
     if device.processes is None:
         return True
     return not device.processes and (device.memory_used is None or device.memory_used > idle_limit(device))

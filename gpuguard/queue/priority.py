@@ -1,4 +1,4 @@
-"""The waiting line: who stands where.
+"""Priority: the order of the tickets in the queue.
 
 The order is: requests that are not set back; priority class; then the oldest request of each user who has waited longer
 than promised and got nothing for as long as the site permits; then fair share, in which the user with the least recent
@@ -18,7 +18,7 @@ from gpuguard.request import Request
 from gpuguard.units import parse_duration
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
-TYPICAL_SECONDS = 3600.0  # how long a job counts of which nobody knows anything, in fair share only
+TYPICAL_SECONDS = 3600.0  # the length of a job without a time limit or an estimate, in fair share only
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Ticket:
     id: str  # unique among all: it begins with the uid of its owner
     uid: int
     user: str
-    since: float  # unix time of its arrival, from the file system: nobody can arrive in the past
+    since: float  # unix time of its arrival, from the file system, so that it cannot be backdated
     requests: tuple[Request, ...]  # any of them will do, the first is liked best
     priority: int = 0
     time_limit: float | None = None  # seconds, kept by gpuguard
     expected: float | None = None  # seconds, from what the user's jobs have taken before
     promise: float | None = None  # unix time, see plan.promise
-    party: int | None = None  # who stands for its user where each is one, see users.parties; None: he himself
-    served: float | None = None  # unix time at which a request of its user last left the line for a claim
+    party: int | None = None  # the uid that its uid belongs to, see users.parties; None: its own
+    served: float | None = None  # unix time at which a request of its user last got a claim
     set_back: bool = False  # at the end, because what was offered to it, or to its user, was not taken
     after: str | None = None  # it waits for that first, and has no place yet
     pid: int | None = None
@@ -60,14 +60,14 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Rules:
-    """How a site wants its line.
+    """The site's rules for the queue.
 
     Args:
-        fair_share: False: whoever comes first is served first, within his class.
+        fair_share: False: first come, first served, within a priority.
         half_life: seconds after which used GPU time counts half.
         patience: share of the planned wait by which a start may be put off for shorter jobs.
-        bound: seconds after which nobody passes a request any more for which no start can be planned.
-        highest: the highest priority for everybody, and for some uids.
+        bound: seconds after which no other request passes one for which no start can be planned.
+        highest: the highest priority that any user gets, and that some uids get.
     """
 
     fair_share: bool = True
@@ -96,11 +96,11 @@ class ReservationKeys:
 
 
 def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: Rules, now: float) -> list[Ticket]:
-    """All tickets, the first in line first.
+    """All tickets in the order of the queue.
 
     Args:
         tickets: in any order.
-        usage: uid, or who stands for it -> recent GPU-seconds; 0 for whoever is missing.
+        usage: uid, or the uid that it belongs to -> recent GPU-seconds; 0 for a missing one.
         rules: of the site.
         now: unix time.
     """
@@ -108,7 +108,7 @@ def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: Rules,
         ticket if ticket.priority == (real := permitted(ticket, rules)) else replace(ticket, priority=real)
         for ticket in tickets
     ]
-    # Of 500 tickets of one user some are always old: he is lifted only if none of them was served for as long.
+    # Of 500 tickets of one user some are always old: they count as overdue only if none of them started for as long.
     hungry = [one for one in tickets if one.served is None or one.served + rules.bound <= now]
     late = overdue(hungry, rules, now) if rules.fair_share else frozenset()
     line: list[Ticket] = []
@@ -143,7 +143,7 @@ def due_at(ticket: Ticket, rules: Rules) -> float:
 
 
 def _fairly(tickets: Sequence[Ticket], usage: Mapping[int, float]) -> list[Ticket]:
-    """By turns: the next place is that of the user to whom the least is charged, then of who was served longest ago.
+    """By turns: next is the user who is charged least, then the one whose last start is longest ago.
 
     Where nobody counts what users had, and the claim that just ended was the only one, all have had nothing: a flood of
     one user, who came first, would be served to its end.
@@ -160,7 +160,7 @@ def _fairly(tickets: Sequence[Ticket], usage: Mapping[int, float]) -> list[Ticke
         ticket = of_user[uid].pop()
         line.append(ticket)
         if of_user[uid]:
-            # Whoever has no place yet, or is stopped, keeps back nobody of his own.
+            # A ticket that is not queued yet, or stopped, holds back no other ticket of its user.
             if ticket.after is None:
                 charged += ticket.num_gpus * (TYPICAL_SECONDS if ticket.lasts is None else ticket.lasts)
             heapq.heappush(turns, (charged, served[uid], _arrival(of_user[uid][-1]), uid))

@@ -1,8 +1,8 @@
 """The files of reservations, in the directory of the claims.
 
-    reserve.UID.ID.json        of its maker: a user for himself, root for anybody
-    arrived.UID.MAKER.ID       of whoever it is for: its time says when he last began or ended a claim; also with
-                               .RANDOM behind it, where somebody else has made a file of that name
+    reserve.UID.ID.json        of its maker: a user for himself, root for anybody arrived.UID.MAKER.ID       of the user
+    it is for: its time says when a claim of theirs last began or ended; also with
+                               .RANDOM behind it, where another user has made a file of that name
 
 Nobody holds them: they outlive their maker, and are removed by him or by root when they have ended.  Whose a file is
 and when it was made says the file system, never its content; one that cannot be understood is reported.  Does not say
@@ -42,11 +42,11 @@ class Reservation:
         id: unique among those of its maker.
         maker: uid of the owner of the file.
         uid: for whom it is.
-        user: his name.
+        user: the name of *uid*.
         num_gpus: how many devices.
         begins: unix time; likewise *ends*.
         devices: uuids of those that will do.
-        made: unix time, from the file system: nobody can make one in the past.
+        made: unix time, from the file system, so that it cannot be backdated.
         note: for people.
     """
 
@@ -67,7 +67,7 @@ class Reservation:
         return f"{self.maker}.{self.id}"
 
     def booking(self, held: tuple[str, ...] = ()) -> DeviceReservations:
-        """What the plan of the waiting line needs of it; *held* are the devices that its user has now."""
+        """What the plan of the queue needs of it; *held* are the devices that its user has now."""
         return DeviceReservations(
             self.key, self.uid, self.user, self.num_gpus, self.begins, self.ends, self.devices, held
         )
@@ -118,7 +118,7 @@ def remove(directory: LockDirectory, one: Reservation) -> None:
     """End a reservation.
 
     Raises:
-        LockDirectoryError: it is somebody else's.
+        LockDirectoryError: it is another user's.
     """
     try:
         os.unlink(_path(directory, one.maker, one.id))
@@ -130,20 +130,20 @@ def remove(directory: LockDirectory, one: Reservation) -> None:
 
 
 def arrive(directory: LockDirectory, bookings: Sequence[DeviceReservations]) -> tuple[str, ...]:
-    """Note that this user makes a claim now, for each of *bookings* that is his; the files to touch when it ends."""
+    """Record a claim of this user now, for each of *bookings* that is theirs; the files to touch when it ends."""
     uid, paths = os.geteuid(), []
     for booking in bookings:
         if booking.uid != uid:
             continue
         path = f"{directory.records}/{directory.prefix}arrived.{uid}.{booking.id}"
-        # The second, should somebody have made a file of that name before him: then he could not.
+        # The second, should another user have made a file of that name.
         own = next((each for each in (path, f"{path}.{os.urandom(4).hex()}") if _touched(each, uid)), None)
-        paths += [own] if own else []  # else he must have a claim when somebody looks
+        paths += [own] if own else []  # else only a living claim shows that the user came
     return tuple(paths)
 
 
 def _touched(path: str, uid: int) -> bool:
-    """Whether a file is his, and says that he is here now."""
+    """Whether the file belongs to *uid*, and its time is now."""
     with suppress(OSError):
         descriptor = open_or_create(path, os.O_RDONLY | os.O_NONBLOCK, 0o644)
         try:

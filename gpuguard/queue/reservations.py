@@ -1,6 +1,6 @@
-"""Reservations: which of them count, for whom devices are kept, and until when.
+"""Reservations: which of them count, which devices they keep, and until when.
 
-What users may reserve is checked by everybody who reads: what is too much does not count, the last made first; root's
+What users may reserve is checked by each reader: what is too much does not count, the last made first; root's
 always counts if there is room for it.  One is over at its end, or when its user has had no claim for as long as the
 site says.  Does not say which devices are kept from whom: see booking.
 """
@@ -22,7 +22,7 @@ from gpuguard.queue.tickets import Torn
 from gpuguard.units import format_duration
 from gpuguard.users import parties
 
-MOST_COUNTED = 256  # beyond them nobody would find out in time what is free
+MOST_COUNTED = 256  # with more, planning would take too long
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ReservationStatus:
         reservation: as made.
         why_not: why it does not count; "" when it does.
         held: uuids of its devices that are in claims of its user now.
-        no_show_at: unix time at which it is over unless its user makes a claim before; None while he has one.
-        over: whether it is over before its end, because he came too late.
+        no_show_at: unix time at which it is over unless its user makes a claim before; None while the user has one.
+        over: whether it is over before its end, because its user came too late.
     """
 
     reservation: Reservation
@@ -174,7 +174,7 @@ def what_if(wanted: Reservation, found: ReservationCalendar, uuids: Collection[s
 
 
 def _beyond(one: Reservation, keys: ReservationKeys, before: int) -> str:
-    """Why a user may not have this one beside so many devices in earlier ones; "" when he may."""
+    """Why a user may not have this one beside so many devices in earlier ones; "" when it is allowed."""
     if before + one.num_gpus > keys.devices:
         beside = f" ({before} of them in earlier ones)" if before else ""
         gpus = f"{keys.devices} GPU{'s' * (keys.devices != 1)}" if keys.devices else "no GPUs"

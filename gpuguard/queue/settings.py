@@ -1,9 +1,9 @@
-"""How a site wants its waiting line and its reservations: /etc/gpuguard/line.yaml, read by everybody who waits.
+"""The site's settings of the queue and of reservations: /etc/gpuguard/line.yaml, read by every process that waits.
 
-    fair_share: true        # false: whoever comes first is served first
+    fair_share: true        # false: first come, first served
     half_life: 7d           # after which used GPU time counts half
     patience: 25%           # of the planned wait, by which shorter jobs may put a start off
-    bound: 24h              # after which nobody passes a request for which no start can be planned
+    bound: 24h              # after which no request passes one for which no start can be planned
     priority: {everybody: normal, high: [alice], low: [bob]}
     reservations: {devices: 2, longest: 24h, ahead: 14d, no_show: 30m}     # for users; root may do more
 
@@ -35,7 +35,7 @@ class QueueSettings:
     """What the file says; with faults, what holds without it.
 
     Args:
-        rules: of the line.
+        rules: of the queue.
         reservations: of users.
         faults: why the file does not count.
         path: of the file.
@@ -75,7 +75,7 @@ def _read(path: str, accounts: Accounts | None) -> QueueSettings:
     return QueueSettings(rules, reservations, faults)
 
 
-# The keys of line.yaml, and what they mean.  Does not find the file: see file.
+# The keys of line.yaml.
 
 
 @dataclass(frozen=True)

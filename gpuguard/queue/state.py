@@ -1,6 +1,6 @@
-"""The waiting line at one moment: the tickets, the machine, and the plan that follows from both.
+"""The queue at one moment: the tickets, the machine, and the plan that follows from both.
 
-Asks neither the driver nor the locks: it gets a snapshot and what is known of the claims.  Does not wait: see waiting.
+Reads neither the driver nor the locks: it gets a snapshot and what is known of the claims.  Does not wait: see waiter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpuguard.request import Request
 from gpuguard.select import choose, claimed_by, possible
 from gpuguard.users import parties
 
-DEAF_SECONDS = 15.0  # whoever has not heard his bell for so long is passed over; a look takes 2 s at most when loaded
+DEAF_SECONDS = 15.0  # a ticket whose bell is not read for so long is passed over
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class QueueFacts:
 
     Args:
         claims: that live.
-        barred: uuid -> why nobody may have it, for people.
+        barred: uuid -> why it is out of service, in words.
         denied: uids that may make no claim now.
-        usage: uid -> recent GPU-seconds; None: nobody has counted them.
-        set_back: ids of tickets, and uids as text, that stand at the end of the queue.
+        usage: uid -> recent GPU-seconds; None: not counted here.
+        set_back: ids of tickets, and uids as text, that were moved to the end of the queue.
         bookings: reservations that count.
-        reserved: all of them, for people.
+        reserved: all of them, to be shown.
         changes_at: unix time at which the next of these is over by itself.
         mark_files: in which barred and denied stand.
     """
@@ -57,23 +57,24 @@ class QueueFacts:
 
 @dataclass(frozen=True)
 class QueueState:
-    """The line at one moment."""
+    """The queue at one moment."""
 
     places: tuple[QueuePosition, ...]
     torn: tuple[Torn, ...]
     snapshot: Snapshot
     facts: QueueFacts
     now: float
-    deaf: frozenset[str] = frozenset()  # ids of tickets that are passed over, because nobody hears when it is his turn
+    deaf: frozenset[str] = frozenset()  # ids of tickets that are passed over, because their processes do not respond
 
     def of(self, ticket_id: str) -> QueuePosition | None:
-        """The place of a ticket."""
+        """The position of a ticket."""
         return next((place for place in self.places if place.ticket.id == ticket_id), None)
 
     def kept_from(self, ticket_id: str) -> dict[str, str]:
-        """uuid -> for whom it is, of the devices on which others may start now, or that are reserved for them.
+        """uuid -> for which user it is kept, of the devices on which others may start now, or that are reserved for
+        them.
 
-        A share is kept from nobody who shares, too: the plan does not count the memory, whoever claims does.
+        A share is not kept from other shares: the plan does not count memory, the claim does.
         """
         mine = self.of(ticket_id)
         shares = bool(mine and mine.request and mine.request.share)
@@ -89,10 +90,10 @@ class QueueState:
 def queue_state(
     directory: LockDirectory, snapshot: Snapshot, facts: QueueFacts, rules: Rules, mine: Ticket | None = None
 ) -> QueueState:
-    """Who stands where, and who may start now; with *mine*, if it has no file yet, as the newest.
+    """The positions of all tickets, and which may start now; with *mine*, if it has no file yet, as the newest.
 
-    What *mine* asks for counts, not what its file says, which may be more.  Whoever is stopped (Ctrl-Z), or does not
-    listen, keeps his place, but nobody waits for him.
+    What *mine* requests counts, not what its file says, which may be more.  A process that is stopped (Ctrl-Z), or does
+    not respond, keeps its position, but no other request waits for it.
     """
     tickets, torn = read_tickets(directory)
     if mine and all(ticket.id != mine.id for ticket in tickets):
@@ -114,7 +115,7 @@ def queue_state(
             continue
         if all(has_waker(directory, place.ticket) for place in places if place.now and place.ticket.id != own):
             return QueueState(tuple(places), tuple(torn), snapshot, facts, now, frozenset(deaf))
-        # Where one does not, many may: somebody has stopped the script that started them all.
+        # Where one does not, many may: the script that started them all may have been stopped.
         deaf |= {one.id: "it does not answer" for one in tickets if one.id != own and not has_waker(directory, one)}
         tickets = _passed_over(tickets, deaf)
 
@@ -138,7 +139,7 @@ def _further_offers(places: Sequence[QueuePosition]) -> set[str]:
 
 
 def kept_for_others(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str, str]:
-    """uuid -> for whom it is reserved, of the devices that *ticket* must leave alone even if nobody waits."""
+    """uuid -> for which user it is reserved, of the devices that *ticket* must leave alone even in an empty queue."""
     if not facts.bookings:
         return {}
     now = time.time()
@@ -175,7 +176,7 @@ def _machine(snapshot: Snapshot, facts: QueueFacts, ways: Collection[Request]) -
 
 
 def fit(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Fit:
-    """The devices for one request, whosever it is."""
+    """The devices for one request, of any user."""
     alone = [claim for claim in facts.claims if not (request.share and claim.slots)]
     sharing = sharing_of(snapshot, facts.claims) if request.share else None
     try:
@@ -200,7 +201,7 @@ def _one_kind(devices: Sequence[Device], opened: Collection[str], request: Reque
 
 
 def ends_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
-    """uuid -> unix time at which the last claim on it should end; without those of which nobody can tell."""
+    """uuid -> unix time at which the last claim on it should end; without those for which that is unknown."""
     ends: dict[str, float] = {}
     unknown = set()
     for claim in claims:
@@ -219,7 +220,7 @@ def limits_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
 
 
 def _together(usage: Mapping[int, float]) -> dict[int, float]:
-    """What all uids of a user have had: whoever has thousands of them could begin each time as one who had nothing."""
+    """The use of all uids of a user together: with a new uid for each job a user would always have had nothing."""
     found: dict[int, float] = {}
     for uid, party in parties(usage).items():
         found[party] = found.get(party, 0.0) + usage[uid]
@@ -227,7 +228,7 @@ def _together(usage: Mapping[int, float]) -> dict[int, float]:
 
 
 def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
-    """uid -> GPU-seconds of the claims that live, where nobody has counted the earlier ones."""
+    """uid -> GPU-seconds of the claims that live, where the earlier ones are not counted."""
     usage: dict[int, float] = {}
     for claim in claims:
         if claim.since is not None and claim.uid >= 0:
@@ -236,7 +237,7 @@ def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
 
 
 def has_waker(directory: LockDirectory, ticket: Ticket) -> bool:
-    """Whether somebody would hear that it is his turn: he is neither stopped nor stuck, and his bell is his."""
+    """Whether its process would start: it is neither stopped nor stuck, and reads its bell."""
     return not _stands_still(ticket) and unheard_since(directory, ticket) > time.time() - DEAF_SECONDS
 
 

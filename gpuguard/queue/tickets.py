@@ -1,8 +1,8 @@
-"""Tickets of the waiting line: one small file per request that waits, locked by whoever waits, so it dies with him.
+"""Tickets of the queue: one small file per request that waits, locked by the process that waits, so they end together.
 
-Beside each lies its *bell*, a FIFO into which anybody may write a byte: "look again, it may be your turn".  That is all
-that a bell can do.  Whose a ticket is and when it came says the file system, never its content; one that cannot be
-understood counts for nobody and is reported.  Does not decide whose turn it is: see order and plan.
+Beside each lies its *bell*, a FIFO into which any user may write a byte: "check again, you may start".  That is all
+that it can do.  The owner and the arrival of a ticket come from the file system, never from its content; one that
+cannot be decoded does not count and is reported.  Does not decide who starts: see priority and backfill.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.request import Request
 from gpuguard.users import parties, user_name
 
-# When a user last left the line with a claim: while that goes on he is not overdue, however old his other tickets are.
+# When a request of a user last started: while requests of theirs start, none of them is overdue.
 #
-#     served.UID           of that user, who could also remove it, or turn its time back
+#     served.UID           of that user, who could also remove or backdate it
 #     daemon/served.UID    of the daemon, where it gives the locks, because users may be hostile there
 #
-# The later one counts.  Does not say who is overdue: see order.
+# The later one counts.  Which tickets are overdue: see priority.
 
 
 def note(directory: LockDirectory, uid: int, *, by_daemon: bool = False) -> None:
-    """Write down that a request of *uid* was served now, although others wait."""
+    """Record that a request of *uid* started now, although others wait."""
     path = daemon_files(directory).file(f"served.{uid}") if by_daemon else _own(directory, uid)
     with suppress(OSError):
         mark = open_or_create(path, os.O_WRONLY | os.O_NONBLOCK, 0o644)
@@ -57,7 +57,7 @@ def note(directory: LockDirectory, uid: int, *, by_daemon: bool = False) -> None
 
 
 def last_served(directory: LockDirectory, uid: int) -> float | None:
-    """When that was, unix time; None: nobody knows of it."""
+    """When that was, unix time; None: unknown."""
     places: list[tuple[str, tuple[int, ...]]] = [(_own(directory, uid), (uid,))]
     if directory.keeper is not None:
         files = daemon_files(directory)
@@ -76,9 +76,9 @@ def _own(directory: LockDirectory, uid: int) -> str:
 
 MAX_BYTES = 8192
 MOST_WAYS = 4  # alternatives of one request
-MOST_MODELS = 16  # globs of one: everybody in line compares them with the names of all devices
+MOST_MODELS = 16  # globs of one request, each of which is compared with the names of all devices
 MOST_UNHEARD = 4
-MOST_OF_ONE = 1000  # tickets of one user; who waits by so many scripts can wait with the next one, too
+MOST_OF_ONE = 1000  # tickets of one user; more of them are left out
 MOST_WANTED = 1024  # GPUs: a ticket may say what it likes, and sums of it are kept
 LONGEST_SECONDS = 10 * 365 * 86400.0
 
@@ -109,7 +109,7 @@ class OwnTicket:
     """
 
     def __init__(self, directory: LockDirectory, content: Mapping[str, Any]) -> None:
-        # With the uid: else anybody could make a ticket with the number of somebody else's, and stand in his place.
+        # With the uid: else a user could make a ticket with the number of another user's.
         self.id = f"{os.geteuid()}.{os.urandom(4).hex()}"
         self._ticket, self._bell = (_path(directory, kind, self.id) for kind in ("ticket", "bell"))
         self._descriptor = self.bell = -1
@@ -136,7 +136,7 @@ class OwnTicket:
 
     @property
     def counts(self) -> bool:
-        """Whether others can see it: whoever cleans up old files may have removed it."""
+        """Whether others can see it: a clean-up of old files may have removed it."""
         places = (self._descriptor, self._ticket), (self.bell, self._bell)
         return all(is_same_file(*place, unsure=True) for place in places)
 
@@ -146,7 +146,7 @@ class OwnTicket:
             os.utime(self.bell)
 
     def hush(self) -> bytes:
-        """How the bell has rung since the last time."""
+        """The bytes that were written into the bell since the last time."""
         try:
             return os.read(self.bell, 65536)
         except BlockingIOError:
@@ -200,12 +200,12 @@ def as_json(request: Request) -> dict[str, Any]:
 
 
 def write_served(directory: LockDirectory) -> None:
-    """Note that a request of this user was served now, although others wait: see order.overdue."""
+    """Record that a request of this user started now, although others wait: see priority.overdue."""
     note(directory, os.geteuid())
 
 
 def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[Torn]]:
-    """All who wait now, in no order, and the tickets that do not count; those of the dead are removed where one may."""
+    """All tickets, in no order, and those that do not count; files of ended processes are removed where permitted."""
     start = f"{directory.prefix}ticket."
     tickets: list[Ticket] = []
     there = [each for each in directory.names() if each.startswith(start) and each.endswith(".json")]
@@ -224,7 +224,7 @@ def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[Torn]]:
 
 
 def not_too_many(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], list[Torn]]:
-    """Of each user's files the first *most*, and what is said of the others."""
+    """Of each user's files the first *most*, and a line about the others."""
     names, beyond = first_of_each(directory, names, most)
     return names, [Torn(uid, f"{n} more", f"{user_name(uid)} has {most} before them") for uid, n in beyond.items()]
 
@@ -233,7 +233,7 @@ def opened(path: str, place: str) -> int | Torn | None:
     """A descriptor of the ordinary file at *path*, which is called *place* where it does not count; None: it is gone.
 
     Raises:
-        OSError: none can be opened now, which says nothing of the file: whoever has it would be passed over.
+        OSError: none can be opened now, which says nothing of the file: its owner would be passed over.
     """
     try:
         return open_regular(path)[0]
@@ -246,7 +246,7 @@ def opened(path: str, place: str) -> int | Torn | None:
 
 
 def who_waits(directory: LockDirectory) -> tuple[Ticket, ...] | None:
-    """All who wait now, in no order; None: the line cannot be read."""
+    """All tickets, in no order; None: the queue cannot be read."""
     try:
         return tuple(read_tickets(directory)[0])
     except (ClaimError, OSError):
@@ -254,7 +254,7 @@ def who_waits(directory: LockDirectory) -> tuple[Ticket, ...] | None:
 
 
 def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
-    """uid -> GPUs that all requests of that user ask for; None: of whom nobody knows."""
+    """uid -> GPUs that all requests of that user ask for; None: unknown."""
     if waiting is None:
         return None
     found: dict[int, int] = {}
@@ -305,7 +305,7 @@ def _decoded(encoded: bytes, status: os.stat_result, ticket_id: str) -> Ticket |
             id=ticket_id,
             uid=status.st_uid,
             user=user_name(status.st_uid),
-            # Of the inode: nobody can set it back, whoever changes his ticket stands further behind.
+            # Of the inode: it cannot be backdated, and a ticket that is changed loses its position.
             since=status.st_ctime,
             requests=tuple(as_request(each) for each in requests),
             priority=whole(content.get("priority", 0), min(PRIORITIES.values()), max(PRIORITIES.values())),
@@ -381,7 +381,7 @@ def wake(directory: LockDirectory, tickets: Collection[Ticket], sound: bytes) ->
         with suppress(OSError):  # he has gone
             bell = _open_waker(directory, ticket)
             try:
-                # Whoever has not heard these will look anyway, and the last of them says since when he has not.
+                # A process that has not read these will check anyway, and the last of them says since when it has not.
                 if _unheard(bell) < MOST_UNHEARD:
                     os.write(bell, sound)
             finally:
@@ -389,7 +389,7 @@ def wake(directory: LockDirectory, tickets: Collection[Ticket], sound: bytes) ->
 
 
 def unheard_since(directory: LockDirectory, ticket: Ticket) -> float:
-    """Since when a bell rings that nobody has heard, unix time; inf: all was heard, -inf: nobody is there to hear."""
+    """Since when a bell has unread bytes, unix time; inf: all were read, -inf: there is no reader."""
     try:
         bell = _open_waker(directory, ticket)
         try:
@@ -401,7 +401,7 @@ def unheard_since(directory: LockDirectory, ticket: Ticket) -> float:
 
 
 def last_sign(directory: LockDirectory, ticket: Ticket) -> float:
-    """When its owner last gave a sign of life, or somebody rang at him: unix time, -inf without a bell."""
+    """When its owner last gave a sign of life, or the bell was written to: unix time, -inf without a bell."""
     try:
         return status_in_place(_path(directory, "bell", ticket.id)).st_mtime
     except OSError:
@@ -409,18 +409,18 @@ def last_sign(directory: LockDirectory, ticket: Ticket) -> float:
 
 
 def _open_waker(directory: LockDirectory, ticket: Ticket) -> int:
-    """For writing: only its owner can open it for reading.  OSError: nobody has, or it is no bell of his."""
+    """For writing: only its owner can open it for reading.  OSError: it has no reader, or is not the owner's."""
     path = _path(directory, "bell", ticket.id)
     bell = open_in_place(path, os.O_WRONLY | os.O_NONBLOCK)
     status = os.fstat(bell)
     if stat.S_ISFIFO(status.st_mode) and status.st_uid == ticket.uid:
         return bell
     os.close(bell)
-    raise OSError(errno.EINVAL, "it is no bell of his", path)
+    raise OSError(errno.EINVAL, "the bell is not the owner's", path)
 
 
 def _unheard(bell: int) -> int:
-    """How many bytes nobody has read yet."""
+    """How many bytes are unread."""
     count: int = struct.unpack("i", fcntl.ioctl(bell, termios.FIONREAD, bytes(4)))[0]
     return count
 

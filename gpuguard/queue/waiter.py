@@ -1,11 +1,11 @@
-"""The waiting line at work: one's own ticket in it, and sleeping until it is one's turn.
+"""Waiting in the queue: a ticket of this process, and sleeping until it may start.
 
-No server keeps the line.  One of those who wait holds the lock `queue` and leads: the kernel wakes him when a claim or
-a stranger's process ends, he looks once for all, and rings at whoever may start now (see leading).  The others sleep,
-and ask neither the driver nor anybody else; whoever is rung looks for himself before he believes it.  When the leader
-ends, however, the kernel tells the others and one of them takes over.  One of the others, the deputy, watches the
-leader and leads in its place as long as it does nothing: stopped (Ctrl-Z), stuck or hostile.  Where that fails, too,
-each of the others has a look of its own now and then.  Claims nothing: see lock.
+No server keeps the queue.  One of the waiting processes holds the lock `queue` and leads: the kernel wakes it when a
+claim or an unclaimed process ends, it samples once for all, and wakes those that may start now (see leader).  The
+others sleep, and read nothing; a process that is woken samples by itself before it claims.  When the leader ends, the
+kernel wakes the others and one of them takes over.  One of the others, the deputy, watches the leader and leads in its
+place as long as it does nothing: stopped (Ctrl-Z), stuck or hostile.  Where that fails, too, each of the others samples
+now and then.  Claims nothing: see lock.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from gpuguard.queue.state import QueueState, has_waker, is_stopped
 from gpuguard.queue.tickets import OwnTicket, last_sign, read_tickets, ticket_content, wake
 
 NEW_LEADER = b"l"
-OWN_LOOK_SECONDS = 30.0  # a leader and a deputy who both do nothing delay the others by so much at most
-WATCH_SECONDS = 0.5  # between two signs of life of the leader, and between two looks of the deputy at them
-DEPUTY_SECONDS = 2.0  # between two looks of the others whether there is a deputy
+OWN_LOOK_SECONDS = 30.0  # a leader and a deputy that both do nothing delay the others by so much at most
+WATCH_SECONDS = 0.5  # between two signs of life of the leader, and between two checks of them by the deputy
+DEPUTY_SECONDS = 2.0  # between two checks of the others whether there is a deputy
 SILENT_SECONDS = 1.0  # a leader without a sign of life for so long is passed
 SIGNS_MISSED = 3  # so many times as long a leader may be silent
-TELL_SECONDS = 1.0  # between two signs of life for whoever sits at the terminal
-WAKES, WAKE_SECONDS = 20.0, 2.0  # so often in a row one may be called for nothing, then once in so many seconds
-HEIRS = 3  # whoever leaves while he leads tells so many that nobody does
+TELL_SECONDS = 1.0  # between two lines of progress on a terminal
+WAKES, WAKE_SECONDS = 20.0, 2.0  # so often in a row a process may be woken for nothing, then once in so many seconds
+HEIRS = 3  # a leader that leaves wakes so many others
 
 
 class Waiter:
-    """One who waits in line, until leave().
+    """A request that waits in the queue, until leave().
 
     Args:
         directory: of the claims.
         uuids: of the machine's devices.
         ticket: what for; its id and time of arrival come from the file that is made.
-        look: reads the machine and the line, for all who wait, see Leader.
+        look: samples the machine and the queue, for all that wait, see Leader.
 
     Raises:
         OSError: the ticket cannot be written.
-        LockDirectoryError: the line's lock file cannot be used.
+        LockDirectoryError: the queue's lock file cannot be used.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class Waiter:
             raise
 
     def sleep(self, seconds: float | None, tell: Callable[[], object], every: float | None = None) -> None:
-        """Return when it is worth to try, and after *seconds*; *tell* is called *every* so many if that is not None."""
+        """Return when it is worth to try, and after *seconds*; *tell* is called every *every* seconds unless that is
+        None."""
         until = None if seconds is None else time.monotonic() + seconds
         own_look = time.monotonic() + OWN_LOOK_SECONDS
         must_look = leaderless = True
@@ -107,7 +108,7 @@ class Waiter:
                     return
 
     def leave(self) -> None:
-        """Wait no longer, and let somebody else lead.  Idempotent, also after it was interrupted."""
+        """Wait no longer, and let another process lead.  Idempotent, also after it was interrupted."""
         if self._queue < 0:
             return
         self._held.leave()
@@ -118,7 +119,8 @@ class Waiter:
             os.close(lock)
 
     def stand_aside(self) -> None:
-        """Let somebody else lead, if we do: others would wait for whoever cannot look.  Our place stays."""
+        """Let another process lead, if this one does: others would wait for a leader that cannot sample.  The position
+        stays."""
         leads, self._leads = self._leads, None
         if leads:
             with suppress(OSError, ClaimError):
@@ -127,7 +129,7 @@ class Waiter:
                 self._find_heirs()
 
     def pause(self) -> None:
-        """Let somebody else lead while this process is stopped, until go_on(); from a signal handler, at any moment."""
+        """Let another process lead while this one is stopped, until go_on(); from a signal handler, at any moment."""
         if self._queue >= 0:
             with suppress(OSError, ClaimError):
                 self._give_up_the_locks()
@@ -135,7 +137,7 @@ class Waiter:
                     self._find_heirs()
 
     def go_on(self) -> None:
-        """Lead again after pause(), unless somebody else does by now."""
+        """Lead again after pause(), unless another process does by now."""
         if self._queue >= 0 and self._leads:
             with suppress(ClaimError):
                 self._stands_in = not try_flock(self._queue)
@@ -148,7 +150,7 @@ class Waiter:
     def _find_heirs(self) -> None:
         others = [ticket for ticket in read_tickets(self._directory)[0] if ticket.id != self.ticket.id]
         tickets = sorted(others, key=lambda ticket: -ticket.since)
-        heirs = (ticket for ticket in tickets if has_waker(self._directory, ticket))  # the last will wait the longest
+        heirs = (ticket for ticket in tickets if has_waker(self._directory, ticket))  # the newest will wait longest
         wake(self._directory, [heir for heir, _ in zip(heirs, range(HEIRS), strict=False)], NEW_LEADER)
 
     def _nap(self, until: float | None, every: float | None) -> set[int]:
@@ -170,7 +172,7 @@ class Waiter:
                 return ready
 
     def _must_lead(self) -> bool:
-        """Whether this one has to lead, as the deputy: nobody does, or a process that does nothing for the others."""
+        """Whether the deputy has to lead: no process does, or one that does nothing for the others."""
         with suppress(OSError, ClaimError):
             self._is_deputy = try_flock(self._deputy)
             if not self._is_deputy or self._leader_shows_life():
@@ -196,7 +198,7 @@ class Waiter:
         return False
 
     def _find_leader(self) -> Sequence[Ticket] | None:
-        """The tickets of the process that has the lock of the queue; None where nobody, or an unknown one, has it."""
+        """The tickets of the process that has the lock of the queue; None where that is none, or unknown."""
         pid = flock_holder(self._queue)
         if pid is None:
             return None
@@ -219,7 +221,7 @@ class Waiter:
         return self._held.hush()
 
     def _is_woken(self, until: float | None) -> None:
-        """Whoever is called for nothing again and again takes his time: anybody can ring a bell."""
+        """A process that is woken for nothing again and again waits: any user can write into a bell."""
         now = time.monotonic()
         self._wakes = min(WAKES, self._wakes + (now - self._woken) / WAKE_SECONDS) - 1
         self._woken = now
@@ -229,7 +231,7 @@ class Waiter:
     def _takes_the_lead(self) -> bool:
         if self._leads:
             return False
-        for _ in range(2):  # whoever leads may end before it is known who he is, and then nobody would hear of it
+        for _ in range(2):  # the leader may end before its pid is known, and its end would go unnoticed
             if try_flock(self._queue):
                 break
             pid = flock_holder(self._queue)
@@ -250,8 +252,8 @@ class Waiter:
         return True
 
     def _is_alone(self) -> bool:
-        """Now and then: whether we must look for ourselves, because nobody does it for us."""
-        if not self._held.counts:  # somebody cleaned up: a new place is better than none
+        """Now and then: whether this process must sample by itself, because no leader does."""
+        if not self._held.counts:  # the ticket was removed: a new position is better than none
             with suppress(OSError):
                 held = OwnTicket(self._directory, ticket_content(self.ticket))
                 self._held.leave()
@@ -266,12 +268,12 @@ class Waiter:
         return not any(has_waker(self._directory, one) and last_sign(self._directory, one) > lately for one in leader)
 
 
-# Waiting for the end of something else before one stands in line: a claim, or a process of anybody.
+# Waiting for the end of something else before entering the queue: a claim, or a process of any user.
 #
-# Meanwhile a ticket says so to whoever looks at the line; nobody waits for it.  The kernel tells of the end.
+# Meanwhile a ticket shows it in the queue; no other request waits for it.  The kernel reports the end.
 
 
-LOOK_SECONDS = 30.0  # so often somebody who reads a log is told, and the claim looked at besides
+LOOK_SECONDS = 30.0  # between two lines in a log, and two checks of the claim
 POLL_SECONDS = 2.0  # so often without inotify
 CHECK_SECONDS = (0.02, 0.2, 2.0)  # after its file was closed: its lock is given up a moment later
 
@@ -291,8 +293,8 @@ def wait_until_over(
     Args:
         what: a pid; or the id of a claim, or the beginning of one.
         directory: of the claims.
-        ticket: of whoever waits, for others to see.
-        tell: told once in a while what is waited for.
+        ticket: of the waiting request, for others to see.
+        tell: called once in a while with what is waited for.
         environ: says inside which claim this runs.
         has_ended: whether there was such a claim, of an id that no living one has.
 
