@@ -229,6 +229,7 @@ def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapp
     # The owner and the ancestors of a pid from another namespace are those of another process.
     processes = _processes_on(device, owners if device.processes_plausible else (), stats)
     held = [claim for claim in snapshot.claims if claim.alive and device.uuid in claim.devices]
+    of_whole = any(claim.alive and device.parent_uuid in claim.devices for claim in snapshot.claims)
     barred = quarantined.get(device.uuid) or quarantined.get(device.parent_uuid or "")
     problems = device.problems if barred is None else (*(device.problems or ()), barred)
     reason: str | None
@@ -241,8 +242,9 @@ def _use(device: Device, snapshot: Snapshot, stats: Processes, quarantined: Mapp
     elif not claims_readable(snapshot):
         state, reason = UNKNOWN, "the claims cannot be read"
     else:
-        state, reason = _usage(device, bool(held or owners), bool(owners), processes)
-        if state == FREE and (kept := dict(snapshot.reserved).get(device.uuid)):
+        state, reason = _usage(device, bool(held) or of_whole, bool(owners), processes)
+        reserved = dict(snapshot.reserved)
+        if state == FREE and (kept := reserved.get(device.uuid) or reserved.get(device.parent_uuid or "")):
             state, reason = RESERVED, kept
     plain = {QUARANTINED: UNHEALTHY, RESERVED: FREE}.get(state, state)
     claims = tuple(_claim_use(claim, plain, snapshot, stats) for claim in held)

@@ -1,0 +1,341 @@
+"""Whoever is asked says the same of a device: views, metrics, the choice of devices, a start, and the rules.
+
+Random machines, with everything that was once decided in two places: desktops, lists that are not plausible or missing,
+divided, shared, quarantined and reserved devices, claims that no process holds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from commands import Gpuguard
+from fake_nvml import FakeNvml
+from machines import Machine
+
+from gpuguard.claims.directory import lock_directory
+from gpuguard.device_state import DIVIDED, FREE, IDLE, IN_USE, DeviceUse, claims_on, usable_devices, user_label, uses
+from gpuguard.errors import NotEnoughGpus
+from gpuguard.lock import acquire, sample_and_lock
+from gpuguard.metrics.facts import MetricFacts
+from gpuguard.metrics.families import metric_families
+from gpuguard.model import (
+    BUSY_MEMORY,
+    HEALTH,
+    IDLE_PROCESSES,
+    PROCESSES,
+    ClaimRecord,
+    Device,
+    Gap,
+    ProcessStat,
+    Snapshot,
+)
+from gpuguard.policies.usage import UnclaimedRule
+from gpuguard.policies.view import RuleView
+from gpuguard.request import Request
+from gpuguard.select import choose, claimed_by
+from gpuguard.source import with_claims
+from gpuguard.top.page import page
+from gpuguard.top.scene import History, Scene, ScreenView
+from gpuguard.views import explain, who
+from gpuguard.web.feed import bounded
+
+MACHINES = 2000
+STARTS = 200  # through the protocol of a start, which reads less of the driver at first
+DAEMONS_DATE = 1_700_000_000.0 - 7200
+
+
+def a_random_device(dice: random.Random, index: int) -> Device:
+    processes = tuple(
+        a_process(
+            pid=100 * index + number + 10,
+            kind=dice.choice(("compute", "graphics", "graphics", "compute+graphics", "mps")),
+            memory_used=dice.choice((None, 25 * MIB, 300 * MIB, GIB, 20 * GIB)),
+            uid=(uid := dice.choice((1001, 1002, 0, None))),
+            user=None if uid is None else {0: "root", 1001: "alice", 1002: "bob"}[uid],
+        )
+        for number in range(dice.choice((0, 1, 1, 2, 3)))
+    )
+    listed = sum(process.memory_used or 0 for process in processes)
+    return a_device(
+        index,
+        processes=dice.choice((processes, processes, processes, None)),
+        processes_plausible=dice.random() < 0.85,
+        memory_used=dice.choice((None, listed, listed + 4 * MIB, listed + 700 * MIB, listed + 10 * GIB)),
+        memory_reserved=dice.choice((0, 0, None)),
+        utilization=dice.choice((None, 0.0, 0.9, 1.0, 5.0, 90.0)),
+        problems=dice.choice(((),) * 8 + (("lost",),)),
+        compute_mode=dice.choice(("default",) * 8 + ("exclusive_process", "prohibited")),
+        mig_mode=dice.random() < 0.15,
+    )
+
+
+def a_random_machine(seed: int) -> tuple[Snapshot, dict[int, ProcessStat | None]]:
+    dice = random.Random(seed)
+    devices: list[Device] = []
+    for index in range(dice.randrange(1, 5)):
+        devices.append(device := a_random_device(dice, index))
+        for number in range(dice.randrange(3) if device.mig_mode else 0):
+            instance = a_mig_instance(device, number)
+            random_fields = vars(a_random_device(dice, 10 * (index + 1) + number))
+            taken = ("processes", "processes_plausible", "memory_used", "problems", "utilization")
+            devices.append(replace(instance, **{name: random_fields[name] for name in taken}))
+    uuids = [device.uuid for device in devices]
+    pids = [process.pid for device in devices for process in device.processes or ()]
+    claims = tuple(
+        a_claim_record(
+            *dice.sample(uuids, dice.randrange(1, len(uuids) + 1)),
+            id=f"c{number}",
+            uid=(uid := dice.choice((1001, 1002, -1))),
+            user={1001: "alice", 1002: "bob", -1: "unknown"}[uid],
+            alive=dice.random() < 0.9,
+            hidden=uid < 0 and dice.random() < 0.5,
+            holders=tuple(dice.sample(pids, min(1, len(pids)))) if uid > 0 and dice.random() < 0.4 else (),
+        )
+        for number in range(dice.randrange(3))
+    )
+    stats = {pid: ProcessStat(4700 if dice.random() < 0.3 else 1, "S", 1000.0) for pid in pids if dice.random() < 0.8}
+    snapshot = a_snapshot(
+        *devices,
+        claims=claims,
+        quarantined=tuple((uuid, "quarantined by the administrator") for uuid in uuids if dice.random() < 0.1),
+        reserved=tuple((uuid, "kept for carol's reservation") for uuid in uuids if dice.random() < 0.1),
+        gaps=(Gap(None, "claims", "no such directory"),) if dice.random() < 0.05 else (),
+    )
+    return snapshot, {4700: ProcessStat(1, "S", 900.0), **stats}
+
+
+def metric(families: Collection[Any], name: str) -> dict[frozenset[tuple[str, str]], float]:
+    values = (family.values for family in families if family.name == name)
+    return {frozenset(labels): value for labels, value in next(iter(values), {}).items()}
+
+
+def check_views(snapshot: Snapshot, found: tuple[DeviceUse, ...]) -> None:
+    """The JSON of who, which is what the page shows and other hosts are told, and both screens."""
+    content = who.to_json(snapshot, found)
+    frame = bounded({**content, "line": [], "unknown": []})
+    screen = who.to_text(snapshot, found)
+    scene, history = Scene(snapshot, found), History()
+    history.add(scene)
+    top = [line.text for line in page(scene, history, ScreenView(mode="compact"), 400, 60)]
+    for use, row, card in zip(found, content["devices"], frame["devices"], strict=True):
+        words, label = who.LABELS[use.state][0], use.device.label
+        line = next(line for line in screen if line.startswith(f"{label:<4} ") or line.split()[:1] == [label])
+        assert (row["exact_state"], row["state"], row["label"]) == (use.state, use.plain_state, label)
+        assert {name: card[name] for name in ("state", "exact_state", "reason", "problems")} == {
+            name: row[name] for name in ("state", "exact_state", "reason", "problems")
+        }
+        assert words in line
+        assert any(text.strip().startswith(f"{label} ") and words in text for text in top)
+        assert [claim["idle"] for claim in row["claims"]] == [claim.idle for claim in use.claims]
+        for running, process in zip(use.processes or (), row["processes"] or (), strict=True):
+            counts = process["computes"] is not False and process["claim"] is None
+            remark = next(text for text in screen if text.split()[:2] == ["pid", str(process["pid"])])
+            assert ("no claim" in remark) == counts
+            assert user_label(process["user"], process["uid"]) in remark and process["claim"] == running.claim
+
+
+def check_metrics(snapshot: Snapshot, found: tuple[DeviceUse, ...]) -> None:
+    families = list(metric_families(MetricFacts(snapshot.taken_at, "1", snapshot, current=True, uses=found)))
+    states = metric(families, "gpuguard_device_state")
+    unclaimed: dict[str, set[str]] = {}
+    for use in found:
+        uuid = use.device.uuid
+        assert [dict(labels)["state"] for labels, value in states.items() if ("uuid", uuid) in labels and value] == [
+            use.plain_state
+        ]
+        listed = (use.processes or ()) if use.device.processes_plausible else ()
+        for row in listed:
+            if row.claim is None and who.computes(row.process):
+                unclaimed.setdefault(row.process.user or "(unknown)", set()).add(uuid)
+    counted = metric(families, "gpuguard_user_unclaimed_devices")
+    if not any(gap.field == "claims" for gap in snapshot.gaps):
+        assert {dict(labels)["user"]: value for labels, value in counted.items()} == {
+            user: len(uuids) for user, uuids in unclaimed.items()
+        }
+
+
+def check_choice(snapshot: Snapshot, found: tuple[DeviceUse, ...]) -> None:
+    """explain, and what a start takes."""
+    taken = claimed_by(snapshot.claims, snapshot.taken_at) | dict(snapshot.quarantined) | dict(snapshot.reserved)
+    choice = choose(snapshot, Request(), taken)
+    rows = {row["uuid"]: row for row in explain.to_json(snapshot, Request(), choice)["devices"]}
+    if any(gap.field == "claims" for gap in snapshot.gaps):
+        return  # then nothing is started
+    for use in found:
+        assert rows[use.device.uuid]["eligible"] == (use.state == FREE), (use.state, rows[use.device.uuid]["reasons"])
+        assert use.state != DIVIDED or rows[use.device.uuid]["permanent"]
+    assert bool(choice.devices) == any(use.state == FREE for use in found)
+
+
+def check_rules(snapshot: Snapshot, found: tuple[DeviceUse, ...], stats: dict[int, ProcessStat | None]) -> None:
+    findings = {(one.subject.device, one.subject.pid) for one in UnclaimedRule().check(RuleView(snapshot, seen=stats))}
+    if any(gap.field == "claims" for gap in snapshot.gaps):
+        assert not findings
+        return
+    usable = usable_devices(snapshot)
+    for use in found:
+        if use.device not in usable or claims_on(snapshot, use.device) or not use.device.processes_plausible:
+            continue
+        computing = {
+            (use.device.uuid, row.process.pid)
+            for row in use.processes or ()
+            if row.claim is None and who.computes(row.process) and row.process.uid is not None
+        }
+        assert {finding for finding in findings if finding[0] == use.device.uuid} >= computing
+
+
+def check(seeds: Collection[int]) -> None:
+    for seed in seeds:
+        snapshot, stats = a_random_machine(seed)
+        found = uses(snapshot, stats)
+        try:
+            check_views(snapshot, found)
+            check_metrics(snapshot, found)
+            check_choice(snapshot, found)
+            check_rules(snapshot, found, stats)
+        except AssertionError as error:
+            raise AssertionError(f"machine {seed}: {error}") from error
+
+
+def test_everybody_says_the_same_of_every_machine():
+    check(range(MACHINES))
+
+
+def test_the_machines_have_every_state():
+    states = {use.state for seed in range(MACHINES) for use in uses(*a_random_machine(seed))}
+
+    assert states == set(who.LABELS)
+
+
+SECOND_COPIES = [
+    ("gpuguard.eligibility.occupants", lambda device, *_: tuple(p for p in device.processes or () if p.kind != "mps")),
+    ("gpuguard.eligibility.hides_use", lambda device, *_: (device.memory_used or 0) > 512 * MIB),
+    ("gpuguard.metrics.families.computes", lambda process: process.kind != "graphics"),
+    ("gpuguard.views.who.may_compute", lambda process: process.kind != "graphics"),
+    ("gpuguard.policies.subjects.computes", lambda process: process.kind in ("compute", "mps")),
+    ("gpuguard.top.devices.LABELS", dict.fromkeys(who.LABELS, ("free", ""))),
+]
+
+
+@pytest.mark.parametrize(("name", "copy"), SECOND_COPIES, ids=[name for name, _ in SECOND_COPIES])
+def test_a_second_copy_of_a_decision_is_found(monkeypatch, name, copy):
+    monkeypatch.setattr(name, copy)
+
+    with pytest.raises(AssertionError, match="machine"):
+        check(range(MACHINES))
+
+
+class ADriver(Machine):
+    """Tells of a device only what is asked for, as a driver does."""
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        snapshot = super().sample(fields, devices)
+        return replace(snapshot, devices=tuple(self._told(device, fields) for device in snapshot.devices))
+
+    def _told(self, device: Device, fields: Collection[str]) -> Device:
+        used = device.memory_used
+        listed = IDLE_PROCESSES in fields and (used is None or used < BUSY_MEMORY)
+        if PROCESSES not in fields and not listed:
+            device = replace(device, processes=None)
+        return device if HEALTH in fields else replace(device, problems=None, compute_mode=None)
+
+
+def unclaimed_machines() -> Iterator[tuple[int, Snapshot]]:
+    for seed in range(STARTS):
+        snapshot, _ = a_random_machine(seed)
+        # Without a list of processes the driver would be asked for it again and again: its Gap is not played here.
+        whole = [device for device in snapshot.devices if not device.mig_mode and device.processes is not None]
+        if whole:
+            yield seed, a_snapshot(*whole)
+
+
+def test_a_start_takes_what_is_free_though_it_reads_less_of_the_driver(tmp_path: Path):
+    directory = lock_directory(str(tmp_path))
+    for seed, snapshot in unclaimed_machines():
+        free = {use.device.uuid for use in uses(snapshot) if use.state == FREE}
+        driver = ADriver(*snapshot.devices)
+        for number in (1, len(free)):
+            _, choice = sample_and_lock(driver, Request(num_gpus=max(1, number)), directory, {})
+            assert {device.uuid for device in choice.devices} <= free, seed
+            assert len(choice.devices) == min(number, len(free)), seed
+        if free:
+            with acquire(driver, Request(num_gpus=len(free)), directory, environ={}) as claim:
+                assert {device.uuid for device in claim} == free, seed
+        with pytest.raises(NotEnoughGpus):
+            acquire(driver, Request(num_gpus=len(free) + 1), directory, environ={})
+
+
+def test_a_claim_is_as_old_as_the_daemon_knows_it():
+    seen = a_snapshot(claims=(a_claim_record(since=DAEMONS_DATE),))
+    renewed = (a_claim_record(since=seen.taken_at), a_claim_record(id="new", since=seen.taken_at - 5))
+
+    def read(*_: object) -> tuple[ClaimRecord, ...]:
+        return renewed
+
+    joined = with_claims(seen, lambda: lock_directory(make=False), read)
+    assert [claim.since for claim in joined.claims] == [DAEMONS_DATE, seen.taken_at - 5]
+
+
+def test_claims_that_cannot_be_read_are_one_gap_and_accuse_nobody():
+    def read(*_: object) -> tuple[ClaimRecord, ...]:
+        raise OSError(24, "Too many open files")
+
+    before = a_snapshot(a_device(processes=(a_process(),)), gaps=(Gap(None, "claims", "of before"),))
+    joined = with_claims(before, lambda: lock_directory(make=False), read)
+
+    assert [gap.field for gap in joined.gaps] == ["claims"]
+    assert re.search("ulimit -n", joined.gaps[0].reason)
+    assert [use.state for use in uses(joined)] == ["unknown"]
+
+
+def test_work_is_idle_below_one_percent_everywhere():
+    claims = (a_claim_record(),)
+    busy = {"processes": (a_process(),), "memory_used": 10 * GIB}
+
+    states = [uses(a_snapshot(a_device(utilization=value, **busy), claims=claims))[0].state for value in (0.9, 1.0)]
+    assert states == [IDLE, IN_USE]
+
+
+PYTHON = """
+import gpuguard
+from gpuguard.device_state import uses
+print([use.state for use in uses(gpuguard.who())], [device.index for device in gpuguard.select_devices(2)])
+"""
+
+
+def test_every_command_says_the_same_of_a_desktop_a_quarantine_and_a_job(tmp_path: Path):
+    with FakeNvml(tmp_path, devices=4) as fake, subprocess.Popen(["sleep", "600"]) as child:
+        gpuguard = Gpuguard(tmp_path, fake)
+        fake.add_process(1, child.pid, GIB, "graphics")
+        fake.add_process(3, child.pid, 20 * GIB, "compute")
+        fake.add_process(3, child.pid, 20 * GIB, "graphics")
+        assert gpuguard("quarantine", "2", "--reason", "XID 79").returncode == 0
+
+        rows = json.loads(gpuguard("who", "--json").stdout)["devices"]
+        explained = json.loads(gpuguard("explain", "--json").stdout)["devices"]
+        page = gpuguard("metrics").stdout
+        program = [sys.executable, "-c", PYTHON]
+        in_python = subprocess.run(program, env=gpuguard.environment, capture_output=True, text=True, timeout=60)
+        top = gpuguard("top", "--once").stdout
+        started = gpuguard("run", "-n", "2", "--no-wait", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+        too_many = gpuguard("run", "-n", "3", "--no-wait", "--", "true")
+        child.kill()
+
+    states = ["free", "free", "quarantined", "unclaimed_use"]
+    assert [row["exact_state"] for row in rows] == states
+    assert [row["eligible"] for row in explained] == [True, True, False, False]
+    told = re.findall(r"^gpuguard_device_state\{(.*)\} 1$", page, re.MULTILINE)
+    assert all(any(row["uuid"] in labels and f'"{row["state"]}"' in labels for labels in told) for row in rows)
+    assert in_python.stdout.strip() == f"{states} [0, 1]", in_python.stderr
+    assert all(word in top for word in ("free", "quarantined", "used without a claim"))
+    assert (started.stdout.strip(), too_many.returncode) == ("0,1", 75)
