@@ -181,11 +181,11 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
         BackendError: nothing at all can be read.
     """
     with _opened(_backend_name(backend)) as source:
-        from gpuguard.model import ALL_FIELDS, BRIEF, IDLE_PROCESSES, MODEL, STATS, WHO_FIELDS
+        from gpuguard.model import ALL_FIELDS, BRIEF, IDLE_PROCESSES, MODEL, WHO_FIELDS
 
         # A word is one group, not its letters.
         asked = WHO_FIELDS if fields is None else frozenset((fields,) if isinstance(fields, str) else fields)
-        if unknown := asked - ALL_FIELDS - {IDLE_PROCESSES, STATS, BRIEF}:
+        if unknown := asked - ALL_FIELDS - {IDLE_PROCESSES, BRIEF}:
             names = ", ".join(sorted(ALL_FIELDS))
             raise InvalidRequest(f"there is no group of fields {min(unknown)!r}: choose among {names}.")
         return source.sample(asked | {MODEL})

@@ -1,116 +1,82 @@
-"""Numbers of this host and of families of processes, from /proc: CPU, memory.  What cannot be read stays unknown."""
+"""What the machine says of processes and users beside the GPU: CPU, memory, network, terminal, groups of users.
+
+Rates are since the sample before, so the first one knows none.  What cannot be read stays unknown.  Judges nothing.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
+import psutil
+
+from gpuguard import procfs
 from gpuguard.model import GpuProcess, Snapshot
 from gpuguard.policies.view import HostUse
-from gpuguard.procfs import START, STATE, Stat, read_proc, stat_fields, stats_of
-
-_UTIME, _STIME, _RSS = 11, 12, 21  # further words of stat_fields()
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_MIB = 2**20
-
-
-class HostNumbers:
-    """Remembers counters from one look to the next, because CPU is a rate; used by one thread at a time."""
-
-    def __init__(self) -> None:
-        self._cpu: tuple[float, float] | None = None  # busy and all jiffies of the machine
-        self._families: dict[int, tuple[float, dict[tuple[int, int], float]]] = {}  # when; CPU seconds by process
-
-    def host(self) -> dict[str, float | None]:
-        """``"cpu (%)"`` of the whole machine since the look before, ``"memory_used (MiB)"``, ..."""
-        numbers: dict[str, float | None] = {"cpu (%)": None}
-        words = (read_proc("/proc/stat") or b"").split(b"\n", 1)[0].split()[1:9]
-        if len(words) == 8:
-            jiffies = [float(word) for word in words]
-            busy, whole = sum(jiffies) - jiffies[3] - jiffies[4], sum(jiffies)
-            if self._cpu and whole > self._cpu[1]:
-                numbers["cpu (%)"] = 100 * (busy - self._cpu[0]) / (whole - self._cpu[1])
-            self._cpu = busy, whole
-        lines = (line.split() for line in (read_proc("/proc/meminfo") or b"").splitlines())
-        memory = {words[0]: float(words[1]) / 1024 for words in lines if len(words) > 1}
-        total, available = memory.get(b"MemTotal:"), memory.get(b"MemAvailable:")
-        if total is not None and available is not None:
-            numbers |= {"memory_used (MiB)": total - available, "memory_available (MiB)": available}
-        load = (read_proc("/proc/loadavg") or b"").split()
-        numbers["load_1m"] = float(load[0]) if load else None
-        return numbers
-
-    def family(self, pid: int, members: Iterable[int]) -> dict[str, float | None]:
-        """What a process and its descendants use together.
-
-        Args:
-            pid: of the process.
-            members: of the family, with itself.
-        """
-        now, seconds, resident, count = time.monotonic(), {}, 0, 0
-        for member in members:
-            try:
-                fields = stat_fields(member)
-                user, system, start, pages = (int(fields[place]) for place in (_UTIME, _STIME, START, _RSS))
-            except (OSError, IndexError, ValueError):  # it has ended; or this is no kernel's
-                continue
-            if fields[STATE] not in (b"Z", b"X"):
-                seconds[member, start] = (user + system) / _TICKS
-                resident, count = resident + pages * _PAGE, count + 1
-        if not count:
-            self._families.pop(pid, None)
-            return {}
-        before = self._families.get(pid)
-        self._families[pid] = now, seconds
-        cpu = None
-        if before and now > before[0]:
-            # Of a process that is new, all; of one that has ended, what it did before the last look.
-            used = sum(max(0.0, spent - before[1].get(one, 0.0)) for one, spent in seconds.items())
-            cpu = 100 * used / (now - before[0])
-        return {"cpu (%)": cpu, "memory_resident (MiB)": resident / _MIB, "processes": float(count)}
-
-
-def family_of(pid: int) -> frozenset[int]:
-    """*pid* and its living descendants."""
-    found: set[int] = set()
-    todo = [pid]
-    while todo:
-        one = todo.pop()
-        if one not in found:
-            found.add(one)
-            todo += _children(one)
-    return frozenset(found)
-
-
-def _children(pid: int) -> Iterator[int]:
-    """The children of all threads of a process.  None where the kernel has no such files (CONFIG_PROC_CHILDREN)."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return
-    for thread in threads:
-        yield from map(int, (read_proc(f"/proc/{pid}/task/{thread}/children", 2**16) or b"").split())
-
-
-# What the machine says of processes and people beside the GPU: CPU, memory, network, terminal, groups of users.
-#
-# Rates are since the look before, so the first look knows none.  What cannot be read stays unknown.  Judges nothing.
-
+from gpuguard.procfs import Stat
 
 GROUPS_SECONDS = 600.0  # after which a user's groups are asked for again
 NETWORK_SECONDS = 60.0  # after which a process in the host's network is asked again whether it has one of its own
-ANSWER_SECONDS = 1.0  # a directory service that needs longer is heard at the next look
+ANSWER_SECONDS = 1.0  # a directory service that needs longer is heard at the next sample
 
 _TERMINALS = 136  # major number of /dev/pts/0 to 255; up to 143 for those above (Linux, admin-guide/devices.txt)
+_MIB = 2**20
 
 Identity = tuple[int, float]  # pid, start time
 
 
+class HostNumbers:
+    """CPU and memory of the machine and of trees of processes; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._cpu: tuple[float, float] | None = None  # busy and all seconds of the machine
+        self._trees: dict[int, tuple[float, dict[Identity, float]]] = {}  # when; CPU seconds by process
+
+    def host(self) -> dict[str, float | None]:
+        """``"cpu (%)"`` of the whole machine since the sample before, ``"memory_used (MiB)"``, ..."""
+        times, memory = psutil.cpu_times(), psutil.virtual_memory()
+        whole = sum(times[:8])  # what guests use is counted as use of their host, too
+        busy, before = whole - times.idle - times.iowait, self._cpu
+        self._cpu = busy, whole
+        return {
+            "cpu (%)": 100 * (busy - before[0]) / (whole - before[1]) if before and whole > before[1] else None,
+            "memory_used (MiB)": (memory.total - memory.available) / _MIB,
+            "memory_available (MiB)": memory.available / _MIB,
+            "load_1m": os.getloadavg()[0],
+        }
+
+    def tree(self, pid: int, members: Mapping[int, Stat]) -> dict[str, float | None]:
+        """What a process and its descendants use together.
+
+        Args:
+            pid: of the process.
+            members: the living ones among them.
+        """
+        now, before = time.monotonic(), self._trees.get(pid)
+        if not members:
+            self._trees.pop(pid, None)
+            return {}
+        seconds = {(member, stat.start_time): stat.cpu_seconds for member, stat in members.items()}
+        self._trees[pid] = now, seconds
+        cpu = None
+        if before and now > before[0]:
+            # Of a process that is new, all; of one that has ended, what it did before the last sample.
+            used = sum(max(0.0, spent - before[1].get(member, 0.0)) for member, spent in seconds.items())
+            cpu = 100 * used / (now - before[0])
+        resident = sum(stat.resident for stat in members.values())
+        return {"cpu (%)": cpu, "memory_resident (MiB)": resident / _MIB, "processes": float(len(members))}
+
+
+def members_of(pid: int) -> dict[int, Stat]:
+    """*pid* and its descendants, as far as they live."""
+    own = procfs.stats_of((pid,))[pid]
+    return {**({pid: own} if own and own.lives else {}), **procfs.descendants(pid)}
+
+
 class HostUses:
-    """Remembers counters from one look to the next; used by one thread at a time."""
+    """What processes and their users do; remembers counters between samples, used by one thread at a time."""
 
     def __init__(self) -> None:
         self._cpu: dict[Identity, tuple[float, float]] = {}  # (clock, CPU seconds)
@@ -120,7 +86,7 @@ class HostUses:
         self._asked: dict[int, float] = {}  # clock
         self._asking: set[int] = set()
 
-    def look(self, snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None) -> dict[Identity, HostUse]:
+    def sample(self, snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None) -> dict[Identity, HostUse]:
         """What each process of *snapshot* whose identity is known does on this host.
 
         Args:
@@ -132,29 +98,28 @@ class HostUses:
             for process in _processes(snapshot)
             if process.start_time is not None
         }
-        stats = stats_of({pid for pid, _ in known}) if stats is None else stats
-        cpu, network, found = self._cpu, self._network, {}
+        stats = procfs.stats_of({pid for pid, _ in known}) if stats is None else stats
+        cpu, network, uses = self._cpu, self._network, {}
         self._cpu, self._network = {}, {}
         in_host, self._in_host = self._in_host, {}
         own_network = _network_namespace("self")
-        for identity in known:
-            clock, seen = snapshot.clock, _used(stats.get(identity[0]), identity[1])
-            if seen is None:
+        for pid, started in known:
+            identity, clock, stat = (pid, started), snapshot.clock, stats.get(pid)
+            if stat is None or stat.start_time != started:  # the pid is another process by now
                 continue
-            seconds, resident, terminal = seen
-            self._cpu[identity] = (clock, seconds)
+            self._cpu[identity] = (clock, stat.cpu_seconds)
             received = self._received(identity, clock, own_network, in_host.get(identity))
-            rate = _rate(cpu.get(identity), clock, seconds)
-            found[identity] = HostUse(
+            rate = _rate(cpu.get(identity), clock, stat.cpu_seconds)
+            uses[identity] = HostUse(
                 cpu=None if rate is None else rate * 100,
-                memory=resident,
+                memory=stat.resident,
                 network=None if received is None else _rate(network.get(identity), clock, received),
-                terminal=terminal,
+                terminal=_terminal(stat.terminal),
             )
-        return found
+        return uses
 
-    def rest(self) -> dict[Identity, HostUse]:
-        """Nobody wants to know: nothing is told, and the next look knows no rates, as the first."""
+    def pause(self) -> dict[Identity, HostUse]:
+        """Read nothing: the next sample knows no rates, as the first."""
         self._cpu, self._network, self._in_host = {}, {}, {}
         return {}
 
@@ -207,16 +172,6 @@ class HostUses:
 
 def _processes(snapshot: Snapshot) -> Iterable[GpuProcess]:
     return (process for device in snapshot.devices for process in device.processes or ())
-
-
-def _used(stat: Stat | None, start_time: float) -> tuple[float, int, str] | None:
-    """(CPU seconds, bytes resident, terminal) of exactly the process that started then."""
-    try:
-        if stat is None or int(stat[19]) / _TICKS != start_time:
-            return None
-        return (int(stat[11]) + int(stat[12])) / _TICKS, int(stat[21]) * _PAGE, _terminal(int(stat[4]))
-    except (IndexError, ValueError):
-        return None
 
 
 def _terminal(device: int) -> str:

@@ -28,7 +28,6 @@ PCIE = "pcie"  # link and throughput: about 20 ms per device in a real driver
 NVLINK = "nvlink"  # links and peers: up to 18 calls per device
 NVLINK_FLOW = "nvlink_flow"  # 1    what goes over all links; the first look has nothing to go by
 TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
-STATS = "stats"  # Snapshot.stats: for who would read /proc/PID/stat of these processes right after
 # No group: a backend may leave out of WHO_FIELDS what the text of `gpuguard who` does not show, and tell a temperature
 # and a power draw of a moment ago.
 BRIEF = "brief"
@@ -190,7 +189,6 @@ class Snapshot:
     quarantined: tuple[tuple[str, str], ...] = ()  # uuid and why, joined by gpuguard.source; no part of a recording
     reserved: tuple[tuple[str, str], ...] = ()  # uuid and for which user until when, likewise
     recorded: bool = False  # of another time, from a file: to look at, never to act on
-    stats: tuple[tuple[int, bytes], ...] | None = None  # pid and /proc/PID/stat; no part of what is kept or published
 
     def device(self, uuid: str) -> Device | None:
         """The device with that uuid, or None."""

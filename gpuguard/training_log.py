@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from gpuguard.backends import Backend
 from gpuguard.clusters import outer_devices
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.host import HostNumbers, family_of
+from gpuguard.host import HostNumbers, members_of
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, THERMAL, UTILIZATION, Device, Snapshot
 
 if TYPE_CHECKING:
@@ -250,9 +250,9 @@ class Collector:
 
     def _numbers(self) -> dict[str, float | None]:
         numbers = {f"host/{name}": value for name, value in self._hosts.host().items()}
-        families = {pid: family_of(pid) for pid in self._pids}
-        for pid, members in families.items():
-            numbers |= {f"pid:{pid}/host/{name}": value for name, value in self._hosts.family(pid, members).items()}
+        trees = {pid: members_of(pid) for pid in self._pids}
+        for pid, members in trees.items():
+            numbers |= {f"pid:{pid}/host/{name}": value for name, value in self._hosts.tree(pid, members).items()}
         snapshot = self._sample()
         for device in self._own(snapshot) if snapshot else ():
             scope = _scope(device)
@@ -260,7 +260,7 @@ class Collector:
                 value = getattr(device, field)
                 numbers[f"{scope}/{name}"] = None if value is None else value / scale
             if device.processes is not None and device.processes_plausible:
-                for pid, members in families.items():
+                for pid, members in trees.items():
                     numbers |= {f"pid:{pid}/{scope}/{name}": value for name, value in _share(device, members).items()}
         return numbers
 
@@ -303,7 +303,7 @@ def _scope(device: Device) -> str:
     return f"gpu:{device.index}{instance}"
 
 
-def _share(device: Device, members: frozenset[int]) -> dict[str, float | None]:
+def _share(device: Device, members: Collection[int]) -> dict[str, float | None]:
     """What a family of processes uses of a device; a part that is not known makes the sum unknown."""
     own = [process for process in device.processes or () if process.pid in members]
     memory = [process.memory_used for process in own if process.memory_used is not None]

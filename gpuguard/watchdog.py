@@ -29,7 +29,7 @@ from gpuguard.enforcement.preflight import ActionContext, Notifier
 from gpuguard.errors import BackendError
 from gpuguard.history import audit_log
 from gpuguard.host import HostUses
-from gpuguard.model import CLOCKS, ECC, STATS, WHO_FIELDS, ClaimRecord, Event, Finding, Snapshot, Subject, Verdict
+from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, ClaimRecord, Event, Finding, Snapshot, Subject, Verdict
 from gpuguard.notify.templates import ENGLISH, TEMPLATES
 from gpuguard.policies import engine
 from gpuguard.policies.engine import PolicyStatus, policy_status
@@ -139,9 +139,9 @@ class Watchdog:
         policies, before = self.policies, self._view
         if policies is not self._needs.policies:
             self._needs = needs_of(policies)
-        snapshot, lines = self._sample(policies)
+        snapshot = self._sample()
         self._memory.kept = dict(self.kept)
-        self._view = self._view_of(snapshot, policies, lines)
+        self._view = self._view_of(snapshot, policies)
         with self._judging:
             judgement = engine.evaluate(
                 self._view,
@@ -230,12 +230,9 @@ class Watchdog:
     ) -> None:
         self.stop()
 
-    def _sample(self, policies: Sequence[Policy]) -> tuple[Snapshot, dict[int, bytes]]:
-        """A snapshot with its claims; apart from it the stat lines of its processes, which go no further than here."""
-        groups = self._needs.fields | self.extra_fields()
-        snapshot = self._backend.sample(groups | {STATS} if policies else groups)
-        lines = dict(snapshot.stats or ())
-        return self._with_claims(replace(snapshot, stats=None)), lines
+    def _sample(self) -> Snapshot:
+        """A snapshot with its claims."""
+        return self._with_claims(self._backend.sample(self._needs.fields | self.extra_fields()))
 
     def _with_claims(self, snapshot: Snapshot) -> Snapshot:
         def read(directory: LockDirectory, uuids: Sequence[str], _: object) -> tuple[ClaimRecord, ...]:
@@ -267,13 +264,13 @@ class Watchdog:
                 text = hidden_claim_text(map(directory.lock_path, claim.slots or claim.devices))
                 self._record(Event(time.time(), "claim", "hidden", devices=claim.devices, claim=claim.id, message=text))
 
-    def _view_of(self, snapshot: Snapshot, policies: Sequence[Policy], lines: Mapping[int, bytes]) -> RuleView:
+    def _view_of(self, snapshot: Snapshot, policies: Sequence[Policy]) -> RuleView:
         if not policies:
             return RuleView(snapshot)
-        stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()}, lines)
+        stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
         return RuleView(
             snapshot,
-            host=self._host.look(snapshot, stats) if self._needs.host else self._host.rest(),
+            host=self._host.sample(snapshot, stats) if self._needs.host else self._host.pause(),
             groups=self._host.groups(snapshot),
             scheduled=self.scheduled(snapshot) if self._needs.scheduler else None,
             seen=process_facts(snapshot, stats, ancestors=bool(snapshot.claims)),
@@ -451,5 +448,5 @@ class ViewReader:
         """The machine now.  Raises BackendError."""
         snapshot = with_claims(self._backend.sample(RECORDED_FIELDS), lambda: self._directory)
         stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
-        host, groups = self._hosts.look(snapshot, stats), self._hosts.groups(snapshot)
+        host, groups = self._hosts.sample(snapshot, stats), self._hosts.groups(snapshot)
         return RuleView(snapshot, host=host, groups=groups, seen=process_facts(snapshot, stats))

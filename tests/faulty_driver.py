@@ -25,8 +25,8 @@ from guarded import SOMEBODY as GUILTY
 from guarded import a_child, started
 from pid_reuse import Everybody
 
-from gpuguard import procfs, users
-from gpuguard.backends import client, nvml, nvml_reading
+from gpuguard import users
+from gpuguard.backends import client, nvml, nvml_processes, nvml_reading
 from gpuguard.enforcement import actions, identity, limits, signals
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies import Rule
@@ -353,7 +353,7 @@ CAMPAIGNS = {one.__name__: one for one in (every_code, the_last_look, values, li
 
 
 def believe_every_list() -> None:
-    procfs.implausibility = lambda *_, **__: None
+    nvml_processes.implausibility = lambda *_, **__: None
 
 
 def take_unknown_for_zero() -> None:

@@ -17,7 +17,7 @@ from nodes import eventually, start
 
 import gpuguard
 from gpuguard.errors import BackendError, InvalidRequest
-from gpuguard.host import HostNumbers, family_of
+from gpuguard.host import HostNumbers, members_of
 from gpuguard.model import Snapshot
 from gpuguard.training_log import FIELDS, Collector
 
@@ -175,8 +175,7 @@ def test_processes_are_counted_with_their_descendants():
         assert job.stdout
         try:
             job.stdout.readline()
-            family = family_of(job.pid)
-            (child,) = family - {job.pid}
+            (child,) = members_of(job.pid).keys() - {job.pid}
             rows = [a_process(pid, memory_used=memory, utilization=share) for pid, memory, share in
                     ((job.pid, 100 * MIB, 20.0), (child, 50 * MIB, 5.0), (1, 4000 * MIB, 70.0))]  # fmt: skip
             with a_collector(a_snapshot(a_device(processes=tuple(rows))), pids={job.pid}) as numbers:
@@ -205,14 +204,14 @@ def test_an_unknown_share_makes_the_sum_unknown_and_no_process_is_zero():
 
 def test_cpu_is_what_was_used_since_the_look_before():
     numbers, mine = HostNumbers(), os.getpid()
-    assert numbers.family(mine, {mine})["cpu (%)"] is None
+    assert numbers.tree(mine, members_of(mine))["cpu (%)"] is None
     until = time.process_time() + 0.3
     while time.process_time() < until:
         pass
-    cpu = numbers.family(mine, {mine})["cpu (%)"]
+    cpu = numbers.tree(mine, members_of(mine))["cpu (%)"]
 
     assert cpu is not None and 5 < cpu < 150
-    assert numbers.family(2**22 - 3, {2**22 - 3}) == {}
+    assert numbers.tree(2**22 - 3, members_of(2**22 - 3)) == {}
     assert {"cpu (%)", "memory_used (MiB)", "load_1m"} <= numbers.host().keys()
 
 

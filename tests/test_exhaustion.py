@@ -134,8 +134,8 @@ DEAF = ("sh", "-c", "trap '' TERM; sleep 60 & wait; wait")
     [
         ("posixpath", "os", "pidfd_open", ("--", "sh", "-c", "exit 6"), 6),
         ("gpuguard.jobs.drain", "Settling", "wait_until_free", ("--", "sh", "-c", "exit 6"), 6),
-        ("gpuguard.jobs", "drain", "descendants", ("--time-limit", "500ms", "--grace", "200ms", "--", *DEAF), 124),
-        ("gpuguard.jobs", "drain", "status_of", ("--time-limit", "500ms", "--", "sleep", "60"), 124),
+        ("gpuguard.jobs", "escalation", "descendants", ("--time-limit", "500ms", "--grace", "200ms", "--", *DEAF), 124),
+        ("gpuguard.jobs", "escalation", "read_stat", ("--time-limit", "500ms", "--", "sleep", "60"), 124),
     ],
 )
 def test_a_machine_without_files_for_a_moment_costs_a_job_neither_its_end_nor_its_status(

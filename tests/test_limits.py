@@ -15,7 +15,7 @@ from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.engine import evaluate
 
 ALICE, BOB = 1001, 1002
-FAMILY = {4711: 100_000, 4712: 100_000}  # start_time 1000.0 of a_process(), in ticks
+FAMILY = {4711: 1000.0, 4712: 1000.0}  # as a_process() has started
 
 
 def limits(
@@ -104,7 +104,7 @@ def test_the_reason_names_the_option_the_device_and_both_numbers():
 
 
 def test_a_job_with_many_processes_has_a_limit_too():
-    family = dict.fromkeys(range(5000, 5020), 100000)
+    family = dict.fromkeys(range(5000, 5020), 1000.0)
     device = a_device(0, processes=tuple(a_process(pid, memory_used=2 * GIB) for pid in family))
     judged = limits("30GiB", temperature=50.0)
 

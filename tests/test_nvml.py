@@ -165,42 +165,6 @@ def test_who_draws_is_asked_again_where_nobody_did_only_when_somebody_may_have_b
     assert "graphics" in str(answer[1])
 
 
-@pytest.mark.parametrize(
-    ("between", "described"),
-    [
-        ("pass", 0),
-        ("fake.add_process(0, os.getpid(), GIB)", 2),
-        ("fake.clear_processes(0); fake.add_process(0, job.pid, 2 * GIB)", 1),
-        ("late = processes.COMMAND_SECONDS + 0.1", 2),
-        ("change = b'go'", 1),
-    ],
-)
-def test_a_process_is_described_again_when_it_or_its_list_is_another_or_it_is_long_ago(
-    fake: FakeNvml, between: str, described: int
-) -> None:
-    found, before, after = answer_of(
-        fake,
-        "import subprocess, time\n"
-        "from gpuguard import procfs as processes\n"
-        "job = subprocess.Popen(['sh', '-c', 'read word; exec sleep 60'], stdin=subprocess.PIPE)\n"
-        "fake.add_process(0, job.pid, GIB); fake.add_process(1, os.getppid(), GIB)\n"
-        "backend, change, late, real, clock = nvml.open(), None, 0.0, processes.described, time.monotonic\n"
-        "before = backend.sample(WHO_FIELDS).devices[0].processes[0].command; told = []\n"
-        "processes.described = lambda process, life: (told.append(process.pid), real(process, life))[1]\n"
-        f"{between}\n"
-        "time.monotonic = lambda: clock() + late\n"
-        "if change:\n"
-        "    job.stdin.write(change + b'\\n'); job.stdin.flush()\n"
-        "    while processes.read_proc(f'/proc/{job.pid}/comm') != b'sleep\\n': time.sleep(0.01)\n"
-        "after = backend.sample(WHO_FIELDS).devices[0].processes[0].command\n"
-        "job.kill(); job.wait(); answer = len(told), before, after",
-    )
-
-    assert found == described
-    assert before[:2] == ("sh", "-c")
-    assert after == (("sleep", "60") if "change" in between else before)
-
-
 def test_a_choice_on_eight_idle_devices_costs_few_calls(fake: FakeNvml) -> None:
     first, then = answer_of(
         fake,
@@ -278,9 +242,10 @@ def test_sm_utilization_is_asked_since_the_last_time_and_kept_for_the_next_look(
     assert fake.devices[0].last_seen_time_stamp == 1234
 
 
+OTHER_PROCESS = "procfs.parse_stat = lambda line, parse=procfs.parse_stat: parse(line)._replace(start_time=1.0)"
 UTILIZATION = """
 from gpuguard.backends import nvml_processes as nvml_usage
-from gpuguard.procfs import StatFiles
+from gpuguard import procfs
 backend = nvml.open()
 utilization = lambda: backend.sample(WHO_FIELDS).devices[0].processes[0].utilization
 row = fake._state.devices[0].processes[0]
@@ -292,7 +257,10 @@ row = fake._state.devices[0].processes[0]
     [
         ("pass", 30),
         ("nvml_usage.KEPT_SECONDS = -1.0", None),  # too long ago
-        ("StatFiles.life = lambda files, pid: (1.0, b'', None)", None),  # another process has its pid
+        (
+            "procfs.parse_stat = lambda line, parse=procfs.parse_stat: parse(line)._replace(start_time=1.0)",
+            None,
+        ),  # another process has its pid
         ("fake.fail('nvmlDeviceGetProcessUtilization', UNKNOWN)", None),
         ("row.sm_utilization, row.time_stamp = 2**32 - 1, 1235", None),
         ("row.sm_utilization, row.time_stamp = 40, 1235", 40),
@@ -459,7 +427,7 @@ def looked(ahead):
     fake.reset_calls()
     backend = nvml.open()
     backend.ahead = ahead
-    looks = [replace(backend.sample(FIELDS), taken_at=0.0, clock=0.0, stats=None) for _ in range(2)]
+    looks = [replace(backend.sample(FIELDS), taken_at=0.0, clock=0.0) for _ in range(2)]
     return looks, fake.calls()
 answer = looked(False), looked(True)
 """

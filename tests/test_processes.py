@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuguard import procfs, users
+from gpuguard.backends import plausibility
 from gpuguard.model import GpuProcess
 
 Rows = Sequence[tuple[int, int | None]]
@@ -27,7 +27,7 @@ ALIVE = range(2, 5000)  # the pids that exist in these tests
 
 def judged(rows: Rows, **facts: Any) -> str | None:
     known = {"alive": ALIVE.__contains__, "pid_max": PID_MAX, "memory_total": TOTAL, "memory_used": TOTAL, **facts}
-    return procfs.implausibility(rows, **known)
+    return plausibility.implausibility(rows, **known)
 
 
 def test_an_ordinary_list_is_believed() -> None:
@@ -63,8 +63,8 @@ def test_processes_that_need_more_than_the_device_has_are_not_believed_whatever_
 
 
 def test_a_process_that_grew_between_two_calls_is_within_the_slack() -> None:
-    assert judged([(100, GIB + procfs.SLACK)], memory_used=GIB) is None
-    assert judged([(100, GIB + procfs.SLACK + 1)], memory_used=GIB)
+    assert judged([(100, GIB + plausibility.SLACK)], memory_used=GIB) is None
+    assert judged([(100, GIB + plausibility.SLACK + 1)], memory_used=GIB)
 
 
 def test_what_is_not_known_of_the_device_is_not_checked() -> None:
@@ -104,7 +104,7 @@ def is_safe(gate: Callable[..., str | None], rows: Rows) -> bool:
 
 @given(lists_with_a_bad_element)
 def test_the_gate_never_passes_a_list_with_a_bad_element(rows: Rows) -> None:
-    assert is_safe(procfs.implausibility, rows)
+    assert is_safe(plausibility.implausibility, rows)
 
 
 @given(st.lists(good_elements, max_size=50, unique_by=lambda row: row[0]))
@@ -113,20 +113,20 @@ def test_the_gate_passes_every_good_list(rows: Rows) -> None:
 
 
 def judges_the_first_only(rows: Rows, **facts: Any) -> str | None:
-    return procfs.implausibility(rows[:1], **facts)
+    return plausibility.implausibility(rows[:1], **facts)
 
 
 def forgets_the_upper_bound(rows: Rows, *, pid_max: int, **facts: Any) -> str | None:
     facts["alive"] = lambda pid: pid in ALIVE or pid > PID_MAX
-    return procfs.implausibility(rows, pid_max=2**40, **facts)
+    return plausibility.implausibility(rows, pid_max=2**40, **facts)
 
 
 def believes_the_dead(rows: Rows, *, alive: object, **facts: Any) -> str | None:
-    return procfs.implausibility(rows, alive=lambda pid: True, **facts)
+    return plausibility.implausibility(rows, alive=lambda pid: True, **facts)
 
 
 def drops_what_is_bad(rows: Rows, **facts: Any) -> str | None:
-    return procfs.implausibility([row for row in rows if row[0] > 0], **facts)
+    return plausibility.implausibility([row for row in rows if row[0] > 0], **facts)
 
 
 @pytest.mark.parametrize("gate", [judges_the_first_only, forgets_the_upper_bound, believes_the_dead, drops_what_is_bad])
@@ -187,20 +187,20 @@ def test_a_command_line_is_its_words(written: bytes, words: tuple[str, ...]) -> 
 
 
 def test_every_process_of_this_machine_reads_as_psutil_reads_it(job: subprocess.Popen[bytes]) -> None:
-    seen, known = procfs._described(job.pid), psutil.Process(job.pid)
+    seen, known = procfs.described(GpuProcess(job.pid)), psutil.Process(job.pid)
 
-    assert seen["command"] == tuple(known.cmdline())
-    assert (seen["executable"], seen["working_directory"]) == (known.exe(), known.cwd())
-    assert seen["conda_environment"] == procfs.environment_of(known.environ())
+    assert seen.command == tuple(known.cmdline())
+    assert (seen.executable, seen.working_directory) == (known.exe(), known.cwd())
+    assert seen.conda_environment == procfs.environment_of(known.environ())
 
 
 def test_a_program_that_was_replaced_on_disk_keeps_its_name(tmp_path: Path) -> None:
     program = tmp_path / "program"
     shutil.copy("/bin/sleep", program)
     with subprocess.Popen([program, "60"]) as child:
-        before = procfs._linked(child.pid, "exe")
+        before = procfs.described(GpuProcess(child.pid)).executable
         program.unlink()
-        after = procfs._linked(child.pid, "exe")
+        after = procfs.described(GpuProcess(child.pid)).executable
         child.kill()
 
     assert before == after == str(program)
@@ -234,16 +234,20 @@ while os.read(0, 99):
 PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
 
 
+def hidden(stat: procfs.Stat | None) -> procfs.Stat | None:
+    return stat and stat._replace(layout=None)
+
+
 @pytest.fixture
 def described_twice(request: pytest.FixtureRequest) -> Iterator[tuple[GpuProcess, GpuProcess, GpuProcess]]:
     """A process before it changes, just afterwards, and when its command line is old."""
     change, places_are_shown = request.param
     environment = {**os.environ, "CODE": CHANGING, "CHANGE": CHANGES[change]}
     words = [sys.executable, "-c", CHANGING, "a"]
-    real = procfs.life_of
+    real = procfs.stats_of
     with pytest.MonkeyPatch.context() as patch, subprocess.Popen(words, env=environment, **PIPES) as job:
         if not places_are_shown:
-            patch.setattr(procfs, "life_of", lambda pid: (life := real(pid)) and (*life[:2], None))
+            patch.setattr(procfs, "stats_of", lambda pids: {pid: hidden(stat) for pid, stat in real(pids).items()})
         assert job.stdin and job.stdout
         job.stdout.readline()
         before = procfs.described(GpuProcess(job.pid))
@@ -282,35 +286,6 @@ def test_a_title_is_seen_when_the_command_line_is_read_again(
     assert later.command and later.command[0].startswith("title")
 
 
-@pytest.mark.parametrize("name", ["COMMAND_SECONDS", "UID_SECONDS", "FACTS_SECONDS"])
-def test_what_was_described_holds_until_some_of_it_is_read_again(
-    job: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    lives = {pid: life for pid in (job.pid, os.getpid()) if (life := procfs.life_of(pid))}
-    listed = [GpuProcess(pid) for pid in lives]
-    before = time.monotonic()
-    for process in listed:
-        procfs.described(process, lives[process.pid])
-    monkeypatch.setattr(procfs, name, 5.0)
-
-    assert procfs.described_until(listed, lives) <= time.monotonic() + 5.0
-    monkeypatch.setattr(procfs, name, 1e9)
-    assert before < procfs.described_until(listed, lives) < before + 100.0
-
-
-def test_whom_nobody_knows_well_is_described_each_time(job: subprocess.Popen[bytes]) -> None:
-    life = procfs.life_of(job.pid)
-    assert life
-    told = [procfs.described(GpuProcess(job.pid), one) for one in (life, (*life[:2], None))]
-    never, nobody = float("-inf"), GpuProcess(2**22 + 1)
-
-    assert told[0] == told[1]
-    assert procfs.described_until([GpuProcess(job.pid)], {job.pid: life}) > time.monotonic()
-    assert procfs.described_until([GpuProcess(job.pid)], {}) == never  # hidden from us
-    assert procfs.described_until([GpuProcess(job.pid)], {job.pid: (*life[:2], None)}) == never
-    assert procfs.described_until([GpuProcess(job.pid), nobody], {job.pid: life, nobody.pid: life}) == never
-
-
 def test_a_process_whose_memory_is_not_shown_to_us_is_known_by_its_start_alone(monkeypatch: Any) -> None:
     told = procfs.read_proc(f"/proc/{os.getpid()}/stat") or b""
     words = told.split()
@@ -319,9 +294,11 @@ def test_a_process_whose_memory_is_not_shown_to_us_is_known_by_its_start_alone(m
 
     for shown in (hidden, b" ".join(words[:44])):  # the kernel before 3.5 shows nobody
         monkeypatch.setattr(procfs, "read_proc", lambda path, shown=shown: shown)
-        assert (procfs.life_of(1) or ())[::2] == (started, None)
+        stat = procfs.stats_of([1])[1]
+        assert stat and (stat.start_time, stat.layout) == (started, None)
     monkeypatch.setattr(procfs, "read_proc", lambda path: told)
-    assert (procfs.life_of(1) or (0, b"", None))[2] is not None
+    stat = procfs.stats_of([1])[1]
+    assert stat and stat.layout is not None
 
 
 def test_a_process_that_is_gone_is_described_as_what_the_driver_said() -> None:
@@ -339,8 +316,7 @@ def test_a_number_that_is_no_pid_is_nobody(pid: int) -> None:
 
 
 def test_a_pid_that_changes_hands_while_we_look_is_nobody(job: subprocess.Popen[bytes], monkeypatch: Any) -> None:
-    times = iter([100.0, 200.0])
-    monkeypatch.setattr(procfs, "life_of", lambda pid: (next(times), b"name", b"places"))
+    monkeypatch.setattr(procfs, "start_time", lambda pid: 200.0)
 
     assert procfs.described(GpuProcess(job.pid)) == GpuProcess(job.pid)
 

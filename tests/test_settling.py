@@ -17,6 +17,7 @@ import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot
 from wrapped import Wrapped, content, end, first_line, python, until
 
+from gpuguard import procfs
 from gpuguard.jobs import drain
 from gpuguard.jobs.escalation import NEVER, TIME_LIMIT, Escalation, EscalationStep
 from gpuguard.model import MEMORY, PROCESSES, GpuProcess, Snapshot
@@ -186,7 +187,7 @@ class Driver:
 
 def asked_after_a_job(
     memory_used: int | None,
-    others: Collection[tuple[int, int]] | None = None,
+    others: Collection[tuple[int, float]] | None = None,
     before: Collection[GpuProcess] = (),
     held: int = 4 * MIB,
 ) -> list[set[str]]:
@@ -224,12 +225,12 @@ def test_what_a_device_held_before_a_job_is_no_residue_of_it(stranger):
     assert asked_after_a_job(5 * GIB + 512 * MIB, others, held=5 * GIB) == [{MEMORY, PROCESSES}]
 
 
-def test_the_start_time_of_a_process_is_in_clock_ticks_since_boot(stranger):
-    status = drain.status_of(stranger.pid)
+def test_the_start_time_of_a_process_is_in_seconds_since_boot(stranger):
+    stat = procfs.read_stat(stranger.pid)
 
-    assert status and status[1] == os.getpid()
+    assert stat and stat.parent == os.getpid()
     since_boot = psutil.Process(stranger.pid).create_time() - psutil.boot_time()
-    assert status[2] / os.sysconf("SC_CLK_TCK") == pytest.approx(since_boot, abs=2.0)
+    assert stat.start_time == pytest.approx(since_boot, abs=2.0)
 
 
 def test_beside_a_process_of_unknown_memory_nobody_knows_what_there_was_before():
@@ -245,22 +246,20 @@ def test_while_something_of_the_job_lives_the_processes_are_asked_for(stranger):
 
 
 def test_one_of_the_job_that_got_the_pid_of_a_child_from_before_it_is_of_the_job(stranger):
-    before = {(pid, start - (pid == stranger.pid)) for pid, start in drain.children() or ()}
+    before = {(pid, start - 0.01 * (pid == stranger.pid)) for pid, start in drain.children() or ()}
 
     assert asked_after_a_job(4 * MIB, before) == [{MEMORY, PROCESSES}]
 
 
 def test_where_the_kernel_does_not_tell_children_the_processes_are_asked_for(monkeypatch):
-    def refused(*_: object) -> None:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(drain, "open", refused, raising=False)
+    monkeypatch.setattr(procfs, "own_children", lambda: None)
 
     assert asked_after_a_job(4 * MIB) == [{MEMORY, PROCESSES}]
 
 
 def test_a_child_of_which_proc_tells_nothing_may_be_of_the_job(stranger, monkeypatch):
-    monkeypatch.setattr(drain, "status_of", lambda pid: None)
+    read = procfs.read_proc
+    monkeypatch.setattr(procfs, "read_proc", lambda path: None if path.endswith("/stat") else read(path))
 
     assert asked_after_a_job(4 * MIB) == [{MEMORY, PROCESSES}]
 

@@ -18,7 +18,7 @@ from gpuguard.model import ClaimRecord, Device
 from gpuguard.policies.amounts import parse_memory_amount
 
 JOB = 4711
-FAMILY = {JOB: 100_000}
+FAMILY = {JOB: 1000.0}
 ALONE = {a_uuid(0): 2 * GIB}
 
 

@@ -22,9 +22,7 @@ from gpuguard import deadline, host, procfs
 from gpuguard.claims import holders
 from gpuguard.clusters import slurm_jobs
 from gpuguard.enforcement import identity
-from gpuguard.jobs import adopt, drain
 from gpuguard.model import GpuProcess
-from gpuguard.procfs import StatFiles
 
 NAMED = """
 import ctypes, os, sys, time
@@ -57,17 +55,6 @@ def snapshot_of(pid: int) -> Any:
     return a_snapshot(a_device(processes=(GpuProcess(pid),)))
 
 
-def seen_by_files(pid: int) -> Any:
-    files = StatFiles()
-    try:
-        for _ in range(3):
-            files.turn()
-            found = files.life(pid)
-        return found and found[0]
-    finally:
-        files.close()
-
-
 def facts(pid: int) -> Any:
     found = identity.facts_of(pid)
     return found and (found.start_time, found.uids, found.parent, found.group, found.tracer, found.terminal)
@@ -76,19 +63,16 @@ def facts(pid: int) -> Any:
 # Each says who a process is; None: it cannot tell.
 READERS: dict[str, Callable[[int], Any]] = {
     "start_time": procfs.start_time,
-    "statfiles": seen_by_files,
     "identified": lambda pid: (one := procfs.identified(GpuProcess(pid))) and (one.start_time, one.uid),
     "described": lambda pid: (one := procfs.described(GpuProcess(pid))) and (one.start_time, one.uid),
     "uid_behind": procfs.uid_behind,
     "owner": procfs.uid_of,
     "facts": facts,
-    "ancestors": identity.ancestors,
+    "ancestors": lambda pid: set(procfs.ancestors(pid)),
     "look_up": lambda pid: (one := procfs.process_facts(snapshot_of(pid)).get(pid)) and (one.parent, one.start_time),
-    "status": procfs._status,
-    "family": adopt.kin_of,
-    "settle": lambda pid: (one := drain.status_of(pid)) and one[1:],
-    "numbers": lambda pid: host.HostNumbers().family(pid, [pid]).get("processes"),
-    "host": lambda pid: bool(host._used(procfs._stat(pid), procfs.start_time(pid) or 0.0)),
+    "tree": lambda pid: (one := procfs.read_stat(pid)) and (one.parent, one.group, one.session, one.start_time),
+    "below": lambda pid: (one := procfs.descendants(os.getpid()).get(pid)) and (one.parent, one.start_time),
+    "numbers": lambda pid: host.HostNumbers().tree(pid, host.members_of(pid)).get("processes"),
     "step": slurm_jobs.step_of,
     "job": lambda pid: slurm_jobs.job_of([pid]),
     "holder": lambda pid: holders.locked_inode(str(pid), "1"),
@@ -100,7 +84,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Has nobody known from before."""
 
     def forget() -> None:
-        monkeypatch.setattr(procfs, "_kept", procfs._Kept())
+        monkeypatch.setattr(procfs, "_known", {})
         monkeypatch.setattr(deadline, "_hanging", {})
 
     forget()
@@ -114,19 +98,16 @@ def truth_of(pid: int) -> dict[str, Any]:
     start, uid, me = int(told[19]) / os.sysconf("SC_CLK_TCK"), os.getuid(), os.getpid()
     return {
         "start_time": start,
-        "statfiles": start,
         "identified": (start, uid),
         "described": (start, uid),
         "uid_behind": uid,
         "owner": uid,
         "facts": (start, (uid,) * 4, me, os.getpgid(pid), 0, int(told[4])),
-        "ancestors": {me, *identity.ancestors(me)},
+        "ancestors": {me, *procfs.ancestors(me)},
         "look_up": (me, start),
-        "status": (uid, None),
-        "family": adopt.Kin(me, os.getpgid(pid), os.getsid(pid), int(told[19])),
-        "settle": (me, int(told[19])),
+        "tree": (me, os.getpgid(pid), os.getsid(pid), start),
+        "below": (me, start),
         "numbers": 1.0,
-        "host": True,
         "step": None,
         "job": None,
         "holder": "",
@@ -140,8 +121,10 @@ def test_no_name_makes_a_process_another_one(name: bytes, forgetful: object) -> 
 
 
 def test_a_reader_that_takes_the_first_bracket_for_the_end_of_a_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(READERS, "look_up", lambda pid: procfs._stat(pid))
-    monkeypatch.setattr(procfs, "_fields", lambda line: line.partition(b") ")[2].split(None, 24))
+    read = procfs.parse_stat
+    monkeypatch.setattr(
+        procfs, "parse_stat", lambda line: read(b"1 (x) " + line.partition(b") ")[2].replace(b")", b""))
+    )
 
     with pytest.raises(AssertionError):
         test_no_name_makes_a_process_another_one(b") Z 1 1 1", None)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gpuguard import __version__, errors
 from gpuguard.backends import worker
 from gpuguard.model import Device, Gap
-from gpuguard.procfs import STATE, stat_fields
+from gpuguard.procfs import stats_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -247,10 +247,8 @@ def _refuse_another_version(reply: tuple[object, ...]) -> None:
 
 
 def _is_runnable(pid: int) -> bool:
-    try:
-        return stat_fields(pid)[STATE] == b"R"
-    except (OSError, IndexError):
-        return False
+    stat = stats_of((pid,))[pid]
+    return stat is not None and stat.state == "R"
 
 
 def _await_end(pid: int) -> None:

@@ -18,10 +18,10 @@ from gpuguard.backends import nvml_fields
 from gpuguard.backends.nvml_calls import BAD_TEXT, LOST, NOT_FOUND, PROBLEMS, CallResult, call, start
 from gpuguard.backends.nvml_fields import READERS, ROWS, read_rows
 from gpuguard.backends.nvml_processes import list_processes, read_idle_processes, read_memory, read_processes
-from gpuguard.backends.nvml_reading import OF_THE_BOARD, DeviceCache, DeviceLost, Reading, is_uuid
+from gpuguard.backends.nvml_reading import DeviceCache, DeviceLost, Reading
+from gpuguard.backends.plausibility import OF_THE_BOARD, is_uuid
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import IDLE_PROCESSES, PROCESSES, Device, Gap, Snapshot
-from gpuguard.procfs import StatFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -74,7 +74,6 @@ class Nvml:
         versions = self._versions(fields) if model.MODEL in fields else {}
         found: list[Device] = []
         gaps: list[Gap] = []
-        self._files.turn()
         if devices is not None or clock - self._settings_read > SETTINGS_SECONDS:
             self._forget_settings(clock)
         if devices is not None or clock - self._lately_read > LATELY_SECONDS:
@@ -100,7 +99,6 @@ class Nvml:
             driver_version=versions.get("driver_version"),
             nvml_version=versions.get("nvml_version"),
             cuda_version=versions.get("cuda_version"),
-            stats=tuple(self._files.lines.items()) if model.STATS in fields else None,
         )
 
     def close(self) -> None:
@@ -109,13 +107,11 @@ class Nvml:
         if self._pid == os.getpid():
             call(self._nvml, "nvmlShutdown")
         self._pid = 0
-        self._files.close()
 
     def _start(self) -> None:
         if self._pid != os.getpid():
             self._nvml = start()
             self._pid = os.getpid()
-            self._files = StatFiles()
             self._count: int | None = None
             self._places: dict[int, DeviceCache] = {}
             self._owners: dict[str, int] = {}  # of uuids: index
@@ -168,7 +164,7 @@ class Nvml:
             return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", place.reason)])]
         if seek is not None and not self._may_be(place, seek):
             return []
-        reading = Reading(self._nvml, place, fields, self._files)
+        reading = Reading(self._nvml, place, fields)
         try:
             nvml_fields.read(reading)
             instances = self._own(_instances(reading), reading) if reading.values.get("mig_mode") else []
@@ -203,7 +199,7 @@ class Nvml:
         def ask(index: int) -> DeviceCache | CallResult:
             place = self._place(index)
             if isinstance(place, DeviceCache):
-                prefetch_all(Prefetch(self._nvml, place, fields, self._files))
+                prefetch_all(Prefetch(self._nvml, place, fields))
             return place
 
         return Ahead([index for index in range(1, self._device_count()) if index not in self.skip], ask)
@@ -275,7 +271,7 @@ class Nvml:
         return self._ancestors[one, other]
 
     def _bus_id(self, device: Device) -> str | None:
-        reading = Reading(self._nvml, self._places[device.index], (), self._files)
+        reading = Reading(self._nvml, self._places[device.index], ())
         try:
             nvml_fields.read_row(reading, nvml_fields.PCI_BUS_ID)
         except DeviceLost:
@@ -313,7 +309,7 @@ def _lost(place: DeviceCache, fields: Collection[str]) -> tuple[Device, list[Gap
     reason = "the device is lost"
     name = next((answer.value for key, answer in place.static.items() if key.startswith("name ")), None)
     device = Device(place.index, place.uuid, name=name, problems=("lost",))
-    return device, [Gap(place.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF, model.STATS})]
+    return device, [Gap(place.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF})]
 
 
 # The first look at many devices: several threads ask the driver ahead, while the devices are read one after the other.
@@ -404,7 +400,7 @@ def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
         if handle.code:
             parent.gap("mig instances", f"instance {number}: {handle.reason}")
             continue
-        instance = Reading(parent.nvml, DeviceCache(parent.place.index, handle.value, ""), parent.fields, parent.files)
+        instance = Reading(parent.nvml, DeviceCache(parent.place.index, handle.value, ""), parent.fields)
         uuid = instance.ask("nvmlDeviceGetUUID")
         sound = not uuid.code and uuid.value.startswith("MIG-") and is_uuid(uuid.value)
         if not sound or uuid.value in uuids:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from gpuguard import procfs
 from gpuguard.backends.nvml_calls import ABSENT, FUNCTION_NOT_FOUND, NEVER, NOT_FOUND, CallResult
 from gpuguard.backends.nvml_reading import Reading
+from gpuguard.backends.plausibility import LARGEST_MEMORY, SLACK, implausibility
 from gpuguard.device_state import IDLE_TOLERANCE, idle_limit
 from gpuguard.model import BRIEF, BUSY_MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess
 
@@ -67,8 +68,8 @@ def read_memory(reading: Reading) -> None:
 
 def _fits(total: int, used: int, free: int, reserved: int) -> bool:
     """Whether these bytes can be those of one device."""
-    within = 0 < total <= procfs.LARGEST_MEMORY and min(used, free, reserved) >= 0
-    return within and max(used, free, reserved) <= total and used + free <= total + procfs.SLACK
+    within = 0 < total <= LARGEST_MEMORY and min(used, free, reserved) >= 0
+    return within and max(used, free, reserved) <= total and used + free <= total + SLACK
 
 
 def read_processes(reading: Reading) -> None:
@@ -86,8 +87,8 @@ def read_processes(reading: Reading) -> None:
     # A desktop looks like a job when the list of graphics processes exists and could not be read.
     reading.values["processes_plausible"] = reason is None and all(each.code in NEVER for each in failed.values())
     if reason is None:
-        lives = reading.lives
-        rows = _described(reading) if details else [procfs.identified(row, lives.get(row.pid)) for row in rows]
+        read = procfs.described if details else procfs.identified
+        rows = [read(row, reading.stats.get(row.pid)) for row in rows]
         if details and BRIEF not in reading.fields:
             rows = _with_utilization(reading, rows)
     else:
@@ -111,16 +112,6 @@ def _may_be_a_desktop(reading: Reading, rows: Sequence[tuple[int, int | None]]) 
     device = Device(0, "", memory_used=used, memory_reserved=reading.values.get("memory_reserved"))
     small = all(memory is not None and memory <= IDLE_TOLERANCE for _, memory in rows)
     return small and (bool(rows) or (used is not None and used > idle_limit(device)))
-
-
-def _described(reading: Reading) -> list[GpuProcess]:
-    """Who is listed, described: as the last time while it is the same and nothing of it is to be read anew."""
-    place, lives, now = reading.place, reading.lives, time.monotonic()
-    listed, lived, until, found = place.described
-    if listed is not place.listed or lived != lives or now >= until:
-        found = [procfs.described(row, lives.get(row.pid)) for row in place.listed]
-        place.described = place.listed, lives, procfs.described_until(place.listed, lives), found
-    return found
 
 
 def read_idle_processes(reading: Reading) -> None:
@@ -189,9 +180,9 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
     if any(lists.values()) and reading.memory_doubt:
         return reading.memory_doubt
     total = reading.values.get("memory_total")
-    reading.lives = {}
+    reading.stats = {}
     for rows in filter(None, lists.values()):
-        reason = procfs.implausibility(
+        reason = implausibility(
             rows,
             alive=lambda pid: _is_alive(reading, pid),
             pid_max=procfs.pid_max(),
@@ -211,11 +202,11 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
 
 
 def _is_alive(reading: Reading, pid: int) -> bool:
-    """As processes.alive(); what is read of those that are goes into *reading*, so that nobody asks it again."""
-    life = reading.files.life(pid)
-    if life is None:
+    """As procfs.alive(); what is read of those that are goes into *reading*."""
+    stat = procfs.stats_of((pid,))[pid]
+    if stat is None:
         return procfs.alive(pid)
-    reading.lives[pid] = life
+    reading.stats[pid] = stat
     return True
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpuguard.backends.nvml_calls import ABSENT, LOST, NEVER, PROBLEMS, RESET_REQUIRED, CallResult, call
+from gpuguard.backends.plausibility import PLAUSIBLE
 from gpuguard.model import BRIEF, Gap
 
 if TYPE_CHECKING:
@@ -16,32 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from gpuguard.model import GpuProcess
-    from gpuguard.procfs import Life, StatFiles
-
-PLAUSIBLE: dict[str, tuple[float, float]] = {
-    "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
-    "power_draw": (0, 10_000), "power_limit": (0, 10_000), "total_energy": (0, 2**53), "pstate": (0, 15),
-    "clock_sm": (0, 10_000), "clock_sm_max": (1, 10_000), "clock_memory": (0, 50_000), "clock_memory_max": (1, 50_000),
-    "pcie_generation": (1, 10), "pcie_width": (1, 32), "pcie_tx": (0, 10**12), "pcie_rx": (0, 10**12),
-    "nvlink_tx": (0, 10**13), "nvlink_rx": (0, 10**13),
-    "utilization": (0, 100), "memory_utilization": (0, 100), "minor_number": (0, 2**20),
-    "retired_pages": (0, 10**6), "remapped_rows": (0, 10**6),
-    "ecc_corrected_volatile": (0, 2**53), "ecc_uncorrected_volatile": (0, 2**53),
-    "ecc_corrected_aggregate": (0, 2**53), "ecc_uncorrected_aggregate": (0, 2**53),
-}  # fmt: skip
-
-# Fields of a MIG instance that are those of its GPU.
-OF_THE_BOARD = (
-    "pci_bus_id", "minor_number", "numa_node", "cpu_affinity", "compute_mode", "mig_mode",
-    "temperature", "temperature_slowdown", "temperature_shutdown",
-)  # fmt: skip
-
-
-def is_uuid(text: str) -> bool:
-    """Whether *text* can name one device, by which it is claimed: "GPU-5f...", "MIG-GPU-5f.../1/0"."""
-    inside = "-/" if text.startswith("MIG-") else "-"
-    sound = "-" in text and len(text) <= 128 and text.isascii() and text[0].isalnum() and text[-1].isalnum()
-    return sound and all(one.isalnum() or one in inside for one in text)
+    from gpuguard.procfs import Stat
 
 
 class DeviceCache:
@@ -59,8 +35,7 @@ class DeviceCache:
         self.used: int | None = None  # bytes in use when its processes were last listed
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
         self.told: Any = None  # its lists of processes as they were the last time, ...
-        self.listed: list[GpuProcess] = []  # ... who stands in them, and who that is: see nvml_usage._described
-        self.described: tuple[object, dict[int, Life], float, list[GpuProcess]] = (None, {}, 0.0, [])
+        self.listed: list[GpuProcess] = []  # ... and the processes in them
         self.utilization_seen = 0  # time stamp of the newest process utilization sample
         self.flow: tuple[float, dict[str, int]] | None = None  # (when, KiB since ever) of what goes over NVLink
         self.utilizations: dict[tuple[int, float | None], tuple[float, float]] = {}  # (read at, percent), of processes
@@ -73,15 +48,14 @@ class DeviceLost(Exception):
 class Reading:
     """What is known so far of one device in one sample."""
 
-    def __init__(self, nvml: Any, place: DeviceCache, fields: Collection[str], files: StatFiles) -> None:
+    def __init__(self, nvml: Any, place: DeviceCache, fields: Collection[str]) -> None:
         self.nvml = nvml
         self.place = place
         self.fields = fields
-        self.files = files  # in which it looks up who its processes are
         self.values: dict[str, Any] = {}
         self.gaps: list[Gap] = []
         self.problems: list[str] = []
-        self.lives: dict[int, Life] = {}  # the processes that it lists
+        self.stats: dict[int, Stat] = {}  # of the processes that it lists
         self.memory_doubt: str | None = None  # why the memory of its processes cannot be checked
 
     def ask(self, function: str, *arguments: Any) -> CallResult:

@@ -144,7 +144,7 @@ class Simulated:
         taken_at, clock = time.time(), _clock()
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
             fields = {*fields, model.HEALTH}
-        fields = set(fields) - {model.BRIEF, model.STATS}  # to leave out what costs nothing would save nothing
+        fields = set(fields) - {model.BRIEF}  # to leave out what costs nothing would save nothing
         node = current(self.directory)
         seen: list[Device] = []
         gaps: list[Gap] = []
@@ -279,14 +279,11 @@ def settled_now(node: SimulatedNode) -> SimulatedNode:
 
 
 def _is_alive(use: Use) -> bool:
-    from gpuguard import procfs
-
-    try:
-        state = procfs.stat_fields(use.pid)[procfs.STATE]
-    except (FileNotFoundError, ProcessLookupError):
+    stat = procfs.read_stat(use.pid)
+    if stat is None:
         return procfs.alive(use.pid)  # gone, or hidden from this user (hidepid)
     # The driver takes the memory back when a process exits, not when its parent gets round to reaping it.
-    return state not in (b"Z", b"X") and procfs.start_time(use.pid) == use.start_time
+    return stat.lives and stat.start_time == use.start_time
 
 
 def _default_directory() -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard import model, procfs
 from gpuguard.backends import smi_fields
-from gpuguard.backends.nvml_reading import OF_THE_BOARD, is_uuid
+from gpuguard.backends.plausibility import OF_THE_BOARD, implausibility, is_uuid
 from gpuguard.backends.smi_fields import MAX_BYTES, Element, Sheet, mebibytes, parse
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.model import PROCESS_DETAILS, Device, Gap, GpuProcess, Snapshot
@@ -66,7 +66,7 @@ def read_processes(sheet: Sheet, listed: Element | None, instance: Instance | No
             sheet.gap("processes", f"a pid is written {entry.word('pid')!r:.40}")
             return
         rows.append(process)
-    reason = procfs.implausibility(
+    reason = implausibility(
         [(row.pid, row.memory_used) for row in rows],
         alive=procfs.alive if live else _anybody,
         pid_max=procfs.pid_max() if live else LARGEST_PID,
@@ -154,7 +154,7 @@ class Smi:
         taken_at, clock = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
             fields = {*fields, model.HEALTH}
-        fields = set(fields) - {model.BRIEF, model.STATS}  # the document has everything
+        fields = set(fields) - {model.BRIEF}  # the document has everything
         root = self.document()
         if self.path:
             then = _time_of(root.word("timestamp") or "") or os.path.getmtime(self.path)

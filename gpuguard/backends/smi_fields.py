@@ -13,7 +13,7 @@ from xml.parsers import expat
 
 from gpuguard import model
 from gpuguard.backends.nvml_fields import kibibytes
-from gpuguard.backends.nvml_reading import PLAUSIBLE
+from gpuguard.backends.plausibility import PLAUSIBLE
 from gpuguard.errors import BackendError
 from gpuguard.model import Gap
 

@@ -15,7 +15,7 @@ _HARMLESS = re.compile(r"[a-z ]{1,40}")  # "lost", "reset required": what backen
 _FIELDS_OF = {
     "snapshot": (
         "backend taken_at clock simulated driver_version nvml_version cuda_version recorded",
-        "host devices gaps topology claims stats",
+        "host devices gaps topology claims",
     ),
     "device": (
         "index name minor_number numa_node cpu_affinity memory_total memory_used memory_free memory_reserved "
@@ -52,7 +52,6 @@ class Mask:
             "gaps": lambda value: [self._gap(one) for one in value],
             "topology": lambda value: [[self._uuid(one), self._uuid(other), how] for one, other, how in value],
             "claims": lambda value: [self._noun("claim", one) for one in value],
-            "stats": lambda value: None,
             "uuid": self._uuid,
             "parent_uuid": self._uuid,
             "pci_bus_id": self._bus_id,

@@ -226,7 +226,7 @@ def limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, bac
     stand_in = StandIn(used_before(claim) if alone else {}, pids_known)
     for text in stand_in.caveats([policy.name for policy in policies], claim):
         print_notice(text)
-    return JobLimits(policies, record, present, stand_in, os.sysconf("SC_CLK_TCK"))
+    return JobLimits(policies, record, present, stand_in)
 
 
 def claim_for(

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from hashlib import sha256
 
 from gpuguard.deadline import in_time
-from gpuguard.procfs import GROUP, LONGEST, PARENT, START, TERMINAL, read_memory, read_text, start_time, stat_fields
+from gpuguard.procfs import LONGEST, read_memory, read_stat, read_text, start_time
 
 # Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
 # them: see belongs_to_the_system.
@@ -74,19 +74,21 @@ def facts_of(pid: int) -> ProcessFacts | None:
 
 def _facts_of(pid: int) -> ProcessFacts | None:
     try:
-        fields = stat_fields(pid)
+        now = read_stat(pid)
     except OSError:
+        now = None
+    if now is None:
         return None
     status = dict(line.partition(":")[::2] for line in (read_text(f"/proc/{pid}/status") or "").splitlines())
     command, cgroup = read_memory(pid, "cmdline", LONGEST), read_text(f"/proc/{pid}/cgroup")
     executable, owner, in_place = _executable(pid)
     try:
         return ProcessFacts(
-            start_time=int(fields[START]) / os.sysconf("SC_CLK_TCK"),
+            start_time=now.start_time,
             uids=tuple(int(word) for word in status["Uid"].split()),
-            parent=int(fields[PARENT]),
-            group=int(fields[GROUP]),
-            terminal=int(fields[TERMINAL]),
+            parent=now.parent,
+            group=now.group,
+            terminal=now.terminal,
             tracer=int(status["TracerPid"]),
             caught=int(status["SigCgt"], 16),
             executable=executable,
@@ -184,20 +186,6 @@ def runs_one_of(facts: ProcessFacts, globs: Collection[str]) -> bool:
         return facts.executable_owner in (0, os.stat(path).st_uid)
     except OSError:
         return facts.executable_owner == 0
-
-
-def ancestors(pid: int) -> frozenset[int]:
-    """The parents of *pid* up to the first process."""
-    found: set[int] = set()
-    while pid > 1:
-        try:
-            pid = int(stat_fields(pid)[PARENT])
-        except (OSError, IndexError, ValueError):
-            break
-        if pid in found:
-            break
-        found.add(pid)
-    return frozenset(found)
 
 
 @functools.cache

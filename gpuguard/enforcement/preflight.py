@@ -187,7 +187,7 @@ class Preflight:
         """The id of the claim that the process or an ancestor of it holds or made; "" without one."""
         if not self.process:
             return ""
-        family = {self.process.pid, *identity.ancestors(self.process.pid)}
+        family = {self.process.pid, *procfs.ancestors(self.process.pid)}
         own = (claim for claim in self.snapshot.claims if claim.uid == self.process.uid)
         return next((claim.id for claim in own if family & {claim.pid, *claim.holders}), "")
 
@@ -225,7 +225,7 @@ def slurm_job(target: Preflight) -> str | None:
     if target.claim:
         return slurm_jobs.job_of_claim(target.claim.id)
     pid = target.identity[0]
-    return slurm_jobs.job_of((pid, *identity.ancestors(pid)))
+    return slurm_jobs.job_of((pid, *procfs.ancestors(pid)))
 
 
 @contextmanager
@@ -459,11 +459,11 @@ def _family(target: Preflight) -> str | None:
     own, pid = os.getpid(), target.identity[0]
     if target.process and target.identity in target.context.jobs:
         return None
-    if pid == own or pid in identity.ancestors(own):
+    if pid == own or pid in procfs.ancestors(own):
         return "gpuguard itself stands on it"
     if target.claim:
         return None
-    if own in identity.ancestors(pid):
+    if own in procfs.ancestors(pid):
         return "it is a part of gpuguard"
     if target.facts is None or target.facts.group == os.getpgrp():
         return "it is in gpuguard's process group"

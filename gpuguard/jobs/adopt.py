@@ -7,13 +7,13 @@ Does not detach the holder: see the command adopt.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import select
 import signal
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.claim import Claim, unlock
@@ -23,7 +23,7 @@ from gpuguard.claims.shares import lock_parts
 from gpuguard.device_state import may_compute, usable_devices
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
-from gpuguard.procfs import GROUP, PARENT, SESSION, START, STATE, in_first_pid_namespace, stat_fields, uid_of
+from gpuguard.procfs import Stat, in_first_pid_namespace, processes, stats_of, uid_of
 from gpuguard.request import ANY_MEMORY, Request
 
 if TYPE_CHECKING:
@@ -40,16 +40,6 @@ if TYPE_CHECKING:
 # both and whose parents ended while nobody looked is missed.
 
 
-@dataclass(frozen=True)
-class Kin:
-    """Where a process stands, from /proc/PID/stat."""
-
-    parent: int
-    group: int
-    session: int
-    started: int  # clock ticks since boot
-
-
 class ProcessFamily:
     """Living processes, each with its start time: ``members``.
 
@@ -63,9 +53,9 @@ class ProcessFamily:
 
     def __init__(self, pids: Iterable[int], *, tree: bool) -> None:
         self.tree = tree
-        self.members: dict[int, int] = {}
+        self.members: dict[int, float] = {}
         self._pids: dict[int, int] = {}  # pidfd -> pid
-        self._led: dict[int, int] = {}  # process groups and sessions that a member leads -> when its leader started
+        self._led: dict[int, float] = {}  # process groups and sessions that a member leads -> when its leader started
         self._poll = select.poll()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:  # one descriptor per process
@@ -84,12 +74,15 @@ class ProcessFamily:
     def grow(self) -> None:
         """Find who belongs to the family by now."""
         while self.tree:
-            everybody = processes()
-            living = {number for kin in everybody.values() for number in (kin.group, kin.session)}
+            try:
+                everybody = {pid: stat for pid, stat in processes().items() if stat.lives}
+            except OSError:  # no descriptor is left now: they are found at the next look
+                return
+            living = {number for stat in everybody.values() for number in (stat.group, stat.session)}
             self._led = {leader: started for leader, started in self._led.items() if leader in living}
-            found = [pid for pid, kin in everybody.items() if pid not in self.members and self._is_ours(kin)]
+            found = [pid for pid, stat in everybody.items() if pid not in self.members and self._is_ours(stat)]
             # Once more after each: a child may have had a child before its pidfd was open.
-            if not [pid for pid in found if self._join(pid, everybody[pid].started)]:
+            if not [pid for pid in found if self._join(pid, everybody[pid].start_time)]:
                 return
 
     def wait(self, also: int) -> bool:
@@ -125,44 +118,32 @@ class ProcessFamily:
             del self.members[self._pids.pop(descriptor)]
             os.close(descriptor)
 
-    def _is_ours(self, kin: Kin) -> bool:
-        if kin.parent in self.members:
+    def _is_ours(self, stat: Stat) -> bool:
+        if stat.parent in self.members:
             return True
-        return any(kin.started >= self._led.get(number, kin.started + 1) for number in (kin.group, kin.session))
+        return any(stat.start_time >= self._led.get(number, math.inf) for number in (stat.group, stat.session))
 
-    def _join(self, pid: int, started: int | None = None) -> bool:
+    def _join(self, pid: int, started: float | None = None) -> bool:
         if pid == os.getpid():  # in the tree of the shell that called us: we would wait for ourselves
             return False
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
             return False
-        kin = kin_of(pid)  # read behind the pidfd: it is the one that the pidfd means
-        if kin is None or started not in (None, kin.started):
+        stat = _living(pid)  # read behind the pidfd: it is the one that the pidfd means
+        if stat is None or started not in (None, stat.start_time):
             os.close(pidfd)
             return False
-        self.members[pid], self._pids[pidfd] = kin.started, pid
+        self.members[pid], self._pids[pidfd] = stat.start_time, pid
         self._poll.register(pidfd, select.POLLIN)
-        if pid in (kin.group, kin.session):
-            self._led[pid] = kin.started
+        if pid in (stat.group, stat.session):
+            self._led[pid] = stat.start_time
         return True
 
 
-def processes() -> dict[int, Kin]:
-    """All living processes."""
-    found = ((int(name), kin_of(int(name))) for name in os.listdir("/proc") if name.isdecimal())
-    return {pid: kin for pid, kin in found if kin}
-
-
-def kin_of(pid: int) -> Kin | None:
-    """Where a process stands; None: it has ended, or cannot be seen."""
-    try:
-        fields = stat_fields(pid)
-        if fields[STATE] in (b"Z", b"X"):
-            return None
-        return Kin(*(int(fields[place]) for place in (PARENT, GROUP, SESSION, START)))
-    except (OSError, IndexError, ValueError):
-        return None
+def _living(pid: int) -> Stat | None:
+    stat = stats_of((pid,))[pid]
+    return stat if stat and stat.lives else None
 
 
 # A process that stays behind when the command that started it has ended: to hold a claim, for one.
@@ -195,7 +176,6 @@ def read_result(signals: Iterable[int]) -> tuple[int, int]:
 
 
 _FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, HEALTH})  # HEALTH shows MIG instances
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def adopt(
@@ -293,7 +273,7 @@ def _on(device: Device) -> tuple[GpuProcess, ...]:
 
 def _is_member(process: GpuProcess, family: ProcessFamily) -> bool:
     started = family.members.get(process.pid)
-    return started is not None and process.start_time is not None and round(process.start_time * _TICKS) == started
+    return started is not None and process.start_time == started
 
 
 def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:

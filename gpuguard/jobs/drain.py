@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuguard import procfs
 from gpuguard.errors import BackendError, shortage
 from gpuguard.model import HEALTH, MEMORY, POWER, PROCESSES
-from gpuguard.procfs import PARENT, START, STATE, stat_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.model import Device, Snapshot
 
-    Process = tuple[int, int]  # pid, start time in clock ticks since boot: a pid alone may be given to one of the job
+    Process = tuple[int, float]  # pid, start time in seconds since boot: a pid alone may be given to one of the job
 
 SETTLED = "settled"
 NOT_SETTLED = "memory did not settle"
@@ -155,38 +155,9 @@ def users_of(snapshot: Snapshot, devices: Sequence[Device]) -> dict[int, tuple[i
     return {pid: indices for pid, indices in users.items() if pid in family}
 
 
-def descendants() -> dict[int, int]:
-    """Living processes below this one, with those it adopted: pid -> start time in clock ticks since boot."""
-    parents: dict[int, int] = {}
-    started: dict[int, int] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (facts := status_of(int(entry))):
-            state, parents[int(entry)], started[int(entry)] = facts
-            if state in "ZX":
-                del started[int(entry)]
-    below = {os.getpid()}
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    ahead = [os.getpid()]
-    while ahead:
-        found = children.get(ahead.pop(), ())
-        below.update(found)
-        ahead.extend(found)
-    return {pid: started[pid] for pid in below - {os.getpid()} if pid in started}
-
-
-def status_of(pid: int) -> tuple[str, int, int] | None:
-    """State letter, parent and start time (clock ticks since boot) of *pid*; None when there is none."""
-    try:
-        fields = stat_fields(pid)
-        return fields[STATE].decode("ascii"), int(fields[PARENT]), int(fields[START])
-    except OSError as error:
-        if shortage(error):  # it has not ended for that
-            raise
-        return None
-    except (IndexError, ValueError):  # it ended while we read
-        return None
+def descendants() -> dict[int, float]:
+    """Living processes below this one, with those it adopted: pid -> start time in seconds since boot."""
+    return {pid: stat.start_time for pid, stat in procfs.descendants(os.getpid()).items()}
 
 
 def patiently(look: Callable[..., Any], *words: Any, **more: Any) -> Any:
@@ -203,19 +174,8 @@ def patiently(look: Callable[..., Any], *words: Any, **more: Any) -> Any:
 
 def children() -> frozenset[Process] | None:
     """What this process started or adopted and has not reaped; None: the kernel does not tell."""
-    pids: set[int] = set()
-    known: set[Process] = set()
-    try:
-        for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/children", "rb") as found:  # only with CONFIG_PROC_CHILDREN
-                pids.update(map(int, found.read().split()))
-        for pid in pids:
-            if (facts := status_of(pid)) is None:
-                return None  # /proc with hidepid keeps a child of another user from us
-            known.add((pid, facts[2]))
-    except OSError:
-        return None
-    return frozenset(known)
+    stats = procfs.own_children()
+    return None if stats is None else frozenset((pid, stat.start_time) for pid, stat in stats.items())
 
 
 def _only(others: frozenset[Process]) -> bool:

@@ -17,8 +17,9 @@ from gpuguard.claims.release_requests import ENDING, REFUSED, RELEASED, STOP, Re
 from gpuguard.device_state import may_compute
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError
-from gpuguard.jobs.drain import descendants, patiently, status_of
+from gpuguard.jobs.drain import descendants, patiently
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES
+from gpuguard.procfs import read_stat
 from gpuguard.units import format_duration
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ def _last(
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped now."""
-    facts = patiently(status_of, pid)
-    return facts is not None and facts[0] == "T"
+    stat = patiently(read_stat, pid)
+    return stat is not None and stat.state == "T"
 
 
 def signal_job(pid: int, pidfd: int, signum: int) -> None:
@@ -124,14 +125,14 @@ def signal_job(pid: int, pidfd: int, signum: int) -> None:
 
 def signal_tree(signum: int) -> int:
     """Signal every living process below this one, but not this one; returns how many there were."""
-    family: dict[int, int] = patiently(descendants)
+    family: dict[int, float] = patiently(descendants)
     for pid, started in family.items():
         try:
             pidfd = patiently(os.pidfd_open, pid)
         except ProcessLookupError:
             continue
-        facts = patiently(status_of, pid)  # read behind the pidfd: it is still the one that was found below us
-        if facts and facts[2] == started:
+        stat = patiently(read_stat, pid)  # read behind the pidfd: it is still the one that was found below us
+        if stat and stat.start_time == started:
             signals.forward(pidfd, signum)
         os.close(pidfd)
     return len(family)

@@ -199,14 +199,12 @@ class JobLimits:
         claim: that of the job, with its devices.
         present: pids that were on the devices before the job; their owners were there first.
         stand_in: what the job is judged by where the driver does not tell which processes are its own.
-        ticks_per_second: of the clock in /proc.
     """
 
     policies: Sequence[Policy]
     claim: ClaimRecord
     present: Collection[int] = ()
     stand_in: StandIn = field(default_factory=StandIn)
-    ticks_per_second: int = 100
     _memory: EngineMemory = field(default_factory=EngineMemory)
     _told: set[object] = field(default_factory=set)
     _unknown: set[tuple[str, str]] = field(default_factory=set)  # (limit, uuid) in the last sample
@@ -227,13 +225,13 @@ class JobLimits:
         return frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, *(_GROUPS[policy.name] for policy in self.policies)})
 
     def judge(
-        self, snapshot: Snapshot, family: Mapping[int, int], interval: float, *, pid: int | None = None
+        self, snapshot: Snapshot, family: Mapping[int, float], interval: float, *, pid: int | None = None
     ) -> LimitFinding:
         """Judge one sample.
 
         Args:
             snapshot: of the devices of the job, at least.
-            family: the living processes of the job: pid -> start time in clock ticks since boot.
+            family: the living processes of the job: pid -> start time in seconds since boot.
             interval: seconds between samples.
             pid: of the command itself, as long as it lives.
         """
@@ -249,7 +247,7 @@ class JobLimits:
         blind = (*texts, *self._blind(own))
         return LimitFinding(tuple(self._strangers(snapshot, family)), blind, reached, _over(over), _most_used(own))
 
-    def _own(self, snapshot: Snapshot, family: Mapping[int, int]) -> Snapshot:
+    def _own(self, snapshot: Snapshot, family: Mapping[int, float]) -> Snapshot:
         """The job's devices with the job's processes and its claim, and nothing of anybody else."""
         claimed = set(self.claim.devices)
         parents = {device.parent_uuid for device in snapshot.devices if device.uuid in claimed}
@@ -260,23 +258,21 @@ class JobLimits:
         ]
         return replace(snapshot, devices=tuple(devices), claims=(self.claim,))
 
-    def _with_own(self, device: Device, family: Mapping[int, int]) -> Device:
+    def _with_own(self, device: Device, family: Mapping[int, float]) -> Device:
         if device.processes is None:
             return device
         return replace(device, processes=tuple(one for one in device.processes if self._is_own(one, family)))
 
-    def _is_own(self, process: GpuProcess, family: Mapping[int, int]) -> bool:
+    def _is_own(self, process: GpuProcess, family: Mapping[int, float]) -> bool:
         started = family.get(process.pid)
-        if started is None or process.start_time is None:
-            return False
-        return round(process.start_time * self.ticks_per_second) == started  # else the pid was given to somebody new
+        return started is not None and process.start_time == started  # else the pid was given to another process
 
     def _stood_in(
-        self, snapshot: Snapshot, own: Snapshot, family: Mapping[int, int], pid: int | None
+        self, snapshot: Snapshot, own: Snapshot, family: Mapping[int, float], pid: int | None
     ) -> tuple[Snapshot, list[str]]:
         """*own* with one process for the job where nobody can tell which are its own, and what is to be said of it."""
         started = family.get(pid) if pid is not None else None
-        process = None if pid is None or started is None else (pid, started / self.ticks_per_second)
+        process = None if pid is None or started is None else (pid, started)
         if process is None and self.stand_in.pids_known:
             return own, []
         needed = self.stand_in.needed([one for one in snapshot.devices if one.uuid in self.claim.devices])
@@ -296,7 +292,7 @@ class JobLimits:
             verdict.policy, f"{why} (--{verdict.policy})", tuple(one.pid for one in verdict.finding.processes)
         )
 
-    def _strangers(self, snapshot: Snapshot, family: Mapping[int, int]) -> list[str]:
+    def _strangers(self, snapshot: Snapshot, family: Mapping[int, float]) -> list[str]:
         """Somebody else's processes that came to a device of the job; those without a known owner are left alone."""
         texts: list[str] = []
         if not self.stand_in.pids_known or self.claim.memory is not None:  # neighbours are no strangers

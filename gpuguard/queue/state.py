@@ -15,7 +15,7 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.shares import sharing_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, Snapshot
-from gpuguard.procfs import STATE, stat_fields
+from gpuguard.procfs import stats_of
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
 from gpuguard.queue.calendar import DeviceReservations, in_words
 from gpuguard.queue.priority import Rules, Ticket, order
@@ -250,7 +250,5 @@ def _stands_still(ticket: Ticket) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process stands still (Ctrl-Z)."""
-    try:
-        return stat_fields(pid)[STATE] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False
+    stat = stats_of((pid,))[pid]
+    return stat is not None and stat.state in ("T", "t")

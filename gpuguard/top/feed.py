@@ -163,7 +163,7 @@ class SceneFeed:
             return Scene(snapshot, uses(snapshot), thresholds=self._thresholds)
         stats = process_facts(snapshot)
         # The daemon's snapshot may be the same as before: rates need the time of now.
-        host = self._host.look(replace(snapshot, clock=time.clock_gettime(time.CLOCK_BOOTTIME)))
+        host = self._host.sample(replace(snapshot, clock=time.clock_gettime(time.CLOCK_BOOTTIME)))
         return Scene(
             snapshot,
             uses(snapshot, stats),

@@ -1,0 +1,84 @@
+"""What a driver says that cannot be true: numbers out of range, uuids that name nothing, lists of impossible processes.
+
+Does not read the driver: see nvml, smi.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# What the sum of the processes' memory may exceed the device's used memory by.  The two are read by different calls, a
+# process may grow in between, and drivers round each process up to pages of 2 MiB; a scrambled list is off by far more.
+SLACK = 512 * 2**20
+LARGEST_MEMORY = 2**44  # bytes: no device has 16 TiB
+
+PLAUSIBLE: dict[str, tuple[float, float]] = {
+    "temperature": (0, 130), "temperature_slowdown": (1, 150), "temperature_shutdown": (1, 150), "fan_speed": (0, 100),
+    "power_draw": (0, 10_000), "power_limit": (0, 10_000), "total_energy": (0, 2**53), "pstate": (0, 15),
+    "clock_sm": (0, 10_000), "clock_sm_max": (1, 10_000), "clock_memory": (0, 50_000), "clock_memory_max": (1, 50_000),
+    "pcie_generation": (1, 10), "pcie_width": (1, 32), "pcie_tx": (0, 10**12), "pcie_rx": (0, 10**12),
+    "nvlink_tx": (0, 10**13), "nvlink_rx": (0, 10**13),
+    "utilization": (0, 100), "memory_utilization": (0, 100), "minor_number": (0, 2**20),
+    "retired_pages": (0, 10**6), "remapped_rows": (0, 10**6),
+    "ecc_corrected_volatile": (0, 2**53), "ecc_uncorrected_volatile": (0, 2**53),
+    "ecc_corrected_aggregate": (0, 2**53), "ecc_uncorrected_aggregate": (0, 2**53),
+}  # fmt: skip
+
+# Fields of a MIG instance that are those of its GPU.
+OF_THE_BOARD = (
+    "pci_bus_id", "minor_number", "numa_node", "cpu_affinity", "compute_mode", "mig_mode",
+    "temperature", "temperature_slowdown", "temperature_shutdown",
+)  # fmt: skip
+
+
+def is_uuid(text: str) -> bool:
+    """Whether *text* can name one device, by which it is claimed: "GPU-5f...", "MIG-GPU-5f.../1/0"."""
+    inside = "-/" if text.startswith("MIG-") else "-"
+    sound = "-" in text and len(text) <= 128 and text.isascii() and text[0].isalnum() and text[-1].isalnum()
+    return sound and all(letter.isalnum() or letter in inside for letter in text)
+
+
+def implausibility(
+    rows: Sequence[tuple[int, int | None]],
+    *,
+    alive: Callable[[int], bool],
+    pid_max: int,
+    memory_total: int | None = None,
+    memory_used: int | None = None,
+) -> str | None:
+    """Why a process list may not be acted on, or None when it can be believed.
+
+    Drivers give lists with pid 0, pid 4294967295, memory sizes in the place of pids (structures of another version),
+    and pids of another pid namespace.  One bad element makes the whole list implausible: the others may be right by
+    chance.
+
+    Args:
+        rows: pid and bytes of each process of one list; bytes are None where the driver does not tell.
+        alive: whether a pid exists here.
+        pid_max: the largest pid of this kernel.
+        memory_total: bytes of the device; None: not told, so only what no device has is refused.
+        memory_used: bytes in use on the device; None: not checked.
+    """
+    seen: set[int] = set()
+    most = LARGEST_MEMORY if memory_total is None else memory_total
+    for pid, memory in rows:
+        if not 2 <= pid <= pid_max:
+            return f"pid {pid} cannot be a process"
+        if pid in seen:
+            return f"pid {pid} is listed twice"
+        seen.add(pid)
+        if memory is not None and memory < 0:
+            return f"pid {pid} has {memory} bytes"
+        if memory is not None and memory > most:
+            return f"pid {pid} has more memory than the device"
+        if not alive(pid):
+            return f"pid {pid} is not in this pid namespace"
+    total = sum(memory or 0 for _, memory in rows)
+    if memory_used is not None and total > memory_used + SLACK:
+        return "the processes have more memory than is used"
+    if total > most:
+        return "the processes have more memory than the device"
+    return None
