@@ -24,13 +24,12 @@ from gpuguard.model import Snapshot
 from gpuguard.policies.amounts import parse_memory_amount, parse_rate
 from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import EngineMemory
-from gpuguard.policies.health import HealthRule
 from gpuguard.policies.idle import AgeRule, IdleRule
-from gpuguard.policies.memory_trends import MemoryGrowthRule
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policies.quota import QuotaRule
+from gpuguard.policies.thresholds import HealthRule, ProcessesRule, TemperatureRule, UtilizationRule
 from gpuguard.policies.thresholds import MemoryRule as MemoryRule
-from gpuguard.policies.thresholds import ProcessesRule, TemperatureRule, UtilizationRule
+from gpuguard.policies.trends import MemoryGrowthRule
 from gpuguard.policies.usage import TrespassRule, UnclaimedRule
 from gpuguard.policies.view import RuleView
 

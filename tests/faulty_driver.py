@@ -33,14 +33,20 @@ from gpuguard.policies import Rule
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.expression_language import parse_expression
-from gpuguard.policies.health import HealthRule
 from gpuguard.policies.idle import AgeRule, IdleRule
-from gpuguard.policies.memory_trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.policy import Policy, Scope, Step
 from gpuguard.policies.quota import QuotaRule
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.series import ValueSeries
-from gpuguard.policies.thresholds import MemoryRule, PowerRule, ProcessesRule, TemperatureRule, UtilizationRule
+from gpuguard.policies.thresholds import (
+    HealthRule,
+    MemoryRule,
+    PowerRule,
+    ProcessesRule,
+    TemperatureRule,
+    UtilizationRule,
+)
+from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.usage import CommandRule, OutsideSchedulerRule, TrespassRule, UnclaimedRule, UsersRule
 from gpuguard.policies.view import RuleView, key_of, process_subject
 from gpuguard.watchdog import Watchdog

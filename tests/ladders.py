@@ -12,7 +12,7 @@ from gpuguard.model import Finding, Snapshot, Verdict
 from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.policy import Judgement, Policy, Step
-from gpuguard.policies.view import RuleView, device_subject, judged, process_subject
+from gpuguard.policies.view import RuleView, device_subject, judged_processes, process_subject
 
 START = 10_000.0  # clock of the first sample
 
@@ -25,7 +25,7 @@ class Processes:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         for device in view.snapshot.devices:
-            for process in judged(device):
+            for process in judged_processes(device):
                 if process.memory_used is not None and process.memory_used > self.above:
                     yield Finding("processes", process_subject(device, process), "uses memory", (process,))
 
@@ -40,7 +40,7 @@ class Devices:
     def check(self, view: RuleView) -> Iterator[Finding]:
         for device in view.snapshot.devices:
             if device.temperature is not None and device.temperature >= self.temperature:
-                processes = judged(device) if self.means else ()
+                processes = judged_processes(device) if self.means else ()
                 yield Finding("devices", device_subject(device), "is hot", processes)
 
 

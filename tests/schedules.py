@@ -16,7 +16,7 @@ from faulty_driver import AGGRESSIVE, GUILTY, OTHER
 from gpuguard.errors import DriverUnresponsive
 from gpuguard.model import Device, Gap, GpuProcess, Snapshot, Verdict
 from gpuguard.policies.amounts import parse_rate
-from gpuguard.policies.memory_trends import ForecastRule, MemoryGrowthRule
+from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule
 from gpuguard.policies.view import HostUse, RuleView
 
 INTERVAL, DEVICES = 10.0, 3

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from gpuguard.enforcement import actions, identity, limits, preflight, signals
 from gpuguard.model import Event, Snapshot
 from gpuguard.policies.amounts import parse_memory_amount
-from gpuguard.policies.health import HealthRule
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
-from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
+from gpuguard.policies.thresholds import HealthRule, MemoryRule, TemperatureRule
 from gpuguard.policies.usage import UsersRule
 from gpuguard.procfs import boot_clock
 from gpuguard.watchdog import Watchdog

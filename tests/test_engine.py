@@ -336,7 +336,7 @@ def test_memory_does_not_grow_with_those_who_are_gone():
     watch.sees(busy(300 * 60 + 60, NOBODY))
 
     left = watch.memory
-    assert [len(one) for one in left.standings.values()] == [0, 0]
+    assert [len(one) for one in left.states.values()] == [0, 0]
     assert len(left.cooling) + len(left.effects) + len(left.kept) <= 3
 
 

@@ -15,10 +15,9 @@ from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject
 from gpuguard.policies.engine import _note_order, evaluate, still_holds
 from gpuguard.policies.escalation import EngineMemory
-from gpuguard.policies.policy import ON_PROCESSES, Note, Policy, Scope, Step, meaningless
+from gpuguard.policies.policy import ON_PROCESSES, Note, Policy, Scope, Step, why_inapplicable
 from gpuguard.policies.rules import RULES
-from gpuguard.policies.subjects import everywhere
-from gpuguard.policies.view import HostUse, RuleView, process_subject
+from gpuguard.policies.view import HostUse, RuleView, computing_processes, process_subject
 
 HOUR = 3600.0
 MIDNIGHT = 1_699_920_000.0  # of 2023-11-14, UTC
@@ -181,7 +180,7 @@ def test_a_condition_is_looked_at_once_more_without_a_sample_of_its_own(device, 
     subject = process_subject(a_device(), a_process())
 
     assert still_holds(policy, subject, RuleView(busy(35, device)), watch.memory) is holds
-    assert (watch.memory.standings, watch.memory.past) == (before.standings, before.past)
+    assert (watch.memory.states, watch.memory.past) == (before.states, before.past)
 
 
 # No rule fails of a value: whatever a driver, /proc and the records of claims may say, one field at a time.
@@ -242,7 +241,7 @@ def fails_of(kind, policies):
                 evaluate(look, policies, memory, interval=10.0)
             except Exception as error:  # noqa: BLE001  whatever it is fails the test
                 return f"{what}: {error!r}"
-        assert memory.standings, what
+        assert memory.states, what
     return None
 
 
@@ -257,7 +256,7 @@ def test_a_rule_that_fails_of_a_value_is_found():
     @dataclass(frozen=True)
     class Dividing:
         def check(self, view):
-            for device, process in everywhere(view):
+            for device, process in computing_processes(view):
                 yield Finding("d", process_subject(device, process), f"{1 / (process.memory_used or 0)}", (process,))
 
     assert "GpuProcess.memory_used = 0: ZeroDivisionError" in fails_of(GpuProcess, [Policy("p", (Dividing(),))])
@@ -274,10 +273,10 @@ HELD = (a_claim_record(a_device(), id="c1", uid=1001),)
 
 @pytest.mark.parametrize("action", sorted(ON_PROCESSES))
 def test_a_step_on_processes_is_passed_over_for_a_claim_without_any(action):
-    why = meaningless(Step(action), FOUND)
+    why = why_inapplicable(Step(action), FOUND)
 
     assert why and "no process is meant" in why and "release" in why
-    assert meaningless(Step("release"), FOUND) is None
+    assert why_inapplicable(Step("release"), FOUND) is None
 
 
 def test_release_is_passed_over_for_processes_and_for_what_is_no_claim():
@@ -286,8 +285,8 @@ def test_release_is_passed_over_for_processes_and_for_what_is_no_claim():
     claim_with_process = Finding("idle", CLAIM, "idle", (process,))
 
     for found in (about_process, claim_with_process, Finding("health", Subject("device", device.uuid), "lost")):
-        assert meaningless(Step("release"), found)
-    assert meaningless(Step("terminate"), about_process) is None
+        assert why_inapplicable(Step("release"), found)
+    assert why_inapplicable(Step("terminate"), about_process) is None
 
 
 def test_a_terminate_without_a_victim_is_no_verdict_but_a_note_and_release_comes_after_it():

@@ -7,8 +7,7 @@ import test_engine
 import test_restraint
 import test_scope
 
-from gpuguard.policies import breaker, engine, escalation, scope, view
-from gpuguard.policies import scope as occasion
+from gpuguard.policies import engine, escalation, scope, view
 
 
 def nothing(*_, **__):
@@ -21,7 +20,7 @@ FAULTS = {
         lambda: test_engine.test_a_pause_of_more_than_three_intervals_starts_all_durations_anew(3600),
     ),
     "a step is repeated": (
-        engine, "climb", nothing,
+        engine, "advance", nothing,
         test_engine.test_the_ladder_is_climbed_one_step_after_the_other_and_none_is_repeated,
     ),
     "one sample is enough": (
@@ -29,7 +28,7 @@ FAULTS = {
         test_engine.test_a_spike_in_one_sample_never_fires,
     ),
     "a garbled list is believed": (
-        view, "judged", lambda device: device.processes or (),
+        view, "judged_processes", lambda device: device.processes or (),
         test_engine.test_nothing_is_known_of_a_device_whose_list_is_garbled,
     ),
     "a changed policy keeps its ladders": (
@@ -37,15 +36,15 @@ FAULTS = {
         lambda: test_engine.test_a_policy_that_was_changed_cancels_its_ladders({"enforce": True}),
     ),
     "the breaker is ignored": (
-        breaker, "_breaker", lambda due: (set(), []),
+        escalation, "_breaker", lambda due: (set(), []),
         test_restraint.test_the_breaker_lets_nobody_be_hit_when_too_many_users_would_be,
     ),
     "the effect is not awaited": (
-        breaker, "_await_effect", nothing,
+        escalation, "_await_effect", nothing,
         lambda: test_restraint.test_one_process_per_device_is_hit_until_its_effect_is_seen(True),
     ),
     "an effect is taken for seen": (
-        breaker, "_is_seen", lambda *_: True,
+        escalation, "_is_seen", lambda *_: True,
         lambda: test_restraint.test_one_process_per_device_is_hit_until_its_effect_is_seen(False),
     ),
     "blindness does not count": (
@@ -57,11 +56,11 @@ FAULTS = {
         test_scope.test_those_who_are_exempt_are_left_out_with_a_note,
     ),
     "marks are ignored": (
-        scope, "_marks", lambda *_: iter(()),
+        scope, "_attributes", lambda *_: iter(()),
         lambda: test_scope.test_who_asked_to_be_kept_is_left_alone({"uid": 1001}),
     ),
     "hours are ignored": (
-        occasion, "is_within", lambda *_: True,
+        scope, "is_within", lambda *_: True,
         test_scope.test_outside_its_hours_a_policy_does_nothing_and_no_time_passes,
     ),
 }  # fmt: skip

@@ -135,7 +135,11 @@ def test_nobody_is_hit_whose_data_was_bad_within_the_window():
 @pytest.mark.parametrize(
     ("where", "name", "broken"),
     [
-        (view, "judged", lambda device: tuple(row for row in device.processes or () if row.uid and row.start_time)),
+        (
+            view,
+            "judged_processes",
+            lambda device: tuple(row for row in device.processes or () if row.uid and row.start_time),
+        ),
         (engine.EngineMemory, "start_anew", lambda *_: None),
         (watchdog.Watchdog, "_holds", lambda *_: True),
         (watchdog, "_is_same", lambda *_: True),
@@ -149,9 +153,5 @@ def test_nobody_is_hit_whose_data_was_bad_within_the_window():
 )
 def test_a_planted_fault_is_found(monkeypatch, where, name, broken):
     monkeypatch.setattr(where, name, broken)
-    if name == "judged":
-        from gpuguard.policies import subjects
-
-        monkeypatch.setattr(subjects, "judged", broken)
     with pytest.raises(AssertionError):
         search(EXAMPLES, same=True)  # with other dice some need more examples than there are: seen once

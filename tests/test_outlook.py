@@ -12,9 +12,11 @@ from ladders import START, Watch, a_policy, busy
 
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
-from gpuguard.policies.engine import evaluate, policy_status
+from gpuguard.policies.engine import evaluate
+from gpuguard.policies.escalation import policy_status
 from gpuguard.policies.policy import KILL_AFTER, Step
-from gpuguard.policies.series import MOST, Rhythm, ValueSeries, slopes
+from gpuguard.policies.series import MOST, SampleRhythm, ValueSeries
+from gpuguard.policies.trends import slopes
 from gpuguard.policies.view import RuleView, device_subject, key_of, process_subject
 from gpuguard.watchdog import Watchdog
 
@@ -79,7 +81,7 @@ def test_what_stood_after_the_last_step_of_a_policy_that_was_changed_stands_nowh
     watch.policies = (a_policy("warn", cooldown=1000),)
     watch.sees(busy(140))
 
-    assert steps(watch) == [] and not watch.memory.spent
+    assert steps(watch) == [] and not watch.memory.finished
 
 
 def test_who_goes_while_another_one_stays_after_the_last_step_is_left_out_alone():
@@ -87,7 +89,7 @@ def test_who_goes_while_another_one_stays_after_the_last_step_is_left_out_alone(
     watch = Watch(a_policy("warn", cooldown=1000))
     watch.until(40, both)
     watch.sees(busy(50, alone))
-    [left] = watch.memory.spent["p"].values()
+    [left] = watch.memory.finished["p"].values()
 
     assert left.subject.pid == 7
 
@@ -96,10 +98,10 @@ def test_who_goes_while_another_one_stays_after_the_last_step_is_left_out_alone(
 def test_of_a_policy_whose_judgement_failed_nothing_stands(clock):
     watch = Watch(LADDER)
     watch.until(clock)
-    assert watch.memory.standings["p"] or watch.memory.spent["p"]
+    assert watch.memory.states["p"] or watch.memory.finished["p"]
     evaluate(busy(clock + 10), watch.policies, watch.memory, isolate=lambda policy, judge: None)
 
-    assert not watch.memory.standings.get("p") and not watch.memory.spent.get("p")
+    assert not watch.memory.states.get("p") and not watch.memory.finished.get("p")
 
 
 def test_what_stands_is_told_although_the_last_look_has_failed():
@@ -156,7 +158,7 @@ def test_a_policy_without_steps_promises_nothing():
 def test_a_kill_has_no_time_while_nobody_was_asked_to_end():
     watch = Watch(LADDER)
     watch.until(90)
-    (standing,) = watch.memory.standings["p"].values()
+    (standing,) = watch.memory.states["p"].values()
     standing.terminated_at = None
 
     assert steps(watch) == [("terminate", "kill", None)]
@@ -312,7 +314,7 @@ def test_a_series_is_a_sequence():
 
 
 def test_the_usual_distance_is_the_median_of_the_last_ones():
-    rhythm = Rhythm()
+    rhythm = SampleRhythm()
     assert rhythm.largest(None) == float("inf")
     for clock in (0, 10, 20, 120, 130):
         rhythm.beat(clock)

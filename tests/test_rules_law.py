@@ -369,7 +369,7 @@ def test_nobody_else_judges_by_the_host() -> None:
     place = Path(policies.__file__).parent
     looking = {path.name for path in place.glob("*.py") if "view.host" in path.read_text()}
 
-    assert looking == {"idle.py", "expression_language.py", "subjects.py"}
+    assert looking == {"idle.py", "expression_language.py", "scope.py"}
 
 
 def test_a_scheduler_is_asked_for_those_who_judge_by_it() -> None:

@@ -13,10 +13,10 @@ from judging import A_DEVICE, A_PROCESS, HELD, a_past, a_series, found
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, Subject
 from gpuguard.policies.amounts import parse_rate
-from gpuguard.policies.health import HealthRule
 from gpuguard.policies.idle import IdleRule
-from gpuguard.policies.memory_trends import ForecastRule, MemoryGrowthRule
-from gpuguard.policies.series import ValueSeries, slopes
+from gpuguard.policies.series import ValueSeries
+from gpuguard.policies.thresholds import HealthRule
+from gpuguard.policies.trends import ForecastRule, MemoryGrowthRule, slopes
 from gpuguard.policies.view import HostUse, RuleView, key_of, process_subject
 
 LEAK = MemoryGrowthRule(parse_rate("1GiB/10m"))

@@ -393,6 +393,6 @@ def test_a_process_that_means_itself_is_judged_as_any_other(process, accused, po
         if not short:
             monkeypatch.setattr(scope, "_is_itself", lambda finding, sight: False)
         for means in (process, a_process(1, uid=ALICE), a_process(9, uid=ALICE)):
-            outcomes.append(scope.unprotected([Finding("rule", subject, "why", (means,))], policy, sight, {}))
+            outcomes.append(scope.drop_protected([Finding("rule", subject, "why", (means,))], policy, sight, {}))
 
     assert outcomes[:3] == outcomes[3:]

@@ -30,7 +30,7 @@ from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.daemon.requests import ADMINISTRATION, VERBS, RequestHandlers, handle
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Event, Subject
-from gpuguard.policies.engine import PolicyStatus
+from gpuguard.policies.escalation import PolicyStatus
 
 root = pytest.mark.root
 ANOTHER = SOMEBODY + 1

@@ -25,11 +25,10 @@ from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS
 from gpuguard.notify.templates import message_for
 from gpuguard.policies import expression_language
 from gpuguard.policies.amounts import parse_memory_amount
-from gpuguard.policies.health import HealthRule
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.rules import RULES, needs_of
-from gpuguard.policies.thresholds import MemoryRule
+from gpuguard.policies.thresholds import HealthRule, MemoryRule
 from gpuguard.request import Request
 from gpuguard.watchdog import Watchdog, pace
 

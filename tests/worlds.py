@@ -17,7 +17,7 @@ from gpuguard.model import Device
 from gpuguard.policies import Rule
 from gpuguard.policies.files.decoder import Decoder
 from gpuguard.policies.files.source import YamlSource
-from gpuguard.policies.view import HostUse, RuleView, device_subject, judged, key_of, process_subject
+from gpuguard.policies.view import HostUse, RuleView, device_subject, judged_processes, key_of, process_subject
 
 CLOCK = 1_000_000.0  # seconds since boot: old enough for every rule about age
 PAST, INTERVAL = 6 * 3600, 30
@@ -101,7 +101,7 @@ def _past(devices: tuple[Device, ...], clock: float) -> dict:
         key = key_of(device_subject(device))
         for field in level:
             past[key, field] = [(at, getattr(device, field)) for at in clocks]
-        for process in judged(device):
+        for process in judged_processes(device):
             past[key_of(process_subject(device, process)), "memory_used"] = _leak(clocks, process.memory_used)
         leak = device.index == 0
         used = device.memory_used or 0

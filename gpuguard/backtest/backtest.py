@@ -17,7 +17,7 @@ from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.policy import ENDING, Judgement, Policy
 from gpuguard.policies.series import LARGEST_DISTANCE
-from gpuguard.policies.view import Identity, RuleView
+from gpuguard.policies.view import ProcessIdentity, RuleView
 
 HELD = 2**30  # bytes above which a device counts as held; below it is what a driver keeps for itself
 
@@ -185,7 +185,7 @@ def rehearse(
         Each sample as it was judged, with what came out.
     """
     memory = EngineMemory()
-    gone: set[Identity] = set()
+    gone: set[ProcessIdentity] = set()
     released: set[tuple[int | None, str | None]] = set()
     for view in views:
         left = replace_fields(view, snapshot=_without(view.snapshot, gone, released)) if gone or released else view
@@ -199,7 +199,7 @@ def rehearse(
         yield left, judgement
 
 
-def _without(snapshot: Snapshot, gone: set[Identity], released: set[tuple[int | None, str | None]]) -> Snapshot:
+def _without(snapshot: Snapshot, gone: set[ProcessIdentity], released: set[tuple[int | None, str | None]]) -> Snapshot:
     pids = {pid for pid, _ in gone}
     return replace(
         snapshot,
@@ -211,7 +211,7 @@ def _without(snapshot: Snapshot, gone: set[Identity], released: set[tuple[int | 
     )
 
 
-def _emptied(device: Device, gone: set[Identity]) -> Device:
+def _emptied(device: Device, gone: set[ProcessIdentity]) -> Device:
     left = tuple(each for each in device.processes or () if (each.pid, each.start_time) not in gone)
     if len(left) == len(device.processes or ()):
         return device

@@ -20,7 +20,7 @@ from statistics import median
 from gpuguard.backtest.recording import is_tape, views
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Gap, GpuProcess, Snapshot
-from gpuguard.policies.view import HostUse, Identity, RuleView
+from gpuguard.policies.view import HostUse, ProcessIdentity, RuleView
 
 # Name of a column -> what it says, and by how much its numbers are multiplied.  pod, t_s, util and mem_mib are the
 # names in the traces of alibaba/clusterdata.
@@ -211,7 +211,7 @@ class CsvSample:
     host: str
     time: float
     view: RuleView
-    jobs: Mapping[Identity, str]
+    jobs: Mapping[ProcessIdentity, str]
 
 
 def csv_samples(recording: Recording, uid_of: Numbering) -> Iterator[tuple[str, Iterator[CsvSample]]]:
@@ -233,8 +233,8 @@ def _csv_samples(host: str, rows: list[CsvRow], recording: Recording, uid_of: Nu
     for now in _together(rows, recording.interval / 2):
         at = now[0].time
         clock = at + _CLOCK - recording.start
-        jobs: dict[Identity, str] = {}
-        host_uses: dict[Identity, HostUse] = {}
+        jobs: dict[ProcessIdentity, str] = {}
+        host_uses: dict[ProcessIdentity, HostUse] = {}
         devices = []
         for name, there in groupby(sorted(now, key=lambda row: row.device), key=lambda row: row.device):
             here = list(there)
@@ -268,7 +268,7 @@ def _together(rows: list[CsvRow], slack: float) -> Iterator[list[CsvRow]]:
         yield now
 
 
-def _process(row: CsvRow, identity: Identity, uid_of: Numbering) -> GpuProcess:
+def _process(row: CsvRow, identity: ProcessIdentity, uid_of: Numbering) -> GpuProcess:
     pid, start_time = identity
     memory = None if row.memory is None else int(row.memory)
     return GpuProcess(
@@ -345,7 +345,7 @@ def _recorded_samples(path: str) -> Iterator[tuple[str, Iterator[CsvSample]]]:
 
 
 def _recorded_sample(view: RuleView) -> CsvSample:
-    jobs: dict[Identity, str] = {}
+    jobs: dict[ProcessIdentity, str] = {}
     for device in view.snapshot.devices:
         for process in device.processes or ():
             if process.start_time is not None:

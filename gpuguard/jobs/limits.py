@@ -33,7 +33,7 @@ from gpuguard.policies.escalation import EngineMemory as EngineMemory
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.thresholds import MemoryRule, TemperatureRule
-from gpuguard.policies.view import judged
+from gpuguard.policies.view import judged_processes
 from gpuguard.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ class JobLimits:
         if not self.stand_in.pids_known or self.claim.memory is not None:  # neighbours are no strangers
             return texts
         for device in snapshot.devices:
-            for process in judged(device) if device.uuid in self.claim.devices else ():
+            for process in judged_processes(device) if device.uuid in self.claim.devices else ():
                 mark = (device.uuid, process.pid, process.start_time)
                 known = process.pid in family or process.pid in self.present or process.uid == self.claim.uid
                 if not known and computes(process) and mark not in self._told:

@@ -1,43 +1,40 @@
-"""Snapshot -> findings -> verdicts: what the policies want done now.  Pure but for the Memory that it is given.
+"""Snapshot -> findings -> verdicts: what the policies want done now.  Pure but for the EngineMemory that it is given.
 
 Everything that a policy says must hold together, sample after sample, for the whole of `for`: its rules, its scope,
-its hours, the load, the number of devices.  Whatever ends that ends the ladder, and the time starts again from nothing.
-Does not act: see actions.
+its hours, the load, the number of devices.  Whatever ends that ends the escalation, and the time starts again from
+nothing.  Does not act: see enforcement.actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from dataclasses import replace as replace_fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Finding, Snapshot, Subject, Verdict
-from gpuguard.policies.breaker import Due, restrained
-from gpuguard.policies.escalation import EngineMemory, EscalationState, climb, next_step, pass_over
-from gpuguard.policies.escalation import EngineMemory as Memory
-from gpuguard.policies.policy import DESTRUCTIVE as DESTRUCTIVE
-from gpuguard.policies.policy import KILL_AFTER as KILL_AFTER
-from gpuguard.policies.policy import Judgement as Judgement
-from gpuguard.policies.policy import Note as Note
-from gpuguard.policies.policy import Policy as Policy
-from gpuguard.policies.policy import Scope as Scope
-from gpuguard.policies.policy import Step as Step
-from gpuguard.policies.policy import meaningless
-from gpuguard.policies.rules import findings_of
-from gpuguard.policies.scope import on_enough_devices, out_of_season, unprotected
+from gpuguard.model import Finding, GpuProcess, Snapshot, Subject, Verdict
+from gpuguard.policies.escalation import (
+    DueStep,
+    EngineMemory,
+    EscalationState,
+    advance,
+    allowed_steps,
+    next_step,
+    skip_step,
+)
+from gpuguard.policies.policy import Judgement, Note, Policy, why_inapplicable
+from gpuguard.policies.scope import drop_protected, on_enough_devices, outside_schedule
 from gpuguard.policies.series import windows_of
 from gpuguard.policies.view import RuleView, SampleIndex, SubjectIdentity, identity_of, index_sample, key_of, reach_of
 
-Judged = tuple[list[Due], list[Note]]  # by one policy: the steps whose time has come, and what is not acted on
+Judged = tuple[list[DueStep], list[Note]]  # by one policy: the steps whose time has come, and what is not acted on
 Isolate = Callable[[str, Callable[[], Judged]], "Judged | None"]
 
 
 def evaluate(
     view: RuleView | Snapshot,
     policies: Sequence[Policy],
-    memory: Memory,
+    memory: EngineMemory,
     *,
     interval: float | None = None,
     zone: float = 0.0,
@@ -67,54 +64,54 @@ def evaluate(
     if view.clock == memory.rhythm.clock:
         return Judgement((), (*notes, Note("resampling", "the sample is the same as before: it shows nothing new")))
     notes += _resample(view, policies, memory, interval)
-    sight = index_sample(replace_fields(view, past=memory.past), zone)
-    due: list[Due] = []
+    index = index_sample(replace(view, past=memory.past), zone)
+    due: list[DueStep] = []
     for policy in policies:
-        judged = isolate(policy.name, partial(_judged, policy, sight, memory))
+        judged = isolate(policy.name, partial(_judged, policy, index, memory))
         if judged is None:
-            memory.standings.pop(policy.name, None)
-            memory.spent.pop(policy.name, None)
+            memory.states.pop(policy.name, None)
+            memory.finished.pop(policy.name, None)
             memory.found.pop(policy.name, None)
         else:
             due += judged[0]
             notes += judged[1]
     bundles = _bundled(due)
-    taken, against = restrained([bundle[0] for bundle in bundles.values()], sight, memory)
+    taken, against = allowed_steps([bundle[0] for bundle in bundles.values()], index, memory)
     notes += against
     verdicts = []
     for one in taken:
         bundle = bundles[_victim(one)]
         verdicts.append(_verdict(one, len(bundle) - 1))
         for member in bundle:
-            climb(member.standing, member.policy, memory, member.identity, view.clock)
-    memory.sight = sight
+            advance(member.state, member.policy, memory, member.identity, view.clock)
+    memory.index = index
     return Judgement(tuple(verdicts), tuple(sorted(notes, key=_note_order)))
 
 
-def still_holds(policy: Policy, subject: Subject, view: RuleView, memory: Memory, *, zone: float = 0.0) -> bool:
+def still_holds(policy: Policy, subject: Subject, view: RuleView, memory: EngineMemory, *, zone: float = 0.0) -> bool:
     """Whether everything that *policy* says is so for *subject* in this view, which need not be a sample of its own."""
-    found, _ = _condition(policy, index_sample(replace_fields(view, past=memory.past), zone), memory)
+    found, _ = _condition(policy, index_sample(replace(view, past=memory.past), zone), memory)
     return any(identity_of(finding.subject) == identity_of(subject) for finding in found)
 
 
-def _pin(policies: Sequence[Policy], memory: Memory) -> list[Note]:
+def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
     """Cancel the ladders of policies that are not what they were at the last sample."""
     notes = []
     now = {policy.name: policy for policy in policies}
-    for name, before in memory.pinned.items():
+    for name, before in memory.policies.items():
         if now.get(name) is before or now.get(name) == before:
             continue
         what = "was changed" if name in now else "is gone"
-        memory.spent.pop(name, None)
+        memory.finished.pop(name, None)
         memory.found.pop(name, None)
-        for standing in memory.standings.pop(name, {}).values():
-            if standing.done:
-                notes.append(Note("cancelled", f"the policy {what}, its steps are cancelled", name, standing.subject))
-    memory.pinned = now
+        for state in memory.states.pop(name, {}).values():
+            if state.done:
+                notes.append(Note("cancelled", f"the policy {what}, its steps are cancelled", name, state.subject))
+    memory.policies = now
     return notes
 
 
-def _resample(view: RuleView, policies: Sequence[Policy], memory: Memory, interval: float | None) -> list[Note]:
+def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, interval: float | None) -> list[Note]:
     """Take note of the time and of the values that rules want to look back on."""
     notes = []
     rhythm, clock = memory.rhythm, view.clock
@@ -128,20 +125,20 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: Memory, interv
     return notes
 
 
-def _judged(policy: Policy, sight: SampleIndex, memory: Memory) -> Judged:
-    found, against = _condition(policy, sight, memory)
+def _judged(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
+    found, against = _condition(policy, index, memory)
     notes = [*against]
-    return _held_long_enough(policy, found, against, sight, memory, notes), notes
+    return _held_long_enough(policy, found, against, index, memory, notes), notes
 
 
-def _condition(policy: Policy, sight: SampleIndex, memory: Memory) -> tuple[Sequence[Finding], list[Note]]:
+def _condition(policy: Policy, index: SampleIndex, memory: EngineMemory) -> tuple[Sequence[Finding], list[Note]]:
     """For whom everything that the policy says holds in this sample, and who is left out for which reason."""
-    findings = findings_of(policy, sight)
-    against = out_of_season(policy, sight) if findings else None
+    findings = findings_of(policy, index)
+    against = outside_schedule(policy, index) if findings else None
     if against is not None:
         return (), [against]
-    left, notes = unprotected(findings, policy, sight, memory.kept)
-    enough, more = on_enough_devices(left, policy, sight)
+    left, notes = drop_protected(findings, policy, index, memory.kept)
+    enough, more = on_enough_devices(left, policy, index)
     return enough, [*notes, *more]
 
 
@@ -149,39 +146,39 @@ def _held_long_enough(
     policy: Policy,
     found: Iterable[Finding],
     against: Sequence[Note],
-    sight: SampleIndex,
-    memory: Memory,
+    index: SampleIndex,
+    memory: EngineMemory,
     notes: list[Note],
-) -> list[Due]:
+) -> list[DueStep]:
     """Count this sample for those in *found*, cancel what ended, and say which steps are due."""
-    clock, due = sight.view.clock, []
-    standings = memory.standings.setdefault(policy.name, {})
+    clock, due = index.view.clock, []
+    states = memory.states.setdefault(policy.name, {})
     current = _one_each(found)
     memory.found[policy.name] = frozenset(current)
-    for identity in [identity for identity in standings if identity not in current]:
-        notes += _cancel(policy, standings.pop(identity), against, sight, memory)
-    if spent := memory.spent.pop(policy.name, None):
+    for identity in [identity for identity in states if identity not in current]:
+        notes += _cancel(policy, states.pop(identity), against, index, memory)
+    if spent := memory.finished.pop(policy.name, None):
         left = {name: one for name, one in spent.items() if name in current and (policy.name, name) in memory.cooling}
-        memory.spent.update({policy.name: left} if left else {})
+        memory.finished.update({policy.name: left} if left else {})
     for identity, finding in current.items():
         if memory.cooling and (policy.name, identity) in memory.cooling:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
             continue
-        standing = standings.get(identity)
-        if standing is None:
-            standing = standings[identity] = EscalationState(finding.subject, clock)
-        standing.samples += 1
-        standing.processes = finding.processes
-        step = next_step(standing, policy, clock)
+        state = states.get(identity)
+        if state is None:
+            state = states[identity] = EscalationState(finding.subject, clock)
+        state.samples += 1
+        state.processes = finding.processes
+        step = next_step(state, policy, clock)
         if step is None:
             continue
-        standing.reach = reach_of(finding.subject, finding.processes, sight)
-        nobody = meaningless(step[0], finding)
-        if nobody and not any(map(sight.blindness, standing.reach)):
+        state.reach = reach_of(finding.subject, finding.processes, index)
+        nobody = why_inapplicable(step[0], finding)
+        if nobody and not any(map(index.blindness, state.reach)):
             notes.append(Note("nobody", nobody, policy.name, finding.subject))
-            pass_over(standing, policy, memory, identity, clock)
+            skip_step(state, policy, memory, identity, clock)
         else:
-            due.append(Due(policy, identity, finding, standing, *step))
+            due.append(DueStep(policy, identity, finding, state, *step))
     return due
 
 
@@ -198,27 +195,27 @@ def _one_each(findings: Iterable[Finding]) -> dict[SubjectIdentity, Finding]:
     return current
 
 
-def _bundled(due: Sequence[Due]) -> dict[object, list[Due]]:
+def _bundled(due: Sequence[DueStep]) -> dict[object, list[DueStep]]:
     """Steps that mean the same: a process on eight devices is warned once.  The oldest speaks for the others."""
-    bundles: dict[object, list[Due]] = {}
+    bundles: dict[object, list[DueStep]] = {}
     for one in sorted(due, key=lambda one: one.order):
         bundles.setdefault(_victim(one), []).append(one)
     return bundles
 
 
-def _victim(due: Due) -> object:
+def _victim(due: DueStep) -> object:
     subject = due.finding.subject
     whom = (subject.pid, subject.start_time) if subject.kind == "process" else due.identity
-    return (due.policy.name, due.standing.done, whom)
+    return (due.policy.name, due.state.done, whom)
 
 
 def _cancel(
-    policy: Policy, ended: EscalationState, against: Sequence[Note], sight: SampleIndex, memory: Memory
+    policy: Policy, ended: EscalationState, against: Sequence[Note], index: SampleIndex, memory: EngineMemory
 ) -> list[Note]:
     """Why a condition that held a sample ago does not hold now."""
     if any(note.subject in (None, ended.subject) for note in against):
         return []  # that is said already
-    gap = _gap(ended, sight, memory.sight) if memory.sight else None
+    gap = _gap(ended, index, memory.index) if memory.index else None
     if gap is not None:
         return [Note("gap", f"{gap}: the time starts anew", policy.name, ended.subject)]
     if ended.done:
@@ -226,15 +223,15 @@ def _cancel(
     return []
 
 
-def _gap(ended: EscalationState, sight: SampleIndex, before: SampleIndex) -> str | None:
+def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str | None:
     """What could not be read of a subject in this sample, though it could a sample ago."""
     reach = reach_of(ended.subject, ended.processes, before)
     for uuid in reach:
-        blind = sight.blindness(uuid)
+        blind = index.blindness(uuid)
         if blind is not None:
             return blind
     for place in (*reach, None):
-        for field, reason in sight.gaps.get(place, {}).items():
+        for field, reason in index.gaps.get(place, {}).items():
             if _was_known(place, field, before):
                 return f"{field} could not be read, {reason}"
     return None
@@ -246,8 +243,8 @@ def _was_known(place: str | None, field: str, before: SampleIndex) -> bool:
     return field not in before.gaps.get(place, {}) and getattr(device, field, "a group of fields") is not None
 
 
-def _verdict(due: Due, further: int) -> Verdict:
-    policy, place, finding = due.policy, due.standing.done, due.finding
+def _verdict(due: DueStep, further: int) -> Verdict:
+    policy, place, finding = due.policy, due.state.done, due.finding
     if further:
         finding = replace(finding, why=f"{finding.why} (and the like on {further} more devices)")
     after = policy.steps[place + 1] if place + 1 < len(policy.steps) else None
@@ -256,7 +253,7 @@ def _verdict(due: Due, further: int) -> Verdict:
         finding=finding,
         action=due.step.action,
         step=place,
-        since=due.standing.since,
+        since=due.state.since,
         enforce=policy.enforce,
         options=due.step.options,
         next_action=after.action if after else None,
@@ -268,63 +265,95 @@ def _note_order(note: Note) -> tuple[str, str, str, str]:
     return (note.policy or "", note.kind, key_of(note.subject) if note.subject else "", note.text)
 
 
-# What policies have against whom now, and which step comes next when: for people who ask.  Changes nothing.
+# Several rules in one condition: `any` unites their findings, `all` joins them on what they share.
+#
+#     process p on device d   +  device d            the process p
+#     process p of user u     +  user u              the process p
+#     device d                +  claim c             the claim c, if it holds d
+#     device d                +  user u              the device d for u, if u computes or has a claim there
+#     anything                +  node                that thing
+#
+# What comes out is of the narrower kind and means the processes that both sides mean: a side that names none means all
+# that fit it.  Two sides that name no process in common do not meet.
+
+NARROWEST_FIRST = ("process", "claim", "device", "user", "node")
 
 
-@dataclass(frozen=True)
-class PolicyStatus:
-    """One condition that holds for somebody.
-
-    Args:
-        policy: its name.
-        subject: for whom.
-        since: clock since when.
-        last: the last step that was taken, None before the first.
-        next: the one that comes if nothing changes; after the last one the first, when its cooldown is over.
-        due: clock at which that is, if every sample until then finds the same.
-        enforce: the policy's own switch.
-    """
-
-    policy: str
-    subject: Subject
-    since: float
-    last: str | None
-    next: str | None
-    due: float | None
-    enforce: bool
+def findings_of(policy: Policy, index: SampleIndex) -> Sequence[Finding]:
+    """For whom the whole condition of *policy* holds now.  Every rule is asked, so that none loses a sample."""
+    found = [list(rule.check(index.view)) for rule in policy.rules]
+    joined = found[0]
+    for further in found[1:]:
+        joined = [*joined, *further] if policy.join == "any" else list(_join(joined, further, index))
+    return joined
 
 
-def policy_status(
-    policies: Sequence[Policy],
-    memory: EngineMemory,
-    put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]] | None = None,
-) -> tuple[PolicyStatus, ...]:
-    """Everything that stands, the oldest first.
-
-    Args:
-        policies: that were judged by.
-        memory: of the engine.
-        put_off: (policy, identity) -> the place of a step whose time has come, and the clock until which a check has
-            put it off.
-    """
-    found = []
-    for policy in policies:
-        name, steps = policy.name, policy.steps
-        for identity, one in (*memory.standings.get(name, {}).items(), *memory.spent.get(name, {}).items()):
-            done, due = (put_off or {}).get((name, identity)) or (one.done, _due(policy, one))
-            last = steps[done - 1].action if done else None
-            following = steps[done % len(steps)].action if steps else None
-            found.append(PolicyStatus(name, one.subject, one.since, last, following, due, policy.enforce))
-    return tuple(sorted(found, key=lambda one: one.since))
+def _join(left: Iterable[Finding], right: Iterable[Finding], index: SampleIndex) -> Iterator[Finding]:
+    by_device: dict[str | None, list[Finding]] = {}
+    for finding in right:
+        by_device.setdefault(finding.subject.device, []).append(finding)
+    anywhere = by_device.get(None, [])
+    everywhere = [finding for findings in by_device.values() for finding in findings]
+    for finding in left:
+        device = finding.subject.device
+        for other in everywhere if device is None else [*by_device.get(device, ()), *anywhere]:
+            together = _meet(finding, other, index)
+            if together is not None:
+                yield together
 
 
-def _due(policy: Policy, standing: EscalationState) -> float | None:
-    if not policy.steps:
+def _meet(left: Finding, right: Finding, index: SampleIndex) -> Finding | None:
+    subject = _both(left.subject, right.subject)
+    if subject is None or not _is_so(subject, index):
         return None
-    if standing.done == len(policy.steps):
-        return standing.stepped_at + policy.cooldown + policy.hold + policy.steps[0].after
-    step = policy.steps[standing.done]
-    due = (standing.stepped_at if standing.done else standing.since + policy.hold) + step.after
-    if step.action == "kill":
-        return None if standing.terminated_at is None else max(due, standing.terminated_at + KILL_AFTER)
-    return due
+    processes = _common(left.processes, right.processes, subject, index)
+    if not processes and (left.processes or right.processes):
+        return None
+    return Finding(left.rule, subject, f"{left.why}; {right.why}", processes)
+
+
+def _both(left: Subject, right: Subject) -> Subject | None:
+    facts = []
+    for one, other in (
+        (left.device, right.device),
+        (left.pid, right.pid),
+        (left.start_time, right.start_time),
+        (left.uid, right.uid),
+        (left.claim, right.claim),
+    ):
+        if one is not None and other is not None and one != other:
+            return None
+        facts.append(other if one is None else one)
+    kind = min(left.kind, right.kind, key=NARROWEST_FIRST.index)
+    device, pid, start_time, uid, claim = facts
+    return Subject(kind, device, pid, start_time, uid, claim, left.user or right.user)  # type: ignore[arg-type]
+
+
+def _is_so(subject: Subject, index: SampleIndex) -> bool:
+    """Whether the facts of a subject, which come from two sides, are true together."""
+    claim = index.claim_of(subject)
+    if subject.claim is not None and claim is None:
+        return False
+    if claim is not None and subject.device is not None and subject.device not in claim.devices:
+        return False
+    if subject.pid is not None and subject.start_time is not None:
+        return subject.device is None or subject.device in index.processes.get((subject.pid, subject.start_time), ())
+    if subject.device is not None and subject.uid is not None and claim is None:
+        return subject.device in index.territory.get(subject.uid, ())
+    return True
+
+
+def _common(
+    left: Sequence[GpuProcess], right: Sequence[GpuProcess], subject: Subject, index: SampleIndex
+) -> tuple[GpuProcess, ...]:
+    if left and right:
+        named = {(process.pid, process.start_time) for process in right}
+        return tuple(process for process in left if (process.pid, process.start_time) in named)
+    return tuple(process for process in left or right if _fits(process, subject, index))
+
+
+def _fits(process: GpuProcess, subject: Subject, index: SampleIndex) -> bool:
+    places = index.processes.get((process.pid, process.start_time)) if process.start_time is not None else None
+    if not places or (subject.device is not None and subject.device not in places):
+        return False
+    return subject.uid is None or process.uid == subject.uid

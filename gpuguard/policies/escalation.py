@@ -1,18 +1,25 @@
-"""What is remembered from one sample to the next: since when a condition holds, and which step came last.
+"""Which step of a policy comes next for whom, what is remembered for that, and how many may be taken at once.
 
-A Memory is never written to disk: after a restart every ladder begins at its first step.  Does not judge: see engine.
+A process takes seconds to die and its memory longer to come back (up to 50 s were seen); a sample in between still
+shows the device too full, and the next process would be hit.  So a policy that matches too many is stopped by its
+breaker, and there is one destructive step per device until its effect is seen.
+The memory is never written to disk: after a restart every escalation begins at its first step.  Does not judge: see
+engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpuguard.model import GpuProcess, Subject
-from gpuguard.policies.policy import KILL_AFTER, Policy, Step
-from gpuguard.policies.series import Past, Rhythm
-from gpuguard.policies.view import SampleIndex, SubjectIdentity
+from gpuguard.model import Device, Finding, GpuProcess, Subject
+from gpuguard.policies.policy import COUNTED, DESTRUCTIVE, KILL_AFTER, Note, Policy, Step
+from gpuguard.policies.series import Past, SampleRhythm
+from gpuguard.policies.view import ProcessIdentity, SampleIndex, SubjectIdentity
 
 FEWEST_SAMPLES = 2  # a condition that was seen once never fires, however short `for` is
+EFFECT_SECONDS = 50.0
+MEMORY_SLACK = 512 * 2**20  # bytes by which others may grow meanwhile
 
 
 @dataclass
@@ -46,16 +53,16 @@ class EngineMemory:
     """Everything that evaluate() remembers; one per watchdog, and used by one thread at a time."""
 
     past: Past = field(default_factory=Past)
-    rhythm: Rhythm = field(default_factory=Rhythm)
-    pinned: dict[str, Policy] = field(default_factory=dict)
-    standings: dict[str, dict[SubjectIdentity, EscalationState]] = field(default_factory=dict)  # by policy
+    rhythm: SampleRhythm = field(default_factory=SampleRhythm)
+    policies: dict[str, Policy] = field(default_factory=dict)
+    states: dict[str, dict[SubjectIdentity, EscalationState]] = field(default_factory=dict)  # by policy
     cooling: dict[tuple[str, SubjectIdentity], float] = field(default_factory=dict)  # until which clock
     # whose condition still holds after the last step: for people who ask, by policy
-    spent: dict[str, dict[SubjectIdentity, EscalationState]] = field(default_factory=dict)
+    finished: dict[str, dict[SubjectIdentity, EscalationState]] = field(default_factory=dict)
     effects: dict[tuple[bool, str], Effect] = field(default_factory=dict)  # by (enforced, uuid)
     kept: dict[tuple[str, int | str], float] = field(default_factory=dict)  # until which clock
     found: dict[str, frozenset[SubjectIdentity]] = field(default_factory=dict)  # in the last sample, by policy
-    sight: SampleIndex | None = None  # of the last sample
+    index: SampleIndex | None = None  # of the last sample
 
     def forget_what_is_over(self, clock: float) -> None:
         """Drop what can have no consequence any more."""
@@ -65,54 +72,266 @@ class EngineMemory:
     def start_anew(self, clock: float) -> None:
         """Drop what was seen before a pause: nobody knows what happened in it."""
         self.past.clear()
-        self.standings.clear()
+        self.states.clear()
         self.found.clear()
-        self.spent.clear()
+        self.finished.clear()
         if self.rhythm.clock is not None and clock < self.rhythm.clock:
             # Another boot: times of the one before say nothing.  Marks stay, since they only protect.
             self.cooling.clear()
             self.effects.clear()
 
 
-def next_step(standing: EscalationState, policy: Policy, clock: float) -> tuple[Step, float] | None:
+def next_step(state: EscalationState, policy: Policy, clock: float) -> tuple[Step, float] | None:
     """The step of the ladder that is due now, and since when it is; None when none is."""
-    if standing.done >= len(policy.steps) or standing.samples < FEWEST_SAMPLES or clock - standing.since < policy.hold:
+    if state.done >= len(policy.steps) or state.samples < FEWEST_SAMPLES or clock - state.since < policy.hold:
         return None
-    step = policy.steps[standing.done]
-    due = (standing.stepped_at if standing.done else standing.since + policy.hold) + step.after
+    step = policy.steps[state.done]
+    due = (state.stepped_at if state.done else state.since + policy.hold) + step.after
     if step.action == "kill":
         # The policy was checked for this when it was made; a SIGKILL too early cannot be taken back.
-        if standing.terminated_at is None:
+        if state.terminated_at is None:
             return None
-        due = max(due, standing.terminated_at + KILL_AFTER)
+        due = max(due, state.terminated_at + KILL_AFTER)
     return (step, due) if clock >= due else None
 
 
-def climb(
-    standing: EscalationState, policy: Policy, memory: EngineMemory, identity: SubjectIdentity, clock: float
+def advance(
+    state: EscalationState, policy: Policy, memory: EngineMemory, identity: SubjectIdentity, clock: float
 ) -> None:
     """The step that was due is asked for; the last one ends the ladder and begins its cooldown."""
-    if policy.steps[standing.done].action == "terminate":
-        standing.terminated_at = clock
-    standing.done += 1
-    _stand(standing, policy, memory, identity, clock)
+    if policy.steps[state.done].action == "terminate":
+        state.terminated_at = clock
+    state.done += 1
+    _step_taken(state, policy, memory, identity, clock)
 
 
-def pass_over(
-    standing: EscalationState, policy: Policy, memory: EngineMemory, identity: SubjectIdentity, clock: float
+def skip_step(
+    state: EscalationState, policy: Policy, memory: EngineMemory, identity: SubjectIdentity, clock: float
 ) -> None:
     """The step that was due means nobody here; nor does a kill that would come after a terminate of nobody."""
-    standing.done += 1
-    if standing.terminated_at is None:
-        while standing.done < len(policy.steps) and policy.steps[standing.done].action == "kill":
-            standing.done += 1
-    _stand(standing, policy, memory, identity, clock)
+    state.done += 1
+    if state.terminated_at is None:
+        while state.done < len(policy.steps) and policy.steps[state.done].action == "kill":
+            state.done += 1
+    _step_taken(state, policy, memory, identity, clock)
 
 
-def _stand(
-    standing: EscalationState, policy: Policy, memory: EngineMemory, identity: SubjectIdentity, clock: float
+def _step_taken(
+    state: EscalationState, policy: Policy, memory: EngineMemory, identity: SubjectIdentity, clock: float
 ) -> None:
-    standing.stepped_at = clock
-    if standing.done == len(policy.steps):
-        memory.spent.setdefault(policy.name, {})[identity] = memory.standings[policy.name].pop(identity)
+    state.stepped_at = clock
+    if state.done == len(policy.steps):
+        memory.finished.setdefault(policy.name, {})[identity] = memory.states[policy.name].pop(identity)
         memory.cooling[policy.name, identity] = clock + policy.cooldown
+
+
+@dataclass(frozen=True)
+class DueStep:
+    """A step whose time has come."""
+
+    policy: Policy
+    identity: SubjectIdentity
+    finding: Finding
+    state: EscalationState
+    step: Step
+    since: float  # clock
+
+    @property
+    def order(self) -> tuple[float, float, str, str]:
+        """Whoever waits longest comes first; the rest is there so that no order of policies or rules matters."""
+        return (self.since, self.state.since, self.policy.name, str(self.identity))
+
+
+def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[list[DueStep], list[Note]]:
+    """Those steps that may be taken now, in their order, and why the others may not."""
+    _forget_seen_effects(index, memory)
+    stopped, notes = _breaker(due)
+    allowed = []
+    for one in sorted(due, key=lambda one: one.order):
+        if (one.policy.name, one.identity) in stopped:
+            continue
+        if one.step.action not in DESTRUCTIVE:
+            allowed.append(one)
+        else:
+            against = _obstacle(one, index, memory)
+            if against is None:
+                _await_effect(one, index, memory)
+                allowed.append(one)
+            else:
+                notes.append(Note(*against, one.policy.name, one.finding.subject))
+    return allowed, notes
+
+
+def _breaker(due: Iterable[DueStep]) -> tuple[set[tuple[str, SubjectIdentity]], list[Note]]:
+    """The steps that are not taken because their policy would hit too many, and a note on each such policy."""
+    by_policy: dict[str, list[DueStep]] = {}
+    for one in due:
+        if one.step.action in COUNTED:
+            by_policy.setdefault(one.policy.name, []).append(one)
+    stopped, notes = set(), []
+    for name, all_due in by_policy.items():
+        policy = all_due[0].policy
+        users, processes = _hit_by(all_due)
+        if not _is_too_many(users, processes, policy):
+            continue
+        allowed: list[DueStep] = []
+        for one in sorted(all_due, key=lambda one: one.order) if policy.some_beyond else ():
+            if not _is_too_many(*_hit_by([*allowed, one]), policy):
+                allowed.append(one)
+        stopped |= {(name, one.identity) for one in all_due} - {(name, one.identity) for one in allowed}
+        text = (
+            f"{len(users)} users with {len(processes)} processes would be acted on at once, more than"
+            f" {policy.at_most_users} users or {policy.at_most_processes} processes:"
+            f" {f'only {len(allowed)} are, the oldest breach first' if allowed else 'nobody is'}"
+        )
+        alone = _alone_too_many(all_due, policy)
+        if alone and not policy.some_beyond:
+            text += (
+                f".  {alone.user or f'uid {alone.uid}'} alone has more than that.  `at_most: {{processes: "
+                f"{len(processes)}}}` lets all through, `at_most: {{beyond: some}}` hits as many as allowed"
+            )
+        notes.append(Note("breaker", text, name, alone))
+    return stopped, notes
+
+
+def _hit_by(due: Iterable[DueStep]) -> tuple[set[int], set[ProcessIdentity]]:
+    """The users and the processes that these steps would hit."""
+    users, processes = set(), set[ProcessIdentity]()
+    for one in due:
+        processes |= _victims(one.finding)
+        users |= {process.uid for process in one.finding.processes} | {one.finding.subject.uid}
+    return {uid for uid in users if uid is not None}, processes
+
+
+def _is_too_many(users: set[int], processes: set[ProcessIdentity], policy: Policy) -> bool:
+    return len(users) > policy.at_most_users or len(processes) > policy.at_most_processes
+
+
+def _alone_too_many(due: Iterable[DueStep], policy: Policy) -> Subject | None:
+    """The user whose processes alone are more than *policy* allows."""
+    of_user: dict[int, set[ProcessIdentity]] = {}
+    names: dict[int, str | None] = {}
+    for process in (process for one in due for process in one.finding.processes):
+        if process.uid is not None and process.start_time is not None:
+            of_user.setdefault(process.uid, set()).add((process.pid, process.start_time))
+            names[process.uid] = process.user
+    most = max(of_user, key=lambda uid: (len(of_user[uid]), uid), default=None)
+    if most is None or len(of_user[most]) <= policy.at_most_processes:
+        return None
+    return Subject("user", uid=most, user=names[most])
+
+
+def _obstacle(one: DueStep, index: SampleIndex, memory: EngineMemory) -> tuple[str, str] | None:
+    for uuid in one.state.reach:
+        blind = index.blindness(uuid)
+        if blind is not None:
+            return "gap", blind
+        effect = memory.effects.get((one.policy.enforce, uuid))
+        if effect is not None and (effect.policy, effect.subject) != (one.policy.name, one.identity):
+            return "waiting", f"a step of {effect.policy} on the same device has not shown its effect yet"
+    return None
+
+
+def _await_effect(one: DueStep, index: SampleIndex, memory: EngineMemory) -> None:
+    # A rehearsed step has no effect to wait for, but it must delay what a real one would delay; and it must not
+    # delay the steps of policies that are enforced.  Hence two sets of effects.
+    victims = _victims(one.finding)
+    for uuid in one.state.reach:
+        below = _memory_without(index.devices[uuid], victims)
+        effect = Effect(one.policy.name, one.identity, index.view.clock, victims, one.finding.subject.claim, below)
+        memory.effects[one.policy.enforce, uuid] = effect
+
+
+def _forget_seen_effects(index: SampleIndex, memory: EngineMemory) -> None:
+    for place, effect in list(memory.effects.items()):
+        if not 0 <= index.view.clock - effect.at < EFFECT_SECONDS or _is_seen(effect, place[1], index):
+            del memory.effects[place]
+
+
+def _is_seen(effect: Effect, uuid: str, index: SampleIndex) -> bool:
+    device = index.devices.get(uuid)
+    if device is None or index.blindness(uuid) is not None:
+        return False
+    if not effect.victims:
+        return effect.claim is not None and not any(claim == effect.claim for _, claim in index.claims)
+    dead = {identity[0] for identity in effect.victims}
+    starts = {(process.pid, process.start_time) for process in device.processes or () if process.pid in dead}
+    if any(start is None or (pid, start) in effect.victims for pid, start in starts):
+        return False
+    return effect.memory_below is not None and (device.memory_used or 0) <= effect.memory_below
+
+
+def _memory_without(device: Device, victims: frozenset[ProcessIdentity]) -> float | None:
+    """Bytes in use on *device* once the victims have given theirs back; None when it cannot be known."""
+    if device.memory_used is None:
+        return None
+    left = float(device.memory_used + MEMORY_SLACK)
+    for process in device.processes or ():
+        if (process.pid, process.start_time) in victims:
+            if process.memory_used is None:
+                return None
+            left -= process.memory_used
+    return left
+
+
+def _victims(finding: Finding) -> frozenset[ProcessIdentity]:
+    return frozenset((each.pid, each.start_time) for each in finding.processes if each.start_time is not None)
+
+
+@dataclass(frozen=True)
+class PolicyStatus:
+    """One condition that holds for somebody.
+
+    Args:
+        policy: its name.
+        subject: for whom.
+        since: clock since when.
+        last: the last step that was taken, None before the first.
+        next: the one that comes if nothing changes; after the last one the first, when its cooldown is over.
+        due: clock at which that is, if every sample until then finds the same.
+        enforce: the policy's own switch.
+    """
+
+    policy: str
+    subject: Subject
+    since: float
+    last: str | None
+    next: str | None
+    due: float | None
+    enforce: bool
+
+
+def policy_status(
+    policies: Sequence[Policy],
+    memory: EngineMemory,
+    put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]] | None = None,
+) -> tuple[PolicyStatus, ...]:
+    """Everything that stands, the oldest first.
+
+    Args:
+        policies: that were judged by.
+        memory: of the engine.
+        put_off: (policy, identity) -> the place of a step whose time has come, and the clock until which a check has
+            put it off.
+    """
+    found = []
+    for policy in policies:
+        name, steps = policy.name, policy.steps
+        for identity, one in (*memory.states.get(name, {}).items(), *memory.finished.get(name, {}).items()):
+            done, due = (put_off or {}).get((name, identity)) or (one.done, _due(policy, one))
+            last = steps[done - 1].action if done else None
+            following = steps[done % len(steps)].action if steps else None
+            found.append(PolicyStatus(name, one.subject, one.since, last, following, due, policy.enforce))
+    return tuple(sorted(found, key=lambda one: one.since))
+
+
+def _due(policy: Policy, state: EscalationState) -> float | None:
+    if not policy.steps:
+        return None
+    if state.done == len(policy.steps):
+        return state.stepped_at + policy.cooldown + policy.hold + policy.steps[0].after
+    step = policy.steps[state.done]
+    due = (state.stepped_at if state.done else state.since + policy.hold) + step.after
+    if step.action == "kill":
+        return None if state.terminated_at is None else max(due, state.terminated_at + KILL_AFTER)
+    return due

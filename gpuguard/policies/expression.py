@@ -22,8 +22,7 @@ from gpuguard.policies.expression_language import (
     parse_expression,
 )
 from gpuguard.policies.expression_language import Expression as Condition
-from gpuguard.policies.subjects import computing
-from gpuguard.policies.view import RuleView, device_subject, process_subject
+from gpuguard.policies.view import RuleView, computing, device_subject, process_subject
 from gpuguard.units import format_bytes, format_duration
 
 _LONGEST_SHOWN = 80  # characters

@@ -20,8 +20,7 @@ from fnmatch import fnmatchcase
 from gpuguard.device_state import claims_on, claims_readable
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, GpuProcess
-from gpuguard.policies.subjects import computing
-from gpuguard.policies.view import HostUse, RuleView
+from gpuguard.policies.view import HostUse, RuleView, computing
 from gpuguard.units import parse_bytes, parse_celsius, parse_duration, parse_watts
 
 # The names of expressions: what each stands for, its type, and where its value comes from.  None = unknown.

@@ -1,4 +1,4 @@
-"""The rule ``idle``: a device is held, but rests."""
+"""Rules about time: ``idle``, a device is held but rests; ``age``, a process or a claim goes on for too long."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.amounts import Rate, parse_rate
 from gpuguard.policies.series import recent
-from gpuguard.policies.subjects import claim_here, claim_subject, computing, everywhere
-from gpuguard.policies.view import RuleView, device_subject, process_subject
+from gpuguard.policies.view import (
+    RuleView,
+    claim_here,
+    claim_subject,
+    computing,
+    computing_processes,
+    device_subject,
+    process_subject,
+)
 from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_percent
 
 Held = tuple[Subject, float | None, tuple[GpuProcess, ...]]  # by whom, for how many seconds, whom an action would mean
@@ -121,9 +128,6 @@ class IdleRule:
             yield device_subject(device), None, ()
 
 
-# What has gone on for too long.
-
-
 @dataclass(frozen=True)
 class AgeRule:
     """A process has run for too long, or a claim was held for too long without a process.
@@ -156,7 +160,7 @@ class AgeRule:
 
     def _processes(self, view: RuleView, limit: float) -> Iterator[Finding]:
         now = view.clock
-        for device, process in everywhere(view):
+        for device, process in computing_processes(view):
             assert process.start_time is not None  # judged() leaves out the others
             run_time = now - process.start_time
             if run_time > limit:

@@ -136,7 +136,7 @@ def _refuse_sudden_kills(name: str, steps: tuple[Step, ...]) -> None:
             since_terminate = 0.0
 
 
-def meaningless(step: Step, finding: Finding) -> str | None:
+def why_inapplicable(step: Step, finding: Finding) -> str | None:
     """Why a step is passed over for whom a rule has found: it has nothing there that it could act on."""
     peopled = bool(finding.processes) or finding.subject.kind == "process"
     if step.action in ON_PROCESSES and not peopled:

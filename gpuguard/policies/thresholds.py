@@ -1,18 +1,40 @@
-"""The rule ``memory``: too much memory of a device is in use."""
+"""Rules about the readings of a device, or about what one process, user or claim has there.
+
+``memory``, ``temperature``, ``power``, ``utilization``, ``processes`` and ``health``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from gpuguard.device_state import claims_on, usable_devices
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import ClaimRecord, Finding, Subject, claim_named
+from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
 from gpuguard.policies.amounts import Amount, parse_memory_amount, parse_power_amount
-from gpuguard.policies.subjects import USES, computing, wholes
-from gpuguard.policies.view import RuleView
+from gpuguard.policies.view import USES, RuleView, computing, device_subject, whole_devices
 from gpuguard.units import format_bytes, parse_celsius, parse_percent
+
+Why = Callable[[Device, Subject, "int | None", "tuple[GpuProcess, ...]"], "str | None"]
+
+
+def _per_place(rule: str, view: RuleView, per: str, why: Why) -> Iterator[Finding]:
+    """A finding for each subject of the kind *per* on each device for which *why* says something."""
+    for device in usable_devices(view.snapshot):
+        for subject, memory, processes in USES[per](view, device):
+            if text := why(device, subject, memory, processes):
+                yield Finding(rule, subject, text, processes)
+
+
+def _per_whole(rule: str, view: RuleView, per: str, why: Callable[[Device], str | None]) -> Iterator[Finding]:
+    """The same for readings that only a whole device has, not its instances: *why* is asked of that."""
+    for device, parts in whole_devices(view):
+        if text := why(device):
+            for part in parts if per == "process" else (device,):
+                for subject, _, processes in USES[per](view, part):
+                    yield Finding(rule, subject, text, processes)
 
 
 @dataclass(frozen=True)
@@ -34,25 +56,23 @@ class MemoryRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Whose use is above the limit."""
-        for device in usable_devices(view.snapshot):
-            claims = claims_on(view.snapshot, device) if self.above.promised else ()
-            for_all = self.above.of(device.memory_total)
-            for subject, used, processes in USES[self.per](view, device):
-                share = _share_of(subject, claims) if claims else None
-                limit = for_all if share is None else share
-                if used is not None and limit is not None and used > limit >= 0:
-                    whole = f" of {format_bytes(device.memory_total)}" if self.above.relative else ""
-                    allowed = f"its share of {format_bytes(share)}" if self.above.promised else self.above.text
-                    why = f"uses {format_bytes(used)} of device {device.index}, {allowed}{whole} is allowed"
-                    yield Finding("memory", subject, why, processes)
 
+        def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
+            share = self._share_of(subject, device, view)
+            limit = self.above.of(device.memory_total) if share is None else share
+            if memory is None or limit is None or not memory > limit >= 0:
+                return None
+            whole = f" of {format_bytes(device.memory_total)}" if self.above.relative else ""
+            allowed = f"its share of {format_bytes(share)}" if self.above.promised else self.above.text
+            return f"uses {format_bytes(memory)} of device {device.index}, {allowed}{whole} is allowed"
 
-def _share_of(subject: Subject, claims: Sequence[ClaimRecord]) -> int | None:
-    claim = claim_named(claims, subject.uid, subject.claim)
-    return claim.memory if claim else None
+        return _per_place("memory", view, self.per, why)
 
-
-# The rule ``temperature``: a device is too hot.
+    def _share_of(self, subject: Subject, device: Device, view: RuleView) -> int | None:
+        if not self.above.promised:
+            return None
+        claim = claim_named(claims_on(view.snapshot, device), subject.uid, subject.claim)
+        return claim.memory if claim else None
 
 
 @dataclass(frozen=True)
@@ -73,15 +93,13 @@ class TemperatureRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Which devices are too hot."""
-        for device, parts in wholes(view):
-            if device.temperature is not None and device.temperature > self.above:
-                why = f"device {device.index} has {device.temperature:.0f}C, {self.above:g}C is allowed"
-                for part in parts if self.per == "process" else (device,):
-                    for subject, _, processes in USES[self.per](view, part):
-                        yield Finding("temperature", subject, why, processes)
 
+        def why(device: Device) -> str | None:
+            if device.temperature is None or device.temperature <= self.above:
+                return None
+            return f"device {device.index} has {device.temperature:.0f}C, {self.above:g}C is allowed"
 
-# The rule ``power``: a device draws too much.
+        return _per_whole("temperature", view, self.per, why)
 
 
 @dataclass(frozen=True)
@@ -99,17 +117,15 @@ class PowerRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Which devices draw too much."""
-        for device, parts in wholes(view):
+
+        def why(device: Device) -> str | None:
             limit = self.above.of(device.power_limit)
-            if device.power_draw is not None and limit is not None and device.power_draw > limit:
-                whole = f" of {device.power_limit:.0f}W" if self.above.relative else ""
-                why = f"device {device.index} draws {device.power_draw:.0f}W, {self.above.text}{whole} is allowed"
-                for part in parts if self.per == "process" else (device,):
-                    for subject, _, processes in USES[self.per](view, part):
-                        yield Finding("power", subject, why, processes)
+            if device.power_draw is None or limit is None or device.power_draw <= limit:
+                return None
+            whole = f" of {device.power_limit:.0f}W" if self.above.relative else ""
+            return f"device {device.index} draws {device.power_draw:.0f}W, {self.above.text}{whole} is allowed"
 
-
-# The rule ``utilization``: a device or a process keeps the GPU busier, or less busy, than allowed.
+        return _per_whole("power", view, self.per, why)
 
 
 @dataclass(frozen=True)
@@ -134,22 +150,19 @@ class UtilizationRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Who is beyond the limit."""
-        for device in usable_devices(view.snapshot):
-            for subject, _, processes in USES[self.per](view, device):
-                percent = processes[0].utilization if self.per == "process" else device.utilization
-                if percent is None:
-                    continue
-                if self.above is not None and percent > self.above:
-                    limit = f"at most {self.above:g}% is allowed"
-                elif self.below is not None and percent < self.below:
-                    limit = f"at least {self.below:g}% is expected"
-                else:
-                    continue
-                why = f"utilization of device {device.index} is {percent:.3g}%, {limit}"
-                yield Finding("utilization", subject, why, processes)
 
+        def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
+            percent = processes[0].utilization if self.per == "process" else device.utilization
+            if percent is None:
+                return None
+            seen = f"utilization of device {device.index} is {percent:.3g}%"
+            if self.above is not None and percent > self.above:
+                return f"{seen}, at most {self.above:g}% is allowed"
+            if self.below is not None and percent < self.below:
+                return f"{seen}, at least {self.below:g}% is expected"
+            return None
 
-# The rule ``processes``: too many processes compute on one device.
+        return _per_place("utilization", view, self.per, why)
 
 
 @dataclass(frozen=True)
@@ -169,9 +182,82 @@ class ProcessesRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Where there are too many."""
-        for device in usable_devices(view.snapshot):
-            for subject, _, processes in USES[self.per](view, device):
-                count = len(processes if self.per == "user" else computing(device))
-                if count > self.above:
-                    why = f"{count} processes compute on device {device.index}, {self.above} processes are allowed"
-                    yield Finding("processes", subject, why, processes)
+
+        def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
+            count = len(processes if self.per == "user" else computing(device))
+            if count <= self.above:
+                return None
+            return f"{count} processes compute on device {device.index}, {self.above} processes are allowed"
+
+        return _per_place("processes", view, self.per, why)
+
+
+@dataclass(frozen=True)
+class HealthRule:
+    """A device has a problem, is slowed down, or counts too many errors.
+
+    The finding is about the device, since hardly ever its user is the cause.
+
+    problems: globs; "*" is any problem that the driver reports: lost, unresponsive, reset required, ...
+    throttle_reasons: globs, for the names that nvidia-smi gives to the reasons of slower clocks.
+    ecc_corrected_above: more corrected memory errors than that since the driver was loaded.
+    ecc_uncorrected_above: likewise, errors that could not be corrected.
+    retired_pages_above: more pages of memory were given up than that.
+    remapped_rows_above: more rows of memory were replaced than that.
+    with_processes: an action means the processes on the device, too.
+
+        when: {health: {problems: ["lost", "reset required", "*pending*"], ecc_uncorrected_above: 0}}
+    """
+
+    problems: tuple[str, ...] = ()
+    throttle_reasons: tuple[str, ...] = ()
+    ecc_corrected_above: int | None = None
+    ecc_uncorrected_above: int | None = None
+    retired_pages_above: int | None = None
+    remapped_rows_above: int | None = None
+    with_processes: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.problems or self.throttle_reasons or self._limits()):
+            raise InvalidRequest("no condition is given: write problems, throttle_reasons or one of the ..._above.")
+
+    @property
+    def further_fields(self) -> frozenset[str]:
+        """The groups that it judges by and that nobody else needs: 15 driver calls per device and sample."""
+        slowed = {CLOCKS} if self.throttle_reasons else set()
+        return frozenset(slowed | ({ECC} if self._limits() else set()))
+
+    def check(self, view: RuleView) -> Iterator[Finding]:
+        """A finding per device."""
+        for device in view.snapshot.devices:
+            faults = [*self._names(device), *self._counts(device)]
+            if faults:
+                processes = computing(device) if self.with_processes else ()
+                yield Finding("health", device_subject(device), "; ".join(faults), processes)
+
+    def _names(self, device: Device) -> Iterator[str]:
+        problems = [name for name in device.problems or () if _is_one(name, self.problems)]
+        slowed = [name for name in device.throttle_reasons or () if _is_one(name, self.throttle_reasons)]
+        if problems:
+            yield ", ".join(problems)
+        if slowed:
+            yield f"slowed down by {', '.join(slowed)}"
+
+    def _counts(self, device: Device) -> Iterator[str]:
+        for field, what, limit in self._limits():
+            count = getattr(device, field)
+            if count is not None and count > limit:
+                yield f"{count} {what}, {limit} are allowed"
+
+    def _limits(self) -> list[tuple[str, str, int]]:
+        rows = (
+            ("ecc_corrected_volatile", "corrected memory errors", self.ecc_corrected_above),
+            ("ecc_uncorrected_volatile", "uncorrected memory errors", self.ecc_uncorrected_above),
+            ("retired_pages", "retired pages", self.retired_pages_above),
+            ("remapped_rows", "remapped rows", self.remapped_rows_above),
+        )
+        return [(field, what, limit) for field, what, limit in rows if limit is not None]
+
+
+def _is_one(name: str, globs: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)

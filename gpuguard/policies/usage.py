@@ -1,4 +1,7 @@
-"""Use without a claim."""
+"""Rules about who computes where, and with what.
+
+``unclaimed``, ``trespass``, ``users``, ``command`` and ``outside_scheduler``.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated
 
-from gpuguard.device_state import claim_of, claims_on, claims_readable, usable_devices
+from gpuguard.device_state import claim_of, claims_on, claims_readable, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, GpuProcess
-from gpuguard.policies.subjects import called, computing, everywhere
-from gpuguard.policies.view import RuleView, process_subject
+from gpuguard.policies.view import RuleView, computing, computing_processes, process_subject
 from gpuguard.units import format_bytes, parse_bytes
 
 
@@ -43,9 +45,6 @@ class UnclaimedRule:
                 yield Finding("unclaimed", process_subject(device, process), why, (process,))
 
 
-# Use of a device that somebody else has claimed.
-
-
 @dataclass(frozen=True)
 class TrespassRule:
     """A process computes on a device that another user has claimed.
@@ -71,7 +70,7 @@ class TrespassRule:
                 if not process.uid or (process.container and not self.containers):
                     continue
                 if claim_of(process, here, view.seen) is None:
-                    owners = ", ".join(called(record.user, record.uid) for record in here)
+                    owners = ", ".join(user_label(record.user, record.uid) for record in here)
                     why = f"uses {format_bytes(process.memory_used)} of a device that {owners} has claimed"
                     yield Finding("trespass", process_subject(device, process), why, (process,))
 
@@ -104,11 +103,11 @@ class UsersRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
-        for device, process in everywhere(view):
+        for device, process in computing_processes(view):
             reason = self._against(process, view)
             if reason:
                 used = format_bytes(process.memory_used)
-                why = f"{called(process.user, process.uid)} {reason} and uses {used}"
+                why = f"{user_label(process.user, process.uid)} {reason} and uses {used}"
                 yield Finding("users", process_subject(device, process), why, (process,))
 
     def _against(self, process: GpuProcess, view: RuleView) -> str | None:
@@ -124,9 +123,6 @@ class UsersRule:
         if self.allow_groups and (groups is None or groups.intersection(self.allow_groups)):
             return None
         return "is not among those who are allowed"
-
-
-# Which programs may compute.  A program is the file that runs: the name of a process is whatever its user likes.
 
 
 LONGEST = 4096  # characters of a command line that are looked at: its user writes as many as he likes
@@ -158,7 +154,7 @@ class CommandRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
-        for device, process in everywhere(view):
+        for device, process in computing_processes(view):
             if process.executable and self._means(process, process.executable.removesuffix(_DELETED)):
                 why = f"runs {process.executable} and uses {format_bytes(process.memory_used)}"
                 yield Finding("command", process_subject(device, process), why, (process,))
@@ -175,9 +171,6 @@ class CommandRule:
 
 def _is_one(text: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatchcase(text[:LONGEST], glob) for glob in globs)
-
-
-# Use of a device that the scheduler has given to somebody else, or to nobody.
 
 
 @dataclass(frozen=True)
@@ -197,7 +190,7 @@ class OutsideSchedulerRule:
         """A finding per process and device."""
         if view.scheduled is None:
             return
-        for device, process in everywhere(view):
+        for device, process in computing_processes(view):
             given = view.scheduled.get(device.uuid, view.scheduled.get(device.parent_uuid or device.uuid))
             if given is None or process.uid in given or (process.container and not self.containers):
                 continue

@@ -5,11 +5,11 @@ Time comes from the snapshot.  Nothing in here reads anything: watchdog and back
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
-from gpuguard.device_state import Processes
+from gpuguard.device_state import Processes, claim_of, claims_on, computes, started_by, usable_devices
 from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Subject
 
 Sample = tuple[float, float]  # (clock, value)
@@ -85,7 +85,7 @@ def _device_subject(uuid: str) -> Subject:
     return Subject("device", device=uuid)
 
 
-def judged(device: Device) -> tuple[GpuProcess, ...]:
+def judged_processes(device: Device) -> tuple[GpuProcess, ...]:
     """The processes of *device* that may be judged at all.
 
     None of a list that is not plausible, and only those whose identity is known.
@@ -98,12 +98,93 @@ def judged(device: Device) -> tuple[GpuProcess, ...]:
     return device.processes
 
 
-# One sample, laid out so that everything about a device, a process, a claim or a user is found at once.
-#
-# Only what may be judged is in it: plausible lists, processes whose identity is known, claims that live.
+# Who computes on a device and who holds it: only processes that may be judged at all, and never a desktop.
 
 
-Identity = tuple[int, float]  # of a process: pid, start_time
+def computing(device: Device) -> tuple[GpuProcess, ...]:
+    """The processes of *device* that may be judged and that surely compute there; no desktops."""
+    return tuple([process for process in judged_processes(device) if computes(process)])
+
+
+def computing_processes(view: RuleView) -> Iterator[tuple[Device, GpuProcess]]:
+    """Each computing process on each device; a device that is divided has none but those of its instances."""
+    for device in usable_devices(view.snapshot):
+        for process in computing(device):
+            yield device, process
+
+
+def claim_subject(record: ClaimRecord) -> Subject:
+    """A claim, on all of its devices."""
+    return Subject("claim", uid=record.uid, claim=record.id, user=record.user)
+
+
+SubjectUse = tuple[Subject, int | None, tuple[GpuProcess, ...]]  # who, bytes of memory, whom an action would mean
+
+
+def whole_devices(view: RuleView) -> Iterator[tuple[Device, tuple[Device, ...]]]:
+    """Each device that is no part of another one here, with the places on it: its instances, else itself."""
+    uuids, parts = {device.uuid for device in view.snapshot.devices}, usable_devices(view.snapshot)
+    for whole in view.snapshot.devices:
+        if whole.parent_uuid not in uuids:
+            yield whole, tuple(one for one in parts if whole.uuid in (one.uuid, one.parent_uuid))
+
+
+def per_device(view: RuleView, device: Device) -> Iterator[SubjectUse]:
+    """The device as such: nobody in particular is to blame."""
+    yield device_subject(device), device.memory_used, ()
+
+
+def per_process(view: RuleView, device: Device) -> Iterator[SubjectUse]:
+    """Each process that computes there."""
+    for process in computing(device):
+        yield process_subject(device, process), process.memory_used, (process,)
+
+
+def per_user(view: RuleView, device: Device) -> Iterator[SubjectUse]:
+    """Each user of the device with all processes there."""
+    of_user: dict[int | None, list[GpuProcess]] = {}
+    for process in computing(device):
+        of_user.setdefault(process.uid, []).append(process)
+    for processes in of_user.values():
+        subject = Subject("user", device=device.uuid, uid=processes[0].uid, user=processes[0].user)
+        yield subject, known_sum(processes), tuple(processes)
+
+
+def per_claim(view: RuleView, device: Device) -> Iterator[SubjectUse]:
+    """Each claim with its processes there.
+
+    Where a user has two claims nobody knows which is whose, unless they share the device and were started below them.
+    """
+    claims = claims_on(view.snapshot, device)
+    for claim in claims:
+        if claim.uid < 0:
+            continue
+        if sum(other.uid == claim.uid for other in claims) == 1:
+            found = tuple(one for one in computing(device) if claim_of(one, claims, view.seen) == claim)
+            yield claim_here(device, claim), known_sum(found), found
+        elif claim.slots:
+            found = tuple(one for one in computing(device) if started_by(one, claims, view.seen) == claim)
+            yield claim_here(device, claim), known_sum(found), found
+
+
+def claim_here(device: Device, claim: ClaimRecord) -> Subject:
+    """A claim, on one of its devices."""
+    return Subject("claim", device=device.uuid, uid=claim.uid, claim=claim.id, user=claim.user)
+
+
+def known_sum(processes: Sequence[GpuProcess]) -> int | None:
+    """The memory that is known to be used: never too much, so it accuses nobody wrongly."""
+    known = [process.memory_used for process in processes if process.memory_used is not None]
+    return sum(known) if known else None
+
+
+USES = {"process": per_process, "user": per_user, "claim": per_claim, "device": per_device}
+
+
+# One sample, laid out so that everything about a device, a process, a claim or a user is found at once.  Only what may
+# be judged is in it: plausible lists, processes whose identity is known, claims that live.
+
+ProcessIdentity = tuple[int, float]  # of a process: pid, start_time
 SubjectIdentity = tuple[str, str | None, int | None, float | None, int | None, str | None]
 
 
@@ -125,7 +206,7 @@ class SampleIndex:
     view: RuleView
     zone: float
     devices: Mapping[str, Device]
-    processes: Mapping[Identity, Mapping[str, GpuProcess]]
+    processes: Mapping[ProcessIdentity, Mapping[str, GpuProcess]]
     claims: Mapping[tuple[int, str], ClaimRecord]
     claims_on: Mapping[str, tuple[ClaimRecord, ...]]
     territory: Mapping[int, set[str]]
@@ -151,10 +232,10 @@ class SampleIndex:
 def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
     """Lay out one sample."""
     snapshot = view.snapshot
-    processes: dict[Identity, dict[str, GpuProcess]] = {}
+    processes: dict[ProcessIdentity, dict[str, GpuProcess]] = {}
     territory: dict[int, set[str]] = {}
     for device in snapshot.devices:
-        for process in judged(device):
+        for process in judged_processes(device):
             assert process.start_time is not None and process.uid is not None  # judged() leaves out the others
             processes.setdefault((process.pid, process.start_time), {})[device.uuid] = process
             territory.setdefault(process.uid, set()).add(device.uuid)
@@ -178,19 +259,19 @@ def identity_of(subject: Subject) -> SubjectIdentity:
     return (subject.kind, subject.device, subject.pid, subject.start_time, subject.uid, subject.claim)
 
 
-def reach_of(subject: Subject, processes: Sequence[GpuProcess], sight: SampleIndex) -> tuple[str, ...]:
+def reach_of(subject: Subject, processes: Sequence[GpuProcess], index: SampleIndex) -> tuple[str, ...]:
     """The devices that are touched when something is done about *subject* and *processes*."""
     if subject.kind == "process" and len(processes) == 1 and processes[0].start_time is not None:
-        there = sight.processes.get((processes[0].pid, processes[0].start_time), {})
+        there = index.processes.get((processes[0].pid, processes[0].start_time), {})
         if len(there) == 1 and subject.device in there:
             return tuple(there)  # as for nearly all findings: it spares them two sets and a sorting
     reach = {subject.device} if subject.device else set()
     for process in processes:
         if process.start_time is not None:
-            reach.update(sight.processes.get((process.pid, process.start_time), ()))
-    claim = sight.claim_of(subject)
+            reach.update(index.processes.get((process.pid, process.start_time), ()))
+    claim = index.claim_of(subject)
     if claim is not None and (subject.kind == "claim" or not reach):
         reach.update(claim.devices)
     if not reach and subject.uid is not None:
-        reach.update(sight.territory.get(subject.uid, ()))
+        reach.update(index.territory.get(subject.uid, ()))
     return tuple(sorted(reach))
