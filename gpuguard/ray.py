@@ -4,24 +4,21 @@
     @gpuguard.ray.guarded
     def train(config): ...
 
-Where somebody else has taken a device, the task gets another one of its node before it begins.  Does not submit
-commands: see `gpuguard submit --via ray`.
+Where another user has taken a device, the task waits for it in the queue before it begins.  Does not submit commands:
+see `gpuguard submit --via ray`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 from gpuguard import api
-from gpuguard.claims.claim import Claim
 from gpuguard.clusters import ray as engine
-from gpuguard.errors import InvalidRequest, NotEnoughGpus
+from gpuguard.errors import InvalidRequest
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -92,33 +89,11 @@ def _guarded_class(thing: type, options: dict[str, Any]) -> type:
 
 @contextmanager
 def _held(options: dict[str, Any]) -> Iterator[None]:
-    """A claim on the devices that Ray gave, or on others of the node that it gave instead."""
-    devices, wait = engine.given(), options["wait"]
+    """A claim on the devices that Ray gave."""
+    devices = engine.given()
     if engine.is_part() and not options.get("share"):
         raise InvalidRequest(
             "Ray gave only a part of a GPU: write @gpuguard.ray.guarded(share=True, memory=10 * 2**30) to share it."
         )
-    conditions = {name: value for name, value in options.items() if name != "wait"}
-    deadline = None if wait is None else time.monotonic() + wait
-
-    def attempt(among: tuple[str, ...], on_wait: Callable[[NotEnoughGpus], None] | None) -> Claim:
-        os.environ[engine.VARIABLE] = ",".join(among)
-        # Not 0, which would ask for no waiting: what is raised then is no WaitTimeout.
-        left = None if deadline is None else max(0.001, deadline - time.monotonic())
-        seconds = left if on_wait else 0.0
-        return stack.enter_context(api.claim(len(devices), devices=among, wait=seconds, on_wait=on_wait, **conditions))
-
-    before = os.environ.get(engine.VARIABLE)
-    with ExitStack() as stack:
-        stack.callback(_restore, before)
-        opened = functools.partial(engine.LocalNodeDevices, len(devices))
-        claim, places = engine.search(devices, len(devices), attempt, opened, deadline, waits=wait != 0)
-        if places:
-            places.keep([name for device in claim for name in (str(device.index), device.uuid)])
-            stack.callback(places.keep, ())
+    with api.claim(len(devices), devices=devices, **options):
         yield
-
-
-def _restore(value: str | None) -> None:
-    if value is not None:
-        os.environ[engine.VARIABLE] = value

@@ -199,7 +199,7 @@ def test_what_submit_is_told_run_is_told(via, text):
         told = inner[inner.index("run") + 1 :]
     else:
         inner = shlex.split(submit.entrypoint(args, "python3", brings=True))
-        told = inner[inner.index("gpuguard.cli.ray_worker") + 2 :]
+        told = inner[inner.index("run") + 1 :]
     run = build_parser("run").parse_args(told)
 
     assert (run.note, run.model, run.min_free, command_of(run)) == (text, [text], "1GiB", ["c", text])

@@ -107,8 +107,7 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None) -> int:
-    """The exit code; *claiming* stands in for claim_for() where a scheduler has a say in the devices."""
+def main(args: argparse.Namespace) -> int:
     wait, time_limit, grace = durations_of(args)  # first: --wait may have taken the command for its value
     command = command_of(args)
     policies, checkpoint = limits_of(args, time_limit)
@@ -119,7 +118,7 @@ def main(args: argparse.Namespace, claiming: Callable[..., Claim] | None = None)
     if not args.exec:
         become_subreaper()
     chatty = not args.quiet and is_terminal()
-    claim = (claiming or claim_for)(args, command, (request, *ways), directory, backend, wait, time_limit)
+    claim = claim_for(args, command, (request, *ways), directory, backend, wait, time_limit)
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
     place = isolated(claim, backend, directory, args.visible) if args.isolate else None
     if chatty:

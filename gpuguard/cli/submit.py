@@ -7,7 +7,8 @@ gpuguard submit --via slurm --print -n 2 -- python train.py     shows the comman
 gpuguard submit --via ray -n 2 -- python tune.py                through Ray's job API
 
 The engine chooses the machine and its GPUs; there the command runs under `gpuguard run`, with the same options, limits
-and exit codes.  Exit codes: 0 submitted; with --attach those of `gpuguard run`, 125 also when the engine refuses.
+and exit codes.  Exit codes: 0 submitted; with --attach those of `gpuguard run`, 125 also when the engine refuses.  Ray
+knows only 1 for a command that failed.
 """
 
 from __future__ import annotations
@@ -19,25 +20,22 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from gpuguard.cli.options import add_choice_options, request_of
-from gpuguard.cli.ray_follow import follow
 from gpuguard.cli.run import add_limit_options, command_of, durations_of, limits_of
 from gpuguard.cli.terminal import print_notice
-from gpuguard.clusters import ray
+from gpuguard.clusters.ray import HOW_TO_INSTALL
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.jsonio import loads
 from gpuguard.sanitize import neutralise
 from gpuguard.views.text import put
 
-if TYPE_CHECKING:
-    pass
-
 ENGINES = ("slurm", "ray")
-PLACES = ("gpus", "exclude", "prefer")  # name devices of one machine, and which machine it will be nobody knows
+DEVICE_OPTIONS = ("gpus", "exclude", "prefer")  # name devices of one machine, and the engine chooses the machine
 
 # Options of `gpuguard run` that the command gets on the machine where it runs.
 PASSED = (
@@ -101,7 +99,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         InvalidRequest: an option cannot be understood, or makes no sense for an engine.
     """
-    for name in PLACES:
+    for name in DEVICE_OPTIONS:
         if getattr(args, name) is not None:
             raise InvalidRequest(f"--{name}: {args.via} chooses the machine and its GPUs.  Drop it, or say --model.")
     if args.mine_as_free or args.strategy != "spread":
@@ -130,21 +128,18 @@ def inner_words(args: argparse.Namespace) -> list[str]:
         if value is True:
             words.append(flag)
         elif isinstance(value, list):
-            words += [word for each in value for word in _said(flag, each)]
+            words += [word for text in value for word in _option(flag, text)]
         elif value not in (None, False, DEFAULTS.get(name)):
-            words += _said(flag, str(value))
+            words += _option(flag, str(value))
     return words
 
 
-def _said(flag: str, value: str) -> list[str]:
+def _option(flag: str, value: str) -> list[str]:
     return [f"{flag}={value}"] if value.startswith("-") else [flag, value]  # as a word it would be an option
 
 
-# `gpuguard submit --via ray`: Ray's job API, with `gpuguard run` in front of the command on the worker.
-#
-# Ray keeps output and errors of a job in one stream, which is what --attach shows.  It knows no time to wait for a
-# start and sends SIGTERM to end a job, and SIGKILL STOP_SECONDS later.
-
+# --via ray: `ray job submit`, with `gpuguard run` in front of the command on the worker.  Ray keeps output and errors
+# of a job in one stream.  It sends SIGTERM to end a job, and SIGKILL STOP_SECONDS later.
 
 STOP_SECONDS = 30  # Ray's own 3 s are short for saving a state; so much has a job under Slurm
 
@@ -152,8 +147,16 @@ STOP_SECONDS = 30  # Ray's own 3 s are short for saving a state; so much has a j
 _WORDS = ("--address", "--entrypoint-num-cpus", "--entrypoint-memory", "--entrypoint-resources", "--runtime-env-json")
 
 
+_RAY_ADVICE = """\
+RAY_API_SERVER_ADDRESS=http://head:8265 or --with '--address http://head:8265' names its dashboard; RAY_AUTH_TOKEN,
+RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token its token.  `gpuguard submit --print ...` shows what it is asked for."""
+
+
 def submit_to_ray(args: argparse.Namespace) -> int:
     """Submit the command of *args*; with --attach stay until it has ended.
+
+    Returns:
+        0; with --attach the exit code of `ray job submit`: 1 when the command failed.
 
     Raises:
         GpuguardError: Ray is not here, or refuses.
@@ -161,24 +164,69 @@ def submit_to_ray(args: argparse.Namespace) -> int:
     more = engine_words(args.engine_words)
     job = job_of(args, more)
     if args.print:
-        put([shlex.join(printed(job, more))], sys.stdout)
+        put([shlex.join(ray_words(job, more))], sys.stdout)
         return 0
-    client = ray.connect(more.address)
-    name = job["submission_id"] = f"raysubmit_{os.urandom(8).hex()}"
+    name = f"raysubmit_{os.urandom(8).hex()}"  # chosen here, so that it is known when this is interrupted
+    end = f"`ray job stop {name}` ends it"
+    words = ray_words(job, more, "--submission-id", name, *([] if args.attach else ["--no-wait"]))
+    words[0] = program = ray_program()
     if args.attach:
-        wait, _, _ = durations_of(args)
-        return follow(client, job, wait, args.no_wait)
+        return _follow_ray_job(words, [program, "job", "stop", *_address(more), name], name)
     try:
-        client.submit(job)
+        done = subprocess.run(
+            words, env=ray_environment(), capture_output=True, text=True, errors="replace", check=False
+        )
     except KeyboardInterrupt:
-        print_notice(f"Ray may have the job all the same: `ray job stop {name}` ends it.")
+        print_notice(f"Ray may have the job all the same: {end}.")
         raise
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise GpuguardError(f"Ray refuses: {lines[-1] if lines else f'exit code {done.returncode}'}\n{_RAY_ADVICE}")
     if args.json:
         put([json.dumps({"schema": 1, "via": "ray", "job": name})], sys.stdout)
     else:
-        put([f"Ray job {name} is queued: `ray job logs {name}` shows its output, `ray job stop {name}` ends it."],
-            sys.stdout)  # fmt: skip
+        put([f"Ray job {name} is queued: `ray job logs {name}` shows its output, {end}."], sys.stdout)
     return 0
+
+
+def _follow_ray_job(submit: list[str], stop: list[str], name: str) -> int:
+    """The exit code of `ray job submit`, which shows the output; Ctrl-C and SIGTERM end the job."""
+    print_notice(f"Ray job {name}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with subprocess.Popen(submit, env=ray_environment(), stdin=subprocess.DEVNULL) as child:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            child.terminate()
+            print_notice(f"asking Ray to end the job {name}.")
+            subprocess.run(stop, env=ray_environment(), check=False)
+            return 128 + signal.SIGINT
+
+
+def _address(more: argparse.Namespace) -> list[str]:
+    return ["--address", more.address] if more.address else []
+
+
+def ray_program() -> str:
+    """The path of `ray`.
+
+    Raises:
+        InvalidRequest: it is not installed.
+    """
+    beside = os.path.join(os.path.dirname(sys.executable), "ray")
+    program = beside if os.access(beside, os.X_OK) else shutil.which("ray")
+    if program is None:
+        raise InvalidRequest(f"Ray is not installed here: {HOW_TO_INSTALL}.")
+    return program
+
+
+def ray_environment() -> dict[str, str]:
+    """Of `ray`, which sends a token only in this mode, whatever token there is."""
+    environment = dict(os.environ)
+    token = Path.home() / ".ray" / "auth_token"
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys() or token.exists():
+        environment.setdefault("RAY_AUTH_MODE", "token")
+    return environment
 
 
 def engine_words(texts: list[str]) -> argparse.Namespace:
@@ -248,24 +296,23 @@ def job_of(args: argparse.Namespace, more: argparse.Namespace) -> dict[str, obje
 def entrypoint(args: argparse.Namespace, python: str, brings: bool) -> str:
     """What Ray's shell runs on the worker: with this Python if it is there too, else with that of Ray's PATH."""
     waiting = ["--no-wait"] if args.no_wait else ["--wait", args.wait] if args.wait else []
+    run = [*python_words("gpuguard")[1:], "run", *inner_words(args), *waiting, "--", *args.command]
     # A directory that Ray brings to the worker is where the command starts; else the one here, if it is there too.
-    place = "." if brings else os.getcwd()
-    _, *worker = python_words("gpuguard.cli.ray_worker")
-    worker += [place, *inner_words(args), *waiting, "--", *args.command]
-    # exec: what Ray finds out about its child is the exit status of gpuguard run.
-    missing = "has no gpuguard on this node: pip install 'gpuguard[ray]' there, or --with '--python PATH'."
+    here = shlex.quote(os.getcwd())
+    missing = shlex.quote(f"gpuguard: {os.getcwd()} is not on this node: the command starts in")
+    change = "" if brings else f'cd {here} 2>/dev/null || echo {missing} "$PWD" >&2; '
+    advice = "has no gpuguard on this node: pip install 'gpuguard[ray]' there, or --with '--python PATH'."
     probe = shlex.quote(f"{WITHOUT_WORKING_DIRECTORY} gpuguard")
+    # exec: what Ray finds out about its child is the exit status of gpuguard run.
     return (
         f'P={shlex.quote(python)}; [ -x "$P" ] || P=python3; "$P" -c {probe} 2>/dev/null || '
-        f'{{ echo gpuguard: "$P" {shlex.quote(missing)} >&2; exit 125; }}; exec "$P" {shlex.join(worker)}'
+        f'{{ echo gpuguard: "$P" {shlex.quote(advice)} >&2; exit 125; }}; {change}exec "$P" {shlex.join(run)}'
     )
 
 
-def printed(job: dict[str, object], more: argparse.Namespace) -> list[str]:
-    """The same as words of `ray job submit`."""
-    words = ["ray", "job", "submit"]
-    if more.address:
-        words += ["--address", more.address]
+def ray_words(job: dict[str, object], more: argparse.Namespace, *further: str) -> list[str]:
+    """The words of `ray job submit`."""
+    words = ["ray", "job", "submit", *further, *_address(more)]
     for key, value in job.items():
         if key.startswith("entrypoint_"):
             words += [f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
@@ -273,11 +320,9 @@ def printed(job: dict[str, object], more: argparse.Namespace) -> list[str]:
     return [*words, "--", "sh", "-c", str(job["entrypoint"])]
 
 
-# `gpuguard submit --via slurm`: sbatch or srun, with `gpuguard run` in front of the command.
-#
-# Slurm gives whole GPUs; what else is asked of them is looked at by `gpuguard run` where the job runs, and the limits
-# are kept there.  Slurm's own time limit stands behind that of the job, so that it ends as its options say.
-
+# --via slurm: sbatch or srun, with `gpuguard run` in front of the command.  Slurm gives whole GPUs; what else is asked
+# of them is checked by `gpuguard run` where the job runs, and the limits are kept there.  Slurm's own time limit stands
+# behind that of the job, so that it ends as its options say.
 
 LATER_SECONDS = 90.0  # after the last signal of gpuguard's own ladder
 NOT_NOW, TIMED_OUT, FAILED = "75", "124", "125"
@@ -347,12 +392,12 @@ def command_line(args: argparse.Namespace) -> list[str]:
             words += shlex.split(more)
         except ValueError as fault:
             raise InvalidRequest(f"--with: {more[:60]!r} cannot be split into words: {fault}.") from None
-    inner = [*gpuguard(), "run", *inner_words(args), "--", *args.command]
+    inner = [*gpuguard_words(), "run", *inner_words(args), "--", *args.command]
     # exec: what Slurm sends to the job reaches gpuguard run, which passes it on.
     return [*words, *inner] if args.attach else [*words, "--parsable", f"--wrap=exec {shlex.join(inner)}"]
 
 
-def gpuguard() -> list[str]:
+def gpuguard_words() -> list[str]:
     """The words that start this very gpuguard on another machine of the same kind."""
     program = os.path.abspath(sys.argv[0])
     if os.path.basename(program) == "gpuguard" and os.access(program, os.X_OK):
