@@ -133,10 +133,11 @@ def test_who_stays_has_the_output_and_the_exit_code_of_ray_job_submit(tmp_path, 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_of_who_stays_ends_the_job(tmp_path, number):
-    gpuguard = ray(tmp_path, '[ "$2" = stop ] || exec sleep 600')
+    until_it_is_stopped = f"[ $2 = stop ] && touch {tmp_path}/over; until [ -e {tmp_path}/over ]; do sleep 0.1; done"
+    gpuguard = ray(tmp_path, until_it_is_stopped)
     command = [sys.executable, "-m", "gpuguard", "submit", "--via", "ray", "--attach", "--", "ls"]
     with subprocess.Popen(command, env=gpuguard.environment, stderr=subprocess.DEVNULL) as running:
-        assert eventually((tmp_path / "words").exists)
+        assert eventually(lambda: (tmp_path / "words").exists() and "sh" in words(tmp_path))
         running.send_signal(number)
         status = running.wait(60)
 

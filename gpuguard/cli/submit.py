@@ -197,7 +197,6 @@ def _follow_ray_job(submit: list[str], stop: list[str], name: str) -> int:
         try:
             return child.wait()
         except KeyboardInterrupt:
-            child.terminate()
             print_notice(f"asking Ray to end the job {name}.")
             subprocess.run(stop, env=ray_environment(), check=False)
             return 128 + signal.SIGINT
