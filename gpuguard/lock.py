@@ -243,7 +243,7 @@ def _lock_chosen(
         taken[device.uuid] = str(error)
         return False
     if locks is None:
-        taken.setdefault(device.uuid, "claimed by somebody just now")
+        taken.setdefault(device.uuid, "claimed just now")
         return False
     held[device.uuid] = locks
     return True

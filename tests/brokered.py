@@ -33,13 +33,13 @@ KINDS = ("everybody", "broker", "keeper")
 # Connects as the client does, and shows what comes back.
 CALL = """
 import json, os, sys, time
-from gpuguard.daemon.client import call
+from gpuguard.daemon.client import exchange
 from gpuguard.claims.directory import lock_directory
 directory = lock_directory(os.environ["GPUGUARD_DIR"])
 """
 
 CLAIM = """
-answer, descriptors = call(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+answer, descriptors = exchange(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
 print(json.dumps(answer | {"descriptors": len(descriptors)}))
 """
 
@@ -121,11 +121,12 @@ class Brokered:
         ).read_text()
 
     def _answers(self) -> bool:
-        from gpuguard.daemon.client import call_daemon
+        from daemons import ask
+
         from gpuguard.errors import GpuguardError
 
         try:
-            return "held" in call_daemon(self.directory, {"do": "claims"})
+            return "held" in ask(self.directory, {"do": "claims"})
         except GpuguardError:
             return False
 

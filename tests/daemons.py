@@ -19,6 +19,9 @@ import pytest
 from commands import Gpuguard
 from nodes import eventually, start
 
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.daemon.client import close_all, exchange
+
 SOMEBODY = 20001
 PASSWD = f"somebody:x:{SOMEBODY}:{SOMEBODY}::/nonexistent:/bin/false\n"
 # A process that registers as root and then becomes somebody: its node lies where only root may write.
@@ -125,3 +128,10 @@ def somebodys(node: str, devices: str, memory: int, lock: str = "") -> Iterator[
             yield child
         finally:
             child.kill()
+
+
+def ask(directory: LockDirectory, request: dict[str, Any], seconds: float = 10.0) -> dict[str, Any]:
+    """What the daemon of *directory* replies, without what it would hand over."""
+    content, descriptors = exchange(directory, request, seconds)
+    close_all(descriptors)
+    return content

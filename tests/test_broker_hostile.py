@@ -51,7 +51,7 @@ def test_no_lock_can_be_taken_or_tampered_with_by_hand(broker):
 
 def test_what_was_given_cannot_be_opened_again_or_written(broker):
     code = """
-_, (descriptor,) = call(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+_, (descriptor,) = exchange(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
 for attempt in (
     lambda: os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY), lambda: os.write(descriptor, b"mine"),
     lambda: os.fchmod(descriptor, 0o666), lambda: os.ftruncate(descriptor, 0),
@@ -88,7 +88,7 @@ claims += [{"devices": [mine], **each} for each in others] + [{"devices": [alice
 from gpuguard.errors import GpuguardError
 for claim in claims:
     try:
-        answer, descriptors = call(directory, {"conditions": {}, **claim, "do": "claim", "uid": 0})
+        answer, descriptors = exchange(directory, {"conditions": {}, **claim, "do": "claim", "uid": 0})
         if descriptors or "refused" not in answer:
             print("GIVEN", claim, answer)
     except GpuguardError as error:
@@ -108,7 +108,7 @@ def test_forged_requests_get_nothing(broker):
 INSIDE = """
 for outer in sys.argv[2:]:
     try:
-        print(call(directory, {"do": "claim", "devices": sys.argv[1:2], "inside": outer}))
+        print(exchange(directory, {"do": "claim", "devices": sys.argv[1:2], "inside": outer}))
     except Exception as error:
         print("refused")
 """
@@ -143,7 +143,7 @@ time.sleep(60)
 
 KEPT = """
 import fcntl
-answer, (descriptor,) = call(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+answer, (descriptor,) = exchange(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
 print(answer["claim"], flush=True)
 for line in sys.stdin:
     fcntl.flock(descriptor, {"unlock": fcntl.LOCK_UN, "lock": fcntl.LOCK_EX}[line.strip()] | fcntl.LOCK_NB)
@@ -173,7 +173,7 @@ def test_nobody_is_told_that_a_device_is_free_while_it_can_be_taken_back(broker)
         assert hostile.stdin and hostile.stdout and hostile.stdout.readline()
         for _ in range(10):  # before the daemon looks by itself, and after
             say(hostile, "unlock")
-            seen = broker.python(ALICE, "print(call(directory, {'do': 'claims'})[0]['held'])")
+            seen = broker.python(ALICE, "print(exchange(directory, {'do': 'claims'})[0]['held'])")
             say(hostile, "lock")
             assert seen == "{}\n" and broker.locked() == []
 
@@ -185,9 +185,9 @@ def say(program: Any, word: str) -> None:
 
 UNREAD = """
 import socket, time
-from gpuguard.daemon.client import _connect, encoded
+from gpuguard.daemon.client import connect, encoded
 connection = socket.socket(socket.AF_UNIX)
-_connect(connection, directory, time.monotonic() + 10)
+connect(connection, directory, 10)
 connection.sendall(encoded({"do": "claim", "devices": sys.argv[1:], "conditions": {}}))
 print("asked", flush=True)
 sys.stdin.readline()
@@ -215,13 +215,13 @@ def test_whoever_goes_before_the_answer_leaves_nothing_locked(broker):
 
 FLOOD = """
 import socket, time
-from gpuguard.daemon.client import _connect, encoded
+from gpuguard.daemon.client import connect, encoded
 until = time.monotonic() + 4.0
 print("begun", flush=True)
 while time.monotonic() < until:
     try:
         connection = socket.socket(socket.AF_UNIX)
-        _connect(connection, directory, time.monotonic() + 1)
+        connect(connection, directory, 1)
         asked = encoded({"do": "claim", "devices": sys.argv[1:], "conditions": {}})
         socket.send_fds(connection, [asked[: 40 + int(time.monotonic() * 1000) % 200]], [0, 1, 2])
         connection.close()
@@ -290,7 +290,7 @@ from gpuguard.queue.tickets import OwnTicket as Held
 free, wanted = sys.argv[1:]
 place = Held(directory, {"requests": [{"devices": [free]}]})
 for device in (wanted, free):
-    answer, descriptors = call(directory, {"do": "claim", "devices": [device], "ticket": place.id})
+    answer, descriptors = exchange(directory, {"do": "claim", "devices": [device], "ticket": place.id})
     print(len(descriptors))
 """
 
@@ -317,8 +317,8 @@ def test_processes_of_others_cannot_be_overlooked_on_request(broker):
 
 NESTED = """
 import fcntl, time
-answer, (device,) = call(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
-_, (nested,) = call(directory, {"do": "claim", "devices": sys.argv[1:], "inside": answer["claim"]})
+answer, (device,) = exchange(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+_, (nested,) = exchange(directory, {"do": "claim", "devices": sys.argv[1:], "inside": answer["claim"]})
 os.close(device)
 print("kept", flush=True)
 time.sleep(60)
@@ -336,14 +336,14 @@ def test_a_lock_inside_a_claim_that_was_kept_does_not_hinder_the_next_owner(brok
 
 DEEPER = """
 share = {"share": True, "memory": 2**30}
-answer, (slot,) = call(directory, {"do": "claim", "devices": sys.argv[1:2], "conditions": share})
+answer, (slot,) = exchange(directory, {"do": "claim", "devices": sys.argv[1:2], "conditions": share})
 inside_a_share = {"devices": answer["locks"], "inside": answer["claim"]}
-whole, (device,) = call(directory, {"do": "claim", "devices": sys.argv[2:], "conditions": {}})
-inner, (nested,) = call(directory, {"do": "claim", "devices": sys.argv[2:], "inside": whole["claim"]})
+whole, (device,) = exchange(directory, {"do": "claim", "devices": sys.argv[2:], "conditions": {}})
+inner, (nested,) = exchange(directory, {"do": "claim", "devices": sys.argv[2:], "inside": whole["claim"]})
 inside_that = {"devices": inner["locks"], "inside": inner["claim"]}
 for each in (inside_a_share, inside_that):
     try:
-        print(call(directory, {"do": "claim", **each}))
+        print(exchange(directory, {"do": "claim", **each}))
     except Exception as error:
         print(error)
 """

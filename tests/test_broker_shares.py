@@ -20,7 +20,7 @@ from gpuguard.backends import open_backend
 from gpuguard.claims.claim import lock_device
 from gpuguard.claims.directory import BROKERED
 from gpuguard.claims.grants import Grant
-from gpuguard.daemon.broker import BY_SOMEBODY, IN_PART, Broker, grant_all
+from gpuguard.daemon.broker import CLAIMED, PART_CLAIMED, Broker, lock_all
 from gpuguard.model import HEALTH
 
 pytestmark = pytest.mark.root
@@ -235,7 +235,7 @@ def given(machine: Brokered, name: str, *, shown: bool = True, memory: int | Non
     if not shown:
         snapshot = replace(snapshot, devices=tuple(one for one in snapshot.devices if not one.parent_uuid))
     descriptors: list[int] = []
-    _, refused = grant_all(machine.directory, snapshot, [name], Grant(ALICE.pw_uid, "c", memory), descriptors)
+    _, refused = lock_all(machine.directory, snapshot, [name], Grant(ALICE.pw_uid, "c", memory), descriptors)
     while refused and descriptors:
         os.close(descriptors.pop())
     return descriptors, refused
@@ -249,7 +249,7 @@ def test_a_gpu_and_its_instances_exclude_each_other_also_when_the_driver_shows_t
         kept, refused = given(divided, one, memory=memory)
         assert refused == {}
         tries = [given(divided, other, shown=shown), given(divided, other, shown=shown, memory=2**30)]
-        assert [why for _, why in tries] == [{other: IN_PART}] * 2
+        assert [why for _, why in tries] == [{other: PART_CLAIMED}] * 2
         os.close(kept[0])
         with contextlib.ExitStack() as stack:
             for both in (first, second):
@@ -291,5 +291,5 @@ def test_a_share_is_looked_at_behind_its_lock(own):
     own.kill_daemon()
     lock = lock_device(own.directory, own.uuids[0], fcntl.LOCK_EX)
     assert lock
-    assert given(own, own.uuids[0], memory=2**30) == ([], {own.uuids[0]: BY_SOMEBODY})
+    assert given(own, own.uuids[0], memory=2**30) == ([], {own.uuids[0]: CLAIMED})
     os.close(lock.descriptor)

@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,9 @@ from commands import SECONDS, Gpuguard
 from nodes import GIB, a_user, change, start
 
 from gpuguard.claims.directory import lock_directory
-from gpuguard.daemon import server, service
-from gpuguard.daemon.service import Daemon, Settings, notify_systemd
+from gpuguard.daemon import service
+from gpuguard.daemon.service import Daemon, DaemonSettings
+from gpuguard.daemon.systemd import notify_systemd
 from gpuguard.errors import GpuguardError
 
 HOGS = """
@@ -170,19 +172,19 @@ def test_a_file_that_cannot_be_read_now_is_complained_of_once_and_read_later(tmp
     """A guard that was started while LDAP was down, or no process to be had, observed until somebody noticed."""
 
     def full(*_, **__):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+        raise RuntimeError("can't start new thread")
 
     said, events, path = [], [], tmp_path / "policy.yaml"
     path.write_text(POLICY)
     where = start(str(tmp_path / "node")), lock_directory(str(tmp_path))
-    guard = Daemon(*where, Settings(str(path)), said.append, events.append, lambda event: True)
+    guard = Daemon(*where, DaemonSettings(str(path)), said.append, events.append, lambda event: True)
     with monkeypatch.context() as crowded:
-        crowded.setattr(os, "posix_spawn", full)
-        guard._reload_if_changed(asked=False)
-        monkeypatch.setattr(service, "AGAIN_SECONDS", 0.0)
-        guard._reload_if_changed(asked=False)
+        crowded.setattr(threading.Thread, "start", full)
+        guard.reload_if_changed()
+        monkeypatch.setattr(service, "RETRY_SECONDS", 0.0)
+        guard.reload_if_changed()
     assert len(said) == 1
-    guard._reload_if_changed(asked=False)
+    guard.reload_if_changed()
 
     assert [event.outcome for event in events] == ["refused", "in force"]
 
@@ -202,12 +204,12 @@ def test_a_daemon_that_can_make_no_door_ends_where_it_gives_the_locks(tmp_path, 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(server, "SocketServer", full)
+    monkeypatch.setattr(service, "SocketServer", full)
     directory, told = replace(lock_directory(str(tmp_path)), keeper=keeper), list[str]()
-    guard = Daemon(start(str(tmp_path / "node")), directory, Settings(), told.append, print, lambda event: True)
+    guard = Daemon(start(str(tmp_path / "node")), directory, DaemonSettings(), told.append, print, lambda event: True)
     if keeper is None:
-        assert guard._open_door() is None and "`gpuguard keep` does not work" in told[0]
+        assert guard.open_socket() is None and "`gpuguard keep` does not work" in told[0]
         return
 
     with pytest.raises(GpuguardError, match="nobody can claim"):
-        guard._open_door()
+        guard.open_socket()

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 from builders import a_device, a_snapshot
-from daemons import SOMEBODY
+from daemons import SOMEBODY, ask
 
 from gpuguard import lock, source
 from gpuguard.claims import restrictions
 from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory, open_lock_file
 from gpuguard.claims.restrictions import DENIED, KEPT, QUARANTINED, Restriction, change, read_restrictions, to_json
-from gpuguard.daemon.client import call_daemon
 from gpuguard.daemon.server import SocketServer
 from gpuguard.errors import LockDirectoryError
 from gpuguard.lock import barred
@@ -231,7 +230,7 @@ def test_a_daemon_that_was_started_before_there_was_such_a_directory_is_still_th
 def test_requests_reach_the_daemon_there(directory, own):
     door = SocketServer(directory, lambda uid, request: {"heard": request["do"]})
     try:
-        assert call_daemon(directory, {"do": "keep"})["heard"] == "keep"
+        assert ask(directory, {"do": "keep"})["heard"] == "keep"
         assert (own / "daemon.sock").stat().st_mode & 0o777 == 0o666
     finally:
         door.close()
@@ -253,7 +252,7 @@ def test_a_socket_of_a_third_user_is_not_asked(directory, own):
     os.chown(own, SOMEBODY, SOMEBODY)  # the directory is given to somebody else, the socket in it is not
     try:
         with pytest.raises(Exception, match="not that of the daemon"):
-            call_daemon(directory, {"do": "keep"})
+            ask(directory, {"do": "keep"})
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from chances import THE_SAME, luck
 from commands import Gpuguard
-from daemons import DaemonUnderTest, a_daemon
+from daemons import DaemonUnderTest, a_daemon, ask
 from nodes import eventually, start
 from structures import mutants
 
@@ -27,7 +27,6 @@ from gpuguard.backends.simulated import Simulated
 from gpuguard.claims import release_requests
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.daemon.client import call_daemon
 from gpuguard.lock import acquire
 from gpuguard.queue import reservation_store, tickets
 from gpuguard.queue.priority import Ticket
@@ -349,7 +348,7 @@ def test_a_daemon_looks_and_answers_on(daemon):
                 stack.enter_context(as_files(place, meant, kind))  # type: ignore[arg-type]
             ends = {kind: (batch[0][0], batch[-1][0]) for kind, batch in planted.items()}
             assert goes_on(daemon), f"{ends}: {daemon.said()}"
-            assert call_daemon(place.directory, {"do": "status"})["ok"]
+            assert ask(place.directory, {"do": "status"})
 
 
 def test_a_daemon_that_believes_any_type_is_found(tmp_path):

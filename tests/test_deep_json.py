@@ -20,7 +20,7 @@ from sources import PACKAGE, ROOT, module_name, modules, tree
 
 from gpuguard.claims import grants, records, release_requests
 from gpuguard.daemon import server
-from gpuguard.daemon.client import LARGEST
+from gpuguard.daemon.client import MAX_REQUEST_BYTES
 from gpuguard.enforcement import limits
 from gpuguard.fleet.answers import DEPTH, reply_of
 from gpuguard.fleet.ssh import Reply
@@ -111,7 +111,7 @@ KINDS: dict[str, tuple[dict[str, object], Callable[[bytes], object]]] = {
     "grant": ({"uid": 7, "claim": "x"}, in_a_file(grants._grant_in)),
     "ticket": ({"requests": [{"num_gpus": 1}]}, lambda encoded: tickets._decoded(encoded, HERE, "x")),
     "reservation": (RESERVATION, lambda encoded: reservation_store._decoded(encoded, HERE, "x")),
-    "request": ({"do": "x"}, lambda encoded: isinstance(server._request(encoded), dict)),
+    "request": ({"do": "x"}, lambda encoded: isinstance(server._decoded(encoded), dict)),
     "deed": (DEED, lambda encoded: limits._action_of(encoded, "b", 2.0, 2.0)),
     "event": ({"schema": 1, "time_unix_seconds": 1.0}, lambda encoded: events.decoded([encoded])[0]),
 }
@@ -152,7 +152,7 @@ door.close()
 
 
 def test_brackets_do_not_end_the_daemon(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", IN_A_SMALL_THREAD, str(tmp_path / "claims"), str(LARGEST - 1)]
+    words = [sys.executable, "-c", IN_A_SMALL_THREAD, str(tmp_path / "claims"), str(MAX_REQUEST_BYTES - 1)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
 

@@ -18,13 +18,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from daemons import ask
 from guarded import SOMEBODY
 from nodes import eventually
 
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.daemon import client, server
-from gpuguard.daemon.client import LARGEST, NAME, call_daemon
-from gpuguard.daemon.server import MOST, MOST_OF_ONE, PATIENCE_SECONDS, SocketServer
+from gpuguard.daemon.client import MAX_REQUEST_BYTES, SOCKET_NAME
+from gpuguard.daemon.server import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER, REQUEST_SECONDS, SocketServer
 from gpuguard.errors import GpuguardError, InvalidRequest
 
 
@@ -52,7 +53,7 @@ def connect(directory: LockDirectory) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(10.0)
     try:
-        connection.connect(f"/proc/self/fd/{here}/{NAME}")
+        connection.connect(f"/proc/self/fd/{here}/{SOCKET_NAME}")
     except BlockingIOError:
         connection.close()
         raise
@@ -69,26 +70,26 @@ def said(connection: socket.socket) -> bytes:
 
 
 def test_the_answer_is_for_whoever_asks(opened):
-    assert call_daemon(opened, {"do": "x"}) == {"ok": True, "uid": os.geteuid(), "asked": {"do": "x"}}
+    assert ask(opened, {"do": "x"}) == {"uid": os.geteuid(), "asked": {"do": "x"}}
 
 
 def test_a_refusal_is_an_error_with_its_words(opened):
     with pytest.raises(GpuguardError, match=r"^not you$"):
-        call_daemon(opened, {"refuse": "not you"})
+        ask(opened, {"refuse": "not you"})
 
 
 def test_the_words_of_an_error_never_break_the_line(opened):
     with pytest.raises(GpuguardError, match="\ud800" * 100):
-        call_daemon(opened, {"refuse": "\ud800" * 650})
+        ask(opened, {"refuse": "\ud800" * 650})
 
 
 ASK_AS_SOMEBODY = """
 import os, sys
-from gpuguard.daemon.client import call_daemon as ask
+from gpuguard.daemon.client import exchange
 from gpuguard.claims.directory import lock_directory
 directory = lock_directory(sys.argv[1])
 os.setgroups([]); os.setresgid(*[int(sys.argv[2])] * 3); os.setresuid(*[int(sys.argv[2])] * 3)
-print(ask(directory, {"uid": 0})["uid"])
+print(exchange(directory, {"uid": 0})[0]["uid"])
 """
 
 
@@ -108,7 +109,7 @@ def test_who_asks_is_what_the_kernel_says():
 
 
 def test_everybody_may_connect(opened):
-    found = os.stat(f"{opened.path}/{NAME}")
+    found = os.stat(f"{opened.path}/{SOCKET_NAME}")
 
     assert stat.S_ISSOCK(found.st_mode) and found.st_mode & 0o777 == 0o666
 
@@ -116,16 +117,16 @@ def test_everybody_may_connect(opened):
 def test_the_door_of_a_dead_daemon_is_replaced(opened):
     second = SocketServer(opened, lambda uid, request: {"second": True})
 
-    assert call_daemon(opened, {})["second"]
+    assert ask(opened, {})["second"]
     second.close()
 
 
 def test_a_closed_door_says_what_to_do(directory):
     SocketServer(directory, echo).close()
 
-    assert not os.path.lexists(f"{directory.path}/{NAME}")
+    assert not os.path.lexists(f"{directory.path}/{SOCKET_NAME}")
     with pytest.raises(GpuguardError, match=r"no daemon answers .* `gpuguard daemon"):
-        call_daemon(directory, {})
+        ask(directory, {})
 
 
 @pytest.mark.root
@@ -133,10 +134,10 @@ def test_a_socket_of_somebody_else_is_not_the_daemon(directory, monkeypatch):
     with socket.socket(socket.AF_UNIX) as listener, client.short_path(directory) as path:
         listener.bind(path)
         listener.listen()
-        monkeypatch.setattr(client, "uid_behind", lambda connection: SOMEBODY)
+        monkeypatch.setattr(client, "peer_uid", lambda connection: SOMEBODY)
 
         with pytest.raises(GpuguardError, match="not that of the daemon"):
-            call_daemon(directory, {})
+            ask(directory, {})
 
 
 @pytest.mark.parametrize(
@@ -149,10 +150,10 @@ def test_a_socket_of_somebody_else_is_not_the_daemon(directory, monkeypatch):
         b'{"do": []}\n',
         b'{"do": {"keep": 1}}\n',
         b"\xff\xfe\n",
-        b"[" * (LARGEST - 1) + b"\n",
+        b"[" * (MAX_REQUEST_BYTES - 1) + b"\n",
         b'{"a": ' * 600 + b"\n",
-        b"9" * (LARGEST - 1) + b"\n",
-        b"x" * (LARGEST + 1),
+        b"9" * (MAX_REQUEST_BYTES - 1) + b"\n",
+        b"x" * (MAX_REQUEST_BYTES + 1),
         b"x" * (1 << 20),
     ],
     ids=lambda line: repr(line[:10]),
@@ -164,8 +165,8 @@ def test_garbage_gets_an_answer_and_the_next_one_is_served(opened, line):
         answer = said(connection)
 
     assert not answer or json.loads(answer)["ok"] is False
-    assert answer or len(line) > LARGEST
-    assert call_daemon(opened, {})["ok"]
+    assert answer or len(line) > MAX_REQUEST_BYTES
+    assert ask(opened, {})
 
 
 def test_a_request_may_come_in_pieces(opened):
@@ -179,11 +180,11 @@ def test_a_request_may_come_in_pieces(opened):
 def test_who_says_nothing_is_sent_away_and_keeps_nobody_waiting(opened):
     with connect(opened) as silent:
         begun = time.monotonic()
-        assert call_daemon(opened, {})["ok"]
-        assert time.monotonic() - begun < PATIENCE_SECONDS / 2
+        assert ask(opened, {})
+        assert time.monotonic() - begun < REQUEST_SECONDS / 2
 
         assert said(silent) == b""
-        assert time.monotonic() - begun < 3 * PATIENCE_SECONDS
+        assert time.monotonic() - begun < 3 * REQUEST_SECONDS
 
 
 def test_who_never_reads_keeps_nobody_waiting(opened):
@@ -192,17 +193,17 @@ def test_who_never_reads_keeps_nobody_waiting(opened):
             connection = stack.enter_context(connect(opened))
             connection.sendall(b'{"do": "' + b"x" * 4000 + b'"}\n')
         begun = time.monotonic()
-        assert call_daemon(opened, {})["ok"]
-        assert time.monotonic() - begun < PATIENCE_SECONDS / 2
+        assert ask(opened, {})
+        assert time.monotonic() - begun < REQUEST_SECONDS / 2
 
 
 def test_one_user_has_only_so_many_connections(opened):
     with ExitStack() as stack:
         begun = time.monotonic()
-        connections = [stack.enter_context(connect(opened)) for _ in range(MOST_OF_ONE + 3)]
+        connections = [stack.enter_context(connect(opened)) for _ in range(MAX_CONNECTIONS_PER_USER + 3)]
 
-        assert [said(each) for each in connections[MOST_OF_ONE:]] == [b""] * 3
-        assert time.monotonic() - begun < PATIENCE_SECONDS / 2
+        assert [said(each) for each in connections[MAX_CONNECTIONS_PER_USER:]] == [b""] * 3
+        assert time.monotonic() - begun < REQUEST_SECONDS / 2
 
 
 def test_who_hangs_up_leaves_nothing_behind(opened):
@@ -211,46 +212,46 @@ def test_who_hangs_up_leaves_nothing_behind(opened):
         connect(opened).close()
 
     assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    assert call_daemon(opened, {})["ok"]
+    assert ask(opened, {})
 
 
 def test_many_at_once_of_other_users_are_all_served(opened, monkeypatch):
     numbers = iter(range(1000))
-    real = server.uid_behind
+    real = server.peer_uid
     monkeypatch.setattr(
         server,
-        "uid_behind",
-        lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-door" else real(connection),
+        "peer_uid",
+        lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-socket" else real(connection),
     )
     answers = []
-    threads = [threading.Thread(target=lambda: answers.append(call_daemon(opened, {})["ok"])) for _ in range(20)]
+    threads = [threading.Thread(target=lambda: answers.append(ask(opened, {}))) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
-    assert answers == [True] * 20
+    assert len(answers) == 20
 
 
 def test_one_user_with_many_uids_keeps_nobody_out(opened, monkeypatch):
     numbers = iter(range(100_000, 200_000))
-    real = server.uid_behind
+    real = server.peer_uid
     monkeypatch.setattr(
         server,
-        "uid_behind",
-        lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-door" else real(connection),
+        "peer_uid",
+        lambda connection: next(numbers) if threading.current_thread().name == "gpuguard-socket" else real(connection),
     )
     with ExitStack() as stack:
-        silent = [stack.enter_context(connect(opened)) for _ in range(MOST)]
+        silent = [stack.enter_context(connect(opened)) for _ in range(MAX_CONNECTIONS)]
         begun = time.monotonic()
 
-        assert call_daemon(opened, {})["ok"]
-        assert (said(silent[0]), time.monotonic() - begun < PATIENCE_SECONDS / 2) == (b"", True)
+        assert ask(opened, {})
+        assert (said(silent[0]), time.monotonic() - begun < REQUEST_SECONDS / 2) == (b"", True)
 
 
 def is_answered(directory: LockDirectory) -> bool:
     try:
-        return bool(call_daemon(directory, {})["ok"])
+        return bool(ask(directory, {}))
     except GpuguardError:  # "busy, try again"
         return False
 
@@ -279,9 +280,9 @@ def test_a_fault_of_ours_ends_one_request_and_not_the_service(directory, monkeyp
     one = SocketServer(directory, lambda uid, request: {"sum": 1 + request["number"]})
     try:
         with pytest.raises(GpuguardError, match="a fault inside the daemon"):
-            call_daemon(directory, {"do": verb, "number": "1"})
+            ask(directory, {"do": verb, "number": "1"})
 
-        assert call_daemon(directory, {"do": verb, "number": 1})["sum"] == 2
+        assert ask(directory, {"do": verb, "number": 1})["sum"] == 2
         assert [each.exc_type for each in told] == [TypeError]
     finally:
         one.close()
@@ -308,14 +309,14 @@ def a_full_socket() -> Iterator[socket.socket]:
 def test_open_files_that_somebody_sends_hold_up_nobody(directory, monkeypatch, kernel, first):
     """A socket can let its last holder wait for days when he closes it, and that one was the thread that listens."""
     if kernel != "as it is":
-        monkeypatch.setattr(server, "PASS_RIGHTS", 0x7FFF)
+        monkeypatch.setattr(server, "SO_PASSRIGHTS", 0x7FFF)
     until_all_is_sent = threading.Event()
     with ExitStack() as stack:
         one = SocketServer(directory, lambda uid, request: {"waited": until_all_is_sent.wait(60)})
         stack.callback(one.close)
         with connect(directory) as busy:
             busy.send(b"{}\n")
-            for _ in range(MOST_OF_ONE - 1):
+            for _ in range(MAX_CONNECTIONS_PER_USER - 1):
                 lingers = stack.enter_context(a_full_socket())
                 with connect(directory) as connection, suppress(PermissionError):  # of a kernel that passes none on
                     if first:
@@ -326,7 +327,7 @@ def test_open_files_that_somebody_sends_hold_up_nobody(directory, monkeypatch, k
             until_all_is_sent.set()
             assert said(busy)
 
-        assert all(call_daemon(directory, {"do": str(number)})["ok"] for number in range(MOST))
+        assert all(ask(directory, {"do": str(number)}) for number in range(MAX_CONNECTIONS))
 
 
 @pytest.mark.parametrize("slow", ["claim", "release"])
@@ -337,9 +338,7 @@ def test_what_takes_long_for_one_holds_up_nobody_who_asks_for_something_else(dir
     try:
         with connect(directory) as connection:
             connection.send(json.dumps({"do": slow}).encode() + b"\n")
-            assert all(
-                call_daemon(directory, {"do": other})["ok"] for other in ("keep", *({"claim", "release"} - {slow}))
-            )
+            assert all(ask(directory, {"do": other}) for other in ("keep", *({"claim", "release"} - {slow})))
             done.set()
             assert b'"did": true' in said(connection)
     finally:

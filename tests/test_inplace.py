@@ -49,7 +49,7 @@ print(tickets.read_tickets(directory)[0], reservefiles.read(directory, 0.0)[0], 
 served.note(directory, 1)
 print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]))
 asking._holders, asking.listens = lambda *_: (os.getpid(),), lambda pid: True
-with asking._Supervisor(directory, ClaimRecord("a", 1, "eve", (), pid=os.getpid())) as nobody:
+with asking.SupervisorChannel(directory, ClaimRecord("a", 1, "eve", (), pid=os.getpid())) as nobody:
     print(setup_remove.lock_all(sys.argv[1], []), nobody, releasing._descriptors_of(directory, 1, "a"))
 """
 # Where setup was never run: the first who needs a lock file makes it, for all.

@@ -26,7 +26,7 @@ from users import ALICE, BOB, DEVICES, Machine, install
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import KEPT, Restriction, change, read_restrictions
 from gpuguard.daemon import exemptions
-from gpuguard.daemon.exemptions import CHANGES, MOST_OF_ONE, Exemptions
+from gpuguard.daemon.exemptions import MAX_CHANGES, MAX_PER_USER, Exemptions
 from gpuguard.errors import GpuguardError
 from gpuguard.model import Event
 from gpuguard.procfs import boot_clock
@@ -52,13 +52,15 @@ class Granting:
     def __init__(self, directory: LockDirectory) -> None:
         self.kept: dict = {}
         self.events: list[Event] = []
-        self.keeping = Exemptions(directory, self.use, lambda: (a_device(0), a_device(1)), self.events.append)
+        self.exemptions = Exemptions(directory, self.use, lambda: (a_device(0), a_device(1)), self.events.append)
 
     def use(self, kept: dict) -> None:
         self.kept = kept
 
     def __call__(self, asker: int, /, do: str = "keep", **request: object) -> dict:
-        return dict(self.keeping.answer(asker, {"do": do, **({"for_seconds": 60} if do == "keep" else {}), **request}))
+        if do == "end":
+            return dict(self.exemptions.end(asker, request))
+        return dict(self.exemptions.keep(asker, {"for_seconds": 60, **request}))
 
 
 @pytest.fixture
@@ -128,7 +130,7 @@ def test_what_nobody_may_ask_for_is_refused_and_changes_nothing(granting, uid, r
 
 
 def test_the_policy_file_can_forbid_it(granting):
-    granting.keeping.longest = 0.0
+    granting.exemptions.max_seconds = 0.0
 
     with pytest.raises(GpuguardError, match="administrator"):
         granting(1001)
@@ -162,15 +164,15 @@ def test_what_is_over_is_not_kept(directory):
 
 
 def test_nobody_fills_the_log_by_uids_without_a_name(granting):
-    for uid in range(100_000, 100_000 + CHANGES):
+    for uid in range(100_000, 100_000 + MAX_CHANGES):
         granting(uid)
 
     with pytest.raises(GpuguardError, match="within a minute"):
-        granting(100_000 + CHANGES)
+        granting(100_000 + MAX_CHANGES)
 
 
 def test_nobody_fills_the_log(granting):
-    for _ in range(CHANGES):
+    for _ in range(MAX_CHANGES):
         granting(ALICE.pw_uid)
 
     with pytest.raises(GpuguardError, match="within a minute"):
@@ -183,7 +185,7 @@ def _add(mark, marks):
 
 
 def test_nobody_fills_the_file(directory):
-    for number in range(MOST_OF_ONE):
+    for number in range(MAX_PER_USER):
         mark = Restriction(f"1001 GPU-{number}", 0.0, time.time() + 60, "", "1001", "1001")
         change(directory, KEPT, partial(_add, mark))
 

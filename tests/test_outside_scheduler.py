@@ -13,7 +13,7 @@ from slurm_answers import BOB, Controller, a_job
 from gpuguard.claims.directory import lock_directory
 from gpuguard.clusters import slurm_node
 from gpuguard.clusters.slurm_node import SlurmNode
-from gpuguard.daemon.service import Daemon, Settings
+from gpuguard.daemon.service import Daemon, DaemonSettings
 from gpuguard.model import Event
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
@@ -99,7 +99,7 @@ def test_the_daemon_asks_slurm_on_its_nodes(tmp_path, monkeypatch, here):
     file.write_text(POLICY)
     backend, events = start(place), list[Event]()
     with a_user(place, "0", 10 * GIB):
-        settings = Settings(policy=str(file), interval=0.2)
+        settings = DaemonSettings(policy=str(file), interval=0.2)
         code, judgement = Daemon(
             backend, lock_directory(str(tmp_path)), settings, print, events.append, lambda event: True
         ).once()

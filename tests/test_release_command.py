@@ -172,7 +172,7 @@ def test_stop_says_that_it_waits_and_does_not_wait_for_a_run_that_was_killed(sit
         _, error = asked.communicate(timeout=60)
 
         assert (asked.returncode, site.free()) == (1, 2)
-        assert "no gpuguard run stands over" in error and f"{pid}" in error
+        assert "no gpuguard run supervises" in error and f"{pid}" in error
         os.kill(pid, signal.SIGKILL)
 
 

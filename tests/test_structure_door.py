@@ -21,7 +21,7 @@ from chances import THE_SAME
 from nodes import eventually, start
 from structures import mutants
 from test_door import connect, said
-from test_verbs import Hall
+from test_verbs import Requests
 
 from gpuguard.backends import simulated
 from gpuguard.claims import grants
@@ -29,7 +29,7 @@ from gpuguard.claims.directory import BROKERED, lock_directory
 from gpuguard.cli import run_command_line
 from gpuguard.daemon import broker_client, exemptions, requests, server
 from gpuguard.daemon.broker import Broker
-from gpuguard.daemon.client import LARGEST, call
+from gpuguard.daemon.client import MAX_REQUEST_BYTES, exchange
 from gpuguard.daemon.server import SocketServer
 from gpuguard.errors import GpuguardError
 from gpuguard.jsonio import loads
@@ -51,22 +51,24 @@ class Counter:
     def __init__(self, place: Path) -> None:
         os.chmod(place, 0o755)
         start(str(place / "node"))
-        hall = Hall(str(place))
-        gate = Path(hall.directory.lock_path("gate"))
+        fake = Requests(str(place))
+        gate = Path(fake.directory.lock_path("gate"))
         gate.touch()
         gate.chmod(BROKERED)  # by which everybody knows that the daemon gives the locks
         self.directory = lock_directory(f"{place}/claims")
         self.machine = simulated.open(str(place / "node"))
         self.snapshot = self.machine.sample(ALL_FIELDS)
         self.uuids = [device.uuid for device in self.snapshot.devices]
-        hall.outlook = (OUTLOOK,)
+        fake.outlook = (OUTLOOK,)
         broker = Broker(self.directory, lambda: simulated.open(str(place / "node")))
-        self.desk = replace(hall.desk, directory=self.directory, broker=broker)
+        self.context = replace(fake.context, directory=self.directory, broker=broker)
         self.asker = 0
         before = threading.enumerate()
-        self.door = SocketServer(self.directory, lambda uid, request: requests.handle(self.desk, self.asker, request))
+        self.door = SocketServer(
+            self.directory, lambda uid, request: requests.handle(self.context, self.asker, request)
+        )
         self.threads = [thread for thread in threading.enumerate() if thread not in before]
-        self.devices = hall.uuids
+        self.devices = fake.uuids
 
     def lives(self) -> bool:
         return len(self.threads) > 1 and all(thread.is_alive() for thread in self.threads)
@@ -75,14 +77,14 @@ class Counter:
         """What is answered to the bytes of a request."""
         with connect(self.directory) as connection:
             with suppress(BrokenPipeError, ConnectionResetError):
-                connection.sendall(line.replace(b"\n", b" ")[:LARGEST] + b"\n")
+                connection.sendall(line.replace(b"\n", b" ")[:MAX_REQUEST_BYTES] + b"\n")
             return json.loads(said(connection) or b"null")
 
 
 @pytest.fixture
 def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     monkeypatch.setattr(server, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(exemptions, "CHANGES", 10**9)
+    monkeypatch.setattr(exemptions, "MAX_CHANGES", 10**9)
     monkeypatch.setattr(broker_client, "BUSY_SECONDS", 0.0)
     monkeypatch.setattr(requests, "load_in_time", lambda path: PolicyFile(path))
     made = Counter(tmp_path)
@@ -92,7 +94,7 @@ def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter
 
 def requests_to(counter: Counter) -> list[dict[str, Any]]:
     """One of each kind, as the clients write them."""
-    answer, descriptors = call(counter.directory, {"do": "claim", "devices": counter.uuids[1:2], "conditions": {}})
+    answer, descriptors = exchange(counter.directory, {"do": "claim", "devices": counter.uuids[1:2], "conditions": {}})
     for descriptor in descriptors:
         os.close(descriptor)
     wanted = Request(min_free=2**20, models=("*",), max_util=90.0, mine_as_free=frozenset({0}), prefer=("0",))
@@ -121,7 +123,7 @@ def test_every_request_gets_an_answer_and_the_next_one_is_served(counter, asker,
     monkeypatch.setattr(threading, "excepthook", lambda told: faults.append(repr(told.exc_value)))
     every = requests_to(counter)
     counter.asker = asker
-    assert {one["do"] for one in every} == set(requests.VERBS)
+    assert {one["do"] for one in every} == set(requests.HANDLERS)
     for request in every:
         for where, line in mutants(request):
             answer = counter.says(line)
@@ -132,13 +134,13 @@ def test_every_request_gets_an_answer_and_the_next_one_is_served(counter, asker,
 
 def test_a_request_that_ends_the_thread_is_found(counter, monkeypatch):
     """As it was: whatever cannot be looked up in a set, for which no answer was given any more."""
-    monkeypatch.setattr(server, "_request", as_it_was)
+    monkeypatch.setattr(server, "_decoded", as_it_was)
     monkeypatch.setattr(Counter, "says", lambda counter, line: while_it_lives(counter, line))
 
     with pytest.raises(AssertionError, match=r"^keep: do = \[\] ended the door"):
         test_every_request_gets_an_answer_and_the_next_one_is_served(counter, 0, monkeypatch)
-    for visitor in counter.door._visitors.values():
-        visitor.connection.close()
+    for client in counter.door._clients.values():
+        client.connection.close()
     counter.door._listener.close()
 
 
@@ -152,7 +154,7 @@ def as_it_was(line: bytes) -> dict[str, Any] | str:
 
 def while_it_lives(counter: Counter, line: bytes) -> Any:
     with connect(counter.directory) as connection:
-        connection.sendall(line[:LARGEST] + b"\n")
+        connection.sendall(line[:MAX_REQUEST_BYTES] + b"\n")
         eventually(lambda: bool(select.select([connection], [], [], 0)[0]) or not counter.lives())
         return json.loads(said(connection) or b"null") if counter.lives() else None
 
@@ -186,11 +188,11 @@ CLIENTS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("verb", CLIENTS)
 def test_a_wrong_answer_is_no_fault_of_whoever_asked(counter, verb, monkeypatch, capsys):
     request = next(one for one in requests_to(counter) if one["do"] == verb)
-    answer, descriptors = call(counter.directory, {"do": "status"} if verb == "status" else request)
+    answer, descriptors = exchange(counter.directory, {"do": "status"} if verb == "status" else request)
     for descriptor in descriptors:
         os.close(descriptor)
     before = len(os.listdir("/proc/self/fd"))
-    for where, encoded in mutants(answer, brief=THE_SAME and verb == "status"):
+    for where, encoded in mutants({"ok": True, **answer}, brief=THE_SAME and verb == "status"):
         monkeypatch.setattr(server, "encoded", lambda content, encoded=encoded: encoded[: 2**16] + b"\n")
         for reads in CLIENTS[verb]:
             try:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from builders import a_device, a_process
+from builders import a_device, a_process, a_snapshot
 from claimholders import Holder, a_holder
 from commands import Gpuguard
 from daemons import a_daemon
@@ -24,20 +24,20 @@ from nodes import eventually, remove
 from gpuguard.claims.directory import lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, probe
 from gpuguard.claims.restrictions import DENIED, QUARANTINED, read_restrictions
-from gpuguard.daemon import requests
-from gpuguard.daemon.broker_client import _locks
+from gpuguard.daemon import broker_client, requests
 from gpuguard.daemon.exemptions import Exemptions
-from gpuguard.daemon.requests import ADMINISTRATION, VERBS, RequestHandlers, handle
+from gpuguard.daemon.requests import ADMINISTRATION, HANDLERS, RequestContext, handle
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Event, Subject
 from gpuguard.policies.escalation import PolicyStatus
+from gpuguard.request import Request
 
 root = pytest.mark.root
 ANOTHER = SOMEBODY + 1
 
 
-class Hall:
-    """A desk without a daemon behind it."""
+class Requests:
+    """Requests without a daemon behind them."""
 
     def __init__(self, place: str) -> None:
         self.directory = lock_directory(f"{place}/claims")
@@ -48,10 +48,17 @@ class Hall:
         self.events: list[Event] = []
         self.writable, self.reloaded, self.stale = True, 0, 0.0
         self.outlook: tuple[PolicyStatus, ...] = ()
-        keeping = Exemptions(self.directory, lambda kept: None, lambda: self.machine.devices, self.append)
-        looks = self.snapshot, lambda: 10.0, lambda: self.outlook
-        self.desk = RequestHandlers(
-            self.directory, keeping, *looks, self.append, self.reload, f"{place}/policy.yaml", True
+        exemptions = Exemptions(self.directory, lambda kept: None, lambda: self.machine.devices, self.append)
+        self.context = RequestContext(
+            self.directory,
+            exemptions,
+            self.snapshot,
+            lambda: 10.0,
+            lambda: self.outlook,
+            self.append,
+            self.reload,
+            f"{place}/policy.yaml",
+            enforcing=True,
         )
 
     def snapshot(self) -> Any:
@@ -66,34 +73,34 @@ class Hall:
         self.reloaded += 1
 
     def asks(self, asker: int, **request: Any) -> Any:
-        return handle(self.desk, asker, request)
+        return handle(self.context, asker, request)
 
     def locked(self) -> int:
         return len(locked_devices(self.directory, self.uuids))
 
 
 @pytest.fixture
-def hall() -> Iterator[Hall]:
+def requests_() -> Iterator[Requests]:
     place = tempfile.mkdtemp(prefix="gpuguard-verbs-")
     os.chmod(place, 0o755)
-    yield Hall(place)
+    yield Requests(place)
     remove(place)
 
 
 @pytest.fixture
-def holder(hall: Hall) -> Iterator[Holder]:
-    with a_holder(hall.directory, *hall.uuids[:2], uid=SOMEBODY) as one:
+def holder(requests_: Requests) -> Iterator[Holder]:
+    with a_holder(requests_.directory, *requests_.uuids[:2], uid=SOMEBODY) as one:
         yield one
 
 
 @root
 @pytest.mark.parametrize("asker", [SOMEBODY, 0])
-def test_the_owner_and_root_have_an_unused_claim_released(hall, holder, asker):
-    said = hall.asks(asker, do="release", claim=holder.id, reason="tidy up")
+def test_the_owner_and_root_have_an_unused_claim_released(requests_, holder, asker):
+    said = requests_.asks(asker, do="release", claim=holder.id, reason="tidy up")
 
-    assert said == {"released": holder.id, "devices": 2} and hall.locked() == 0
+    assert said == {"released": holder.id, "devices": 2} and requests_.locked() == 0
     assert "tidy up" in holder.does("claim.reassert()")
-    [event] = hall.events
+    [event] = requests_.events
     assert (event.kind, event.outcome, dict(event.facts)["asked_by_uid"]) == ("release", "about to", asker)
 
 
@@ -105,56 +112,56 @@ def test_the_owner_and_root_have_an_unused_claim_released(hall, holder, asker):
         {"claim": ["1dea1234"]}, {"claim": "1dea1234", "uid": 0}, {"claim": "nothing"}, {"claim": "\x00"},
     ],
 )  # fmt: skip
-def test_a_request_that_does_not_name_an_own_claim_whole_releases_nothing(hall, holder, request_):
+def test_a_request_that_does_not_name_an_own_claim_whole_releases_nothing(requests_, holder, request_):
     for asker in (ANOTHER, SOMEBODY):
         with pytest.raises(GpuguardError):
-            hall.asks(asker, do="release", **request_)
+            requests_.asks(asker, do="release", **request_)
 
-    assert hall.locked() == 2 and holder.does("claim.reassert()") == "None"
+    assert requests_.locked() == 2 and holder.does("claim.reassert()") == "None"
 
 
 @root
-def test_somebody_elses_claim_is_his(hall, holder):
+def test_somebody_elses_claim_is_his(requests_, holder):
     for asker in (ANOTHER, 65534):
         with pytest.raises(GpuguardError, match="and root can release it"):
-            hall.asks(asker, do="release", claim=holder.id)
+            requests_.asks(asker, do="release", claim=holder.id)
 
-    assert hall.locked() == 2 and hall.events == []
+    assert requests_.locked() == 2 and requests_.events == []
 
 
 @root
 @pytest.mark.parametrize(
     "change", [{"processes": (a_process(7, uid=SOMEBODY),)}, {"processes": None}, {"processes_plausible": False}]
 )
-def test_a_claim_that_may_be_in_use_is_not_released_for_root_either(hall, holder, change):
-    hall.machine.change(1, **change)
+def test_a_claim_that_may_be_in_use_is_not_released_for_root_either(requests_, holder, change):
+    requests_.machine.change(1, **change)
     for asker in (SOMEBODY, 0):
         with pytest.raises(GpuguardError):
-            hall.asks(asker, do="release", claim=holder.id)
+            requests_.asks(asker, do="release", claim=holder.id)
 
-    assert hall.locked() == 2
+    assert requests_.locked() == 2
 
 
 @root
-def test_nothing_is_released_by_an_old_look_or_without_a_line(hall, holder):
-    hall.stale = 60.0
+def test_nothing_is_released_by_an_old_look_or_without_a_line(requests_, holder):
+    requests_.stale = 60.0
     with pytest.raises(GpuguardError, match="does not see"):
-        hall.asks(SOMEBODY, do="release", claim=holder.id)
-    hall.stale, hall.writable = 0.0, False
+        requests_.asks(SOMEBODY, do="release", claim=holder.id)
+    requests_.stale, requests_.writable = 0.0, False
     with pytest.raises(GpuguardError, match="log"):
-        hall.asks(SOMEBODY, do="release", claim=holder.id)
+        requests_.asks(SOMEBODY, do="release", claim=holder.id)
 
-    assert hall.locked() == 2
+    assert requests_.locked() == 2
 
 
 @root
-def test_a_flood_of_requests_is_stopped_after_ten_a_minute(hall, holder):
-    hall.machine.change(1, processes=None)
+def test_a_flood_of_requests_is_stopped_after_ten_a_minute(requests_, holder):
+    requests_.machine.change(1, processes=None)
     for _ in range(10):
         with pytest.raises(GpuguardError, match="list of the processes"):
-            hall.asks(SOMEBODY, do="release", claim=holder.id)
+            requests_.asks(SOMEBODY, do="release", claim=holder.id)
     with pytest.raises(GpuguardError, match="within a minute"):
-        hall.asks(SOMEBODY, do="release", claim=holder.id)
+        requests_.asks(SOMEBODY, do="release", claim=holder.id)
 
 
 # --- status -------------------------------------------------------------------------------------------------------
@@ -165,29 +172,33 @@ def an_outlook(uid: int, **fields: Any) -> PolicyStatus:
     return PolicyStatus(subject=Subject("process", "GPU-A", 7, 1.0, uid, user="x"), **{**facts, **fields})
 
 
-def test_everybody_sees_what_stands_against_him_and_nobody_else(hall):
-    hall.outlook = (an_outlook(SOMEBODY), an_outlook(ANOTHER), an_outlook(SOMEBODY, policy="hog", due=None, next=None))
-    mine, his = hall.asks(SOMEBODY, do="status"), hall.asks(ANOTHER, do="status")
+def test_everybody_sees_what_stands_against_him_and_nobody_else(requests_):
+    requests_.outlook = (
+        an_outlook(SOMEBODY),
+        an_outlook(ANOTHER),
+        an_outlook(SOMEBODY, policy="hog", due=None, next=None),
+    )
+    mine, his = requests_.asks(SOMEBODY, do="status"), requests_.asks(ANOTHER, do="status")
 
     assert [row["policy"] for row in mine["standing"]] == ["idle", "hog"]
     assert [row["policy"] for row in his["standing"]] == ["idle"]
     assert mine["standing"][0]["next_unix_seconds"] - mine["standing"][0]["since_unix_seconds"] == pytest.approx(100)
-    with pytest.raises(GpuguardError, match="somebody else"):
-        hall.asks(SOMEBODY, do="status", uid=ANOTHER)
+    with pytest.raises(GpuguardError, match="other users"):
+        requests_.asks(SOMEBODY, do="status", uid=ANOTHER)
 
 
-def test_root_sees_everybody_or_whom_he_names(hall):
-    hall.outlook = (an_outlook(SOMEBODY), an_outlook(ANOTHER))
+def test_root_sees_everybody_or_whom_he_names(requests_):
+    requests_.outlook = (an_outlook(SOMEBODY), an_outlook(ANOTHER))
 
-    assert len(hall.asks(0, do="status")["standing"]) == 2
-    assert len(hall.asks(0, do="status", uid=ANOTHER)["standing"]) == 1
+    assert len(requests_.asks(0, do="status")["standing"]) == 2
+    assert len(requests_.asks(0, do="status", uid=ANOTHER)["standing"]) == 1
 
 
-def test_an_answer_fits_into_its_line_however_much_stands_against_somebody(hall):
+def test_an_answer_fits_into_its_line_however_much_stands_against_somebody(requests_):
     name, uuid = "p" * 64, "MIG-" + "f" * 36
     subject = Subject("claim", uuid, None, None, SOMEBODY, "f" * 40, user="u" * 32)
-    hall.outlook = tuple(replace(an_outlook(SOMEBODY, policy=name), subject=subject) for _ in range(100))
-    said = hall.asks(SOMEBODY, do="status")
+    requests_.outlook = tuple(replace(an_outlook(SOMEBODY, policy=name), subject=subject) for _ in range(100))
+    said = requests_.asks(SOMEBODY, do="status")
 
     assert len(said["standing"]) >= 5 and len(said["standing"]) + said["left_out"] == 100
     assert len(json.dumps({"ok": True, **said})) < 4096
@@ -198,24 +209,31 @@ def test_an_answer_fits_into_its_line_however_much_stands_against_somebody(hall)
 
 @root
 @pytest.mark.parametrize("verb", sorted(ADMINISTRATION))
-def test_the_machine_is_roots_alone(hall, verb):
+def test_the_machine_is_roots_alone(requests_, verb):
     with pytest.raises(GpuguardError, match="only root"):
-        hall.asks(SOMEBODY, do=verb, uid=SOMEBODY, device="0", for_seconds=60)
+        requests_.asks(SOMEBODY, do=verb, uid=SOMEBODY, device="0", for_seconds=60)
 
-    assert hall.reloaded == 0 and read_restrictions(hall.directory, DENIED, 0.0) == {}
+    assert requests_.reloaded == 0 and read_restrictions(requests_.directory, DENIED, 0.0) == {}
 
 
-def test_root_denies_quarantines_and_ends_that(hall):
+def test_root_denies_quarantines_and_ends_that(requests_):
     me = os.geteuid()
-    hall.asks(me, do="deny", uid=SOMEBODY, for_seconds=60, reason="ask first")
-    hall.asks(me, do="quarantine", device="1")
-    denied, out = read_restrictions(hall.directory, DENIED, 0.0), read_restrictions(hall.directory, QUARANTINED, 0.0)
-    hall.asks(me, do="deny", uid=SOMEBODY, end=True)
-    ended = hall.asks(me, do="quarantine", device="1", end=True)
+    requests_.asks(me, do="deny", uid=SOMEBODY, for_seconds=60, reason="ask first")
+    requests_.asks(me, do="quarantine", device="1")
+    denied, out = (
+        read_restrictions(requests_.directory, DENIED, 0.0),
+        read_restrictions(requests_.directory, QUARANTINED, 0.0),
+    )
+    requests_.asks(me, do="deny", uid=SOMEBODY, end=True)
+    ended = requests_.asks(me, do="quarantine", device="1", end=True)
 
-    assert (denied[str(SOMEBODY)].reason, list(out), ended["ended"]) == ("ask first", [hall.uuids[1]], 1)
-    assert read_restrictions(hall.directory, DENIED, 0.0) == read_restrictions(hall.directory, QUARANTINED, 0.0) == {}
-    assert [event.outcome for event in hall.events] == ["denied", "quarantined", "ended", "ended"]
+    assert (denied[str(SOMEBODY)].reason, list(out), ended["ended"]) == ("ask first", [requests_.uuids[1]], 1)
+    assert (
+        read_restrictions(requests_.directory, DENIED, 0.0)
+        == read_restrictions(requests_.directory, QUARANTINED, 0.0)
+        == {}
+    )
+    assert [event.outcome for event in requests_.events] == ["denied", "quarantined", "ended", "ended"]
 
 
 @pytest.mark.parametrize(
@@ -229,11 +247,15 @@ def test_root_denies_quarantines_and_ends_that(hall):
         {"do": "quarantine", "device": "0", "for_seconds": "9"}, {"do": "bogus"}, {"do": None}, {"do": ["keep"]}, {},
     ],
 )  # fmt: skip
-def test_a_request_that_makes_no_sense_changes_nothing(hall, request_):
+def test_a_request_that_makes_no_sense_changes_nothing(requests_, request_):
     with pytest.raises(GpuguardError):
-        handle(hall.desk, os.geteuid(), request_)
+        handle(requests_.context, os.geteuid(), request_)
 
-    assert read_restrictions(hall.directory, DENIED, 0.0) == read_restrictions(hall.directory, QUARANTINED, 0.0) == {}
+    assert (
+        read_restrictions(requests_.directory, DENIED, 0.0)
+        == read_restrictions(requests_.directory, QUARANTINED, 0.0)
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,26 +276,26 @@ def test_a_request_that_makes_no_sense_changes_nothing(hall, request_):
     ],
     ids=str,
 )
-def test_a_request_of_the_wrong_type_is_told_what_is_wrong(hall, request_, why):
+def test_a_request_of_the_wrong_type_is_told_what_is_wrong(requests_, request_, why):
     """`null` meant all that is kept, so that a program's own mistake was answered: ok, ended 0."""
     with pytest.raises(InvalidRequest) as refused:
-        handle(hall.desk, os.geteuid(), request_)
+        handle(requests_.context, os.geteuid(), request_)
 
     assert str(refused.value).startswith(why)
-    assert hall.events == []
+    assert requests_.events == []
 
 
-def test_reload_says_what_is_wrong_with_the_file(hall):
-    path = hall.desk.policy
+def test_reload_says_what_is_wrong_with_the_file(requests_):
+    path = requests_.context.policy
     with open(path, "w") as file:
         file.write("version: 1\npolicies: []\nbogus: 1\n")
-    said = hall.asks(os.geteuid(), do="reload")
+    said = requests_.asks(os.geteuid(), do="reload")
 
-    assert said["faults"] >= 1 and "policy.yaml:" in said["first"] and hall.reloaded == 1
+    assert said["faults"] >= 1 and "policy.yaml:" in said["first"] and requests_.reloaded == 1
 
 
 def test_every_request_of_the_docstring_is_in_the_table():
-    assert all(name in (requests.__doc__ or "") for name in VERBS) and set(VERBS) > ADMINISTRATION
+    assert all(name in (requests.__doc__ or "") for name in HANDLERS) and set(HANDLERS) > ADMINISTRATION
 
 
 # --- a real daemon ------------------------------------------------------------------------------------------------
@@ -358,18 +380,19 @@ GIVEN = {"claim": "3f0c9e21", "locks": [DEVICE.uuid]}
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_locks_that_cannot_be_looked_at_for_want_of_a_descriptor_are_given_back_and_the_daemon_is_not_blamed(
-    tmp_path, left
+    tmp_path, left, monkeypatch
 ):
     directory = lock_directory(str(tmp_path))
     given, other = open_lock(directory, DEVICE.uuid), open_lock(directory, DEVICE.uuid)
     assert try_flock(given)
+    monkeypatch.setattr(broker_client, "exchange", lambda *_: (GIVEN, (given,)))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, limits[1]))
     try:
         with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
-            _locks(directory, [DEVICE], GIVEN, (given,), shared=False)
+            broker_client.request_grant(a_snapshot(DEVICE), Request(), directory, None, {}, None)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 

@@ -14,7 +14,7 @@ import pytest
 from commands import Gpuguard
 from web_pages import a_page, a_port, answers, ask, until
 
-from gpuguard.daemon.client import PASS_RIGHTS
+from gpuguard.daemon.client import SO_PASSRIGHTS
 
 pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 pytest.importorskip("uvicorn", reason="NOT TESTED: needs the extra web")
@@ -209,7 +209,7 @@ def test_a_unix_socket_takes_no_open_files_from_anybody(tmp_path):
 
     with listening("", 0, str(tmp_path / "gpus.sock")) as server, socket.socket(socket.AF_UNIX) as asking:
         try:
-            server.getsockopt(socket.SOL_SOCKET, PASS_RIGHTS)
+            server.getsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS)
         except OSError:
             pytest.skip("a kernel before 6.16")
         asking.connect(str(tmp_path / "gpus.sock"))

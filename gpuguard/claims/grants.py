@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from dataclasses import replace as replace_noun
 
 from gpuguard.claims.directory import BROKERED, LockDirectory, is_same_file, open_lock, try_flock
-from gpuguard.daemon.client import call
+from gpuguard.daemon.client import exchange
 from gpuguard.errors import GpuguardError, LockDirectoryError
 from gpuguard.files import write_file
 from gpuguard.jsonio import decode, loads
@@ -115,7 +115,7 @@ def replace_file(directory: LockDirectory, name: str) -> None:
 def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
     """As look(), for all locks that are held, by the word of the daemon; None: it does not answer."""
     try:
-        answer, _ = call(directory, {"do": "claims"})
+        answer, _ = exchange(directory, {"do": "claims"})
         names, rows = ("uid", "claim", "memory", "most"), answer["held"].items()
         return {name: None if row is None else decode(Grant, dict(zip(names, row, strict=False))) for name, row in rows}
     except (GpuguardError, AttributeError, KeyError, TypeError, ValueError):

@@ -15,33 +15,37 @@ Exit codes: 0, 1 the file has faults (--once), 2 usage, 3 a daemon runs already,
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import asdict
 
 from gpuguard import capabilities
+from gpuguard.backends.client import open_worker
 from gpuguard.cli.metrics import add_expose_option, page_server
 from gpuguard.cli.options import add_source_options, directory_of, quantity
+from gpuguard.daemon import service
+from gpuguard.daemon.client import ReloadReply, StatusReply, query_daemon
+from gpuguard.daemon.requests import status_reply
 from gpuguard.errors import InvalidRequest
 from gpuguard.history.audit_log import MACHINE_EVENTS
 from gpuguard.metrics.facts import DaemonFacts, EventCounter
 from gpuguard.metrics.server import ADDRESS, PageServer, pages
 from gpuguard.model import Event
+from gpuguard.policies.files.loader import READ_SECONDS
+from gpuguard.policies.policy import Judgement
 from gpuguard.procfs import in_first_pid_namespace
+from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count, parse_duration
-
-if TYPE_CHECKING:
-    import argparse
-
-    from gpuguard.daemon.service import Daemon
-    from gpuguard.policies.policy import Judgement
+from gpuguard.views.events import line_of, to_text
+from gpuguard.views.policy_status import lines
 
 SHORTEST_SECONDS = 0.1
 LONGEST_SECONDS = 600.0
-YOUNG = 20_000  # objects more than before, after which garbage is looked for
+YOUNG_OBJECTS = 20_000  # more than before, after which garbage is looked for
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +78,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from gpuguard.backends.client import open_worker
-    from gpuguard.daemon import service
-
     if args.reload:
         return _reload(args)
     interval = quantity("--interval", args.interval, parse_duration)
@@ -87,27 +88,30 @@ def main(args: argparse.Namespace) -> int:
     service.clean_environment(os.environ, root=capabilities.is_powerful())
     capabilities.keep_to_ourselves()
     _choose_log(args)
-    settings = service.Settings(args.policy, args.enforce, interval, args.i_share_host_pids)
+    settings = service.DaemonSettings(args.policy, args.enforce, interval, args.i_share_host_pids)
     if args.enforce and not in_first_pid_namespace() and not args.i_share_host_pids:
-        _say("this is a pid namespace of its own, so nobody will be signalled: the driver's pids may be the host's.")
+        _print("this is a pid namespace of its own, so nothing will be signalled: the driver's pids may be the host's.")
     directory = directory_of(args, make=True)
-    with service.only_one(directory) as alone:
-        if not alone:
-            _say(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
+    with service.single_daemon(directory) as is_single:
+        if not is_single:
+            _print(f"a gpuguard daemon runs already: it holds {directory.path}.  Two would signal twice.")
             return service.EXIT_RUNNING
         server = _metrics_server(args)
         backend, counter = open_worker(args.backend), EventCounter()
         try:
-            guard = service.Daemon(backend, directory, settings, _say, _show, counter.append)
+            guard = service.Daemon(backend, directory, settings, _print, _print_event, counter.append)
             if not args.once:
                 if server:
                     server.start(pages(DaemonFacts(guard, directory, counter).read, ()))
-                    _say(f"serving http://{server.address}/metrics")
-                _spare_the_collector()
+                    _print(f"serving http://{server.address}/metrics")
+                # What is loaded stays, and a sample makes thousands of objects that are dropped with the next one: the
+                # usual thresholds would have all of them gone through several times a sample.
+                gc.freeze()
+                gc.set_threshold(YOUNG_OBJECTS)
                 return guard.serve()
             status, judgement = guard.once()
-            if judgement and args.policy and status == 0:  # by a file with faults nobody was judged
-                _say_what_stands(guard, judgement, args.enforce)
+            if judgement and args.policy and status == 0:  # a file with faults judges nothing
+                _print_status(guard, judgement, args.enforce)
             return status
         finally:
             if server:
@@ -115,25 +119,14 @@ def main(args: argparse.Namespace) -> int:
             backend.close()
 
 
-def _say_what_stands(guard: Daemon, judgement: Judgement, enforcing: bool) -> None:
+def _print_status(guard: service.Daemon, judgement: Judgement, enforcing: bool) -> None:
     """What was not done and why, and which steps would follow if the daemon went on."""
-    from gpuguard.daemon.requests import row_of
-    from gpuguard.procfs import boot_clock
-    from gpuguard.views.policy_status import lines
-
     for note in judgement.notes:
-        _say(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
-    now = time.time()
-    rows = [row_of(one, now - boot_clock()) for one in guard.watchdog.status()]
+        _print(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
+    rows = tuple(map(status_reply, guard.watchdog.status()))
     if rows or not judgement.notes:
-        for line in lines({"enforcing": enforcing, "standing": rows, "left_out": 0}, now, "anybody"):
-            _say(line)
-
-
-def _spare_the_collector() -> None:
-    gc.freeze()  # what is loaded stays: each full collection looked at all of it, for 7.5 ms of CPU
-    # A look makes 1,500 objects and drops as many: 700 had them gone through twice, for 6 % of all CPU.
-    gc.set_threshold(YOUNG)
+        for line in lines(asdict(StatusReply(enforcing, rows, 0)), time.time(), "anybody"):
+            _print(line)
 
 
 def _metrics_server(args: argparse.Namespace) -> PageServer | None:
@@ -148,17 +141,12 @@ def _metrics_server(args: argparse.Namespace) -> PageServer | None:
 
 
 def _reload(args: argparse.Namespace) -> int:
-    from gpuguard.daemon.client import ReloadReply, call_daemon, checked
-    from gpuguard.daemon.service import EXIT_FAULTY
-    from gpuguard.policies.files.loader import READ_SECONDS
-
-    answer = checked(call_daemon(directory_of(args), {"do": "reload"}, READ_SECONDS + 10.0), ReloadReply)
-    if answer["faults"]:
-        count = format_count(answer["faults"], "fault")
-        _say(f"{answer['path']} has {count}, so the last good one stays in force: {answer['first']}")
-        return EXIT_FAULTY
-    count = format_count(answer["policies"], "policy", "policies")
-    _say(f"{answer['path']} is read again: {count}.")
+    reply = query_daemon(directory_of(args), {"do": "reload"}, ReloadReply, READ_SECONDS + 10.0)
+    if reply.faults:
+        count = format_count(reply.faults, "fault")
+        _print(f"{reply.path} has {count}, so the last good one stays in force: {reply.first}")
+        return service.EXIT_FAULTY
+    _print(f"{reply.path} is read again: {format_count(reply.policies, 'policy', 'policies')}.")
     return 0
 
 
@@ -170,14 +158,10 @@ def _choose_log(args: argparse.Namespace) -> None:
         os.environ["GPUGUARD_EVENTS"] = MACHINE_EVENTS
 
 
-def _show(event: Event) -> None:
-    from gpuguard.views.events import line_of, to_text
-
-    _say(to_text(line_of(event)))
+def _print_event(event: Event) -> None:
+    _print(to_text(line_of(event)))
 
 
-def _say(text: str) -> None:
-    from gpuguard.sanitize import neutralise
-
+def _print(text: str) -> None:
     with suppress(OSError):  # a full disk, a journal that is started again: no reason to guard nothing
         print(f"gpuguard: {neutralise(text)}", file=sys.stderr, flush=True)

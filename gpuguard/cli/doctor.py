@@ -124,13 +124,13 @@ def _line() -> dict[str, Any]:
 
 def _broker_error(directory: LockDirectory) -> str | None:
     """Why the daemon gives no locks, where it alone does."""
-    from gpuguard.daemon.client import call_daemon
+    from gpuguard.daemon.client import exchange
     from gpuguard.errors import GpuguardError
 
     if directory.keeper is None:
         return None
     try:
-        call_daemon(directory, {"do": "claims"})
+        exchange(directory, {"do": "claims"})
     except GpuguardError as error:
         return str(error)
     return None

@@ -18,18 +18,25 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import asdict
 
 from gpuguard.claims.restrictions import KEPT
 from gpuguard.cli import deny
 from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.daemon.client import EndedReply, ExemptionReply, StatusReply, query_daemon
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.policies.files.decoder import Accounts
+from gpuguard.sanitize import neutralise
+from gpuguard.units import format_duration
+from gpuguard.views.policy_status import lines
+from gpuguard.views.text import json_text, put
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--for", dest="for_", metavar="DURATION", help="how long, like 4h")
     parser.add_argument("--reason", metavar="TEXT", help="for the administrator and the log")
     parser.add_argument("--device", metavar="DEVICE", help="only on this one: index or uuid (default: everywhere)")
-    parser.add_argument("--user", metavar="USER", help="for somebody else, as root")
+    parser.add_argument("--user", metavar="USER", help="for another user, as root")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="show what is kept")
     what.add_argument("--status", action="store_true", help="show what policies have against what is yours (root: all)")
@@ -49,42 +56,34 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest("say for how long, by --for 4h; or --end, or --list.")
     if directory.owner is None:
         raise GpuguardError("without a directory of root's no daemon can be asked: run `sudo gpuguard setup` once.")
-    from gpuguard.daemon.client import ExemptionReply, ReleaseReply, call_daemon, checked
-    from gpuguard.policies.files.decoder import Accounts
-    from gpuguard.sanitize import neutralise
-    from gpuguard.units import format_duration
-    from gpuguard.views.text import json_text, put
-
-    uid = Accounts().user(args.user) if args.user is not None else None
-    request: dict[str, object] = {"do": "end"} if args.end else {"do": "keep", "for_seconds": seconds, "reason": reason}
-    meant = {name: value for name, value in (("uid", uid), ("device", args.device)) if value is not None}
-    answer = call_daemon(directory, {**request, **meant})
-    checked(answer, ReleaseReply if args.end else ExemptionReply)
-    if args.json:
-        put([json_text({"schema": 1, **{name: value for name, value in answer.items() if name != "ok"}})], sys.stdout)
-    elif args.end:
-        put([f"ended: {answer['ended']}."] if answer["ended"] else ["nothing was kept."], sys.stdout)
-    else:
-        left = format_duration(round(answer["until_unix_seconds"] - time.time()))
-        whom = answer["user"] or "everybody"
-        own = answer["user"] is not None and uid in (None, os.getuid())
-        where = f" on {answer['device']}" if answer["device"] else ""
-        put([neutralise(f"{'what you have' if own else whom}{where} is left alone for {left}.")], sys.stdout)
-    return 0 if not args.end or answer["ended"] else 1
+    target = _target(args)
+    if args.end:
+        ended = query_daemon(directory, {"do": "end", **target}, EndedReply)
+        _put(args, ended, f"ended: {ended.ended}." if ended.ended else "nothing was kept.")
+        return 0 if ended.ended else 1
+    request = {"do": "keep", "for_seconds": seconds, "reason": reason, **target}
+    kept = query_daemon(directory, request, ExemptionReply)
+    own = kept.user is not None and target.get("uid") in (None, os.getuid())
+    what = "what you have" if own else kept.user or "everybody"
+    where = f" on {kept.device}" if kept.device else ""
+    left = format_duration(round(kept.until_unix_seconds - time.time()))
+    _put(args, kept, f"{what}{where} is left alone for {left}.")
+    return 0
 
 
 def _status(args: argparse.Namespace) -> int:
-    from gpuguard.daemon.client import StatusReply, call_daemon, checked
-    from gpuguard.policies.files.decoder import Accounts
-    from gpuguard.views.policy_status import lines
-    from gpuguard.views.text import json_text, put
-
-    uid = Accounts().user(args.user) if args.user is not None else None
-    answer = checked(
-        call_daemon(directory_of(args), {"do": "status", **({} if uid is None else {"uid": uid})}), StatusReply
-    )
-    if args.json:
-        put([json_text({"schema": 1, **{name: value for name, value in answer.items() if name != "ok"}})], sys.stdout)
-    else:
-        put(lines(answer, time.time()), sys.stdout)
+    target = {"uid": Accounts().user(args.user)} if args.user is not None else {}
+    reply = query_daemon(directory_of(args), {"do": "status", **target}, StatusReply)
+    _put(args, reply, *lines(asdict(reply), time.time()))
     return 0
+
+
+def _target(args: argparse.Namespace) -> dict[str, object]:
+    """The fields of a request that say who and what it is about."""
+    target: dict[str, object] = {} if args.user is None else {"uid": Accounts().user(args.user)}
+    return target if args.device is None else {**target, "device": args.device}
+
+
+def _put(args: argparse.Namespace, reply: EndedReply | ExemptionReply | StatusReply, *text: str) -> None:
+    shown = [json_text({"schema": 1, **asdict(reply)})] if args.json else [neutralise(line) for line in text]
+    put(shown, sys.stdout)

@@ -43,20 +43,20 @@ def main(args: argparse.Namespace) -> int:
             raise InvalidRequest("which one?  Name a claim: `gpuguard release ID`.")
         return _show(args, directory)
     from gpuguard.claims.release_requests import ReleaseRequest
-    from gpuguard.daemon import release as asking
+    from gpuguard.daemon import release
     from gpuguard.sanitize import neutralise
     from gpuguard.units import format_count
     from gpuguard.users import user_name
     from gpuguard.views.text import json_text, put
 
-    claim = asking.find(directory, args.claim, os.geteuid())
+    claim = release.find_claim(directory, args.claim, os.geteuid())
     letter = ReleaseRequest("yield", user_name(os.geteuid()), deny.reason_of(args), time.time())
     if args.stop:
-        how = asking.stop(directory, claim, letter, say=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
+        how = release.stop(directory, claim, letter, report=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
     else:
         backend = backend_of(args)
         try:
-            how = asking.release(directory, claim, letter, backend)
+            how = release.release(directory, claim, letter, backend)
         finally:
             backend.close()
     _write_down(args, claim, how)
@@ -70,14 +70,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, directory: LockDirectory) -> int:
-    from gpuguard.daemon import release as asking
+    from gpuguard.daemon import release
     from gpuguard.sanitize import neutralise
     from gpuguard.views.text import json_text, put, table
 
-    claims = asking.own_claims(directory, os.geteuid())
+    claims = release.own_claims(directory, os.geteuid())
     backend = backend_of(args)
     try:
-        rows = [(claim, asking.why_not(directory, claim, backend)) for claim in claims]
+        rows = [(claim, release.current_use(directory, claim, backend)) for claim in claims]
     finally:
         backend.close()
     if args.json:

@@ -1,8 +1,8 @@
-"""Devices from the daemon, where it alone gives the locks: what it is asked, and what came back is looked at.
+"""Locks from the daemon, where it alone gives them: the request, and the check of what came back.
 
-Takes the place of locking in an attempt to claim; the daemon takes the locks, looks at the devices again behind them,
-and hands the locked descriptors over.  Which of the devices are wanted is decided here, as everywhere.  Claims nothing
-when nobody answers.  The other side is broker.
+Takes the place of locking in an attempt to claim: the daemon takes the locks, samples the devices again behind them,
+and hands the locked descriptors over.  Which devices are wanted is decided here, as everywhere.  Claims nothing when
+no daemon answers.  The other side is broker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpuguard.claims.claim import Claim, Lock, lock_of
 from gpuguard.claims.directory import LockDirectory, is_same_file
 from gpuguard.claims.shares import sharing_now
 from gpuguard.claims.slots import slot_names
-from gpuguard.daemon.client import DaemonBusy, GrantReply, NoDaemonSocket, call, checked
+from gpuguard.daemon.client import DaemonBusy, GrantReply, NoDaemonSocket, close_all, decoded, exchange
 from gpuguard.errors import ClaimError, GpuguardError, InvalidRequest
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.queue.priority import Ticket
@@ -27,9 +27,9 @@ from gpuguard.queue.tickets import as_json
 from gpuguard.request import Request
 from gpuguard.select import choose
 
-_LETTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-.")  # of the id of a claim
-ANSWER_SECONDS = 60.0  # the daemon's driver may have to start first
+REPLY_SECONDS = 60.0  # the daemon's driver may have to start first
 BUSY_SECONDS = 10.0  # many may ask at once: those who wait are woken together
+_ID_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-.")  # of a claim
 
 
 def request_grant(
@@ -43,51 +43,54 @@ def request_grant(
     """The best devices from the daemon; None when they cannot be had.  Fills *taken* with those that it refused.
 
     Args:
-        ticket: of whoever waits or would wait; without one he comes last.
+        ticket: of the request that waits or would wait; without one it comes last.
 
     Raises:
-        ClaimError: there is no daemon, and nobody has waited for it before.
+        ClaimError: there is no daemon, and the request has not waited before.
     """
-    if request.share and outer and not _is_free_inside(outer):
+    if request.share and outer and not _excludes_nothing(outer):
         raise InvalidRequest(f"inside a claim the daemon gives whole devices alone ({outer.id}): leave out --share.")
-    while devices := _best(snapshot, request, directory, outer, taken):
-        if outer and _is_free_inside(outer):
+    while True:
+        # Read anew each time: a request that was quicker has a share now.
+        sharing = sharing_now(directory, {}, snapshot) if request.share and not outer else {}
+        devices = choose(snapshot, request, taken, sharing).devices
+        if not devices:
+            return None
+        if outer and _excludes_nothing(outer):
             return Claim(f"{outer.id}.{os.urandom(4).hex()}", devices, ())
         try:
-            answer, descriptors = _call(directory, _grant_request(devices, request, outer, ticket))
+            content, descriptors = _exchange(directory, _message(devices, request, outer, ticket))
         except GpuguardError as error:
             if ticket is None or not ticket.id:
                 raise _refusal(directory, error) from error
-            # Whoever waits already goes on: a daemon that is started again is no reason to lose his place.
+            # A request that waits goes on: a daemon that is started again is no reason to lose its place.
             taken.update((device.uuid, str(error)) for device in devices)
             return None
-        if "refused" in answer:
-            _close(descriptors)
-            taken.update(_reasons(answer["refused"], devices))
-            continue
-        locks = _locks(directory, devices, answer, descriptors, shared=request.share)
-        return Claim(str(answer["claim"]), devices, locks, memory=request.memory, most=request.most_sharers)
-    return None
+        if "refused" not in content:
+            name, locks = _checked_locks(directory, devices, content, descriptors, shared=request.share)
+            return Claim(name, devices, locks, memory=request.memory, most=request.most_sharers)
+        close_all(descriptors)
+        taken.update(_reasons(content["refused"], devices))
 
 
-def _is_free_inside(outer: ClaimRecord) -> bool:
-    """Whether commands in it exclude nobody: see taking."""
+def refuse_without_daemon(directory: LockDirectory) -> None:
+    """The refusal of a request while no daemon gives the locks, for `select` and the like.
+
+    Raises:
+        ClaimError: there is no daemon.
+    """
+    try:
+        _exchange(directory, {"do": "claims"})
+    except GpuguardError as error:
+        raise _refusal(directory, error) from error
+
+
+def _excludes_nothing(outer: ClaimRecord) -> bool:
+    """Whether commands in this claim exclude none of its other commands: see lock."""
     return "." in outer.id or outer.memory is not None
 
 
-def _best(
-    snapshot: Snapshot,
-    request: Request,
-    directory: LockDirectory,
-    outer: ClaimRecord | None,
-    taken: Mapping[str, str],
-) -> tuple[Device, ...]:
-    # Anew each time: whoever was quicker has a share now.
-    sharing = sharing_now(directory, {}, snapshot) if request.share and not outer else {}
-    return choose(snapshot, request, taken, sharing).devices
-
-
-def _grant_request(
+def _message(
     devices: Sequence[Device], request: Request, outer: ClaimRecord | None, ticket: Ticket | None
 ) -> dict[str, Any]:
     # What chose among the devices is left out: they are named.
@@ -101,7 +104,7 @@ def _grant_request(
         exclude=(),
         prefer=(),
     )
-    asked: dict[str, Any] = {
+    message: dict[str, Any] = {
         "do": "claim",
         "devices": [device.uuid for device in devices],
         "conditions": as_json(bare),
@@ -110,32 +113,21 @@ def _grant_request(
     }
     if ticket and not ticket.id:
         times = {"time_limit_seconds": ticket.time_limit, "expected_seconds": ticket.expected}
-        asked |= {"priority": ticket.priority, **times}
-    return asked
+        message |= {"priority": ticket.priority, **times}
+    return message
 
 
-def _call(directory: LockDirectory, asked: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+def _exchange(directory: LockDirectory, message: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """As exchange(), again while the daemon is busy."""
     deadline, pause = time.monotonic() + BUSY_SECONDS, 0.02
     while True:
         try:
-            return call(directory, asked, ANSWER_SECONDS)
+            return exchange(directory, message, REPLY_SECONDS)
         except DaemonBusy:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(pause * (1 + os.urandom(1)[0] / 255))
         pause = min(2 * pause, 0.5)
-
-
-def refuse_without_daemon(directory: LockDirectory) -> None:
-    """What a request would be told while nobody gives the locks, for who asks what he would get.
-
-    Raises:
-        ClaimError: there is no daemon.
-    """
-    try:
-        _call(directory, {"do": "claims"})
-    except GpuguardError as error:
-        raise _refusal(directory, error) from error
 
 
 def _refusal(directory: LockDirectory, error: GpuguardError) -> ClaimError:
@@ -154,46 +146,52 @@ def _reasons(refused: object, devices: Sequence[Device]) -> dict[str, str]:
     return {uuid: str(rows[uuid]) for uuid in uuids if uuid in rows} or dict.fromkeys(uuids, "refused by the daemon")
 
 
-def _locks(
+def _checked_locks(
     directory: LockDirectory,
     devices: Sequence[Device],
-    answer: Mapping[str, Any],
+    content: Mapping[str, Any],
     descriptors: tuple[int, ...],
     *,
     shared: bool,
-) -> tuple[Lock, ...]:
-    """What came, if each is the locked lock file of its device, or of a slot of it."""
-    fault = None
+) -> tuple[str, tuple[Lock, ...]]:
+    """The id of the claim and its locks, if each is the locked lock file of its device, or of a slot of it.
+
+    Raises:
+        ClaimError: one is not; then all are closed.
+    """
     try:
-        checked(answer, GrantReply)
-    except GpuguardError as error:
-        fault = str(error)
-    named = answer["locks"] if fault is None else []
-    if fault is None and not _LETTERS.issuperset(answer["claim"]):
-        fault = "its id is none"  # a record of that name would lie elsewhere
-    paths = [directory.lock_path(name) for name in named]
-    if not len(paths) == len(descriptors) == len(devices):
-        fault = fault or "there are fewer locks than devices"
-    for device, name in zip(devices, named, strict=False):
-        allowed = slot_names(device.uuid) if shared else (device.uuid, f"{device.uuid}.nested")
-        fault = fault or (None if name in allowed else f"{str(name)[:80]} is no lock of device {device.index}")
-    try:
+        reply = decoded(content, GrantReply)
+        paths = [directory.lock_path(name) for name in reply.locks]
+        fault = _fault_of_reply(reply, devices, len(descriptors), shared=shared)
         for descriptor, path in zip(descriptors, paths, strict=False):
-            fault = fault or _fault(directory, descriptor, path)
+            fault = fault or _fault_of_lock(directory, descriptor, path)
         if fault:
-            raise ClaimError(f"what the daemon gave is no claim: {fault}.  Nothing is claimed; ask an administrator.")
-    except BaseException:  # also where no file is left to look at them with
-        _close(descriptors)
+            raise GpuguardError(fault)
+    except GpuguardError as error:
+        close_all(descriptors)
+        raise ClaimError(
+            f"what the daemon gave is no claim: {error}.  Nothing is claimed; ask an administrator."
+        ) from None
+    except BaseException:  # also where no file is left to check them with
+        close_all(descriptors)
         raise
-    return tuple(lock_of(descriptor, path, fcntl.LOCK_EX) for descriptor, path in zip(descriptors, paths, strict=True))
+    locks = zip(descriptors, paths, strict=True)
+    return reply.claim, tuple(lock_of(descriptor, path, fcntl.LOCK_EX) for descriptor, path in locks)
 
 
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _fault_of_reply(reply: GrantReply, devices: Sequence[Device], received: int, *, shared: bool) -> str | None:
+    if not _ID_CHARACTERS.issuperset(reply.claim):
+        return "its id is none"  # a record of that name would lie elsewhere
+    if not len(reply.locks) == received == len(devices):
+        return "there are fewer locks than devices"
+    for device, name in zip(devices, reply.locks, strict=True):
+        allowed = slot_names(device.uuid) if shared else (device.uuid, f"{device.uuid}.nested")
+        if name not in allowed:
+            return f"{name[:80]} is no lock of device {device.index}"
+    return None
 
 
-def _fault(directory: LockDirectory, descriptor: int, path: str) -> str | None:
+def _fault_of_lock(directory: LockDirectory, descriptor: int, path: str) -> str | None:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or not is_same_file(descriptor, path, unsure=None):
         return f"it is not {path}"

@@ -1,7 +1,7 @@
-"""Asking the daemon for something: its door seen from outside.
+"""The one way to ask the daemon: requests go to its socket, and its replies come back decoded.
 
-The answer counts only if whoever listens there is the daemon, as the kernel says.  Knows nothing of what is asked for:
-see verbs.  Does not listen: see door.
+A reply counts only if the process that listens there is the daemon, as the kernel says.  What the daemon does with a
+request: see requests.  Does not listen: see server.
 """
 
 from __future__ import annotations
@@ -14,134 +14,29 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from gpuguard.claims.directory import LockDirectory, daemon_files
 from gpuguard.errors import GpuguardError
 from gpuguard.jsonio import decode, loads
 
-NAME = "daemon.sock"
-LARGEST = 4096  # bytes of a request, with the end of the line
-LARGEST_ANSWER = 2**17
-PASS_RIGHTS = 83  # SO_PASSRIGHTS of Linux 6.16, asm-generic: every machine that NVIDIA has drivers for
-MOST_DESCRIPTORS = 64  # that come with one answer
-ADVICE = "An administrator starts one: see `gpuguard daemon --help`."
+SOCKET_NAME = "daemon.sock"
+MAX_REQUEST_BYTES = 4096  # with the end of the line
+MAX_REPLY_BYTES = 2**17
+MAX_DESCRIPTORS = 64  # that come with one reply
+SO_PASSRIGHTS = 83  # of Linux 6.16, asm-generic: every machine that NVIDIA has drivers for
+REPLY_SECONDS = 10.0
+_ADVICE = "An administrator starts one: see `gpuguard daemon --help`."
+
+_Reply = TypeVar("_Reply")
 
 
 class NoDaemonSocket(GpuguardError):
-    """Nobody answers at the daemon's door."""
+    """No daemon answers."""
 
 
 class DaemonBusy(GpuguardError):
-    """The daemon hung up: too many ask at once."""
-
-
-def call_daemon(directory: LockDirectory, request: Mapping[str, Any], seconds: float = 10.0) -> dict[str, Any]:
-    """What the daemon of *directory* answers.
-
-    Raises:
-        GpuguardError: there is none, it does not answer within *seconds*, or it says no.
-    """
-    answer, descriptors = call(directory, request, seconds)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return answer
-
-
-def call(
-    directory: LockDirectory, request: Mapping[str, Any], seconds: float = 10.0
-) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The same, with the descriptors that came with the answer; they are the caller's, and close-on-exec."""
-    nobody = f"no daemon answers in {directory.path}"
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(seconds)
-            _connect(connection, directory, time.monotonic() + seconds)
-            files = daemon_files(directory)
-            if directory.owner is None or uid_behind(connection) not in files.owners():
-                raise GpuguardError(f"{files.file(NAME)} is not that of the daemon.  Look at it with `ls -l`.")
-            connection.sendall(encoded(request))
-            line, descriptors = _received(connection)
-    except TimeoutError as error:
-        raise NoDaemonSocket(f"{nobody} in time.  Try again; `gpuguard doctor` looks at the machine.") from error
-    except (ConnectionResetError, BrokenPipeError) as error:
-        raise DaemonBusy(f"the daemon in {directory.path} is busy.  Try again.") from error
-    except OSError as error:
-        raise NoDaemonSocket(f"{nobody} ({error.strerror}).  {ADVICE}") from error
-    try:
-        return _understood(directory, line), descriptors
-    except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
-
-
-def _received(connection: socket.socket) -> tuple[bytes, tuple[int, ...]]:
-    """One line and what came with it."""
-    line, descriptors = b"", list[int]()
-    try:
-        while not line.endswith(b"\n") and len(line) <= LARGEST_ANSWER:
-            # Close-on-exec from the start: another thread may start a program at any moment.
-            more, came, _, _ = socket.recv_fds(connection, 65536, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-            descriptors += came
-            if not more:
-                break
-            line += more
-    except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
-    return line, tuple(descriptors)
-
-
-def _understood(directory: LockDirectory, line: bytes) -> dict[str, Any]:
-    try:
-        answer = loads(line)
-    except ValueError as error:  # it hung up
-        raise DaemonBusy(f"the daemon in {directory.path} is busy.  Try again.") from error
-    if not isinstance(answer, dict) or answer.get("ok") is not True:
-        said = answer.get("error") if isinstance(answer, dict) else None
-        raise GpuguardError(str(said or "the daemon gave an answer that cannot be understood."))
-    return answer
-
-
-def _connect(connection: socket.socket, directory: LockDirectory, deadline: float) -> None:
-    with short_path(directory) as path:
-        while True:
-            try:
-                connection.connect(path)
-                return
-            except BlockingIOError:  # too many stand before the door
-                if time.monotonic() >= deadline:
-                    raise TimeoutError from None
-                time.sleep(0.01)
-
-
-def encoded(content: Mapping[str, Any]) -> bytes:
-    """One line of JSON."""
-    return json.dumps(content).encode("ascii") + b"\n"
-
-
-def uid_behind(connection: socket.socket) -> int:
-    """Who is at the other end, as the kernel says."""
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(uid)
-
-
-@contextmanager
-def short_path(directory: LockDirectory) -> Iterator[str]:
-    """The socket's path through a descriptor of its directory: the kernel takes 107 bytes at most."""
-    here = os.open(daemon_files(directory).path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{here}/{NAME}"
-    finally:
-        os.close(here)
-
-
-# What the daemon answers at its door, a noun for each request.
-#
-# An answer that lacks a field, as that of a daemon of another version may, is refused.  Does not ask: see calling.
+    """The daemon hung up: it has too many requests."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +49,23 @@ class ExemptionReply:
 
 
 @dataclass(frozen=True)
-class ReleaseReply:
-    """To `end`."""
+class EndedReply:
+    """To `end`: how many exemptions were ended."""
 
     ended: int
 
 
 @dataclass(frozen=True)
+class ReleasedReply:
+    """To `release`."""
+
+    released: str
+    devices: int
+
+
+@dataclass(frozen=True)
 class PolicyStatusReply:
-    """One thing that a policy has against somebody."""
+    """One finding of a policy, and the steps that were taken and are to come."""
 
     policy: str
     kind: str
@@ -204,16 +107,139 @@ class GrantReply:
     locks: tuple[str, ...]
 
 
-def checked(answer: Mapping[str, Any], kind: type) -> Mapping[str, Any]:
-    """*answer*, if it has all that a *kind* has, as it should be.
+def query_daemon(
+    directory: LockDirectory, request: Mapping[str, Any], kind: type[_Reply], seconds: float = REPLY_SECONDS
+) -> _Reply:
+    """The reply of the daemon of *directory*, which must be a *kind*.
 
     Raises:
-        GpuguardError: it has not.
+        GpuguardError: there is no daemon, it does not answer within *seconds*, or it refuses.
+    """
+    content, descriptors = exchange(directory, request, seconds)
+    close_all(descriptors)
+    return decoded(content, kind)
+
+
+def exchange(
+    directory: LockDirectory, request: Mapping[str, Any], seconds: float = REPLY_SECONDS
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """The reply as it came, with its descriptors; they are the caller's, and close-on-exec.
+
+    Raises:
+        GpuguardError: as query_daemon().
     """
     try:
-        decode(kind, dict(answer))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(seconds)
+            connect(connection, directory, seconds)
+            files = daemon_files(directory)
+            if directory.owner is None or peer_uid(connection) not in files.owners():
+                raise GpuguardError(f"{files.file(SOCKET_NAME)} is not that of the daemon.  Look at it with `ls -l`.")
+            connection.sendall(encoded(request))
+            line, descriptors = _receive(connection)
+    except TimeoutError as error:
+        raise NoDaemonSocket(
+            f"no daemon answers in {directory.path} in time.  Try again; `gpuguard doctor` looks at the machine."
+        ) from error
+    except (ConnectionResetError, BrokenPipeError) as error:
+        raise _busy(directory) from error
+    except OSError as error:
+        raise NoDaemonSocket(f"no daemon answers in {directory.path} ({error.strerror}).  {_ADVICE}") from error
+    try:
+        return _accepted(directory, line), descriptors
+    except BaseException:
+        close_all(descriptors)
+        raise
+
+
+def decoded(content: Mapping[str, Any], kind: type[_Reply]) -> _Reply:
+    """*content* as a *kind*; a field that it lacks, as in the reply of another version, is no reply.
+
+    Raises:
+        GpuguardError: it is none.
+    """
+    try:
+        return decode(kind, dict(content))
     except ValueError as error:
         raise GpuguardError(
             f"the daemon gave an answer that cannot be understood: {error}.  Restart it: it may be of another version."
         ) from None
-    return answer
+
+
+def connect(connection: socket.socket, directory: LockDirectory, seconds: float) -> None:
+    """Connect to the daemon's socket, waiting while its backlog is full.
+
+    Raises:
+        OSError: it cannot be reached; TimeoutError: not within *seconds*.
+    """
+    deadline = time.monotonic() + seconds
+    with short_path(directory) as path:
+        while True:
+            try:
+                connection.connect(path)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError from None
+                time.sleep(0.01)
+
+
+def encoded(content: Mapping[str, Any]) -> bytes:
+    """One line of JSON."""
+    return json.dumps(content).encode("ascii") + b"\n"
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user at the other end, as the kernel says."""
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(uid)
+
+
+@contextmanager
+def short_path(directory: LockDirectory) -> Iterator[str]:
+    """The socket's path through a descriptor of its directory: the kernel takes 107 bytes at most."""
+    descriptor = os.open(daemon_files(directory).path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
+    finally:
+        os.close(descriptor)
+
+
+def close_all(descriptors: tuple[int, ...] | list[int]) -> None:
+    """Close descriptors that came with a reply, or were to go with one."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, tuple[int, ...]]:
+    """One line and the descriptors that came with it."""
+    line, descriptors = b"", list[int]()
+    try:
+        while not line.endswith(b"\n") and len(line) <= MAX_REPLY_BYTES:
+            # Close-on-exec from the start: another thread may start a program at any moment.
+            more, received, _, _ = socket.recv_fds(connection, 65536, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            descriptors += received
+            if not more:
+                break
+            line += more
+    except BaseException:
+        close_all(descriptors)
+        raise
+    return line, tuple(descriptors)
+
+
+def _accepted(directory: LockDirectory, line: bytes) -> dict[str, Any]:
+    """The fields of a reply that is no refusal."""
+    try:
+        reply = loads(line)
+    except ValueError as error:  # it hung up
+        raise _busy(directory) from error
+    if not isinstance(reply, dict) or reply.get("ok") is not True:
+        refusal = reply.get("error") if isinstance(reply, dict) else None
+        raise GpuguardError(str(refusal or "the daemon gave an answer that cannot be understood."))
+    return {name: value for name, value in reply.items() if name != "ok"}
+
+
+def _busy(directory: LockDirectory) -> DaemonBusy:
+    return DaemonBusy(f"the daemon in {directory.path} is busy.  Try again.")

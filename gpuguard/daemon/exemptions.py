@@ -1,18 +1,20 @@
-"""Who asked the guard to be left alone: "I know that it looks idle; keep it until tonight."
+"""Exemptions that users ask for: "I know that it looks idle; keep it until tonight."
 
-Everybody may ask for his own processes and claims, for as long as the policy file allows at most; root for anybody and
-for whole devices.  What was granted lies in kept.json, so that it outlives the daemon.  It only ever protects: a step
-that would be taken is not.  Does not listen: see door.
+Every user may exempt own processes and claims, for as long as the policy file allows at most; root any user and whole
+devices.  Exemptions lie in kept.json, so they outlive the daemon.  They only protect: a step that would be taken is
+not.  Does not listen: see server.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.restrictions import KEPT, MAX_MARKS, MAX_REASON, Restriction, change, read_restrictions
+from gpuguard.daemon.client import EndedReply, ExemptionReply
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Device, Event
@@ -21,50 +23,44 @@ from gpuguard.request import resolve
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
 
-LONGEST_SECONDS = 86400.0  # unless the policy file says otherwise
-LONGEST_OF_ROOT = 365 * 86400.0
-MOST_OF_ONE = 16  # marks of one user
-CHANGES, CHANGES_SECONDS = 10, 60.0  # so many within so long: each is a line of the audit log
-_NOBODY = -1  # all whom nobody knows: who may use user namespaces has 65536 such uids
+MAX_SECONDS = 86400.0  # unless the policy file says otherwise
+MAX_SECONDS_OF_ROOT = 365 * 86400.0
+MAX_PER_USER = 16
+MAX_CHANGES, CHANGES_SECONDS = 10, 60.0  # of one user within so long: each is a line of the audit log
+_NAMELESS = -1  # all users without a name: a user with user namespaces has 65536 such uids
 
-Kept = dict[tuple[str, int | str], float]  # as policies.ladder remembers it: until which CLOCK_BOOTTIME
+ExemptUntil = dict[tuple[str, int | str], float]  # as the engine remembers it: until which CLOCK_BOOTTIME
 
 
 class Exemptions:
-    """Answers requests, and tells the watchdog who is kept.
+    """Handles requests, and tells the watchdog what is exempt.
 
     Args:
         directory: where kept.json lies.
-        use: told everything that is kept, whenever that changes.
-        devices: those of the last sample, to which names of devices refer.
-        report: told an Event for each change.
+        use: called with all exemptions, whenever they change.
+        devices: those of the latest sample, to which names of devices refer.
+        report: called with an Event for each change.
     """
 
     def __init__(
         self,
         directory: LockDirectory,
-        use: Callable[[Kept], object],
+        use: Callable[[ExemptUntil], object],
         devices: Callable[[], Sequence[Device]],
         report: Callable[[Event], object],
     ) -> None:
-        self.longest = LONGEST_SECONDS
+        self.max_seconds = MAX_SECONDS
         self._directory, self._use, self.devices, self._report = directory, use, devices, report
-        self._changed: dict[int, list[float]] = {}  # uid -> when he changed something, monotonic
-        self._tell(read_restrictions(directory, KEPT, time.time()))
+        self._changes: dict[int, list[float]] = {}  # of a uid, monotonic
+        self._apply(read_restrictions(directory, KEPT, time.time()))
 
-    def answer(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What becomes of a request of *uid*.
+    def keep(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Exempt what *uid* asks for.
 
         Raises:
-            GpuguardError: nothing, and why.
+            GpuguardError: it is refused.
         """
-        does = {"keep": self._keep, "end": self._end}.get(str(request.get("do")))
-        if does is None:
-            raise InvalidRequest("this daemon can be asked to `keep` and to `end` that.")
-        return does(uid, request)
-
-    def _keep(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        seconds, longest = request.get("for_seconds"), LONGEST_OF_ROOT if uid == 0 else self.longest
+        seconds, longest = request.get("for_seconds"), MAX_SECONDS_OF_ROOT if uid == 0 else self.max_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise InvalidRequest("say for how long: --for 4h.")
         if seconds > longest:
@@ -73,42 +69,65 @@ class Exemptions:
                 if longest
                 else "here nobody can ask for that: the policy file says so.  Talk to the administrator."
             )
-        whom, uuid = self._meant(uid, request)
+        owner, uuid = self._target(uid, request)
         reason = str(request.get("reason") or "")[:MAX_REASON]
         now = time.time()
-        user = None if whom is None else user_name(whom)
-        mark = Restriction(_name(whom, uuid), now, now + seconds, reason, user_name(uid), user)
-        self.count(uid)
+        user = None if owner is None else user_name(owner)
+        exemption = Restriction(_name(owner, uuid), now, now + seconds, reason, user_name(uid), user)
+        self.count_change(uid)
 
-        def add(marks: dict[str, Restriction]) -> None:
-            marks[mark.name] = mark
-            if sum(each.user == user and each.by == mark.by for each in marks.values()) > MOST_OF_ONE:
+        def add(exemptions: dict[str, Restriction]) -> None:
+            exemptions[exemption.name] = exemption
+            own = [other for other in exemptions.values() if (other.user, other.by) == (user, exemption.by)]
+            if len(own) > MAX_PER_USER:
                 raise GpuguardError("there is too much that you keep: end some of it with `gpuguard keep --end`.")
-            # Whoever may use user namespaces has 65536 uids without a name: they must not fill the file of all others.
-            if len(marks) > MAX_MARKS // 2 and mark.by == str(uid):
+            # A user with user namespaces has 65536 uids without a name: they must not fill the file of all others.
+            if len(exemptions) > MAX_MARKS // 2 and exemption.by == str(uid):
                 raise GpuguardError(f"very much is kept here already, and nobody knows who uid {uid} is.")
 
-        self._tell(change(self._directory, KEPT, add))
-        self._write_down("kept", uid, whom, uuid, mark)
-        return {"until_unix_seconds": mark.until, "user": user, "device": uuid}
+        self._apply(change(self._directory, KEPT, add))
+        self._log("kept", uid, exemption)
+        return asdict(ExemptionReply(now + seconds, user, uuid))
 
-    def _end(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        whom, uuid = self._meant(uid, request)
+    def end(self, uid: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """End exemptions before their time.
+
+        Raises:
+            GpuguardError: it is refused.
+        """
+        owner, uuid = self._target(uid, request)
         ended: list[Restriction] = []
 
-        def remove(marks: dict[str, Restriction]) -> None:
-            for name in list(marks):
-                one, on = _parts(name)
-                if (whom is None or one == whom) and (uuid is None or on == uuid):
-                    ended.append(marks.pop(name))
+        def remove(exemptions: dict[str, Restriction]) -> None:
+            for name in list(exemptions):
+                of_owner, on_device = _parts(name)
+                if (owner is None or of_owner == owner) and (uuid is None or on_device == uuid):
+                    ended.append(exemptions.pop(name))
 
-        self.count(uid)
-        self._tell(change(self._directory, KEPT, remove))
-        for mark in ended:
-            self._write_down("ended", uid, *_parts(mark.name), mark)
-        return {"ended": len(ended)}
+        self.count_change(uid)
+        self._apply(change(self._directory, KEPT, remove))
+        for exemption in ended:
+            self._log("ended", uid, exemption)
+        return asdict(EndedReply(len(ended)))
 
-    def _meant(self, uid: int, request: Mapping[str, Any]) -> tuple[int | None, str | None]:
+    def count_change(self, uid: int) -> None:
+        """Count a change that *uid* asks for; all users without a name count as one.
+
+        Raises:
+            GpuguardError: there were too many within a minute.
+        """
+        now = time.monotonic()
+        recent = {
+            user: [moment for moment in moments if now - moment < CHANGES_SECONDS]
+            for user, moments in self._changes.items()
+        }
+        self._changes = {user: moments for user, moments in recent.items() if moments}
+        own = self._changes.setdefault(uid if user_name(uid) != str(uid) else _NAMELESS, [])
+        if len(own) >= MAX_CHANGES and uid != 0:
+            raise GpuguardError(f"that was {MAX_CHANGES} times within a minute: wait a little.")
+        own.append(now)
+
+    def _target(self, uid: int, request: Mapping[str, Any]) -> tuple[int | None, str | None]:
         """(uid or None for all, uuid or None for all)."""
         wanted, device = request.get("uid"), request.get("device")
         if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted < 2**32):
@@ -116,56 +135,40 @@ class Exemptions:
         if uid == identity.overflow_uid():
             raise GpuguardError("who you are is not known here: you are in a user namespace of your own.")
         if uid != 0 and wanted not in (None, uid):
-            raise GpuguardError("only root may do that for somebody else: run it with sudo.")
-        whom = wanted if uid == 0 else uid
-        if whom is None and device is None:
+            raise GpuguardError("only root may do that for other users: run it with sudo.")
+        owner = wanted if uid == 0 else uid
+        if owner is None and device is None:
             raise InvalidRequest("root's own processes are never touched: say by --user or --device whom is meant.")
         if device is None:
-            return whom, None
-        return whom, resolve([str(device)], self.devices(), "--device")[0]
+            return owner, None
+        return owner, resolve([str(device)], self.devices(), "--device")[0]
 
-    def count(self, uid: int) -> None:
-        """Count a change that *uid* asks for; all without a name count as one.
-
-        Raises:
-            GpuguardError: there were too many within a minute.
-        """
-        now = time.monotonic()
-        self._changed = {
-            one: left
-            for one, times in self._changed.items()
-            if (left := [t for t in times if now - t < CHANGES_SECONDS])
-        }
-        times = self._changed.setdefault(uid if user_name(uid) != str(uid) else _NOBODY, [])
-        if len(times) >= CHANGES and uid != 0:
-            raise GpuguardError(f"that was {CHANGES} times within a minute: wait a little.")
-        times.append(now)
-
-    def _tell(self, marks: Mapping[str, Restriction]) -> None:
+    def _apply(self, exemptions: Mapping[str, Restriction]) -> None:
         now, clock = time.time(), boot_clock()
-        kept: Kept = {}
-        for mark in marks.values():
-            whom, uuid = _parts(mark.name)
-            if mark.until is None or (whom is None and uuid is None):
+        exempt: ExemptUntil = {}
+        for exemption in exemptions.values():
+            owner, uuid = _parts(exemption.name)
+            if exemption.until is None or (owner is None and uuid is None):
                 continue
-            key: tuple[str, int | str] = ("uid", whom) if whom is not None else ("device", uuid or "")
-            kept[key if whom is None or uuid is None else ("uid on device", f"{whom} {uuid}")] = (
-                clock + mark.until - now
-            )
-        self._use(kept)
+            key: tuple[str, int | str] = ("uid", owner) if owner is not None else ("device", uuid or "")
+            if owner is not None and uuid is not None:
+                key = "uid on device", f"{owner} {uuid}"
+            exempt[key] = clock + exemption.until - now
+        self._use(exempt)
 
-    def _write_down(self, outcome: str, asked_by: int, whom: int | None, uuid: str | None, mark: Restriction) -> None:
-        facts = (("uid", whom), ("asked_by_uid", asked_by), ("until_unix_seconds", mark.until))
-        devices = (uuid,) if uuid else ()
-        self._report(Event(time.time(), "keep", outcome, mark.user, devices, message=mark.reason or None, facts=facts))
+    def _log(self, outcome: str, asked_by: int, exemption: Restriction) -> None:
+        owner, uuid = _parts(exemption.name)
+        facts = (("uid", owner), ("asked_by_uid", asked_by), ("until_unix_seconds", exemption.until))
+        devices, message = (uuid,) if uuid else (), exemption.reason or None
+        self._report(Event(time.time(), "keep", outcome, exemption.user, devices, message=message, facts=facts))
 
 
-def _name(whom: int | None, uuid: str | None) -> str:
-    return " ".join(str(part) for part in (whom, uuid) if part is not None)
+def _name(owner: int | None, uuid: str | None) -> str:
+    return " ".join(str(part) for part in (owner, uuid) if part is not None)
 
 
 def _parts(name: str) -> tuple[int | None, str | None]:
-    """(uid, uuid) of the name of a mark."""
+    """(uid, uuid) of the name of an exemption."""
     first, _, second = name.partition(" ")
     if first.isdecimal() and len(first) <= 10:
         return int(first), second or None

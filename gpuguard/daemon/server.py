@@ -1,9 +1,9 @@
-"""The daemon's door: a Unix socket at which everybody on this machine may ask it for something.
+"""The daemon's socket: every user of this machine may send it requests.
 
-One request and one answer per connection, each one line of JSON of at most 4 KiB.  Who asks is what the kernel says
-(SO_PEERCRED), never what he writes.  A thread of its own listens, and never waits for anybody: whoever sends nothing,
-too much, or open files, or keeps many connections open loses his own ones and nobody else's.  Knows nothing of what is
-asked for: see verbs; the other side is calling.
+One request and one reply per connection, each one line of JSON; a request has at most 4 KiB.  The user who asks is the
+one that the kernel names (SO_PEERCRED), never what the request says.  A thread of its own listens and never waits for a
+client: one that sends nothing, too much, or open files, or keeps many connections open loses its own connections and
+no other user's.  What requests mean: see requests.  The other side: see client.
 
     {"do": "keep", "for_seconds": 14400, "reason": "paper deadline"}
     {"ok": true, "until_unix_seconds": 1795212345.0}
@@ -24,35 +24,36 @@ from queue import SimpleQueue
 from typing import Any
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.daemon.client import LARGEST, PASS_RIGHTS, encoded, short_path, uid_behind
+from gpuguard.daemon.client import MAX_REQUEST_BYTES, SO_PASSRIGHTS, close_all, encoded, peer_uid, short_path
 from gpuguard.errors import GpuguardError
 from gpuguard.jsonio import loads
 
-LONGEST_ERROR = 600  # characters: written out as \uXXXX they fit as well
-MOST, MOST_OF_ONE = 32, 4  # connections in all and of one user
-PATIENCE_SECONDS = 2.0  # for a request to be complete
-MOST_HANGING = 64  # threads that wait for what somebody has sent to be closed
-PAUSE_SECONDS = 0.005  # after each connection: somebody who never stops connecting costs little
+MAX_ERROR = 600  # characters: written out as \uXXXX they fit into a reply as well
+MAX_CONNECTIONS, MAX_CONNECTIONS_PER_USER = 32, 4
+REQUEST_SECONDS = 2.0  # for a request to be complete
+MAX_CLOSING = 64  # threads that wait until what a client has sent is closed
+PAUSE_SECONDS = 0.005  # after each connection: a client that never stops connecting costs little
 
-# What may ask the driver, or look through all that somebody has open: each is answered by a thread of its own, one
-# request after the other.
+# Requests that may read the driver, or all that a user has open: each kind has a thread of its own, which handles one
+# after the other.
 SLOW = frozenset({"claim", "release"})
 
 
 @dataclass(frozen=True)
-class Handover:
-    """An answer with descriptors that go over to whoever asked; the door closes its own."""
+class DescriptorReply:
+    """A reply with descriptors that go over to the client; the server closes its own."""
 
     content: Mapping[str, Any]
     descriptors: tuple[int, ...]
 
 
-Answer = Callable[[int, Mapping[str, Any]], Mapping[str, Any] | Handover]
+Reply = Mapping[str, Any] | DescriptorReply
+Handler = Callable[[int, Mapping[str, Any]], Reply]  # uid, request -> reply
 
 
 @dataclass
-class _Connection:
-    """Who asks."""
+class _Client:
+    """A connection whose request is not answered yet."""
 
     connection: socket.socket
     uid: int
@@ -65,45 +66,44 @@ class SocketServer:
 
     Args:
         directory: of the claims.
-        answer: called in the thread of the door with the uid of whoever asks and his request; a GpuguardError that it
-            raises becomes the answer.
+        handle: called with the uid of the client and its request; a GpuguardError that it raises becomes the reply.
 
     Raises:
         OSError: the socket cannot be made.
     """
 
-    def __init__(self, directory: LockDirectory, answer: Answer) -> None:
-        self._directory, self._answer = directory, answer
-        self._visitors: dict[int, _Connection] = {}
-        self._inside: dict[str, SimpleQueue[tuple[_Connection, bytes] | None]] = {name: SimpleQueue() for name in SLOW}
-        self._served: list[_Connection] = []  # whose requests lie in there, or are being answered
-        self._hanging: list[tuple[int, threading.Thread]] = []  # uid -> who closes what he has sent
+    def __init__(self, directory: LockDirectory, handle: Handler) -> None:
+        self._directory, self._handle = directory, handle
+        self._clients: dict[int, _Client] = {}  # by descriptor, the one that has been silent for longest comes first
+        self._queues: dict[str, SimpleQueue[tuple[_Client, bytes] | None]] = {name: SimpleQueue() for name in SLOW}
+        self._handled: list[_Client] = []  # whose requests are in these queues, or are being handled
+        self._closing: list[tuple[int, threading.Thread]] = []  # uid -> what closes the files that it has sent
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with short_path(directory) as path:
             # Only one daemon holds the directory's lock, so this socket is that of one that is dead.
             with suppress(FileNotFoundError):
                 os.unlink(path)
             # Not chmod(): it follows links, and root may listen where another user could put one.
-            before = os.umask(0o111)
+            umask = os.umask(0o111)
             try:
                 self._listener.bind(path)
             finally:
-                os.umask(before)
-        with suppress(OSError):  # an older kernel: see _part
-            self._listener.setsockopt(socket.SOL_SOCKET, PASS_RIGHTS, 0)
+                os.umask(umask)
+        with suppress(OSError):  # an older kernel: see _hang_up
+            self._listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
         self._listener.listen(64)
         self._wake_read, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="gpuguard-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gpuguard-socket", daemon=True)
         self._thread.start()
-        for inside in self._inside.values():
-            threading.Thread(target=self._serve, args=(inside,), name="gpuguard-server", daemon=True).start()
+        for queue in self._queues.values():
+            threading.Thread(target=self._handle_slow, args=(queue,), name="gpuguard-requests", daemon=True).start()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Listen no more."""
         os.write(self._wake, b".")
-        for inside in self._inside.values():
-            inside.put(None)
-        self._thread.join(PATIENCE_SECONDS)
+        for queue in self._queues.values():
+            queue.put(None)
+        self._thread.join(REQUEST_SECONDS)
         with short_path(self._directory) as path, suppress(FileNotFoundError):
             os.unlink(path)
         if not self._thread.is_alive():
@@ -113,144 +113,141 @@ class SocketServer:
     def _run(self) -> None:
         while True:
             poll = select.poll()
-            for descriptor in (self._wake_read, self._listener.fileno(), *self._visitors):
+            for descriptor in (self._wake_read, self._listener.fileno(), *self._clients):
                 poll.register(descriptor, select.POLLIN)
-            ready = {descriptor for descriptor, _ in poll.poll(500 if self._visitors else None)}
+            ready = {descriptor for descriptor, _ in poll.poll(500 if self._clients else None)}
             if self._wake_read in ready:
                 break
-            for descriptor in ready & self._visitors.keys():
-                self._listen_to(self._visitors[descriptor])
+            for descriptor in ready & self._clients.keys():
+                self._read(self._clients[descriptor])
             now = time.monotonic()
-            for visitor in [each for each in self._visitors.values() if now >= each.deadline]:
-                self._send_away(visitor)
+            for client in [client for client in self._clients.values() if now >= client.deadline]:
+                self._drop(client)
             if self._listener.fileno() in ready:
-                self._let_in()
-        for visitor in list(self._visitors.values()):
-            self._send_away(visitor)
+                self._accept()
+        for client in list(self._clients.values()):
+            self._drop(client)
         self._listener.close()
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # he has gone already, or there are no descriptors left
+        except OSError:  # the client has gone already, or there are no descriptors left
             time.sleep(PAUSE_SECONDS)
             return
         connection.setblocking(False)
-        uid = uid_behind(connection)
-        here = [*self._visitors.values(), *self._served]
-        full = len(here) >= MOST
-        self._hanging = [(whose, thread) for whose, thread in self._hanging if thread.is_alive()]
-        his = [*(visitor.uid for visitor in here), *(whose for whose, _ in self._hanging)].count(uid)
-        if his >= MOST_OF_ONE or (full and not self._visitors):
-            self._part(connection, uid)
+        uid = peer_uid(connection)
+        clients = [*self._clients.values(), *self._handled]
+        full = len(clients) >= MAX_CONNECTIONS
+        self._closing = [(owner, thread) for owner, thread in self._closing if thread.is_alive()]
+        of_user = [*(client.uid for client in clients), *(owner for owner, _ in self._closing)].count(uid)
+        if of_user >= MAX_CONNECTIONS_PER_USER or (full and not self._clients):
+            self._hang_up(connection, uid)
         else:
-            if full:  # whoever may use user namespaces has 65536 uids: the one that says nothing for longest makes room
-                self._send_away(next(iter(self._visitors.values())))
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            self._visitors[connection.fileno()] = _Connection(connection, uid, deadline)
+            if full:  # a user with user namespaces has 65536 uids: the client that is silent for longest makes room
+                self._drop(next(iter(self._clients.values())))
+            self._clients[connection.fileno()] = _Client(connection, uid, time.monotonic() + REQUEST_SECONDS)
         time.sleep(PAUSE_SECONDS)
 
-    def _listen_to(self, visitor: _Connection) -> None:
+    def _read(self, client: _Client) -> None:
         try:
-            more = _bytes_alone(visitor.connection, LARGEST + 1 - len(visitor.received))
+            more = _receive_without_files(client.connection, MAX_REQUEST_BYTES + 1 - len(client.received))
         except BlockingIOError:
             return
         except OSError:
             more = None
         if more is None:
-            self._send_away(visitor)
+            self._drop(client)
             return
-        visitor.received += more
-        line, end, _ = visitor.received.partition(b"\n")
-        if end or not more or len(line) > LARGEST:
-            request = _request(line)
-            if isinstance(request, dict) and (inside := self._inside.get(request.get("do", ""))):
-                del self._visitors[visitor.connection.fileno()]
-                self._served.append(visitor)
-                inside.put((visitor, line))
+        client.received += more
+        line, end, _ = client.received.partition(b"\n")
+        if end or not more or len(line) > MAX_REQUEST_BYTES:
+            request = _decoded(line)
+            if isinstance(request, dict) and (queue := self._queues.get(request.get("do", ""))):
+                del self._clients[client.connection.fileno()]
+                self._handled.append(client)
+                queue.put((client, line))
                 return
-            self._reply(visitor, request)
-            self._send_away(visitor)
+            self._reply(client, request)
+            self._drop(client)
 
-    def _serve(self, inside: SimpleQueue[tuple[_Connection, bytes] | None]) -> None:
-        while waiting := inside.get():
-            visitor, line = waiting
+    def _handle_slow(self, queue: SimpleQueue[tuple[_Client, bytes] | None]) -> None:
+        while entry := queue.get():
+            client, line = entry
             try:
-                self._reply(visitor, _request(line))
+                self._reply(client, _decoded(line))
             finally:
-                self._served.remove(visitor)
-                self._part(visitor.connection, visitor.uid)
+                self._handled.remove(client)
+                self._hang_up(client.connection, client.uid)
 
-    def _reply(self, visitor: _Connection, request: dict[str, Any] | str) -> None:
-        answer = self._answered(visitor.uid, request)
-        descriptors = answer.descriptors if isinstance(answer, Handover) else ()
-        content = answer.content if isinstance(answer, Handover) else answer
+    def _reply(self, client: _Client, request: dict[str, Any] | str) -> None:
+        reply = self._reply_to(client.uid, request)
+        content, descriptors = (reply.content, reply.descriptors) if isinstance(reply, DescriptorReply) else (reply, ())
         try:
-            # It fits into the socket's buffer: whoever does not read it waits for himself.
-            socket.send_fds(visitor.connection, [encoded(content)], descriptors, socket.MSG_NOSIGNAL)
+            # It fits into the socket's buffer, so a client that does not read it holds up nothing.
+            socket.send_fds(client.connection, [encoded(content)], descriptors, socket.MSG_NOSIGNAL)
         except OSError:
-            return  # he has gone, so nobody has the descriptors but us
+            return  # the client has gone, so only we have the descriptors
         finally:
             # What is handed over is a copy: with ours open, what was given would never end.
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
 
-    def _answered(self, uid: int, request: dict[str, Any] | str) -> Mapping[str, Any] | Handover:
+    def _reply_to(self, uid: int, request: dict[str, Any] | str) -> Reply:
         if isinstance(request, str):
             return {"ok": False, "error": request}
         try:
-            answer = self._answer(uid, request)
+            reply = self._handle(uid, request)
         except GpuguardError as error:
-            return {"ok": False, "error": str(error)[:LONGEST_ERROR]}
-        except Exception:  # noqa: BLE001  whoever finds a fault of ours must not be the last one who is served
+            return {"ok": False, "error": str(error)[:MAX_ERROR]}
+        except Exception:  # noqa: BLE001  a request that finds a fault of ours must not be the last that is handled
             kind, value, traceback = sys.exc_info()
             threading.excepthook(threading.ExceptHookArgs((kind, value, traceback, threading.current_thread())))
             return {"ok": False, "error": "a fault inside the daemon, which its log shows."}
-        if isinstance(answer, Handover):
-            return Handover({"ok": True, **answer.content}, answer.descriptors)
-        return {"ok": True, **answer}
+        if isinstance(reply, DescriptorReply):
+            return DescriptorReply({"ok": True, **reply.content}, reply.descriptors)
+        return {"ok": True, **reply}
 
-    def _send_away(self, visitor: _Connection) -> None:
-        del self._visitors[visitor.connection.fileno()]
-        self._part(visitor.connection, visitor.uid)
+    def _drop(self, client: _Client) -> None:
+        del self._clients[client.connection.fileno()]
+        self._hang_up(client.connection, client.uid)
 
-    def _part(self, connection: socket.socket, uid: int) -> None:
-        """Hang up.
+    def _hang_up(self, connection: socket.socket, uid: int) -> None:
+        """Close the connection.
 
-        With the connection goes what was sent and not read.  If open files are among it and nobody else has them open,
-        they are closed, and a socket with SO_LINGER lets whoever does that wait for as long as its sender likes.
+        With it goes what was sent and not read.  If open files are among it and no other process has them open, they
+        are closed, and a socket with SO_LINGER makes the process that does that wait for as long as its sender likes.
         """
         with suppress(OSError, RuntimeError):  # the latter: there are too many threads
             connection.shutdown(socket.SHUT_RDWR)  # no more can come
-            while more := _bytes_alone(connection, 65536):
+            while more := _receive_without_files(connection, 65536):
                 continue
-            if more is None and len(self._hanging) < MOST_HANGING:
-                thread = threading.Thread(target=connection.close, name="gpuguard-goodbye", daemon=True)
+            if more is None and len(self._closing) < MAX_CLOSING:
+                thread = threading.Thread(target=connection.close, name="gpuguard-closing", daemon=True)
                 thread.start()
-                self._hanging.append((uid, thread))
+                self._closing.append((uid, thread))
                 return
         connection.close()
 
 
-def _bytes_alone(connection: socket.socket, most: int) -> bytes | None:
-    """What was sent, at most so many bytes; None, and nothing is taken, when open files came with it.
+def _receive_without_files(connection: socket.socket, most: int) -> bytes | None:
+    """What was sent, at most so many bytes; None, and nothing is received, when open files came with it.
 
     Raises:
-        OSError: nothing was sent yet, or he has gone.
+        OSError: nothing was sent yet, or the client has gone.
     """
-    seen, _, flags, _ = connection.recvmsg(most, 0, socket.MSG_PEEK)
-    return None if flags & socket.MSG_CTRUNC else connection.recv(len(seen)) if seen else b""
+    peeked, _, flags, _ = connection.recvmsg(most, 0, socket.MSG_PEEK)
+    return None if flags & socket.MSG_CTRUNC else connection.recv(len(peeked)) if peeked else b""
 
 
-def _request(line: bytes) -> dict[str, Any] | str:
-    """What is asked for; in words why it is nothing."""
-    if len(line) > LARGEST:
-        return f"a request has at most {LARGEST} bytes."
+def _decoded(line: bytes) -> dict[str, Any] | str:
+    """The request in *line*; in words why it is none."""
+    if len(line) > MAX_REQUEST_BYTES:
+        return f"a request has at most {MAX_REQUEST_BYTES} bytes."
     try:
         request = loads(line)
     except ValueError:
         request = None
     if not isinstance(request, dict):
         return "a request is one line with one JSON object."
-    # Whatever cannot be looked up would end the thread that listens to everybody.
+    # What cannot be looked up in a table would end the thread that listens.
     return request if isinstance(request.get("do", ""), str) else 'a request says what to "do", in one word.'

@@ -1,6 +1,6 @@
-"""The watchdog for a whole machine, as a service: one instance, policies that are read again, systemd told how it is.
+"""The watchdog as the service of a machine: one instance, policies that are read again, systemd told how it is.
 
-The main thread answers signals, reads the policy file again when it changes, and tells systemd that the watchdog's
+The main thread handles signals, reads the policy file again when it changes, and tells systemd that the watchdog's
 thread comes round; so it ends within a second whatever the driver does.  Judges and signals nothing itself: see
 watchdog.
 """
@@ -8,105 +8,63 @@ watchdog.
 from __future__ import annotations
 
 import os
-import select
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from functools import partial
 
 from gpuguard import capabilities
 from gpuguard.backends import Backend
 from gpuguard.backends.client import open_worker
 from gpuguard.claims.directory import LockDirectory
+from gpuguard.clusters.slurm_node import SlurmNode
+from gpuguard.daemon.broker import Broker
 from gpuguard.daemon.exemptions import Exemptions
+from gpuguard.daemon.requests import RequestContext, handle
+from gpuguard.daemon.server import SocketServer
+from gpuguard.daemon.systemd import notify_systemd, signal_waiter
 from gpuguard.enforcement.limits import recover_actions
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.history.recorder import Recorder
 from gpuguard.model import Event, Snapshot
+from gpuguard.notify.sender import Sender, problems
 from gpuguard.notify.templates import ENGLISH, TEMPLATES
 from gpuguard.policies.files.loader import PolicyFile, load_in_time
 from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
 from gpuguard.procfs import boot_clock
+from gpuguard.queue.priority import Ticket
 from gpuguard.queue.tickets import wanted, who_waits
 from gpuguard.source import lock_daemon, write_state
 from gpuguard.units import format_count
 from gpuguard.watchdog import INTERVAL, Watchdog
 
-if TYPE_CHECKING:
-    from gpuguard.clusters.slurm_node import SlurmNode
-    from gpuguard.daemon.broker import Broker
-    from gpuguard.daemon.server import SocketServer
-    from gpuguard.notify.sender import Sender
-    from gpuguard.queue.priority import Ticket
-
-# What a service owes its manager: telling systemd how it is, and hearing signals between two of its rounds.
-#
-# Does nothing of its own: see daemon.
-
-
-def notify_systemd(state: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Send *state* to the service manager that started us, if one did: sd_notify(3)."""
-    address = environ.get("NOTIFY_SOCKET", "")
-    if address[:1] in ("/", "@"):
-        # It restarts, and will ask for signs of life again; or there is no descriptor left for now.
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as messenger:
-            messenger.settimeout(1.0)
-            messenger.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
-
-
-@contextmanager
-def signals(*numbers: signal.Signals) -> Iterator[Callable[[float], set[int]]]:
-    """A function that waits so many seconds for these signals and returns those that came."""
-    # A pipe instead of blocked signals: hooks would inherit those.
-    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    former = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    poll = select.poll()
-    poll.register(reader, select.POLLIN)
-
-    def wait(seconds: float) -> set[int]:
-        return set(os.read(reader, 1024)) if poll.poll(seconds * 1000) else set()
-
-    try:
-        yield wait
-    finally:
-        signal.set_wakeup_fd(woken)
-        for number, handler in former.items():
-            signal.signal(number, handler)
-        os.close(reader)
-        os.close(writer)
-
-
 EXIT_FAULTY, EXIT_RUNNING, EXIT_NO_DRIVER = 1, 3, 4
 GAP_INTERVALS = 3  # between two samples, from which on nobody knows what GPUs were used for
 PUBLISH_SECONDS = 3.0  # nobody needs to know who uses what more exactly than that
-TICK_SECONDS = 2.0  # how often the policy file is looked at; a signal is heard at once
-AGAIN_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now, or room for a process
-END_SECONDS = 0.6  # for a step that is under way when the daemon is told to end
+TICK_SECONDS = 2.0  # between two looks at the policy file; a signal is heard at once
+RETRY_SECONDS = 60.0  # between two readings of a file with faults: LDAP may be up by now, or room for a process
+STOP_SECONDS = 0.6  # for a step that is under way when the daemon ends
 SEND_SECONDS = 0.2  # and for what is still to be sent
-OPEN_SECONDS = 2.0  # for the usage store, whose trouble is told with the policies that need it
+OPEN_SECONDS = 2.0  # for the usage store, whose trouble is reported with the policies that need it
 PING_SECONDS = 10.0  # between two signs of life for systemd
 BEAT_SECONDS = 180.0  # no step takes so long, even if every device hangs; then systemd starts us anew
 NEVER_FIRES = "a quota of gpu_hours does not fire while nobody knows what was used"
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
-# What could put a stranger's code into a daemon of root: a fake driver library, a module, a start-up file.
+# What could put another user's code into a daemon of root: a fake driver library, a module, a start-up file.
 _DANGEROUS = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT")
 
-
-Say = Callable[[str], object]
+Report = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Settings:
+class DaemonSettings:
     """What the command line said.
 
     Args:
@@ -121,19 +79,23 @@ class Settings:
     interval: float | None = None
     share_host_pids: bool = False
 
+    def intervals(self, of_file: tuple[float, float]) -> tuple[float, float]:
+        """The shortest and longest seconds between samples; *of_file*: as the policy file has them."""
+        return of_file if self.interval is None else (min(of_file[0], self.interval), self.interval)
+
 
 def clean_environment(environ: MutableMapping[str, str], *, root: bool) -> None:
-    """Make *environ* one in which a daemon of root runs nobody else's code.
+    """Make *environ* one in which a daemon of root runs no other user's code.
 
     Raises:
-        InvalidRequest: it was started with libraries of somebody's choice, which are loaded already.
+        InvalidRequest: it was started with libraries of its caller's choice, which are loaded already.
     """
     if not root:
         return
-    if found := [name for name in _DANGEROUS if environ.get(name)]:
+    if dangerous := [name for name in _DANGEROUS if environ.get(name)]:
         raise InvalidRequest(
-            f"{' and '.join(found)} must not be set for a daemon that can signal others: it would run "
-            f"whatever library lies there.  Start it by systemd, or with `env -u {found[0]} gpuguard daemon`."
+            f"{' and '.join(dangerous)} must not be set for a daemon that can signal others: it would run "
+            f"whatever library lies there.  Start it by systemd, or with `env -u {dangerous[0]} gpuguard daemon`."
         )
     for name in [name for name in environ if name.startswith("PYTHON")]:
         del environ[name]
@@ -147,8 +109,8 @@ class Daemon:
         backend: where samples come from.
         directory: of the claims; state.json and daemon.lock lie in it, too.
         settings: from the command line.
-        say: told in words what an admin should read in the journal.
-        on_event: told each Event.
+        report: called with what an admin should read in the journal.
+        on_event: called with each Event.
         append: writes an Event down.
     """
 
@@ -156,23 +118,24 @@ class Daemon:
         self,
         backend: Backend,
         directory: LockDirectory,
-        settings: Settings,
-        say: Say,
+        settings: DaemonSettings,
+        report: Report,
         on_event: Callable[[Event], object],
         append: Callable[[Event], bool] = audit_log.append,
     ) -> None:
-        self._directory, self._settings, self._say, self._append = directory, settings, say, append
-        self._powers = capabilities.lacking()  # which no process gains while it runs
+        self._directory, self._settings, self._report, self._append = directory, settings, report, append
+        self._lacking = capabilities.lacking()  # which no process gains while it runs
         self._on_event = on_event
         self._sender: Sender | None = None
-        self._seen: tuple[int, ...] | None = None  # what the policy file looked like when it was read
+        self._file_status: tuple[int, ...] | None = None  # of the policy file when it was read
         self._fingerprint: str | None = None  # of the policies in force
         self._faulty, self._read_at = False, 0.0
         self._published, self._published_at = True, 0.0
         self.last = Snapshot("", backend.name, 0.0, 0.0, ())  # sample, and ...
-        self.waiting: tuple[Ticket, ...] | None = None  # ... who waited then; None: the line could not be read
-        self._again = threading.Event()  # somebody asks that the policy file be read again
-        self._recorder = Recorder(store_path(directory), say)
+        self.waiting: tuple[Ticket, ...] | None = None  # ... who waited then; None: the queue could not be read
+        self._reload_requested = threading.Event()
+        self._recorder = Recorder(store_path(directory), report)
+        self._slurm = SlurmNode(say=report)
         self.watchdog = Watchdog(
             backend,
             (),
@@ -180,24 +143,21 @@ class Daemon:
             enforce=settings.enforce,
             on_event=on_event,
             on_sample=self._publish,
-            interval=_interval(settings, INTERVAL),
+            interval=settings.intervals(INTERVAL),
             append=append,
             share_host_pids=settings.share_host_pids,
         )
-        self.watchdog.scheduled = lambda snapshot: self._slurm.given(snapshot)
-        self._broker: Broker | None = None  # where this process alone opens the lock files
-        if directory.keeper is not None:
-            from gpuguard.daemon.broker import Broker
-
-            self._broker = Broker(directory, lambda: open_worker(backend.name))
-        use = partial(setattr, self.watchdog, "kept")
-        self._keeping = Exemptions(directory, use, lambda: self.last.devices, self._report)
+        self.watchdog.scheduled = self._slurm.given
+        # Where this process alone opens the lock files:
+        self._broker = None if directory.keeper is None else Broker(directory, lambda: open_worker(backend.name))
+        exempt = partial(setattr, self.watchdog, "kept")
+        self._exemptions = Exemptions(directory, exempt, lambda: self.last.devices, self._record)
 
     def once(self) -> tuple[int, Judgement | None]:
-        """Look twice, since nobody acts on what was seen once: the exit code, and what was judged at the end."""
+        """Sample twice, since nothing is done by one sample: the exit code, and what was judged at the end."""
         file = self._start() if self._settings.policy else None
         self._remember()
-        self._look_back()
+        self._read_usage()
         if file:
             self._slurm.learn()
         try:
@@ -205,7 +165,7 @@ class Daemon:
             time.sleep(self.watchdog.interval[0])
             judgement = self.watchdog.step()
         except BackendError as error:
-            self._say(f"nothing can be judged: {error}")
+            self._report(f"nothing can be judged: {error}")
             return EXIT_NO_DRIVER, None
         finally:
             if self._sender:
@@ -214,40 +174,44 @@ class Daemon:
 
     def serve(self) -> int:
         """Watch until SIGTERM or SIGINT; the exit code."""
-        with signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
+        with signal_waiter(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as wait:
             self.watchdog.gpu_seconds = self._recorder.spent
             self._recorder.start()
             if self._settings.policy:
                 self._start()
             self._remember()
-            self._record("daemon", "started", self.status())
+            self._log("daemon", "started", self.status())
             self.watchdog.start()
-            door = self._open_door()
+            server = self.open_socket()
             notify_systemd("READY=1")
-            arrived: set[int] = set()
-            told, pinged = "", 0.0
-            while not arrived & {signal.SIGTERM, signal.SIGINT}:
-                arrived = wait(TICK_SECONDS)
-                self._reload_if_changed(asked=self._again.is_set() or signal.SIGHUP in arrived)
-                self._tend()
-                now = time.monotonic()
-                if (status := self.status()) != told:
-                    told = status
-                    notify_systemd(f"STATUS={status}")
-                if now - pinged >= PING_SECONDS and now - self.watchdog.last_round < BEAT_SECONDS:
-                    pinged = now
-                    notify_systemd("WATCHDOG=1")
+            self._loop(wait)
             notify_systemd("STOPPING=1")
-            self.watchdog.stop(END_SECONDS)
-            if door:
-                door.close()
+            self.watchdog.stop(STOP_SECONDS)
+            if server:
+                server.close()
             if self._broker:
                 self._broker.close()
             self._recorder.stop(SEND_SECONDS)
             if self._sender:
                 self._sender.stop(SEND_SECONDS)
-            self._record("daemon", "stopped")
+            self._log("daemon", "stopped")
             return 0
+
+    def _loop(self, wait: Callable[[float], set[int]]) -> None:
+        """What the main thread does until a signal ends it."""
+        received: set[int] = set()
+        sent, pinged = "", 0.0
+        while not received & {signal.SIGTERM, signal.SIGINT}:
+            received = wait(TICK_SECONDS)
+            self.reload_if_changed(requested=self._reload_requested.is_set() or signal.SIGHUP in received)
+            self._run_broker()
+            now = time.monotonic()
+            if (status := self.status()) != sent:
+                sent = status
+                notify_systemd(f"STATUS={status}")
+            if now - pinged >= PING_SECONDS and now - self.watchdog.last_round < BEAT_SECONDS:
+                pinged = now
+                notify_systemd("WATCHDOG=1")
 
     def status(self) -> str:
         """In one line, for `systemctl status`."""
@@ -260,7 +224,7 @@ class Daemon:
             what += "enforcing" if all(switches) else "dry run"
             if any(switches) and not all(switches):
                 what += f": {'no policy has mode: enforce' if switches[0] else '--enforce is missing'}"
-            what += "" if not self._powers else ", but not against other users"
+            what += "" if not self._lacking else ", but not against other users"
             if self._faulty:
                 what += "; the changed policy file has faults, the last good one is in force"
         return what + (f"; driver unresponsive: {self.watchdog.problem}" if self.watchdog.problem else "")
@@ -270,110 +234,107 @@ class Daemon:
         past = recover_actions(audit_log.events_path(), boot_clock(), time.time())
         self.watchdog.remember(past.actions)
         if past.problem:
-            self._record("daemon", "past unknown", past.problem)
+            self._log("daemon", "past unknown", past.problem)
 
-    def _look_back(self) -> None:
-        """Without a recorder: ask the store once, as others do."""
+    def _read_usage(self) -> None:
+        """Without a recorder: query the usage store once, as others do."""
         windows = self._recorder.windows
         try:
             spent = query_store(self._recorder.path, lambda usage: usage.gpu_seconds(windows)) if windows else {}
             self.watchdog.gpu_seconds = lambda: spent
         except GpuguardError as error:
-            self._say(f"{NEVER_FIRES}: {error}")
+            self._report(f"{NEVER_FIRES}: {error}")
 
-    def _open_door(self) -> SocketServer | None:
+    def open_socket(self) -> SocketServer | None:
+        """Listen for requests; None where that is not possible.
+
+        Raises:
+            GpuguardError: it is not, and nothing could be claimed.
+        """
         if self._directory.owner is None:
-            self._say("`gpuguard keep` does not work without a directory of root's: run `sudo gpuguard setup` once.")
+            self._report("`gpuguard keep` does not work without a directory of root's: run `sudo gpuguard setup` once.")
             return None
         if self._broker and (trouble := self._broker.trouble()):
-            self._say(trouble)
-        from gpuguard.daemon.requests import RequestHandlers, handle
-        from gpuguard.daemon.server import SocketServer
-
-        dog, settings = self.watchdog, self._settings
-        looks = lambda: self.last, lambda: max(dog.interval[1], dog.pause), dog.status
-        does, policy = (self._report, self._again.set), settings.policy
-        desk = RequestHandlers(self._directory, self._keeping, *looks, *does, policy, settings.enforce, self._broker)
+            self._report(trouble)
+        watchdog = self.watchdog
+        context = RequestContext(
+            self._directory,
+            self._exemptions,
+            snapshot=lambda: self.last,
+            interval=lambda: max(watchdog.interval[1], watchdog.pause),
+            status=watchdog.status,
+            append=self._record,
+            reload=self._reload_requested.set,
+            policy=self._settings.policy,
+            enforcing=self._settings.enforce,
+            broker=self._broker,
+        )
         try:
-            return SocketServer(self._directory, partial(handle, desk))
+            return SocketServer(self._directory, partial(handle, context))
         except OSError as error:
-            if self._broker:  # whoever started us tries it again
+            if self._broker:  # the service manager tries it again
                 raise GpuguardError(f"nobody can claim, as no socket can be made: {error}.  See `df`.") from error
-            self._say(f"`gpuguard keep` does not work: the socket cannot be made: {error}")
+            self._report(f"`gpuguard keep` does not work: the socket cannot be made: {error}")
             return None
 
-    @cached_property
-    def _slurm(self) -> SlurmNode:
-        from gpuguard.clusters.slurm_node import SlurmNode
-
-        return SlurmNode(say=self._say)
-
-    def _tend(self) -> None:
+    def _run_broker(self) -> None:
         if self._broker:
             with suppress(GpuguardError, OSError):  # doctor says what is wrong with the directory
                 self._broker.tend()
                 if self.waiting:
                     for event in self._broker.watch_offers(self.last):
-                        self._report(event)
+                        self._record(event)
 
-    def _reload_if_changed(self, *, asked: bool) -> None:
-        if self._settings.policy and (asked or _stat_of(self._settings.policy) != self._seen):
+    def reload_if_changed(self, *, requested: bool = False) -> None:
+        """Read the policy file again where it is time to."""
+        if self._settings.policy and (requested or _status_of(self._settings.policy) != self._file_status):
             self._reload()
-        elif self._faulty and time.monotonic() - self._read_at >= AGAIN_SECONDS:
-            self._reload(said=True)
+        elif self._faulty and time.monotonic() - self._read_at >= RETRY_SECONDS:
+            self._reload(quiet=True)
 
     def _start(self) -> PolicyFile:
-        for lack in self._powers:
-            self._say(lack)
+        for capability in self._lacking:
+            self._report(capability)
         return self._reload()
 
-    def _reload(self, *, said: bool = False) -> PolicyFile:
-        """Read the policy file; one with faults changes nothing, and it is said which unless it was *said* before."""
+    def _reload(self, *, quiet: bool = False) -> PolicyFile:
+        """Read the policy file; one with faults changes nothing, and the faults are reported unless *quiet*."""
         assert self._settings.policy
-        self._again.clear()
-        self._seen = _stat_of(self._settings.policy)
+        self._reload_requested.clear()
+        self._file_status = _status_of(self._settings.policy)
         file = load_in_time(self._settings.policy)
         self._faulty, self._read_at = bool(file.faults), time.monotonic()
-        if said and file.faults:
+        if quiet and file.faults:
             return file
         for fault in (*file.faults, *file.warnings):
             for line in fault.lines(file.path):
-                self._say(line)
+                self._report(line)
         if file.faults:
             first = file.faults[0].lines(file.path)[0]
-            count = f"{len(file.faults)} fault{'s' * (len(file.faults) != 1)}"
-            self._record("policy", "refused", f"{count}, the first: {first}", file)
+            self._log("policy", "refused", f"{format_count(len(file.faults), 'fault')}, the first: {first}", file)
             return file
         if file.fingerprint != self._fingerprint:
             self._use(file)
-        if file.notify:
-            from gpuguard.notify.sender import problems
-
-            for problem in problems(file.notify):  # said now, not when the first alarm is lost
-                self._record("notify", "will fail", problem)
+        for problem in problems(file.notify):  # reported now, not when the first alarm is lost
+            self._log("notify", "will fail", problem)
         return file
 
     def _use(self, file: PolicyFile) -> None:
-        if self._settings.enforce:
-            _load_what_acts()
-        former, self._sender = self._sender, None
+        former = self._sender
         templates = {**TEMPLATES, **file.messages}
-        if file.notify:
-            from gpuguard.notify.sender import Sender
-
-            self._sender = Sender(file.notify, self._report, templates=templates)
+        self._sender = Sender(file.notify, self._record, templates=templates) if file.notify else None
         self.watchdog.templates = templates
         self.watchdog.language = next(iter(file.messages)) if len(file.messages) == 1 else ENGLISH
         self._fingerprint = file.fingerprint
         self.watchdog.notifier = self._sender
-        self._keeping.longest = file.longest_keep
-        self.watchdog.interval = _interval(self._settings, file.interval)
+        self._exemptions.max_seconds = file.longest_keep
+        self.watchdog.interval = self._settings.intervals(file.interval)
         self.watchdog.protected = file.protected
         self.watchdog.policies = file.policies  # last: from here on they are judged by
-        self._record("policy", "in force", self.status(), file)
+        self._log("policy", "in force", self.status(), file)
         self._recorder.windows = windows_of(file.policies)
-        if self._recorder.windows and (why := self._recorder.why_unknown(OPEN_SECONDS)):
-            self._say(f"{NEVER_FIRES}: {why}")
+        if self._recorder.windows and (reason := self._recorder.why_unknown(OPEN_SECONDS)):
+            self._report(f"{NEVER_FIRES}: {reason}")
         if former:
             former.stop(0.0)  # what waits in it still goes out
 
@@ -381,30 +342,30 @@ class Daemon:
         self.last = snapshot
         self.waiting = who_waits(self._directory)
         self._recorder.record(snapshot, GAP_INTERVALS * self.watchdog.interval[1], wanted(self.waiting))
-        if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no look comes on the dot
+        if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no sample comes on the dot
             return
         try:
             write_state(self._directory, snapshot, max(pause, PUBLISH_SECONDS))
             self._published, self._published_at = True, snapshot.clock
         except OSError as error:
             if self._published:
-                self._say(f"state.json cannot be written, so `gpuguard who` asks the driver itself: {error}")
+                self._report(f"state.json cannot be written, so `gpuguard who` asks the driver itself: {error}")
             self._published = False
 
-    def _record(self, kind: str, outcome: str, message: str | None = None, file: PolicyFile | None = None) -> None:
+    def _log(self, kind: str, outcome: str, message: str | None = None, file: PolicyFile | None = None) -> None:
         facts = (("path", file.path), ("sha256", file.fingerprint)) if file else ()
-        self._report(Event(time.time(), kind, outcome, message=message, facts=facts))
+        self._record(Event(time.time(), kind, outcome, message=message, facts=facts))
 
-    def _report(self, event: Event) -> bool:
+    def _record(self, event: Event) -> bool:
         if not (written := self._append(event)):
             why = f"{audit_log.complaint()}.  Mend that, or name another file by --events."
-            self._say(f"the audit log cannot be written, so no process will be signalled: {why}")
+            self._report(f"the audit log cannot be written, so no process will be signalled: {why}")
         self._on_event(event)
         return written
 
 
 @contextmanager
-def only_one(directory: LockDirectory) -> Iterator[bool]:
+def single_daemon(directory: LockDirectory) -> Iterator[bool]:
     """Whether this is the one daemon of the directory, for as long as the block lasts.
 
     Raises:
@@ -421,19 +382,9 @@ def only_one(directory: LockDirectory) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def _load_what_acts() -> None:
-    """Now: where gpuguard is installed anew under a daemon of months, none of the new one acts for the old one."""
-    from gpuguard.enforcement import actions, preflight  # noqa: F401
-    from gpuguard.history import queries  # noqa: F401
-
-
-def _interval(settings: Settings, bounds: tuple[float, float]) -> tuple[float, float]:
-    return bounds if settings.interval is None else (min(bounds[0], settings.interval), settings.interval)
-
-
-def _stat_of(path: str) -> tuple[int, ...] | None:
+def _status_of(path: str) -> tuple[int, ...] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gpuguard.daemon.client import PASS_RIGHTS
+from gpuguard.daemon.client import SO_PASSRIGHTS
 from gpuguard.errors import GpuguardError
 from gpuguard.web.feed import FrameFeed, TooManyViewers
 
@@ -272,7 +272,7 @@ def _at(path: str) -> socket.socket:
     finally:
         os.umask(before)
     with suppress(OSError):  # an older kernel.  Who closes open files that somebody sends may wait for long
-        ours.setsockopt(socket.SOL_SOCKET, PASS_RIGHTS, 0)
+        ours.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
     ours.listen(128)
     return ours
 
