@@ -117,9 +117,6 @@ def test_what_is_kept_is_what_was_asked_for(granting, uid, request_, key):
         (1001, {"for_seconds": 10**4000}),
         (0, {}),
         (0, {"uid": 1001, "for_seconds": 1e9}),
-        (1001, {"do": "reload"}),
-        (1001, {"do": ["keep"]}),
-        (1001, {"do": None}),
     ],
 )
 def test_what_nobody_may_ask_for_is_refused_and_changes_nothing(granting, uid, request_):
