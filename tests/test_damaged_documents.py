@@ -40,7 +40,7 @@ from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.device_state import uses
 from gpuguard.enforcement import limits
 from gpuguard.errors import BackendError, DriverUnresponsive, GpuguardError
-from gpuguard.history.audit_log import append
+from gpuguard.history.audit_log import append, decoded
 from gpuguard.metrics.exposition import prometheus_text
 from gpuguard.metrics.facts import MetricFacts
 from gpuguard.model import ALL_FIELDS, ClaimRecord, Event, Snapshot
@@ -137,9 +137,9 @@ def a_deed(place: Path) -> Any:
 
 
 def of_events(place: Path, encoded: bytes) -> None:
-    found, torn = events.decoded([encoded])
-    some = events.Wanted(frozenset({"alice"}), ("GPU",), frozenset({"p"}), 1.0)
-    for wanted in (events.Wanted(), some):
+    found, torn = decoded([encoded])
+    some = events.EventFilter(frozenset({"alice"}), ("GPU",), frozenset({"p"}), 1.0)
+    for wanted in (events.EventFilter(), some):
         chosen = events.in_order(found, wanted)
         assert all(events.to_text(line).isprintable() for line in chosen)
         json_text(events.to_json(chosen, torn))

@@ -24,9 +24,9 @@ from gpuguard.daemon.client import MAX_REQUEST_BYTES
 from gpuguard.enforcement import limits
 from gpuguard.fleet.answers import DEPTH, reply_of
 from gpuguard.fleet.ssh import Reply
+from gpuguard.history import audit_log
 from gpuguard.jsonio import DEEPEST, loads
 from gpuguard.queue import reservation_store, tickets
-from gpuguard.views import events
 
 TEXTS = st.text('{}[],:"\\a é\n', max_size=60)
 VALUES = st.recursive(
@@ -113,7 +113,7 @@ KINDS: dict[str, tuple[dict[str, object], Callable[[bytes], object]]] = {
     "reservation": (RESERVATION, lambda encoded: reservation_store._decoded(encoded, HERE, "x")),
     "request": ({"do": "x"}, lambda encoded: isinstance(server._decoded(encoded), dict)),
     "deed": (DEED, lambda encoded: limits._action_of(encoded, "b", 2.0, 2.0)),
-    "event": ({"schema": 1, "time_unix_seconds": 1.0}, lambda encoded: events.decoded([encoded])[0]),
+    "event": ({"schema": 1, "time_unix_seconds": 1.0}, lambda encoded: audit_log.decoded([encoded])[0]),
 }
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import re
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 from commands import Gpuguard
 from nodes import eventually
+from sources import module_name, modules
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.cli import events as command
-from gpuguard.cli import run_command_line
+from gpuguard.cli import run_command_line, web
 from gpuguard.history import audit_log
 from gpuguard.model import Event
 
@@ -156,7 +159,7 @@ def test_many_writers_lose_no_line_when_the_log_is_set_aside(log, monkeypatch):
 
 def test_a_log_that_cannot_be_set_aside_says_so_once_and_goes_on_until_it_is_four_times_as_long(log, monkeypatch):
     monkeypatch.setattr(audit_log, "ROTATE_BYTES", 1000)
-    monkeypatch.setattr(audit_log, "MOST_BYTES", 4000)
+    monkeypatch.setattr(audit_log, "MAX_BYTES", 4000)
     older = Path(f"{log}.1")
     older.mkdir()  # so that nothing can be renamed to it
 
@@ -360,7 +363,7 @@ def test_a_log_that_may_not_be_read_is_named_once_and_as_it_is_called(events_log
             raise PermissionError(13, "Permission denied")
         return real(path, *rest, **more)
 
-    monkeypatch.setattr(command.os, "open", refusing)
+    monkeypatch.setattr(os, "open", refusing)
     assert run_command_line(["events"]) == 0
     said = f"gpuguard: {command.MACHINE_EVENTS} is not readable for you: its events are left out.\n"
     said += f"gpuguard: no such events in {events_log}.\n"
@@ -409,3 +412,63 @@ def test_the_document_describes_exactly_what_is_printed(events_log, capsys):
     del found["events.events[].facts"]
 
     assert documented("events", DOCUMENT.read_text(encoding="utf-8")) == found
+
+
+# The one reader of the log's end.
+
+
+@pytest.fixture
+def rotated(log: Path) -> Path:
+    """A log that was rotated just now: old events in .1, one new one."""
+    for number in range(3):
+        audit_log.append(Event(float(number), "warn", "done", message=f"event {number}"))
+    log.rename(f"{log}.1")
+    audit_log.append(Event(3.0, "warn", "done", message="event 3"))
+    return log
+
+
+def messages(encoded: Iterable[bytes]) -> list[object]:
+    return [line["message"] for line in audit_log.decoded(encoded)[0]]
+
+
+def test_the_end_of_a_log_goes_on_in_the_rotated_file(rotated):
+    assert messages(audit_log.read_log(str(rotated))) == [f"event {number}" for number in range(4)]
+
+
+def test_no_more_is_read_than_asked_for_and_no_torn_line(rotated):
+    size = rotated.stat().st_size
+
+    assert messages(audit_log.read_log(str(rotated), size)) == ["event 3"]
+    assert messages(audit_log.read_log(str(rotated), 2 * size + 1)) == ["event 2", "event 3"]
+    assert messages(audit_log.read_log(str(rotated), size - 1)) == []
+
+
+def test_a_log_that_does_not_exist_has_no_lines(log):
+    assert list(audit_log.read_log(str(log))) == []
+
+
+def test_a_fifo_in_the_place_of_the_log_is_refused_and_hangs_nobody(log):
+    os.mkfifo(log)
+
+    with pytest.raises(OSError, match="ordinary file"):
+        list(audit_log.read_log(str(log)))
+
+
+def test_the_page_shows_events_from_before_a_rotation(rotated, monkeypatch):
+    monkeypatch.setattr(web, "MACHINE_EVENTS", "/nonexistent")
+
+    assert [event["text"].rpartition("  ")[2] for event in web.newest_events()] == [
+        "event 0", "event 1", "event 2", "event 3",
+    ]  # fmt: skip
+
+
+def readers_of_events(sources: Mapping[str, str]) -> set[str]:
+    """Modules that find the rotated file by themselves."""
+    return {name for name, source in sources.items() if re.search(r"""["'}]\.1["']""", source)}
+
+
+def test_nobody_else_reads_the_log():
+    sources = {module_name(path): path.read_text() for path in modules()}
+
+    assert readers_of_events(sources) == {"gpuguard.history.audit_log", "gpuguard.backends.recording"}  # of its own
+    assert readers_of_events({"planted": 'open(f"{path}.1")'}) == {"planted"}

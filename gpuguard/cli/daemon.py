@@ -31,7 +31,7 @@ from gpuguard.daemon import service
 from gpuguard.daemon.client import ReloadReply, StatusReply, query_daemon
 from gpuguard.daemon.requests import status_reply
 from gpuguard.errors import InvalidRequest
-from gpuguard.history.audit_log import MACHINE_EVENTS
+from gpuguard.history.audit_log import MACHINE_EVENTS, line_of
 from gpuguard.metrics.facts import DaemonFacts, EventCounter
 from gpuguard.metrics.server import ADDRESS, PageServer, pages
 from gpuguard.model import Event
@@ -40,7 +40,7 @@ from gpuguard.policies.policy import Judgement
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count, parse_duration
-from gpuguard.views.events import line_of, to_text
+from gpuguard.views.events import to_text
 from gpuguard.views.policy_status import lines
 
 SHORTEST_SECONDS = 0.1

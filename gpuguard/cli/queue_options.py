@@ -147,13 +147,13 @@ def follow(
 def _has_ended(what: str, directory: LockDirectory, quiet: bool) -> bool:
     """Whether there was a claim with that id, by all events that this user may read, and it has ended."""
     from gpuguard.claims.records import probe
-    from gpuguard.cli.events import logged
+    from gpuguard.cli.events import read_events
     from gpuguard.cli.terminal import print_notice
     from gpuguard.files import exists_in_place
+    from gpuguard.history.audit_log import devices_of
     from gpuguard.run import LEFT
-    from gpuguard.views.events import devices_of
 
-    lines = [line for line in logged() if line.get("claim") == what]
+    lines = [line for line in read_events() if line.get("claim") == what]
     if not any(line.get("kind") == "release" and line.get("outcome") != LEFT for line in lines):
         # Who was killed said nothing at the end.  The devices tell a claim of another host whose log this is, too
         # (NFS), and a lock without a record may be that of the claim.

@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection
 
 from gpuguard.cli import terminal
-from gpuguard.cli.events import logged
+from gpuguard.cli.events import read_events
 from gpuguard.cli.history import writes_braille
 from gpuguard.cli.options import add_source_options, directory_of
 from gpuguard.cli.times import add_moment_options, period
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
     now = time.time()
     begin, end = period(("--since", args.since), ("--until", args.until), now)
     metrics = _DRAWN if args.html else ()
-    claims = ended_claims(logged(), begin, end, user_name) if args.by == "claim" else None
+    claims = ended_claims(read_events(), begin, end, user_name) if args.by == "claim" else None
     try:
         report = query_store(
             store_path(directory_of(args)),

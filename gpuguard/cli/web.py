@@ -1,12 +1,12 @@
-"""Show the machine in a browser: devices, processes, claims, the waiting line, events, charts.  It changes nothing.
+"""Show the machine in a browser: devices, processes, claims, the queue, events, charts.  It changes nothing.
 
 gpuguard web                                          http://127.0.0.1:8466
 gpuguard web --listen unix:/run/user/1000/gpus.sock   for a proxy
 gpuguard web --listen 0.0.0.0:8466 --host gpu1.example.org --token-file /etc/gpuguard/web-token
 
-On another address than loopback a token is needed, since whoever sees the page sees who runs what; put a proxy with TLS
-before it.  Root's page shows root's audit log, so it wants one on loopback, too: it makes one at each start and prints
-the address with it, unless --token-file names one or --no-token lets every user of this machine see the page.
+On another address than loopback a token is needed, since the page shows who runs what; put a proxy with TLS before
+it.  Root's page shows root's audit log, so it wants one on loopback, too: it makes one at each start and prints the
+address with it, unless --token-file names one or --no-token lets every user of this machine see the page.
 
 Needs the extra web: pip install 'gpuguard[web]'.
 """
@@ -18,12 +18,16 @@ import os
 import secrets
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 from gpuguard.backends import Backend
 from gpuguard.cli.options import add_source_options, backend_of, directory_of, snapshot_source
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.history.audit_log import MACHINE_EVENTS, Line, decoded, events_path, read_log
+from gpuguard.metrics.server import LOCAL_NAMES
 from gpuguard.model import NVLINK_FLOW, PCIE, Snapshot
+from gpuguard.views import events
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _EVENTS = 30  # newest lines of the audit log
@@ -67,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _end)
     source = _Source(args)
     try:
-        source.joined()  # a driver that cannot be reached is said here, and not in a browser
+        source.joined()  # a driver that cannot be reached is reported here, not in a browser
         _serve(args, source, secrets.token_urlsafe() if is_roots_own else token)
     except KeyboardInterrupt:
         return 0
@@ -81,7 +85,7 @@ def _end(_signal: int, _frame: object) -> None:
 
 
 def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None:
-    try:
+    try:  # the extra
         import uvicorn
 
         from gpuguard.web.feed import FrameFeed
@@ -90,7 +94,7 @@ def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None
         raise GpuguardError(f"{error.name} is missing: pip install 'gpuguard[web]'.") from None
     host, port, path = address_of(args.listen)
     own = (host, f"[{host}]") if path is None else ()
-    hosts = frozenset(name.lower() for name in ("localhost", "127.0.0.1", "[::1]", *own, *args.host))
+    hosts = LOCAL_NAMES | {name.lower() for name in (*own, *args.host)}
     settings = uvicorn.Config(
         application(FrameFeed(source, directory_of(args), newest_events), hosts, token),
         http=Connection,
@@ -104,7 +108,7 @@ def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None
     )
     with listening(host, port, path) as ours:
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}/" if path is None else f"unix:{path}"
-        # A token of a file is known to whoever may have it; one that was made just now is told here alone.
+        # A token of a file is known to those who may have it; one that was made just now is shown only here.
         shown = "..." if args.token_file else token
         print(f"gpuguard: {where}{f'?token={shown}' if token else ''}  (Ctrl-C ends it)", file=sys.stderr)
         uvicorn.Server(settings).run(sockets=[ours])
@@ -115,7 +119,7 @@ class _Source:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._source = args, snapshot_source(args)
-        self._further: Backend | None = None
+        self._throughput_backend: Backend | None = None
 
     def joined(self) -> tuple[Snapshot, float | None]:
         """The machine with its claims, and how old that is."""
@@ -123,14 +127,14 @@ class _Source:
 
     def throughput(self) -> Snapshot | None:
         """The machine with what goes over PCIe and NVLink."""
-        self._further = self._further or backend_of(self._args)
-        return self._further.sample({PCIE, NVLINK_FLOW})
+        self._throughput_backend = self._throughput_backend or backend_of(self._args)
+        return self._throughput_backend.sample({PCIE, NVLINK_FLOW})
 
     def close(self) -> None:
         """Close the driver."""
         self._source.close()
-        if self._further:
-            self._further.close()
+        if self._throughput_backend:
+            self._throughput_backend.close()
 
 
 def address_of(text: str) -> tuple[str, int, str | None]:
@@ -160,22 +164,9 @@ def read_token(path: str) -> str:
 
 def newest_events() -> list[dict[str, Any]]:
     """The newest lines of the audit logs that this user may read, oldest first."""
-    from gpuguard.history.audit_log import MACHINE_EVENTS, events_path
-    from gpuguard.views import events
-
-    lines: list[bytes] = []
+    lines: list[Line] = []
     for path in dict.fromkeys((events_path(), MACHINE_EVENTS)):
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            continue
-        with os.fdopen(descriptor, "rb") as file:
-            try:
-                size = os.fstat(descriptor).st_size
-                file.seek(max(0, size - _TAIL_BYTES))
-                lines += file.read().split(b"\n")[1 if size > _TAIL_BYTES else 0 :]
-            except OSError:
-                continue
-    found, _ = events.decoded(lines)
-    newest = sorted(found, key=lambda line: line["time_unix_seconds"])[-_EVENTS:]
+        with suppress(OSError):
+            lines += decoded(read_log(path, _TAIL_BYTES))[0]
+    newest = sorted(lines, key=lambda line: line["time_unix_seconds"])[-_EVENTS:]
     return [{"time": line["time_unix_seconds"], "text": events.to_text(line)} for line in newest]

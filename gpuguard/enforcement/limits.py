@@ -8,14 +8,13 @@ Times are CLOCK_BOOTTIME, in seconds.  Does not look at the machine: see preflig
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from gpuguard.history.audit_log import read_log
 from gpuguard.jsonio import loads
 from gpuguard.model import Event, Verdict
 from gpuguard.policies.policy import DISRUPTIVE, KILL_AFTER
@@ -269,7 +268,7 @@ def recover_actions(path: str, clock: float, now: float) -> RecoveredActions:
     actions: list[PastAction] = []
     damaged, boot = 0, boot_id()
     try:
-        for line in _lines(path):
+        for line in read_log(path):
             begun = BEGIN.match(line)
             if begun and now - float(begun[1]) > HOUR and not _is_recent(line, boot, clock):
                 # By a clock that may have been set since; of this boot another one tells what was when.
@@ -290,19 +289,6 @@ def recover_actions(path: str, clock: float, now: float) -> RecoveredActions:
 def facts_of(action: PastAction) -> dict[str, float | str | None]:
     """What the line of an action says of it, beside what every line says."""
     return {"signature": action.signature or None, "clock_seconds": action.clock, "boot": boot_id()}
-
-
-def _lines(path: str) -> Iterator[bytes]:
-    for name in (f"{path}.1", path):
-        try:
-            # O_NONBLOCK: a FIFO in that place must not hang the daemon.
-            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            continue
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(f"{name} is no file that remembers anything")
-            yield from file
 
 
 def _is_recent(line: bytes, boot: str, clock: float) -> bool:

@@ -1,49 +1,57 @@
-"""The audit log: one JSON object per line, appended whole, readable by its owner alone.
+"""The audit log: one JSON object per line, appended whole, readable by its owner alone; and the one reader of it.
 
 It lies in $GPUGUARD_EVENTS, else $XDG_STATE_HOME/gpuguard/events.jsonl, else ~/.local/state/gpuguard/events.jsonl.
-Does not decide what is worth a line, and never fails: whoever must not act unrecorded looks at what append() returns.
+Does not decide what is worth a line.  Writing never fails: a caller that must not act unrecorded checks what append()
+returns.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
 import stat
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any, BinaryIO
 
-if TYPE_CHECKING:
-    from gpuguard.model import Event
+from gpuguard.jsonio import loads
+from gpuguard.model import Event
+from gpuguard.users import user_name
 
 MACHINE_EVENTS = "/var/log/gpuguard/events.jsonl"  # of the daemon that root started
 ROTATE_BYTES = 10 * 2**20  # about 30,000 lines; one older file is kept beside it as events.jsonl.1
-
-MOST_BYTES = 4 * ROTATE_BYTES  # of a log that cannot be set aside: then there is no further line
+MAX_BYTES = 4 * ROTATE_BYTES  # of a log that cannot be set aside: then there is no further line
 
 _reason = ""  # why a line could not be written
-_stuck = False  # it is known, and said, that the log cannot be set aside
+_stuck = False  # it is known, and reported, that the log cannot be set aside
+
+Line = Mapping[str, Any]  # an event as it is decoded
 
 
 def append(event: Event) -> bool:
     """Write *event* behind the others; False when it could not be written down."""
+    global _reason
     path = events_path()
     try:
         descriptor = _open(path)
     except OSError as error:
-        _remember(error)
+        _reason = error.strerror or str(error)
         return False
     try:
-        if os.fstat(descriptor).st_size >= MOST_BYTES:
+        if os.fstat(descriptor).st_size >= MAX_BYTES:
             _rotate(path, descriptor)
-        line = _line(event)
+        line = _encoded(event)
         # One write of one line: O_APPEND keeps the lines of several processes apart.
         written = os.write(descriptor, line)
         if written < len(line):  # the disk is full: end the torn line, so that the next one can be read
             os.write(descriptor, b"\n")
-            _remember(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            _reason = os.strerror(errno.ENOSPC)
         _try_to_rotate(path, descriptor, event)
         return written == len(line)
     except OSError as error:
-        _remember(error)
+        _reason = error.strerror or str(error)
         return False
     finally:
         os.close(descriptor)
@@ -52,11 +60,6 @@ def append(event: Event) -> bool:
 def complaint() -> str:
     """Which log could not be written when append() said False the last time, and why."""
     return f"{events_path()}{_reason and f': {_reason}'}"
-
-
-def _remember(error: OSError) -> None:
-    global _reason
-    _reason = error.strerror or str(error)
 
 
 def events_path() -> str:
@@ -77,10 +80,10 @@ def _open(path: str) -> int:
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
-        if path.startswith("~"):  # of a uid without a name or HOME; who removes a directory ~ means another one
+        if path.startswith("~"):  # of a uid without a name or HOME; a user who removes a directory ~ means another one
             raise OSError(errno.ENOENT, "nobody knows where your home directory is; set HOME") from None
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
-        return _made(path, flags)
+        return _create(path, flags)
     except OSError as error:
         if careful and error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a link in a directory where others may write") from None
@@ -92,18 +95,18 @@ def _open(path: str) -> int:
 
 
 def _others_may_write(directory: str) -> bool:
-    """Whether anybody but root can have made a file there, or will make the directory that is missing."""
+    """Whether other users than root can have made a file there, or will make the directory that is missing."""
     try:
-        found = os.stat(directory)
+        status = os.stat(directory)
     except FileNotFoundError:
         return True
-    return found.st_uid != 0 or bool(found.st_mode & 0o022)
+    return status.st_uid != 0 or bool(status.st_mode & 0o022)
 
 
-def _made(path: str, flags: int) -> int:
+def _create(path: str, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:  # somebody else was quicker
+    except FileExistsError:  # another process was quicker
         return os.open(path, flags)
     if os.geteuid() == 0 and path == MACHINE_EVENTS:
         # It is the daemon's: a log that root made would keep it from writing, and so from doing anything.
@@ -112,9 +115,7 @@ def _made(path: str, flags: int) -> int:
     return descriptor
 
 
-def _line(event: Event) -> bytes:
-    import json
-
+def _encoded(event: Event) -> bytes:
     # `time` is the one field of an Event whose name does not say its unit.
     facts = {"time_unix_seconds": event.time} | {name: value for name, value in vars(event).items() if name != "time"}
     known = {name: value for name, value in facts.items() if value not in (None, ())}
@@ -132,25 +133,152 @@ def _try_to_rotate(path: str, descriptor: int, event: Event) -> None:
         _stuck = False
     except OSError as error:
         if not _stuck:
-            why = f"{path} cannot be renamed: {error.strerror}.  At {MOST_BYTES >> 20} MiB nothing more is written"
-            os.write(descriptor, _line(type(event)(event.time, "log", "not set aside", message=why)))
+            why = f"{path} cannot be renamed: {error.strerror}.  At {MAX_BYTES >> 20} MiB nothing more is written"
+            os.write(descriptor, _encoded(Event(event.time, "log", "not set aside", message=why)))
         _stuck = True
 
 
 def _rotate(path: str, descriptor: int) -> None:
-    """Rename a file that has grown too large; of several processes that see it, the one with its lock does it."""
-    seen = os.fstat(descriptor)
-    if seen.st_size < ROTATE_BYTES or not stat.S_ISREG(seen.st_mode):
+    """Rename a file that has grown too large; of several processes that find it, the one with its lock does it."""
+    status = os.fstat(descriptor)
+    if status.st_size < ROTATE_BYTES or not stat.S_ISREG(status.st_mode):
         return
-    import fcntl
-
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
     try:
-        now = os.lstat(path)
-    except FileNotFoundError:  # somebody else was quicker
+        current = os.lstat(path)
+    except FileNotFoundError:  # another process was quicker
         return
-    if (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino):
+    if (current.st_dev, current.st_ino) == (status.st_dev, status.st_ino):
         os.rename(path, f"{path}.1")
+
+
+def read_log(path: str, most: int | None = None) -> Iterator[bytes]:
+    """The newest lines of the log at *path*, those of the rotated file beside it first, each with its end.
+
+    Args:
+        path: of the log; one that does not exist has no lines.
+        most: bytes that are read at most; None: all.
+
+    Raises:
+        OSError: it cannot be read, or is no ordinary file.
+    """
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(file) for name in (f"{path}.1", path) if (file := _open_for_reading(name)) is not None
+        ]
+        sizes = [os.fstat(file.fileno()).st_size for file in files]
+        skipped = 0 if most is None else max(0, sum(sizes) - most)
+        for file, size in zip(files, sizes, strict=True):
+            if skipped < size:
+                if skipped:
+                    file.seek(skipped - 1)
+                    file.readline()  # what stands before the first whole line
+                yield from file
+            skipped = max(0, skipped - size)
+
+
+class LogFollower:
+    """Reads a log that other processes write and rotate meanwhile.
+
+    Args:
+        path: of the log.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._position, self._inode, self._rest = 0, 0, b""
+
+    def older(self) -> list[bytes]:
+        """The lines of the rotated file.
+
+        Raises:
+            OSError: as read_log().
+        """
+        file = _open_for_reading(f"{self.path}.1")
+        if file is None:
+            return []
+        with file:
+            return list(file)
+
+    def newer(self) -> list[bytes]:
+        """The whole lines that came since, at first all; one that is being written is left for the next time.
+
+        Raises:
+            OSError: as read_log(), and where there is no log.
+        """
+        file = _open_for_reading(self.path)
+        if file is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._position:
+                self._position, self._inode, self._rest = 0, status.st_ino, b""
+            file.seek(self._position)
+            more = file.read()
+        self._position += len(more)
+        *lines, self._rest = (self._rest + more).split(b"\n")
+        return lines
+
+
+def _open_for_reading(path: str) -> BinaryIO | None:
+    try:
+        # O_NONBLOCK: a FIFO in that place must not hang its reader.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no ordinary file", path)
+    return os.fdopen(descriptor, "rb")
+
+
+def decoded(lines: Iterable[bytes]) -> tuple[list[Line], int]:
+    """The events of a log, and how many of its lines are none: torn by a full disk, or of something else."""
+    events: list[Line] = []
+    torn = 0
+    for encoded in filter(None, map(bytes.strip, lines)):
+        content = None
+        with suppress(ValueError):
+            content = loads(encoded)
+        if isinstance(content, dict) and content.get("schema") == 1 and is_number(content.get("time_unix_seconds")):
+            events.append(_with_user_name(content))
+        else:
+            torn += 1
+    return events, torn
+
+
+def line_of(event: Event) -> Line:
+    """*event* as a line of the log is decoded."""
+    return {
+        "time_unix_seconds": event.time,
+        **{name: value for name, value in vars(event).items() if name != "time"},
+        "devices": list(event.devices),
+        "facts": {name: value for name, value in event.facts if value is not None},
+    }
+
+
+def facts_of(line: Line) -> Mapping[str, Any]:
+    """The further facts of an event."""
+    facts = line.get("facts")
+    return facts if isinstance(facts, Mapping) else {}
+
+
+def devices_of(line: Line) -> list[str]:
+    """The uuids that an event is about."""
+    devices = line.get("devices")
+    return [uuid for uuid in devices if isinstance(uuid, str)] if isinstance(devices, list) else []
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number that can be shown, also as a time."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**40
+
+
+def _with_user_name(line: Line) -> Line:
+    """*line* with the name of its uid: a job writes down what $LOGNAME says, which any user can set."""
+    uid = facts_of(line).get("uid")
+    name = user_name(uid) if type(uid) is int else None
+    return {**line, "user": name} if name not in (None, str(uid)) else line

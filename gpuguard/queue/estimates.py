@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from gpuguard.history.audit_log import events_path
+from gpuguard.history.audit_log import events_path, read_log
 from gpuguard.jsonio import loads
 
 TAIL_BYTES = 256 * 1024  # about 800 lines
@@ -28,7 +28,7 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
     wanted = program(_as_logged(command))
     commands: dict[str, str] = {}
     lasted: list[float] = []
-    for line in _newest(path or events_path()):
+    for line in _newest_lines(path or events_path()):
         try:
             event = loads(line)
             claim, kind = event.get("claim"), event["kind"]
@@ -57,23 +57,8 @@ def _as_logged(command: Sequence[str]) -> list[str]:
     return " ".join(command)[:1000].split(" ")
 
 
-def _newest(path: str) -> list[bytes]:
-    """The last lines, also those that were written before the log was turned (history.ROTATE_BYTES)."""
-    lines = _tail(path, TAIL_BYTES)
-    left = TAIL_BYTES - sum(map(len, lines))
-    return [*_tail(f"{path}.1", left), *lines] if left > 0 else lines
-
-
-def _tail(path: str, most: int) -> list[bytes]:
+def _newest_lines(path: str) -> list[bytes]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return list(read_log(path, TAIL_BYTES))
     except OSError:
         return []
-    try:
-        size = os.fstat(descriptor).st_size
-        lines = os.pread(descriptor, most, max(0, size - most)).split(b"\n")
-    except OSError:  # a directory, a FIFO
-        return []
-    finally:
-        os.close(descriptor)
-    return lines[1:] if size > most else lines

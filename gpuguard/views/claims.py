@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpuguard.views.events import Line, devices_of, facts_of
+from gpuguard.history.audit_log import Line, devices_of, facts_of
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ FILES = {  # path -> (file, type)
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/words.js": ("words.js", "text/javascript; charset=utf-8"),
+    "/units.js": ("units.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
     "/uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),

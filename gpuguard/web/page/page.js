@@ -24,22 +24,9 @@
     if (kind) node.className = kind;
     return node;
   }
-  function size(bytes) {
-    if (bytes === null || bytes === undefined) return word("unknown");
-    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let place = 0;
-    while (bytes >= 1024 && place < units.length - 1) { bytes /= 1024; place += 1; }
-    return `${place > 2 ? bytes.toFixed(1) : Math.round(bytes)}${units[place]}`;
-  }
+  const size = (bytes) => UNITS.bytes(bytes) ?? word("unknown");
   const rate = (bytes) => (bytes === null || bytes === undefined ? word("unknown") : `${size(bytes)}/s`);
-  function time(seconds) {
-    if (seconds === null || seconds === undefined) return word("unknown");
-    const parts = [[86400, "d"], [3600, "h"], [60, "m"], [1, "s"]].map(([width, unit]) => {
-      const count = Math.floor(seconds / width); seconds -= count * width; return [count, unit];
-    });
-    const first = parts.findIndex(([count]) => count > 0);
-    return first < 0 ? "0s" : parts.slice(first, first + 2).filter(([count]) => count).map((part) => part.join("")).join("");
-  }
+  const time = (seconds) => UNITS.duration(seconds) ?? word("unknown");
   const number = (value, unit) => (value === null || value === undefined ? word("unknown") : `${Math.round(value)}${unit}`);
 
   function meter(name, share, text, level) {
