@@ -324,7 +324,7 @@ def test_whoever_is_denied_adopts_nothing_and_without_a_daemon_nobody_does(own):
 # Locks again whatever is unlocked, and has no record.
 HOARD = """
 import fcntl
-answer, descriptors = call(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
+answer, descriptors = exchange(directory, {"do": "claim", "devices": sys.argv[1:], "conditions": {}})
 print("asked", flush=True)
 while True:
     fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)

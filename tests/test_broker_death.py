@@ -32,7 +32,7 @@ with open(sys.argv[1], "a") as log:
     while True:
         wanted, conditions = chance.choice(asks)
         try:
-            answer, descriptors = call(directory, {"do": "claim", "devices": wanted, "conditions": conditions})
+            answer, descriptors = exchange(directory, {"do": "claim", "devices": wanted, "conditions": conditions})
         except (GpuguardError, OSError):
             time.sleep(0.01)
             continue

@@ -139,7 +139,7 @@ def test_what_a_record_says_of_a_share_changes_nothing(own, lie):
 KEPT = """
 import fcntl
 asked = {"do": "claim", "devices": sys.argv[1:], "conditions": {"share": True, "memory": 70 * 2**30}}
-answer, (descriptor,) = call(directory, asked)
+answer, (descriptor,) = exchange(directory, asked)
 print(answer["locks"], flush=True)
 for line in sys.stdin:
     fcntl.flock(descriptor, getattr(fcntl, line.strip()) | fcntl.LOCK_NB)
@@ -197,7 +197,7 @@ def uuids_of(machine: Brokered) -> tuple[str, list[str]]:
 
 
 ASK = """
-answer, descriptors = call(directory, {"do": "claim", "devices": [sys.argv[1]], "conditions": {}})
+answer, descriptors = exchange(directory, {"do": "claim", "devices": [sys.argv[1]], "conditions": {}})
 print(json.dumps(answer), flush=True)
 sys.stdin.readline()
 """
