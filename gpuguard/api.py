@@ -1,37 +1,38 @@
 """Devices for this very process: grab_gpus() and the context manager claim(), and what they look at first.
 
-The manner of py3nvml's grab_gpus, whose keywords are understood, with a claim behind it that nobody else gets past.
+The manner of py3nvml's grab_gpus, whose keywords are understood, with a claim behind it that no other job gets past.
 Does not start a command: see run.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 import sys
-from _thread import allocate_lock
-from typing import TYPE_CHECKING
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
 
+from gpuguard.backends import Backend
+from gpuguard.backends.client import WorkerBackend, open_worker
+from gpuguard.claims.claim import SHARE_VARIABLES, Claim
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.errors import BackendError, CudaInitialized, InvalidRequest, NotEnoughGpus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from types import FrameType
-    from typing import Any
-
-    from gpuguard.backends import Backend
-    from gpuguard.backends.client import WorkerBackend
-    from gpuguard.claims.claim import Claim
-    from gpuguard.claims.directory import LockDirectory
-    from gpuguard.model import Device, Snapshot
-    from gpuguard.request import Request
-
-# What is not needed before the other process starts is loaded while that one loads the driver's library: 5 ms.
-
+from gpuguard.lock import acquire, outer_claim, sample_and_lock, sample_closely
+from gpuguard.model import ALL_FIELDS, BRIEF, HEALTH, IDLE_PROCESSES, MEMORY, MODEL, WHO_FIELDS, Device, Snapshot
+from gpuguard.procfs import own_children, read_memory
+from gpuguard.queue.priority import PRIORITIES
+from gpuguard.queue.tickets import MOST_WAYS
+from gpuguard.request import Request
+from gpuguard.select import not_enough
+from gpuguard.source import joined
 
 _ALL = -1
 _PLENTY = 1024  # more devices than a machine has
-_MOST_WAYS = 4  # tickets.MOST_WAYS, which is not imported for a job that need not wait
 _LISTS = ("devices", "exclude", "prefer", "models")
 _NUMBERS = {
     "num_gpus": "",
@@ -51,7 +52,7 @@ _NUMBERS = {
     "slots": "",
 }
 
-_mutex = allocate_lock()  # guards the two below and what is written to os.environ
+_mutex = threading.Lock()  # guards the two below and what is written to os.environ
 _made: list[tuple[int, Claim]] = []  # the claims of this process, each with the pid that made it, the oldest first
 _outside: dict[str, str | None] = {}  # what the variables of a claim were before the first of them
 
@@ -77,7 +78,7 @@ def grab_gpus(
     """Claim devices for this process, the best free ones first, and set CUDA_VISIBLE_DEVICES in os.environ.
 
     Call it before CUDA is initialised.  The claim lasts until release() or the end of the process and of its forked
-    workers; give a child that you start the claim's pass_fds if it shall keep the devices beyond your own end.
+    workers; give a child that you start the claim's pass_fds to let it keep the devices beyond your own end.
     A second call claims further devices, and os.environ names those of the last one.
 
     Args:
@@ -88,12 +89,12 @@ def grab_gpus(
         env_set_ok: None stays inside a CUDA_VISIBLE_DEVICES that is already set; False raises ValueError then.
         gpu_min_memory: MiB of memory in all.
         strict: False warns and takes what there is, if need be nothing (CUDA sees no device), instead of raising.
-        wait: seconds to wait in line for the devices; None for ever.
+        wait: seconds to wait in the queue for the devices; None for ever.
         alternatives: what will do as well, the best liked first, at most 3: the conditions of each, as in
             ({"num_gpus": 1, "min_free": 40 * 2**30},); those of the first request do not hold for it.
-        priority: in line, "low", "normal" or "high"; a site bounds it.
-        on_wait: told once in a while, while it waits, what is missing; print() will do.
-        note: for the colleagues who look at `gpuguard who`.
+        priority: in the queue, "low", "normal" or "high"; a site bounds it.
+        on_wait: called once in a while, while it waits, with what is missing; print() will do.
+        note: for others, in `gpuguard who`.
         backend: see open_backend; default $GPUGUARD_BACKEND, else nvml.
         directory: of the claims; default $GPUGUARD_DIR, else the machine's.
         **conditions: further fields of Request: min_free (bytes), models, exclude, prefer, max_util (percent),
@@ -109,41 +110,37 @@ def grab_gpus(
         BackendError: the driver cannot be reached.
     """
     _refuse_texts({"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
-    _refuse_when_too_late()
+    refuse_when_too_late()
     if env_set_ok is False and "CUDA_VISIBLE_DEVICES" in _outer_environment():
         raise InvalidRequest(
             "CUDA_VISIBLE_DEVICES is set already: unset it, or leave env_set_ok out to stay inside it."
         )
     if num_gpus == 0:
-        _enter(claim := _no_claim())
-    else:
-        if gpu_select is not None:
-            conditions["devices"] = gpu_select
-        if max_procs >= 0:
-            conditions["max_processes"] = max_procs
-        if gpu_min_memory is not None:
-            conditions["min_total"] = int(gpu_min_memory * 2**20)
-        conditions.setdefault("min_free_fraction", gpu_fraction)
-        least, most = (1, _PLENTY) if num_gpus == _ALL else (num_gpus, None)
-        ways = [_request(num_gpus=least, max_gpus=most, **conditions), *(_request(**each) for each in alternatives)]
-        in_line = {"wait": wait, "priority": _priority(priority), "on_wait": on_wait, "note": note}
-        claim = _claimed(ways, strict, in_line, backend, directory)
-    return claim
+        _enter(nothing := _no_claim())
+        return nothing
+    if gpu_select is not None:
+        conditions["devices"] = gpu_select
+    if max_procs >= 0:
+        conditions["max_processes"] = max_procs
+    if gpu_min_memory is not None:
+        conditions["min_total"] = int(gpu_min_memory * 2**20)
+    conditions.setdefault("min_free_fraction", gpu_fraction)
+    least, most = (1, _PLENTY) if num_gpus == _ALL else (num_gpus, None)
+    ways = [_request(num_gpus=least, max_gpus=most, **conditions), *(_request(**way) for way in alternatives)]
+    if len(ways) > MOST_WAYS:
+        raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {MOST_WAYS - 1}.")
+    queueing = {"wait": wait, "priority": _priority(priority), "on_wait": on_wait, "note": note}
+    return _claimed(ways, strict, queueing, backend, directory)
 
 
-def claim(num_gpus: int = 1, **options: Any) -> AbstractContextManager[Claim]:
+@contextmanager
+def claim(num_gpus: int = 1, **options: Any) -> Iterator[Claim]:
     """grab_gpus() for a ``with`` block; releases the devices and restores os.environ at its end."""
-    from contextlib import contextmanager
-
-    @contextmanager
-    def block() -> Iterator[Claim]:
-        with grab_gpus(num_gpus, **options) as claimed:
-            try:
-                yield claimed
-            finally:
-                _leave(claimed)
-
-    return block()
+    with grab_gpus(num_gpus, **options) as claimed:
+        try:
+            yield claimed
+        finally:
+            _leave(claimed)
 
 
 def select_devices(
@@ -154,16 +151,12 @@ def select_devices(
     Raises:
         NotEnoughGpus: fewer are eligible.
     """
-    name = _backend_name(backend)
-    with _opened(name) as source:
-        request = _request(num_gpus=num_gpus, **conditions)
-        from gpuguard.lock import sample_and_lock, sample_closely
-        from gpuguard.select import not_enough
-
+    name, request = _backend_name(backend), _request(num_gpus=num_gpus, **conditions)
+    with _opened(name) as driver:
         where = _place(directory, name, make=False), _outer_environment()
-        _, choice = sample_and_lock(source, request, *where)
+        _, choice = sample_and_lock(driver, request, *where)
         if not choice.devices:
-            machine, choice = sample_closely(source, request, *where)  # the reasons need more of the driver
+            machine, choice = sample_closely(driver, request, *where)  # the reasons need more of the driver
             if not choice.devices:
                 raise not_enough(machine, request, choice)
     return list(choice.devices)
@@ -180,15 +173,13 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
         InvalidRequest: there is no such group.
         BackendError: nothing at all can be read.
     """
-    with _opened(_backend_name(backend)) as source:
-        from gpuguard.model import ALL_FIELDS, BRIEF, IDLE_PROCESSES, MODEL, WHO_FIELDS
-
-        # A word is one group, not its letters.
-        asked = WHO_FIELDS if fields is None else frozenset((fields,) if isinstance(fields, str) else fields)
-        if unknown := asked - ALL_FIELDS - {IDLE_PROCESSES, BRIEF}:
-            names = ", ".join(sorted(ALL_FIELDS))
-            raise InvalidRequest(f"there is no group of fields {min(unknown)!r}: choose among {names}.")
-        return source.sample(asked | {MODEL})
+    # A word is one group, not its letters.
+    asked = WHO_FIELDS if fields is None else frozenset((fields,) if isinstance(fields, str) else fields)
+    if unknown := asked - ALL_FIELDS - {IDLE_PROCESSES, BRIEF}:
+        names = ", ".join(sorted(ALL_FIELDS))
+        raise InvalidRequest(f"there is no group of fields {min(unknown)!r}: choose among {names}.")
+    with _opened(_backend_name(backend)) as driver:
+        return driver.sample(asked | {MODEL})
 
 
 def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot:
@@ -199,28 +190,24 @@ def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot
         LockDirectoryError: the directory of the claims cannot be used.
         BackendError: nothing at all can be read.
     """
-    from gpuguard.source import joined, read_claims
-
     name = _backend_name(backend)
     machine, place = snapshot(backend=name), _place(directory, name, make=False)
-    return joined(machine, lambda: place, read_claims)
+    return joined(machine, lambda: place)
 
 
 def _request(**conditions: Any) -> Request:
-    """A request of what people write: a list, a word alone, an index as a number.  In line it is a key: only tuples.
+    """A request of what people write: a list, a word alone, an index as a number.
 
     Raises:
         InvalidRequest: it makes no sense; a text where a number belongs.
         TypeError: there is no such condition.
     """
-    from gpuguard.request import Request
-
     _refuse_texts(conditions)
     for name, value in conditions.items():
         if name in _LISTS and value is not None:
             # A word is one of a list, not its letters: exclude="12" left out the devices 1 and 2.
             alone = isinstance(value, str) or hasattr(value, "__index__")
-            conditions[name] = tuple(str(each) for each in ((value,) if alone else value))
+            conditions[name] = tuple(str(word) for word in ((value,) if alone else value))
     if unknown := conditions.keys() - set(Request.__match_args__):
         raise TypeError(_no_condition(min(unknown), Request.__match_args__))
     if not hasattr(number := conditions.get("num_gpus", 1), "__index__"):
@@ -235,39 +222,28 @@ def _refuse_texts(values: Mapping[str, Any]) -> None:
 
 
 def _no_condition(name: str, names: Iterable[str]) -> str:
-    import difflib
-
     near = difflib.get_close_matches(name, [*names, "note", "wait", "backend", "directory", "priority"], n=1)
     return f"there is no condition {name!r}{f': did you mean {near[0]!r}?' if near else ''}"
 
 
 def _priority(name: str) -> int:
-    if name == "normal":
-        return 0
-    from gpuguard.queue.priority import PRIORITIES
-
     if name not in PRIORITIES:
         raise InvalidRequest(f"there is no priority {name!r}: choose one of {', '.join(PRIORITIES)}.")
     return PRIORITIES[name]
 
 
 def _claimed(
-    ways: Sequence[Request], strict: bool, in_line: dict[str, Any], backend: str | None, directory: str | None
+    ways: Sequence[Request], strict: bool, queueing: dict[str, Any], backend: str | None, directory: str | None
 ) -> Claim:
-    if len(ways) > _MOST_WAYS:
-        raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {_MOST_WAYS - 1}.")
-
     name = _backend_name(backend)
     claim: Claim | None = None
     try:
-        with _opened(name) as source:
-            import json  # noqa: F401  (for the record; for free while the driver initialises in the other process)
-
+        with _opened(name) as driver:
             place, environ = _place(directory, name), _outer_environment()
-            if (again := claim_of_the_script(source, place, environ)) is not None:
+            if (again := claim_of_the_script(driver, place, environ)) is not None:
                 return again
             where: dict[str, Any] = {"directory": place, "command": sys.orig_argv or sys.argv, "environ": environ}
-            claim = _acquired(source, ways, strict, in_line, where)
+            claim = _acquired(driver, ways, strict, queueing, where)
         _enter(claim)
         warn_of_workers(os.environ["CUDA_VISIBLE_DEVICES"], stacklevel=3)
     except BaseException:
@@ -279,39 +255,31 @@ def _claimed(
 
 
 def _acquired(
-    source: WorkerBackend, ways: Sequence[Request], strict: bool, in_line: dict[str, Any], where: dict[str, Any]
+    driver: WorkerBackend, ways: Sequence[Request], strict: bool, queueing: dict[str, Any], where: dict[str, Any]
 ) -> Claim:
-    from gpuguard.lock import acquire
-
     try:
-        return acquire(source, ways[0], alternatives=ways[1:], **in_line, **where)
+        return acquire(driver, ways[0], alternatives=ways[1:], **queueing, **where)
     except (NotEnoughGpus, BackendError) as error:
         if strict:
             raise
-        import warnings
-
         warnings.warn(f"{error}\nGoing on with what there is.", RuntimeWarning, stacklevel=4)
         available = error.available if isinstance(error, NotEnoughGpus) else 0
     if available:
-        from contextlib import suppress
-        from dataclasses import replace
-
-        with suppress(NotEnoughGpus):  # somebody was quicker
+        with suppress(NotEnoughGpus):  # another job was quicker
             fewer = replace(ways[0], num_gpus=1, max_gpus=available)
-            return acquire(source, fewer, note=in_line["note"], **where)
+            return acquire(driver, fewer, note=queueing["note"], **where)
     return _no_claim()
 
 
 def _no_claim() -> Claim:
-    from gpuguard.claims.claim import Claim
-
     return Claim("none", (), ())
+
+
+# What os.environ says of the claims of this process.
 
 
 def _enter(claim: Claim) -> None:
     """Let os.environ name the devices of *claim*."""
-    from gpuguard.claims.claim import SHARE_VARIABLES
-
     with _mutex:
         before = _written()
         if before is None:
@@ -319,8 +287,8 @@ def _enter(claim: Claim) -> None:
         else:  # what the program itself has set since then holds for its later claims, too
             now = {name: os.environ.get(name) for name in before}
             _outside.update({name: value for name, value in now.items() if value != before[name]})
-        # Those that were given back are forgotten: a server claims and releases for months.
-        _made[:] = [(pid, each) for pid, each in _made if each.pass_fds or not each.devices]
+        # Those that were released are forgotten: a server claims and releases for months.
+        _made[:] = [(pid, made) for pid, made in _made if made.pass_fds or not made.devices]
         _made.append((os.getpid(), claim))
         _write(claim.environment(), before or {})
 
@@ -328,10 +296,10 @@ def _enter(claim: Claim) -> None:
 def _leave(claim: Claim) -> None:
     """Let os.environ name what it would name without *claim*; threads may leave in any order."""
     with _mutex:
-        if all(each is not claim for _, each in _made):
+        if all(made is not claim for _, made in _made):
             return
-        _made[:] = [(pid, each) for pid, each in _made if each is not claim]
-        left = [each for pid, each in _made if pid == os.getpid() and (each.pass_fds or not each.devices)]
+        _made[:] = [(pid, made) for pid, made in _made if made is not claim]
+        left = [made for pid, made in _made if pid == os.getpid() and (made.pass_fds or not made.devices)]
         _write(left[-1].environment() if left else {}, claim.environment())
 
 
@@ -347,7 +315,7 @@ def _write(environment: Mapping[str, str], before: Mapping[str, str]) -> None:
 def _written() -> dict[str, str] | None:
     """What this process has written to os.environ itself; None when the claim in there is not its own."""
     name = os.environ.get("GPUGUARD_CLAIM")
-    return next((each.environment() for pid, each in _made if (pid, each.id) == (os.getpid(), name)), None)
+    return next((made.environment() for pid, made in _made if (pid, made.id) == (os.getpid(), name)), None)
 
 
 def _outer_environment() -> dict[str, str]:
@@ -363,8 +331,6 @@ def _outer_environment() -> dict[str, str]:
 
 
 def _place(directory: str | None, backend: str, *, make: bool = True) -> LockDirectory:
-    from gpuguard.claims.directory import lock_directory
-
     return lock_directory(directory or os.environ.get("GPUGUARD_DIR") or None, backend=backend, make=make)
 
 
@@ -374,34 +340,28 @@ def _backend_name(backend: str | None) -> str:
 
 def _opened(name: str) -> WorkerBackend:
     """The backend in a process of its own: NVML must not hang in this one, which may be anything by now."""
-    from gpuguard.backends import client
-
-    return client.open_worker(name)
+    return open_worker(name)
 
 
-def _refuse_when_too_late() -> None:
+# The program around a claim: what of it runs already and would not see the devices, or has them.
 
-    refuse_when_too_late()
-
-
-# The program around a claim of grab_gpus(): what of it runs already and would not see the devices, or has them.
-#
-# Does not claim: see grab.
-
-
-_CUDA_DEVICE = "/dev/nvidia-uvm"  # cuInit opens it, reading the driver by NVML does not
+CUDA_DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dxg")  # cuInit opens one of them, reading the driver does not
+_FORERUNNERS = (b"multiprocessing.forkserver", b"loky.backend.popen_loky")  # in the command lines of such processes
+_LONGEST_ENVIRONMENT = 1 << 20  # bytes
 _BLIND = (
     "the fork server of multiprocessing, or workers of joblib, run since before this claim: what is computed in a "
     "Pool, Process or Parallel() of theirs sees other GPUs.  Claim before the first of these, or use "
     'multiprocessing.get_context("spawn").'
 )
-_LOKY = ("loky.reusable_executor", "joblib.externals.loky.reusable_executor")
 
 
 def cuda_runs() -> bool:
     """Whether CUDA is initialised in this process, so that it will see no other devices than it does now."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # None too while torch is being imported
-    return bool(cuda is not None and cuda.is_initialized()) or _has_open(_CUDA_DEVICE)
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}") in CUDA_DEVICES:
+                return True
+    return False
 
 
 def refuse_when_too_late() -> None:
@@ -413,18 +373,7 @@ def refuse_when_too_late() -> None:
         )
 
 
-def _has_open(path: str) -> bool:
-    """Whether this process has *path* open."""
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{number}") == path:
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def claim_of_the_script(source: Backend, place: LockDirectory, environ: Mapping[str, str]) -> Claim | None:
+def claim_of_the_script(driver: Backend, place: LockDirectory, environ: Mapping[str, str]) -> Claim | None:
     """What the script has claimed, for a worker of it that runs the same lines again; it excludes none of the others.
 
     None: this is no such worker, or the script has no claim.  Lightning starts its ranks as commands, with LOCAL_RANK.
@@ -432,25 +381,22 @@ def claim_of_the_script(source: Backend, place: LockDirectory, environ: Mapping[
     again = _runs_again()
     if not again and "LOCAL_RANK" not in environ:
         return None
-    from gpuguard.claims.claim import Claim
-    from gpuguard.lock import outer_claim
-    from gpuguard.model import HEALTH, MEMORY, MODEL
-
     outer = outer_claim(place, environ)
     if outer is None or not (again or outer.pid == os.getppid()):
         return None
-    seen = source.sample({HEALTH, MEMORY, MODEL}).devices
-    claim = Claim(outer.id, tuple(device for device in seen if device.uuid in outer.devices), (), memory=outer.memory)
+    devices = driver.sample({HEALTH, MEMORY, MODEL}).devices
+    own = tuple(device for device in devices if device.uuid in outer.devices)
+    claim = Claim(outer.id, own, (), memory=outer.memory)
     os.environ.update(claim.environment())
     return claim
 
 
 def _runs_again() -> bool:
-    """Whether we are called by a script that multiprocessing runs once more, to find in it what a worker shall do.
+    """Whether a script calls us that multiprocessing runs once more, to find in it what a worker shall do.
 
     So it does with "spawn" and "forkserver", the default of Python 3.14, under the name __mp_main__.
     """
-    frame: FrameType | None = sys._getframe()
+    frame = inspect.currentframe()
     while frame:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
             return True
@@ -461,22 +407,11 @@ def _runs_again() -> bool:
 def warn_of_workers(visible: str, stacklevel: int) -> None:
     """Warn where a worker of later on will have the environment of a process that was started before the claim."""
     variable = b"CUDA_VISIBLE_DEVICES=" + visible.encode()
-    for pid in _forerunners():
-        from gpuguard.procfs import LONGEST, read_proc  # of most programs none runs
-
-        began = read_proc(f"/proc/{pid}/environ", LONGEST)  # nothing of one that has ended
-        if began and variable not in began.split(b"\0"):
-            import warnings
-
+    for pid in own_children() or ():
+        command = read_memory(pid, "cmdline") or b""
+        if not any(word in command for word in _FORERUNNERS):
+            continue
+        environ = read_memory(pid, "environ", _LONGEST_ENVIRONMENT)  # nothing of a process that has ended
+        if environ and variable not in environ.split(b"\0"):
             warnings.warn(_BLIND, RuntimeWarning, stacklevel=stacklevel + 1)
             return
-
-
-def _forerunners() -> Iterator[int]:
-    """The pids of those that others are forked from, and of those that are used again without a word."""
-    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
-    if pid := getattr(server, "_forkserver_pid", None):
-        yield pid
-    for name in _LOKY:
-        executor = getattr(sys.modules.get(name), "_executor", None)
-        yield from tuple(getattr(executor, "_processes", None) or ())

@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import types
 import warnings
 from typing import Any
 
@@ -376,28 +375,27 @@ if __name__ == "__main__":
 
 
 FORERUNNERS = {
-    "loky.reusable_executor": lambda pid: types.SimpleNamespace(
-        _executor=types.SimpleNamespace(_processes={pid: None})
-    ),
-    "multiprocessing.forkserver": lambda pid: types.SimpleNamespace(
-        _forkserver=types.SimpleNamespace(_forkserver_pid=pid)
-    ),
+    "from multiprocessing.forkserver import main": True,
+    "joblib.externals.loky.backend.popen_loky_posix": True,
+    "train.py": False,
 }
 
 
-@pytest.mark.parametrize("kind", FORERUNNERS)
+@pytest.mark.parametrize(("words", "is_used_again"), FORERUNNERS.items())
 @pytest.mark.parametrize("others", ["", "CUDA_VISIBLE_DEVICES=3", "ended"])
-def test_what_runs_already_and_is_used_again_warns_unless_it_sees_the_same_devices(monkeypatch, kind, others):
+def test_what_runs_already_and_is_used_again_warns_unless_it_sees_the_same_devices(words, is_used_again, others):
     environment = dict(os.environ) | dict([others.split("=")] if "=" in others else ())
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=environment) as worker:
-        monkeypatch.setitem(sys.modules, kind, FORERUNNERS[kind](worker.pid))
+    command = [sys.executable, "-c", "print(flush=True); input()", words]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, **pipes) as worker:
+        assert worker.stdout and worker.stdout.readline()
         if others == "ended":
             worker.communicate()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             gpuguard.grab_gpus(1)
 
-    assert [each.filename for each in caught] == ([] if others else [__file__])
+    assert [warning.filename for warning in caught] == ([__file__] if is_used_again and not others else [])
 
 
 def test_a_rank_without_a_claim_around_it_claims(monkeypatch):

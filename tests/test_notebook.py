@@ -13,10 +13,9 @@ from notebooks import a_notebook
 
 # As a framework that has started CUDA in this kernel.
 CUDA_RUNS = """
-import sys, types
-torch = types.ModuleType("torch")
-torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)
-sys.modules["torch"] = torch
+from gpuguard import api
+api.CUDA_DEVICES = ("/dev/full",)
+cuda = open("/dev/full")
 """
 VISIBLE = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
 
