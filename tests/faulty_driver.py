@@ -23,10 +23,11 @@ from builders import a_claim_record, a_snapshot, written
 from fake_nvml import ABORT, GIB, HANG, LOST, NO_PERMISSION, NOT_SUPPORTED, RESET_REQUIRED, TIMEOUT, UNKNOWN, FakeNvml
 from guarded import SOMEBODY as GUILTY
 from guarded import a_child, started
+from nodes import beginning_with
 from pid_reuse import Everybody
 
 from gpuguard import users
-from gpuguard.backends import client, nvml, nvml_processes, nvml_reading
+from gpuguard.backends import client, nvml, nvml_processes, nvml_reading, worker
 from gpuguard.enforcement import actions, identity, limits, signals
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies import Rule
@@ -53,6 +54,7 @@ from gpuguard.watchdog import Watchdog
 
 OTHER = GUILTY + 1
 PAST = 600.0
+NAMES = {GUILTY: "alice", OTHER: "bob"}
 CODES = (NOT_SUPPORTED, NO_PERMISSION, TIMEOUT, LOST, RESET_REQUIRED, UNKNOWN)
 IDENTITY = ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID")
 LIST = "nvmlDeviceGetComputeRunningProcesses_v3"
@@ -375,7 +377,8 @@ FAULTS: dict[str, Callable[[], None]] = {one.__name__: one for one in (believe_e
 
 
 def main(campaign: str, fault: str | None = None) -> None:
-    users._names.update({GUILTY: "alice", OTHER: "bob"})
+    users._names.update(NAMES)
+    worker.interpreter = beginning_with(f"from gpuguard import users; users._names.update({NAMES})")
     identity.DRIVER_FILE = "/no/driver"  # the processes here have none open, even where there is one
     limits.SIGNALS_PER_MINUTE = limits.ENDED_PER_HOUR = 10**6
     if fault:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpuguard.backends import simulated, simulated_node
+from gpuguard.backends import simulated, simulated_node, worker
 from gpuguard.model import ALL_FIELDS
 
 GIB = 2**30
@@ -56,6 +56,12 @@ def a_user(place: str, devices: str, memory: int, utilization: float = 0.0) -> I
             yield child
         finally:
             child.kill()
+
+
+def beginning_with(code: str) -> Callable[[str, str], list[str]]:
+    """In place of worker.interpreter: the workers that read the driver run *code* before all else."""
+    proper = worker.interpreter
+    return lambda main, word: proper(f"exec({code!r}); {main}", word)
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:

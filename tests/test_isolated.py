@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
-from nodes import eventually
+from nodes import beginning_with, eventually
 
 from gpuguard.backends import client, open_backend, worker
 from gpuguard.backends.client import WorkerBackend, open_worker
@@ -175,12 +175,6 @@ def test_a_backend_that_cannot_be_opened_says_so_at_the_first_question() -> None
     source.close()
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Have the next workers run *code* before all else."""
-    proper = worker.interpreter
-    monkeypatch.setattr(worker, "interpreter", lambda main, word: proper(f"exec({code!r}); {main}", word))
-
-
 BROKEN = """
 from gpuguard.backends import simulated
 def broken(*_):
@@ -213,13 +207,13 @@ simulated.Simulated._read = slow
 
 
 def test_a_fault_inside_the_worker_becomes_a_message(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, BROKEN)
+    monkeypatch.setattr(worker, "interpreter", beginning_with(BROKEN))
     with open_worker(node) as source, pytest.raises(BackendError, match="planted"):
         source.sample(SELECT_FIELDS)
 
 
 def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, CRASHING)
+    monkeypatch.setattr(worker, "interpreter", beginning_with(CRASHING))
     with open_worker(node) as source:
         found = problems(source)
 
@@ -230,7 +224,7 @@ def test_a_library_that_crashes_costs_the_device_it_crashed_on(node: str, monkey
 def test_a_device_is_not_late_because_those_before_it_were_slow(
     node: str, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    plant(monkeypatch, SLOW)
+    monkeypatch.setattr(worker, "interpreter", beginning_with(SLOW))
     sim("fault", "--device", str(first), "hang")
     with open_worker(node) as source:
         found = problems(source)

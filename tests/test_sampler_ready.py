@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from nodes import change, eventually, start
-from test_isolated import plant
+from nodes import beginning_with, change, eventually, start
 
 from gpuguard.backends import client, worker
 from gpuguard.backends.client import WorkerBackend, open_worker
@@ -97,11 +96,11 @@ def test_a_sampler_that_cannot_be_started_again_is_a_driver_that_cannot_be_read(
 
 
 def test_a_sampler_that_may_start_no_thread_does_not_blame_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(
-        monkeypatch,
+    crowded = (
         'import threading\ndef full(*_):\n    raise RuntimeError("can\'t start new thread")\n'
-        "threading.Thread.start = full",
+        "threading.Thread.start = full"
     )
+    monkeypatch.setattr(worker, "interpreter", beginning_with(crowded))
 
     with open_worker("simulated") as source, pytest.raises(BackendError, match="see `ulimit -u`"):
         source.sample(SELECT_FIELDS)
