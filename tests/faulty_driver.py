@@ -378,7 +378,8 @@ FAULTS: dict[str, Callable[[], None]] = {one.__name__: one for one in (believe_e
 
 def main(campaign: str, fault: str | None = None) -> None:
     users._names.update(NAMES)
-    worker.interpreter = beginning_with(f"from gpuguard import users; users._names.update({NAMES})")
+    in_workers = f"from gpuguard import users; users._names.update({NAMES})"
+    setattr(worker, "interpreter", beginning_with(in_workers))  # noqa: B010
     identity.DRIVER_FILE = "/no/driver"  # the processes here have none open, even where there is one
     limits.SIGNALS_PER_MINUTE = limits.ENDED_PER_HOUR = 10**6
     if fault:
