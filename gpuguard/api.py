@@ -21,6 +21,7 @@ from gpuguard.backends import Backend
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory
+from gpuguard.clusters.visible_devices import CUDA_VARIABLE, is_restricted
 from gpuguard.errors import BackendError, CudaInitialized, InvalidRequest, NotEnoughGpus
 from gpuguard.lock import acquire, outer_claim, sample_and_lock, sample_closely
 from gpuguard.model import ALL_FIELDS, BRIEF, HEALTH, IDLE_PROCESSES, MEMORY, MODEL, WHO_FIELDS, Device, Snapshot
@@ -111,7 +112,7 @@ def grab_gpus(
     """
     _refuse_texts({"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
     refuse_when_too_late()
-    if env_set_ok is False and "CUDA_VISIBLE_DEVICES" in _outer_environment():
+    if env_set_ok is False and is_restricted(_outer_environment()):
         raise InvalidRequest(
             "CUDA_VISIBLE_DEVICES is set already: unset it, or leave env_set_ok out to stay inside it."
         )
@@ -245,7 +246,7 @@ def _claimed(
             where: dict[str, Any] = {"directory": place, "command": sys.orig_argv or sys.argv, "environ": environ}
             claim = _acquired(driver, ways, strict, queueing, where)
         _enter(claim)
-        warn_of_workers(os.environ["CUDA_VISIBLE_DEVICES"], stacklevel=3)
+        warn_of_workers(os.environ[CUDA_VARIABLE], stacklevel=3)
     except BaseException:
         if claim is not None:  # interrupted: nobody would know of it
             claim.release()
@@ -406,7 +407,7 @@ def _runs_again() -> bool:
 
 def warn_of_workers(visible: str, stacklevel: int) -> None:
     """Warn where a worker of later on will have the environment of a process that was started before the claim."""
-    variable = b"CUDA_VISIBLE_DEVICES=" + visible.encode()
+    variable = f"{CUDA_VARIABLE}={visible}".encode()
     for pid in own_children() or ():
         command = read_memory(pid, "cmdline") or b""
         if not any(word in command for word in _FORERUNNERS):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 from builders import a_device, a_mig_instance, a_snapshot, a_uuid
+from sources import module_name, modules, tree
 
 from gpuguard.clusters import Outer, outer_devices
 from gpuguard.request import Request
@@ -132,3 +135,18 @@ def test_what_is_outside_is_refused_for_ever_with_the_reason():
     assert [device.index for device in choice.devices] == [3]
     assert {reason.text for refusal in choice.refused for reason in refusal.reasons} == {outer.reason}
     assert all(reason.permanent for refusal in choice.refused for reason in refusal.reasons)
+
+
+def names_of_variables(module: ast.AST) -> list[int]:
+    """The lines on which *module* names a variable that clusters/visible_devices.py reads and writes."""
+    constants = (node for node in ast.walk(module) if isinstance(node, ast.Constant))
+    return [node.lineno for node in constants if node.value in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")]
+
+
+@pytest.mark.parametrize("path", modules(), ids=module_name)
+def test_one_module_reads_and_writes_the_variables_of_cuda(path):
+    assert bool(names_of_variables(tree(path))) is (module_name(path) == "gpuguard.clusters.visible_devices")
+
+
+def test_a_module_that_reads_them_itself_is_found():
+    assert names_of_variables(ast.parse('import os\nos.environ["CUDA_VISIBLE_DEVICES"]')) == [2]

@@ -251,12 +251,23 @@ def test_into_a_pipe_it_prints_once(place, capsys):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(None, [0, 1, 2, 3]), ("2,0", [0, 2]), ("", []), ("-1", []), ("1,9,2", [1]), ("GPU-00000003", [3]), ("GPU-", [])],
+    [
+        (None, [0, 1, 2, 3]),
+        ("2,0", [0, 2]),
+        ("", []),
+        ("-1", []),
+        ("1,9,2", [1]),
+        ("GPU-00000003", [3]),
+        ("GPU-", []),
+        ("1,1", []),
+    ],
 )
 def test_cuda_visible_devices_means_what_cuda_takes_it_for(value, shown):
     snapshot = a_snapshot(*[a_device(index) for index in range(4)])
 
-    assert visible_devices(snapshot, value) == {a_device(index).uuid for index in shown}
+    environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+
+    assert visible_devices(snapshot, environ) == {a_device(index).uuid for index in shown}
 
 
 def test_only_visible_shows_these_alone_and_none_is_said(place, capsys, monkeypatch):

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 from gpuguard import model, procfs
 from gpuguard.backends import simulated_node
 from gpuguard.backends.simulated_node import LANES_BYTES, Instance, NodeDevice, SimulatedNode, Use
+from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.model import Device, Gap, GpuProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, Use
     from gpuguard.model import Device, Gap, Snapshot
@@ -207,33 +208,30 @@ def current(place: str) -> SimulatedNode:
         return settled_now(node)  # somebody else's node, which we may only look at
 
 
-def visible_devices(environ: Mapping[str, str]) -> str:
-    """What CUDA_VISIBLE_DEVICES names, as CUDA reads it: up to its first entry that is none; ``"all"`` when not set."""
-    value = environ.get("CUDA_VISIBLE_DEVICES")
-    if value is None:
-        return "all"
-    names = []
-    for name in value.split(","):
-        if not name.strip() or name.strip().startswith("-"):
-            break
-        names.append(name.strip())
-    return ",".join(names)
-
-
 def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> tuple[str, ...]:
     from gpuguard.backends.simulated_node import find
 
     if devices is None:
-        names = visible_devices(os.environ)
-        if not names:
+        uuids = visible_uuids(os.environ, _all_devices(node))
+        if uuids == ():
             raise InvalidRequest(
                 "CUDA_VISIBLE_DEVICES leaves no device: name devices, or start this with `gpuguard run`."
             )
+        uuids = find(node, "all" if uuids is None else ",".join(uuids))
     else:
-        names = devices if isinstance(devices, str) else ",".join(map(str, devices))
+        uuids = find(node, devices if isinstance(devices, str) else ",".join(map(str, devices)))
     first = {device.uuid: device.instances[0].uuid for device in node.devices if device.instances}
     # As CUDA does: on a divided device a process gets the first instance.
-    return tuple(dict.fromkeys(first.get(uuid, uuid) for uuid in find(node, names)))
+    return tuple(dict.fromkeys(first.get(uuid, uuid) for uuid in uuids))
+
+
+def _all_devices(node: SimulatedNode) -> list[Device]:
+    devices = [Device(device.index, device.uuid) for device in node.devices]
+    return devices + [
+        Device(device.index, instance.uuid, parent_uuid=device.uuid)
+        for device in node.devices
+        for instance in device.instances
+    ]
 
 
 def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> None:

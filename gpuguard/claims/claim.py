@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gpuguard.claims.directory import LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.claims.records import read_record, write_expected, write_record
 from gpuguard.claims.release_requests import pending_request, released, write
+from gpuguard.clusters import visible_devices
 from gpuguard.errors import ClaimError, ClaimLost
 from gpuguard.model import Device
 
@@ -130,10 +131,8 @@ class Claim(Sequence[Device]):
                 and others; MIG instances have no index and always go by uuid.
         """
         share = {} if self.memory is None else share_environment(self.memory, self.devices, os.environ)
-        by_uuid = visible == "uuid" or any(device.parent_uuid for device in self.devices)
         return {
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUDA_VISIBLE_DEVICES": ",".join(each.uuid if by_uuid else str(each.index) for each in self.devices),
+            **visible_devices.environment_of(self.devices, by_uuid=visible == "uuid"),
             "GPUGUARD_CLAIM": self.id,
             "GPUGUARD_GPUS": ",".join(device.uuid for device in self.devices),
             **share,

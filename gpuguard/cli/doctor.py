@@ -17,6 +17,7 @@ from gpuguard.claims.directory import LockDirectory, fault_of
 from gpuguard.claims.room import Room, room_for_records
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE, ORDER_VARIABLE
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.model import CLOCKS, WHO_FIELDS, Snapshot
 from gpuguard.procfs import in_first_pid_namespace
@@ -26,7 +27,7 @@ from gpuguard.views.doctor import FAULT, MachineFacts
 from gpuguard.views.text import json_text, put, style
 
 PACKAGES = ("gpuguard", "nvidia-ml-py", "psutil")
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "SLURM_JOB_ID", "GPUGUARD_CLAIM")
+VARIABLES = (CUDA_VARIABLE, ORDER_VARIABLE, CONTAINER_VARIABLE, "SLURM_JOB_ID", "GPUGUARD_CLAIM")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

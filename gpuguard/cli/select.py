@@ -26,6 +26,7 @@ from gpuguard.cli.options import (
     selectors,
     whole_number,
 )
+from gpuguard.clusters.visible_devices import names_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import MODEL
 from gpuguard.request import Request
@@ -130,6 +131,5 @@ def _json(devices: Sequence[Device]) -> str:
 
 
 def _listed(devices: Sequence[Device], form: str, separator: str) -> str:
-    by_uuid = form == "uuid" or any(device.parent_uuid for device in devices)
-    names = [device.uuid if by_uuid else str(device.index) for device in devices]
+    names = names_of(devices, by_uuid=form == "uuid")
     return separator.join(names) + ("\0" if separator == "\0" else "\n")

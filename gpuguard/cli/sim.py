@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any
 
+from gpuguard.clusters.visible_devices import is_restricted
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.units import format_bytes, parse_bytes, parse_celsius, parse_duration, parse_percent
 
@@ -70,7 +71,7 @@ def _use(args: argparse.Namespace) -> int:
     from gpuguard.backends import simulated
 
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if args.device is None and "CUDA_VISIBLE_DEVICES" not in os.environ:
+    if args.device is None and not is_restricted(os.environ):
         raise InvalidRequest(
             "say which devices: --device 0,1, or start this with `gpuguard run --backend simulated -- ...`."
         )

@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gpuguard import device_state
@@ -26,6 +27,7 @@ from gpuguard.cli import deny, terminal
 from gpuguard.cli.fleet import add_fleet_options, has_hosts
 from gpuguard.cli.options import add_source_options, backend_of, check_users, directory_of, quantity
 from gpuguard.cli.who import chosen_devices
+from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import Snapshot
 from gpuguard.top.feed import SceneFeed
@@ -99,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
 def _view(args: argparse.Namespace, snapshot: Snapshot) -> ScreenView:
     devices = chosen_devices(snapshot, args.device) if args.device else frozenset()
     if args.only_visible:
-        visible = visible_devices(snapshot, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        visible = visible_devices(snapshot, os.environ)
         devices = devices & visible if devices else visible
         if not devices:
             raise InvalidRequest("no GPU is visible: see $CUDA_VISIBLE_DEVICES and --device.")
@@ -116,21 +118,14 @@ def _view(args: argparse.Namespace, snapshot: Snapshot) -> ScreenView:
     )
 
 
-def visible_devices(snapshot: Snapshot, value: str | None) -> frozenset[str]:
-    """The uuids that CUDA_VISIBLE_DEVICES names: all when it is not set; as CUDA does, up to the first wrong word."""
-    if value is None:
-        return frozenset(device.uuid for device in snapshot.devices)
-    found: set[str] = set()
-    for word in filter(None, (part.strip() for part in value.split(","))):
-        here = {
-            device.uuid
-            for device in snapshot.devices
-            if (word == str(device.index) and not device.parent_uuid) or device.uuid.startswith(word)
-        }
-        if not here or (not word.isdigit() and len(here) > 1):
-            break
-        found |= here
-    return frozenset(device.uuid for device in snapshot.devices if found & {device.uuid, device.parent_uuid})
+def visible_devices(snapshot: Snapshot, environ: Mapping[str, str]) -> frozenset[str]:
+    """The uuids that CUDA_VISIBLE_DEVICES leaves, with the instances of whole devices: all when it is not set."""
+    visible = visible_uuids(environ, snapshot.devices)
+    return frozenset(
+        device.uuid
+        for device in snapshot.devices
+        if visible is None or {device.uuid, device.parent_uuid} & set(visible)
+    )
 
 
 def _can_draw() -> bool:

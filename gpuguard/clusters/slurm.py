@@ -14,20 +14,20 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.clusters import slurm_jobs, slurm_node
+from gpuguard.clusters import slurm_jobs, slurm_node, visible_devices
 from gpuguard.model import Device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _MOST = 1024  # GPUs of a node
-GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
+GPU_VARIABLES = (visible_devices.CUDA_VARIABLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 
 
 def allowed(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[tuple[str, ...], str] | None:
     """What a Slurm job was given; None (no opinion) elsewhere and where CUDA_VISIBLE_DEVICES says it."""
     job = environ.get("SLURM_JOB_ID")
-    if not job or "CUDA_VISIBLE_DEVICES" in environ:
+    if not job or visible_devices.is_restricted(environ):
         return None
     variable = next((name for name in GPU_VARIABLES if name in environ), None)
     if variable is None:
@@ -49,20 +49,20 @@ def whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> Mapp
     Under ConstrainDevices Slurm counts a job's devices from 0, as its processes see them.  Where the list of devices
     shows the others all the same, number 0 is not the first of them, but the first of SLURM_STEP_GPUS.
     """
-    visible, claim = environ.get("CUDA_VISIBLE_DEVICES", ""), environ.get("GPUGUARD_CLAIM", "")
+    visible, claim = visible_devices.entries(environ), environ.get("GPUGUARD_CLAIM", "")
     variable = next((name for name in GPU_VARIABLES[1:3] if name in environ), None)
-    if variable is None or "SLURM_JOB_ID" not in environ or not all(map(_is_number, visible.split(","))):
+    if variable is None or "SLURM_JOB_ID" not in environ or not visible or not all(map(_is_number, visible)):
         return environ
     given, shown = _numbers(environ[variable]), sum(device.parent_uuid is None for device in devices)
     # What Slurm itself wrote stands in GPU_DEVICE_ORDINAL, too; `gpuguard run` writes the numbers that it sees.
-    by_slurm = _numbers(environ.get("GPU_DEVICE_ORDINAL", visible))
+    by_slurm = _numbers(environ.get("GPU_DEVICE_ORDINAL", ",".join(visible)))
     by_us = claim and not claim.removeprefix("slurm").isdecimal()
     if by_us or shown <= len(given) or by_slurm == given or by_slurm != list(range(len(given))):
         return environ
-    wanted = [int(number) for number in visible.split(",")]
+    wanted = [int(number) for number in visible]
     if any(number >= len(given) for number in wanted):
         return environ
-    return {**environ, "CUDA_VISIBLE_DEVICES": ",".join(str(given[number]) for number in wanted)}
+    return {**environ, **visible_devices.variables(given[number] for number in wanted)}
 
 
 def _numbers(text: str) -> list[int]:

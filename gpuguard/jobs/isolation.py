@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
+from gpuguard.clusters import visible_devices
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import HEALTH, MODEL, Device
 
@@ -119,7 +120,7 @@ def environment_of(devices: Sequence[Device], visible: str) -> dict[str, str]:
     """
     if visible == "uuid" or any(device.parent_uuid for device in devices):
         return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(devices))))}
+    return visible_devices.variables(range(len(devices)))
 
 
 def _trusted(directory: LockDirectory) -> str:

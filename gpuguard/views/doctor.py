@@ -14,6 +14,7 @@ from gpuguard.backends import is_recorded
 from gpuguard.backends.nvml_calls import NEEDS_GLIBC
 from gpuguard.claims.directory import ADMIN_DIRECTORY
 from gpuguard.claims.room import SCARCE, Room
+from gpuguard.clusters.visible_devices import ORDER_VARIABLE, PCI_ORDER
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.model import Device, Snapshot
 from gpuguard.sanitize import neutralise
@@ -290,9 +291,9 @@ def _environment(facts: MachineFacts) -> Finding:
     if facts.outer and facts.outer[0] == 0:
         advice = "No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs."
         return WARNING, facts.outer[1], advice
-    if facts.environ.get("CUDA_DEVICE_ORDER") not in (None, "PCI_BUS_ID"):
+    if facts.environ.get(ORDER_VARIABLE) not in (None, PCI_ORDER):
         advice = "`gpuguard run` sets PCI_BUS_ID for its jobs.  Elsewhere device 0 may be another than nvidia-smi's."
-        return WARNING, f"CUDA_DEVICE_ORDER={facts.environ['CUDA_DEVICE_ORDER']}", advice
+        return WARNING, f"{ORDER_VARIABLE}={facts.environ[ORDER_VARIABLE]}", advice
     if facts.outer:
         return WARNING, facts.outer[1], "gpuguard stays inside that.  Unset it to choose among all devices."
     return OK, names or "no variable limits the devices", None
