@@ -7,34 +7,33 @@ On a terminal hosts stand in the order of their answers, in a pipe in the order 
 
 from __future__ import annotations
 
-import argparse
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
-from gpuguard.cli.options import quantity
+from gpuguard.cli.options import quantity, whole_number
 from gpuguard.cli.terminal import print_notice, rewrites, write
 from gpuguard.errors import InvalidRequest
 from gpuguard.fleet.answers import HostReply, reply_of
-from gpuguard.fleet.hosts import words_of
-from gpuguard.fleet.ssh import FleetQuery, Pool
-from gpuguard.top import fleet
+from gpuguard.fleet.hosts import PROGRAM, command_line, host_names, words_of
+from gpuguard.fleet.ssh import PARALLEL, TIMEOUT, FleetQuery, Pool
 from gpuguard.units import parse_duration
 from gpuguard.views import fleet as view
 from gpuguard.views.text import json_text, put, shorten, style
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from gpuguard.fleet.ssh import FleetQuery
+    Show = Callable[[HostReply], list[str]]
 
-# The options of commands that ask other hosts as well: --hosts and what belongs to it.
+_STEP = 0.5  # seconds between two updates of who is silent
+_EVERY = 10.0  # seconds between two questions of top to a host: each is a login there
 
 
 def add_fleet_options(parser: argparse.ArgumentParser) -> None:
@@ -75,13 +74,6 @@ def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str,
     Raises:
         InvalidRequest: a name or a value cannot be used.
     """
-    import shlex
-
-    from gpuguard.cli.options import quantity, whole_number
-    from gpuguard.fleet.hosts import PROGRAM, command_line, host_names
-    from gpuguard.fleet.ssh import PARALLEL, TIMEOUT, FleetQuery
-    from gpuguard.units import parse_duration
-
     there = "it is of this machine; GPUGUARD_BACKEND and GPUGUARD_DIR of the account over there decide"
     refuse(args, {"backend": os.environ.get("GPUGUARD_BACKEND") or "nvml"}, there)
     refuse(args, {"dir": os.environ.get("GPUGUARD_DIR") or None}, there)
@@ -104,11 +96,6 @@ def query_of(args: argparse.Namespace, words: Sequence[str]) -> tuple[tuple[str,
     )
 
 
-_STEP = 0.5  # seconds between two looks at who is silent
-_EVERY = 10.0  # seconds between two questions of top to a host: each is a login there
-Show = Callable[[HostReply], list[str]]
-
-
 def who(args: argparse.Namespace) -> int:
     """`gpuguard who --hosts`."""
     refuse(args, {"watch": None}, "`gpuguard top --hosts` shows them again and again")
@@ -123,14 +110,14 @@ def queue(args: argparse.Namespace) -> int:
 def _shown(args: argparse.Namespace, name: str, lines_of: Callable[..., list[str]]) -> int:
     hosts, how = query_of(args, words_of(name, vars(args)))
     width, paint = _columns(), style(sys.stdout, os.environ)
-    answers = gathered(hosts, how, None if args.json else lambda answer: lines_of(answer, width, paint))
+    replies = gathered(hosts, how, None if args.json else lambda reply: lines_of(reply, width, paint))
     if args.json:
-        put([json_text(view.to_json(answers, how.timeout))], sys.stdout)
+        put([json_text(view.to_json(replies, how.timeout))], sys.stdout)
     else:
-        totals = view.total_lines(answers, width) if name == "who" else view.nobody_lines(answers)
-        apart = [""] if any(lines_of(answer, width, paint) for answer in answers) else []
-        put([*apart, *totals, *([""] if totals else []), *view.end_lines(answers, width, paint)], sys.stdout)
-    return _status(answers)
+        totals = view.total_lines(replies, width) if name == "who" else view.nobody_lines(replies)
+        apart = [""] if any(lines_of(reply, width, paint) for reply in replies) else []
+        put([*apart, *totals, *([""] if totals else []), *view.end_lines(replies, width, paint)], sys.stdout)
+    return _status(replies)
 
 
 def select(args: argparse.Namespace) -> int:
@@ -140,23 +127,23 @@ def select(args: argparse.Namespace) -> int:
     hosts, how = query_of(args, words_of("select", vars(args)))
     width, paint, people = _columns(), style(sys.stdout, os.environ), sys.stdout.isatty()
 
-    def show(answer: HostReply) -> list[str]:
-        devices = view.room(answer, args.format, args.sep)
+    def show(reply: HostReply) -> list[str]:
+        devices = view.room(reply, args.format, args.sep)
         if people:
-            return [view.room_line(answer, devices, hosts, width, paint)]
-        return [] if devices is None else [f"{answer.host} {devices}"]
+            return [view.room_line(reply, devices, hosts, width, paint)]
+        return [] if devices is None else [f"{reply.host} {devices}"]
 
-    answers = gathered(hosts, how, None if args.json else show, view.chosen)
-    with_room = [answer for answer in answers if view.room(answer, args.format, ",") is not None]
+    replies = gathered(hosts, how, None if args.json else show, view.chosen)
+    with_room = [reply for reply in replies if view.room(reply, args.format, ",") is not None]
     if args.json:
-        put([json_text(view.to_json(answers, how.timeout))], sys.stdout)
+        put([json_text(view.to_json(replies, how.timeout))], sys.stdout)
     elif not people:
-        for answer in answers:
-            if answer.error is not None or not with_room:
-                print_notice(f"{answer.host}: {answer.error or answer.refusal}")
+        for reply in replies:
+            if reply.error is not None or not with_room:
+                print_notice(f"{reply.host}: {reply.error or reply.refusal}")
     if with_room:
         return 0
-    return EXIT_NO if any(answer.error is None for answer in answers) else EXIT_NO_DRIVER
+    return EXIT_NO if any(reply.error is None for reply in replies) else EXIT_NO_DRIVER
 
 
 def top(args: argparse.Namespace) -> int:
@@ -172,19 +159,19 @@ def top(args: argparse.Namespace) -> int:
     hosts, how = query_of(args, words_of("who", vars(args)))
     ascii_only = args.ascii or not (sys.stdout.encoding or "ascii").lower().startswith("utf")
     if args.once or not sys.stdout.isatty():
-        answers = gathered(hosts, how, None)
+        replies = gathered(hosts, how, None)
         now = time.monotonic()
-        known = {answer.host: fleet.after(fleet.KnownHost(), answer, now) for answer in answers}
+        known = {reply.host: view.after(view.KnownHost(), reply, now) for reply in replies}
         paint = style(sys.stdout, os.environ)
-        put(fleet.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only), sys.stdout)
-        return _status(answers)
-    _again_and_again(hosts, how, every, ascii_only)
+        put(view.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only), sys.stdout)
+        return _status(replies)
+    _watch(hosts, how, every, ascii_only)
     return 0
 
 
-def _again_and_again(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool) -> None:
+def _watch(hosts: Sequence[str], how: FleetQuery, every: float, ascii_only: bool) -> None:
     """Ask each host every *every* seconds until Ctrl-C, and draw what is known at least each second."""
-    known: dict[str, fleet.KnownHost] = {}
+    known: dict[str, view.KnownHost] = {}
     due = dict.fromkeys(hosts, 0.0)  # monotonic; a host that is being asked is not in it
     former, paint = signal.signal(signal.SIGTERM, terminal.leave), style(sys.stdout, os.environ)
     drawn = 0.0
@@ -199,11 +186,11 @@ def _again_and_again(hosts: Sequence[str], how: FleetQuery, every: float, ascii_
                 replies = pool.step(0.2)
                 now = time.monotonic()
                 for reply in replies:
-                    known[reply.host] = fleet.after(known.get(reply.host, fleet.KnownHost()), reply_of(reply), now)
+                    known[reply.host] = view.after(known.get(reply.host, view.KnownHost()), reply_of(reply), now)
                     due[reply.host] = max(now, now - reply.seconds + every)
                 if now - drawn >= (0.2 if replies else 1.0):
                     drawn = now
-                    lines = fleet.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only)
+                    lines = view.page(hosts, known, now, width=_columns(), paint=paint, ascii_only=ascii_only)
                     put([terminal.drawn(terminal.fitting(lines, "name fewer hosts"))], sys.stdout)
     except KeyboardInterrupt:
         pass
@@ -217,44 +204,44 @@ def gathered(
     hosts: Sequence[str],
     how: FleetQuery,
     show: Show | None,
-    judged: Callable[[HostReply], HostReply] = lambda answer: answer,
+    judged: Callable[[HostReply], HostReply] = lambda reply: reply,
 ) -> list[HostReply]:
-    """The answers of *hosts*, in that order.  *show* makes lines of each, printed as soon as it may be."""
-    answers: dict[str, HostReply] = {}
-    at_once, shown, told = sys.stdout.isatty(), 0, ""
+    """The replies of *hosts*, in that order.  *show* makes lines of each, printed as soon as it may be."""
+    replies: dict[str, HostReply] = {}
+    at_once, shown, line = sys.stdout.isatty(), 0, ""
     signal.signal(signal.SIGTERM, terminal.leave)  # so that no ssh is left behind
     with Pool(how) as pool:
         pool.ask(hosts)
         while pool.waiting_for:
             fresh = [judged(reply_of(reply)) for reply in pool.step(_STEP)]
-            answers.update((answer.host, answer) for answer in fresh)
+            replies.update((reply.host, reply) for reply in fresh)
             if show and not at_once:  # as many as there are without a hole
                 fresh = []
-                while shown < len(hosts) and hosts[shown] in answers:
-                    fresh.append(answers[hosts[shown]])
+                while shown < len(hosts) and hosts[shown] in replies:
+                    fresh.append(replies[hosts[shown]])
                     shown += 1
             if show and fresh:
-                told = _told("", told)
-                put((line for answer in fresh for line in show(answer)), sys.stdout)
-            told = _told(_status_line(pool.waiting_for, len(hosts)), told)
-        _told("", told)
-    return [answers[host] for host in hosts]
+                line = _rewrite_line("", line)
+                put((line for reply in fresh for line in show(reply)), sys.stdout)
+            line = _rewrite_line(_status_line(pool.waiting_for, len(hosts)), line)
+        _rewrite_line("", line)
+    return [replies[host] for host in hosts]
 
 
 def _status_line(silent: Sequence[str], count: int) -> str:
     return f"waiting for {len(silent)} of {count} hosts: {', '.join(silent[:20])}" if silent else ""
 
 
-def _told(line: str, before: str) -> str:
+def _rewrite_line(line: str, before: str) -> str:
     """Write *line* where *before* stands on the terminal; comes back as what stands there now."""
     if line != before and rewrites():
         write("\r\x1b[K" + shorten(line, (_columns(2) or 80) - 1))
     return line
 
 
-def _status(answers: Sequence[HostReply]) -> int:
-    silent = sum(answer.error is not None for answer in answers)
-    if silent == len(answers):
+def _status(replies: Sequence[HostReply]) -> int:
+    silent = sum(reply.error is not None for reply in replies)
+    if silent == len(replies):
         return EXIT_NO_DRIVER
     return EXIT_NO if silent else 0
 

@@ -1,8 +1,7 @@
-"""What came back from a host, read as what it is: bytes of a stranger.
+"""What came back from a host: bytes of a stranger, which become values here, once.
 
-An answer is one JSON object of bounded size and depth, or it is an error with a reason.  What a view takes out of it
-goes through text(), number() and rows(), which give None and nothing for what has another type.
-Does not make text harmless for terminals: the views do, with gpuguard.sanitize.
+An answer is one JSON object of bounded size and depth whose fields are of the right types, or it is an error with a
+reason.  Its texts are made harmless for terminals and bounded, its lists too; only `--json` passes on what came.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuguard.fleet.ssh import Reply
-from gpuguard.jsonio import loads
+from gpuguard.jsonio import decode, loads
+from gpuguard.sanitize import neutralise
 
 DEPTH = 32  # of an answer: `who --json` has 6
-ROWS = 4096  # of a list; whoever sends a million would hold up the answers of all other hosts
+ROWS = 4096  # of a list; one of a million would hold up the answers of all other hosts
+_TEXT = 400  # characters of a text
 _LINE = 300  # characters of an error that are shown
 _SSH_FAILED = 255
 _NOT_FOUND = 127
@@ -34,12 +35,83 @@ _NEXT = {  # what ssh says: what to do
 
 
 @dataclass(frozen=True)
+class HostClaim:
+    """A claim of `who --json`."""
+
+    user: str | None = None
+    since: float | None = None
+    note: str | None = None
+    command: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class HostProcess:
+    """A process of `who --json`."""
+
+    user: str | None = None
+    claim: str | None = None
+
+
+@dataclass(frozen=True)
+class HostDevice:
+    """A device of `who --json` or `select --json`."""
+
+    index: int | None = None
+    uuid: str | None = None
+    parent_uuid: str | None = None
+    name: str | None = None
+    state: str | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilization_percent: float | None = None
+    claims: tuple[HostClaim, ...] = ()
+    processes: tuple[HostProcess, ...] | None = None
+
+
+@dataclass(frozen=True)
+class HostUser:
+    """What a user has, by `who --json`."""
+
+    user: str | None = None
+    devices: int | None = None
+    processes: int | None = None
+    claimed: int | None = None
+    idle: int | None = None
+    memory_used_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class HostTicket:
+    """A request that waits, by `queue --json`."""
+
+    number: int | None = None
+    user: str | None = None
+    num_gpus: int | None = None
+    waited_seconds: float | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class HostAnswer:
+    """What the JSON of `who`, `queue`, `select` and `explain` have for these views; what is not there is unknown."""
+
+    recorded: bool = False
+    simulated: bool = False
+    taken_at: float | None = None
+    devices: tuple[HostDevice, ...] = ()
+    users: tuple[HostUser, ...] = ()
+    waiting: tuple[HostTicket, ...] = ()
+    places: tuple[HostTicket, ...] = ()
+
+
+@dataclass(frozen=True)
 class HostReply:
     """What one host said."""
 
     host: str  # as it was asked for, whatever it calls itself
     seconds: float
-    facts: Facts | None = None  # the JSON of its view
+    answer: HostAnswer | None = None
+    facts: Facts | None = None  # the JSON of its view, as it came
     refusal: str | None = None  # the view's own no: not enough GPUs
     error: str | None = None  # why there is neither
 
@@ -51,26 +123,39 @@ def reply_of(reply: Reply) -> HostReply:
     said = _sentence(reply)
     if reply.status == 0:
         try:
-            return _judged(reply, _object(reply.out))
+            return reply_with(reply.host, reply.seconds, _object(reply.out))
         except ValueError as error:
             return HostReply(reply.host, reply.seconds, error=f"its answer cannot be read: {error}")
     if reply.status == 1 and said.startswith("wanted "):
         return HostReply(reply.host, reply.seconds, refusal=said)
     try:  # `gpuguard serve-ssh` and `explain` say no in JSON
-        return _judged(reply, _object(reply.out))
+        return reply_with(reply.host, reply.seconds, _object(reply.out))
     except ValueError:
         return HostReply(reply.host, reply.seconds, error=_failure(reply, said))
 
 
-def _judged(reply: Reply, facts: Facts) -> HostReply:
+def reply_with(host: str, seconds: float, facts: Facts) -> HostReply:
+    """The reply of a host whose view has said *facts*.
+
+    Raises:
+        ValueError: a field is of another type than it should be.
+    """
     if "refused" in facts:
-        reason = " ".join((text(facts, "reason") or "it does not answer that").split())  # one line, as each error
-        return HostReply(reply.host, reply.seconds, error=f"refused there: {reason[:_LINE]}")
+        reason = facts.get("reason")
+        line = " ".join(reason.split()) if isinstance(reason, str) else "it does not answer that"
+        return HostReply(host, seconds, error=f"refused there: {_harmless(line)[:_LINE]}")
     if facts.get("schema") != 1:
-        return HostReply(
-            reply.host, reply.seconds, error="its gpuguard is of another version: its JSON has not schema 1"
-        )
-    return HostReply(reply.host, reply.seconds, facts=facts)
+        return HostReply(host, seconds, error="its gpuguard is of another version: its JSON has not schema 1")
+    return HostReply(host, seconds, decode(HostAnswer, _harmless(facts)), facts)
+
+
+def _harmless(value: Any) -> Any:
+    """*value* with texts that a terminal can show, and no more of them than it can."""
+    if isinstance(value, str):
+        return neutralise(value[:_TEXT])
+    if isinstance(value, list):
+        return [_harmless(item) for item in value[:ROWS]]
+    return {name: _harmless(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _failure(reply: Reply, said: str) -> str:
@@ -86,7 +171,7 @@ def _sentence(reply: Reply) -> str:
     """The line of standard error that says most: gpuguard's first one, else the last one of all."""
     lines = [line.strip() for line in reply.err.decode("utf-8", "replace").splitlines() if line.strip()]
     own = next((line.removeprefix("gpuguard: ") for line in lines if line.startswith("gpuguard: ")), None)
-    return (own or (lines[-1] if lines else ""))[:_LINE]
+    return neutralise((own or (lines[-1] if lines else ""))[:_LINE])
 
 
 def _object(content: bytes) -> Facts:
@@ -105,29 +190,3 @@ def _object(content: bytes) -> Facts:
     if not isinstance(found, dict):
         raise ValueError("it is no JSON object")
     return found
-
-
-def text(facts: Facts, name: str) -> str | None:
-    """A text of *facts*; None where it is none."""
-    value = facts.get(name)
-    return value if isinstance(value, str) else None
-
-
-def number(facts: Facts, name: str) -> float | None:
-    """A number of *facts*, at least 0; None where it is none."""
-    value = facts.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
-        return None
-    return float(value)
-
-
-def rows(facts: Facts, name: str) -> list[Facts]:
-    """The objects in a list of *facts*, the first ROWS."""
-    value = facts.get(name)
-    return [one for one in value[:ROWS] if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def texts(facts: Facts, name: str) -> list[str]:
-    """The texts in a list of *facts*, the first ROWS."""
-    value = facts.get(name)
-    return [one for one in value[:ROWS] if isinstance(one, str)] if isinstance(value, list) else []

@@ -1,26 +1,29 @@
-"""What other hosts said, for people and for programs: the screens of `who`, `queue` and `select` with --hosts.
+"""What other hosts said, for people and for programs: `who`, `queue`, `select` and `top` with --hosts.
 
-Each host is shown under the name by which it was asked for.  All of its text is a stranger's: it is bounded and made
-neutral here, and what has another type than it should is not shown.  Does not ask: see gpuguard.fleet.
+Each host is shown under the name by which it was asked for.  Does not ask, and takes only values that
+gpuguard.fleet.answers has checked and made harmless.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard import device_state
-from gpuguard.fleet.answers import Facts, HostReply, number, rows, text, texts
-from gpuguard.sanitize import neutral_command, neutralise
+from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
+from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_duration
+from gpuguard.views.charts import sparkline
 from gpuguard.views.text import Paint, shorten, table
 from gpuguard.views.who import LABELS
 
-ROWS = 256  # of one host that are shown: a machine has 8 devices, or 56 instances
-_CELL = 200  # columns of one stranger's word
+SHOWN_ROWS = 256  # of one host: a machine has 8 devices, or 56 instances
+_CLAIMS = 8  # of a device
+_USERS = 6  # of a host, in `top`
 _UUID = re.compile(r"[A-Za-z0-9-]{1,80}")
 _ORDER = (
     device_state.FREE,
@@ -50,21 +53,18 @@ class FleetSums:
         return self.states.total()
 
 
-def sums(facts: Facts) -> FleetSums:
+def sums(answer: HostAnswer) -> FleetSums:
     """What `who --json` of one host comes to."""
-    devices = rows(facts, "devices")
-    divided = {text(one, "parent_uuid") for one in devices} - {None}
-    whole = [one for one in devices if text(one, "uuid") not in divided]
-    known = [text(one, "state") or device_state.UNKNOWN for one in whole]
+    divided = {device.parent_uuid for device in answer.devices} - {None}
+    whole = [device for device in answer.devices if device.uuid is None or device.uuid not in divided]
     return FleetSums(
-        Counter(state if state in LABELS else device_state.UNKNOWN for state in known),
-        _sum(number(one, "memory_used_bytes") for one in whole),
-        _sum(number(one, "memory_total_bytes") for one in whole),
-        tuple(number(one, "utilization_percent") for one in whole),
-        Counter({_clean(text(one, "user") or "unknown", 40): int(count) for one in rows(facts, "users")[:ROWS]
-                 if (count := number(one, "devices"))}),
-        len(rows(facts, "waiting")),
-    )  # fmt: skip
+        Counter(device.state if device.state in LABELS else device_state.UNKNOWN for device in whole),
+        _sum(device.memory_used_bytes for device in whole),
+        _sum(device.memory_total_bytes for device in whole),
+        tuple(device.utilization_percent for device in whole),
+        Counter({_name(user.user): user.devices for user in answer.users[:SHOWN_ROWS] if user.devices}),
+        len(answer.waiting),
+    )
 
 
 def in_words(counted: FleetSums) -> str:
@@ -75,211 +75,267 @@ def in_words(counted: FleetSums) -> str:
     return words + (f"; {counted.waiting} wait{'s' * (counted.waiting == 1)}" if counted.waiting else "")
 
 
-def added(all_of_them: Iterable[FleetSums]) -> FleetSums:
+def total_of(hosts: Sequence[FleetSums]) -> FleetSums:
     """The sums of a fleet."""
-    found = list(all_of_them)
-    states: Counter[str] = Counter()
-    users: Counter[str] = Counter()
-    for one in found:
-        states += one.states
-        users += one.users
     return FleetSums(
-        states,
-        _sum(one.memory_used for one in found),
-        _sum(one.memory_total for one in found),
-        tuple(value for one in found for value in one.utilization),
-        users,
-        sum(one.waiting for one in found),
+        sum((host.states for host in hosts), Counter()),
+        _sum(host.memory_used for host in hosts),
+        _sum(host.memory_total for host in hosts),
+        tuple(value for host in hosts for value in host.utilization),
+        sum((host.users for host in hosts), Counter()),
+        sum(host.waiting for host in hosts),
     )
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
     """Unknown as soon as one of them is: a sum without it would be too small."""
-    found = list(values)
-    known = [value for value in found if value is not None]
-    return sum(known) if known and len(known) == len(found) else None
+    known = list(values)
+    return None if not known or None in known else sum(value for value in known if value is not None)
 
 
-def host_lines(answer: HostReply, width: int | None, paint: Paint) -> list[str]:
+def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
     """A host of `who --hosts`: its name and sums, and a line per device."""
-    if answer.facts is None:
-        return []  # the end tells of all of those together
-    facts, devices = answer.facts, rows(answer.facts, "devices")
-    kind = f"{'RECORDED ' * (facts.get('recorded') is True)}{'SIMULATED node ' * (facts.get('simulated') is True)}"
-    lines = [paint(_fit(f"{kind}{answer.host}: {in_words(sums(facts))}", width), "bold")]
+    answer = reply.answer
+    if answer is None:
+        return []  # the end names all of those together
+    title = f"{'RECORDED ' * answer.recorded}{_simulated(answer)}{reply.host}: {in_words(sums(answer))}"
     body = table(
-        [_device_row(device, facts) for device in devices[:ROWS]],
+        [_device_row(device, answer.taken_at) for device in answer.devices[:SHOWN_ROWS]],
         align="><>>",
         width=None if width is None else width - 2,
-        paint=lambda cell, place: paint(cell, _colour(cell)) if place == 4 else cell,
+        paint=lambda cell, place: paint(cell, _state_colour(cell)) if place == 4 else cell,
     )
-    lines += [f"  {line}" for line in body]
-    return lines + ([f"  ... and {len(devices) - ROWS} more"] if len(devices) > ROWS else [])
+    more = len(answer.devices) - SHOWN_ROWS
+    lines = [paint(_fit(title, width), "bold"), *(f"  {line}" for line in body)]
+    return lines + ([f"  ... and {more} more"] if more > 0 else [])
 
 
-def _device_row(device: Facts, facts: Facts) -> list[str]:
-    state = text(device, "state")
-    utilization = number(device, "utilization_percent")
-    used, total = number(device, "memory_used_bytes"), number(device, "memory_total_bytes")
-    index = number(device, "index")
-    inside = "." * (text(device, "parent_uuid") is not None)
+def _device_row(device: HostDevice, now: float | None) -> list[str]:
     return [
-        f"{inside}{'?' if index is None else round(index)}",
-        _clean((text(device, "name") or "n/a").removeprefix("NVIDIA "), 40),
-        f"{format_bytes(used)}/{format_bytes(total)}",
-        "n/a" if utilization is None else f"{utilization:.0f}%",
-        LABELS.get(state or "", LABELS[device_state.UNKNOWN])[0],
-        _who(device, facts),
+        f"{'.' * (device.parent_uuid is not None)}{'?' if device.index is None else device.index}",
+        shorten((device.name or "n/a").removeprefix("NVIDIA "), 40),
+        f"{format_bytes(device.memory_used_bytes)}/{format_bytes(device.memory_total_bytes)}",
+        "n/a" if device.utilization_percent is None else f"{device.utilization_percent:.0f}%",
+        LABELS.get(device.state or "", LABELS[device_state.UNKNOWN])[0],
+        _users_of(device, now),
     ]
 
 
-def _who(device: Facts, facts: Facts) -> str:
+def _users_of(device: HostDevice, now: float | None) -> str:
     """``'alice for 2h "note" train.py'`` of the claims, then the users of processes that have none."""
-    now, claims = number(facts, "taken_at"), rows(device, "claims")[:8]
-    found = []
-    for claim in claims:
-        since, note = number(claim, "since"), text(claim, "note")
-        words = [_clean(text(claim, "user") or "unknown", 40)]
-        if now is not None and since is not None:
-            words.append(f"for {format_duration(round(max(0.0, now - since)))}")
-        if note:
-            words.append(f'"{_clean(note, 60)}"')
-        if command := [word[:_CELL] for word in texts(claim, "command")[:20]]:
-            words.append(shorten(neutral_command(command, brief=True), _CELL))
-        found.append(" ".join(words))
-    claimants = {text(claim, "user") for claim in claims}
-    users = [text(one, "user") or "unknown" for one in rows(device, "processes")[:ROWS] if text(one, "claim") is None]
-    without = "" if text(device, "state") == device_state.UNCLAIMED_USE and not claims else " without a claim"
-    found += [_clean(user, 40) + without for user in dict.fromkeys(users) if user not in claimants]
-    return ", ".join(found)
+    parts = []
+    for claim in device.claims[:_CLAIMS]:
+        words = [_name(claim.user)]
+        if now is not None and claim.since is not None:
+            words.append(f"for {format_duration(round(max(0.0, now - claim.since)))}")
+        if claim.note:
+            words.append(f'"{shorten(claim.note, 60)}"')
+        if claim.command:
+            words.append(shorten(neutral_command(claim.command[:20], brief=True), 200))
+        parts.append(" ".join(words))
+    claimants = {claim.user for claim in device.claims}
+    users = dict.fromkeys(process.user for process in device.processes or () if process.claim is None)
+    without = "" if device.state == device_state.UNCLAIMED_USE and not device.claims else " without a claim"
+    return ", ".join(parts + [_name(user) + without for user in users if user not in claimants])
 
 
-def queue_lines(answer: HostReply, width: int | None, paint: Paint) -> list[str]:
+def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
     """A host of `queue --hosts`: who waits there, and when each is expected to start."""
-    places = rows(answer.facts, "places") if answer.facts is not None else []
-    if not places or answer.facts is None:
-        return []  # of most hosts: the end tells how many
-    simulated = "SIMULATED node " * (answer.facts.get("simulated") is True)
-    lines = [paint(_fit(f"{simulated}{answer.host}: {len(places)} in line", width), "bold")]
+    answer = reply.answer
+    if answer is None or not answer.places:
+        return []  # of most hosts: the end says how many
     cells = [
         [
-            _count(number(place, "number")),
-            _clean(text(place, "user") or "unknown", 40),
-            _count(number(place, "num_gpus")),
-            format_duration(waited if (waited := number(place, "waited_seconds")) is None else round(waited)),
-            _clean(text(place, "why") or ""),
+            _count(ticket.number),
+            _name(ticket.user),
+            _count(ticket.num_gpus),
+            format_duration(None if ticket.waited_seconds is None else round(ticket.waited_seconds)),
+            shorten(ticket.why or "", 200),
         ]
-        for place in places[:ROWS]
+        for ticket in answer.places[:SHOWN_ROWS]
     ]
     heads = ["#", "USER", "GPUS", "WAITED", "STARTS"]
     body = table(cells, heads, align="><>>", width=None if width is None else width - 2)
-    return [*lines, *(f"  {line}" for line in body)]
+    title = f"{_simulated(answer)}{reply.host}: {len(answer.places)} in line"
+    return [paint(_fit(title, width), "bold"), *(f"  {line}" for line in body)]
 
 
-def nobody_lines(answers: Sequence[HostReply]) -> list[str]:
-    """On how many hosts nobody waits."""
-    count = sum(answer.facts is not None and not rows(answer.facts, "places") for answer in answers)
+def nobody_lines(replies: Sequence[HostReply]) -> list[str]:
+    """On how many hosts no request waits."""
+    count = sum(reply.answer is not None and not reply.answer.places for reply in replies)
     return [f"Nobody waits on {count} host{'s' * (count != 1)}."] if count else []
 
 
-def room(answer: HostReply, form: str, separator: str) -> str | None:
+def room(reply: HostReply, form: str, separator: str) -> str | None:
     """``"0,3"``, the devices of `select --json` there, judged by chosen(); None where there is no room."""
-    devices = rows(answer.facts, "devices") if answer.facts is not None else []
+    devices = reply.answer.devices if reply.answer is not None else ()
     if not devices:
         return None
-    by_uuid = form == "uuid" or any((text(one, "uuid") or "").startswith("MIG-") for one in devices)
-    return separator.join(str(one["uuid"] if by_uuid else one["index"]) for one in devices)
+    by_uuid = form == "uuid" or any((device.uuid or "").startswith("MIG-") for device in devices)
+    return separator.join(str(device.uuid if by_uuid else device.index) for device in devices)
 
 
-def chosen(answer: HostReply) -> HostReply:
-    """*answer* to `select`; an error where it names something else than devices, because scripts pass them on."""
-    devices = answer.facts.get("devices") if answer.facts is not None else None
-    if answer.facts is None:
-        return answer
-    if not (devices and isinstance(devices, list) and all(map(_is_device, devices))):
-        return HostReply(answer.host, answer.seconds, error="its answer names no devices")
-    names = (room(answer, "index", ",") or "").split(",")
-    if len(set(names)) < len(names):  # of such a list CUDA sees none
-        return HostReply(answer.host, answer.seconds, error="its answer names a device twice")
-    return answer
-
-
-def _is_device(one: object) -> bool:
-    return (
-        isinstance(one, dict)
-        and type(one.get("index")) is int
-        and 0 <= one["index"] < 10_000
-        and _UUID.fullmatch(text(one, "uuid") or "") is not None
+def chosen(reply: HostReply) -> HostReply:
+    """*reply* to `select`; an error where it names something else than devices, because scripts pass them on."""
+    if reply.answer is None:
+        return reply
+    devices = reply.answer.devices
+    sound = all(
+        device.index is not None and 0 <= device.index < 10_000 and _UUID.fullmatch(device.uuid or "")
+        for device in devices
     )
+    names = (room(reply, "index", ",") or "").split(",")
+    if not devices or not sound:
+        return replace(reply, answer=None, facts=None, error="its answer names no devices")
+    if len(set(names)) < len(names):  # of such a list CUDA sees none
+        return replace(reply, answer=None, facts=None, error="its answer names a device twice")
+    return reply
 
 
-def room_line(answer: HostReply, devices: str | None, hosts: Sequence[str], width: int | None, paint: Paint) -> str:
+def room_line(reply: HostReply, devices: str | None, hosts: Sequence[str], width: int | None, paint: Paint) -> str:
     """A line of `select --hosts` on a terminal: the host, and its devices or why there are none."""
-    name = answer.host.ljust(max(map(len, hosts)))
-    if devices is not None and answer.facts is not None:
-        models = Counter(_clean(text(one, "name") or "n/a", 40) for one in rows(answer.facts, "devices"))
+    name = reply.host.ljust(max(map(len, hosts)))
+    if devices is not None and reply.answer is not None:
+        models = Counter(shorten(device.name or "n/a", 40) for device in reply.answer.devices)
         what = ", ".join(f"{count} x {model}" for model, count in models.items())
         return paint(_fit(f"{name}  {devices}  ({what})", width), "green")
-    why = f"no room: {answer.refusal}" if answer.refusal else answer.error or ""
-    return paint(_fit(f"{name}  {_clean(why)}", width), "" if answer.refusal else "red")
+    why = f"no room: {reply.refusal}" if reply.refusal else reply.error or ""
+    return paint(_fit(f"{name}  {shorten(why, 200)}", width), "" if reply.refusal else "red")
 
 
-def total_lines(answers: Sequence[HostReply], width: int | None) -> list[str]:
+def total_lines(replies: Sequence[HostReply], width: int | None) -> list[str]:
     """What users have on all hosts together."""
-    totals: dict[str, list[list[float | None]]] = {}
-    names = ("devices", "processes", "claimed", "idle", "memory_used_bytes")
-    for answer in answers:
-        for row in rows(answer.facts, "users")[:ROWS] if answer.facts is not None else []:
-            here = totals.setdefault(_clean(text(row, "user") or "unknown", 40), [])
-            here.append([number(row, name) for name in names])
-    added_up = {user: [_sum(column) for column in zip(*found, strict=True)] for user, found in totals.items()}
+    totals: dict[str, list[HostUser]] = {}
+    for reply in replies:
+        for user in reply.answer.users[:SHOWN_ROWS] if reply.answer is not None else ():
+            totals.setdefault(_name(user.user), []).append(user)
     cells = []
-    for user, sums_of in sorted(added_up.items(), key=lambda item: (-(item[1][0] or 0), item[0])):
-        devices, processes, claimed, idle = map(_count, sums_of[:4])
-        cells.append([user, str(len(totals[user])), devices, processes, format_bytes(sums_of[4]), claimed, idle])
+    for name, rows in sorted(totals.items(), key=lambda item: (-(_sum(row.devices for row in item[1]) or 0), item[0])):
+        counts = [_count(_sum(getattr(row, column) for row in rows)) for column in ("devices", "processes")]
+        memory = format_bytes(_sum(row.memory_used_bytes for row in rows))
+        claimed, idle = _sum(row.claimed for row in rows), _sum(row.idle for row in rows)
+        cells.append([name, str(len(rows)), *counts, memory, _count(claimed), _count(idle)])
     heads = ["USER", "HOSTS", "GPUS", "PROCESSES", "MEMORY", "CLAIMED", "IDLE"]
     return table(cells, heads, align="<>>>>>>", width=width) if cells else []
 
 
-def end_lines(answers: Sequence[HostReply], width: int | None, paint: Paint) -> list[str]:
+def end_lines(replies: Sequence[HostReply], width: int | None, paint: Paint) -> list[str]:
     """How many hosts answered, and which did not, each with its reason."""
-    silent = [answer for answer in answers if answer.error is not None]
-    lines = [f"{len(answers) - len(silent)} of {len(answers)} hosts answered{'.' if not silent else '; not these:'}"]
-    cells = [[answer.host, _clean(answer.error or "")] for answer in silent]
+    silent = [reply for reply in replies if reply.error is not None]
+    lines = [f"{len(replies) - len(silent)} of {len(replies)} hosts answered{'.' if not silent else '; not these:'}"]
+    cells = [[reply.host, shorten(reply.error or "", 200)] for reply in silent]
     return lines + [paint(f"  {line}", "red") for line in table(cells, width=None if width is None else width - 2)]
 
 
-def to_json(answers: Sequence[HostReply], timeout: float) -> dict[str, Any]:
+def to_json(replies: Sequence[HostReply], timeout: float) -> dict[str, Any]:
     """The object that docs/json.md describes: one object per host, whether it answered or not."""
     return {
         "schema": 1,
-        "asked": len(answers),
-        "answered": sum(answer.error is None for answer in answers),
+        "asked": len(replies),
+        "answered": sum(reply.error is None for reply in replies),
         "timeout_seconds": timeout,
         "hosts": [
             {
-                "host": answer.host,
-                "seconds": round(answer.seconds, 3),
-                "error": answer.error,
-                "refusal": answer.refusal,
-                "answer": answer.facts,
+                "host": reply.host,
+                "seconds": round(reply.seconds, 3),
+                "error": reply.error,
+                "refusal": reply.refusal,
+                "answer": reply.facts,
             }
-            for answer in answers
+            for reply in replies
         ],
     }
+
+
+# The screen of `gpuguard top --hosts`: a line per host, with the utilization of each device as one character.
+
+
+@dataclass(frozen=True)
+class KnownHost:
+    """The last that is known of a host."""
+
+    counted: FleetSums | None = None  # None: it has never answered
+    at: float = 0.0  # monotonic, of that answer
+    error: str | None = None  # why the last question has no answer
+
+
+def after(known: KnownHost, reply: HostReply, now: float) -> KnownHost:
+    """*known* and what came now: an error keeps the last answer, and its age says how old that is."""
+    if reply.answer is None:
+        return KnownHost(known.counted, known.at, reply.error or reply.refusal)
+    return KnownHost(sums(reply.answer), now)
+
+
+def page(
+    hosts: Sequence[str],
+    fleet: Mapping[str, KnownHost],
+    now: float,
+    *,
+    width: int | None,
+    paint: Paint,
+    ascii_only: bool = False,
+) -> list[str]:
+    """Lines: the fleet in sums, then each host; *now* is monotonic, *fleet* has those of which anything is known."""
+    counted = [known.counted for known in fleet.values() if known.counted]
+    silent = sum(known.error is not None for known in fleet.values())
+    title = f"{len(hosts)} host{'s' * (len(hosts) != 1)}, {in_words(total_of(counted))}"
+    title += f"; {silent} do{'es' * (silent == 1)} not answer" if silent else ""
+    names = max(map(len, hosts))
+    body = [_known_row(host.ljust(names), fleet.get(host), now, ascii_only) for host in hosts]
+    heads = ["HOST", "GPUS", "FREE", "UTILIZATION", "MEMORY", "WAIT", "AGE", "USERS"]
+    whole = iter(table([row for row in body if len(row) > 2], heads, align="<>><>>>", width=width) or [heads[0]])
+    lines = [next(whole)]
+    for host, row in zip(hosts, body, strict=True):  # why a host is unknown needs the room of its numbers
+        line = _fit(next(whole) if len(row) > 2 else "  ".join(row), width)
+        known = fleet.get(host)
+        lines.append(paint(line, "dim" if known is None else "red" if known.error is not None else ""))
+    return [paint(_fit(f"{time.strftime('%H:%M:%S')}  {title}", width), "bold"), *lines]
+
+
+def _known_row(host: str, known: KnownHost | None, now: float, ascii_only: bool) -> list[str]:
+    if known is None or (known.counted is None and known.error is None):
+        return [host, "asked"]
+    error = shorten(known.error or "", 200)
+    if known.counted is None:
+        return [host, error]
+    counted = known.counted
+    users = ", ".join(f"{user} {count}" for user, count in counted.users.most_common(_USERS))
+    users += f" and {len(counted.users) - _USERS} more" if len(counted.users) > _USERS else ""
+    return [
+        host,
+        str(counted.devices),
+        str(counted.states[device_state.FREE]),
+        _utilization(counted.utilization, ascii_only),
+        f"{format_bytes(counted.memory_used)}/{format_bytes(counted.memory_total)}",
+        str(counted.waiting or ""),
+        format_duration(round(max(0.0, now - known.at))),
+        "; ".join(filter(None, (error, users))),
+    ]
+
+
+def _utilization(values: tuple[float | None, ...], ascii_only: bool) -> str:
+    shown = values[:16]
+    heights = sparkline(shown, len(shown), 100.0, ascii_only=ascii_only)
+    drawn = "".join("?" if value is None else height for value, height in zip(shown, heights, strict=True))
+    total = _sum(values)
+    return f"{drawn} {'n/a' if total is None else f'{total / len(values):.0f}%'}"
+
+
+def _name(user: str | None) -> str:
+    return shorten(user or "unknown", 40)
+
+
+def _simulated(answer: HostAnswer) -> str:
+    return "SIMULATED node " * answer.simulated
 
 
 def _count(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.0f}"
 
 
-def _clean(words: str, most: int = _CELL) -> str:
-    return shorten(neutralise(words[: 4 * most]), most)
-
-
 def _fit(line: str, width: int | None) -> str:
     return line if width is None else shorten(line, width)
 
 
-def _colour(label: str) -> str:
+def _state_colour(label: str) -> str:
     return next((colour for words, colour in LABELS.values() if label.strip() == words), "")
