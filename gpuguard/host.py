@@ -86,12 +86,15 @@ class HostUses:
         self._asked: dict[int, float] = {}  # clock
         self._asking: set[int] = set()
 
-    def sample(self, snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None) -> dict[Identity, HostUse]:
+    def sample(
+        self, snapshot: Snapshot, stats: Mapping[int, Stat | None] | None = None, *, debuggers: bool = False
+    ) -> dict[Identity, HostUse]:
         """What each process of *snapshot* whose identity is known does on this host.
 
         Args:
             snapshot: of now.
             stats: of its processes, where they were read just now.
+            debuggers: look for those, too, which costs a further read of each process.
         """
         known = {
             (process.pid, process.start_time): process
@@ -115,6 +118,7 @@ class HostUses:
                 memory=stat.resident,
                 network=None if received is None else _rate(network.get(identity), clock, received),
                 terminal=_terminal(stat.terminal),
+                traced=procfs.status_words(pid, b"TracerPid") not in ([], [b"0"]) if debuggers else None,
             )
         return uses
 

@@ -267,11 +267,12 @@ class Watchdog:
         if not policies:
             return RuleView(snapshot)
         stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
+        needs, host = self._needs, self._host
         return RuleView(
             snapshot,
-            host=self._host.sample(snapshot, stats) if self._needs.host else self._host.pause(),
-            groups=self._host.groups(snapshot),
-            scheduled=self.scheduled(snapshot) if self._needs.scheduler else None,
+            host=host.sample(snapshot, stats, debuggers=needs.kinds) if needs.host else host.pause(),
+            groups=host.groups(snapshot),
+            scheduled=self.scheduled(snapshot) if needs.scheduler else None,
             seen=process_facts(snapshot, stats, ancestors=bool(snapshot.claims)),
             gpu_seconds=self.gpu_seconds(),
         )
@@ -447,5 +448,5 @@ class ViewReader:
         """The machine now.  Raises BackendError."""
         snapshot = with_claims(self._backend.sample(RECORDED_FIELDS), lambda: self._directory)
         stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
-        host, groups = self._hosts.sample(snapshot, stats), self._hosts.groups(snapshot)
+        host, groups = self._hosts.sample(snapshot, stats, debuggers=True), self._hosts.groups(snapshot)
         return RuleView(snapshot, host=host, groups=groups, seen=process_facts(snapshot, stats))

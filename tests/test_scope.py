@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 from builders import a_claim_record, a_device, a_mig_instance, a_process, a_uuid
 from ladders import Devices, Finds, Watch, a_policy, actions, busy, kinds, pids
 
+from gpuguard.enforcement import identity
 from gpuguard.model import Finding, Subject
 from gpuguard.policies import scope
 from gpuguard.policies.policy import Scope
@@ -135,6 +137,21 @@ def test_kinds_of_processes(facts, terminal, kind, meant, spared):
 
     assert len(judged(a_policy("warn", only=scope), device, host=host).verdicts) == meant
     assert len(judged(a_policy("warn", exempt=(scope,)), device, host=host).verdicts) == 1 - spared
+
+
+@pytest.mark.parametrize("tracer", [0, 7])
+@pytest.mark.parametrize("terminal", [0, 34817])
+@pytest.mark.parametrize("command", ["python train.py", "python -m ipykernel_launcher -f x.json"])
+def test_what_gets_more_time_before_a_signal_is_of_the_kind_interactive(tracer, terminal, command):
+    process = a_process(4711, command=tuple(command.split()))
+    use = HostUse(terminal="/dev/pts/1" if terminal else "", traced=bool(tracer))
+    index = index_sample(RuleView(busy(50, a_device(processes=(process,))), host={(4711, SINCE_BOOT): use}))
+    target = scope.target_of_process(process, Subject("process", a_device().uuid, 4711, SINCE_BOOT, process.uid), index)
+    facts = identity.facts_of(os.getpid())
+    assert facts
+
+    waits = replace(facts, tracer=tracer, terminal=terminal, command=command).interactive is not None
+    assert scope.certain_kinds(target, index) == {"interactive" if waits else "batch"}
 
 
 def test_what_is_no_process_is_of_no_kind():

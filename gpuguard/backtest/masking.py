@@ -34,7 +34,7 @@ _FIELDS_OF = {
         "alive pid since holders ends expected memory most",
         "id uid user devices note command slots",
     ),
-    "host": ("cpu memory network", "terminal"),
+    "host": ("cpu memory network traced", "terminal"),
 }
 # noun -> (fields that stay, fields that are masked): together all that there are
 KEPT: Mapping[str, frozenset[str]] = {noun: frozenset(kept.split()) for noun, (kept, _) in _FIELDS_OF.items()}

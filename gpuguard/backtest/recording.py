@@ -73,8 +73,10 @@ def _host_use(use: Mapping[str, Any]) -> HostUse:
     numbers = {name: use.get(name) for name in ("cpu", "memory", "network")}
     if any(type(value) not in (int, float, type(None)) for value in numbers.values()):
         raise TypeError("a rate is no number")
-    terminal = use.get("terminal")
-    return HostUse(terminal=None if terminal is None else _text(terminal), **numbers)
+    terminal, traced = use.get("terminal"), use.get("traced")
+    if traced not in (True, False, None):
+        raise TypeError("whether it is debugged is neither true nor false")
+    return HostUse(terminal=None if terminal is None else _text(terminal), traced=traced, **numbers)
 
 
 def _seen(one: list[Any] | None) -> ProcessStat | None:

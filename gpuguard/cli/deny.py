@@ -1,11 +1,11 @@
-"""Let a user make no new claims for a time.  Claims that he has stay, and so do his processes.
+"""Let a user make no new claims for a time.  Claims that they have stay, and so do their processes.
 
 sudo gpuguard deny bob --for 2h --reason "ask me first"
 sudo gpuguard deny bob --end
 gpuguard deny                        who is denied now
 
 It is a file in the directory of the claims that root alone can write: it holds without a daemon, and ends by itself.
-It is about claims; whoever uses a device without one is found by policies (the rules unclaimed and trespass).
+It is about claims; use of a device without one is found by policies (the rules unclaimed and trespass).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Take a device out of service: nobody gets a new claim of it.  Who has claimed it keeps it.
+"""Take a device out of service: nobody gets a new claim of it.  The owner of a claim keeps it.
 
 sudo gpuguard quarantine 3 --reason "XID 79, being replaced"
 sudo gpuguard quarantine GPU-8f31c2d4-... --for 2d

@@ -156,7 +156,7 @@ def _renice(target: Preflight) -> Result:
 class ReleaseKeys:
     """Take a claim back under which no process computes; its shell or notebook lives on and is told.
 
-    Whoever computes is asked to end by `terminate` instead: each of the two leaves out whom the other one means.
+    Processes that compute are asked to end by `terminate` instead: each of the two leaves out what the other means.
     """
 
 
@@ -300,7 +300,7 @@ def _deny(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Actio
 class QuarantineKeys:
     """Take the device out of service: nobody gets a new claim of it.  Never more than half of the devices.
 
-    Whoever has claimed it keeps it.  See `gpuguard quarantine`.
+    The owner of a claim keeps it.  See `gpuguard quarantine`.
 
     Args:
         for: how long; without it, until an administrator ends it.

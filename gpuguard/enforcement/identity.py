@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from hashlib import sha256
 
 from gpuguard.deadline import in_time
+from gpuguard.policies.view import interactive_use
 from gpuguard.procfs import LONGEST, read_memory, read_stat, read_text, start_time
 
 # Programs whose end takes a desktop, a driver service or other people's jobs along.  They count only where root put
@@ -60,11 +61,7 @@ class ProcessFacts:
     @property
     def interactive(self) -> str | None:
         """In what way a person sits in front of it, or None."""
-        if self.tracer:
-            return "being debugged"
-        if "ipykernel" in (self.command or ""):
-            return "a notebook"
-        return "on a terminal" if self.terminal else None
+        return interactive_use(self.command or "", self.terminal, self.tracer)
 
 
 def facts_of(pid: int) -> ProcessFacts | None:

@@ -350,7 +350,7 @@ class AuditQuota:
     """How many lines each user has had; clocks are in seconds and never go back.
 
     The line of an action, what announces it, and what became of it are always written.  All users without a name count
-    as one: whoever may use user namespaces has 65536 such uids.
+    as one: a user who may use user namespaces has 65536 such uids.
     """
 
     def __init__(self) -> None:

@@ -238,7 +238,7 @@ def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str
 
 
 def _was_known(place: str | None, field: str, before: SampleIndex) -> bool:
-    # Some fields are only asked for when somebody wants to see them, as a scrape does: before, they were no gap either.
+    # Some fields are only asked for when a scrape wants them: before, they were no gap either.
     device = before.devices.get(place) if place else None
     return field not in before.gaps.get(place, {}) and getattr(device, field, "a group of fields") is not None
 

@@ -280,7 +280,7 @@ def _victims(finding: Finding) -> frozenset[ProcessIdentity]:
 
 @dataclass(frozen=True)
 class PolicyStatus:
-    """One condition that holds for somebody.
+    """One condition that holds for a subject.
 
     Args:
         policy: its name.

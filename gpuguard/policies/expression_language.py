@@ -111,7 +111,7 @@ NAMES: dict[str, Name] = {
     "uid": _of_process(NUMBER, "number of the user", lambda process: process.uid),
     "groups": Name(TEXTS, True, "names of the groups of the user: 'students' in groups", _groups),
     "executable": _of_process(TEXT, "path of the file that runs", lambda process: process.executable),
-    "command": _of_process(TEXT, "the command line, which its user writes as he likes", _command),
+    "command": _of_process(TEXT, "the command line, which its user chooses", _command),
     "container": _of_process(TEXT, "id of the container, unknown outside", lambda process: process.container),
     "cpu": Name(PERCENT, True, "of one core, by the process", lambda place: place.host.cpu),
     "host_memory": Name(BYTES, True, "resident, beside the GPU", lambda place: place.host.memory),
@@ -128,7 +128,7 @@ NAMES: dict[str, Name] = {
     "device_index": _of_device(NUMBER, "0 is the first device", lambda device: device.index),
     "model": _of_device(TEXT, "name of the device", lambda device: device.name),
     "processes": _of_device(NUMBER, "how many compute on the device", _process_count),
-    "claimed": Name(TRUTH, False, "whether somebody has claimed the device", _claimed),
+    "claimed": Name(TRUTH, False, "whether the device is claimed", _claimed),
     "claimed_by": Name(TEXTS, False, "names of the users who have claimed it: user not in claimed_by", _claimed_by),
 }
 NAMES_OF_HOST = frozenset({"cpu", "host_memory", "network"})  # those that View.host is wanted for
@@ -501,7 +501,7 @@ class _Reader:
         if self.next.text == "(" and self.next.kind == "sign":
             raise fault(self.next.column, f"{word.text!r} cannot be called: there are no functions.")
         if known is None:
-            from difflib import get_close_matches  # only for whoever makes a mistake
+            from difflib import get_close_matches  # only for an expression with a mistake
 
             near = get_close_matches(word.text, NAMES, n=1)
             advice = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(NAMES)}."

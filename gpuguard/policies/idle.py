@@ -118,7 +118,7 @@ class IdleRule:
         for process in present:
             yield process_subject(device, process), now - (process.start_time or now), (process,)
         if not device.processes_plausible or len(present) < sum(map(may_compute, device.processes or ())):
-            return  # somebody is there whom nobody knows: the claim may be his
+            return  # a process of an unknown owner is there: the claim may be theirs
         used = [claim_of(process, claims, view.seen) for process in present] if claims else ()
         for claim in claims:
             if claim.uid >= 0 and claim not in used:

@@ -1,6 +1,6 @@
-"""What an admin decides: a policy is rules, whom it is about, how long they must hold, and a ladder of steps.
+"""What an admin decides: a policy is rules, whom it is about, how long they must hold, and the steps of its escalation.
 
-Decoded already: seconds, percent, uids.  Does not read files (see policyfile) and does not judge (see engine).
+Decoded already: seconds, percent, uids.  Does not read files (see files.loader) and does not judge (see engine).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Options = tuple[tuple[str, float | int | str | bool | None], ...]
 
 @dataclass(frozen=True)
 class Step:
-    """One rung of a ladder.
+    """One step of an escalation.
 
     Args:
         action: name in the table of actions.
@@ -89,7 +89,7 @@ class Policy:
         some_beyond: when more are due, as many as allowed are hit, the oldest breach first, instead of nobody.
         cooldown: seconds after the last step in which the subject is left alone.
         enforce: False: its verdicts are for the log only.
-        steps: the ladder.
+        steps: the escalation.
 
     Raises:
         InvalidRequest: it contradicts itself; so does a kill without a terminate at least 30 s before it.
@@ -170,13 +170,13 @@ NOTES: Mapping[str, str] = {
     "resampling": "samples are missing or came out of order, so nobody knows what was in between",
     "unknown": "who the process is is not known",
     "exempt": "inside `except`",
-    "kept": "somebody asked to keep it",
+    "kept": "a user asked to keep it",
     "grace": "younger than start_grace",
     "devices": "on fewer devices than devices_at_least",
     "hours": "outside the hours or days of the policy",
     "load": "not so much of the node is claimed",
-    "cleared": "the condition holds no more, the ladder is cancelled",
-    "cancelled": "the policy is gone or was changed, the ladder is cancelled",
+    "cleared": "the condition holds no more, the escalation is cancelled",
+    "cancelled": "the policy is gone or was changed, the escalation is cancelled",
     "cooldown": "the last step is not long ago",
     "breaker": "too many would be acted on at once, so nobody is",
     "nobody": "a step has nothing there that it could act on, so the next one is waited for",

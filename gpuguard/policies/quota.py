@@ -16,7 +16,7 @@ from gpuguard.units import format_bytes, parse_duration, parse_percent
 
 @dataclass(frozen=True)
 class QuotaRule:
-    """A user has more than his share; the newest claims and processes are the ones in excess, never the oldest.
+    """A user has more than their share; the newest claims and processes are the ones in excess, never the oldest.
 
     devices: so many, claimed or in use without a claim; a MIG instance counts as one.
     claims: so many at a time.

@@ -50,14 +50,16 @@ class Needs:
     Args:
         policies: those.
         fields: the groups of a sample.
-        host: what processes do beside the GPU: View.host.
-        scheduler: to whom an outer scheduler has given the devices: View.scheduled.
-        targets: names of whom any of them tells of anything.
+        host: what processes do beside the GPU: RuleView.host.
+        kinds: whether a person sits in front of a process, so that debuggers are looked for.
+        scheduler: to whom an outer scheduler has given the devices: RuleView.scheduled.
+        targets: names of the targets that any of them notifies.
     """
 
     policies: Sequence[Policy]
     fields: frozenset[str]
     host: bool
+    kinds: bool
     scheduler: bool
     targets: tuple[str, ...]
 
@@ -65,22 +67,15 @@ class Needs:
 def needs_of(policies: Sequence[Policy]) -> Needs:
     """What *policies* want to know; () want what everybody is shown."""
     rules = [rule for policy in policies for rule in policy.rules]
+    kinds = any(scope.kinds is not None for policy in policies for scope in (policy.only, *policy.exempt))
     return Needs(
         policies,
         fields=WHO_FIELDS.union(*(rule.further_fields for rule in rules if isinstance(rule, HealthRule))),
-        host=any(map(_needs_host, rules)) or any(map(_needs_kinds, policies)),
+        host=kinds or any(getattr(rule, "looks_at_host", False) for rule in rules),
+        kinds=kinds,
         scheduler=any(isinstance(rule, OutsideSchedulerRule) for rule in rules),
         targets=tuple(sorted(set(_targets(policies)))),
     )
-
-
-def _needs_host(rule: Rule) -> bool:
-    return getattr(rule, "looks_at_host", False)
-
-
-def _needs_kinds(policy: Policy) -> bool:
-    """Whether its scopes do, by the terminals of processes."""
-    return any(scope.kinds is not None for scope in (policy.only, *policy.exempt))
 
 
 def _targets(policies: Iterable[Policy]) -> Iterable[str]:

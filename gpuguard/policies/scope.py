@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gpuguard.eligibility import is_model
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject
 from gpuguard.policies.policy import Note, Policy, Scope
-from gpuguard.policies.view import SampleIndex, reach_of
+from gpuguard.policies.view import SampleIndex, interactive_use, reach_of
 from gpuguard.units import format_duration
 
 Kept = Mapping[tuple[str, int | str], float]  # ("uid", 1001) -> until which clock
@@ -296,7 +296,7 @@ class PolicyTarget(NamedTuple):  # a dataclass takes three times as long to make
     """Somebody who could be hit: a process, or a subject that has none.
 
     Args:
-        uids: of the process, or of whoever the subject belongs to.
+        uids: of the process, or of the owners of the subject.
         places: the devices where the condition holds.
         reach: all devices that would be touched.
         age: seconds; None when unknown.
@@ -329,7 +329,7 @@ def target_of_process(process: GpuProcess, subject: Subject, index: SampleIndex)
 
 
 def target_without_process(subject: Subject, index: SampleIndex) -> PolicyTarget:
-    """A subject without processes: whoever has claimed it speaks for it."""
+    """A subject without processes: the owners of its claims stand for it."""
     own = index.claim_of(subject)
     if own is not None:
         claims = [own]
@@ -355,15 +355,13 @@ def certain_kinds(target: PolicyTarget, index: SampleIndex) -> frozenset[str]:
         return frozenset()
     container = {"container"} if process.container else set()
     use = index.view.host.get((process.pid, process.start_time or 0.0))
-    if any("ipykernel" in word for word in process.command or ()):
+    if interactive_use(" ".join(process.command or ()), use and use.terminal, use and use.traced):
         return frozenset({"interactive", *container})
-    if use is not None and use.terminal is not None:
-        return frozenset({"interactive" if use.terminal else "batch", *container})
-    return frozenset(container)
+    return frozenset({"batch", *container} if use is not None and use.terminal is not None else container)
 
 
 def possible_kinds(target: PolicyTarget, index: SampleIndex) -> frozenset[str]:
-    """What it may be: as long as nobody has looked at its terminal, interactive as well as batch."""
+    """What it may be: as long as its terminal is not known, interactive as well as batch."""
     certain = certain_kinds(target, index)
     return certain if certain & UNKNOWN_KINDS or target.process is None else certain | UNKNOWN_KINDS
 

@@ -80,7 +80,7 @@ class TrespassRule:
 
 @dataclass(frozen=True)
 class UsersRule:
-    """A user computes who may not: one who is denied, or, where somebody is allowed, anybody else.
+    """A user computes who may not: one who is denied, or, where users are allowed by name, any other.
 
     allow: users who may; all others may not.
     allow_groups: likewise, whole groups.
@@ -99,7 +99,7 @@ class UsersRule:
 
     def __post_init__(self) -> None:
         if not (self.allow or self.allow_groups or self.deny or self.deny_groups):
-            raise InvalidRequest("nobody is named: name somebody in allow, allow_groups, deny or deny_groups.")
+            raise InvalidRequest("nobody is named: write users or groups in allow, allow_groups, deny or deny_groups.")
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
@@ -125,7 +125,7 @@ class UsersRule:
         return "is not among those who are allowed"
 
 
-LONGEST = 4096  # characters of a command line that are looked at: its user writes as many as he likes
+LONGEST = 4096  # characters of a command line that are read: its user writes as many as they like
 _DELETED = " (deleted)"  # what the kernel appends to the path of a program whose file is gone
 
 

@@ -24,6 +24,22 @@ class HostUse:
     memory: int | None = None  # bytes resident
     network: float | None = None  # bytes per second of its network namespace or cgroup, since the sample before
     terminal: str | None = None  # "/dev/pts/3"; "" when it has none
+    traced: bool | None = None  # by a debugger
+
+
+def interactive_use(command: str, terminal: object, traced: object) -> str | None:
+    """In what way a person sits in front of a process, in words; None when none is known to.
+
+    Args:
+        command: its command line.
+        terminal: its controlling terminal; false when it has none.
+        traced: its debugger; false when it has none.
+    """
+    if traced:
+        return "being debugged"
+    if "ipykernel" in command:
+        return "a notebook"
+    return "on a terminal" if terminal else None
 
 
 @dataclass(frozen=True)
@@ -197,7 +213,7 @@ class SampleIndex:
         zone: seconds east of UTC.
         devices: by uuid.
         processes: by (pid, start_time): the devices on which it runs, and what the driver says of it there.
-        claims: living ones by uid and id; an id alone can be copied by somebody else.
+        claims: living ones by uid and id; an id alone can be copied by another user.
         claims_on: living ones by device.
         territory: the devices where a user has a process or a claim, by uid.
         gaps: field -> reason by device; under None what is missing of the whole machine.

@@ -1,4 +1,4 @@
-"""What policies have against somebody, as lines: what was seen since when, what was done, what comes when."""
+"""The state of policies as lines: for whom which condition holds since when, what was done, what comes when."""
 
 from __future__ import annotations
 

@@ -328,12 +328,12 @@ def _rules(decoder: Decoder, setting: Setting, policy: PolicyKeys, path: Path) -
             decoder.source.warn(
                 node,
                 f"{step.name} reaches nobody: {_and(name for name, _, _ in rules)} finds devices, not processes.",
-                "Notify somebody instead, or name processes with `per: process`.",
+                "Notify an administrator instead, or name processes with `per: process`.",
             )
         elif blameless and step.name in HARMFUL and not step.common.even_if_innocent:
             decoder.source.fault(
                 node,
-                f"{step.name} for {_and(blameless)}: whoever is on such a device may not be the cause.",
+                f"{step.name} for {_and(blameless)}: a user of such a device may not be the cause.",
                 f"If it is meant: {{do: {step.name}, even_if_innocent: true}}.",
             )
         elif step.common.even_if_innocent and not (blameless and step.name in HARMFUL):

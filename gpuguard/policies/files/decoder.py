@@ -279,7 +279,7 @@ def name_of(noun: type, key: str) -> str:
 def unknown(word: str, known: Iterable[str], what: str) -> tuple[str, str]:
     """Fault and hint for a word that is not one of *known*."""
     names = list(known)
-    import difflib  # only for whoever makes a mistake
+    import difflib  # only for a file with a mistake
 
     asked = (_OTHER_WORDS.get(word.lower(), ""), word, word.lower())
     near = [name for each in asked for name in difflib.get_close_matches(each, names, n=1)]
@@ -499,7 +499,7 @@ class Accounts:
 def _similar(name: str, path: str) -> str:
     """A near miss among the local names; those of a directory service cannot be listed."""
     try:
-        import difflib  # only for whoever makes a mistake
+        import difflib  # only for a file with a mistake
 
         near = difflib.get_close_matches(name, _local_names(path), n=1)
     except OSError:

@@ -164,7 +164,7 @@ class StepKeys:
     Args:
         after: since the step before; for the first step, since the condition has held for `for`.
         even_if_innocent: must be true to terminate, kill, pause or deny for a temperature, power or forecast rule:
-            whoever is on a hot or full device may not be the cause.
+            the user of a hot or full device may not be the cause.
     """
 
     after: Annotated[float, parse_duration] = 0.0
@@ -244,7 +244,7 @@ class ProtectKeys:
 
     Args:
         users: names or uids.
-        groups: names; all members, and whoever's groups cannot be learned.
+        groups: names; all members, and users whose groups cannot be learned.
         executables: globs of whole paths of programs, of files that belong to root or to the owner of that path.
     """
 

@@ -70,7 +70,7 @@ def read_file(path: str, largest: int, *, only_root: bool, only_public: bool = F
         only_public: everybody may read it, so that what is said about it tells nothing new.
 
     Raises:
-        InvalidRequest: it is too large, no regular file, or somebody else could have written it.
+        InvalidRequest: it is too large, no regular file, or another user could have written it.
         OSError: it cannot be read.
     """
     if not path:
@@ -109,7 +109,7 @@ def _open_by_root(path: str) -> int:
 def _open_without_link(name: str, flags: int, directory: int, path: str) -> int:
     # O_DIRECTORY with O_NOFOLLOW says "not a directory" of a link, so that it must be asked first.
     if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-        raise InvalidRequest(f"{path} is a symbolic link, and whoever owns it could turn it.\nName the file itself.")
+        raise InvalidRequest(f"{path} is a symbolic link, and its owner could turn it.\nName the file itself.")
     return os.open(name, flags, dir_fd=directory)
 
 
