@@ -45,7 +45,7 @@ PLANTED = {
     "": lambda: None,
     "no-exclusion": lambda: setattr(hold, "try_flock", lambda *words: True),
     "no-ring": lambda: (setattr(leading, "wake", none), setattr(waiting, "OWN_LOOK_SECONDS", 600.0)),
-    "any-fit": lambda: setattr(plan._Plans, "_against", none),
+    "any-fit": lambda: setattr(plan._Planner, "_held_back_by", none),
 }
 PLANTED[os.environ["VARIANT"]]()
 sample = turn.Backend

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan, promise
-from gpuguard.queue.priority import Rules, Ticket, order
+from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.request import Request
 
 HOUR = 3600.0
@@ -117,7 +117,7 @@ def begun_first(server: Server) -> bool:
 class Line:
     """Our line.  It knows of a job's length: "limits" everything, "history" what its user's jobs took, "" nothing."""
 
-    def __init__(self, knows: str, rules: Rules) -> None:
+    def __init__(self, knows: str, rules: QueueRules) -> None:
         self.knows, self.rules = knows, rules
         self.tickets: dict[int, Ticket] = {}
         self.expected_ends: dict[float, float] = {}  # real end -> what the line thinks
@@ -230,11 +230,11 @@ def main() -> None:
     row("whatever fits", any_fit)
     row("EASY backfill, lengths known", easy)
     row("shortest first, lengths known", shortest)
-    line = Line("limits", Rules())
+    line = Line("limits", QueueRules())
     row("gpuguard, lengths known", line.starts, line.ended)
     for knows, what in (("history", "lengths of earlier jobs known"), ("", "nothing known")):
         for bound in args.bound:
-            line = Line(knows, Rules(bound=bound * HOUR))
+            line = Line(knows, QueueRules(bound=bound * HOUR))
             row(f"gpuguard, {what}, bound {bound:g} h", line.starts, line.ended)
 
 

@@ -28,7 +28,7 @@ from gpuguard.policies.engine import evaluate
 from gpuguard.policies.escalation import EngineMemory
 from gpuguard.policies.view import RuleView
 from gpuguard.queue.backfill import Fit, Machine, plan
-from gpuguard.queue.priority import Rules, Ticket, order
+from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.request import Request
 
 LOOKS = """
@@ -150,7 +150,7 @@ def waiters(extent: Extent) -> str:
 
         def look(tickets: Sequence[Ticket] = tickets, machine: Machine = machine) -> float:
             begun = time.thread_time()
-            plan(order(tickets, {}, Rules(), 50_000.0), machine, {}, Rules(), 50_000.0)
+            plan(order(tickets, {}, QueueRules(), 50_000.0), machine, {}, QueueRules(), 50_000.0)
             return time.thread_time() - begun
 
         points[size] = _median_ms(look, extent.pairs)

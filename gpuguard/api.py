@@ -27,7 +27,7 @@ from gpuguard.lock import acquire, outer_claim, sample_and_lock, sample_closely
 from gpuguard.model import ALL_FIELDS, BRIEF, HEALTH, IDLE_PROCESSES, MEMORY, MODEL, WHO_FIELDS, Device, Snapshot
 from gpuguard.procfs import own_children, read_memory
 from gpuguard.queue.priority import PRIORITIES
-from gpuguard.queue.tickets import MOST_WAYS
+from gpuguard.queue.tickets import MOST_ALTERNATIVES
 from gpuguard.request import Request
 from gpuguard.select import not_enough
 from gpuguard.source import joined
@@ -128,8 +128,8 @@ def grab_gpus(
     conditions.setdefault("min_free_fraction", gpu_fraction)
     least, most = (1, _PLENTY) if num_gpus == _ALL else (num_gpus, None)
     ways = [_request(num_gpus=least, max_gpus=most, **conditions), *(_request(**way) for way in alternatives)]
-    if len(ways) > MOST_WAYS:
-        raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {MOST_WAYS - 1}.")
+    if len(ways) > MOST_ALTERNATIVES:
+        raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {MOST_ALTERNATIVES - 1}.")
     queueing = {"wait": wait, "priority": _priority(priority), "on_wait": on_wait, "note": note}
     return _claimed(ways, strict, queueing, backend, directory)
 

@@ -27,8 +27,8 @@ def a_reservation(user: int = 1, gpus: int = 1, begins: float = HOUR, hours: flo
     return Reservation(**{**facts, **fields})
 
 
-def a_reserved(*judged: ReservationStatus, now: float = NOW, **fields: Any) -> ReservationCalendar:
+def a_reserved(*statuses: ReservationStatus, now: float = NOW, **fields: Any) -> ReservationCalendar:
     """What was read: one reservation that counts, unless others are given."""
     return ReservationCalendar(
-        judged or (ReservationStatus(a_reservation(), no_show_at=now + 1.5 * HOUR),), now=now, **fields
+        statuses or (ReservationStatus(a_reservation(), no_show_at=now + 1.5 * HOUR),), now=now, **fields
     )

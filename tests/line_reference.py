@@ -85,7 +85,7 @@ class Model:
             if one.user != user and one.begins <= when < one.ends
             for _ in range(one.count)
         ]
-        guests = {one.user for one in self.kept.values()}
+        begun_for = {one.user for one in self.kept.values()}
 
         def will_do(uuid: str, one: Kept) -> bool:
             return self.has(one.user, uuid) or all(job.ends <= when for job in self.on(uuid))
@@ -98,7 +98,7 @@ class Model:
             self.reservable,
             key=lambda each: (
                 each not in before,
-                not any(self.has(guest, each) for guest in guests),
+                not any(self.has(guest, each) for guest in begun_for),
                 not self.on(each),
                 each in liked,
             ),
@@ -107,7 +107,7 @@ class Model:
                 found.add(uuid)
         return found
 
-    def kept_from(self, job: Job, liked: Collection[str]) -> set[str]:
+    def kept_for_others(self, job: Job, liked: Collection[str]) -> set[str]:
         """The same at any moment of a job that starts now."""
         until = self.now + (HORIZON_SECONDS if job.limit is None else job.limit)
         borders = {when for one in self.kept.values() if one.user != job.user for when in (one.begins, one.ends)}
@@ -122,7 +122,7 @@ class Model:
     def fits(self, job: Job) -> bool:
         """Whether devices can be had for it now."""
         opened = {each.uuid for each in self.devices if self.may_have(each, job.request)} & self.could[job.request]
-        return self.enough(job, opened - self.kept_from(job, opened))
+        return self.enough(job, opened - self.kept_for_others(job, opened))
 
     def enough(self, job: Job, uuids: Collection[str]) -> bool:
         """Of one kind, whole GPUs or MIG instances."""
@@ -140,7 +140,9 @@ class Model:
         job.devices, job.began = tuple(device.uuid for device in devices), self.now
         assert len(devices) == job.request.num_gpus and self.could[job.request].issuperset(job.devices)
         assert all(self.may_have(device, job.request) for device in devices), "it was given what it may not have"
-        assert not self.kept_from(job, job.devices).intersection(job.devices), "it was given what is kept for others"
+        assert not self.kept_for_others(job, job.devices).intersection(job.devices), (
+            "it was given what is kept for others"
+        )
         job.comes_to = [self.kept[each] for each in self.came(job.user)] * (
             not set(self.reservable).isdisjoint(job.devices)
         )

@@ -1,7 +1,7 @@
 """Builders for tests of the waiting line, and a simulation of a server that is used as the plan says.
 
 from lines import a_ticket, a_machine
-order([a_ticket(user=1), a_ticket(user=2, gpus=4)], {}, Rules(), 0.0)
+order([a_ticket(user=1), a_ticket(user=2, gpus=4)], {}, QueueRules(), 0.0)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
-from gpuguard.queue.priority import Rules, Ticket
+from gpuguard.queue.priority import QueueRules, Ticket
 from gpuguard.request import Request
 
 HOUR = 3600.0
@@ -45,7 +45,7 @@ def planned(
     line: Sequence[Ticket], machine: Machine, usage: Mapping[int, float] | None = None, **rules: Any
 ) -> list[QueuePosition]:
     """The plan at time 0."""
-    return plan(line, machine, usage or {}, Rules(**rules), 0.0)
+    return plan(line, machine, usage or {}, QueueRules(**rules), 0.0)
 
 
 def started(places: Sequence[QueuePosition]) -> list[str]:

@@ -15,39 +15,39 @@ from gpuguard.queue import backfill as plans
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
 from gpuguard.queue.calendar import (
     Calendars,
-    DeviceReservations,
-    Prospects,
-    Span,
-    Started,
+    DeviceAvailability,
+    PlannedReservation,
+    ReservedSpan,
+    StartingJob,
     calendar,
     can_be_met,
     clear_at,
     clock_text,
     in_the_way,
-    in_words,
+    start_text,
 )
-from gpuguard.queue.priority import Rules, Ticket, order
+from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.request import Request
 
 HOUR = 3600.0
 NAMES = ("d0", "d1", "d2", "d3")
-FREE = Prospects(dict.fromkeys(NAMES, 0.0))
+FREE = DeviceAvailability(dict.fromkeys(NAMES, 0.0))
 
 
 def a_booking(
     gpus: int = 1, begins: float = 1.0, ends: float = 2.0, *devices: str, user: int = 9
-) -> DeviceReservations:
+) -> PlannedReservation:
     """Begin and end in hours."""
     name = f"{user}.{gpus}.{begins}.{ends}"
-    return DeviceReservations(name, user, f"u{user}", gpus, begins * HOUR, ends * HOUR, devices or NAMES)
+    return PlannedReservation(name, user, f"u{user}", gpus, begins * HOUR, ends * HOUR, devices or NAMES)
 
 
 def kept(
-    bookings: list[DeviceReservations], prospects: Prospects = FREE, liked: tuple[str, ...] = NAMES
+    reservations: list[PlannedReservation], position_text: DeviceAvailability = FREE, liked: tuple[str, ...] = NAMES
 ) -> dict[str, set[int]]:
     """uuid -> for whom."""
     last = {uuid: float(place) for place, uuid in enumerate(reversed(liked), 1)}
-    found = calendar(bookings, prospects, 0.0, last)
+    found = calendar(reservations, position_text, 0.0, last)
     return {uuid: {span.booking.uid for span in spans} for uuid, spans in found.items()}
 
 
@@ -67,7 +67,7 @@ def test_one_that_needs_a_certain_device_gets_it_although_another_one_came_first
 
 
 def test_what_its_user_holds_is_kept_first_and_then_what_is_free_in_time_by_a_limit() -> None:
-    limited = Prospects({"d0": HOUR, "d1": 1.5 * HOUR, "d2": 0.0, "d3": 0.0})
+    limited = DeviceAvailability({"d0": HOUR, "d1": 1.5 * HOUR, "d2": 0.0, "d3": 0.0})
 
     assert kept([a_booking(1)], replace(limited, users={"d1": {9}})) == {"d1": {9}}
     assert kept([a_booking(1)], replace(limited, users={"d1": {8}})) == {"d0": {9}}
@@ -93,12 +93,14 @@ def test_whoever_needs_a_device_gets_it_over_several_who_can_have_others() -> No
 
 def test_what_a_user_may_leave_behind_is_kept_where_something_is_kept_for_him_already() -> None:
     calendars = Calendars([a_booking(2, 0, 1)], FREE, 0.0)
-    coming = [Started("job", 9, ("d3",), float("inf"))]
+    coming = [StartingJob("job", 9, ("d3",), float("inf"))]
 
-    assert set(calendars.left_alone(coming, NAMES, 1)) == {"d2", "d3"}
+    assert set(calendars.reserved_beside(coming, NAMES, 1)) == {"d2", "d3"}
 
 
-@pytest.mark.parametrize("noun", [a_booking(), Span(0.0, 1.0, a_booking()), FREE, Started("job", 9, ("d3",), 1.0)])
+@pytest.mark.parametrize(
+    "noun", [a_booking(), ReservedSpan(0.0, 1.0, a_booking()), FREE, StartingJob("job", 9, ("d3",), 1.0)]
+)
 def test_what_a_calendar_is_made_of_never_changes(noun: Any) -> None:
     with pytest.raises(FrozenInstanceError):
         setattr(noun, fields(noun)[0].name, None)
@@ -107,17 +109,17 @@ def test_what_a_calendar_is_made_of_never_changes(noun: Any) -> None:
 def test_a_reservation_has_begun_from_its_begin_until_its_end() -> None:
     booking = a_booking(1, 1, 2)
 
-    assert [Calendars([booking], FREE, hour * HOUR).guests(9) for hour in (0.9, 1, 2)] == [[], [booking], []]
+    assert [Calendars([booking], FREE, hour * HOUR).begun_for(9) for hour in (0.9, 1, 2)] == [[], [booking], []]
 
 
 def test_what_is_missing_is_kept_as_soon_as_a_limit_sets_it_free() -> None:
-    (span,) = calendar([a_booking(2)], Prospects({"d0": 0.0, "d1": 1.5 * HOUR}), 0.0)["d1"]
+    (span,) = calendar([a_booking(2)], DeviceAvailability({"d0": 0.0, "d1": 1.5 * HOUR}), 0.0)["d1"]
 
     assert (span.begins, span.ends) == (1.5 * HOUR, 2 * HOUR)
 
 
 def test_an_instance_is_kept_and_the_others_of_its_gpu_are_not() -> None:
-    family = Prospects({"i0": 0.0, "i1": 0.0}, kin={"i0": ("g",), "i1": ("g",)})
+    family = DeviceAvailability({"i0": 0.0, "i1": 0.0}, relatives={"i0": ("g",), "i1": ("g",)})
 
     assert set(kept([a_booking(1, 1, 2, "i0", "i1")], family, ("i0", "i1"))) == {"i1"}
 
@@ -154,8 +156,8 @@ def test_words_name_the_day_where_it_is_not_today() -> None:
     booking = a_booking(1, 480_012, 480_014)
     before = booking.begins - HOUR
 
-    assert in_words(booking, before) == f"kept for u9's reservation from {clock_text(booking.begins, before)}"
-    assert in_words(booking, booking.begins) == f"kept for u9's reservation until {clock_text(booking.ends, before)}"
+    assert start_text(booking, before) == f"kept for u9's reservation from {clock_text(booking.begins, before)}"
+    assert start_text(booking, booking.begins) == f"kept for u9's reservation until {clock_text(booking.ends, before)}"
     nine = time.mktime((2026, 11, 21, 9, 0, 0, 0, 0, -1))
     assert clock_text(nine, nine - HOUR) == "09:00"
     assert clock_text(nine, nine - 24 * HOUR) == "Sat 21 Nov 09:00"
@@ -165,13 +167,15 @@ def test_words_name_the_day_where_it_is_not_today() -> None:
 
 
 def planned(
-    line: list[Ticket], bookings: list[DeviceReservations], fits: dict[Request, Fit] | None = None
+    line: list[Ticket], reservations: list[PlannedReservation], fits: dict[Request, Fit] | None = None
 ) -> list[QueuePosition]:
     every = Fit(NAMES, frozenset(NAMES))
     machine = Machine(
-        fits or {way: every for one in line for way in one.requests}, bookings=tuple(bookings), free=frozenset(NAMES)
+        fits or {way: every for one in line for way in one.requests},
+        reservations=tuple(reservations),
+        free=frozenset(NAMES),
     )
-    return plan(line, machine, {}, Rules(), 0.0)
+    return plan(line, machine, {}, QueueRules(), 0.0)
 
 
 def test_its_user_goes_before_all_others_on_what_is_reserved_for_him_and_no_further() -> None:
@@ -206,7 +210,7 @@ def test_what_is_reserved_for_somebody_himself_pushes_others_onto_no_better_devi
 def test_whoever_must_leave_devices_alone_is_told_which_and_for_whom() -> None:
     (place,) = planned([a_ticket(1, 3)], [a_booking(2)])
 
-    assert (place.now, place.start, place.passes) == (False, 2 * HOUR, a_booking(2).id)
+    assert (place.now, place.start, place.held_back_by) == (False, 2 * HOUR, a_booking(2).id)
     assert set(place.kept) == {"d2", "d3"}
     assert not planned([a_ticket(1, 3, time_limit=HOUR)], [a_booking(2)])[0].kept
 
@@ -230,8 +234,8 @@ def test_a_start_is_promised_with_the_reservations_in_mind() -> None:
 class Server:
     """A server that is used as the plan says; jobs end in time, and nobody knows it of those without a limit."""
 
-    def __init__(self, bookings: list[DeviceReservations]) -> None:
-        self.bookings = bookings
+    def __init__(self, reservations: list[PlannedReservation]) -> None:
+        self.reservations = reservations
         self.running: dict[str, tuple[Ticket, float, tuple[str, ...]]] = {}  # id -> ticket, end, devices
         self.line: list[Ticket] = []
 
@@ -241,14 +245,14 @@ class Server:
         busy = {uuid: ticket for ticket, _, devices in self.running.values() for uuid in devices}
         limits = {uuid: one.since + one.time_limit for uuid, one in busy.items() if one.time_limit is not None}
         free = frozenset(NAMES) - busy.keys()
-        bookings = tuple(
+        reservations = tuple(
             replace(one, held=tuple(uuid for uuid in one.devices if uuid in busy and busy[uuid].uid == one.uid))
-            for one in self.bookings
+            for one in self.reservations
             if one.ends > now
         )
         fits = {way: _fit(way, free) for one in self.line for way in one.requests}
-        machine = Machine(fits, limits, bookings=bookings, free=free, limits=limits)
-        places = plan(order(self.line, {}, Rules(), now), machine, {}, Rules(), now)
+        machine = Machine(fits, limits, reservations=reservations, free=free, limits=limits)
+        places = plan(order(self.line, {}, QueueRules(), now), machine, {}, QueueRules(), now)
         for place in (place for place in places if place.now):
             ticket = replace(place.ticket, since=now)
             lasts = ticket.time_limit or ticket.expected or HOUR
@@ -275,28 +279,28 @@ def broken(
     wanted: list[tuple[int, int, int, tuple[str, ...]]], others: list[tuple[int, int, int, bool, tuple[str, ...]]]
 ) -> list[str]:
     """The reservations whose user could not start when they began, on a server of four devices."""
-    bookings: list[DeviceReservations] = []
+    reservations: list[PlannedReservation] = []
     for number, (gpus, begins, hours, devices) in enumerate(wanted):
         booking = a_booking(gpus, begins, begins + hours, *devices, user=100 + number)
-        if can_be_met(booking, bookings, NAMES):
-            bookings.append(booking)
-    server, failed = Server(bookings), []
+        if can_be_met(booking, reservations, NAMES):
+            reservations.append(booking)
+    server, failed = Server(reservations), []
     for now in range(0, 13):
         for number, (at, gpus, hours, limited, devices) in enumerate(others):
             if at == now:
                 length = {"time_limit": hours * HOUR} if limited else {"expected": hours * HOUR}
                 way = Request(num_gpus=min(gpus, len(devices)), devices=devices)
                 server.line.append(a_ticket(number % 3 + 1, ways=[way], since=now * HOUR, **length))
-        guests = []
-        for booking in bookings:
+        begun_for = []
+        for booking in reservations:
             if booking.begins == now * HOUR:
                 way = Request(num_gpus=booking.num_gpus, devices=booking.devices)
-                guests.append(
+                begun_for.append(
                     a_ticket(booking.uid, ways=[way], since=now * HOUR, time_limit=booking.ends - booking.begins)
                 )
-        server.line += guests
+        server.line += begun_for
         started = server.look(now * HOUR)
-        failed += [guest.user for guest in guests if guest.id not in started]
+        failed += [guest.user for guest in begun_for if guest.id not in started]
     return failed
 
 

@@ -137,12 +137,12 @@ def a_deed(place: Path) -> Any:
 
 
 def of_events(place: Path, encoded: bytes) -> None:
-    found, torn = decoded([encoded])
+    found, ignored = decoded([encoded])
     some = events.EventFilter(frozenset({"alice"}), ("GPU",), frozenset({"p"}), 1.0)
     for wanted in (events.EventFilter(), some):
         chosen = events.in_order(found, wanted)
         assert all(events.to_text(line).isprintable() for line in chosen)
-        json_text(events.to_json(chosen, torn))
+        json_text(events.to_json(chosen, ignored))
 
 
 def of_deeds(place: Path, encoded: bytes) -> None:
@@ -299,8 +299,8 @@ def of_records(place: Path, encoded: bytes) -> None:
 def of_tickets(place: Path, encoded: bytes) -> None:
     directory = directory_in(place)
     with planted(f"{directory.records}/{directory.prefix}ticket.{os.geteuid()}.abcd.json", encoded):
-        found, torn = tickets.read_tickets(directory)
-    assert len(found) + len(torn) == 1
+        found, ignored = tickets.read_tickets(directory)
+    assert len(found) + len(ignored) == 1
     for one in found:
         assert type(one.priority) is int and abs(one.requests[0].num_gpus) <= 2**63, one
 
@@ -309,9 +309,9 @@ def of_reservations(place: Path, encoded: bytes) -> None:
     directory = directory_in(place)
     path = Path(f"{directory.records}/{directory.prefix}reserve.{os.geteuid()}.abcd.json")
     path.write_bytes(encoded)
-    found, torn, _ = reservation_store.read(directory, NOW)
+    found, ignored, _ = reservation_store.read(directory, NOW)
     path.unlink(missing_ok=True)
-    assert len(found) + len(torn) <= 1
+    assert len(found) + len(ignored) <= 1
     assert all(type(one.num_gpus) is int and one.begins < one.ends for one in found), found
 
 

@@ -170,10 +170,10 @@ def as_files(scene: Scene, batch: Batch, kind: str) -> Iterator[None]:
             os.rename(f"{path}~", path)  # as gpuguard does it: locked from the first moment that a daemon sees it
             stack.callback(os.unlink, path)
             if kind == "ticket":
-                bell = f"{directory.records}/{directory.prefix}bell.{ME}.{number:08x}"
-                os.mkfifo(bell, 0o622)
-                stack.callback(os.unlink, bell)
-                stack.callback(os.close, os.open(bell, os.O_RDWR | os.O_NONBLOCK))
+                waker = f"{directory.records}/{directory.prefix}bell.{ME}.{number:08x}"
+                os.mkfifo(waker, 0o622)
+                stack.callback(os.unlink, waker)
+                stack.callback(os.close, os.open(waker, os.O_RDWR | os.O_NONBLOCK))
         yield
 
 

@@ -243,9 +243,9 @@ def test_a_wish_for_the_line_without_sense_is_a_value_error(arguments, message):
 
 
 def test_as_many_alternatives_as_a_ticket_takes():
-    from gpuguard.queue.tickets import MOST_WAYS
+    from gpuguard.queue.tickets import MOST_ALTERNATIVES
 
-    assert len(gpuguard.grab_gpus(1, alternatives=[{"num_gpus": 2}] * (MOST_WAYS - 1))) == 1
+    assert len(gpuguard.grab_gpus(1, alternatives=[{"num_gpus": 2}] * (MOST_ALTERNATIVES - 1))) == 1
 
 
 def test_who_waits_in_python_is_seen_and_hears_why(node):

@@ -87,13 +87,13 @@ def test_a_file_is_opened_and_looked_at_where_it_lies(tmp_path: Path) -> None:
 
 def test_who_looks_holds_nothing_afterwards_and_waits_for_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "bell")
-    bell, before = str(tmp_path / "bell"), len(os.listdir("/proc/self/fd"))
-    os.close(open_in_place(bell))
+    waker, before = str(tmp_path / "bell"), len(os.listdir("/proc/self/fd"))
+    os.close(open_in_place(waker))
 
-    assert status_in_place(bell).st_size == 0
-    assert [exists_in_place(f"{bell}{end}") for end in ("", ".none", "\0")] == [True, False, False]
-    assert holders.inode_of(f"{bell}\0") == ""
-    assert holders.inode_of(bell).endswith(f":{os.stat(bell).st_ino}")
+    assert status_in_place(waker).st_size == 0
+    assert [exists_in_place(f"{waker}{end}") for end in ("", ".none", "\0")] == [True, False, False]
+    assert holders.inode_of(f"{waker}\0") == ""
+    assert holders.inode_of(waker).endswith(f":{os.stat(waker).st_ino}")
     assert len(os.listdir("/proc/self/fd")) == before
 
 

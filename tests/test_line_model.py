@@ -30,8 +30,8 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import locks_held, probe
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
 from gpuguard.lock import acquire
-from gpuguard.queue.explain import stand
-from gpuguard.queue.priority import Rules
+from gpuguard.queue.explain import read_queue
+from gpuguard.queue.priority import QueueRules
 from gpuguard.queue.reservation_store import Reservation, arrive, remove, write
 from gpuguard.queue.reservations import reservation_calendar, what_if
 from gpuguard.queue.settings import QueueSettings
@@ -60,7 +60,7 @@ COULD = {
     each: frozenset(found.uuid for found in choose(Machine(*DEVICES).sample(()), each, {}).eligible)
     for each in REQUESTS
 }
-RULES = Rules(fair_share=False, bound=float("inf"))
+RULES = QueueRules(fair_share=False, bound=float("inf"))
 USERS = (1001, 1002)
 ANYBODY = st.sampled_from(USERS)
 JOBS = st.builds(Job, ANYBODY, st.sampled_from(REQUESTS), st.sampled_from([None, None, 0.5 * HOUR, 2 * HOUR, 9 * HOUR]))
@@ -181,7 +181,7 @@ class LineMachine(RuleBasedStateMachine):
         """Everybody whose turn it is claims, as the line would wake them."""
         while True:
             snapshot = self.machine.sample(())
-            line = stand(self.directory, snapshot, RULES)
+            line = read_queue(self.directory, snapshot, RULES)
             meant = [place for place in line.places if place.now]
             fitting = [held.id for held, job in self.waiting if self.model.fits(job)]
             assert fitting or not meant, (meant, self.model)
@@ -191,14 +191,14 @@ class LineMachine(RuleBasedStateMachine):
             for place in meant:
                 held, job = next(each for each in self.waiting if each[0].id == place.ticket.id)
                 fits = self.model.fits(job)
-                kept = line.kept_from(held.id)
+                kept = line.kept_for_others(held.id)
                 self.world.user = job.user
                 claim = lock.lock_best(self.machine, snapshot, job.request, self.directory, None, dict(kept))
                 assert claim or not fits or job.request.share or kept
                 if claim:
-                    arrive(self.directory, line.facts.bookings)
+                    arrive(self.directory, line.facts.reservations)
                     devices = {each.uuid for each in claim}
-                    here = [one for one in line.facts.bookings if not devices.isdisjoint(one.devices)]
+                    here = [one for one in line.facts.reservations if not devices.isdisjoint(one.devices)]
                     claim.arrivals = arrive(self.directory, here)
                     claim.explain(self.directory, None, (), ends=job.limit and self.model.now + job.limit)
                     self.waiting.remove((held, job))
@@ -236,8 +236,8 @@ class LineMachine(RuleBasedStateMachine):
             name: {uuid for uuid in self.model.reservable if self.model.has(one.user, uuid)}
             for name, one in self.model.kept.items()
         }
-        assert {one.reservation.key: set(one.held) for one in seen.judged if one.counts} == has
-        assert not seen.torn
+        assert {one.reservation.key: set(one.held) for one in seen.statuses if one.counts} == has
+        assert not seen.ignored
 
     @invariant()
     def nobody_waits_who_would_fit(self) -> None:
@@ -265,7 +265,7 @@ def test_line_claims_shares_mig_and_reservations_do_what_the_model_does() -> Non
 
 PLANTED = {
     "gpuguard.claims.claim.try_flock": lambda *_: True,
-    "gpuguard.queue.backfill._Plans._against": lambda *_: "somebody",
+    "gpuguard.queue.backfill._Planner._held_back_by": lambda *_: "somebody",
     "gpuguard.eligibility.memory_left": lambda *_: 2**60,
     "gpuguard.queue.calendar.calendar": lambda *_: {},
     "gpuguard.queue.reservations._beyond": lambda *_: "",

@@ -22,10 +22,9 @@ from gpuguard.cli.options import add_choice_options, request_of
 from gpuguard.cli.parser import Parser
 from gpuguard.cli.queue_options import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
 from gpuguard.errors import InvalidRequest
-from gpuguard.queue import waiter
+from gpuguard.queue import tickets, waiter
 from gpuguard.queue.explain import new_ticket
 from gpuguard.queue.priority import PRIORITIES
-from gpuguard.queue.tickets import MOST_WAYS
 from gpuguard.request import Request, spelled
 
 LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
@@ -80,7 +79,7 @@ def test_a_wrong_alternative_is_one_message_with_advice(text, reason):
 def test_as_many_alternatives_as_a_ticket_takes():
     ways = ["--or=-n 1"] * MOST_ALTERNATIVES
 
-    assert MOST_ALTERNATIVES == MOST_WAYS - 1
+    assert MOST_ALTERNATIVES == tickets.MOST_ALTERNATIVES - 1
     assert len(alternatives_of(parsed(*ways))) == MOST_ALTERNATIVES
     with pytest.raises(InvalidRequest, match="--or can be given 3 times"):
         alternatives_of(parsed(*ways, "--or=-n 1"))

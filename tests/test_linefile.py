@@ -10,8 +10,8 @@ from commands import Gpuguard
 
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue import settings as linefile
-from gpuguard.queue.priority import ReservationKeys, Rules
-from gpuguard.queue.settings import LineKeys, PriorityKeys, QueueSettings, parse, read_queue_settings
+from gpuguard.queue.priority import QueueRules, ReservationKeys
+from gpuguard.queue.settings import PriorityKeys, QueueKeys, QueueSettings, parse, read_queue_settings
 
 USERS = {"alice": 1001, "bob": 1002, "no": 1003}
 EVERYTHING = b"""
@@ -36,7 +36,7 @@ def test_every_key_is_read_in_its_unit():
     file = read(EVERYTHING)
 
     assert file.faults == ()
-    assert file.rules == Rules(
+    assert file.rules == QueueRules(
         fair_share=False,
         half_life=2 * 86400.0,
         patience=0.1,
@@ -50,7 +50,7 @@ def test_every_key_is_read_in_its_unit():
 def test_the_example_has_every_key():
     words = EVERYTHING.decode()
 
-    assert all(f"{key.name}:" in words for noun in (LineKeys, PriorityKeys, ReservationKeys) for key in fields(noun))
+    assert all(f"{key.name}:" in words for noun in (QueueKeys, PriorityKeys, ReservationKeys) for key in fields(noun))
 
 
 def test_what_is_not_written_is_as_without_the_file():
@@ -93,7 +93,7 @@ FAULTS = [
 def test_a_fault_has_its_place_and_leaves_what_holds_without_the_file(text, place, what):
     file = read(f"{text}\n")
 
-    assert file.rules == Rules() and file.reservations == ReservationKeys()
+    assert file.rules == QueueRules() and file.reservations == ReservationKeys()
     shown = ["\n".join(fault.lines("line.yaml")) for fault in file.faults]
     assert any(one.startswith(f"line.yaml:{place}: ") and what in one for one in shown), shown
     assert all(line.isprintable() for one in shown for line in one.split("\n"))
@@ -109,7 +109,7 @@ def test_every_fault_is_told_at_once():
 
 @pytest.mark.parametrize("text", ["", "\n# nothing\n", "---\n"])
 def test_a_file_that_says_nothing_changes_nothing(text):
-    assert read(text).rules == Rules()
+    assert read(text).rules == QueueRules()
 
 
 def test_what_is_no_text_is_a_fault():
@@ -158,7 +158,7 @@ def test_what_cannot_be_read_is_a_fault_and_never_an_error(tmp_path, make, what)
     make(tmp_path / "line.yaml")
     file = read_queue_settings(str(tmp_path / "line.yaml"))
 
-    assert file.rules == Rules()
+    assert file.rules == QueueRules()
     assert what in file.faults[0].text and file.faults[0].line == 0
 
 
@@ -174,7 +174,7 @@ def test_the_file_of_the_machine_counts_only_when_nobody_but_root_can_have_writt
     assert read_queue_settings().rules.fair_share is False
 
     os.chown(path, 1001, 1001)
-    assert read_queue_settings().rules == Rules()
+    assert read_queue_settings().rules == QueueRules()
     assert "belongs to uid 1001" in read_queue_settings().faults[0].text
 
     os.chown(path, 0, 0)
@@ -194,5 +194,5 @@ def test_a_directory_service_that_hangs_is_a_fault_and_not_a_wait_without_end():
     file = QueueSettings(*parse(b"priority: {high: [alice, bob]}\n", silent))
     never.set()
 
-    assert file.rules == Rules() and len(file.faults) == 2
+    assert file.rules == QueueRules() and len(file.faults) == 2
     assert "the directory service did not answer" in file.faults[0].text

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lines import a_ticket
 
-from gpuguard.queue.backfill import Fit, Machine, Planned, QueuePosition, _Way
+from gpuguard.queue.backfill import Fit, Machine, PlannedStart, QueuePosition, _Alternative
 from gpuguard.queue.explain import QueueAnswer
-from gpuguard.queue.priority import PRIORITIES, ReservationKeys, Rules, Ticket, due_at, order, overdue, permitted
+from gpuguard.queue.priority import PRIORITIES, QueueRules, ReservationKeys, Ticket, due_at, order, overdue, permitted
 from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.request import Request
 
@@ -18,11 +18,11 @@ HOUR, DAY = 3600.0, 86400.0
 
 
 def ids(tickets, usage=None, rules=None, now=NOW):
-    return [one.id for one in order(tickets, usage or {}, rules or Rules(), now)]
+    return [one.id for one in order(tickets, usage or {}, rules or QueueRules(), now)]
 
 
 def test_where_the_site_says_nothing_it_goes_by_these_numbers():
-    assert Rules() == Rules(True, 7 * DAY, 0.25, 24 * HOUR, 0, {})
+    assert QueueRules() == QueueRules(True, 7 * DAY, 0.25, 24 * HOUR, 0, {})
     assert ReservationKeys() == ReservationKeys(2, DAY, 14 * DAY, 30 * 60.0)
     assert PRIORITIES == {"low": -1, "normal": 0, "high": 1}  # these stand in tickets, of other versions too
 
@@ -36,11 +36,11 @@ def test_a_ticket_is_of_normal_priority_and_knows_nothing_unless_it_says_so():
 @pytest.mark.parametrize(
     ("asked", "rules", "real"),
     [
-        ("high", Rules(), "normal"),
-        ("low", Rules(), "low"),
-        ("high", Rules(highest=1), "high"),
-        ("high", Rules(highest_of={1001: 1}), "high"),
-        ("normal", Rules(highest=1, highest_of={1001: -1}), "low"),
+        ("high", QueueRules(), "normal"),
+        ("low", QueueRules(), "low"),
+        ("high", QueueRules(highest=1), "high"),
+        ("high", QueueRules(highest_of={1001: 1}), "high"),
+        ("normal", QueueRules(highest=1, highest_of={1001: -1}), "low"),
     ],
 )
 def test_nobody_stands_higher_than_the_site_permits_him(asked, rules, real):
@@ -50,13 +50,13 @@ def test_nobody_stands_higher_than_the_site_permits_him(asked, rules, real):
 def test_a_promise_that_ends_now_is_kept_yet_and_a_moment_later_it_is_not():
     ticket = a_ticket(id="a", since=NOW - HOUR, promise=NOW)
 
-    assert overdue([ticket], Rules(), NOW) == frozenset()
-    assert overdue([ticket], Rules(), NOW + 1) == {"a"}
+    assert overdue([ticket], QueueRules(), NOW) == frozenset()
+    assert overdue([ticket], QueueRules(), NOW + 1) == {"a"}
 
 
 def test_without_a_promise_patience_ends_with_the_bound_and_no_promise_is_in_the_past():
-    assert due_at(a_ticket(since=NOW, promise=None), Rules(bound=60.0)) == NOW + 60
-    assert due_at(a_ticket(since=NOW, promise=NOW - HOUR), Rules(bound=60.0)) == NOW
+    assert due_at(a_ticket(since=NOW, promise=None), QueueRules(bound=60.0)) == NOW + 60
+    assert due_at(a_ticket(since=NOW, promise=NOW - HOUR), QueueRules(bound=60.0)) == NOW
 
 
 def test_of_one_users_tickets_only_the_oldest_that_could_start_is_overdue():
@@ -66,7 +66,7 @@ def test_of_one_users_tickets_only_the_oldest_that_could_start_is_overdue():
         a_ticket(id="older", user=1, since=2.0),
     ]
 
-    assert overdue(tickets, Rules(), NOW) == overdue(tickets[::-1], Rules(), NOW) == {"older"}
+    assert overdue(tickets, QueueRules(), NOW) == overdue(tickets[::-1], QueueRules(), NOW) == {"older"}
 
 
 @pytest.mark.parametrize(("ago", "first"), [(DAY, "late"), (DAY - 1, "young")])
@@ -82,7 +82,7 @@ def test_without_fair_share_it_goes_by_arrival_whoever_is_overdue():
     later = a_ticket(id="later", user=2, since=NOW - 2 * DAY)
     early = a_ticket(id="early", user=3, since=NOW - 4 * DAY, promise=NOW + DAY)
 
-    assert ids([later, late, early], rules=Rules(fair_share=False)) == ["early", "late", "later"]
+    assert ids([later, late, early], rules=QueueRules(fair_share=False)) == ["early", "late", "later"]
     assert ids([later, late, early])[:2] == ["late", "later"]
 
 
@@ -131,14 +131,26 @@ def test_a_higher_class_goes_first_and_in_it_the_same_order():
         for n in (2, 1)
     ]
 
-    assert ids(tickets, rules=Rules(highest=1), now=NOW + 10) == [
+    assert ids(tickets, rules=QueueRules(highest=1), now=NOW + 10) == [
         "high 1", "high 2", "normal 1", "normal 2", "low 1", "low 2",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "noun",
-    [Ticket, Rules, ReservationKeys, Fit, Machine, QueuePosition, Planned, _Way, QueueFacts, QueueState, QueueAnswer],
+    [
+        Ticket,
+        QueueRules,
+        ReservationKeys,
+        Fit,
+        Machine,
+        QueuePosition,
+        PlannedStart,
+        _Alternative,
+        QueueFacts,
+        QueueState,
+        QueueAnswer,
+    ],
     ids=lambda noun: noun.__name__,
 )
 def test_what_the_line_is_made_of_never_changes(noun):
@@ -154,7 +166,9 @@ TODAY = 30 * HOUR
 def names(tickets: list[Ticket], usage: dict[int, float] | None = None, **rules: object) -> list[str]:
     return [
         ticket.user
-        for ticket in order(tickets, usage or {}, Rules(bound=100 * HOUR) if not rules else Rules(**rules), TODAY)
+        for ticket in order(
+            tickets, usage or {}, QueueRules(bound=100 * HOUR) if not rules else QueueRules(**rules), TODAY
+        )
     ]  # type: ignore[arg-type]
 
 
@@ -171,7 +185,7 @@ def test_without_fair_share_arrival_alone_counts() -> None:
 
 
 def test_a_priority_above_the_permitted_one_counts_as_the_permitted_one() -> None:
-    line = order([a_ticket(1, since=1.0), a_ticket(2, since=2.0, priority=1)], {}, Rules(bound=100 * HOUR), TODAY)
+    line = order([a_ticket(1, since=1.0), a_ticket(2, since=2.0, priority=1)], {}, QueueRules(bound=100 * HOUR), TODAY)
 
     assert [(ticket.uid, ticket.priority) for ticket in line] == [(1, 0), (2, 0)]
 
@@ -267,7 +281,7 @@ usages = st.dictionaries(st.integers(1, 4), st.floats(0, 1e9))
 def test_everybody_has_one_place_and_classes_do_not_mix(
     waiting: list[Ticket], usage: dict[int, float], fair: bool
 ) -> None:
-    line = order(waiting, usage, Rules(fair_share=fair, highest=1), TODAY)
+    line = order(waiting, usage, QueueRules(fair_share=fair, highest=1), TODAY)
 
     assert sorted(ticket.id for ticket in line) == sorted(ticket.id for ticket in waiting)
     priorities = [ticket.priority for ticket in line]
@@ -278,7 +292,7 @@ def test_everybody_has_one_place_and_classes_do_not_mix(
 def test_the_order_does_not_depend_on_the_order_in_which_files_are_found(
     waiting: list[Ticket], usage: dict[int, float]
 ) -> None:
-    assert order(waiting, usage, Rules(), TODAY) == order(waiting[::-1], usage, Rules(), TODAY)
+    assert order(waiting, usage, QueueRules(), TODAY) == order(waiting[::-1], usage, QueueRules(), TODAY)
 
 
 @given(st.lists(tickets, max_size=20), usages)
@@ -287,7 +301,7 @@ def test_more_tickets_of_one_user_move_nobody_who_had_less_of_his_first_place(
 ) -> None:
     """Nobody gets in front of the first request of somebody who had less, except with what is overdue."""
     waiting = [one for one in waiting if one.priority == 0 and one.after is None]
-    line = order(waiting, usage, Rules(bound=1e9), TODAY)
+    line = order(waiting, usage, QueueRules(bound=1e9), TODAY)
     seen: set[int] = set()
     for place, ticket in enumerate(line):
         if ticket.uid not in seen and not (ticket.promise is not None and ticket.promise < TODAY):

@@ -17,7 +17,7 @@ from line import Outcome, torture
 from lines import HOUR
 from replay import Job, Line, Server, replay
 
-from gpuguard.queue.priority import Rules, Ticket
+from gpuguard.queue.priority import QueueRules, Ticket
 
 DEVICES = 8
 
@@ -36,7 +36,7 @@ def days(draw: st.DrawFn) -> list[Job]:
 class Recorded(Line):
     """A line that remembers who was promised what, and who started when."""
 
-    def __init__(self, knows: str, rules: Rules) -> None:
+    def __init__(self, knows: str, rules: QueueRules) -> None:
         super().__init__(knows, rules)
         self.promises: dict[int, float | None] = {}
         self.began: dict[int, float] = {}
@@ -71,7 +71,7 @@ def test_every_job_starts_by_its_promise_while_nobody_gets_in_front_of_it(jobs: 
     """In order of arrival, and in a fair line of one user, whoever comes later stands behind."""
     if fair:
         jobs = [Job(job.number, 0, job.submitted, job.num_gpus, job.duration) for job in jobs]
-    line = Recorded("limits", Rules(fair_share=fair))
+    line = Recorded("limits", QueueRules(fair_share=fair))
     replay(jobs, DEVICES, line.starts, line.ended)
 
     for job in jobs:
@@ -85,7 +85,7 @@ def test_every_job_starts_by_its_promise_while_nobody_gets_in_front_of_it(jobs: 
 def test_where_nothing_is_known_nobody_passes_once_the_bound_is_over(jobs: list[Job], knows: str) -> None:
     """A user's first request that waits beyond the bound is passed by nobody later who is not overdue himself."""
     bound = 100.0
-    line = Recorded(knows, Rules(fair_share=False, bound=bound))
+    line = Recorded(knows, QueueRules(fair_share=False, bound=bound))
     replay(jobs, DEVICES, line.starts, line.ended)
 
     def due(job: Job) -> float:
@@ -102,9 +102,9 @@ def test_where_nothing_is_known_nobody_passes_once_the_bound_is_over(jobs: list[
 
 def test_a_fault_in_the_plan_breaks_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The property above can fail: when everybody may be put off for ever, somebody is."""
-    monkeypatch.setattr("gpuguard.queue.backfill._Plans._against", lambda *_: None)
+    monkeypatch.setattr("gpuguard.queue.backfill._Planner._held_back_by", lambda *_: None)
     jobs = [Job(0, 0, 0.0, 7, 100.0), Job(1, 1, 1.0, 8, 10.0), *(Job(n, 2, float(n), 1, 99.0) for n in range(2, 12))]
-    line = Recorded("limits", Rules(fair_share=False))
+    line = Recorded("limits", QueueRules(fair_share=False))
     replay(jobs, DEVICES, line.starts, line.ended)
 
     assert line.began[1] > (line.promises[1] or 0.0) + 1.0
@@ -121,7 +121,7 @@ def test_a_flood_of_500_requests_costs_another_user_at_most_a_fifth_of_his_wait(
     def wait(others: Sequence[tuple[float, float, int]]) -> float:
         rows = sorted([*mine, *others])
         jobs = [Job(number, user, at, 1, length) for number, (at, length, user) in enumerate(rows)]
-        line = Line("limits", Rules())
+        line = Line("limits", QueueRules())
         found = replay(jobs, 1, line.starts, line.ended)
         return statistics.median(wait for wait, job in zip(found, jobs, strict=True) if job.user == 0)
 

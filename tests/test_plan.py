@@ -13,8 +13,8 @@ from lines import HOUR, a_machine, a_ticket, planned, started
 
 from gpuguard.queue import backfill as plans
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan, promise
-from gpuguard.queue.calendar import DeviceReservations
-from gpuguard.queue.priority import Rules, Ticket, order
+from gpuguard.queue.calendar import PlannedReservation
+from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.request import Request
 
 SHARE = Request(share=True, memory=2**30)
@@ -66,7 +66,7 @@ def test_a_long_job_that_would_put_off_the_first_waits_and_says_for_whom() -> No
     places = planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))
 
     assert started(places) == []
-    assert [place.passes for place in places] == [None, line[0].id]
+    assert [place.held_back_by for place in places] == [None, line[0].id]
 
 
 def test_a_job_of_unknown_length_never_goes_before_a_planned_start_on_its_devices() -> None:
@@ -110,7 +110,7 @@ def test_nobody_whose_user_had_more_puts_off_a_start_even_within_the_promise() -
     machine = a_machine(line, 2, free=1, ends={"d1": 5.0})
 
     assert started(planned(line, machine, {2: 0.5})) == []
-    assert started(planned([line[0], replace(line[1], party=7)], machine, {7: 0.5})) == []
+    assert started(planned([line[0], replace(line[1], owner_uid=7)], machine, {7: 0.5})) == []
     assert started(planned(line, machine, {1: 0.5})) == [line[1].id]
     assert started(planned(line, machine, {2: 0.5}, fair_share=False)) == [line[1].id]
 
@@ -155,8 +155,8 @@ def test_during_draining_a_job_with_a_limit_may_use_the_device_if_the_end_is_pla
 def test_the_promise_is_a_quarter_more_than_the_planned_wait() -> None:
     (place,) = planned(line := [a_ticket()], a_machine(line, 1, free=0, ends={"d0": 8.0}))
 
-    assert (promise(place, Rules(), 0.0), promise(place, Rules(), 4.0)) == (10.0, 9.0)
-    assert promise(QueuePosition(line[0], 1, None, None), Rules(), 0.0) is None
+    assert (promise(place, QueueRules(), 0.0), promise(place, QueueRules(), 4.0)) == (10.0, 9.0)
+    assert promise(QueuePosition(line[0], 1, None, None), QueueRules(), 0.0) is None
 
 
 def test_the_second_way_is_taken_where_it_starts_earlier() -> None:
@@ -172,10 +172,10 @@ def test_a_gpu_and_its_instances_are_never_planned_beside_each_other() -> None:
     gpu, part = Request(devices=("g",)), Request(mig="3g.40gb")
     line = [a_ticket(1, ways=[gpu]), a_ticket(2, ways=[part]), a_ticket(3, ways=[part])]
     fits = {gpu: Fit(("g",), frozenset("g")), part: Fit(("m1", "m2"), frozenset({"m1", "m2"}))}
-    kin = {"g": ("m1", "m2"), "m1": ("g",), "m2": ("g",)}
+    relatives = {"g": ("m1", "m2"), "m1": ("g",), "m2": ("g",)}
 
-    assert started(planned(line, Machine(fits, kin=kin))) == [line[0].id]
-    assert started(planned(line[1:], Machine(fits, kin=kin))) == [line[1].id, line[2].id]
+    assert started(planned(line, Machine(fits, relatives=relatives))) == [line[0].id]
+    assert started(planned(line[1:], Machine(fits, relatives=relatives))) == [line[1].id, line[2].id]
 
 
 def test_shares_start_beside_each_other_and_not_beside_whoever_wants_the_device_alone() -> None:
@@ -207,9 +207,9 @@ def test_a_gpu_is_shared_when_the_last_of_its_instances_is_free() -> None:
     part = Request(mig="3g.40gb")
     line = [*(a_ticket(1, ways=[part], time_limit=seconds) for seconds in (9.0, 5.0)), a_ticket(2, ways=[SHARE])]
     fits = {part: Fit(("m1", "m2"), frozenset({"m1", "m2"})), SHARE: Fit(("g",), frozenset("g"))}
-    kin = {"g": ("m1", "m2"), "m1": ("g",), "m2": ("g",)}
+    relatives = {"g": ("m1", "m2"), "m1": ("g",), "m2": ("g",)}
 
-    assert planned(line, Machine(fits, kin=kin))[2].start == 9.0
+    assert planned(line, Machine(fits, relatives=relatives))[2].start == 9.0
 
 
 def test_whoever_has_no_place_yet_holds_up_nobody() -> None:
@@ -247,7 +247,7 @@ def test_a_reason_to_wait_is_the_last_one() -> None:
     line = [a_ticket(1, 1, time_limit=9.0), a_ticket(2, 1, time_limit=5.0)]
     places = planned(line, a_machine(line, 1))
 
-    assert [(place.now, place.start, place.passes) for place in places] == [(True, 0.0, None), (False, 9.0, None)]
+    assert [(place.now, place.start, place.held_back_by) for place in places] == [(True, 0.0, None), (False, 9.0, None)]
 
 
 @st.composite
@@ -272,7 +272,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[Ticket], Machine, dict[int, float]]:
         priority=st.integers(-1, 0),
     )
     usage = draw(st.dictionaries(st.integers(1, 3), st.floats(0, 100)))
-    line = order(draw(st.lists(tickets, max_size=8)), usage, Rules(bound=50.0), 0.0)
+    line = order(draw(st.lists(tickets, max_size=8)), usage, QueueRules(bound=50.0), 0.0)
     return line, Machine(fits, {uuid: end for uuid, end in ends.items() if uuid not in opened}), usage
 
 
@@ -283,7 +283,7 @@ def test_a_free_device_is_left_idle_only_where_it_would_put_off_somebody(
 ) -> None:
     """Of whoever would fit onto what is left free, the plan names whom he would pass; and no device is given twice."""
     line, machine, usage = world
-    places = plan(line, machine, usage, Rules(bound=50.0), 0.0)
+    places = plan(line, machine, usage, QueueRules(bound=50.0), 0.0)
     used = [uuid for place in places if place.now for uuid in place.devices]
     assert len(used) == len(set(used))
 
@@ -293,7 +293,7 @@ def test_a_free_device_is_left_idle_only_where_it_would_put_off_somebody(
             for way in place.ticket.requests
             if way in machine.fits
         )
-        assert place.now or fits == (place.passes is not None)
+        assert place.now or fits == (place.held_back_by is not None)
         if place.now:
             assert place.request and set(place.devices) <= machine.fits[place.request].open
 
@@ -304,7 +304,7 @@ def test_the_first_in_line_starts_if_he_fits_unless_he_can_wait_within_his_promi
     world: tuple[list[Ticket], Machine, dict[int, float]],
 ) -> None:
     line, machine, usage = world
-    places = plan(line, machine, usage, Rules(bound=50.0), 0.0)
+    places = plan(line, machine, usage, QueueRules(bound=50.0), 0.0)
 
     if places and places[0].in_order == 0.0 and not places[0].now:
         first = places[0]
@@ -330,16 +330,18 @@ def test_however_many_behind_one_who_waits_too_long_are_refused_those_before_him
 def test_of_lengths_that_all_differ_the_first_63_are_tried_and_what_is_longer_is_refused_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried, against = [], plans._Plans._against
+    tried, held_back = [], plans._Planner._held_back_by
 
-    def counted(self: plans._Plans, ticket: Ticket, *of: Any) -> str | None:
+    def counted(self: plans._Planner, ticket: Ticket, *of: Any) -> str | None:
         tried.append(ticket.id)
-        return against(self, ticket, *of)
+        return held_back(self, ticket, *of)
 
-    monkeypatch.setattr(plans._Plans, "_against", counted)
+    monkeypatch.setattr(plans._Planner, "_held_back_by", counted)
     line = [a_ticket(1, 2), *(a_ticket(2, time_limit=6.0 + n) for n in range(100))]
 
-    assert {place.passes for place in planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))[1:]} == {line[0].id}
+    assert {place.held_back_by for place in planned(line, a_machine(line, 2, free=1, ends={"d1": 5.0}))[1:]} == {
+        line[0].id
+    }
     assert tried == [ticket.id for ticket in line[1:64]]
 
 
@@ -348,32 +350,34 @@ def test_the_plan_of_500_requests_for_8_devices_takes_a_bounded_number_of_steps(
     line = [a_ticket(user % 60 + 1, 1 + user % 2, time_limit=1000.0 + user) for user in range(500)]
     line.insert(0, a_ticket(99, 8, since=-1.0, time_limit=HOUR))
     machine = a_machine(line, 8, free=4, ends={f"d{number}": 900.0 for number in range(4, 8)})
-    count, earliest = 0, plans._Plans.earliest
+    count, earliest = 0, plans._Planner.earliest
 
-    def counted(self: plans._Plans, *args: object) -> plans.Planned:
+    def counted(self: plans._Planner, *args: object) -> plans.PlannedStart:
         nonlocal count
         count += 1
         return earliest(self, *args)  # type: ignore[arg-type]
 
-    plans._Plans.earliest = counted  # type: ignore[method-assign, assignment]
+    plans._Planner.earliest = counted  # type: ignore[method-assign, assignment]
     try:
         assert started(planned(line, machine)) == []
     finally:
-        plans._Plans.earliest = earliest  # type: ignore[method-assign]
+        plans._Planner.earliest = earliest  # type: ignore[method-assign]
     assert count < 10 * len(line)
 
 
 # What a plan leaves to reservations: which devices are kept from whom, who is held back by which, and who is not.
 
 
-def a_booking(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> DeviceReservations:
-    return DeviceReservations("b1", user, f"u{user}", gpus, begins, begins + HOUR, devices or ("d0", "d1"), **fields)
+def a_booking(gpus: int, begins: float, *devices: str, user: int = 9, **fields: Any) -> PlannedReservation:
+    return PlannedReservation("b1", user, f"u{user}", gpus, begins, begins + HOUR, devices or ("d0", "d1"), **fields)
 
 
 def test_a_reservation_keeps_its_devices_from_jobs_that_may_last_until_then() -> None:
     def passing(user: int = 1, gpus: int = 2, begins: float = 100.0, **fields: float) -> bool:
         line = [a_ticket(user, **fields)]
-        machine = Machine(a_machine(line, 2).fits, bookings=(a_booking(gpus, begins),), free=frozenset({"d0", "d1"}))
+        machine = Machine(
+            a_machine(line, 2).fits, reservations=(a_booking(gpus, begins),), free=frozenset({"d0", "d1"})
+        )
         return bool(started(planned(line, machine)))
 
     assert not passing()
@@ -388,14 +392,16 @@ def test_a_reservation_counts_what_its_user_has_already() -> None:
     line = [a_ticket()]
     fits = a_machine(line, ["d1"]).fits
 
-    assert not started(planned(line, Machine(fits, bookings=(a_booking(2, 0.0),), free=frozenset({"d1"}))))
-    assert started(planned(line, Machine(fits, bookings=(a_booking(1, 0.0, held=("d0",)),), free=frozenset({"d1"}))))
+    assert not started(planned(line, Machine(fits, reservations=(a_booking(2, 0.0),), free=frozenset({"d1"}))))
+    assert started(
+        planned(line, Machine(fits, reservations=(a_booking(1, 0.0, held=("d0",)),), free=frozenset({"d1"})))
+    )
 
 
 def test_devices_that_nobody_in_line_wants_are_free_for_a_reservation() -> None:
     line = [a_ticket(ways=[only := Request(devices=("d0",))])]
     fits = {only: Fit(("d0",), frozenset({"d0"}))}
-    machine = Machine(fits, bookings=(a_booking(1, 0.0, "d0", "d1"),), free=frozenset({"d0", "d1"}))
+    machine = Machine(fits, reservations=(a_booking(1, 0.0, "d0", "d1"),), free=frozenset({"d0", "d1"}))
 
     assert started(planned(line, machine)) == [line[0].id]
 
@@ -403,20 +409,20 @@ def test_devices_that_nobody_in_line_wants_are_free_for_a_reservation() -> None:
 def test_whoever_a_reservation_holds_back_hears_of_the_one_that_has_his_device() -> None:
     line = [a_ticket(ways=[only := Request(devices=("d0",))])]
     others = [replace(a_booking(1, 10.0, f"d{number}"), id=f"other {number}") for number in range(1, 8)]
-    bookings = (*others, a_booking(1, 100.0, "d0"))
+    reservations = (*others, a_booking(1, 100.0, "d0"))
     free = frozenset(f"d{number}" for number in range(8))
-    (place,) = planned(line, Machine({only: Fit(("d0",), frozenset({"d0"}))}, bookings=bookings, free=free))
+    (place,) = planned(line, Machine({only: Fit(("d0",), frozenset({"d0"}))}, reservations=reservations, free=free))
 
-    assert (place.passes, place.start) == ("b1", 100.0 + HOUR)
+    assert (place.held_back_by, place.start) == ("b1", 100.0 + HOUR)
 
 
 def test_so_does_he_who_would_have_to_wait_like_many_shorter_jobs_too() -> None:
     line = [a_ticket(1, 2, time_limit=20.0), *(a_ticket(2, time_limit=6.0 + n) for n in range(100))]
     fits = a_machine(line, 2, free=1).fits
-    machine = Machine(fits, {"d1": 5.0}, bookings=(a_booking(1, 100.0, "d0"),), free=frozenset({"d0"}))
+    machine = Machine(fits, {"d1": 5.0}, reservations=(a_booking(1, 100.0, "d0"),), free=frozenset({"d0"}))
     places = planned(line, machine)
 
-    assert [place.passes for place in places] == [None, *[line[0].id] * 95, *["b1"] * 5]
+    assert [place.held_back_by for place in places] == [None, *[line[0].id] * 95, *["b1"] * 5]
 
 
 def test_a_reservation_does_not_count_on_a_claim_that_should_have_ended() -> None:
@@ -427,7 +433,9 @@ def test_a_reservation_does_not_count_on_a_claim_that_should_have_ended() -> Non
             started(
                 planned(
                     line,
-                    Machine(a_machine(line, ["d0"]).fits, bookings=(booking,), free=frozenset({"d0"}), limits=limits),
+                    Machine(
+                        a_machine(line, ["d0"]).fits, reservations=(booking,), free=frozenset({"d0"}), limits=limits
+                    ),
                 )
             )
         )
@@ -439,7 +447,7 @@ def test_a_reservation_does_not_count_on_a_claim_that_should_have_ended() -> Non
 def test_of_the_way_that_he_takes_the_device_that_he_likes_least_is_kept_from_him() -> None:
     wide, narrow = Request(num_gpus=2), Request()
     fits = {wide: Fit(("d1", "d0"), frozenset()), narrow: Fit(("d0", "d1"), frozenset({"d0", "d1"}))}
-    machine = Machine(fits, bookings=(booking := a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
+    machine = Machine(fits, reservations=(booking := a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
     (place,) = planned([a_ticket(ways=[wide, narrow])], machine)
 
     assert (place.devices, place.kept) == (("d0",), {"d1": booking})
@@ -449,7 +457,7 @@ def test_a_reservation_counts_on_the_device_of_a_job_that_starts_now_if_its_limi
     def passing(**fields: float) -> bool | list[str]:
         line = [a_ticket(1, ways=[only := Request(devices=("d1",))], **fields), a_ticket(2, promise=2 * HOUR)]
         fits = {**a_machine(line[1:], 2).fits, only: Fit(("d1",), frozenset({"d1"}))}
-        machine = Machine(fits, bookings=(a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
+        machine = Machine(fits, reservations=(a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
         first, second = planned(line, machine)
         assert first.now
         return second.now or list(second.kept)
@@ -464,7 +472,7 @@ def test_nobody_takes_a_device_for_which_a_reservation_would_move_to_that_of_ano
         line = [a_ticket(1, ways=[both], time_limit=limit), a_ticket(2, ways=[other])]
         fits = {both: Fit(("d1", "d2"), frozenset({"d1"})), other: Fit(("d0",), frozenset({"d0"}))}
         free = frozenset({"d0", "d1"})
-        return started(planned(line, Machine(fits, {"d2": 95.0}, bookings=(a_booking(1, 100.0),), free=free)))
+        return started(planned(line, Machine(fits, {"d2": 95.0}, reservations=(a_booking(1, 100.0),), free=free)))
 
     assert passing(limit=5.0)
     assert not passing(limit=6.0)
@@ -473,7 +481,7 @@ def test_nobody_takes_a_device_for_which_a_reservation_would_move_to_that_of_ano
 def test_whoever_uses_no_more_than_his_own_reservation_passes_everybody() -> None:
     line = [a_ticket(1, 2), a_ticket(9, 1)]
     machine = a_machine(line, 2, free=frozenset({"d0", "d1"}))
-    his = Machine(machine.fits, bookings=(a_booking(1, 0.0, "d0"),), free=frozenset({"d0", "d1"}))
+    his = Machine(machine.fits, reservations=(a_booking(1, 0.0, "d0"),), free=frozenset({"d0", "d1"}))
 
     assert started(planned(line, machine)) == [line[0].id]
     assert started(planned(line, his)) == [line[1].id]
@@ -485,19 +493,19 @@ def test_of_two_who_are_held_back_for_each_other_the_first_in_line_starts() -> N
     fits = a_machine(line, ["d1", "d0", "d2"], free=["d0", "d2"]).fits
     booking = a_booking(2, 0.0, "d0", "d1", "d2", user=1, held=("d1",))
 
-    assert started(planned(line, Machine(fits, bookings=(booking,), free=frozenset({"d0", "d2"})))) == [line[0].id]
+    assert started(planned(line, Machine(fits, reservations=(booking,), free=frozenset({"d0", "d2"})))) == [line[0].id]
 
 
 def test_whose_reservation_has_begun_chooses_before_a_shorter_job_that_came_first() -> None:
     line = [a_ticket(1, time_limit=1.0), a_ticket(9)]
-    machine = Machine(a_machine(line, 2).fits, bookings=(a_booking(1, 0.0),), free=frozenset({"d0", "d1"}))
+    machine = Machine(a_machine(line, 2).fits, reservations=(a_booking(1, 0.0),), free=frozenset({"d0", "d1"}))
 
     assert [place.devices for place in planned(line, machine)] == [("d1",), ("d0",)]
 
 
 def test_a_request_for_more_than_there_is_never_starts_beside_a_reservation_either() -> None:
     line = [a_ticket(gpus=9)]
-    machine = Machine(a_machine(line, 2).fits, bookings=(a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
+    machine = Machine(a_machine(line, 2).fits, reservations=(a_booking(1, 100.0),), free=frozenset({"d0", "d1"}))
 
     assert [(place.request, place.devices, place.now) for place in planned(line, machine)] == [(None, (), False)]
 
@@ -506,7 +514,7 @@ def test_of_two_devices_neither_may_be_kept_for_somebody_by_the_time_that_the_ot
     line = [a_ticket(1, 2, time_limit=30.0)]
     fits = a_machine(line, 2, free=["d0"]).fits
     booking = a_booking(1, 40.0, "d0")
-    machine = Machine(fits, {"d1": 50.0}, bookings=(booking,), free=frozenset({"d0"}))
+    machine = Machine(fits, {"d1": 50.0}, reservations=(booking,), free=frozenset({"d0"}))
     (place,) = planned(line, machine)
 
     assert (place.start, place.devices) == (booking.ends, ("d1", "d0"))
@@ -519,14 +527,14 @@ def a_guest_beside(**fields: Any) -> list[QueuePosition]:
         line[0].requests[0]: Fit(("d0", "d1"), frozenset({"d0"})),
         share: Fit(("d1", "d0"), frozenset({"d0", "d1"})),
     }
-    return planned(line, Machine(fits, bookings=(a_booking(1, 0.0, **fields),), free=frozenset({"d0"})))
+    return planned(line, Machine(fits, reservations=(a_booking(1, 0.0, **fields),), free=frozenset({"d0"})))
 
 
 def test_nobody_takes_what_is_reserved_because_its_user_is_about_to_claim_another_device() -> None:
     other, guest = a_guest_beside()
 
     assert (guest.now, guest.devices) == (True, ("d1",))  # he may be gone before he claims it
-    assert (other.now, other.passes, set(other.kept)) == (False, "b1", {"d0", "d1"})
+    assert (other.now, other.held_back_by, set(other.kept)) == (False, "b1", {"d0", "d1"})
 
 
 def test_nobody_takes_what_is_reserved_because_the_users_of_two_reservations_are_about_to_claim_others() -> None:
@@ -534,10 +542,10 @@ def test_nobody_takes_what_is_reserved_because_the_users_of_two_reservations_are
     line = [a_ticket(1), a_ticket(8, ways=[shares[0]]), a_ticket(9, ways=[shares[1]])]
     fits = {line[0].requests[0]: Fit(("d0", "d1"), frozenset({"d0", "d1"}))}
     fits |= {way: Fit(way.devices, frozenset(way.devices)) for way in shares}
-    bookings = tuple(replace(a_booking(1, 0.0, "d0", "d1", "d2", "d3", user=uid), id=f"b{uid}") for uid in (8, 9))
-    other, *guests = planned(line, Machine(fits, bookings=bookings, free=frozenset({"d0", "d1"})))
+    reservations = tuple(replace(a_booking(1, 0.0, "d0", "d1", "d2", "d3", user=uid), id=f"b{uid}") for uid in (8, 9))
+    other, *begun_for = planned(line, Machine(fits, reservations=reservations, free=frozenset({"d0", "d1"})))
 
-    assert [guest.now for guest in guests] == [True, True]  # both may be gone before they claim
+    assert [guest.now for guest in begun_for] == [True, True]  # both may be gone before they claim
     assert (other.now, set(other.kept) >= {"d0", "d1"}) == (False, True)
 
 
@@ -549,6 +557,6 @@ def test_a_job_with_a_limit_that_joins_one_without_does_not_make_its_end_known()
     joins = Request(share=True, memory=2**30, devices=("d1",))
     line = [a_ticket(1, ways=[joins], time_limit=50.0), a_ticket(2)]
     fits = {joins: Fit(("d1",), frozenset({"d1"})), line[1].requests[0]: Fit(("d0", "d1"), frozenset({"d0"}))}
-    first, second = planned(line, Machine(fits, bookings=(a_booking(1, 100.0),), free=frozenset({"d0"})))
+    first, second = planned(line, Machine(fits, reservations=(a_booking(1, 100.0),), free=frozenset({"d0"})))
 
-    assert (first.now, second.now, second.passes) == (True, False, "b1")
+    assert (first.now, second.now, second.held_back_by) == (True, False, "b1")

@@ -122,10 +122,10 @@ def test_who_lets_nobody_open_a_file_of_his_by_a_lease_ends_no_look_of_others(di
     leased = a_locked_file(Path(f"{directory.records}/{kind}.{os.geteuid()}.abc.json"))
     fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
 
-    torn = [*tickets.read_tickets(directory)[1], *reservation_store.read(directory, 0.0)[1]]
+    ignored = [*tickets.read_tickets(directory)[1], *reservation_store.read(directory, 0.0)[1]]
 
     assert read_records(directory) == []
-    assert ["has a lease on it" in one.reason for one in torn] == [True] * (kind in ("ticket", "reserve"))
+    assert ["has a lease on it" in one.reason for one in ignored] == [True] * (kind in ("ticket", "reserve"))
     os.close(leased)
     signal.signal(signal.SIGIO, former)
 

@@ -19,11 +19,11 @@ from gpuguard.clusters.slurm import Queued
 from gpuguard.lock import acquire
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.priority import Rules, Ticket
+from gpuguard.queue.priority import QueueRules, Ticket
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
 from gpuguard.queue.settings import QueueSettings, parse
 from gpuguard.queue.state import QueueFacts, QueueState
-from gpuguard.queue.tickets import OwnTicket, Torn, ticket_content
+from gpuguard.queue.tickets import IgnoredFile, OwnTicket, ticket_content
 from gpuguard.request import Request
 from gpuguard.sanitize import display_width
 from gpuguard.views.queue import to_json, to_text
@@ -45,9 +45,9 @@ def a_place(number=1, *, start=None, now=False, **ticket):
 NOTHING = ReservationCalendar()
 
 
-def a_line(*places, torn=(), claims=(), reserved=NOTHING, **snapshot):
+def a_line(*places, ignored=(), claims=(), reserved=NOTHING, **snapshot):
     seen = a_snapshot(a_device(), a_device(), claims=claims, **snapshot)
-    return QueueState(places, torn, seen, QueueFacts(claims=claims, reserved=reserved), NOW)
+    return QueueState(places, ignored, seen, QueueFacts(claims=claims, reserved=reserved), NOW)
 
 
 def text(*places, site=None, width=None, **line):
@@ -102,11 +102,16 @@ def test_one_that_waits_for_something_else_says_for_what():
 
 
 def test_a_site_in_order_of_arrival_says_so():
-    assert text(site=QueueSettings(Rules(fair_share=False)))[0].endswith("(order of arrival)")
+    assert text(site=QueueSettings(QueueRules(fair_share=False)))[0].endswith("(order of arrival)")
 
 
 def test_torn_tickets_are_named_with_their_owner_and_the_reason():
-    lines = text(torn=(Torn(1002, "0badcafe", "it cannot be understood: \x1b[2J"), Torn(-1, "x", "it cannot be read")))
+    lines = text(
+        ignored=(
+            IgnoredFile(1002, "0badcafe", "it cannot be understood: \x1b[2J"),
+            IgnoredFile(-1, "x", "it cannot be read"),
+        )
+    )
 
     assert lines[1:] == [
         "",
@@ -129,11 +134,11 @@ def a_hostile_line():
     return a_line(
         a_place(user=EVIL, note=EVIL, command=(EVIL, "x" * 300), start=NOW + 60, promise=NOW + 90),
         a_place(2, after=EVIL, command=()),
-        torn=(Torn(1, EVIL, EVIL),),
+        ignored=(IgnoredFile(1, EVIL, EVIL),),
         claims=(record,),
         host=EVIL,
         reserved=a_reserved(
-            ReservationStatus(a_reservation(user=EVIL, id=EVIL, note=EVIL), EVIL), torn=(Torn(1, EVIL, EVIL),)
+            ReservationStatus(a_reservation(user=EVIL, id=EVIL, note=EVIL), EVIL), ignored=(IgnoredFile(1, EVIL, EVIL),)
         ),
     )
 
@@ -261,15 +266,15 @@ def test_looking_at_the_line_does_not_change_it(queue, waits):
 
 
 def test_a_torn_ticket_is_named_and_the_others_count(queue, waits, tmp_path):
-    whole, torn = waits(), waits()
+    whole, ignored = waits(), waits()
     path = lock_directory(str(tmp_path))
-    with open(f"{path.records}/{path.prefix}ticket.{torn.id}.json", "w") as file:
+    with open(f"{path.records}/{path.prefix}ticket.{ignored.id}.json", "w") as file:
         file.write('{"schema": 1, "requests": [')
 
     content = json.loads(queue("--json"))
     assert [each["id"] for each in content["places"]] == [whole.id]
-    assert [(each["id"], each["uid"]) for each in content["not_counted"]] == [(torn.id, os.geteuid())]
-    assert f"  ticket {torn.id} of uid {os.geteuid()}: it cannot be understood" in queue()
+    assert [(each["id"], each["uid"]) for each in content["not_counted"]] == [(ignored.id, os.geteuid())]
+    assert f"  ticket {ignored.id} of uid {os.geteuid()}: it cannot be understood" in queue()
 
 
 def test_the_rules_of_the_site_are_read_and_their_faults_told(queue, tmp_path):

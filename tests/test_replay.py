@@ -22,7 +22,7 @@ from gpuguard.backends.recording import TapeWriter
 from gpuguard.backtest.masking import KEPT, MASKED, Mask
 from gpuguard.backtest.recording import pack, views
 from gpuguard.policies.view import HostUse
-from gpuguard.queue.priority import Rules
+from gpuguard.queue.priority import QueueRules
 
 DEVICES = 4
 HOUR = 3600.0
@@ -54,7 +54,7 @@ class Watched(benchmark.Line):
 
 
 def waits_of(jobs, knows, **rules):
-    line = Watched(knows, Rules(**rules))
+    line = Watched(knows, QueueRules(**rules))
     return benchmark.replay(jobs, DEVICES, line.starts, line.ended), line
 
 

@@ -29,14 +29,14 @@ from gpuguard.views.queue import state
 KEYS = ReservationKeys()
 
 
-def judged(
+def statuses(
     *found: Reservation, now: float = NOW, claims: tuple[ClaimRecord, ...] = (), **more: Any
 ) -> list[ReservationStatus]:
     return judge(found, UUIDS, claims, more.get("arrivals", {}), more.get("keys", KEYS), now)
 
 
 def reasons(*found: Reservation, **more: Any) -> list[str]:
-    return [one.why_not for one in judged(*found, **more)]
+    return [one.why_not for one in statuses(*found, **more)]
 
 
 def a_claim(user: int = 1, *devices: str, since: float = NOW) -> ClaimRecord:
@@ -60,7 +60,7 @@ def test_a_reservation_that_is_over_does_not_count_against_the_quota():
     ended = a_reservation(gpus=2, begins=-2 * HOUR, made=NOW - 3 * HOUR)
     missed = a_reservation(gpus=2, begins=-HOUR, hours=2, made=NOW - 2 * HOUR)
 
-    assert [(one.why_not, one.over) for one in judged(ended, missed, a_reservation(gpus=2))] == [
+    assert [(one.why_not, one.over) for one in statuses(ended, missed, a_reservation(gpus=2))] == [
         ("", True),
         ("", False),
     ]
@@ -112,31 +112,31 @@ NO_SHOW = KEYS.no_show
 def test_it_is_over_when_its_user_has_no_claim_in_time_and_a_later_claim_does_not_bring_it_back():
     one = a_reservation(begins=0.0, made=NOW - HOUR)
 
-    assert [each.over for each in judged(one, now=NOW + NO_SHOW - 1)] == [False]
-    assert [each.over for each in judged(one, now=NOW + NO_SHOW)] == [True]
+    assert [each.over for each in statuses(one, now=NOW + NO_SHOW - 1)] == [False]
+    assert [each.over for each in statuses(one, now=NOW + NO_SHOW)] == [True]
     for late in (0, 1):
         claim = a_claim(since=NOW + NO_SHOW + late)
-        assert [each.over for each in judged(one, now=NOW + NO_SHOW + 2, claims=(claim,))] == [True]
+        assert [each.over for each in statuses(one, now=NOW + NO_SHOW + 2, claims=(claim,))] == [True]
 
 
 def test_whoever_has_a_claim_keeps_it_until_its_end():
     one = a_reservation(begins=0.0, hours=9, made=NOW - HOUR)
-    (here,) = judged(one, now=NOW + 8 * HOUR, claims=(a_claim(since=NOW - HOUR),))
+    (here,) = statuses(one, now=NOW + 8 * HOUR, claims=(a_claim(since=NOW - HOUR),))
 
     assert (here.over, here.held, here.no_show_at) == (False, ("d0",), None)
-    assert judged(one, now=NOW + 8 * HOUR, claims=(a_claim(2),))[0].over
-    assert judged(one, now=NOW + 8 * HOUR, claims=(a_claim(1, "elsewhere"),))[0].over
-    assert not judged(one, now=NOW + 8 * HOUR, claims=(replace(a_claim(), since=None),))[0].over
-    assert not judged(one, now=NOW + 9 * HOUR, claims=(a_claim(),))
+    assert statuses(one, now=NOW + 8 * HOUR, claims=(a_claim(2),))[0].over
+    assert statuses(one, now=NOW + 8 * HOUR, claims=(a_claim(1, "elsewhere"),))[0].over
+    assert not statuses(one, now=NOW + 8 * HOUR, claims=(replace(a_claim(), since=None),))[0].over
+    assert not statuses(one, now=NOW + 9 * HOUR, claims=(a_claim(),))
 
 
 def test_between_two_jobs_it_stays_for_as_long_as_somebody_is_awaited():
     one = a_reservation(begins=0.0, hours=9, made=NOW - HOUR)
     arrivals = {(1, one.key): NOW + HOUR}
 
-    assert not judged(one, now=NOW + HOUR + NO_SHOW - 1, arrivals=arrivals)[0].over
-    assert judged(one, now=NOW + HOUR + NO_SHOW, arrivals=arrivals)[0].over
-    assert judged(one, now=NOW + HOUR, arrivals={(2, one.key): NOW + HOUR})[0].over
+    assert not statuses(one, now=NOW + HOUR + NO_SHOW - 1, arrivals=arrivals)[0].over
+    assert statuses(one, now=NOW + HOUR + NO_SHOW, arrivals=arrivals)[0].over
+    assert statuses(one, now=NOW + HOUR, arrivals={(2, one.key): NOW + HOUR})[0].over
 
 
 def test_the_end_of_a_job_elsewhere_does_not_bring_it_back(tmp_path):
@@ -146,9 +146,9 @@ def test_the_end_of_a_job_elsewhere_does_not_bring_it_back(tmp_path):
         write(directory, a_reservation(begins=0.0, hours=9, devices=tuple(uuids[:1])))
         claim = acquire(machine, Request(devices=("3",)), directory)
         world.clock += NO_SHOW
-        before = reservation_calendar(directory, uuids, (), world.clock).judged
+        before = reservation_calendar(directory, uuids, (), world.clock).statuses
         claim.release()
-        after = reservation_calendar(directory, uuids, (), world.clock).judged
+        after = reservation_calendar(directory, uuids, (), world.clock).statuses
 
     assert [one.over for one in (*before, *after)] == [True, True]
 
@@ -156,19 +156,19 @@ def test_the_end_of_a_job_elsewhere_does_not_bring_it_back(tmp_path):
 def test_those_who_wait_are_woken_when_one_begins_or_is_over():
     running, coming = a_reservation(begins=-60.0, made=NOW - HOUR), a_reservation(2)
 
-    assert a_reserved(*judged(running, coming)).changes_at == NOW - 60 + NO_SHOW
-    assert a_reserved(*judged(running, coming, claims=(a_claim(),))).changes_at == running.ends
-    assert a_reserved(*judged(coming)).changes_at == coming.begins
-    assert a_reserved(*judged(a_reservation(gpus=9))).changes_at == float("inf")
+    assert a_reserved(*statuses(running, coming)).changes_at == NOW - 60 + NO_SHOW
+    assert a_reserved(*statuses(running, coming, claims=(a_claim(),))).changes_at == running.ends
+    assert a_reserved(*statuses(coming)).changes_at == coming.begins
+    assert a_reserved(*statuses(a_reservation(gpus=9))).changes_at == float("inf")
 
 
 def test_the_state_in_words():
     one = a_reservation(gpus=2, begins=0.0, made=NOW)
 
-    assert state(judged(one, now=NOW - 7200)[0], NOW - 7200) == "begins in 2h"
-    assert state(judged(one, now=NOW + 1)[0], NOW + 1).endswith("unless u1 comes")
-    assert state(judged(one, claims=(a_claim(),), now=NOW + 1)[0], NOW + 1) == "1 of 2 used"
-    assert state(judged(one, now=NOW + NO_SHOW)[0], NOW).startswith("over: u1 had no claim by ")
+    assert state(statuses(one, now=NOW - 7200)[0], NOW - 7200) == "begins in 2h"
+    assert state(statuses(one, now=NOW + 1)[0], NOW + 1).endswith("unless u1 comes")
+    assert state(statuses(one, claims=(a_claim(),), now=NOW + 1)[0], NOW + 1) == "1 of 2 used"
+    assert state(statuses(one, now=NOW + NO_SHOW)[0], NOW).startswith("over: u1 had no claim by ")
     assert state(ReservationStatus(one, "why"), NOW) == "does not count: why"
 
 
@@ -183,9 +183,9 @@ def a_wish(**fields: Any) -> Reservation:
 
 def test_what_is_written_is_read(directory):
     made = write(directory, a_wish(gpus=2, note="course"))
-    found, torn, arrivals = read(directory, time.time())
+    found, ignored, arrivals = read(directory, time.time())
 
-    assert (found, torn, arrivals) == ([made], [], {})
+    assert (found, ignored, arrivals) == ([made], [], {})
     assert (made.num_gpus, made.devices, made.note, made.maker) == (2, UUIDS, "course", os.geteuid())
     assert abs(made.made - time.time()) < 60
     assert someone_waits(directory)
@@ -216,7 +216,7 @@ def test_cancelling_twice_is_no_fault(directory):
     remove(directory, made)
     remove(directory, made)
 
-    assert reservation_calendar(directory, UUIDS, (), time.time()).judged == ()
+    assert reservation_calendar(directory, UUIDS, (), time.time()).statuses == ()
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path):
@@ -246,9 +246,9 @@ WRONG: list[bytes] = [
 def test_a_file_that_cannot_be_understood_is_reported_and_counts_for_nobody(directory, content):
     path = Path(directory.records) / f"reserve.{os.geteuid()}.abc.json"
     path.write_bytes(content)
-    found, torn, _ = read(directory, time.time())
+    found, ignored, _ = read(directory, time.time())
 
-    assert (found, [one.id for one in torn]) == ([], ["abc"])
+    assert (found, [one.id for one in ignored]) == ([], ["abc"])
 
 
 def test_the_same_file_counts_when_nothing_is_wrong_with_it(directory):
@@ -267,9 +267,9 @@ def test_links_pipes_and_names_of_others_do_not_count(directory, tmp_path):
     (records / f"reserve.{own}.folder.json").mkdir()
     (records / f"reserve.{own + 1}.other.json").write_text(json.dumps(VALID))
     (records / f"reserve.{own}.a-b.json").write_text(json.dumps(VALID))
-    found, torn, _ = read(directory, time.time())
+    found, ignored, _ = read(directory, time.time())
 
-    assert (found, len(torn)) == ([], 6)
+    assert (found, len(ignored)) == ([], 6)
 
 
 def test_what_a_killed_command_left_is_removed_later(directory):

@@ -71,7 +71,7 @@ def test_folders_in_folders_keep_nothing_from_being_taken_away(tmp_path):
 
 
 @pytest.mark.parametrize("whose", ["claims", "claims/mine"])
-def test_nobody_who_goes_on_writing_there_keeps_it_from_being_taken_away(tmp_path, whose):
+def test_nobody_who_goes_on_writing_there_keeps_it_from_being_taken_away(tmp_path, owner):
     told = in_a_namespace(
         tmp_path,
         """
@@ -97,7 +97,7 @@ def test_nobody_who_goes_on_writing_there_keeps_it_from_being_taken_away(tmp_pat
         setup_remove.clear(path)
         told["left"] = Path(path).exists()
         """,
-        whose,
+        owner,
     )
 
     assert told["left"] is False

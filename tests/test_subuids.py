@@ -22,7 +22,7 @@ from gpuguard.enforcement.limits import BURST_LINES, AuditQuota
 from gpuguard.model import Snapshot
 from gpuguard.queue import tickets
 from gpuguard.queue.backfill import planned_for
-from gpuguard.queue.priority import ReservationKeys, Rules, order
+from gpuguard.queue.priority import QueueRules, ReservationKeys, order
 from gpuguard.queue.reservations import ReservationStatus, judge, what_if
 from gpuguard.queue.state import QueueFacts, _together, queue_state
 from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content
@@ -135,9 +135,9 @@ def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
         held.append(OwnTicket(directory, ticket_content(a_ticket())))
 
     by([FIRST + number for number in range(20)] + [ALICE.pw_uid], wait)
-    found, torn = read_tickets(directory)
-    line = order(found, {}, Rules(), found[0].since + 60.0)
-    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), QueueFacts(), Rules()).places
+    found, ignored = read_tickets(directory)
+    line = order(found, {}, QueueRules(), found[0].since + 60.0)
+    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), QueueFacts(), QueueRules()).places
     for one in held:
         one.leave()
 
@@ -145,7 +145,7 @@ def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
     assert ALICE.pw_uid in [one.uid for one in line][:2]
     assert ALICE.pw_uid in [place.ticket.uid for place in places][:2]
     assert len(found) == 6
-    assert [(one.uid, one.id) for one in torn] == [(FIRST, "15 more")]
+    assert [(one.uid, one.id) for one in ignored] == [(FIRST, "15 more")]
 
 
 @pytest.mark.root
@@ -153,7 +153,7 @@ def test_who_only_asks_where_he_would_stand_stands_as_one_too(directory):
     held: list[OwnTicket] = []
     by([ALICE.pw_uid], lambda uid: held.append(OwnTicket(directory, ticket_content(a_ticket()))))
     facts, mine = QueueFacts(usage={FIRST + 2: 1e6}), a_ticket(FIRST + 1, since=time.time() - 1.0)
-    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, Rules(), mine).places
+    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, QueueRules(), mine).places
     held[0].leave()
 
     assert [place.ticket.uid for place in places] == [ALICE.pw_uid, FIRST + 1]
@@ -164,7 +164,7 @@ def test_what_one_of_his_uids_has_had_puts_the_others_behind_her(directory):
     held: list[OwnTicket] = []
     by([FIRST + 1, ALICE.pw_uid], lambda uid: held.append(OwnTicket(directory, ticket_content(a_ticket()))))
     facts = QueueFacts(usage={FIRST + 2: 1e6})
-    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, Rules()).places
+    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, QueueRules()).places
     for one in held:
         one.leave()
 
@@ -188,12 +188,12 @@ def test_all_uids_of_one_user_reserve_as_much_as_one():
 
 
 def test_one_user_is_planned_and_lifted_as_one():
-    crowd = [a_ticket(FIRST + number, party=FIRST, since=float(number)) for number in range(300)]
+    crowd = [a_ticket(FIRST + number, owner_uid=FIRST, since=float(number)) for number in range(300)]
     others = [a_ticket(1001, since=1000.0)]
 
     assert planned_for([*crowd, *others])[-1] == others[0]
     assert len(planned_for([*crowd, *others])) < 300
-    line = order([*crowd, *others], {}, Rules(bound=10.0), 1e6)
+    line = order([*crowd, *others], {}, QueueRules(bound=10.0), 1e6)
     assert line[:2] == [crowd[0], others[0]]
 
 

@@ -29,15 +29,15 @@ from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.queue.tickets import (
     MAX_BYTES,
     MOST_UNHEARD,
+    IgnoredFile,
     OwnTicket,
-    Torn,
-    last_sign,
+    last_heartbeat,
     read_tickets,
     ticket_content,
-    unheard_since,
+    unread_since,
+    waiting_tickets,
     wake,
     wanted,
-    who_waits,
     write_served,
 )
 from gpuguard.request import Request
@@ -79,13 +79,13 @@ def content(**changes: Any) -> bytes:
     return json.dumps({**ticket_content(a_ticket()), **changes}).encode()
 
 
-def read(directory: LockDirectory, encoded: bytes, path: str = "") -> Ticket | Torn:
+def read(directory: LockDirectory, encoded: bytes, path: str = "") -> Ticket | IgnoredFile:
     path = path or place(directory)
     try:
         with Planted(path, encoded):
-            found, torn = read_tickets(directory)
-            assert len(found) + len(torn) == 1
-            return (found or torn)[0]  # type: ignore[return-value]
+            found, ignored = read_tickets(directory)
+            assert len(found) + len(ignored) == 1
+            return (found or ignored)[0]  # type: ignore[return-value]
     finally:
         os.unlink(path)
 
@@ -93,7 +93,7 @@ def read(directory: LockDirectory, encoded: bytes, path: str = "") -> Ticket | T
 def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None:
     before = a_ticket(
         ME,
-        party=ME,
+        owner_uid=ME,
         ways=WAYS,
         priority=1,
         time_limit=60.0,
@@ -104,10 +104,10 @@ def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None
         command=("a", "b"),
     )
     one = OwnTicket(directory, ticket_content(before))
-    ((after,), torn) = read_tickets(directory)
+    ((after,), ignored) = read_tickets(directory)
     one.leave()
 
-    assert torn == []
+    assert ignored == []
     assert abs(after.since - time.time()) < 60.0
     assert replace(after, since=before.since) == replace(before, id=one.id, user=after.user)
 
@@ -180,12 +180,12 @@ CONDITIONS = sorted(vars(Request()))
 CALM = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def check(found: Ticket | Torn) -> None:
+def check(found: Ticket | IgnoredFile) -> None:
     assert found.uid == ME
-    if isinstance(found, Torn):
+    if isinstance(found, IgnoredFile):
         return
     assert found.id == f"{ME}.aaaa"
-    assert 1 <= len(found.requests) <= tickets.MOST_WAYS
+    assert 1 <= len(found.requests) <= tickets.MOST_ALTERNATIVES
     assert found.priority in PRIORITIES.values()
     assert abs(found.since - time.time()) < 60.0
     for seconds in (found.time_limit, found.expected, found.promise):
@@ -234,15 +234,15 @@ def test_no_condition_of_a_request_ever_has_a_wrong_type(directory: LockDirector
 
 
 def test_a_ticket_in_the_name_of_somebody_else_does_not_count(directory: LockDirectory) -> None:
-    torn = read(directory, content(), place(directory, uid=ME + 1))
+    ignored = read(directory, content(), place(directory, uid=ME + 1))
 
-    assert isinstance(torn, Torn)
-    assert (torn.uid, torn.reason) == (ME, "its name is not that of its owner")
+    assert isinstance(ignored, IgnoredFile)
+    assert (ignored.uid, ignored.reason) == (ME, "its name is not that of its owner")
 
 
 @pytest.mark.parametrize("name", ["a-b", "", "a.b", "a b", "../x".replace("/", "_")])
 def test_a_ticket_with_a_name_that_is_none_does_not_count(directory: LockDirectory, name: str) -> None:
-    assert isinstance(read(directory, content(), place(directory, name)), Torn)
+    assert isinstance(read(directory, content(), place(directory, name)), IgnoredFile)
 
 
 def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held: OwnTicket, tmp_path: Path) -> None:
@@ -251,75 +251,75 @@ def test_what_is_no_ordinary_file_does_not_count(directory: LockDirectory, held:
     os.mkfifo(place(directory, "fifo"))
     os.mkdir(place(directory, "folder"))
     os.symlink("/dev/zero", place(directory, "zero"))
-    found, torn = read_tickets(directory)
+    found, ignored = read_tickets(directory)
 
     assert [ticket.id for ticket in found] == [held.id]
-    assert len(torn) == 4
+    assert len(ignored) == 4
 
 
 def test_a_ticket_with_two_names_does_not_count(directory: LockDirectory, held: OwnTicket) -> None:
     (real,) = (f"{directory.records}/{name}" for name in os.listdir(directory.records) if name.endswith(".json"))
     os.link(real, place(directory, "again"))
 
-    found, torn = read_tickets(directory)
-    assert (found, {one.reason for one in torn}) == ([], {"it is no ordinary file"})
+    found, ignored = read_tickets(directory)
+    assert (found, {one.reason for one in ignored}) == ([], {"it is no ordinary file"})
 
 
 def test_a_huge_ticket_is_not_read(directory: LockDirectory) -> None:
     path = place(directory)
     with Planted(path, content()) as planted:
         os.ftruncate(planted.descriptor, 2**40)
-        found, torn = read_tickets(directory)
+        found, ignored = read_tickets(directory)
 
-    assert (found, [one.reason for one in torn]) == ([], ["it cannot be understood: it is too long"])
+    assert (found, [one.reason for one in ignored]) == ([], ["it cannot be understood: it is too long"])
 
 
 def test_a_ring_reaches_the_bell(directory: LockDirectory, held: OwnTicket) -> None:
     (ticket,) = read_tickets(directory)[0]
-    assert unheard_since(directory, ticket) == math.inf
+    assert unread_since(directory, ticket) == math.inf
     wake(directory, [ticket], b".")
 
-    assert time.time() - 60.0 < unheard_since(directory, ticket) < math.inf
-    assert held.hush() == b"."
-    assert held.hush() == b""
-    assert unheard_since(directory, ticket) == math.inf
+    assert time.time() - 60.0 < unread_since(directory, ticket) < math.inf
+    assert held.drain() == b"."
+    assert held.drain() == b""
+    assert unread_since(directory, ticket) == math.inf
 
 
 def test_nobody_rings_on_and_on_at_somebody_who_does_not_listen(directory: LockDirectory, held: OwnTicket) -> None:
     (ticket,) = read_tickets(directory)[0]
     for _ in range(100):
         wake(directory, [ticket], b".")
-    since = unheard_since(directory, ticket)
+    since = unread_since(directory, ticket)
     wake(directory, [ticket], b".")
 
-    assert unheard_since(directory, ticket) == since
-    assert held.hush() == b"." * MOST_UNHEARD
+    assert unread_since(directory, ticket) == since
+    assert held.drain() == b"." * MOST_UNHEARD
 
 
 def test_a_bell_that_is_full_holds_up_nobody(directory: LockDirectory, held: OwnTicket) -> None:
     (ticket,) = read_tickets(directory)[0]
-    bell = os.open(place(directory, held.id.partition(".")[2], kind="bell"), os.O_WRONLY | os.O_NONBLOCK)
+    waker = os.open(place(directory, held.id.partition(".")[2], kind="bell"), os.O_WRONLY | os.O_NONBLOCK)
     with suppress(BlockingIOError):
-        while os.write(bell, b"x" * 4096):
+        while os.write(waker, b"x" * 4096):
             pass
     wake(directory, [ticket], b".")
-    os.close(bell)
+    os.close(waker)
 
-    assert set(held.hush()) == {ord("x")}
+    assert set(held.drain()) == {ord("x")}
 
 
 def test_whoever_has_no_bell_that_is_his_hears_nothing(directory: LockDirectory, tmp_path: Path) -> None:
     ticket = a_ticket(ME, id="aaaa")
-    bell = place(directory, "aaaa", kind="bell")
+    waker = place(directory, "aaaa", kind="bell")
     victim = tmp_path / "victim"
     victim.write_text("kept")
-    assert unheard_since(directory, ticket) == last_sign(directory, ticket) == -math.inf
+    assert unread_since(directory, ticket) == last_heartbeat(directory, ticket) == -math.inf
 
-    for make in (lambda: os.symlink(victim, bell), lambda: os.mkfifo(bell), lambda: os.link(victim, bell)):
+    for make in (lambda: os.symlink(victim, waker), lambda: os.mkfifo(waker), lambda: os.link(victim, waker)):
         make()
         wake(directory, [ticket], b".")
-        assert unheard_since(directory, ticket) == -math.inf
-        os.unlink(bell)
+        assert unread_since(directory, ticket) == -math.inf
+        os.unlink(waker)
     assert victim.read_text() == "kept"
 
 
@@ -334,10 +334,10 @@ def test_whoever_cleans_up_removes_a_ticket_and_its_owner_sees_it(directory: Loc
 def test_a_sign_of_life_can_be_seen(directory: LockDirectory, held: OwnTicket) -> None:
     (ticket,) = read_tickets(directory)[0]
     os.utime(place(directory, held.id.partition(".")[2], kind="bell"), (1.0, 1.0))
-    assert last_sign(directory, ticket) == 1.0
-    held.live()
+    assert last_heartbeat(directory, ticket) == 1.0
+    held.send_heartbeat()
 
-    assert eventually(lambda: last_sign(directory, ticket) > time.time() - 60.0)
+    assert eventually(lambda: last_heartbeat(directory, ticket) > time.time() - 60.0)
 
 
 def test_who_was_served_is_known_to_the_others(directory: LockDirectory, held: OwnTicket) -> None:
@@ -348,22 +348,22 @@ def test_who_was_served_is_known_to_the_others(directory: LockDirectory, held: O
 
 
 def test_what_a_user_wants_is_the_sum_of_his_requests(directory):
-    assert wanted(who_waits(directory)) == {}
+    assert wanted(waiting_tickets(directory)) == {}
     held = [OwnTicket(directory, ticket_content(a_ticket(gpus=gpus))) for gpus in (2, 3)]
-    found = wanted(who_waits(directory))
+    found = wanted(waiting_tickets(directory))
     for ticket in held:
         ticket.leave()
 
-    assert (found, wanted(who_waits(directory))) == ({ME: 5}, {})
+    assert (found, wanted(waiting_tickets(directory))) == ({ME: 5}, {})
 
 
 def test_a_ticket_that_asks_for_more_than_there_can_be_counts_for_no_more(directory):
     held = OwnTicket(directory, ticket_content(a_ticket(gpus=2**62)))
-    found = wanted(who_waits(directory))
+    found = wanted(waiting_tickets(directory))
     held.leave()
 
     assert found == {ME: tickets.MOST_WANTED}
 
 
 def test_of_a_line_that_cannot_be_read_nobody_knows_what_is_wanted(directory):
-    assert wanted(who_waits(replace(directory, records=f"{directory.records}/gone"))) is None
+    assert wanted(waiting_tickets(replace(directory, records=f"{directory.records}/gone"))) is None

@@ -21,7 +21,7 @@ from users import ALICE, BOB
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.queue import reservation_store, tickets
 from gpuguard.queue.state import has_waker
-from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, unheard_since, wake, write_served
+from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, unread_since, wake, write_served
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 
@@ -72,8 +72,8 @@ def alice(directory: LockDirectory) -> Iterator[int]:
 
 def test_everybody_sees_whose_a_ticket_is(directory: LockDirectory, alice: int) -> None:
     def look() -> None:
-        ((ticket,), torn) = read_tickets(directory)
-        assert (ticket.uid, ticket.user, torn) == (ALICE.pw_uid, ALICE.pw_name, [])
+        ((ticket,), ignored) = read_tickets(directory)
+        assert (ticket.uid, ticket.user, ignored) == (ALICE.pw_uid, ALICE.pw_name, [])
 
     as_user(BOB, look)
 
@@ -82,7 +82,7 @@ def test_a_stranger_can_ring_but_neither_listen_nor_remove(directory: LockDirect
     def tries() -> None:
         (ticket,) = read_tickets(directory)[0]
         wake(directory, [ticket], b".")
-        assert unheard_since(directory, ticket) > 0
+        assert unread_since(directory, ticket) > 0
         for name in os.listdir(directory.records):
             with pytest.raises(PermissionError):
                 os.unlink(f"{directory.records}/{name}")
@@ -96,8 +96,8 @@ def test_a_ticket_in_the_name_of_a_stranger_does_not_count(directory: LockDirect
     def forge() -> None:
         own = OwnTicket(directory, ticket_content(a_ticket()))
         os.rename(own._ticket, own._ticket.replace(f".{BOB.pw_uid}.", f".{ALICE.pw_uid}."))
-        found, torn = read_tickets(directory)
-        assert (found, [(one.uid, one.reason) for one in torn]) == (
+        found, ignored = read_tickets(directory)
+        assert (found, [(one.uid, one.reason) for one in ignored]) == (
             [],
             [(BOB.pw_uid, "its name is not that of its owner")],
         )
@@ -127,13 +127,13 @@ def test_any_number_of_tickets_of_one_user_costs_the_others_a_bounded_time(
     child = as_user(
         BOB, lambda: kept.extend(OwnTicket(directory, ticket_content(a_ticket())) for _ in range(7)), stays=True
     )
-    found, torn = read_tickets(directory)
+    found, ignored = read_tickets(directory)
     os.kill(child, 9)
     os.waitpid(child, 0)
 
     assert sorted(one.uid for one in found) == sorted([ALICE.pw_uid, *[BOB.pw_uid] * 3])
     reason = f"{BOB.pw_name} has 3 before them"
-    assert [(one.uid, one.id, one.reason) for one in torn] == [(BOB.pw_uid, "4 more", reason)]
+    assert [(one.uid, one.id, one.reason) for one in ignored] == [(BOB.pw_uid, "4 more", reason)]
 
 
 def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(
@@ -144,10 +144,10 @@ def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(
     as_user(BOB, lambda: [reservation_store.write(directory, a_reservation(BOB.pw_uid)) for _ in range(7)])
     for _ in range(5):
         reservation_store.write(directory, a_reservation(ALICE.pw_uid))
-    found, torn, _ = reservation_store.read(directory, now)
+    found, ignored, _ = reservation_store.read(directory, now)
 
     assert Counter(one.maker for one in found) == {0: 5, BOB.pw_uid: 3}, "root may have any number"
-    assert [(one.uid, one.id) for one in torn] == [(BOB.pw_uid, "4 more")]
+    assert [(one.uid, one.id) for one in ignored] == [(BOB.pw_uid, "4 more")]
 
 
 def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(

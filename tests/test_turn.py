@@ -18,9 +18,9 @@ from gpuguard.eligibility import Refusal
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.lock import acquire
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.calendar import DeviceReservations, clock_text
-from gpuguard.queue.explain import QueueAnswer, in_words, new_ticket, promised
-from gpuguard.queue.priority import Rules, Ticket
+from gpuguard.queue.calendar import PlannedReservation, clock_text
+from gpuguard.queue.explain import QueueAnswer, new_ticket, promised, start_text
+from gpuguard.queue.priority import QueueRules, Ticket
 from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content
 from gpuguard.request import Request
@@ -45,7 +45,7 @@ def a_line(*places: QueuePosition, **fields) -> QueueState:
 
 
 def said(place: QueuePosition, *before: QueuePosition, **fields) -> str:
-    return in_words(place, a_line(*before, place, **fields))
+    return start_text(place, a_line(*before, place, **fields))
 
 
 # In words.
@@ -63,10 +63,10 @@ def test_what_needs_no_plan():
 def test_what_would_delay_a_request_before_it():
     other = a_place("other", user="bob", ways=(Request(num_gpus=4),))
 
-    assert said(a_place(passes="other"), other) == (
+    assert said(a_place(held_back_by="other"), other) == (
         "held back: it would delay bob's request for 4, which came before"
     )  # fmt: skip
-    assert said(a_place(passes="gone")) == "held back: it would delay reservation gone"
+    assert said(a_place(held_back_by="gone")) == "held back: it would delay reservation gone"
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_what_would_delay_a_request_before_it():
     ],
 )
 def test_what_would_delay_a_reservation(begins, limit, start, text):
-    booking = DeviceReservations("r", 7, "eve", 1, NOW + begins, NOW + 2 * HOUR, (FIRST,))
-    another = DeviceReservations("q", 8, "zoe", 1, NOW, NOW + HOUR, (SECOND,))
-    place = a_place(passes="r", time_limit=limit, start=None if start is None else NOW + start)
+    booking = PlannedReservation("r", 7, "eve", 1, NOW + begins, NOW + 2 * HOUR, (FIRST,))
+    another = PlannedReservation("q", 8, "zoe", 1, NOW, NOW + HOUR, (SECOND,))
+    place = a_place(held_back_by="r", time_limit=limit, start=None if start is None else NOW + start)
     when = text.format(begins=clock_text(booking.begins, NOW), ends=clock_text(booking.ends, NOW))
 
-    assert said(place, bookings=(another, booking)) == (
+    assert said(place, reservations=(another, booking)) == (
         f"held back: it would delay the reservation of eve {when}"
     )  # fmt: skip
 
@@ -109,13 +109,13 @@ def test_the_last_device_to_be_free_and_what_says_so(claim, text):
 
 
 def test_a_start_at_the_end_of_a_reservation_is_said_so():
-    booking = DeviceReservations("r", 7, "eve", 1, NOW - HOUR, NOW + HOUR, (FIRST,))
+    booking = PlannedReservation("r", 7, "eve", 1, NOW - HOUR, NOW + HOUR, (FIRST,))
     until = clock_text(booking.ends, NOW)
 
-    assert said(a_place(start=NOW + HOUR), bookings=(booking,)) == (
+    assert said(a_place(start=NOW + HOUR), reservations=(booking,)) == (
         f"starts in about 1h, after the reservation of eve until {until}"
     )  # fmt: skip
-    assert said(a_place(start=NOW + HOUR + 1), bookings=(booking,)) == "starts in about 1h"
+    assert said(a_place(start=NOW + HOUR + 1), reservations=(booking,)) == "starts in about 1h"
 
 
 def test_behind_a_request_it_starts_after_the_nearest_one_on_the_same_devices():
@@ -123,7 +123,7 @@ def test_behind_a_request_it_starts_after_the_nearest_one_on_the_same_devices():
     elsewhere, later = a_place("eve", 3, user="eve", devices=(SECOND,)), a_place("max", 5, user="max")
     mine = a_place(number=4, start=NOW + HOUR)
 
-    assert in_words(mine, a_line(bob, zoe, elsewhere, mine, later)) == "starts in about 1h, after zoe's request"
+    assert start_text(mine, a_line(bob, zoe, elsewhere, mine, later)) == "starts in about 1h, after zoe's request"
     assert said(a_place(number=2, start=NOW + HOUR), bob) == "starts in about 1h, after bob's request"
 
 
@@ -136,7 +136,7 @@ def test_where_nobody_knows_when_it_starts_it_is_said_of_whom_one_cannot_tell():
 
     assert said(a_place(number=2), bob) == f"{unknown}bob's request before it has no time limit"
     used = replace(a_line(a_place()), snapshot=a_snapshot(a_device(0, processes=(a_process(),))))
-    assert in_words(a_place(), used) == f"{unknown}a device is in use without a claim"
+    assert start_text(a_place(), used) == f"{unknown}a device is in use without a claim"
     assert said(a_place()) == f"{unknown}a device is not free, though nobody has claimed it"  # in quarantine, too hot
     assert said(both, claims=(free,)) == f"{unknown}the job of bob has no time limit"
     assert said(both, claims=(zoes, free)) == f"{unknown}the jobs of bob and zoe have no time limit"
@@ -229,8 +229,8 @@ def test_an_error_that_waiting_cannot_help_stays_what_it_is():
 def test_whoever_joins_is_promised_a_quarter_of_the_wait_more_than_planned():
     mine = a_place(in_order=NOW + 100)
 
-    assert promised(a_line(mine), Rules(), mine.ticket) == NOW + 125
-    assert promised(a_line(a_place("other")), Rules(), mine.ticket) is None
+    assert promised(a_line(mine), QueueRules(), mine.ticket) == NOW + 125
+    assert promised(a_line(a_place("other")), QueueRules(), mine.ticket) is None
 
 
 def test_a_new_ticket_is_of_this_process_and_of_now():
@@ -254,7 +254,7 @@ def test_a_new_ticket_is_of_this_process_and_of_now():
 def machine(monkeypatch):
     """Two devices."""
     machine = Machine(a_device(0), a_device(1))
-    for command in ("explain", "looking"):
+    for command in ("explain", "options"):
         monkeypatch.setattr(f"gpuguard.cli.{command}.backend_of", lambda args: machine)
     return machine
 

@@ -321,9 +321,9 @@ def test_a_ticket_that_somebody_removed_is_made_again_and_served(tmp_path: Path,
 
 def test_whoever_rings_on_and_on_costs_little(room: Room) -> None:
     with room.job(), room.wait() as one, room.wait():
-        (bell,) = (each for each in Path(room.directory.records).glob("bell.*") if _is_of(each, one.pid, room))
+        (waker,) = (each for each in Path(room.directory.records).glob("bell.*") if _is_of(each, one.pid, room))
         looked, until = calmly(room), time.monotonic() + 4.0
-        descriptor = os.open(bell, os.O_WRONLY | os.O_NONBLOCK)
+        descriptor = os.open(waker, os.O_WRONLY | os.O_NONBLOCK)
         while time.monotonic() < until:
             with contextlib.suppress(BlockingIOError):
                 os.write(descriptor, b".x")
@@ -333,7 +333,7 @@ def test_whoever_rings_on_and_on_costs_little(room: Room) -> None:
         assert room.looks() - looked < 80  # 20 at once, then one in two seconds; each is up to three looks
 
 
-def _is_of(bell: Path, pid: int, room: Room) -> bool:
+def _is_of(waker: Path, pid: int, room: Room) -> bool:
     from gpuguard.queue.tickets import read_tickets
 
-    return any(ticket.pid == pid and bell.name.endswith(ticket.id) for ticket in read_tickets(room.directory)[0])
+    return any(ticket.pid == pid and waker.name.endswith(ticket.id) for ticket in read_tickets(room.directory)[0])

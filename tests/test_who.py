@@ -15,7 +15,7 @@ from gpuguard import device_state
 from gpuguard.device_state import chosen, user_totals, uses
 from gpuguard.model import Gap, ProcessStat
 from gpuguard.queue.reservations import ReservationStatus
-from gpuguard.queue.tickets import Torn
+from gpuguard.queue.tickets import IgnoredFile
 from gpuguard.sanitize import display_width
 from gpuguard.views.text import json_text
 from gpuguard.views.who import LABELS, QueuedRequest, gap_lines, to_json, to_text
@@ -240,7 +240,7 @@ def test_hostile_text_is_shown_and_does_no_harm(width):
     reserved = a_reserved(
         ReservationStatus(a_reservation(user=1, note="\x1b[31m"), "\n" * 3),
         ReservationStatus(a_reservation(id="\x1b", maker=0)),
-        torn=(Torn(1, "\x1b", "\u202e"), Torn(-1, "", "")),
+        ignored=(IgnoredFile(1, "\x1b", "\u202e"), IgnoredFile(-1, "", "")),
     )
     lines = to_text(snapshot, uses(snapshot), waiting, reserved=reserved, width=width)
 

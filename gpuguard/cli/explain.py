@@ -52,12 +52,12 @@ def turn_of(directory: LockDirectory, snapshot: Snapshot, request: Request) -> t
 
     if not someone_waits(directory) or outer_claim(directory):
         return None
-    from gpuguard.queue.explain import new_ticket, prospects, stand
+    from gpuguard.queue.explain import new_ticket, position_text, read_queue
     from gpuguard.queue.settings import read_queue_settings
 
     mine = new_ticket([request])
-    line = stand(directory, snapshot, read_queue_settings().rules, mine)
+    line = read_queue(directory, snapshot, read_queue_settings().rules, mine)
     place = line.of(mine.id)
     if place is None:
         return None
-    return place.now, prospects(place, line)
+    return place.now, position_text(place, line)

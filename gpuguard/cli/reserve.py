@@ -116,14 +116,16 @@ def _make(args: argparse.Namespace) -> int:
     made = write(directory, wanted)
     try:
         # Somebody may have done the same at the same moment: then whoever came first has it.
-        judged = next((one for one in _reserved(directory, snapshot).judged if one.reservation.key == made.key), None)
-        if judged is None or judged.why_not:
-            raise GpuguardError(f"this cannot be reserved: {judged.why_not if judged else 'its file is gone'}.")
+        statuses = next(
+            (one for one in _reserved(directory, snapshot).statuses if one.reservation.key == made.key), None
+        )
+        if statuses is None or statuses.why_not:
+            raise GpuguardError(f"this cannot be reserved: {statuses.why_not if statuses else 'its file is gone'}.")
     except BaseException:  # also where that cannot be seen: nobody would know that it is there
         remove(directory, made)
         raise
     _write_down(args, "made", made)
-    return _tell(args, judged, snapshot, now)
+    return _tell(args, statuses, snapshot, now)
 
 
 def _times(args: argparse.Namespace) -> tuple[float, float]:
@@ -189,19 +191,19 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     return tuple(kind)
 
 
-def _tell(args: argparse.Namespace, judged: ReservationStatus, snapshot: Snapshot, now: float) -> int:
+def _tell(args: argparse.Namespace, statuses: ReservationStatus, snapshot: Snapshot, now: float) -> int:
     if args.json:
-        put([json_text({"schema": 1, "reservations": [view.reservation_json(judged, now)]})], sys.stdout)
+        put([json_text({"schema": 1, "reservations": [view.reservation_json(statuses, now)]})], sys.stdout)
         return 0
     from gpuguard.queue.calendar import clock_text
 
-    it = judged.reservation
+    it = statuses.reservation
     gpus = f"{it.num_gpus} GPU{'s' * (it.num_gpus != 1)}"
     lines = [
         f"reserved: {gpus} for {it.user} from {clock_text(it.begins, now)} to {clock_text(it.ends, now)} (id {it.id})."
     ]
-    if judged.no_show_at is not None:
-        lines.append(f"It is over at {clock_text(judged.no_show_at, now)} unless {it.user} makes a claim by then.")
+    if statuses.no_show_at is not None:
+        lines.append(f"It is over at {clock_text(statuses.no_show_at, now)} unless {it.user} makes a claim by then.")
     busy = _in_use_until_then(it, snapshot)
     if len(it.devices) - len(busy) < it.num_gpus:
         lines.append(
@@ -218,7 +220,7 @@ def _in_use_until_then(it: Reservation, snapshot: Snapshot) -> list[str]:
 
 def _cancel(args: argparse.Namespace) -> int:
     directory, found = directory_of(args), _now(args)
-    named = [one for one in found.judged if one.reservation.id == args.cancel]
+    named = [one for one in found.statuses if one.reservation.id == args.cancel]
     mine = [one for one in named if one.reservation.maker == os.geteuid()] or named
     if not mine:
         raise GpuguardError(f"there is no reservation {args.cancel}: `gpuguard reserve` shows those that there are.")

@@ -111,8 +111,8 @@ def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalend
         found = reservation_calendar(directory, uuids, snapshot.claims, time.time())
     except (ClaimError, OSError):
         return None
-    judged = tuple(status for status in found.judged if not args.user or status.reservation.user in args.user)
-    return replace(found, judged=judged)
+    statuses = tuple(status for status in found.statuses if not args.user or status.reservation.user in args.user)
+    return replace(found, statuses=statuses)
 
 
 def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> list[who.QueuedRequest]:
@@ -120,11 +120,11 @@ def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> list[who.QueuedReq
     directory = _directory_with(args, "ticket.")
     if directory is None:
         return []
-    from gpuguard.queue.explain import stand
+    from gpuguard.queue.explain import read_queue
     from gpuguard.queue.settings import read_queue_settings
 
     try:
-        places = stand(directory, snapshot, read_queue_settings().rules).places
+        places = read_queue(directory, snapshot, read_queue_settings().rules).places
     except (GpuguardError, OSError):
         return []  # the claims are missing too, and that is said
     tickets = [place.ticket for place in places if not args.user or place.ticket.user in args.user]

@@ -39,7 +39,7 @@ from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.model import MEMORY, PROCESSES, Event, Snapshot
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.explain import in_words, new_ticket, stand
+from gpuguard.queue.explain import new_ticket, read_queue, start_text
 from gpuguard.queue.leader import YOUR_TURN
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.queue.settings import read_queue_settings
@@ -94,7 +94,7 @@ class Broker:
         Returns:
             What was done.
         """
-        queue, now = stand(self._directory, snapshot, read_queue_settings().rules), time.monotonic()
+        queue, now = read_queue(self._directory, snapshot, read_queue_settings().rules), time.monotonic()
         offered = [position for position in queue.places if position.now]
         # The leader may be hostile, and an offer that is not heard of cannot be taken.
         wake(self._directory, [position.ticket for position in offered], YOUR_TURN)
@@ -106,7 +106,7 @@ class Broker:
     def _set_back(self, position: QueuePosition) -> Event | None:
         """Write down that the request has not taken its offer; None where it, or its user, is set back already."""
         ticket, now = position.ticket, time.time()
-        user, before = str(ticket.whose), read_restrictions(self._directory, SET_BACK, now)
+        user, before = str(ticket.owner), read_restrictions(self._directory, SET_BACK, now)
         if user in before or ticket.id in before:
             return None
         reason = f"did not claim {format_count(len(position.devices), 'GPU')} within {OFFER_SECONDS:.0f}s"
@@ -162,7 +162,7 @@ class Broker:
         snapshot = self._sample(ticket)
         if unknown := [name for name in names if snapshot.device(name) is None]:
             return _refusal(dict.fromkeys(unknown, "the driver does not show it"))
-        queue = stand(self._directory, snapshot, read_queue_settings().rules, ticket)
+        queue = read_queue(self._directory, snapshot, read_queue_settings().rules, ticket)
         request, refused = _due(queue, names, ticket)
         if refused:
             return _refusal(refused)
@@ -264,9 +264,9 @@ def _due(queue: QueueState, names: list[str], ticket: Ticket) -> tuple[Request, 
     """What *ticket* may have now, and uuid -> why not, by the daemon's own view of the queue."""
     position = queue.of(ticket.id)
     if position is None or not position.now or position.request is None:
-        why = f"it is not your turn: {in_words(position, queue)}" if position else "it is not your turn"
+        why = f"it is not your turn: {start_text(position, queue)}" if position else "it is not your turn"
         return ticket.requests[0], dict.fromkeys(names, why)
-    kept = queue.kept_from(ticket.id)
+    kept = queue.kept_for_others(ticket.id)
     return position.request, {name: kept[name] for name in names if name in kept}
 
 

@@ -39,7 +39,7 @@ from gpuguard.policies.policy import Judgement
 from gpuguard.policies.quota import windows_of
 from gpuguard.procfs import boot_clock
 from gpuguard.queue.priority import Ticket
-from gpuguard.queue.tickets import wanted, who_waits
+from gpuguard.queue.tickets import waiting_tickets, wanted
 from gpuguard.source import lock_daemon, write_state
 from gpuguard.units import format_count
 from gpuguard.watchdog import INTERVAL, Watchdog
@@ -340,7 +340,7 @@ class Daemon:
 
     def _publish(self, snapshot: Snapshot, pause: float) -> None:
         self.last = snapshot
-        self.waiting = who_waits(self._directory)
+        self.waiting = waiting_tickets(self._directory)
         self._recorder.record(snapshot, GAP_INTERVALS * self.watchdog.interval[1], wanted(self.waiting))
         if snapshot.clock - self._published_at < PUBLISH_SECONDS - pause / 1.5:  # no sample comes on the dot
             return

@@ -23,7 +23,7 @@ from gpuguard.errors import BackendError, ClaimError
 from gpuguard.history import audit_log
 from gpuguard.model import CLOCKS, ECC, WHO_FIELDS, Device, Event, Snapshot
 from gpuguard.procfs import process_facts
-from gpuguard.queue.tickets import who_waits
+from gpuguard.queue.tickets import waiting_tickets
 from gpuguard.source import SnapshotSource, daemon_lives, with_quarantine
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _with_directory(facts: MetricFacts, directory: LockDirectory | None) -> Metr
         return facts
     return replace(
         facts,
-        waiting=facts.waiting if facts.waiting is not None else _since(who_waits(directory)),
+        waiting=facts.waiting if facts.waiting is not None else _since(waiting_tickets(directory)),
         quarantined=frozenset(read_restrictions(directory, QUARANTINED, facts.now)),
         daemon_up=facts.daemon_up or daemon_lives(directory),
     )

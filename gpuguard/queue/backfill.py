@@ -20,13 +20,13 @@ from gpuguard.queue.calendar import (
     HORIZON_SECONDS,
     Calendar,
     Calendars,
-    DeviceReservations,
-    Prospects,
-    Started,
+    DeviceAvailability,
+    PlannedReservation,
+    StartingJob,
     clear_at,
     in_the_way,
 )
-from gpuguard.queue.priority import Rules, Ticket, due_at, overdue
+from gpuguard.queue.priority import QueueRules, Ticket, due_at, overdue
 from gpuguard.request import Request
 
 # What a plan consists of: planned starts, and until when devices are busy by them.
@@ -38,7 +38,7 @@ UNKNOWN = float("inf")  # some day
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedStart:
     """A start (unix time) on devices: inf is some day, None for the request never."""
 
     start: float
@@ -46,30 +46,30 @@ class Planned:
     devices: tuple[str, ...] = ()
 
 
-NEVER = Planned(UNKNOWN)
+NEVER = PlannedStart(UNKNOWN)
 
 
-class DeviceBookings:
+class BusyDevices:
     """Until when the devices of a plan are busy: for whoever wants one alone, and for whoever shares."""
 
     def __init__(self, alone: dict[str, float] | None = None, shared: dict[str, float] | None = None) -> None:
         self._alone, self._shared = alone or {}, shared or {}
 
-    def copy(self) -> DeviceBookings:
+    def copy(self) -> BusyDevices:
         """One that can be filled further."""
-        return DeviceBookings(dict(self._alone), dict(self._shared))
+        return BusyDevices(dict(self._alone), dict(self._shared))
 
     def until(self, *, shared: bool) -> Mapping[str, float]:
         """uuid -> unix time, of those on which something is planned."""
         return self._shared if shared else self._alone
 
-    def add(self, it: Planned, lasts: float | None, kin: Mapping[str, tuple[str, ...]]) -> None:
+    def add(self, it: PlannedStart, lasts: float | None, relatives: Mapping[str, tuple[str, ...]]) -> None:
         """Something runs on its devices from its start on."""
         if it.request is None:
             return
         until = UNKNOWN if lasts is None else it.start + lasts
         for uuid in it.devices:
-            for each in (uuid, *kin.get(uuid, ())):
+            for each in (uuid, *relatives.get(uuid, ())):
                 for taken in (self._alone,) if it.request.share else (self._alone, self._shared):
                     taken[each] = max(until, taken.get(each, until))
 
@@ -107,8 +107,8 @@ class Machine:
 
     fits: Mapping[Request, Fit]
     ends: Mapping[str, float] = field(default_factory=dict)
-    kin: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    bookings: tuple[DeviceReservations, ...] = ()
+    relatives: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    reservations: tuple[PlannedReservation, ...] = ()
     free: frozenset[str] = frozenset()
     limits: Mapping[str, float] = field(default_factory=dict)
 
@@ -136,11 +136,11 @@ class QueuePosition:
     now: bool = False
     request: Request | None = None
     devices: tuple[str, ...] = ()
-    passes: str | None = None
-    kept: Mapping[str, DeviceReservations] = field(default_factory=dict)
+    held_back_by: str | None = None
+    kept: Mapping[str, PlannedReservation] = field(default_factory=dict)
 
 
-def promise(place: QueuePosition, rules: Rules, now: float) -> float | None:
+def promise(place: QueuePosition, rules: QueueRules, now: float) -> float | None:
     """By when the job starts at the latest, if the time limits before it are kept; None where that is unknown.
 
     A quarter more than planned: of 0 to 40 % that gave the least mean wait within the longest one of FIFO.
@@ -149,7 +149,7 @@ def promise(place: QueuePosition, rules: Rules, now: float) -> float | None:
 
 
 def plan(
-    line: Sequence[Ticket], machine: Machine, usage: Mapping[int, float], rules: Rules, now: float
+    line: Sequence[Ticket], machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float
 ) -> list[QueuePosition]:
     """The positions of *line*, which is in order.
 
@@ -162,9 +162,9 @@ def plan(
     """
     waiting = planned_for(line)
     late = overdue([ticket for ticket in line if ticket.since + rules.bound < now], rules, now)
-    plans = _Plans(machine, usage, rules, now, late)
+    plans = _Planner(machine, usage, rules, now, late)
     in_order = plans.schedule(waiting)
-    starting: dict[str, Planned] = {}
+    starting: dict[str, PlannedStart] = {}
     while chosen := plans.next_to_start(waiting):
         starting[chosen[0].id] = chosen[1]
         waiting.remove(chosen[0])
@@ -173,11 +173,11 @@ def plan(
     for number, ticket in enumerate(line, 1):
         first = _known(in_order.get(ticket.id, NEVER).start)
         now = ticket.id in starting
-        it = starting.get(ticket.id) or planned.get(ticket.id) or Planned(UNKNOWN, ticket.requests[0])
+        it = starting.get(ticket.id) or planned.get(ticket.id) or PlannedStart(UNKNOWN, ticket.requests[0])
         # A ticket that fits now is held back for another one: until when is unknown.
-        held = None if now else plans.against.get(ticket.id)
+        held = None if now else plans.held_back.get(ticket.id)
         start = None if held and held not in plans.reserved else _known(it.start)
-        kept = plans.kept_from(ticket, it) if machine.bookings else {}
+        kept = plans.kept_for_others(ticket, it) if machine.reservations else {}
         places.append(QueuePosition(ticket, number, start, first, now, it.request, it.devices, held, kept))
     return places
 
@@ -188,8 +188,8 @@ def planned_for(line: Sequence[Ticket]) -> list[Ticket]:
     of_user: dict[int, int] = {}
     for ticket in line:
         if ticket.after is None:
-            of_user[ticket.whose] = of_user.get(ticket.whose, 0) + 1
-            if len(waiting) < MOST_PLANNED or of_user[ticket.whose] <= FIRST_OF_USER:
+            of_user[ticket.owner] = of_user.get(ticket.owner, 0) + 1
+            if len(waiting) < MOST_PLANNED or of_user[ticket.owner] <= FIRST_OF_USER:
                 waiting.append(ticket)
     return waiting
 
@@ -199,7 +199,7 @@ def _known(start: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Alternative:
     """One kind of request, its devices, and when each is free if no other ticket starts."""
 
     request: Request
@@ -207,37 +207,39 @@ class _Way:
     first: list[float]
 
 
-class _Plans:
+class _Planner:
     """The plan in the making: what starts now is added to *busy*, and everything after it is planned anew."""
 
     def __init__(
-        self, machine: Machine, usage: Mapping[int, float], rules: Rules, now: float, late: frozenset[str]
+        self, machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float, late: frozenset[str]
     ) -> None:
         # Not those that only missed their promise: it may rest on an estimate that a job exceeded a minute ago.
         self.machine, self.usage, self.rules, self.now, self.late = machine, usage, rules, now, late
-        self.busy = DeviceBookings()
-        self.started: list[Started] = []
-        self.reserved = tuple(booking.id for booking in machine.bookings)
+        self.busy = BusyDevices()
+        self.started: list[StartingJob] = []
+        self.reserved = tuple(booking.id for booking in machine.reservations)
         free_at = {uuid: end for uuid, end in machine.limits.items() if end > now} | dict.fromkeys(machine.free, now)
-        self.calendars = Calendars(machine.bookings, Prospects(free_at, kin=machine.kin), now)
+        self.calendars = Calendars(machine.reservations, DeviceAvailability(free_at, relatives=machine.relatives), now)
         self.calendar: Calendar = {}  # what is kept for reservations, as the schedule of the queue has it
         self.liked = max((fit.eligible for fit in machine.fits.values()), key=len, default=())
         # id of a ticket that fits now -> the id of the one that it would have to pass
-        self.against: dict[str, str] = {}
-        self._kinds: dict[Request, _Way | None] = {}  # a request is long to hash, and asked for a thousand times
-        self._ways: dict[str, tuple[_Way, ...]] = {}  # id of a ticket -> its ways that are possible
+        self.held_back: dict[str, str] = {}
+        self._kinds: dict[
+            Request, _Alternative | None
+        ] = {}  # a request is long to hash, and asked for a thousand times
+        self._ways: dict[str, tuple[_Alternative, ...]] = {}  # id of a ticket -> its ways that are possible
 
-    def schedule(self, waiting: Sequence[Ticket]) -> dict[str, Planned]:
+    def schedule(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
         """The planned start of each ticket when all start in order."""
         busy = self.busy.copy()
         self.calendar = self.calendars.after(self.started, self.liked)
         planned = {}
         for ticket in waiting:
             it = planned[ticket.id] = self.earliest(ticket, busy, self.calendar)
-            busy.add(it, ticket.lasts, self.machine.kin)
+            busy.add(it, ticket.lasts, self.machine.relatives)
         return planned
 
-    def earliest(self, ticket: Ticket, busy: DeviceBookings, kept: Calendar | None = None) -> Planned:
+    def earliest(self, ticket: Ticket, busy: BusyDevices, kept: Calendar | None = None) -> PlannedStart:
         """The earliest start of one ticket in any of its ways; without a calendar as if it started next."""
         best = NEVER
         for way in self.ways(ticket):
@@ -245,20 +247,20 @@ class _Plans:
             free = way.first
             if taken:  # one that shares may be over before those that are there already
                 free = [max(first, taken.get(uuid, first)) for uuid, first in zip(uuids, free, strict=True)]
-            spans = self.calendars.left_alone(self.started, uuids, ticket.uid) if kept is None else kept
+            spans = self.calendars.reserved_beside(self.started, uuids, ticket.uid) if kept is None else kept
             places, start = _soonest(ticket, free, uuids, spans, way.request.num_gpus)
             if best.request is None or start < best.start:
-                best = Planned(start, way.request, tuple([uuids[place] for place in places]))
+                best = PlannedStart(start, way.request, tuple([uuids[place] for place in places]))
         return best
 
-    def ways(self, ticket: Ticket) -> tuple[_Way, ...]:
+    def ways(self, ticket: Ticket) -> tuple[_Alternative, ...]:
         """Those of its requests that can be met some day."""
         if ticket.id not in self._ways:
             self._kinds |= {each: self._way(each) for each in ticket.requests if each not in self._kinds}
             self._ways[ticket.id] = tuple(way for each in ticket.requests if (way := self._kinds[each]))
         return self._ways[ticket.id]
 
-    def _way(self, request: Request) -> _Way | None:
+    def _way(self, request: Request) -> _Alternative | None:
         fit = self.machine.fits.get(request)
         if fit is None or len(fit.eligible) < request.num_gpus:
             return None
@@ -268,15 +270,15 @@ class _Plans:
             self.now if uuid in fit.open else end if (end := ends.get(uuid, UNKNOWN)) > self.now else UNKNOWN
             for uuid in fit.eligible
         ]
-        return _Way(request, fit, first)
+        return _Alternative(request, fit, first)
 
-    def _fits_now(self, way: _Way) -> bool:
+    def _fits_now(self, way: _Alternative) -> bool:
         taken = self.busy.until(shared=way.request.share)
         return sum(uuid not in taken for uuid in way.fit.open) >= way.request.num_gpus
 
-    def next_to_start(self, waiting: Sequence[Ticket]) -> tuple[Ticket, Planned] | None:
+    def next_to_start(self, waiting: Sequence[Ticket]) -> tuple[Ticket, PlannedStart] | None:
         """The next ticket that starts now; it counts as started from here on."""
-        self.against = {}
+        self.held_back = {}
         fitting = {id(way) for way in self._kinds.values() if way and self._fits_now(way)}
         fits = [one for one in waiting if any(id(way) in fitting for way in self.ways(one))] if fitting else []
         if not fits:
@@ -287,7 +289,7 @@ class _Plans:
         fits.sort(
             key=lambda one: (
                 one.set_back,
-                not self.calendars.guests(one.uid),
+                not self.calendars.begun_for(one.uid),
                 -one.priority,
                 UNKNOWN if one.lasts is None else one.lasts,
             )
@@ -299,11 +301,11 @@ class _Plans:
             alike = (ways, ticket.uid, ticket.priority, ticket.time_limit is None, stands[ticket.id])
             kind = (*alike, ticket.lasts) if len(refused) < MOST_TRIED else alike
             it = self.earliest(ticket, self.busy)
-            against = refused.get(kind) if it.start <= self.now < base[ticket.id].start else None
-            against = against or self._against(ticket, it, waiting, base)
-            if against is None:
+            held_back = refused.get(kind) if it.start <= self.now < base[ticket.id].start else None
+            held_back = held_back or self._held_back_by(ticket, it, waiting, base)
+            if held_back is None:
                 return self._start(ticket, it)
-            refused[kind] = refused[alike] = self.against[ticket.id] = against
+            refused[kind] = refused[alike] = self.held_back[ticket.id] = held_back
         # Reservations move with a start, so two can be held back for each other: then the first of them in the queue
         # starts, if it would in order.  Otherwise it waits for an end that is to come, after which they may both be in
         # time.
@@ -311,15 +313,15 @@ class _Plans:
         stuck = next((one for one in in_turn if self._in_circle(one.id)), None)
         return self._start(stuck, self.earliest(stuck, self.busy)) if stuck else None
 
-    def _start(self, ticket: Ticket, it: Planned) -> tuple[Ticket, Planned]:
-        self.busy.add(it, ticket.lasts, self.machine.kin)
+    def _start(self, ticket: Ticket, it: PlannedStart) -> tuple[Ticket, PlannedStart]:
+        self.busy.add(it, ticket.lasts, self.machine.relatives)
         self.started.append(self._starting(ticket, it))
         return ticket, it
 
     def _in_circle(self, name: str) -> bool:
         """Whether it is held back for a ticket that is held back for it, perhaps over others."""
         chain = [name]
-        while (other := self.against.get(chain[-1])) and other not in chain:
+        while (other := self.held_back.get(chain[-1])) and other not in chain:
             chain.append(other)
         return other == name
 
@@ -331,18 +333,18 @@ class _Plans:
             count += ticket.id in self.late
         return stands
 
-    def _against(
-        self, ticket: Ticket, it: Planned, waiting: Sequence[Ticket], base: Mapping[str, Planned]
+    def _held_back_by(
+        self, ticket: Ticket, it: PlannedStart, waiting: Sequence[Ticket], base: Mapping[str, PlannedStart]
     ) -> str | None:
         """The id of a ticket that its start would postpone further than allowed; None: it may start."""
         if it.start > self.now:
             mine = {uuid for way in self.ways(ticket) for uuid in way.fit.eligible}
-            kept = [booking for uuid, booking in self.kept_from(ticket, it).items() if uuid in mine]
+            kept = [booking for uuid, booking in self.kept_for_others(ticket, it).items() if uuid in mine]
             return min(kept, key=lambda booking: booking.begins).id if kept else next(iter(self.reserved))
-        if self.calendars.uses_own(ticket.uid, it.devices, self.started):
+        if self.calendars.uses_own_reservations(ticket.uid, it.devices, self.started):
             return None
         busy, calendar = self.busy.copy(), self.calendar
-        busy.add(it, ticket.lasts, self.machine.kin)
+        busy.add(it, ticket.lasts, self.machine.relatives)
         if not calendar.keys().isdisjoint(it.devices):  # others are kept in their place
             calendar = self.calendars.after([*self.started, self._starting(ticket, it)], self.liked)
         behind = False  # whether the others in the loop stand behind this one
@@ -351,7 +353,7 @@ class _Plans:
                 behind = True
                 continue
             again = self.earliest(other, busy, calendar)
-            busy.add(again, other.lasts, self.machine.kin)
+            busy.add(again, other.lasts, self.machine.relatives)
             if again.start > self._limit(other, ticket, base[other.id].start) + 1e-3:
                 return other.id
             if other.id in self.late and not behind and self._takes_from(other, ticket, it, base[other.id]):
@@ -360,12 +362,12 @@ class _Plans:
 
     def _limit(self, other: Ticket, passing: Ticket, planned: float) -> float:
         """Until when *other* can be put off by *passing*."""
-        had_more = self.rules.fair_share and self.usage.get(passing.whose, 0.0) > self.usage.get(other.whose, 0.0)
+        had_more = self.rules.fair_share and self.usage.get(passing.owner, 0.0) > self.usage.get(other.owner, 0.0)
         if other.promise is None or had_more or passing.set_back or passing.priority < other.priority:
             return planned
         return max(planned, due_at(other, self.rules))
 
-    def _takes_from(self, other: Ticket, passing: Ticket, it: Planned, planned: Planned) -> bool:
+    def _takes_from(self, other: Ticket, passing: Ticket, it: PlannedStart, planned: PlannedStart) -> bool:
         """Whether it takes a device that *other*, who has waited long enough, could use."""
         if planned.start != UNKNOWN and passing.time_limit is not None:
             return False  # it will be off the device in time: gpuguard sees to that
@@ -376,18 +378,18 @@ class _Plans:
             if way in self.machine.fits
         )
 
-    def kept_from(self, ticket: Ticket, it: Planned) -> dict[str, DeviceReservations]:
+    def kept_for_others(self, ticket: Ticket, it: PlannedStart) -> dict[str, PlannedReservation]:
         """uuid -> the reservation for which this ticket must leave the device alone if it starts now."""
         fit = self.machine.fits.get(it.request or ticket.requests[0])
         others = [job for job in self.started if job.id != ticket.id]
-        spans = self.calendars.left_alone(others, fit.eligible if fit else (), ticket.uid)
+        spans = self.calendars.reserved_beside(others, fit.eligible if fit else (), ticket.uid)
         lasts = surely_over_after(ticket)
         found = {uuid: in_the_way(each, ticket.uid, self.now, lasts) for uuid, each in spans.items()}
         return {uuid: booking for uuid, booking in found.items() if booking}
 
-    def _starting(self, ticket: Ticket, it: Planned) -> Started:
+    def _starting(self, ticket: Ticket, it: PlannedStart) -> StartingJob:
         until = UNKNOWN if ticket.time_limit is None else self.now + ticket.time_limit
-        return Started(ticket.id, ticket.uid, it.devices, until)
+        return StartingJob(ticket.id, ticket.uid, it.devices, until)
 
 
 def _soonest(

@@ -18,7 +18,7 @@ FOR_EVER = float("inf")
 
 
 @dataclass(frozen=True)
-class DeviceReservations:
+class PlannedReservation:
     """A reservation: so many devices for one user, from a time until another one."""
 
     id: str
@@ -32,16 +32,16 @@ class DeviceReservations:
 
 
 @dataclass(frozen=True)
-class Span:
+class ReservedSpan:
     """From when until when (unix time) a device is kept for a reservation."""
 
     begins: float
     ends: float
-    booking: DeviceReservations
+    booking: PlannedReservation
 
 
 @dataclass(frozen=True)
-class Prospects:
+class DeviceAvailability:
     """What is known of the devices when one looks.
 
     Args:
@@ -53,19 +53,22 @@ class Prospects:
 
     free_at: Mapping[str, float]
     users: Mapping[str, Collection[int]] = field(default_factory=dict)
-    kin: Mapping[str, Collection[str]] = field(default_factory=dict)
+    relatives: Mapping[str, Collection[str]] = field(default_factory=dict)
 
-    def will_do(self, uuid: str, booking: DeviceReservations, when: float) -> bool:
+    def will_do(self, uuid: str, booking: PlannedReservation, when: float) -> bool:
         """Whether the reservation can have the device at that time."""
         available = self.free_at.get(uuid, FOR_EVER) <= when or booking.uid in self.users.get(uuid, ())
         return available and uuid in booking.devices
 
 
-Calendar = Mapping[str, Sequence[Span]]
+Calendar = Mapping[str, Sequence[ReservedSpan]]
 
 
 def calendar(
-    bookings: Sequence[DeviceReservations], prospects: Prospects, now: float, last: Mapping[str, float] | None = None
+    reservations: Sequence[PlannedReservation],
+    position_text: DeviceAvailability,
+    now: float,
+    last: Mapping[str, float] | None = None,
 ) -> Calendar:
     """uuid -> when it is kept for which reservation, in order of time.
 
@@ -76,27 +79,27 @@ def calendar(
         last: uuid -> how much it is wanted; the most wanted are kept last.
     """
     dislike = last or {}
-    known = {uuid for booking in bookings for uuid in booking.devices}
+    known = {uuid for booking in reservations for uuid in booking.devices}
     order = sorted(
         known,
         key=lambda uuid: (
-            uuid not in prospects.users,
-            prospects.free_at.get(uuid, FOR_EVER) <= now,
+            uuid not in position_text.users,
+            position_text.free_at.get(uuid, FOR_EVER) <= now,
             dislike.get(uuid, 0.0),
             uuid,
         ),
     )
-    spans: dict[str, list[Span]] = {}
-    for group in _groups([booking for booking in bookings if booking.ends > now]):
-        for uuid, span in _kept(group, prospects, now, order):
+    spans: dict[str, list[ReservedSpan]] = {}
+    for group in _groups([booking for booking in reservations if booking.ends > now]):
+        for uuid, span in _kept(group, position_text, now, order):
             # Not its GPU with an instance: that cannot be had whole, and its other instances stay free.
             spans.setdefault(uuid, []).append(span)
     return {uuid: sorted(found, key=lambda span: span.begins) for uuid, found in spans.items()}
 
 
-def _groups(bookings: Sequence[DeviceReservations]) -> list[list[DeviceReservations]]:
+def _groups(reservations: Sequence[PlannedReservation]) -> list[list[PlannedReservation]]:
     """Those that overlap in time, with those that overlap these, and so on."""
-    left, groups = list(bookings), []
+    left, groups = list(reservations), []
     while left:
         group = [left.pop(0)]
         for one in group:
@@ -108,8 +111,8 @@ def _groups(bookings: Sequence[DeviceReservations]) -> list[list[DeviceReservati
 
 
 def _kept(
-    group: Sequence[DeviceReservations], prospects: Prospects, now: float, order: Sequence[str]
-) -> list[tuple[str, Span]]:
+    group: Sequence[PlannedReservation], position_text: DeviceAvailability, now: float, order: Sequence[str]
+) -> list[tuple[str, ReservedSpan]]:
     """Which device is kept when, for reservations that overlap in time.
 
     Where all can have the same devices, as many are kept at each moment as are reserved then; what is missing comes as
@@ -117,26 +120,26 @@ def _kept(
     that began on a device which another one needs later could not move: each gets devices of its own.
     """
     if not _alike(group):
-        found = _matched(group, prospects, now, order)
-        return [(uuid, Span(max(now, each.begins), each.ends, each)) for uuid, each in found.items()]
+        found = _matched(group, position_text, now, order)
+        return [(uuid, ReservedSpan(max(now, each.begins), each.ends, each)) for uuid, each in found.items()]
     borders = {max(now, each) for one in group for each in (one.begins, one.ends)}
-    freed = {when for when in prospects.free_at.values() if min(borders) < when < max(borders)} - borders
-    spans, found = [], dict[str, DeviceReservations]()
+    freed = {when for when in position_text.free_at.values() if min(borders) < when < max(borders)} - borders
+    spans, found = [], dict[str, PlannedReservation]()
     for begins, ends in pairwise(sorted(borders | freed)):
         active = [each for each in group if each.begins <= begins < each.ends]
         before = found if begins in freed else {}  # a reservation keeps the devices that it has
-        found = _matched(active, prospects, begins, sorted(order, key=lambda uuid: uuid not in before))
-        spans += [(uuid, Span(begins, ends, booking)) for uuid, booking in found.items()]
+        found = _matched(active, position_text, begins, sorted(order, key=lambda uuid: uuid not in before))
+        spans += [(uuid, ReservedSpan(begins, ends, booking)) for uuid, booking in found.items()]
     return spans
 
 
-def _alike(group: Sequence[DeviceReservations]) -> bool:
+def _alike(group: Sequence[PlannedReservation]) -> bool:
     return len({frozenset(each.devices) for each in group}) == 1
 
 
 def _matched(
-    active: Sequence[DeviceReservations], prospects: Prospects, when: float, order: Sequence[str]
-) -> dict[str, DeviceReservations]:
+    active: Sequence[PlannedReservation], position_text: DeviceAvailability, when: float, order: Sequence[str]
+) -> dict[str, PlannedReservation]:
     """uuid -> the reservation that keeps it from that time on: as many as can be, the first of *order* first.
 
     The devices that can be kept together are a matroid: taking them greedily, and moving those that were taken
@@ -147,7 +150,9 @@ def _matched(
 
     def put(uuid: str, tried: set[str]) -> bool:
         fitting = [
-            each for each in active if each.id not in tried and prospects.will_do(uuid, each, max(when, each.begins))
+            each
+            for each in active
+            if each.id not in tried and position_text.will_do(uuid, each, max(when, each.begins))
         ]
         for booking in fitting:
             if len(got[booking.id]) < booking.num_gpus:
@@ -169,7 +174,7 @@ def _matched(
 
 
 @dataclass(frozen=True)
-class Started:
+class StartingJob:
     """A job of a plan that starts now; *until* is inf where no time limit ends it."""
 
     id: str
@@ -187,11 +192,13 @@ class Calendars:
         now: unix time.
     """
 
-    def __init__(self, bookings: Sequence[DeviceReservations], prospects: Prospects, now: float) -> None:
-        self._bookings, self._before, self._now = bookings, prospects, now
+    def __init__(
+        self, reservations: Sequence[PlannedReservation], position_text: DeviceAvailability, now: float
+    ) -> None:
+        self._bookings, self._before, self._now = reservations, position_text, now
         self._known: dict[tuple[object, ...], Calendar] = {}  # most tickets of a queue are alike
 
-    def after(self, started: Sequence[Started], wanted: Sequence[str], uid: int | None = None) -> Calendar:
+    def after(self, started: Sequence[StartingJob], wanted: Sequence[str], uid: int | None = None) -> Calendar:
         """The calendar once *started* run, where possible of none of the devices *wanted*, the best of them first.
 
         Without what is reserved for *uid*.
@@ -205,15 +212,15 @@ class Calendars:
             self._known[key] = calendar(others, self._prospects(started), self._now, last)
         return self._known[key]
 
-    def left_alone(self, started: Sequence[Started], wanted: Sequence[str], uid: int) -> Calendar:
+    def reserved_beside(self, started: Sequence[StartingJob], wanted: Sequence[str], uid: int) -> Calendar:
         """What a user has to leave alone to start beside *started*, which have claimed nothing yet.
 
         Users for whom devices are reserved may not come: what they are about to claim is kept for them
         only when they have it, and until then what else there is, should one of them be gone, or all.
         """
         found = self.after(started, wanted, uid)
-        guests = {job.uid for job in started} & {booking.uid for booking in self._bookings} - {uid}
-        for gone in [{guest} for guest in guests] + [guests] * (len(guests) > 1):
+        begun_for = {job.uid for job in started} & {booking.uid for booking in self._bookings} - {uid}
+        for gone in [{guest} for guest in begun_for] + [begun_for] * (len(begun_for) > 1):
             there = [job for job in started if job.uid not in gone]
             theirs = {uuid for job in started if job.uid in gone for uuid in job.devices}  # to be kept first of all
             others = sorted([uuid for uuid in wanted if uuid not in theirs], key=lambda uuid: uuid in found)
@@ -221,7 +228,7 @@ class Calendars:
             found = {uuid: _merged(found.get(uuid, ()), without.get(uuid, ())) for uuid in [*found, *without]}
         return found
 
-    def _prospects(self, started: Sequence[Started]) -> Prospects:
+    def _prospects(self, started: Sequence[StartingJob]) -> DeviceAvailability:
         free_at = dict(self._before.free_at)
         users = {uuid: set(uids) for uuid, uids in self._before.users.items()}
         for booking in self._bookings:
@@ -230,28 +237,28 @@ class Calendars:
         for job in started:
             for uuid in job.devices:
                 users.setdefault(uuid, set()).add(job.uid)
-                for each in (uuid, *self._before.kin.get(uuid, ())):
+                for each in (uuid, *self._before.relatives.get(uuid, ())):
                     free_at[each] = max(job.until, free_at.get(each, FOR_EVER))  # it may join one that has no limit
-        return Prospects(free_at, users, self._before.kin)
+        return DeviceAvailability(free_at, users, self._before.relatives)
 
-    def guests(self, uid: int) -> list[DeviceReservations]:
+    def begun_for(self, uid: int) -> list[PlannedReservation]:
         """The reservations for a user that have begun."""
         return [one for one in self._bookings if one.uid == uid and one.begins <= self._now < one.ends]
 
-    def uses_own(self, uid: int, devices: Collection[str], started: Sequence[Started]) -> bool:
+    def uses_own_reservations(self, uid: int, devices: Collection[str], started: Sequence[StartingJob]) -> bool:
         """Whether a job gets no more than what is reserved for its user now, which no other user would get."""
-        own = self.guests(uid)
+        own = self.begun_for(uid)
         reserved = {uuid for one in own for uuid in one.devices}
         used = {uuid for one in own for uuid in one.held}
         used |= {uuid for job in started if job.uid == uid for uuid in job.devices} & reserved
         return reserved.issuperset(devices) and len(used.union(devices)) <= sum(one.num_gpus for one in own)
 
 
-def _merged(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+def _merged(some: Sequence[ReservedSpan], others: Sequence[ReservedSpan]) -> list[ReservedSpan]:
     return sorted([*some, *others], key=lambda span: span.begins)
 
 
-def in_words(booking: DeviceReservations, now: float) -> str:
+def start_text(booking: PlannedReservation, now: float) -> str:
     """``"kept for alice's reservation from 09:00"``, ``"... until 12:00"`` once it has begun."""
     if booking.begins > now:
         return f"kept for {booking.user}'s reservation from {clock_text(booking.begins, now)}"
@@ -264,7 +271,7 @@ def clock_text(when: float, now: float) -> str:
     return time.strftime("%H:%M" if there[:3] == time.localtime(now)[:3] else "%a %d %b %H:%M", there)
 
 
-def clear_at(spans: Sequence[Span], uid: int, earliest: float, lasts: float) -> float:
+def clear_at(spans: Sequence[ReservedSpan], uid: int, earliest: float, lasts: float) -> float:
     """The earliest time at which a job of a user can have a device for so long: between what is kept for others."""
     for span in spans:
         if span.booking.uid != uid and span.begins < earliest + lasts and earliest < span.ends:
@@ -272,7 +279,7 @@ def clear_at(spans: Sequence[Span], uid: int, earliest: float, lasts: float) -> 
     return earliest
 
 
-def in_the_way(spans: Sequence[Span], uid: int, now: float, lasts: float) -> DeviceReservations | None:
+def in_the_way(spans: Sequence[ReservedSpan], uid: int, now: float, lasts: float) -> PlannedReservation | None:
     """The reservation for which a job that starts now cannot have the device, or None."""
     return next(
         (each.booking for each in spans if each.booking.uid != uid and each.begins < now + lasts and now < each.ends),
@@ -280,10 +287,10 @@ def in_the_way(spans: Sequence[Span], uid: int, now: float, lasts: float) -> Dev
     )
 
 
-def can_be_met(booking: DeviceReservations, others: Sequence[DeviceReservations], devices: Collection[str]) -> bool:
+def can_be_met(booking: PlannedReservation, others: Sequence[PlannedReservation], devices: Collection[str]) -> bool:
     """Whether a machine with these devices, all of them free, has room for it beside *others*."""
     (group, *_) = _groups([booking, *others])
-    empty, order = Prospects(dict.fromkeys(devices, -FOR_EVER)), sorted(devices)
+    empty, order = DeviceAvailability(dict.fromkeys(devices, -FOR_EVER)), sorted(devices)
     alike = _alike(group)
     for when in {each.begins for each in group} if alike else {booking.begins}:
         active = [each for each in group if not alike or each.begins <= when < each.ends]

@@ -23,12 +23,12 @@ from gpuguard.errors import BackendError, GpuguardError, ImpossibleRequest, Lock
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
 from gpuguard.queue.backfill import QueuePosition, promise
-from gpuguard.queue.calendar import DeviceReservations, clock_text
-from gpuguard.queue.priority import Rules, Ticket
+from gpuguard.queue.calendar import PlannedReservation, clock_text
+from gpuguard.queue.priority import QueueRules, Ticket
 from gpuguard.queue.reservation_store import arrive
 from gpuguard.queue.reservations import reservation_calendar, with_reserved_instances
 from gpuguard.queue.settings import read_queue_settings
-from gpuguard.queue.state import QueueFacts, QueueState, kept_for_others, queue_state
+from gpuguard.queue.state import QueueFacts, QueueState, queue_state, reserved_for_others
 from gpuguard.queue.tickets import write_served
 from gpuguard.queue.waiter import Waiter
 from gpuguard.request import Request, fields_needed
@@ -40,7 +40,9 @@ USAGE_SECONDS = 60.0  # the greatest age of what is known of the users' GPU time
 _known_usage: dict[str, tuple[float, dict[int, float] | None]] = {}  # path -> monotonic time, answer
 
 
-def stand(directory: LockDirectory, snapshot: Snapshot, rules: Rules, mine: Ticket | None = None) -> QueueState:
+def read_queue(
+    directory: LockDirectory, snapshot: Snapshot, rules: QueueRules, mine: Ticket | None = None
+) -> QueueState:
     """The queue as it is now; with *mine* at its end, if that has no file yet.
 
     Args:
@@ -57,8 +59,8 @@ def reservation_start(
 ) -> dict[str, str]:
     """uuid -> for which user it is reserved, of the devices that this user could not have now in an empty queue."""
     snapshot = with_reserved_instances(backend, directory, snapshot)
-    facts = _facts(directory, snapshot, Rules(fair_share=False))
-    return kept_for_others(snapshot, facts, new_ticket([request]))
+    facts = _facts(directory, snapshot, QueueRules(fair_share=False))
+    return reserved_for_others(snapshot, facts, new_ticket([request]))
 
 
 class WaitingRequest:
@@ -89,7 +91,7 @@ class WaitingRequest:
         self._waiter: Waiter | None = None
         self._was_turn = self._was_called = False  # since the last call of turn()
         self._fields = frozenset({MEMORY, PROCESSES})  # that the requests of the queue need, if this process leads it
-        self._bookings: tuple[DeviceReservations, ...] = ()
+        self._bookings: tuple[PlannedReservation, ...] = ()
 
     @property
     def waits(self) -> bool:
@@ -104,13 +106,13 @@ class WaitingRequest:
             turn = self._turn(self._closer(snapshot), ways, mine)
         self._was_turn, self._was_called = bool(turn.ways), False
         # A user who has to wait for their own reservation has come, too.
-        self._bookings = turn.line.facts.bookings
+        self._bookings = turn.line.facts.reservations
         arrive(self._directory, self._bookings)
         return turn
 
     def _turn(self, snapshot: Snapshot, ways: Sequence[Request], mine: Ticket) -> QueueAnswer:
         snapshot = with_reserved_instances(self._backend, self._directory, snapshot)
-        line = stand(self._directory, snapshot, self._rules, mine)
+        line = read_queue(self._directory, snapshot, self._rules, mine)
         return QueueAnswer(line, line.of(mine.id), tuple(ways))
 
     def _closer(self, snapshot: Snapshot) -> Snapshot:
@@ -176,7 +178,7 @@ class WaitingRequest:
 
     def _join(self, snapshot: Snapshot, ways: Sequence[Request]) -> Waiter:
         mine = self._ticket(ways)
-        line = stand(self._directory, snapshot, self._rules, mine)
+        line = read_queue(self._directory, snapshot, self._rules, mine)
         mine = replace(mine, promise=promised(line, self._rules, mine))
         try:
             return Waiter(
@@ -195,7 +197,7 @@ class WaitingRequest:
             if closely:
                 snapshot = self._closer(snapshot)
             snapshot = with_reserved_instances(self._backend, self._directory, snapshot)
-            line = stand(self._directory, snapshot, self._rules)
+            line = read_queue(self._directory, snapshot, self._rules)
             needed = frozenset().union(*(fields_needed(way) for one in line.places for way in one.ticket.requests))
             if needed <= self._fields:
                 return line
@@ -235,13 +237,13 @@ class QueueAnswer:
     @property
     def kept(self) -> dict[str, str]:
         """uuid -> for which user it is kept, of devices that others may claim now."""
-        return self.line.kept_from(self.place.ticket.id) if self.place else {}
+        return self.line.kept_for_others(self.place.ticket.id) if self.place else {}
 
     def explained(self, error: NotEnoughGpus) -> NotEnoughGpus:
         """*error* with queue position and estimated start; one that waiting cannot help is returned as it is."""
         if self.place is None or isinstance(error, ImpossibleRequest):
             return error
-        count, where = self.place.ticket.num_gpus, prospects(self.place, self.line)
+        count, where = self.place.ticket.num_gpus, position_text(self.place, self.line)
         if not self.place.ticket.id and not self.place.ticket.after:  # not queued, but could be
             where = f"not now; it would be {where}"
         _, *others = str(error).split("\n")
@@ -277,13 +279,13 @@ def new_ticket(
     )
 
 
-def promised(line: QueueState, rules: Rules, ticket: Ticket) -> float | None:
+def promised(line: QueueState, rules: QueueRules, ticket: Ticket) -> float | None:
     """By when *ticket* starts at the latest when it joins *line*, unix time; None: unknown."""
     place = line.of(ticket.id)
     return promise(place, rules, line.now) if place else None
 
 
-def _facts(directory: LockDirectory, snapshot: Snapshot, rules: Rules) -> QueueFacts:
+def _facts(directory: LockDirectory, snapshot: Snapshot, rules: QueueRules) -> QueueFacts:
     now = time.time()
     uuids = [device.uuid for device in snapshot.devices]
     marks, denials = read_restrictions(directory, QUARANTINED, now), read_restrictions(directory, DENIED, now)
@@ -294,18 +296,18 @@ def _facts(directory: LockDirectory, snapshot: Snapshot, rules: Rules) -> QueueF
     booked = reservation_calendar(directory, uuids, claims, now)
     return QueueFacts(
         claims=claims,
-        barred={uuid: quarantine(marks[uuid]) for uuid in uuids if uuid in marks},
+        quarantined={uuid: quarantine(marks[uuid]) for uuid in uuids if uuid in marks},
         denied=frozenset(int(uid) for uid in denials if uid.isdecimal() and len(uid) <= 10),
         usage=_usage(directory, rules) if rules.fair_share else {},
         set_back=frozenset(set_back),
-        bookings=booked.bookings,
+        reservations=booked.reservations,
         reserved=booked,
         changes_at=min([*ends, booked.changes_at]),
         mark_files=mark_files(directory) if marks or denials or set_back else (),
     )
 
 
-def _usage(directory: LockDirectory, rules: Rules) -> dict[int, float] | None:
+def _usage(directory: LockDirectory, rules: QueueRules) -> dict[int, float] | None:
     """uid -> recent GPU-seconds from the daemon's store; None without one."""
     path, now = store_path(directory), time.monotonic()
     asked, known = _known_usage.get(path, (-USAGE_SECONDS, None))
@@ -318,20 +320,20 @@ def _usage(directory: LockDirectory, rules: Rules) -> dict[int, float] | None:
     return known
 
 
-def prospects(place: QueuePosition, line: QueueState) -> str:
+def position_text(place: QueuePosition, line: QueueState) -> str:
     """``"number 2 of 3 in line, starts in about 2h"``; of who has no place without a number."""
-    words = in_words(place, line)
+    words = start_text(place, line)
     return words if place.ticket.after else f"number {place.number} of {len(line.places)} in line, {words}"
 
 
-def in_words(place: QueuePosition, line: QueueState) -> str:
+def start_text(place: QueuePosition, line: QueueState) -> str:
     """When it starts and why not earlier: ``"starts in about 2h, when device 3 is free: earlier jobs of al"``."""
     if place.ticket.after:
         return f"not in line yet: {place.ticket.after}"
     if place.now:
         return "starts now"
-    if place.passes:
-        return f"held back: it would delay {_who(place.passes, line)}{_and_then(place, line)}"
+    if place.held_back_by:
+        return f"held back: it would delay {_who(place.held_back_by, line)}{_and_then(place, line)}"
     if place.request is None:
         return "no devices for it as things are"
     if not place.devices:
@@ -345,12 +347,12 @@ def in_words(place: QueuePosition, line: QueueState) -> str:
 def _who(name: str, line: QueueState) -> str:
     other = line.of(name)
     if other is None:
-        booking = next((one for one in line.facts.bookings if one.id == name), None)
+        booking = next((one for one in line.facts.reservations if one.id == name), None)
         return _reservation(booking, line.now) if booking else f"reservation {name}"
     return f"{other.ticket.user}'s request for {other.ticket.num_gpus}, which came before"
 
 
-def _reservation(booking: DeviceReservations, now: float) -> str:
+def _reservation(booking: PlannedReservation, now: float) -> str:
     begun = booking.begins <= now
     when = f"until {clock_text(booking.ends, now)}" if begun else f"from {clock_text(booking.begins, now)}"
     return f"the reservation of {booking.user} {when}"
@@ -358,7 +360,7 @@ def _reservation(booking: DeviceReservations, now: float) -> str:
 
 def _and_then(place: QueuePosition, line: QueueState) -> str:
     """When it starts if it waits for the end of a reservation, and how it could start before it."""
-    booking = next((one for one in line.facts.bookings if one.id == place.passes), None)
+    booking = next((one for one in line.facts.reservations if one.id == place.held_back_by), None)
     if booking is None:
         return ""
     later = f"; starts in about {_until(place.start, line)}" if place.start is not None else ""
@@ -373,7 +375,7 @@ def _until(start: float, line: QueueState) -> str:
 
 def _freed_by(place: QueuePosition, line: QueueState) -> str:
     """Which device is the last one to be free, and what says so."""
-    for booking in line.facts.bookings:
+    for booking in line.facts.reservations:
         if place.start is not None and abs(booking.ends - place.start) < 1.0:
             return f"after {_reservation(booking, line.now)}"
     for uuid in place.devices:

@@ -92,19 +92,19 @@ class ProcessWatch:
 
     def watch(self, pids: Iterable[int]) -> set[int]:
         """Wait for exactly these from now on; returns those that cannot be watched, or have ended already."""
-        wanted, deaf = set(pids), set()
+        wanted, unresponsive = set(pids), set()
         for pid in self._open.keys() - wanted:
             os.close(self._open.pop(pid))
         for pid in wanted - self._open.keys():
             try:
                 self._open[pid] = os.pidfd_open(pid)
             except (OSError, OverflowError):  # ended, of another namespace, no descriptors left; or it is no pid at all
-                deaf.add(pid)
+                unresponsive.add(pid)
         ended = wait_for(self._open.values(), 0.0)
         for pid in [pid for pid, descriptor in self._open.items() if descriptor in ended]:
             os.close(self._open.pop(pid))
-            deaf.add(pid)
-        return deaf
+            unresponsive.add(pid)
+        return unresponsive
 
     @property
     def descriptors(self) -> list[int]:
@@ -219,7 +219,7 @@ class Leader:
         self._told, known = meant, set(self._rung)
         self._rung = {one.id: now if one in called else self._rung.get(one.id, now) for one in meant}
         self._pause = min(SAMPLE_SECONDS, self._pause * 2) if known == set(self._rung) else RING_SECONDS
-        self._deaf = [place.ticket for place in line.places if place.ticket.id in line.deaf]
+        self._deaf = [place.ticket for place in line.places if place.ticket.id in line.unresponsive]
         self._look_at = now + self._next_look(line, told=any(place.now for place in line.places))
         self._checks = self._checks or self._poll(now)
         if self._watch:
@@ -277,17 +277,17 @@ class Leader:
         claimed = {uuid for claim in line.facts.claims for uuid in claim.devices}
         unclaimed = [device for device in line.snapshot.devices if device.uuid not in claimed]
         pids = [process.pid for device in unclaimed for process in device.processes or ()]
-        deaf = self._strangers.watch(pids[:STRANGERS])
+        unresponsive = self._strangers.watch(pids[:STRANGERS])
         ways = [way for place in line.places for way in place.ticket.requests]
         pause = LOOK_SECONDS
         if (
-            deaf
+            unresponsive
             or len(pids) > STRANGERS
             or any(way.max_util is not None or way.max_temperature is not None or way.share for way in ways)
             or any(claim.since is None for claim in line.facts.claims)  # no record: its end is not reported
         ):
             pause = SAMPLE_SECONDS
-        if deaf or any(_is_settling(device) for device in unclaimed):
+        if unresponsive or any(_is_settling(device) for device in unclaimed):
             pause = min(pause, self._settling)
             self._settling = min(SAMPLE_SECONDS, self._settling * 2)
         pause = min(pause, max(0.0, line.facts.changes_at - line.now) + CHECK_SECONDS[0])

@@ -34,7 +34,7 @@ class Ticket:
     time_limit: float | None = None  # seconds, kept by gpuguard
     expected: float | None = None  # seconds, from what the user's jobs have taken before
     promise: float | None = None  # unix time, see plan.promise
-    party: int | None = None  # the uid that its uid belongs to, see users.parties; None: its own
+    owner_uid: int | None = None  # the uid that its uid belongs to, see users.parties; None: its own
     served: float | None = None  # unix time at which a request of its user last got a claim
     set_back: bool = False  # at the end, because what was offered to it, or to its user, was not taken
     after: str | None = None  # it waits for that first, and has no place yet
@@ -48,9 +48,9 @@ class Ticket:
         return self.expected if self.time_limit is None else self.time_limit
 
     @property
-    def whose(self) -> int:
+    def owner(self) -> int:
         """Who takes turns: a user with thousands of uids has no more of them."""
-        return self.uid if self.party is None else self.party
+        return self.uid if self.owner_uid is None else self.owner_uid
 
     @property
     def num_gpus(self) -> int:
@@ -59,7 +59,7 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Rules:
+class QueueRules:
     """The site's rules for the queue.
 
     Args:
@@ -95,7 +95,7 @@ class ReservationKeys:
     no_show: Annotated[float, parse_duration] = 1800.0
 
 
-def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: Rules, now: float) -> list[Ticket]:
+def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: QueueRules, now: float) -> list[Ticket]:
     """All tickets in the order of the queue.
 
     Args:
@@ -121,23 +121,23 @@ def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: Rules,
     return line
 
 
-def permitted(ticket: Ticket, rules: Rules) -> int:
+def permitted(ticket: Ticket, rules: QueueRules) -> int:
     """The priority that it really has."""
     return min(ticket.priority, rules.highest_of.get(ticket.uid, rules.highest))
 
 
-def overdue(tickets: Collection[Ticket], rules: Rules, now: float) -> frozenset[str]:
+def overdue(tickets: Collection[Ticket], rules: QueueRules, now: float) -> frozenset[str]:
     """The ids of those who have waited longer than they should; of each user the oldest one only that could start."""
     oldest: dict[int, Ticket] = {}
     for ticket in tickets:
         if ticket.after is not None or ticket.set_back or due_at(ticket, rules) >= now:
             continue
-        if ticket.whose not in oldest or _arrival(ticket) < _arrival(oldest[ticket.whose]):
-            oldest[ticket.whose] = ticket
+        if ticket.owner not in oldest or _arrival(ticket) < _arrival(oldest[ticket.owner]):
+            oldest[ticket.owner] = ticket
     return frozenset(ticket.id for ticket in oldest.values())
 
 
-def due_at(ticket: Ticket, rules: Rules) -> float:
+def due_at(ticket: Ticket, rules: QueueRules) -> float:
     """When its patience is over: as promised, else after the bound.  A forged promise cannot be in the past."""
     return ticket.since + rules.bound if ticket.promise is None else max(ticket.since, ticket.promise)
 
@@ -150,7 +150,7 @@ def _fairly(tickets: Sequence[Ticket], usage: Mapping[int, float]) -> list[Ticke
     """
     of_user: dict[int, list[Ticket]] = {}
     for ticket in reversed(tickets):  # so that pop() gives the oldest
-        of_user.setdefault(ticket.whose, []).append(ticket)
+        of_user.setdefault(ticket.owner, []).append(ticket)
     served = {uid: max(one.served or 0.0 for one in own) for uid, own in of_user.items()}
     turns = [(usage.get(uid, 0.0), served[uid], _arrival(own[-1]), uid) for uid, own in of_user.items()]
     heapq.heapify(turns)

@@ -25,8 +25,8 @@ from gpuguard.claims.room import why_full
 from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
 from gpuguard.files import open_or_create, remove_leftover, status_in_place, write_file
 from gpuguard.jsonio import loads
-from gpuguard.queue.calendar import DeviceReservations
-from gpuguard.queue.tickets import Torn, not_too_many, opened, whole
+from gpuguard.queue.calendar import PlannedReservation
+from gpuguard.queue.tickets import IgnoredFile, first_of_each_user, opened, whole
 from gpuguard.users import user_name
 
 MAX_BYTES = 4096
@@ -66,21 +66,23 @@ class Reservation:
         """Unique among all."""
         return f"{self.maker}.{self.id}"
 
-    def booking(self, held: tuple[str, ...] = ()) -> DeviceReservations:
+    def booking(self, held: tuple[str, ...] = ()) -> PlannedReservation:
         """What the plan of the queue needs of it; *held* are the devices that its user has now."""
-        return DeviceReservations(
+        return PlannedReservation(
             self.key, self.uid, self.user, self.num_gpus, self.begins, self.ends, self.devices, held
         )
 
 
-def read(directory: LockDirectory, now: float) -> tuple[list[Reservation], list[Torn], dict[tuple[int, str], float]]:
+def read(
+    directory: LockDirectory, now: float
+) -> tuple[list[Reservation], list[IgnoredFile], dict[tuple[int, str], float]]:
     """All that have not ended, in no order; the files that cannot be understood; and who came when.
 
     The last is (uid, key of a reservation) -> unix time at which that user last began or ended a claim.
     """
     names = directory.names()
-    found, torn = _read_all(directory, names, now)
-    return found, torn, _arrivals(directory, names, {one.key for one in found}, now)
+    found, ignored = _read_all(directory, names, now)
+    return found, ignored, _arrivals(directory, names, {one.key for one in found}, now)
 
 
 def write(directory: LockDirectory, wanted: Reservation) -> Reservation:
@@ -129,10 +131,10 @@ def remove(directory: LockDirectory, one: Reservation) -> None:
         raise LockDirectoryError(f"reservation {one.id}: only {who} can cancel it.") from error
 
 
-def arrive(directory: LockDirectory, bookings: Sequence[DeviceReservations]) -> tuple[str, ...]:
+def arrive(directory: LockDirectory, reservations: Sequence[PlannedReservation]) -> tuple[str, ...]:
     """Record a claim of this user now, for each of *bookings* that is theirs; the files to touch when it ends."""
     uid, paths = os.geteuid(), []
-    for booking in bookings:
+    for booking in reservations:
         if booking.uid != uid:
             continue
         path = f"{directory.records}/{directory.prefix}arrived.{uid}.{booking.id}"
@@ -159,24 +161,26 @@ def _path(directory: LockDirectory, maker: int, number: str) -> str:
     return f"{directory.records}/{directory.prefix}reserve.{maker}.{number}.json"
 
 
-def _read_all(directory: LockDirectory, names: Sequence[str], now: float) -> tuple[list[Reservation], list[Torn]]:
+def _read_all(
+    directory: LockDirectory, names: Sequence[str], now: float
+) -> tuple[list[Reservation], list[IgnoredFile]]:
     start = f"{directory.prefix}reserve."
     found: list[Reservation] = []
     own = [name for name in names if name.startswith(start)]
-    finished, torn = not_too_many(directory, [name for name in own if name.endswith(".json")], MOST_OF_ONE)
+    finished, ignored = first_of_each_user(directory, [name for name in own if name.endswith(".json")], MOST_OF_ONE)
     for name in finished:
         one = _read(directory, name, name[len(start) : -len(".json")], now)
         if isinstance(one, Reservation):
             found.append(one)
         elif one:
-            torn.append(one)
+            ignored.append(one)
     for name in names:
         if name.startswith(f"{directory.prefix}unfinished.") or (name in own and not name.endswith(".json")):
             remove_leftover(f"{directory.records}/{name}")
-    return found, torn
+    return found, ignored
 
 
-def _read(directory: LockDirectory, name: str, place: str, now: float) -> Reservation | Torn | None:
+def _read(directory: LockDirectory, name: str, place: str, now: float) -> Reservation | IgnoredFile | None:
     path = f"{directory.records}/{name}"
     descriptor = opened(path, place)
     if not isinstance(descriptor, int):
@@ -185,7 +189,7 @@ def _read(directory: LockDirectory, name: str, place: str, now: float) -> Reserv
         status = os.fstat(descriptor)
         uid, _, number = place.partition(".")
         if uid != str(status.st_uid) or not (number.isascii() and number.isalnum() and len(number) <= 32):
-            return Torn(status.st_uid, place[:80], "its name is not that of its owner")
+            return IgnoredFile(status.st_uid, place[:80], "its name is not that of its owner")
         one = _decoded(os.read(descriptor, MAX_BYTES + 1), status, number)
         if isinstance(one, Reservation) and one.ends <= now:
             if os.geteuid() in (status.st_uid, 0) and is_same_file(descriptor, path):
@@ -197,7 +201,7 @@ def _read(directory: LockDirectory, name: str, place: str, now: float) -> Reserv
         os.close(descriptor)
 
 
-def _decoded(encoded: bytes, status: os.stat_result, number: str) -> Reservation | Torn:
+def _decoded(encoded: bytes, status: os.stat_result, number: str) -> Reservation | IgnoredFile:
     try:
         if len(encoded) > MAX_BYTES:
             raise ValueError("it is too long")
@@ -224,7 +228,7 @@ def _decoded(encoded: bytes, status: os.stat_result, number: str) -> Reservation
             note[:MOST_NOTE] if isinstance(note, str) else None,
         )
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        return Torn(status.st_uid, number, f"it cannot be understood: {error}"[:200])
+        return IgnoredFile(status.st_uid, number, f"it cannot be understood: {error}"[:200])
 
 
 def _time(value: Any) -> float:

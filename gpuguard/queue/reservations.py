@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
-from gpuguard.queue.calendar import DeviceReservations, can_be_met, clock_text
+from gpuguard.queue.calendar import PlannedReservation, can_be_met, clock_text
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.reservation_store import Reservation, read
 from gpuguard.queue.settings import read_queue_settings
-from gpuguard.queue.tickets import Torn
+from gpuguard.queue.tickets import IgnoredFile
 from gpuguard.units import format_duration
 from gpuguard.users import parties
 
@@ -59,21 +59,21 @@ class ReservationCalendar:
         now: unix time of that moment.
     """
 
-    judged: tuple[ReservationStatus, ...] = ()
-    torn: tuple[Torn, ...] = ()
+    statuses: tuple[ReservationStatus, ...] = ()
+    ignored: tuple[IgnoredFile, ...] = ()
     now: float = 0.0
 
     @property
-    def bookings(self) -> tuple[DeviceReservations, ...]:
+    def reservations(self) -> tuple[PlannedReservation, ...]:
         """Those that count."""
-        return tuple(one.reservation.booking(one.held) for one in self.judged if one.counts)
+        return tuple(one.reservation.booking(one.held) for one in self.statuses if one.counts)
 
     @property
     def changes_at(self) -> float:
         """Unix time at which the next of them begins or is over by itself."""
         times = [
             when
-            for one in self.judged
+            for one in self.statuses
             if one.counts
             for when in (one.reservation.begins, one.reservation.ends, one.no_show_at)
             if when is not None and when > self.now
@@ -95,9 +95,9 @@ def reservation_calendar(
     start = f"{directory.prefix}reserve."
     if not any(name.startswith(start) for name in directory.names()):
         return ReservationCalendar(now=now)
-    found, torn, arrivals = read(directory, now)
+    found, ignored, arrivals = read(directory, now)
     keys = read_queue_settings().reservations
-    return ReservationCalendar(tuple(judge(found, uuids, claims, arrivals, keys, now)), tuple(torn), now)
+    return ReservationCalendar(tuple(judge(found, uuids, claims, arrivals, keys, now)), tuple(ignored), now)
 
 
 def with_reserved_instances(backend: Backend, directory: LockDirectory, snapshot: Snapshot) -> Snapshot:
@@ -127,9 +127,9 @@ def judge(
     Args:
         arrivals: (uid, key of a reservation) -> unix time at which that user last began or ended a claim.
     """
-    judged: list[ReservationStatus] = []
-    counted: list[DeviceReservations] = []
-    whose, quota = parties(one.maker for one in found), dict[int, int]()
+    statuses: list[ReservationStatus] = []
+    counted: list[PlannedReservation] = []
+    owner, quota = parties(one.maker for one in found), dict[int, int]()
     for one in sorted(found, key=lambda each: (each.made, each.key)):
         if one.ends <= now:
             continue
@@ -139,28 +139,28 @@ def judge(
         # A claim that came later does not bring back what others were promised meanwhile.
         present = any(claim.since is None or claim.since < deadline for claim in own)
         if now >= deadline and not present:
-            judged.append(ReservationStatus(one, held=held, no_show_at=deadline, over=True))
+            statuses.append(ReservationStatus(one, held=held, no_show_at=deadline, over=True))
             continue
         booking = one.booking()
-        why_not = "" if one.maker == 0 else _beyond(one, keys, quota.get(whose[one.maker], 0))
+        why_not = "" if one.maker == 0 else _beyond(one, keys, quota.get(owner[one.maker], 0))
         if not why_not and not can_be_met(booking, counted, uuids):
             why_not = _no_room(booking, uuids)
         if not why_not and len(counted) >= MOST_COUNTED:
             why_not = f"there are more than {MOST_COUNTED} already"
         if not why_not:
             counted.append(booking)
-            quota[whose[one.maker]] = quota.get(whose[one.maker], 0) + one.num_gpus
-        judged.append(ReservationStatus(one, why_not, held, None if present and now >= one.begins else deadline))
-    return judged
+            quota[owner[one.maker]] = quota.get(owner[one.maker], 0) + one.num_gpus
+        statuses.append(ReservationStatus(one, why_not, held, None if present and now >= one.begins else deadline))
+    return statuses
 
 
 def what_if(wanted: Reservation, found: ReservationCalendar, uuids: Collection[str]) -> str:
     """Why a new reservation would not count; "" when it would.  Says when there would be room for it."""
     keys = read_queue_settings().reservations
-    others = found.bookings
-    earlier = [one.reservation for one in found.judged if one.counts]
-    whose = parties((wanted.maker, *(one.maker for one in earlier)))
-    own = sum(one.num_gpus for one in earlier if whose[one.maker] == whose[wanted.maker])
+    others = found.reservations
+    earlier = [one.reservation for one in found.statuses if one.counts]
+    owner = parties((wanted.maker, *(one.maker for one in earlier)))
+    own = sum(one.num_gpus for one in earlier if owner[one.maker] == owner[wanted.maker])
     booking = wanted.booking()
     why_not = "" if wanted.maker == 0 else _beyond(wanted, keys, own)
     if why_not or can_be_met(booking, others, uuids):
@@ -186,7 +186,7 @@ def _beyond(one: Reservation, keys: ReservationKeys, before: int) -> str:
     return ""
 
 
-def _no_room(booking: DeviceReservations, uuids: Collection[str]) -> str:
+def _no_room(booking: PlannedReservation, uuids: Collection[str]) -> str:
     there = len(set(booking.devices) & set(uuids))
     if there < booking.num_gpus:
         return f"only {there} of its devices {'is' if there == 1 else 'are'} there"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from gpuguard.errors import InvalidRequest, shortage
 from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Broken, Decoder
 from gpuguard.policies.files.source import Fault, YamlSource
-from gpuguard.queue.priority import PRIORITIES, ReservationKeys, Rules
+from gpuguard.queue.priority import PRIORITIES, QueueRules, ReservationKeys
 from gpuguard.units import parse_duration, parse_percent
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class QueueSettings:
         path: of the file.
     """
 
-    rules: Rules = field(default_factory=Rules)
+    rules: QueueRules = field(default_factory=QueueRules)
     reservations: ReservationKeys = field(default_factory=ReservationKeys)
     faults: tuple[Fault, ...] = ()
     path: str = PATH
@@ -94,13 +94,13 @@ class PriorityKeys:
 
 
 @dataclass(frozen=True)
-class LineKeys:
+class QueueKeys:
     """All keys of the file."""
 
     fair_share: bool = True
-    half_life: Annotated[float, parse_duration] = Rules.half_life
-    patience: Annotated[float, parse_percent] = 100 * Rules.patience
-    bound: Annotated[float, parse_duration] = Rules.bound
+    half_life: Annotated[float, parse_duration] = QueueRules.half_life
+    patience: Annotated[float, parse_percent] = 100 * QueueRules.patience
+    bound: Annotated[float, parse_duration] = QueueRules.bound
     priority: PriorityKeys = field(default_factory=PriorityKeys)
     reservations: ReservationKeys = field(default_factory=ReservationKeys)
 
@@ -109,25 +109,25 @@ class LineKeys:
             raise InvalidRequest("half_life must be more than 0: write fair_share: false to count nothing.")
 
 
-def parse(content: bytes, accounts: Accounts) -> tuple[Rules, ReservationKeys, tuple[Fault, ...]]:
+def parse(content: bytes, accounts: Accounts) -> tuple[QueueRules, ReservationKeys, tuple[Fault, ...]]:
     """What *content* says; with faults, what holds without it."""
     try:
         source = YamlSource(content.decode("utf-8"))
     except UnicodeDecodeError:
-        return Rules(), ReservationKeys(), (Fault(0, 0, "this is not UTF-8.", "Save the file as UTF-8."),)
+        return QueueRules(), ReservationKeys(), (Fault(0, 0, "this is not UTF-8.", "Save the file as UTF-8."),)
     root = source.tree()
     if root is None:
-        return Rules(), ReservationKeys(), tuple(source.faults)
+        return QueueRules(), ReservationKeys(), tuple(source.faults)
     decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group})
     with suppress(Broken):
-        decoder.value(root, LineKeys)
-    keys: LineKeys | None = decoder.values.get(())
+        decoder.value(root, QueueKeys)
+    keys: QueueKeys | None = decoder.values.get(())
     if keys is None or source.faults:
-        return Rules(), ReservationKeys(), tuple(source.faults)
+        return QueueRules(), ReservationKeys(), tuple(source.faults)
     highest_of = dict.fromkeys(keys.priority.high, PRIORITIES["high"]) | dict.fromkeys(
         keys.priority.low, PRIORITIES["low"]
     )
-    rules = Rules(
+    rules = QueueRules(
         fair_share=keys.fair_share,
         half_life=keys.half_life,
         patience=keys.patience / 100,

@@ -17,15 +17,15 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.procfs import stats_of
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
-from gpuguard.queue.calendar import DeviceReservations, in_words
-from gpuguard.queue.priority import Rules, Ticket, order
+from gpuguard.queue.calendar import PlannedReservation, start_text
+from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.queue.reservations import ReservationCalendar
-from gpuguard.queue.tickets import Torn, read_tickets, unheard_since
+from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
 from gpuguard.request import Request
 from gpuguard.select import choose, claimed_by, possible
 from gpuguard.users import parties
 
-DEAF_SECONDS = 15.0  # a ticket whose bell is not read for so long is passed over
+UNRESPONSIVE_SECONDS = 15.0  # a ticket whose bell is not read for so long is passed over
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class QueueFacts:
     """
 
     claims: Sequence[ClaimRecord] = ()
-    barred: Mapping[str, str] = field(default_factory=dict)
+    quarantined: Mapping[str, str] = field(default_factory=dict)
     denied: frozenset[int] = frozenset()
     usage: Mapping[int, float] | None = None
     set_back: frozenset[str] = frozenset()
-    bookings: tuple[DeviceReservations, ...] = ()
+    reservations: tuple[PlannedReservation, ...] = ()
     changes_at: float = float("inf")
     mark_files: tuple[str, ...] = ()
     reserved: ReservationCalendar = field(default_factory=ReservationCalendar)
@@ -60,17 +60,19 @@ class QueueState:
     """The queue at one moment."""
 
     places: tuple[QueuePosition, ...]
-    torn: tuple[Torn, ...]
+    ignored: tuple[IgnoredFile, ...]
     snapshot: Snapshot
     facts: QueueFacts
     now: float
-    deaf: frozenset[str] = frozenset()  # ids of tickets that are passed over, because their processes do not respond
+    unresponsive: frozenset[str] = (
+        frozenset()
+    )  # ids of tickets that are passed over, because their processes do not respond
 
     def of(self, ticket_id: str) -> QueuePosition | None:
         """The position of a ticket."""
         return next((place for place in self.places if place.ticket.id == ticket_id), None)
 
-    def kept_from(self, ticket_id: str) -> dict[str, str]:
+    def kept_for_others(self, ticket_id: str) -> dict[str, str]:
         """uuid -> for which user it is kept, of the devices on which others may start now, or that are reserved for
         them.
 
@@ -78,7 +80,7 @@ class QueueState:
         """
         mine = self.of(ticket_id)
         shares = bool(mine and mine.request and mine.request.share)
-        reserved = {uuid: in_words(booking, self.now) for uuid, booking in mine.kept.items()} if mine else {}
+        reserved = {uuid: start_text(booking, self.now) for uuid, booking in mine.kept.items()} if mine else {}
         return reserved | {
             uuid: f"about to be claimed by {place.ticket.user}, who waited for it"
             for place in self.places
@@ -88,21 +90,21 @@ class QueueState:
 
 
 def queue_state(
-    directory: LockDirectory, snapshot: Snapshot, facts: QueueFacts, rules: Rules, mine: Ticket | None = None
+    directory: LockDirectory, snapshot: Snapshot, facts: QueueFacts, rules: QueueRules, mine: Ticket | None = None
 ) -> QueueState:
     """The positions of all tickets, and which may start now; with *mine*, if it has no file yet, as the newest.
 
     What *mine* requests counts, not what its file says, which may be more.  A process that is stopped (Ctrl-Z), or does
     not respond, keeps its position, but no other request waits for it.
     """
-    tickets, torn = read_tickets(directory)
+    tickets, ignored = read_tickets(directory)
     if mine and all(ticket.id != mine.id for ticket in tickets):
-        tickets.append(replace(mine, party=parties([mine.uid])[mine.uid]))
+        tickets.append(replace(mine, owner_uid=parties([mine.uid])[mine.uid]))
     elif mine:
         tickets = [replace(one, requests=mine.requests) if one.id == mine.id else one for one in tickets]
-    tickets = [replace(one, set_back=not facts.set_back.isdisjoint((one.id, str(one.whose)))) for one in tickets]
+    tickets = [replace(one, set_back=not facts.set_back.isdisjoint((one.id, str(one.owner)))) for one in tickets]
     now, own = time.time(), mine and mine.id
-    deaf: dict[str, str] = {}
+    unresponsive: dict[str, str] = {}
     usage = _together(used_by(facts.claims, now) if facts.usage is None else facts.usage)
     machine = _machine(snapshot, facts, {way for ticket in tickets for way in ticket.requests})
     tickets = _passed_over(
@@ -114,10 +116,12 @@ def queue_state(
             tickets = _passed_over(tickets, dict.fromkeys(further, "another request of its user starts first"))
             continue
         if all(has_waker(directory, place.ticket) for place in places if place.now and place.ticket.id != own):
-            return QueueState(tuple(places), tuple(torn), snapshot, facts, now, frozenset(deaf))
+            return QueueState(tuple(places), tuple(ignored), snapshot, facts, now, frozenset(unresponsive))
         # Where one does not, many may: the script that started them all may have been stopped.
-        deaf |= {one.id: "it does not answer" for one in tickets if one.id != own and not has_waker(directory, one)}
-        tickets = _passed_over(tickets, deaf)
+        unresponsive |= {
+            one.id: "it does not answer" for one in tickets if one.id != own and not has_waker(directory, one)
+        }
+        tickets = _passed_over(tickets, unresponsive)
 
 
 def _further_offers(places: Sequence[QueuePosition]) -> set[str]:
@@ -126,33 +130,33 @@ def _further_offers(places: Sequence[QueuePosition]) -> set[str]:
     Where users may be hostile, all tickets of one user keep devices from others as one ticket does: the next one has
     its turn when that has started.
     """
-    waiting = {place.ticket.whose for place in places if not place.now and place.request and not place.ticket.after}
+    waiting = {place.ticket.owner for place in places if not place.now and place.request and not place.ticket.after}
     offered: set[int] = set()
     further = set()
     for place in places:
         if place.now:
-            user = place.ticket.whose
+            user = place.ticket.owner
             if user in offered and waiting - {user}:
                 further.add(place.ticket.id)
             offered.add(user)
     return further
 
 
-def kept_for_others(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str, str]:
+def reserved_for_others(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str, str]:
     """uuid -> for which user it is reserved, of the devices that *ticket* must leave alone even in an empty queue."""
-    if not facts.bookings:
+    if not facts.reservations:
         return {}
     now = time.time()
-    (place,) = plan([ticket], _machine(snapshot, facts, ticket.requests), {}, Rules(), now)
-    return {uuid: in_words(booking, now) for uuid, booking in place.kept.items()}
+    (place,) = plan([ticket], _machine(snapshot, facts, ticket.requests), {}, QueueRules(), now)
+    return {uuid: start_text(booking, now) for uuid, booking in place.kept.items()}
 
 
 def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str, str]:
     """uuid -> for whom it is reserved, of the devices that are kept for reservations that have begun."""
-    begun = tuple(booking for booking in reserved.bookings if booking.begins <= reserved.now)
-    facts = QueueFacts(claims=snapshot.claims, barred=dict(snapshot.quarantined), bookings=begun)
+    begun = tuple(booking for booking in reserved.reservations if booking.begins <= reserved.now)
+    facts = QueueFacts(claims=snapshot.claims, quarantined=dict(snapshot.quarantined), reservations=begun)
     nobody = Ticket(id="", uid=-1, user="", since=reserved.now, requests=(Request(),))
-    return kept_for_others(snapshot, facts, nobody)
+    return reserved_for_others(snapshot, facts, nobody)
 
 
 def _passed_over(tickets: Sequence[Ticket], absent: Mapping[str, str]) -> list[Ticket]:
@@ -168,9 +172,9 @@ def _machine(snapshot: Snapshot, facts: QueueFacts, ways: Collection[Request]) -
     return Machine(
         {way: fit(snapshot, way, facts) for way in ways},
         ends_of(facts.claims),
-        {uuid: tuple(kin) for uuid, kin in family.items()},
-        facts.bookings,
-        fit(snapshot, Request(), facts).open if facts.bookings else frozenset(),
+        {uuid: tuple(relatives) for uuid, relatives in family.items()},
+        facts.reservations,
+        fit(snapshot, Request(), facts).open if facts.reservations else frozenset(),
         limits_of(facts.claims),
     )
 
@@ -180,7 +184,7 @@ def fit(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Fit:
     alone = [claim for claim in facts.claims if not (request.share and claim.slots)]
     sharing = sharing_of(snapshot, facts.claims) if request.share else None
     try:
-        choice = choose(snapshot, request, claimed_by(alone, snapshot.taken_at) | dict(facts.barred), sharing)
+        choice = choose(snapshot, request, claimed_by(alone, snapshot.taken_at) | dict(facts.quarantined), sharing)
     except InvalidRequest:  # it names a device that is not there any more
         return Fit((), frozenset())
     opened = {device.uuid for device in choice.eligible}
@@ -222,8 +226,8 @@ def limits_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
 def _together(usage: Mapping[int, float]) -> dict[int, float]:
     """The use of all uids of a user together: with a new uid for each job a user would always have had nothing."""
     found: dict[int, float] = {}
-    for uid, party in parties(usage).items():
-        found[party] = found.get(party, 0.0) + usage[uid]
+    for uid, owner_uid in parties(usage).items():
+        found[owner_uid] = found.get(owner_uid, 0.0) + usage[uid]
     return found
 
 
@@ -238,7 +242,7 @@ def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
 
 def has_waker(directory: LockDirectory, ticket: Ticket) -> bool:
     """Whether its process would start: it is neither stopped nor stuck, and reads its bell."""
-    return not _stands_still(ticket) and unheard_since(directory, ticket) > time.time() - DEAF_SECONDS
+    return not _stands_still(ticket) and unread_since(directory, ticket) > time.time() - UNRESPONSIVE_SECONDS
 
 
 def _stands_still(ticket: Ticket) -> bool:

@@ -75,7 +75,7 @@ def _own(directory: LockDirectory, uid: int) -> str:
 
 
 MAX_BYTES = 8192
-MOST_WAYS = 4  # alternatives of one request
+MOST_ALTERNATIVES = 4  # alternatives of one request
 MOST_MODELS = 16  # globs of one request, each of which is compared with the names of all devices
 MOST_UNHEARD = 4
 MOST_OF_ONE = 1000  # tickets of one user; more of them are left out
@@ -89,7 +89,7 @@ _WORDS = frozenset({"strategy", "within_reason", "mig"})
 
 
 @dataclass(frozen=True)
-class Torn:
+class IgnoredFile:
     """A ticket that does not count, and why."""
 
     uid: int
@@ -112,13 +112,13 @@ class OwnTicket:
         # With the uid: else a user could make a ticket with the number of another user's.
         self.id = f"{os.geteuid()}.{os.urandom(4).hex()}"
         self._ticket, self._bell = (_path(directory, kind, self.id) for kind in ("ticket", "bell"))
-        self._descriptor = self.bell = -1
-        unfinished = ticket, bell = unfinished_path(directory), unfinished_path(directory)
+        self._descriptor = self.waker = -1
+        unfinished = ticket, waker = unfinished_path(directory), unfinished_path(directory)
         try:
-            self.bell = _new_waker(bell)
-            os.fchmod(self.bell, 0o622)
+            self.waker = _new_waker(waker)
+            os.fchmod(self.waker, 0o622)
             self._write(ticket, json.dumps(dict(content)).encode())
-            os.rename(bell, self._bell)
+            os.rename(waker, self._bell)
             os.rename(ticket, self._ticket)  # others see it whole, and already locked
         except BaseException:
             for path in unfinished:
@@ -137,28 +137,28 @@ class OwnTicket:
     @property
     def counts(self) -> bool:
         """Whether others can see it: a clean-up of old files may have removed it."""
-        places = (self._descriptor, self._ticket), (self.bell, self._bell)
+        places = (self._descriptor, self._ticket), (self.waker, self._bell)
         return all(is_same_file(*place, unsure=True) for place in places)
 
-    def live(self) -> None:
+    def send_heartbeat(self) -> None:
         """Give a sign of life, see last_sign()."""
         with suppress(OSError):
-            os.utime(self.bell)
+            os.utime(self.waker)
 
-    def hush(self) -> bytes:
+    def drain(self) -> bytes:
         """The bytes that were written into the bell since the last time."""
         try:
-            return os.read(self.bell, 65536)
+            return os.read(self.waker, 65536)
         except BlockingIOError:
             return b""
 
     def leave(self) -> None:
         """Wait no longer.  Idempotent, also after it was interrupted."""
-        for path, descriptor in ((self._ticket, self._descriptor), (self._bell, self.bell)):
+        for path, descriptor in ((self._ticket, self._descriptor), (self._bell, self.waker)):
             with suppress(OSError):
                 if descriptor >= 0 and is_same_file(descriptor, path):
                     os.unlink(path)
-        ours, self._descriptor, self.bell = (self._descriptor, self.bell), -1, -1
+        ours, self._descriptor, self.waker = (self._descriptor, self.waker), -1, -1
         for descriptor in ours:
             with suppress(OSError):
                 if descriptor >= 0:
@@ -204,32 +204,34 @@ def write_served(directory: LockDirectory) -> None:
     note(directory, os.geteuid())
 
 
-def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[Torn]]:
+def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFile]]:
     """All tickets, in no order, and those that do not count; files of ended processes are removed where permitted."""
     start = f"{directory.prefix}ticket."
     tickets: list[Ticket] = []
     there = [each for each in directory.names() if each.startswith(start) and each.endswith(".json")]
-    names, torn = not_too_many(directory, there, MOST_OF_ONE)
+    names, ignored = first_of_each_user(directory, there, MOST_OF_ONE)
     for name in names:
         found = _read(directory, name, name[len(start) : -len(".json")])
         if isinstance(found, Ticket):
             tickets.append(found)
         elif found:
-            torn.append(found)
-    whose = parties({ticket.uid for ticket in tickets})
+            ignored.append(found)
+    owner = parties({ticket.uid for ticket in tickets})
     last: dict[int, float | None] = {}
-    for uid, party in whose.items():
-        last[party] = max(filter(None, (last.get(party), last_served(directory, uid))), default=None)
-    return [replace(one, party=(party := whose[one.uid]), served=last[party]) for one in tickets], torn
+    for uid, owner_uid in owner.items():
+        last[owner_uid] = max(filter(None, (last.get(owner_uid), last_served(directory, uid))), default=None)
+    return [replace(one, owner_uid=(owner_uid := owner[one.uid]), served=last[owner_uid]) for one in tickets], ignored
 
 
-def not_too_many(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], list[Torn]]:
+def first_of_each_user(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], list[IgnoredFile]]:
     """Of each user's files the first *most*, and a line about the others."""
     names, beyond = first_of_each(directory, names, most)
-    return names, [Torn(uid, f"{n} more", f"{user_name(uid)} has {most} before them") for uid, n in beyond.items()]
+    return names, [
+        IgnoredFile(uid, f"{n} more", f"{user_name(uid)} has {most} before them") for uid, n in beyond.items()
+    ]
 
 
-def opened(path: str, place: str) -> int | Torn | None:
+def opened(path: str, place: str) -> int | IgnoredFile | None:
     """A descriptor of the ordinary file at *path*, which is called *place* where it does not count; None: it is gone.
 
     Raises:
@@ -238,14 +240,16 @@ def opened(path: str, place: str) -> int | Torn | None:
     try:
         return open_regular(path)[0]
     except UntrustedFile as error:
-        return Torn(error.uid, place[:80], str(error.strerror))
+        return IgnoredFile(error.uid, place[:80], str(error.strerror))
     except OSError as error:
         if shortage(error):
             raise
-        return None if error.errno == errno.ENOENT else Torn(-1, place[:80], f"it cannot be read: {error.strerror}")
+        return (
+            None if error.errno == errno.ENOENT else IgnoredFile(-1, place[:80], f"it cannot be read: {error.strerror}")
+        )
 
 
-def who_waits(directory: LockDirectory) -> tuple[Ticket, ...] | None:
+def waiting_tickets(directory: LockDirectory) -> tuple[Ticket, ...] | None:
     """All tickets, in no order; None: the queue cannot be read."""
     try:
         return tuple(read_tickets(directory)[0])
@@ -263,7 +267,7 @@ def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
     return found
 
 
-def _read(directory: LockDirectory, name: str, place: str) -> Ticket | Torn | None:
+def _read(directory: LockDirectory, name: str, place: str) -> Ticket | IgnoredFile | None:
     path = f"{directory.records}/{name}"
     descriptor = opened(path, place)
     if not isinstance(descriptor, int):
@@ -275,7 +279,7 @@ def _read(directory: LockDirectory, name: str, place: str) -> Ticket | Torn | No
             _remove_dead(directory, path, descriptor, status.st_uid, number)
             return None
         if uid != str(status.st_uid) or not number.isalnum():
-            return Torn(status.st_uid, place[:80], "its name is not that of its owner")
+            return IgnoredFile(status.st_uid, place[:80], "its name is not that of its owner")
         return _decoded(os.read(descriptor, MAX_BYTES + 1), status, place)
     finally:
         os.close(descriptor)
@@ -287,19 +291,19 @@ def _remove_dead(directory: LockDirectory, path: str, descriptor: int, uid: int,
     with suppress(OSError):
         if is_same_file(descriptor, path):
             os.unlink(path)
-        bell = _path(directory, "bell", f"{uid}.{number}")
-        if stat.S_ISFIFO(status_in_place(bell).st_mode):
-            os.unlink(bell)
+        waker = _path(directory, "bell", f"{uid}.{number}")
+        if stat.S_ISFIFO(status_in_place(waker).st_mode):
+            os.unlink(waker)
 
 
-def _decoded(encoded: bytes, status: os.stat_result, ticket_id: str) -> Ticket | Torn:
+def _decoded(encoded: bytes, status: os.stat_result, ticket_id: str) -> Ticket | IgnoredFile:
     try:
         if len(encoded) > MAX_BYTES:
             raise ValueError("it is too long")
         content = loads(encoded)
         command = content.get("command")
         requests = content["requests"]
-        if not isinstance(requests, list) or not 1 <= len(requests) <= MOST_WAYS:
+        if not isinstance(requests, list) or not 1 <= len(requests) <= MOST_ALTERNATIVES:
             raise ValueError("it asks for nothing, or for too much")
         return Ticket(
             id=ticket_id,
@@ -318,7 +322,7 @@ def _decoded(encoded: bytes, status: os.stat_result, ticket_id: str) -> Ticket |
             command=tuple(_text(word) or "" for word in command) if isinstance(command, list) else None,
         )
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        return Torn(status.st_uid, ticket_id, f"it cannot be understood: {error}"[:200])
+        return IgnoredFile(status.st_uid, ticket_id, f"it cannot be understood: {error}"[:200])
 
 
 def as_request(content: Mapping[str, Any]) -> Request:
@@ -379,28 +383,28 @@ def wake(directory: LockDirectory, tickets: Collection[Ticket], sound: bytes) ->
     """Wake some of those who wait; *sound* is one byte and says what for."""
     for ticket in tickets:
         with suppress(OSError):  # he has gone
-            bell = _open_waker(directory, ticket)
+            waker = _open_waker(directory, ticket)
             try:
                 # A process that has not read these will check anyway, and the last of them says since when it has not.
-                if _unheard(bell) < MOST_UNHEARD:
-                    os.write(bell, sound)
+                if _unheard(waker) < MOST_UNHEARD:
+                    os.write(waker, sound)
             finally:
-                os.close(bell)
+                os.close(waker)
 
 
-def unheard_since(directory: LockDirectory, ticket: Ticket) -> float:
+def unread_since(directory: LockDirectory, ticket: Ticket) -> float:
     """Since when a bell has unread bytes, unix time; inf: all were read, -inf: there is no reader."""
     try:
-        bell = _open_waker(directory, ticket)
+        waker = _open_waker(directory, ticket)
         try:
-            return os.fstat(bell).st_mtime if _unheard(bell) else math.inf
+            return os.fstat(waker).st_mtime if _unheard(waker) else math.inf
         finally:
-            os.close(bell)
+            os.close(waker)
     except OSError as error:
         return math.inf if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else -math.inf
 
 
-def last_sign(directory: LockDirectory, ticket: Ticket) -> float:
+def last_heartbeat(directory: LockDirectory, ticket: Ticket) -> float:
     """When its owner last gave a sign of life, or the bell was written to: unix time, -inf without a bell."""
     try:
         return status_in_place(_path(directory, "bell", ticket.id)).st_mtime
@@ -411,17 +415,17 @@ def last_sign(directory: LockDirectory, ticket: Ticket) -> float:
 def _open_waker(directory: LockDirectory, ticket: Ticket) -> int:
     """For writing: only its owner can open it for reading.  OSError: it has no reader, or is not the owner's."""
     path = _path(directory, "bell", ticket.id)
-    bell = open_in_place(path, os.O_WRONLY | os.O_NONBLOCK)
-    status = os.fstat(bell)
+    waker = open_in_place(path, os.O_WRONLY | os.O_NONBLOCK)
+    status = os.fstat(waker)
     if stat.S_ISFIFO(status.st_mode) and status.st_uid == ticket.uid:
-        return bell
-    os.close(bell)
+        return waker
+    os.close(waker)
     raise OSError(errno.EINVAL, "the bell is not the owner's", path)
 
 
-def _unheard(bell: int) -> int:
+def _unheard(waker: int) -> int:
     """How many bytes are unread."""
-    count: int = struct.unpack("i", fcntl.ioctl(bell, termios.FIONREAD, bytes(4)))[0]
+    count: int = struct.unpack("i", fcntl.ioctl(waker, termios.FIONREAD, bytes(4)))[0]
     return count
 
 

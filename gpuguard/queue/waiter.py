@@ -26,7 +26,7 @@ from gpuguard.model import ClaimRecord
 from gpuguard.queue.leader import YOUR_TURN, DirectoryWatch, Leader, ProcessWatch, flock_holder, wait_for
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.state import QueueState, has_waker, is_stopped
-from gpuguard.queue.tickets import OwnTicket, last_sign, read_tickets, ticket_content, wake
+from gpuguard.queue.tickets import OwnTicket, last_heartbeat, read_tickets, ticket_content, wake
 
 NEW_LEADER = b"l"
 OWN_LOOK_SECONDS = 30.0  # a leader and a deputy that both do nothing delay the others by so much at most
@@ -89,7 +89,7 @@ class Waiter:
             if leaderless and self._takes_the_lead():
                 must_look = True
             if self._leads and must_look:
-                self._held.live()
+                self._held.send_heartbeat()
                 if self._leads.look(self.ticket.id):
                     self._is_woken(until)
                     return
@@ -163,11 +163,11 @@ class Waiter:
         while True:
             left = min(ends) - time.monotonic()
             pause = WATCH_SECONDS if self._leads or self._is_deputy else DEPUTY_SECONDS
-            ready = wait_for([self._held.bell, *others], min(left, pause))
+            ready = wait_for([self._held.waker, *others], min(left, pause))
             if ready or left <= pause:
                 return ready
             if self._leads:
-                self._held.live()
+                self._held.send_heartbeat()
             if self._must_end_standing_in() or (not self._leads and self._must_lead()):
                 return ready
 
@@ -208,17 +208,17 @@ class Waiter:
         """Whether the leader, as it was last found, is not stopped, and has given a sign of life just now."""
         lately = time.time() - SILENT_SECONDS
         tickets = self._leader_tickets or ()
-        return any(has_waker(self._directory, one) and last_sign(self._directory, one) > lately for one in tickets)
+        return any(has_waker(self._directory, one) and last_heartbeat(self._directory, one) > lately for one in tickets)
 
     def _resign_as_deputy(self) -> None:
         self._is_deputy = False
         fcntl.flock(self._deputy, fcntl.LOCK_UN)
 
     def _hush(self, ready: set[int], until: float | None) -> bytes:
-        if self._held.bell not in ready:
+        if self._held.waker not in ready:
             return b""
         self._is_woken(until)
-        return self._held.hush()
+        return self._held.drain()
 
     def _is_woken(self, until: float | None) -> None:
         """A process that is woken for nothing again and again waits: any user can write into a bell."""
@@ -260,12 +260,14 @@ class Waiter:
                 self._held, self.ticket = held, replace(self.ticket, id=held.id)
             return True
         if self._leads:
-            self._held.live()
+            self._held.send_heartbeat()
             return False
         pid = flock_holder(self._queue)
         leader = [ticket for ticket in read_tickets(self._directory)[0] if ticket.pid == pid is not None]
         lately = time.time() - SIGNS_MISSED * OWN_LOOK_SECONDS
-        return not any(has_waker(self._directory, one) and last_sign(self._directory, one) > lately for one in leader)
+        return not any(
+            has_waker(self._directory, one) and last_heartbeat(self._directory, one) > lately for one in leader
+        )
 
 
 # Waiting for the end of something else before entering the queue: a claim, or a process of any user.

@@ -42,7 +42,7 @@ from gpuguard.model import (
 from gpuguard.policies.files.loader import load_policies
 from gpuguard.policies.thresholds import MemoryRule, PowerRule, TemperatureRule
 from gpuguard.procfs import process_facts, read_memory
-from gpuguard.queue.explain import in_words, stand
+from gpuguard.queue.explain import read_queue, start_text
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import read_tickets
 from gpuguard.source import SnapshotSource
@@ -209,10 +209,10 @@ class SceneFeed:
             directory = self._find_directory()
             if not read_tickets(directory)[0]:
                 return ()
-            queue = stand(directory, snapshot, read_queue_settings().rules)
+            queue = read_queue(directory, snapshot, read_queue_settings().rules)
         except (GpuguardError, OSError):
             return ()  # the claims are missing too, and that is said
-        tickets = [(place.ticket, in_words(place, queue)) for place in queue.places]
+        tickets = [(place.ticket, start_text(place, queue)) for place in queue.places]
         return tuple(Waits(ticket.user, ticket.num_gpus, ticket.since, when, ticket.note) for ticket, when in tickets)
 
     def _above(self, stats: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:

@@ -12,7 +12,7 @@ from typing import Any
 from gpuguard.clusters.slurm import Queued
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import clock_text
-from gpuguard.queue.explain import in_words
+from gpuguard.queue.explain import start_text
 from gpuguard.queue.priority import PRIORITIES
 from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
 from gpuguard.queue.settings import QueueSettings
@@ -79,11 +79,11 @@ _HEADER = ["RESERVED FOR", "GPUS", "FROM", "UNTIL", "ID", "NOW"]
 
 def reservations_text(reserved: ReservationCalendar, *, width: int | None = None) -> list[str]:
     """A table, and the files that do not count below it; nothing where there are none."""
-    rows = [_reservation_row(one, reserved.now) for one in reserved.judged]
+    rows = [_reservation_row(one, reserved.now) for one in reserved.statuses]
     lines = table(rows, _HEADER, align="<>", width=width) if rows else []
-    for one in reserved.torn:
-        whose = "somebody" if one.uid < 0 else f"uid {one.uid}"
-        text = neutralise(f"not counted: reservation {one.id} of {whose}: {one.reason}")
+    for one in reserved.ignored:
+        owner = "somebody" if one.uid < 0 else f"uid {one.uid}"
+        text = neutralise(f"not counted: reservation {one.id} of {owner}: {one.reason}")
         lines.append(text if width is None else shorten(text, width))
     return lines
 
@@ -117,7 +117,7 @@ def state(one: ReservationStatus, now: float) -> str:
 
 def reservations_json(reserved: ReservationCalendar) -> list[dict[str, Any]]:
     """The list that docs/json.md describes; unknown is None."""
-    return [reservation_json(one, reserved.now) for one in reserved.judged]
+    return [reservation_json(one, reserved.now) for one in reserved.statuses]
 
 
 def reservation_json(one: ReservationStatus, now: float) -> dict[str, Any]:
@@ -161,11 +161,11 @@ def to_text(
         lines += [text, *_folded(_prospects(place, line), _INDENT, width)]
     if kept := reservations_text(line.facts.reserved, width=width):
         lines += ["", *kept]
-    if line.torn:
+    if line.ignored:
         lines += ["", "Not counted:"]
-        for one in line.torn:
-            whose = "somebody" if one.uid < 0 else f"uid {one.uid}"
-            lines += _folded(neutralise(f"ticket {one.id} of {whose}: {one.reason}"), "  ", width)
+        for one in line.ignored:
+            owner = "somebody" if one.uid < 0 else f"uid {one.uid}"
+            lines += _folded(neutralise(f"ticket {one.id} of {owner}: {one.reason}"), "  ", width)
     if site.faults:
         lines += ["", *_folded("The rules of this site do not count, because their file has faults:", "", width)]
         lines += [text for fault in site.faults for text in fault.lines(neutralise(site.path))]
@@ -197,7 +197,7 @@ def _row(place: QueuePosition, line: QueueState) -> list[str]:
 
 
 def _prospects(place: QueuePosition, line: QueueState) -> str:
-    text = neutralise(in_words(place, line))
+    text = neutralise(start_text(place, line))
     promise = place.ticket.promise
     if promise is not None and promise > line.now and not place.now:
         form = "%H:%M" if promise - line.now < 20 * 3600 else "%a %d %b %H:%M"
@@ -215,7 +215,7 @@ def to_json(line: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str 
         "fair_share": site.rules.fair_share,
         "places": [_place_json(place, line) for place in line.places],
         "reservations": reservations_json(line.facts.reserved),
-        "not_counted": [{"id": one.id, "uid": one.uid, "reason": one.reason} for one in line.torn],
+        "not_counted": [{"id": one.id, "uid": one.uid, "reason": one.reason} for one in line.ignored],
         "faults": [fault.lines(site.path)[0] for fault in site.faults],
         "slurm_jobs": slurm_json(jobs),
     }
@@ -240,7 +240,7 @@ def _place_json(place: QueuePosition, line: QueueState) -> dict[str, Any]:
         "latest_start": ticket.promise,
         "starts_now": place.now,
         "devices": list(place.devices),
-        "why": in_words(place, line),
+        "why": start_text(place, line),
         "after": ticket.after,
         "note": ticket.note,
         "command": list(ticket.command) if ticket.command is not None else None,

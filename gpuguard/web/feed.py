@@ -22,7 +22,7 @@ from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Point, Usage, query_store, store_path
 from gpuguard.model import Snapshot
 from gpuguard.procfs import process_facts
-from gpuguard.queue.explain import stand
+from gpuguard.queue.explain import read_queue
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.sanitize import neutralise
 from gpuguard.views import queue, who
@@ -206,7 +206,7 @@ class FrameFeed:
                 ring.add(snapshot)
         found = device_state.uses(snapshot, process_facts(snapshot))
         site = read_queue_settings()
-        line = stand(self._directory, snapshot, site.rules)
+        line = read_queue(self._directory, snapshot, site.rules)
         content = who.to_json(snapshot, found, age=age)
         content |= {
             "line": queue.to_json(line, site)["places"],
