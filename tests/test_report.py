@@ -15,14 +15,13 @@ from test_who import DOCUMENT, documented, printed
 
 from gpuguard.history import store
 from gpuguard.history.queries import query_store
-from gpuguard.history.report import BY, Report, gathered
+from gpuguard.history.report import BY, Report, ended_claims, usage_report
 from gpuguard.history.schema import NOBODY_KNOWS, Slot, rates_of
 from gpuguard.model import Snapshot
 from gpuguard.sanitize import display_width
 from gpuguard.views import report as view
-from gpuguard.views.claims import ended_claims
 from gpuguard.views.history import csv_lines, remarks
-from gpuguard.views.report_page import to_html
+from gpuguard.views.report import to_html
 from gpuguard.views.text import json_text, style
 
 ALICE, BOB, CAROL, DAVE = 1001, 1002, 1003, 1004
@@ -68,7 +67,7 @@ def recorded(path: str, numbers: range, **waiting: Any) -> None:
 def reported(path: str, by: str = "user", begin: int = 0, end: int = HOUR, **more: Any) -> Report:
     return query_store(
         path,
-        lambda usage: gathered(
+        lambda usage: usage_report(
             usage, by, at(begin), at(end), lambda uid: NAMES.get(uid, str(uid)), lambda uid: GROUPS.get(uid, ()), **more
         ),
         at(end),
@@ -141,7 +140,7 @@ def test_when_nobody_could_look_at_the_line_nobody_is_said_not_to_have_waited(pa
     report = reported(path)
 
     assert {(row.waiting, row.wanted) for row in report.rows} == {(None, None)}
-    assert "nobody could tell who waited in line" in shown(report)
+    assert "it is not known who waited in the queue" in shown(report)
 
 
 def test_a_time_that_was_half_watched_says_so_and_one_that_was_watched_does_not(path):

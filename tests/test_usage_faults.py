@@ -20,10 +20,10 @@ from gpuguard.errors import GpuguardError
 from gpuguard.history import queries as usage
 from gpuguard.history import store
 from gpuguard.history.queries import METRICS, Usage, query_store
-from gpuguard.history.report import gathered
+from gpuguard.history.report import usage_report
 from gpuguard.history.schema import SLOTS, WIDTH
 from gpuguard.views import report as texts
-from gpuguard.views.report_page import to_html
+from gpuguard.views.report import to_html
 
 KILLS = 50
 
@@ -214,7 +214,7 @@ def everything(usage: Usage):
     usage.known()
     for by in ("user", "device", "user and device", "group"):
         usage.totals(by, begin, NOW, {1001: ("g",)})
-    return [gathered(usage, by, begin, NOW, str, lambda uid: ("g",), METRICS) for by in ("user", "group", "device")]
+    return [usage_report(usage, by, begin, NOW, str, lambda uid: ("g",), METRICS) for by in ("user", "group", "device")]
 
 
 def read(loose_store: str) -> str | None:

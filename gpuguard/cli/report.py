@@ -27,10 +27,9 @@ from gpuguard.cli.times import add_moment_options, period
 from gpuguard.errors import GpuguardError
 from gpuguard.files import write_file
 from gpuguard.history.queries import Watch, query_store, store_path
-from gpuguard.history.report import BY, Report, gathered
+from gpuguard.history.report import BY, Report, ended_claims, usage_report
 from gpuguard.users import user_name
 from gpuguard.views import report as view
-from gpuguard.views.claims import ended_claims
 from gpuguard.views.text import json_text, put, style
 
 _DRAWN = ("utilization_percent", "claimed_percent")  # over the time, in the page
@@ -59,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         report = query_store(
             store_path(directory_of(args)),
-            lambda usage: gathered(usage, args.by, begin, end, user_name, _groups_of, metrics),
+            lambda usage: usage_report(usage, args.by, begin, end, user_name, _groups_of, metrics),
             now,
         )
     except GpuguardError:
@@ -67,9 +66,7 @@ def main(args: argparse.Namespace) -> int:
             raise
         report = Report("claim", Watch(begin, end, 0.0, None, 0), (), (), (), None, 0.0)  # claims are in the log
     if args.html:
-        from gpuguard.views.report_page import to_html
-
-        _write(args.html, to_html(report, claims, socket.gethostname(), now))
+        _write(args.html, view.to_html(report, claims, socket.gethostname(), now))
     elif args.json:
         put([json_text(view.to_json(report, claims, socket.gethostname()))], sys.stdout)
     elif args.csv:

@@ -76,7 +76,10 @@ def to_text(
         ascii_only: draw with ASCII alone.
     """
     columns = max(30, width or PLAIN_COLUMNS)
-    lines = [paint(shorten(f"{metric.title}, {_span(watch)}", columns), "bold"), *remarks(watch, columns)]
+    lines = [
+        paint(shorten(f"{metric.title}, {format_span(watch.begin, watch.end)} {zone(watch.end)}", columns), "bold"),
+        *remarks(watch, columns),
+    ]
     unit = "C" if ascii_only and metric.unit == "°C" else metric.unit
     for course in courses:
         lines += ["", shorten(f"{_name(course.device)}  {_summary(course, metric, unit)}", columns)]
@@ -127,9 +130,9 @@ def zone(moment: float) -> str:
     return "UTC" if name in ("UTC", "GMT") else f"{name} ({offset[:3]}:{offset[3:5]})"
 
 
-def _span(watch: Watch) -> str:
-    begin, end = (time.strftime("%Y-%m-%d %H:%M", time.localtime(each)) for each in (watch.begin, watch.end))
-    return f"{begin} to {end} {zone(watch.end)}"
+def format_span(begin: float, end: float) -> str:
+    """``"2026-11-20 08:00 to 2026-11-21 08:00"`` of two unix times."""
+    return " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(moment)) for moment in (begin, end))
 
 
 def _floor(known: Sequence[float]) -> float:

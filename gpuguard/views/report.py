@@ -1,26 +1,30 @@
-"""The report on GPU time as text, JSON or CSV.
+"""The report on GPU time as text, JSON, CSV, or one HTML page: tables with the same columns.
 
-docs/report.md says what each column means, docs/json.md describes the JSON.  Does not read the store: see report.
+The page has no script, nothing from elsewhere, and charts as inline SVG, so that it can be mailed and opened from a
+file.  docs/report.md says what each column means, docs/json.md describes the JSON.  Does not read the usage store: see
+history.report.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
 from typing import Any
 
-from gpuguard.history.queries import DeviceTotal
-from gpuguard.history.report import Report, UsageRow, device_label
+from gpuguard.history.queries import DeviceTotal, Point, Watch
+from gpuguard.history.report import TIMES, ClaimRow, Report, UsageRow, device_label
 from gpuguard.sanitize import display_width, neutralise
-from gpuguard.units import format_bytes, format_duration
-from gpuguard.views.charts import stacked
-from gpuguard.views.claims import ClaimRow
-from gpuguard.views.history import csv_lines, period_json, remarks, zone
+from gpuguard.units import format_bytes, format_duration, format_rounded
+from gpuguard.views.charts import bucketed, round_marks, stacked
+from gpuguard.views.history import csv_lines, format_span, period_json, remarks, zone
 from gpuguard.views.text import Paint, shorten, table
 
 HOUR, KWH = 3600.0, 3.6e6
-LEAST_BAR = 12  # columns: in a narrower terminal numbers tell more
-LONGEST_NAME = 24
+MIN_BAR = 12  # columns: in a narrower terminal numbers tell more
+MAX_NAME = 24
 # The parts of a bar: what, character, in ASCII, colour.
 PARTS = (
     ("used", "█", "#", "green"),
@@ -28,62 +32,6 @@ PARTS = (
     ("unknown", "░", "?", "dim"),
     ("unclaimed", "▚", "!", "red"),
 )
-_TIMES = ("claimed", "used", "idle", "unknown", "unclaimed")
-
-Claims = tuple[Sequence[ClaimRow], int]  # those that have ended, and how many have not
-
-
-def to_text(
-    report: Report, claims: Claims | None, *, width: int | None, paint: Paint, ascii_only: bool = False
-) -> list[str]:
-    """The report for people.
-
-    Args:
-        report: what is told.
-        claims: of a report by claim.
-        width: columns of the terminal; None: it goes elsewhere, so bars are left out and nothing is shortened.
-        paint: puts colour on text.
-        ascii_only: draw with ASCII alone.
-    """
-    watch = report.watch
-    begin, end = (time.strftime("%Y-%m-%d %H:%M", time.localtime(each)) for each in (watch.begin, watch.end))
-    title = f"GPU time by {report.by}, {begin} to {end} {zone(watch.end)}"
-    lines = [paint(title if width is None else shorten(title, width), "bold")]
-    if claims is not None:
-        return [*lines, "", *_claim_lines(*claims, width)]
-    lines += remarks(watch, width)
-    if not report.users and not report.devices:
-        return [*lines, "", "Nothing was seen in this time."]
-    if width is not None and (bars := _bars(report.rows, width, paint, ascii_only=ascii_only)):
-        lines += ["", *bars]
-    lines += ["", *_row_table(report, width)]
-    if report.by != "device":
-        lines += ["", *_device_table(report.devices, width)]
-    return [*lines, *_waster_lines(report, width, paint), *_line_remark(report)]
-
-
-def _bars(rows: Sequence[UsageRow], width: int, paint: Paint, *, ascii_only: bool) -> list[str]:
-    shown = [row for row in rows if row.claimed + row.unclaimed > 0]
-    if not shown:
-        return []
-    names = [shorten(neutralise(row.name), LONGEST_NAME) for row in shown]
-    margin = max(map(display_width, names))
-    numbers = [f"{hours(row.claimed + row.unclaimed)} h" for row in shown]
-    room = width - margin - max(map(len, numbers)) - 4
-    if room < LEAST_BAR:
-        return []
-    most = max(row.claimed + row.unclaimed for row in shown)
-    lines = []
-    for row, name, number in zip(shown, names, numbers, strict=True):
-        parts = [(getattr(row, what), plain if ascii_only else mark, colour) for what, mark, plain, colour in PARTS]
-        bar = stacked(parts, most, room, paint)
-        lines.append(f"{name}{' ' * (margin - display_width(name))}  {bar} {number}")
-    legend = [f"{plain if ascii_only else mark} {LEGEND[what]}" for what, mark, plain, _ in PARTS if _has(shown, what)]
-    below = "   ".join(legend)
-    indent = margin + 2 if margin + 2 + display_width(below) <= width else 0
-    return [*lines, shorten(" " * indent + below, width)]
-
-
 LEGEND = {
     "used": "used",
     "idle": "claimed but idle",
@@ -91,113 +39,59 @@ LEGEND = {
     "unclaimed": "used without a claim",
 }
 
-
-def _has(rows: Sequence[UsageRow], what: str) -> bool:
-    return any(getattr(row, what) for row in rows)
+Claims = tuple[Sequence[ClaimRow], int]  # those that have ended, and how many have not
 
 
-def _row_table(report: Report, width: int | None) -> list[str]:
-    """GPU-hours; columns that hold nothing at all are left out."""
-    rows = report.rows
-    if not rows:
-        return [f"No {report.by} had a GPU in this time."]
-    columns: list[tuple[str, Callable[[UsageRow], str]]] = [(report.by.upper(), lambda row: _short(row.name, width))]
-    columns += [(what.upper(), _hours_of(what)) for what in _TIMES if what != "unknown" or _has(rows, what)]
-    columns.append(("kWh", lambda row: kilowatt_hours(row.energy)))
-    if any(row.wanted is None or row.wanted > 0 for row in rows) and report.by != "device":
+@dataclass(frozen=True)
+class Column:
+    """One column of a table for people; its text is not neutral yet."""
+
+    header: str
+    cell: Callable[[Any], str]
+    is_text: bool = False  # of any length, to the left
+
+
+def usage_columns(report: Report) -> list[Column]:
+    """Those of users, groups or devices, in GPU-hours; what holds nothing at all is left out."""
+    columns = [Column(report.by.capitalize(), lambda row: row.name, is_text=True)]
+    for part in TIMES:
+        if part != "unknown" or _has(report.rows, part):
+            columns.append(Column(part.capitalize(), partial(_hours_of, part)))
+    columns.append(Column("kWh", lambda row: kilowatt_hours(row.energy)))
+    if report.by != "device" and any(row.wanted is None or row.wanted > 0 for row in report.rows):
         whole = sum(row.wanted or 0.0 for row in report.users)
-        columns.append(("WAITED", lambda row: hours(row.waiting)))
-        columns.append(("WANTED", lambda row: f"{hours(row.wanted)}{_share(row.wanted, whole)}"))
-    cells = [[read(row) for _, read in columns] for row in rows]
-    lines = _tables(cells, [name for name, _ in columns], "<" + ">" * 9, width)
-    return ["GPU-hours" + (" (WAITED: hours)" if columns[-1][0] == "WANTED" else ""), *lines]
+        columns.append(Column("Waited", lambda row: hours(row.waiting)))
+        columns.append(Column("Wanted", lambda row: f"{hours(row.wanted)}{_share(row.wanted, whole)}"))
+    return columns
 
 
-def _tables(cells: Sequence[Sequence[str]], headers: Sequence[str], align: str, width: int | None) -> list[str]:
-    """A table, or where that is too wide several, each with the first column: half a number is a wrong one."""
-    widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
-    blocks, taken = [[0]], widths[0]
-    for place in range(1, len(widths)):
-        if width is not None and taken + 2 + widths[place] > width and len(blocks[-1]) > 1:
-            blocks.append([0])
-            taken = widths[0]
-        blocks[-1].append(place)
-        taken += 2 + widths[place]
-    lines: list[str] = []
-    for block in blocks:
-        picked = [[row[place] for place in block] for row in (headers, *cells)]
-        lines += ["", *table(picked[1:], picked[0], align="".join(align[place] for place in block), width=width)]
-    return lines[1:]
-
-
-def _hours_of(what: str) -> Callable[[UsageRow], str]:
-    return lambda row: hours(getattr(row, what))
-
-
-def _short(name: str, width: int | None) -> str:
-    neutral = neutralise(name)
-    return neutral if width is None else shorten(neutral, max(8, min(LONGEST_NAME, width - 60)))
-
-
-def _share(value: float | None, whole: float) -> str:
-    return "" if value is None or whole <= 0 else f" ({100 * value / whole:.0f} %)"
-
-
-def _device_table(devices: Sequence[DeviceTotal], width: int | None) -> list[str]:
-    """What the devices did, in hours that they were watched."""
-    headers = ["DEVICE", "WATCHED", "CLAIMED", "FREE", "UTILIZATION", "kWh", "MODEL"]
-    cells = []
-    for each in devices:
-        free = max(0.0, each.seen - each.claimed - each.claimed_unknown)
-        utilization = "n/a" if each.utilization is None else f"{each.utilization:.0f} %"
-        known = each.claimed_unknown < each.seen
-        times = hours(each.seen), hours(each.claimed if known else None), hours(free if known else None)
-        facts = utilization, kilowatt_hours(each.energy), neutralise(each.name or "")
-        cells.append([neutralise(device_label(each)), *times, *facts])
-    return _tables(cells, headers, "<>>>>><", width)
-
-
-def _waster_lines(report: Report, width: int | None, paint: Paint) -> list[str]:
-    lines = []
-    for number, row in enumerate(report.wasters, 1):
-        said = []
-        if row.idle:
-            said.append(f"{hours(row.idle)} of {hours(row.claimed)} claimed GPU-hours idle")
-        if row.unclaimed:
-            said.append(f"{hours(row.unclaimed)} GPU-hours used without a claim")
-        line = f"{number}. {neutralise(row.name)}: {', '.join(said)}"
-        lines.append(line if width is None else shorten(line, width))
-    return ["", paint("Least used for most time", "bold"), *lines] if lines else []
-
-
-def _line_remark(report: Report) -> list[str]:
-    if report.line_unknown < 60:
-        return []
-    return ["", f"For {format_duration(report.line_unknown)} of this time nobody could tell who waited in line."]
-
-
-def _claim_lines(rows: Sequence[ClaimRow], unfinished: int, width: int | None) -> list[str]:
-    headers = ["CLAIM", "USER", "ENDED", "GPUS", "GPU-HOURS", "UTILIZATION", "kWh", "PEAK", "EXIT", "COMMAND"]
-    cells = [
-        [
-            neutralise(row.id),
-            neutralise(row.user or "n/a"),
-            time.strftime("%m-%d %H:%M", time.localtime(row.ended)),
-            str(len(row.devices)),
-            hours(row.gpu_seconds),
-            "n/a" if row.utilization is None else f"{row.utilization:.0f} %",
-            kilowatt_hours(row.energy),
-            format_bytes(row.peak_memory),
-            "n/a" if row.exit_status is None else str(row.exit_status),
-            neutralise(row.command or "n/a"),
-        ]
-        for row in rows
-    ]
-    lines = table(cells, headers, align="<<<>>>>>>", width=width) if cells else ["No claim ended in this time."]
-    lines += ["", "Out of the audit logs that you may read: your own, and the machine's."]
-    if unfinished:
-        lines.append(f"{unfinished} more began in this time and have no end in the log: they run, or were killed.")
-    return lines
+DEVICE_COLUMNS = (  # of DeviceTotal, in hours that they were watched
+    Column("Device", device_label, is_text=True),
+    Column("Watched", lambda device: hours(device.seen)),
+    Column("Claimed", lambda device: hours(device.claimed if _claims_known(device) else None)),
+    Column("Free", lambda device: hours(_free(device) if _claims_known(device) else None)),
+    Column("Utilization", lambda device: format_rounded(device.utilization, " %")),
+    Column("kWh", lambda device: kilowatt_hours(device.energy)),
+    Column("Model", lambda device: device.name or "", is_text=True),
+)
+CLAIM_COLUMNS = (  # of ClaimRow
+    Column("Claim", lambda claim: claim.id, is_text=True),
+    Column("User", lambda claim: claim.user or "n/a", is_text=True),
+    Column("Ended", lambda claim: time.strftime("%m-%d %H:%M", time.localtime(claim.ended)), is_text=True),
+    Column("GPUs", lambda claim: str(len(claim.devices))),
+    Column("GPU-hours", lambda claim: hours(claim.gpu_seconds)),
+    Column("Utilization", lambda claim: format_rounded(claim.utilization, " %")),
+    Column("kWh", lambda claim: kilowatt_hours(claim.energy)),
+    Column("Peak", lambda claim: format_bytes(claim.peak_memory)),
+    Column("Exit", lambda claim: "n/a" if claim.exit_status is None else str(claim.exit_status)),
+    Column("Command", lambda claim: claim.command or "n/a", is_text=True),
+)
+WASTER_COLUMNS = (  # of UsageRow
+    Column("User", lambda row: row.name, is_text=True),
+    Column("Claimed but idle", lambda row: hours(row.idle)),
+    Column("of claimed", lambda row: hours(row.claimed)),
+    Column("Used without a claim", lambda row: hours(row.unclaimed)),
+)
 
 
 def hours(seconds: float | None) -> str:
@@ -218,6 +112,144 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 999.95 else f"{value:.0f}"
 
 
+def _hours_of(part: str, row: UsageRow) -> str:
+    return hours(getattr(row, part))
+
+
+def _claims_known(device: DeviceTotal) -> bool:
+    return device.claimed_unknown < device.seen
+
+
+def _free(device: DeviceTotal) -> float:
+    return max(0.0, device.seen - device.claimed - device.claimed_unknown)
+
+
+def _has(rows: Sequence[UsageRow], part: str) -> bool:
+    return any(getattr(row, part) for row in rows)
+
+
+def _share(value: float | None, whole: float) -> str:
+    return "" if value is None or whole <= 0 else f" ({100 * value / whole:.0f} %)"
+
+
+def to_text(
+    report: Report, claims: Claims | None, *, width: int | None, paint: Paint, ascii_only: bool = False
+) -> list[str]:
+    """The report for people.
+
+    Args:
+        report: what is shown.
+        claims: of a report by claim.
+        width: columns of the terminal; None: it goes elsewhere, so bars are left out and nothing is shortened.
+        paint: puts colour on text.
+        ascii_only: draw with ASCII alone.
+    """
+    watch = report.watch
+    title = f"GPU time by {report.by}, {format_span(watch.begin, watch.end)} {zone(watch.end)}"
+    lines = [paint(title if width is None else shorten(title, width), "bold")]
+    if claims is not None:
+        return [*lines, "", *_claim_lines(*claims, width)]
+    lines += remarks(watch, width)
+    if not report.users and not report.devices:
+        return [*lines, "", "Nothing was seen in this time."]
+    if width is not None and (bars := _bars(report.rows, width, paint, ascii_only=ascii_only)):
+        lines += ["", *bars]
+    lines += ["", *_usage_lines(report, width)]
+    if report.by != "device":
+        lines += ["", *_table_lines(DEVICE_COLUMNS, report.devices, width)]
+    lines += _waster_lines(report, width, paint)
+    if report.queue_unknown >= 60:
+        unknown = format_duration(report.queue_unknown)
+        lines += ["", f"For {unknown} of this time it is not known who waited in the queue."]
+    return lines
+
+
+def _bars(rows: Sequence[UsageRow], width: int, paint: Paint, *, ascii_only: bool) -> list[str]:
+    shown = [row for row in rows if row.claimed + row.unclaimed > 0]
+    if not shown:
+        return []
+    names = [shorten(neutralise(row.name), MAX_NAME) for row in shown]
+    margin = max(map(display_width, names))
+    numbers = [f"{hours(row.claimed + row.unclaimed)} h" for row in shown]
+    room = width - margin - max(map(len, numbers)) - 4
+    if room < MIN_BAR:
+        return []
+    most = max(row.claimed + row.unclaimed for row in shown)
+    lines = []
+    for row, name, number in zip(shown, names, numbers, strict=True):
+        parts = [(getattr(row, part), plain if ascii_only else mark, colour) for part, mark, plain, colour in PARTS]
+        bar = stacked(parts, most, room, paint)
+        lines.append(f"{name}{' ' * (margin - display_width(name))}  {bar} {number}")
+    legend = [f"{plain if ascii_only else mark} {LEGEND[part]}" for part, mark, plain, _ in PARTS if _has(shown, part)]
+    below = "   ".join(legend)
+    indent = margin + 2 if margin + 2 + display_width(below) <= width else 0
+    return [*lines, shorten(" " * indent + below, width)]
+
+
+def _usage_lines(report: Report, width: int | None) -> list[str]:
+    if not report.rows:
+        return [f"No {report.by} had a GPU in this time."]
+    columns = usage_columns(report)
+    longest = None if width is None else max(8, min(MAX_NAME, width - 60))
+    title = "GPU-hours" + (" (WAITED: hours)" if columns[-1].header == "Wanted" else "")
+    return [title, *_table_lines(columns, report.rows, width, longest)]
+
+
+def _table_lines(
+    columns: Sequence[Column], rows: Sequence[object], width: int | None, longest: int | None = None
+) -> list[str]:
+    """A table, or where that is too wide several, each with the first column: half a number is a wrong one.
+
+    Args:
+        columns: of the table.
+        rows: of which they show something.
+        width: columns of the terminal; None: it goes elsewhere.
+        longest: columns of what stands in the first one; None: any number.
+    """
+    headers = [column.header if column.header == "kWh" else column.header.upper() for column in columns]
+    cells = [[neutralise(column.cell(row)) for column in columns] for row in rows]
+    if longest is not None:
+        cells = [[shorten(first, longest), *rest] for first, *rest in cells]
+    widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
+    blocks, taken = [[0]], widths[0]
+    for place in range(1, len(widths)):
+        if width is not None and taken + 2 + widths[place] > width and len(blocks[-1]) > 1:
+            blocks.append([0])
+            taken = widths[0]
+        blocks[-1].append(place)
+        taken += 2 + widths[place]
+    lines: list[str] = []
+    for block in blocks:
+        align = "".join("<" if columns[place].is_text else ">" for place in block)
+        picked = [[row[place] for place in block] for row in (headers, *cells)]
+        lines += ["", *table(picked[1:], picked[0], align=align, width=width)]
+    return lines[1:]
+
+
+def _waster_lines(report: Report, width: int | None, paint: Paint) -> list[str]:
+    lines = []
+    for number, row in enumerate(report.wasters, 1):
+        parts = []
+        if row.idle:
+            parts.append(f"{hours(row.idle)} of {hours(row.claimed)} claimed GPU-hours idle")
+        if row.unclaimed:
+            parts.append(f"{hours(row.unclaimed)} GPU-hours used without a claim")
+        line = f"{number}. {neutralise(row.name)}: {', '.join(parts)}"
+        lines.append(line if width is None else shorten(line, width))
+    return ["", paint("Least used for most time", "bold"), *lines] if lines else []
+
+
+def _claim_lines(rows: Sequence[ClaimRow], unfinished: int, width: int | None) -> list[str]:
+    headers = [column.header if column.header == "kWh" else column.header.upper() for column in CLAIM_COLUMNS]
+    cells = [[neutralise(column.cell(row)) for column in CLAIM_COLUMNS] for row in rows]
+    align = "".join("<" if column.is_text else ">" for column in CLAIM_COLUMNS)
+    lines = table(cells, headers, align=align, width=width) if rows else ["No claim ended in this time."]
+    lines += ["", "From the audit logs that you may read: your own, and the machine's."]
+    if unfinished:
+        lines.append(f"{unfinished} more began in this time and have no end in the log: they run, or were killed.")
+    return lines
+
+
 def to_json(report: Report, claims: Claims | None, host: str) -> dict[str, Any]:
     """The object that docs/json.md describes."""
     return {
@@ -225,67 +257,232 @@ def to_json(report: Report, claims: Claims | None, host: str) -> dict[str, Any]:
         "host": host,
         "by": report.by,
         **period_json(report.watch),
-        "rows": None if claims is not None else [_row_json(row) for row in report.rows],
+        "rows": None if claims is not None else [_usage_json(row) for row in report.rows],
         "claims": None if claims is None else [_claim_json(row) for row in claims[0]],
         "claims_without_end": None if claims is None else claims[1],
-        "devices": [_device_json(each) for each in report.devices],
-        "wasters": [_row_json(row) for row in report.wasters],
-        "line_unknown_seconds": report.line_unknown,
+        "devices": [_device_json(device) for device in report.devices],
+        "wasters": [_usage_json(row) for row in report.wasters],
+        "line_unknown_seconds": report.queue_unknown,
     }
 
 
-def _row_json(row: UsageRow) -> dict[str, Any]:
+def _usage_json(row: UsageRow) -> dict[str, Any]:
     return {
         "name": row.name,
         "uid": row.uid,
         "uuid": row.device,
-        **{f"{what}_gpu_seconds": getattr(row, what) for what in _TIMES},
+        **{f"{part}_gpu_seconds": getattr(row, part) for part in TIMES},
         "energy_joules": row.energy,
         "waiting_seconds": row.waiting,
         "wanted_gpu_seconds": row.wanted,
     }
 
 
-def _device_json(each: DeviceTotal) -> dict[str, Any]:
+def _device_json(device: DeviceTotal) -> dict[str, Any]:
     return {
-        "uuid": each.device,
-        "index": each.index,
-        "name": each.name,
-        "parent_uuid": each.parent,
-        "watched_seconds": each.seen,
-        "claimed_seconds": each.claimed if each.claimed_unknown < each.seen else None,
-        "claimed_unknown_seconds": each.claimed_unknown,
-        "utilization_percent": each.utilization,
-        "energy_joules": each.energy,
-        "energy_unknown_seconds": each.energy_unknown,
+        "uuid": device.device,
+        "index": device.index,
+        "name": device.name,
+        "parent_uuid": device.parent,
+        "watched_seconds": device.seen,
+        "claimed_seconds": device.claimed if _claims_known(device) else None,
+        "claimed_unknown_seconds": device.claimed_unknown,
+        "utilization_percent": device.utilization,
+        "energy_joules": device.energy,
+        "energy_unknown_seconds": device.energy_unknown,
     }
 
 
-def _claim_json(row: ClaimRow) -> dict[str, Any]:
+def _claim_json(claim: ClaimRow) -> dict[str, Any]:
     return {
-        "id": row.id,
-        "user": row.user,
-        "devices": list(row.devices),
-        "ended": row.ended,
-        "wall_time_seconds": row.seconds,
-        "gpu_seconds": row.gpu_seconds,
-        "utilization_percent": row.utilization,
-        "energy_joules": row.energy,
-        "peak_memory_bytes": row.peak_memory,
-        "exit_status": row.exit_status,
-        "command": row.command,
+        "id": claim.id,
+        "user": claim.user,
+        "devices": list(claim.devices),
+        "ended": claim.ended,
+        "wall_time_seconds": claim.seconds,
+        "gpu_seconds": claim.gpu_seconds,
+        "utilization_percent": claim.utilization,
+        "energy_joules": claim.energy,
+        "peak_memory_bytes": claim.peak_memory,
+        "exit_status": claim.exit_status,
+        "command": claim.command,
     }
 
 
 def to_csv(report: Report, claims: Claims | None) -> list[str]:
     """A line of names, and one for each user, group, device or claim; what is unknown is empty."""
     if claims is not None:
-        facts = [{**_claim_json(row), "devices": " ".join(row.devices)} for row in claims[0]]
-        names = list(facts[0]) if facts else list(_claim_json(_NO_CLAIM))
+        no_claim = ClaimRow("", None, (), 0.0, None, None, None, None, None, None)
+        names, rows = list(_claim_json(no_claim)), [_claim_json(row) for row in claims[0]]
+        rows = [{**row, "devices": " ".join(row["devices"])} for row in rows]
     else:
-        facts = [_row_json(row) for row in report.rows]
-        names = list(_row_json(UsageRow("")))
-    return csv_lines(names, [[each[name] for name in names] for each in facts])
+        names, rows = list(_usage_json(UsageRow(""))), [_usage_json(row) for row in report.rows]
+    return csv_lines(names, [[row[name] for name in names] for row in rows])
 
 
-_NO_CLAIM = ClaimRow("", None, (), 0.0, None, None, None, None, None, None)
+WIDTH, BAR_HEIGHT, CHART_HEIGHT = 800, 18, 72  # of drawings, in their own units; they shrink with the page
+BUCKETS = 400
+
+# Parts of bars differ in lightness too, for those who cannot tell their colours apart.
+_STYLE = """
+:root { color-scheme: light dark; --page: #fff; --text: #1c2430; --faint: #667; --line: #d5dae2;
+  --used: #1f7a4d; --idle: #f0b429; --unknown: #b9c0cc; --unclaimed: #c62f3b; --claimed: #cfe0f5; --course: #1c5fb8; }
+@media (prefers-color-scheme: dark) { :root { --page: #12161c; --text: #e6e9ee; --faint: #9aa4b2; --line: #313a46;
+  --used: #35b374; --idle: #e3b341; --unknown: #4a5361; --unclaimed: #f0616b; --claimed: #1e3350; --course: #6cb0ff; } }
+body { background: var(--page); color: var(--text); font: 15px/1.45 system-ui, "Noto Sans", "Noto Sans CJK SC",
+  sans-serif; margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem; }
+h1 { font-size: 1.4rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 1.8rem 0 .5rem; }
+h3 { font-size: 1rem; margin: 1rem 0 .1rem; font-weight: 600; overflow-wrap: anywhere; }
+p { margin: .2rem 0; } .faint { color: var(--faint); } .remark { border-left: 4px solid var(--idle);
+  padding-left: .6rem; }
+div.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
+th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child, td.text, th.text { text-align: left; } td.text { min-width: 9em; white-space: normal;
+  overflow-wrap: anywhere; }
+th { color: var(--faint); font-weight: 600; } svg { display: block; width: 100%; height: auto; }
+svg.bar { min-width: 8rem; }
+svg text { fill: var(--faint); font-size: 11px; } .key span { display: inline-block; margin-right: 1.2rem; }
+.key i { border-radius: 2px; display: inline-block; height: .8em; margin-right: .35em; width: .8em; }
+td.bar { width: 40%; } .axis { stroke: var(--line); stroke-width: 1; } .course { fill: none; stroke: var(--course);
+  stroke-width: 1.5; } .claimed { fill: var(--claimed); }
+"""
+
+
+def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str:
+    """The whole page; light or dark as the reader's system is.
+
+    Args:
+        report: what is shown; its courses are drawn.
+        claims: of a report by claim.
+        host: name of the machine.
+        now: unix time at which it is written.
+    """
+    watch = report.watch
+    title = f"GPU time on {_text(host)}, {format_span(watch.begin, watch.end)}"
+    body = [f"<h1>{title}</h1>", f'<p class="faint">Times are {_text(zone(watch.end))}.</p>']
+    if claims is None:
+        body += [f'<p class="remark">{_text(line)}</p>' for line in remarks(watch, None)]
+    if claims is not None:
+        body += _claims_html(*claims)
+    elif report.rows:
+        most = max(row.claimed + row.unclaimed for row in report.rows)
+        bars = [_bar_svg(row, most) for row in report.rows]
+        legend = [_legend(f"--{part}", LEGEND[part]) for part, *_ in PARTS]
+        body += [f"<h2>By {_text(report.by)}</h2>", f'<p class="key">{"".join(legend)}</p>']
+        body.append(_table_html(usage_columns(report), report.rows, bars))
+    if report.wasters:
+        body += ["<h2>Least used for most time</h2>", _table_html(WASTER_COLUMNS, report.wasters)]
+    if report.devices:
+        body += ["<h2>Devices</h2>", _table_html(DEVICE_COLUMNS, report.devices), *_courses(report)]
+    elif claims is None:
+        body.append("<p>Nothing was seen in this time.</p>")
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
+    body.append(f'<p class="faint">Written by gpuguard on {written}.  GPU-hours count each user of a shared GPU.</p>')
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+    )
+
+
+def _text(text: str) -> str:
+    """What strangers wrote, harmless in a page."""
+    return escape(neutralise(text))
+
+
+def _table_html(columns: Sequence[Column], rows: Sequence[object], bars: Sequence[str] = ()) -> str:
+    """A table; *bars* stand behind the first column."""
+    heads = [f"<th{_kind(column)}>{escape(column.header)}</th>" for column in columns]
+    lines = [[f"<td{_kind(column)}>{_text(column.cell(row))}</td>" for column in columns] for row in rows]
+    if bars:
+        heads.insert(1, "<th></th>")
+        for line, bar in zip(lines, bars, strict=True):
+            line.insert(1, f"<td>{bar}</td>")
+    body = "\n".join(f"<tr>{''.join(line)}</tr>" for line in lines)
+    return f'<div class="wide"><table>\n<tr>{"".join(heads)}</tr>\n{body}\n</table></div>'
+
+
+def _kind(column: Column) -> str:
+    return ' class="text"' if column.is_text else ""
+
+
+def _legend(colour: str, text: str) -> str:
+    return f'<span><i style="background:var({colour})"></i>{text}</span>'
+
+
+def _bar_svg(row: UsageRow, most: float) -> str:
+    drawn, left = [], 0.0
+    for part, *_ in PARTS:
+        value = getattr(row, part)
+        if value > 0:
+            size = max(1.0, value / most * 200)
+            title = f"<title>{LEGEND[part]}: {hours(value)} GPU-hours</title>"
+            drawn.append(
+                f'<rect x="{left:.1f}" width="{size:.1f}" height="{BAR_HEIGHT}" fill="var(--{part})">{title}</rect>'
+            )
+            left += size
+    return f'<svg class="bar" viewBox="0 0 204 {BAR_HEIGHT}" role="img">{"".join(drawn)}</svg>'
+
+
+def _claims_html(claims: Sequence[ClaimRow], unfinished: int) -> Iterable[str]:
+    yield "<h2>By claim</h2>"
+    yield "<p>From the audit logs that the author of this page may read.</p>"
+    if unfinished:
+        yield f"<p>{unfinished} more began in this time and have no end in the log.</p>"
+    yield _table_html(CLAIM_COLUMNS, claims) if claims else "<p>No claim ended in this time.</p>"
+
+
+def _courses(report: Report) -> list[str]:
+    drawn = [
+        f"<h3>{_text(device_label(device))}</h3>" + _course(course, report.watch)
+        for device in report.devices
+        if (course := report.courses.get(device.device))
+    ]
+    if not drawn:
+        return []
+    legend = _legend("--course", "utilization") + _legend("--claimed", "claimed")
+    return ["<h2>Over the time</h2>", f'<p class="key">{legend}Nothing is drawn for times without samples.</p>', *drawn]
+
+
+def _course(course: Mapping[str, Sequence[Point]], watch: Watch) -> str:
+    left, right, bottom = 34, WIDTH - 4, CHART_HEIGHT - 16
+    claimed, busy = (
+        bucketed(course.get(name, ()), watch.begin, watch.end, BUCKETS)
+        for name in ("claimed_percent", "utilization_percent")
+    )
+    step = (right - left) / BUCKETS
+
+    def y(percent: float) -> float:
+        return bottom - (bottom - 6) * min(100.0, percent) / 100
+
+    drawn = [
+        f'<rect class="claimed" x="{left + number * step:.1f}" y="{y(value):.1f}" width="{step + 0.3:.1f}"'
+        f' height="{bottom - y(value):.1f}"/>'
+        for number, value in enumerate(claimed)
+        if value
+    ]
+    drawn += [f'<line class="axis" x1="{left}" x2="{right}" y1="{y(at):.1f}" y2="{y(at):.1f}"/>' for at in (0, 50, 100)]
+    for stretch in _known_stretches(busy):
+        points = " ".join(f"{left + (number + 0.5) * step:.1f},{y(value):.1f}" for number, value in stretch)
+        if len(stretch) == 1:
+            x, at = left + stretch[0][0] * step, y(stretch[0][1])
+            points = f"{x:.1f},{at:.1f} {x + step:.1f},{at:.1f}"
+        drawn.append(f'<polyline class="course" points="{points}"/>')
+    drawn += [f'<text x="0" y="{y(at) + 4:.1f}">{at} %</text>' for at in (0, 100)]
+    for moment, text in round_marks(watch.begin, watch.end, 8):
+        x = left + (moment - watch.begin) / (watch.end - watch.begin) * (right - left)
+        anchor = "start" if x < left + 30 else "end" if x > right - 30 else "middle"
+        drawn.append(f'<text x="{x:.1f}" y="{CHART_HEIGHT - 3}" text-anchor="{anchor}">{escape(text)}</text>')
+    return f'<svg viewBox="0 0 {WIDTH} {CHART_HEIGHT}" role="img">{"".join(drawn)}</svg>'
+
+
+def _known_stretches(values: Sequence[float | None]) -> list[list[tuple[int, float]]]:
+    """The stretches in which every value is known."""
+    stretches: list[list[tuple[int, float]]] = [[]]
+    for number, value in enumerate(values):
+        if value is not None:
+            stretches[-1].append((number, value))
+        elif stretches[-1]:
+            stretches.append([])
+    return [stretch for stretch in stretches if stretch]
