@@ -1,4 +1,4 @@
-"""From the words of a command line to its exit code.
+"""The command line, from its words to the exit code; one file per command, with add_options(parser) and main(args).
 
 Only the module of the command that was asked for is imported, because `gpuguard run` stands before every job.
 Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the others 0, 1 no, 2 usage, 4 no driver, and
@@ -7,6 +7,7 @@ Exit codes: the job's own for `run` (else 124, 125, 126, 127, 75), for the other
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from gpuguard.cli.parser import Parser, parse, parser_of
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
+from gpuguard.sanitize import neutralise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,14 +80,12 @@ def run_command_line(words: list[str]) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader went away (`gpuguard who | head -1`): there is nobody to tell.
+        # The reader went away (`gpuguard who | head -1`): nothing more can be told.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_NO
     except KeyboardInterrupt:
         return 130
     except GpuguardError as error:
-        from gpuguard.sanitize import neutralise
-
         _say("\n".join(map(neutralise, str(error).splitlines())))
         return exit_code(command, error)
     except Exception as error:  # the border of this process: a user gets a sentence, a developer more
@@ -98,7 +98,7 @@ def run_command_line(words: list[str]) -> int:
 def _say(text: str) -> None:
     try:
         print(f"gpuguard: {text}", file=sys.stderr, flush=True)
-    except OSError:  # a full disk, or nobody reads it: the exit code tells
+    except OSError:  # a full disk, or a closed pipe: the exit code tells
         return
 
 
@@ -173,16 +173,9 @@ def _unknown(command: str) -> str:
         return f"a command is missing.\n\n{overview()}"
     if command.startswith("-"):
         return f"there is no command {command!r}: options stand behind the command, as in `gpuguard run -n 2 -- CMD`."
-    import difflib
-
     near = [_ELSEWHERE[command]] if command in _ELSEWHERE else difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f"did you mean `gpuguard {near[0]}`?" if near else f"choose one of {', '.join(COMMANDS)}."
     return f"there is no command {command!r}: {hint}"
-
-
-# The command line: one file per sub-command, each with ``add_options(parser)`` and ``main(args) -> exit code``.
-#
-# `gpuguard.cli` finds the command; this file opens and closes the process around it.
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

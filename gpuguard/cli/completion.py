@@ -211,7 +211,7 @@ def values_of(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tu
 
 
 def kind_of(action: argparse.Action) -> str | None:
-    """What the value of *action* is: FILE, DIRECTORY, JOB, one of VALUES; None: the parser knows it, or nobody."""
+    """What the value of *action* is: FILE, DIRECTORY, JOB, one of VALUES; None: a word of the parser, or any text."""
     if action.nargs == argparse.REMAINDER:
         return JOB
     if action.choices:

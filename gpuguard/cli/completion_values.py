@@ -1,7 +1,7 @@
 """What a shell offers behind a TAB and only this moment knows: devices, users, claims.
 
-Somebody is typing: whatever goes wrong is silent, SECONDS is all it may take, and while the daemon runs its last look
-is what is shown, so that the driver is left alone.  Nothing is changed.
+The user is typing: what goes wrong is silent, SECONDS is all it may take, and while the daemon runs its last sample is
+shown, so that the driver is left alone.  Nothing is changed.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def _completions(kind: str, word: str) -> Iterator[str]:
     before, _, last = word.rpartition(",") if is_list else ("", "", word)
     named = before.split(",")
     for value, what in values(last):
-        # Whatever a shell would take apart or execute, somebody wrote to be nasty.
+        # A word that a shell would take apart or execute was written to do harm.
         plain = value.isprintable() and not set(value) & set(" \\\"'`$;|&<>()*?[]{}~#!")
         if value.startswith(last) and value not in named and plain:
             yield f"{before}{',' * bool(before)}{value}\t{neutralise(what)[:60]}"
 
 
 def _devices(word: str) -> Values:
-    """By index; by uuid once somebody has begun to write one."""
+    """By index; by uuid once the user has begun to write one."""
     snapshot = _snapshot()
     return [
         (device.uuid if word[:1].isalpha() or "?" in device.label else device.label, _state(device, snapshot))
@@ -109,7 +109,7 @@ def _processes(_: str) -> Values:
 
 
 def _users(_: str) -> Values:
-    """Whoever uses or has claimed a device, and the people of this machine; a directory service is not asked."""
+    """Users of devices and owners of claims, and the people of this machine; a directory service is not asked."""
     found: dict[str, str] = {}
     with suppress(GpuguardError, OSError):
         snapshot = _snapshot()

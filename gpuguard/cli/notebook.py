@@ -164,7 +164,7 @@ def _current() -> NotebookClaim | None:
     """What this kernel has.
 
     Raises:
-        ClaimLost: somebody who may has given it away meanwhile.
+        ClaimLost: it was given back meanwhile, by its owner, root or a policy.
     """
     if not _held:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -16,15 +17,12 @@ from gpuguard.source import SnapshotSource
 from gpuguard.units import parse_bytes, parse_celsius, parse_percent
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import TypeVar
 
-    from gpuguard.backends import Backend
     from gpuguard.claims.directory import LockDirectory
 
     T = TypeVar("T")
-    from collections.abc import Collection
 
 _told: set[str] = set()  # directories of which it was said that they do not exist
 
@@ -50,8 +48,6 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 def _path(text: str) -> str:
     if not text:  # --dir "$UNSET"
-        import argparse
-
         raise argparse.ArgumentTypeError("the name of the directory is empty.")
     return text
 
@@ -77,13 +73,12 @@ def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirecto
 
 
 def check_users(names: list[str]) -> None:
-    """Refuse users that there are not: whose name is misspelt would look like somebody who has nothing.
+    """Refuse users that there are not: a misspelt name would look like a user who has nothing.
 
     Raises:
         InvalidRequest: no account is called so, or it is a uid, whose user has a name.
     """
     if names:
-        from gpuguard.errors import InvalidRequest
         from gpuguard.policies.files.decoder import Accounts
         from gpuguard.users import user_name
 
@@ -92,9 +87,6 @@ def check_users(names: list[str]) -> None:
             uid = accounts.user(name)
             if name.isdecimal() and user_name(uid) != name:
                 raise InvalidRequest(f"--user {name}: write the name, {user_name(uid)}.")
-
-
-# The options that say which devices are wanted, shared by run, select and explain; and the Request that they make.
 
 
 # Where a device is named: an index, a uuid or the beginning of one.
@@ -195,7 +187,7 @@ def whole_number(option: str, text: str | None) -> int | None:
 
 
 def selectors(option: str, text: str | None) -> tuple[str, ...] | None:
-    """("0", "3") of "0,3"; a device that is named twice is a mistake, because nobody can tell what was meant."""
+    """("0", "3") of "0,3"; a device that is named twice is a mistake: what was meant is not known."""
     if text is None:
         return None
     parts = tuple(part.strip() for part in text.split(","))

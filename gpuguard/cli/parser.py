@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -51,8 +52,6 @@ class Parser(argparse.ArgumentParser):
         raise InvalidRequest(f"{message.removeprefix('argument ').rstrip('.')}.\nSee `{self.prog} --help`.")
 
     def _similar(self, word: str) -> str:
-        import difflib
-
         # Without the dashes, which all have: --json was like --slots by them.
         flags = {flag.lstrip("-"): flag for action in self._actions for flag in action.option_strings}
         near = difflib.get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1)
@@ -69,23 +68,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """As argparse's own, which imports shutil (with lzma, bz2) to learn the width even when nobody asks for help."""
+    """As argparse's own, without shutil (lzma, bz2), which it imports to learn the width before any help is shown."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=_columns() - 2)
-
-    if sys.version_info[:2] == (3, 14):
-
-        def _set_color(self, color: bool) -> None:
-            """Its own loads 27 modules before every job to learn that there is no colour; 3.15 does not."""
-            self._theme, self._decolor = _NoColors(), str
-
-
-class _NoColors:
-    """What stands before and behind each kind of word."""
-
-    def __getattr__(self, kind: str) -> str:
-        return ""
 
 
 def _columns() -> int:
@@ -138,12 +124,9 @@ def _joined(parser: Parser, words: list[str]) -> list[str]:
     return joined + words[place:]
 
 
-# Commands that have commands of their own, as `gpuguard policy check`: a table of them, and its parser.
-
-
 @dataclass(frozen=True)
 class SubcommandRow:
-    """One sub-command."""
+    """A command of a command, as `gpuguard policy check`."""
 
     purpose: str
     add_options: Callable[[argparse.ArgumentParser], None]

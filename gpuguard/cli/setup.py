@@ -204,7 +204,7 @@ def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: b
 
 
 def lock_names(uuids: list[str]) -> list[str]:
-    """All lock files of a machine: nobody but root can make one later."""
+    """All lock files of a machine: only root can make one later."""
     return [
         "gate",
         "queue",
@@ -292,14 +292,14 @@ def change_broker(path: str, user: str, *, brokered: bool) -> None:
             os.chown(directory.locks, 0, 0)
         _change_file(directory, "gate", account, brokered=brokered)
         if brokered:
-            replace_file(directory, "gate")  # whoever has the old one open would make the daemon wait
+            replace_file(directory, "gate")  # a process that has the old one open would make the daemon wait
             os.chown(directory.locks, account.pw_uid, account.pw_gid)
     except OSError as error:
         raise LockDirectoryError(f"{directory.locks} cannot be changed: {error.strerror}.  Run it again.") from error
 
 
 def _refuse_shares(directory: LockDirectory) -> None:
-    """A share that the daemon gave holds its slot alone, which excludes nobody who takes the device's lock himself."""
+    """A share that the daemon gave holds its slot alone, which excludes no process that takes the device's own lock."""
     slots = grant_of(directory, [name for name in names_of(directory) if ".slot" in name])
     if shared := sorted({name.partition(".slot")[0] for name in slots}):
         raise LockDirectoryError(

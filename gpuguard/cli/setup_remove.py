@@ -94,7 +94,7 @@ def clear(path: str) -> None:
         if busy := lock_all(path, held):
             print(f"{path} stays until the next boot: {busy}.")
             return
-        # With all locks in our hands nobody can claim; those who wait for one find then that its file is gone.
+        # With all locks in our hands no claim can be made; those who wait for one find then that its file is gone.
         _unmount(f"{path}/claims")
         held.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
         _empty(held[-1])

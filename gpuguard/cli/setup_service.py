@@ -66,7 +66,7 @@ def content_of(path: str) -> bytes | None:
 
 
 def is_as_written(path: str) -> bool:
-    """Whether setup has written *path*, and nobody has changed it."""
+    """Whether setup has written *path*, and it is unchanged."""
     content = content_of(path)
     if content is None:
         return False

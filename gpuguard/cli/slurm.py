@@ -5,7 +5,7 @@ gpuguard slurm prolog            Prolog= of slurm.conf: claim the job's GPUs, or
 gpuguard slurm epilog            Epilog=: give them back
 gpuguard slurm task-prolog       TaskProlog=: tell the job of its claim, for `gpuguard run` and grab_gpus() in it
 
-So people who use a node by hand and Slurm's jobs exclude each other: a GPU that somebody has claimed by hand is never
+So people who use a node by hand and Slurm's jobs exclude each other: a GPU that a user has claimed by hand is never
 given to a job silently.  Exit codes: 0 done, or the job was put back; 1 neither: Slurm drains the node then.
 """
 
@@ -249,7 +249,7 @@ def _task_prolog(args: argparse.Namespace) -> int:
         return 0
     claim = read_record(directory_of(args), os.geteuid(), slurm_jobs.claim_id(job))
     if claim is None:
-        # Somebody else may have them: no prolog ran, or its claim was taken away.
+        # Another job may have them: no prolog ran, or its claim was taken away.
         reason = f"the GPUs of job {job} are not claimed for it, so nothing starts on them"
         given = Allocation(job, os.geteuid(), ())
         done = slurm_jobs.put_back(given, reason)

@@ -21,7 +21,7 @@ WAITING_LINE_SECONDS = 60.0  # between two lines about waiting in a log file; a 
 
 
 class WaitProgress:
-    """Tells somebody who waits what for: a line of the terminal that is written anew, or one a minute in a log."""
+    """Says what a command waits for: in a line of the terminal that is written anew, or once a minute in a log."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._began, self._last = quiet, time.monotonic(), 0.0
@@ -62,7 +62,7 @@ def print_notice(text: str, *, again: bool = False) -> None:
 
     lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]
     if again:
-        # With room for the ^C of whoever has waited long enough: on a second row it would keep the line on the screen.
+        # With room for the ^C of a user who has waited long enough: on a second row it would keep the line there.
         write("\r\x1b[K" + shorten(lines[0], _columns() - 1 - len("^C")))
     else:
         write("\n".join(lines) + "\n")
@@ -86,7 +86,7 @@ def write(text: str) -> None:
 def rewrites() -> bool:
     """Whether stderr is a terminal whose last line can be written anew: that of an editor cannot.
 
-    Nor can it in the background, where that line is what somebody types.
+    Nor can it in the background, where that line is what the user types.
     """
     return is_terminal() and os.environ.get("TERM") not in ("dumb", "unknown") and not _is_in_background()
 
@@ -94,7 +94,7 @@ def rewrites() -> bool:
 def _is_in_background() -> bool:
     try:
         return os.tcgetpgrp(2) != os.getpgrp()
-    except OSError:  # not the terminal of this session: nobody's job control
+    except OSError:  # not the terminal of this session: so without job control
         return False
 
 
@@ -103,10 +103,7 @@ def is_terminal() -> bool:
     return os.isatty(2)
 
 
-# A screen that is drawn again and again at the same place of a terminal, without any library.
-
-
-# The alternate screen, so that the shell's lines come back afterwards.
+# For a screen that is drawn again and again: the alternate one, so that the shell's lines come back afterwards.
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _HOME, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"

@@ -1,4 +1,4 @@
-"""Times of the clock as people write them."""
+"""Times as people write them on a command line: of a reservation, and the begin and end of what a report covers."""
 
 from __future__ import annotations
 
@@ -49,9 +49,6 @@ def parse_when(text: str, now: float) -> float:
     if when < now - 60 and not tomorrow:
         when = time.mktime((today.tm_year, today.tm_mon, today.tm_mday + 1, hour, minute, 0, 0, 0, -1))
     return when
-
-
-# Points in time on a command line: "12h" ago, "2026-11-13", "2026-11-13T08:30+08:00", "now".
 
 
 _AGO = re.compile(r"-?[0-9.]+(?:ms|[smhdw])[0-9.smhdw]*")

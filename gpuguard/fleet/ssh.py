@@ -220,7 +220,7 @@ class Pool:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C waits until what was started is written down: else an ssh would be left that nobody ends."""
+    """Ctrl-C waits until what was started is written down: else an ssh would be left running."""
     came: list[tuple[int, FrameType | None]] = []
     former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ours = {number: one for number, one in former.items() if callable(one)}

@@ -56,7 +56,7 @@ def deliver(target: Hook, message: Message) -> None:
     name, deadline = target.command[0], time.monotonic() + target.timeout
     # coreutils' timeout ends what the program has started, too: a script whose curl hangs would leave one each time.
     command = ["timeout", "-s", "KILL", f"{target.timeout:.3f}", *target.command]
-    # Only root can become somebody else, and a service that could (CAP_SETUID) could become root as well.  So without
+    # Only root can become another user, and a service that could (CAP_SETUID) could become root as well.  So without
     # root the program runs as the service's user, from whom the daemon has taken all capabilities for its children:
     # it can signal nobody but that user's processes, and cannot look into the daemon, which has more rights than it.
     uid, gid = _identity(target.user)

@@ -84,7 +84,7 @@ class Email:
 
     @property
     def personal(self) -> bool:
-        """Whether the addresses depend on the user: then nobody may get what is about another one."""
+        """Whether the addresses depend on the user: then no user may get what is about another one."""
         return any(_USER in address for address in self.addresses)
 
 

@@ -165,7 +165,7 @@ LONGEST_SUBJECT = 200
 MOST_PROCESSES = 5
 MOST_LINES = 20  # of further findings in one message
 
-# What a chat program makes a call to somebody or a link of: <!channel>, <at user_id="all">, @everyone, [text](address).
+# What a chat program makes a mention or a link of: <!channel>, <at user_id="all">, @everyone, [text](address).
 _CALL = re.compile(r"<(?=\S)|@|\](?=\()")
 _CALLED = {"<": "\u2039", "@": "@ ", "]": "] "}
 _OURS = frozenset({"action", "since", "time", "next", "stop"})  # no word of these is a stranger's
@@ -235,7 +235,7 @@ def message_for(
         snapshot: that it was judged by: names the device and the host.
         language: en or zh.
         templates: by language, those of the admin; a language that is missing has its own texts.
-        chat: whether it may come to a chat program: then what strangers wrote calls nobody there, and is no link.
+        chat: whether it may come to a chat program: then what strangers wrote mentions no one there, and is no link.
     """
     language = language if language in WORDS else ENGLISH
     own, template = TEMPLATES[language], templates.get(language, TEMPLATES[language])
