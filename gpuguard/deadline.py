@@ -1,17 +1,17 @@
-"""Looks that may never come back, each in another thread: at what a process has in its memory, above all.
+"""Reads that may never come back, each in another thread: of what a process has in its memory, above all.
 
-A command line lies in the memory of its process, and whoever reads it waits while that memory is being changed.  That
-takes as long as its owner likes: he reads a file of a file system of his own there (FUSE), which never answers.  `ps`
-hangs, then.  Here one thread hangs for each such user, and of him nothing more is known until it comes back.  Who lets
-each look come back just in time, at each of his processes, gets no more time than who never does: see SHARE.  What a
-look waits for a processor is nobody's fault.
-Decides nothing: what was not seen in time is unknown.
+A command line lies in the memory of its process, and a reader waits while that memory is being changed.  That takes as
+long as the owner of the process likes, who can map a file of their own file system there (FUSE) that never answers:
+`ps` hangs, then.  Here one thread hangs for each such user, and of that user nothing more is known until it comes back.
+A user whose reads each come back just in time, at each of their processes, gets no more time than one whose reads
+never do: see SHARE.  What a read waits for a processor does not count.
+Decides nothing: what was not read in time is unknown.
 """
 
 from __future__ import annotations
 
 import os
-from _thread import _local, allocate_lock, start_new_thread
+import threading
 from resource import RUSAGE_THREAD, getrusage
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING
@@ -24,43 +24,43 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-SECONDS = 0.5  # a look takes 0.05 ms; the sampler has 1.5 s for a device
+SECONDS = 0.5  # the worker that reads the devices has 1.5 s for each
 SECONDS_AGAIN = 0.02  # while others hang: many users who do so must not take the time of all
-SHARE = 0.05  # of all time may go to looks at one user, in the long run
-NOTICED = 0.002  # seconds; who has 200 processes of which each look takes less holds up nobody
+SHARE = 0.05  # of all time may go to reads of one user's processes, in the long run
+NOTICED = 0.002  # seconds; 200 processes of which each read takes less hold up nothing
 MOST_HANGING = 16  # or nearly so: from then on none of users without a name, of whom one user can have 65536
 
 
-class _Within(_local):
-    """What looks within a look took, in each thread: they count by themselves."""
+class _Within(threading.local):
+    """What reads within a read took, in each thread: they count by themselves."""
 
     seconds, waits = 0.0, 0
 
 
 class _Reader:
-    """A thread that looks for others, again and again."""
+    """A thread that reads for others, again and again."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.asked, self.answered = allocate_lock(), allocate_lock()
+        self.asked, self.answered = threading.Lock(), threading.Lock()
         self.asked.acquire()
         self.answered.acquire()
-        self.look: Callable[[], object] | None = None
-        self.found: object = None
+        self.read: Callable[[], object] | None = None
+        self.result: object = None
         self.fault: BaseException | None = None
         self.took = 0.0  # seconds, without those in which others had the processor
-        start_new_thread(self._run, ())
+        threading.Thread(target=self._run, name="gpuguard reads", daemon=True).start()
 
     def _run(self) -> None:
         while True:
             self.asked.acquire()
-            assert self.look
-            self.found = self.fault = None
+            assert self.read
+            self.result = self.fault = None
             _within.seconds, _within.waits = 0.0, 0
             took = stopwatch()
             try:
-                self.found = self.look()
-            except BaseException as fault:  # noqa: BLE001  it is raised where somebody asked for the look
+                self.result = self.read()
+            except BaseException as fault:  # noqa: BLE001  it is raised in the thread that asked for the read
                 self.fault = fault
             self.took = took()
             self.answered.release()
@@ -69,24 +69,24 @@ class _Reader:
 _within = _Within()
 _free: list[_Reader] = []
 Key = tuple[int, str]  # uid, kind of the look
-_hanging: dict[Key, _Reader] = {}  # who still waits for something of that user
-_spent: dict[Key, tuple[float, float]] = {}  # seconds that slow looks took, and when; SHARE of the time pays it off
+_hanging: dict[Key, _Reader] = {}  # readers that still wait for something of that user
+_spent: dict[Key, tuple[float, float]] = {}  # seconds that slow reads took, and when; SHARE of the time pays it off
 
 
-def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | None:
-    """What *look* finds at a process; None: it fails, or does not come back.
+def in_time(pid: int, kind: str, read: Callable[[], T], times: int = 1) -> T | None:
+    """What *read* returns about a process; None: it fails, or does not come back.
 
     Args:
         pid: of the process.
-        kind: what is looked at; of whom one look hangs no other one of that kind is tried.
-        look: called in another thread; an OSError that it raises is nothing found, another error the caller's.
-        times: how much longer than one it may take, of a look with such looks in it.
+        kind: what is read; while one read of a user's processes hangs no other one of that kind is tried.
+        read: called in another thread; an OSError that it raises means None, another error is the caller's.
+        times: how much longer than one it may take, of a read with such reads in it.
     """
     try:
         key = os.stat(f"/proc/{pid}").st_uid, kind
     except OSError:
         return None
-    _welcome_back()
+    _collect()
     begun = monotonic()
     owed = owed_by(begun)
     slow = len(owed.keys() | _hanging.keys())
@@ -96,38 +96,37 @@ def in_time(pid: int, kind: str, look: Callable[[], T], times: int = 1) -> T | N
     if left <= 0:
         return None
     try:
-        looker = _free.pop() if _free else _Reader()
-        looker = looker if looker.pid == os.getpid() else _Reader()
+        reader = _free.pop() if _free else _Reader()
+        reader = reader if reader.pid == os.getpid() else _Reader()
     except (IndexError, RuntimeError):  # another thread was quicker; there are too many threads
         return None
-    looker.look = look
+    reader.read = read
     waits = _waits()
-    looker.asked.release()
-    came_back = looker.answered.acquire(timeout=left)
+    reader.asked.release()
+    came_back = reader.answered.acquire(timeout=left)
     now = monotonic()
     _within.seconds += now - begun
     _within.waits += _waits() - waits
-    took = looker.took if came_back else now - begun
-    charge(key, took, now)
+    charge(key, reader.took if came_back else now - begun, now)
     if not came_back:
-        _hanging[key] = looker
+        _hanging[key] = reader
         return None
-    found, fault = looker.found, looker.fault
-    _free.append(looker)
+    result, fault = reader.result, reader.fault
+    _free.append(reader)
     if fault and not isinstance(fault, OSError):
         raise fault
-    return found  # type: ignore[return-value]
+    return result  # type: ignore[return-value]
 
 
-def _welcome_back() -> None:
-    """Whoever hung and does not any more."""
-    for one, looker in list(_hanging.items()):
-        if looker.pid != os.getpid():  # of whom we are a copy: it has no thread here
-            _hanging.pop(one, None)
+def _collect() -> None:
+    """Take the readers back that do not hang any more."""
+    for key, reader in list(_hanging.items()):
+        if reader.pid != os.getpid():  # we were forked: its thread stayed with the parent
+            _hanging.pop(key, None)
             _spent.clear()
-        elif looker.answered.acquire(False):
-            _hanging.pop(one, None)
-            _free.append(looker)
+        elif reader.answered.acquire(blocking=False):
+            _hanging.pop(key, None)
+            _free.append(reader)
 
 
 def _waits() -> int:
@@ -136,7 +135,7 @@ def _waits() -> int:
 
 
 def stopwatch() -> Callable[[], float]:
-    """Says how many seconds have gone since, in this thread, without those in which others had the processor."""
+    """A function for the seconds since, in this thread, without those in which others had the processor."""
     begun, used, waits = monotonic(), thread_time(), _waits()
 
     def took() -> float:
@@ -147,13 +146,13 @@ def stopwatch() -> Callable[[], float]:
 
 
 def charge(key: Key, took: float, now: float) -> None:
-    """A look at that user took so many seconds: SHARE of the time from *now* (monotonic) on pays it off."""
+    """A read of that user took so many seconds: SHARE of the time from *now* (monotonic) on pays it off."""
     if took > NOTICED:
         _spent[key] = owed_by(now).get(key, 0.0) + took, now
 
 
 def owed_by(now: float) -> dict[Key, float]:
-    """The seconds that slow looks took and that are not paid off yet."""
+    """The seconds that slow reads took and that are not paid off yet."""
     for key, (seconds, since) in list(_spent.items()):
         if seconds <= (now - since) * SHARE:
             _spent.pop(key, None)
@@ -161,7 +160,7 @@ def owed_by(now: float) -> dict[Key, float]:
 
 
 def _most(times: int, others: float) -> float:
-    """How long looks at one user may take, where those at *others* took so long just now."""
+    """How long reads of one user may take, where those of *others* took so long just now."""
     if times > 1:
         return times * SECONDS
     return SECONDS_AGAIN if _hanging else max(SECONDS_AGAIN, SECONDS - others)

@@ -1,16 +1,18 @@
 """The names of users, without waiting for a directory service that does not answer.
 
 getpwuid may ask LDAP or SSSD, and hang with it.  A name is only for people: after SECONDS the number has to do, and
-nobody is asked again in this process for a while.  A uid without a name is asked for again, too: a service that is
-away for a moment says of its users that they do not exist, and no policy ends a job whose user nobody knows.
+the service is not asked again in this process for a while.  A uid without a name is asked for again, too: a service
+that is away for a moment says of its users that they do not exist, and no policy ends a job of an unknown user.
 Does not say who may do what: a user is always the uid.  Only where each user may have so much and no more, the 65536
-uids that somebody has by user namespaces (rootless containers) count as one: see parties.
+uids that one user has by user namespaces (rootless containers) count as one: see parties.
 """
 
 from __future__ import annotations
 
 import os
-from _thread import allocate_lock, start_new_thread
+import pwd
+import threading
+from bisect import bisect_right
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -19,29 +21,29 @@ if TYPE_CHECKING:
 
 SECONDS = 1.0
 AGAIN_SECONDS = 60.0
-PACE_SECONDS = 1.0  # between two who are asked for again: whoever may use user namespaces has 65536 uids without a name
+PACE_SECONDS = 1.0  # between two that are asked for again: a user of user namespaces has 65536 uids without a name
 
 SUBUIDS = "/etc/subuid"  # "alice:100000:65536", see subuid(5)
-LEAST_SUBUID = 65536  # the smallest that anybody is given; useradd begins at 100000
+LEAST_SUBUID = 65536  # the smallest that is given to a user; useradd begins at 100000
 MOST_BYTES = 2**20  # of that file, which is root's: 40,000 users
 
 _ranges: dict[object, list[tuple[int, float, int]]] = {}  # of the file as it was read
 _names: dict[int, str] = {}
-_nameless: dict[int, float] = {}  # uid -> when nobody knew him
+_nameless: dict[int, float] = {}  # uid -> when it had no name
 _silent: list[float] = []  # when the directory service fell silent
-_again: list[float] = []  # when somebody without a name was last asked for again
+_again: list[float] = []  # when a uid without a name was last asked for again
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number where there is none or nobody answers in time."""
+    """The name of a user, or the number where there is none or nothing answers in time."""
     if uid not in _names and _is_worth_asking(uid):
-        answered = allocate_lock()
-        answered.acquire()
+        thread = threading.Thread(target=_look_up, args=(uid,), name=f"name of {uid}", daemon=True)
         try:
-            start_new_thread(_look_up, (uid, answered.release))
+            thread.start()
         except RuntimeError:  # this user has too many threads: the number has to do, until there is room
             return str(uid)
-        if not answered.acquire(timeout=SECONDS):
+        thread.join(SECONDS)
+        if thread.is_alive():
             _silent[:] = [monotonic()]
     return _names.get(uid, str(uid))
 
@@ -60,28 +62,21 @@ def _is_worth_asking(uid: int) -> bool:
     return True
 
 
-def _look_up(uid: int, done: object) -> None:
-    import pwd
-
+def _look_up(uid: int) -> None:
     try:
         _names[uid] = pwd.getpwuid(uid).pw_name
         _nameless.pop(uid, None)
     except (KeyError, OverflowError):
         _nameless[uid] = monotonic()
-    finally:
-        assert callable(done)
-        done()
 
 
 def parties(uids: Iterable[int]) -> dict[int, int]:
-    """uid -> who stands for it where each user is one: the first of all uids that root has given to the same user.
+    """uid -> the uid that stands for it where each user is one: the first of all that root has given to the same user.
 
-    Any other uid stands for itself; so whoever has such uids is two, himself and those.  Asks no directory service.
+    Any other uid stands for itself; so a user with such uids is two, their own and those.  Asks no directory service.
     """
     whose = {uid: uid for uid in uids}
     if any(uid >= LEAST_SUBUID for uid in whose):
-        from bisect import bisect_right  # most have none to ask for
-
         given = _given()
         for uid in whose:
             begin, end, first = given[bisect_right(given, (uid, float("inf"), 0)) - 1] if given else (0, 0, 0)
@@ -90,7 +85,7 @@ def parties(uids: Iterable[int]) -> dict[int, int]:
 
 
 def _given() -> list[tuple[int, float, int]]:
-    """(begin, end, first uid of all of that user) of each line of SUBUIDS that says so, in order."""
+    """(begin, end, first uid of all of that user) of each line of SUBUIDS that is one, in order."""
     try:
         with open(SUBUIDS, "rb") as file:
             status = os.fstat(file.fileno())

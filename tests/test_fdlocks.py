@@ -35,7 +35,7 @@ import sys, time
 while time.thread_time() < 0.3: pass
 sys.path[:] = sys.argv[1:]
 import gpuguard.claims.holders as h
-h.answer()
+h.holders_answer()
 """
 # One that learns of each process what it has locked just in time.
 SLOW = """
@@ -43,7 +43,7 @@ import sys, time
 sys.path[:] = sys.argv[1:]
 import gpuguard.claims.holders as h
 h.os.listdir, h.locked_inode = lambda path: ["1"], lambda pid, number: time.sleep(0.05) or "an inode"
-h.answer()
+h.holders_answer()
 """
 # A file of FUSE whose server never answers a read, and an epoll that is handing over an event to a page of it.
 ATTACK = """
@@ -198,10 +198,10 @@ def test_looks_that_take_next_to_nothing_are_never_too_many(locked):
 
 def test_a_reader_that_has_ended_is_replaced(locked):
     fdlocks.locked_files(os.getpid(), os.getuid(), 5)
-    _, pid, ask, _ = fdlocks._reader[0]
+    _, process, ask, _ = fdlocks._reader[0]
     worker.send(ask, ())  # what ends it
 
-    assert eventually(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None)
+    assert eventually(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT) is not None)
     fdlocks.locked_files(os.getpid(), os.getuid(), 5)
     assert fdlocks.locked_files(os.getpid(), os.getuid(), 5)
 
@@ -211,7 +211,7 @@ def test_where_no_process_can_be_started_nothing_is_known(monkeypatch, locked):
         raise BlockingIOError
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "posix_spawn", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
 
     assert fdlocks.locked_files(os.getpid(), os.getuid(), 5) == {}
     assert len(os.listdir("/proc/self/fd")) == before
@@ -248,7 +248,7 @@ def test_a_user_whose_epoll_hands_over_an_event_to_his_own_file_system_hides_him
             assert eventually(lambda: fdlocks.locked_files(attack.pid, UNKNOWN, 0.1) == {} and fdlocks.hangs(UNKNOWN))
             [reader] = fdlocks._hanging.values()
 
-            assert _state(reader) == "D"
+            assert _state(reader.pid) == "D"
             with a_child(*SLEEP) as other:
                 assert holders.locked_by(other.pid, os.getuid(), 5) == {}
         finally:

@@ -63,7 +63,7 @@ def test_a_snapshot_crosses_the_border_unchanged(backend: WorkerBackend, node: s
     assert (there.host, there.simulated, there.driver_version) == (here.host, here.simulated, here.driver_version)
 
 
-def crossed(snapshot: Snapshot, sent: worker.Told, received: worker.Told) -> Snapshot:
+def crossed(snapshot: Snapshot, sent: worker.SentProcesses, received: worker.SentProcesses) -> Snapshot:
     """*snapshot* at the other end of the pipe."""
     return worker.unpack(marshal.loads(marshal.dumps(worker.pack(snapshot, sent))), received)
 
@@ -83,8 +83,8 @@ def test_a_recording_with_claims_crosses_the_border_and_its_nouns_can_be_looked_
 
 
 def test_processes_that_are_as_before_do_not_cross_the_border_again_and_those_that_are_not_do() -> None:
-    sent: worker.Told = {}
-    received: worker.Told = {}
+    sent: worker.SentProcesses = {}
+    received: worker.SentProcesses = {}
     one, other = a_process(7), a_process(8)
     looks = [
         [(one,), (other,)], [(one,), (other, one)], [(one,), None], [(one,), (other, one)], [(), (other,)],
@@ -238,9 +238,9 @@ def test_a_sampler_that_is_killed_while_it_reads_costs_the_device_that_it_read(n
     source = open_worker(node)
     channel = source._channel
     assert channel
-    worker.write_mark(channel[3], None)
+    worker.write_mark(channel.mark, None)
     killer = threading.Thread(
-        target=lambda: eventually(lambda: worker.read_mark(channel[3])[0] == index) and os.kill(channel[0], 9)
+        target=lambda: eventually(lambda: worker.read_mark(channel.mark)[0] == index) and channel.process.kill()
     )
     killer.start()
     found = problems(source)
@@ -256,7 +256,7 @@ def silent() -> Iterator[worker.Channel]:
     process = subprocess.Popen(["sleep", "600"])
     requests, replies = os.pipe()
     place = os.memfd_create("place")
-    yield process.pid, replies, requests, place, -1
+    yield worker.Channel(process, replies, requests, place, -1)
     process.kill()
     process.wait()
     for each in (requests, replies, place):
@@ -301,18 +301,18 @@ def test_a_sampler_that_gets_no_cpu_has_a_grace_and_no_more(
     monkeypatch.setattr(client, "STARVED_SECONDS", 0.5)
     asked: list[int] = []
     monkeypatch.setattr(client, "_is_runnable", lambda pid: not asked.append(pid))
-    worker.write_mark(silent[3], 4)
+    worker.write_mark(silent.mark, 4)
     begun = time.monotonic()
     late = client._overdue(silent, 0.01)
 
-    assert (late and late[0], time.monotonic() - begun >= 0.5, set(asked)) == (4, True, {silent[0]})
+    assert (late and late[0], time.monotonic() - begun >= 0.5, set(asked)) == (4, True, {silent.process.pid})
 
 
 def test_an_answer_that_comes_at_the_last_moment_counts(
     silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker.write_mark(silent[3], 0)
-    monkeypatch.setattr(client, "_is_runnable", lambda pid: bool(worker.send(silent[1], ("ready",))))
+    worker.write_mark(silent.mark, 0)
+    monkeypatch.setattr(client, "_is_runnable", lambda pid: bool(worker.send(silent.requests, ("ready",))))
 
     assert client._overdue(silent, 0.01) is None
 
@@ -320,8 +320,8 @@ def test_an_answer_that_comes_at_the_last_moment_counts(
 @pytest.mark.parametrize("index", [None, 0, 3, 4095])
 def test_a_mark_says_which_device_and_since_when(silent: worker.Channel, index: int | None) -> None:
     before = time.monotonic()
-    worker.write_mark(silent[3], index)
-    told = worker.read_mark(silent[3])
+    worker.write_mark(silent.mark, index)
+    told = worker.read_mark(silent.mark)
 
     assert (told[0], before <= told[1] <= time.monotonic()) == (index, True)
 
@@ -332,8 +332,8 @@ def test_one_look_wakes_the_reader_once(node: str) -> None:
     source.sample(WHO_FIELDS)
     channel = source._channel
     assert channel
-    worker.send(channel[1], (tuple(WHO_FIELDS), None, (), False))
-    kind = worker.receive(channel[2])[0]
+    worker.send(channel.requests, (tuple(WHO_FIELDS), None, (), False))
+    kind = worker.receive(channel.replies)[0]
     source.close()
 
     assert kind == "snapshot"
@@ -346,9 +346,9 @@ def test_the_sampler_ends_with_its_reader_however_that_ends_even_while_a_call_ha
     code = (
         "import sys; from gpuguard.backends.client import open_worker as open_isolated\n"
         "source = open_isolated(sys.argv[1])\n"
-        "print(source._channel[0], flush=True)\n"
+        "print(source._channel.process.pid, flush=True)\n"
         "from gpuguard.backends import worker as sampler\n"
-        "sampler.send(source._channel[1], (('memory',), None, ()))\n"
+        "sampler.send(source._channel.requests, (('memory',), None, ()))\n"
         "input()"
     )
     reader = subprocess.Popen(
@@ -368,7 +368,7 @@ def test_the_sampler_holds_nothing_of_its_parent(node: str) -> None:
     source = open_worker(node)
     source.sample(SELECT_FIELDS)
     assert source._channel
-    pid = source._channel[0]
+    pid = source._channel.process.pid
     targets = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
     pipe = os.readlink(f"/proc/self/fd/{held}")
     group = os.getpgid(pid)
@@ -392,7 +392,7 @@ def test_who_looks_again_and_again_leaves_no_zombies(node: str) -> None:
         source = open_worker(node)
         source.sample(SELECT_FIELDS)
         assert source._channel
-        samplers.append(source._channel[0])
+        samplers.append(source._channel.process.pid)
         source.close()
         # It ends as soon as it is abandoned, and is reaped by whoever is the next to be closed.
         assert eventually(lambda: not runs(samplers[-1]))

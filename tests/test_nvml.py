@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import threading
 from pathlib import Path
@@ -23,7 +22,6 @@ from fake_nvml import (
 )  # fmt: skip
 from nvml_child import answer_of, sampled
 
-from gpuguard.backends import nvml
 from gpuguard.backends.nvml import THREADS, Ahead
 from gpuguard.model import Gap
 
@@ -466,15 +464,15 @@ def test_several_are_asked_at_once_each_when_its_turn_comes_at_the_latest() -> N
 
 
 def test_where_no_more_threads_may_begin_the_others_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, begun, asked = _thread.start_new_thread, [], []
+    real, begun, asked = threading.Thread.start, [], []
 
-    def start(*arguments: Any) -> int:
-        begun.append(arguments)
+    def start(thread: threading.Thread) -> None:
+        begun.append(thread)
         if len(begun) > 1:
             raise RuntimeError("can't start new thread")
-        return real(*arguments)
+        real(thread)
 
-    monkeypatch.setattr(nvml._thread, "start_new_thread", start)
+    monkeypatch.setattr(threading.Thread, "start", start)
     ahead = Ahead(range(2 * THREADS), lambda index: asked.append(index) or index + 1)
 
     told = {index: answer for index in range(2 * THREADS) if (answer := ahead.of(index))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,13 +25,13 @@ def test_a_sampler_of_another_version_is_not_believed(told: tuple[str, ...], mon
     replies, replies_write = os.pipe()
     life, life_held = os.pipe()
     worker.send(replies_write, told)
-    channel = os.getpid(), requests, replies, os.memfd_create("place"), life_held
+    channel = worker.Channel(subprocess.Popen(["true"]), requests, replies, os.memfd_create("mark"), life_held)
     monkeypatch.setattr(worker, "start", lambda name: channel)
     source = WorkerBackend("nvml")
 
     with pytest.raises(BackendError, match=r"was installed while.*Start it again; the guard by `systemctl restart"):
         source.sample(SELECT_FIELDS)
-    client._abandoned.clear()
+    channel.process.wait()
     assert os.read(life, 1) == b""  # which ends a sampler
     for each in (requests_read, replies_write, life):
         os.close(each)
@@ -39,7 +40,7 @@ def test_a_sampler_of_another_version_is_not_believed(told: tuple[str, ...], mon
 def test_a_sampler_that_has_ended_before_it_is_asked_has_said_why() -> None:
     source = open_worker("nothing")
     assert source._channel
-    end = os.pidfd_open(source._channel[0])
+    end = os.pidfd_open(source._channel.process.pid)
     assert select.select([end], [], [], 30)[0]
     os.close(end)
 
@@ -54,13 +55,15 @@ def test_a_sampler_that_never_becomes_ready_is_given_up(monkeypatch: pytest.Monk
     reply, _hold = os.pipe()
     requests, write = os.pipe()
     place = os.memfd_create("place")
-    channel = os.getppid(), write, reply, place, os.dup(place)
+    channel = worker.Channel(subprocess.Popen(["sleep", "600"]), write, reply, place, os.dup(place))
     monkeypatch.setattr(worker, "start", lambda name: channel)
     source = WorkerBackend("nvml", told.append)
     with pytest.raises(DriverUnresponsive, match="did not initialise"):
         source.sample(SELECT_FIELDS)
     os.close(requests)
     os.close(_hold)
+    channel.process.kill()
+    channel.process.wait()
 
     assert len(told) == 1
 
@@ -71,7 +74,7 @@ def full(*_: object, **__: object) -> None:
 
 def test_a_sampler_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard tries it again and again; with all descriptors gone it was blind for good."""
-    monkeypatch.setattr(os, "posix_spawn", full)
+    monkeypatch.setattr(subprocess, "Popen", full)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(BlockingIOError):
         worker.start("simulated")
@@ -88,7 +91,7 @@ def test_a_sampler_that_cannot_be_started_again_is_a_driver_that_cannot_be_read(
         assert samples(source)
         source.close()  # as when it has died
         with monkeypatch.context() as crowded:
-            crowded.setattr(os, "posix_spawn", full)
+            crowded.setattr(subprocess, "Popen", full)
             with pytest.raises(BackendError, match=r"no further process.*see `ulimit -u`"):
                 source.sample({MEMORY})
 
@@ -112,7 +115,7 @@ def a_library_that_prints(place: Path, text: bytes) -> Iterator[WorkerBackend]:
     start(str(place / "node"))
     with open_worker(f"simulated:{place / 'node'}") as source:
         assert source.sample({MEMORY}).devices and source._channel
-        with open(f"/proc/{source._channel[0]}/fd/1", "wb", buffering=0) as out:
+        with open(f"/proc/{source._channel.process.pid}/fd/1", "wb", buffering=0) as out:
             out.write(text)
         yield source
 

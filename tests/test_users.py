@@ -112,7 +112,7 @@ def test_where_no_thread_can_be_started_the_number_has_to_do_until_one_can(monke
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(users, "start_new_thread", refuse)
+        patch.setattr(threading.Thread, "start", refuse)
         assert users.user_name(0) == "0"
 
     assert users.user_name(0) == pwd.getpwuid(0).pw_name

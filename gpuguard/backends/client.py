@@ -1,15 +1,16 @@
-"""A backend in a process of its own, so that a driver call that hangs or crashes takes nobody along.
+"""A backend in a process of its own, the worker, so that a driver call that hangs or crashes ends nothing else.
 
-Ten other tools were tried: all of them hang when one driver call does.  Here the sampler marks which device it is about
-to touch; when that takes too long it is abandoned (its end of the pipe is closed, which ends it), that device is called
-unresponsive, and a new sampler reads the others.  Does not read devices itself: see nvml, simulated.
+The worker marks which device it is about to read.  When that takes too long the worker is abandoned (its pipe is
+closed, which ends it), that device is called unresponsive, and a new worker reads the others.  Does not read devices
+itself: see worker, and nvml, simulated.
 """
 
 from __future__ import annotations
 
-import os
 import select
+import subprocess
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,24 +25,24 @@ if TYPE_CHECKING:
     from gpuguard.model import Snapshot
 
 INIT_SECONDS = 30.0  # without persistence mode the driver wakes every device up first: seconds each
-SLOW_SECONDS = 2.0  # after which on_slow is told
+SLOW_SECONDS = 2.0  # after which on_slow is called
 DEVICE_SECONDS = 1.5  # a device is a few dozen calls of 0.003 to 4.5 ms (RTX 4090, driver 610), PCIe counters 20 ms
 NEXT_DEVICE_SECONDS = 0.4  # once one device hangs: eight dead ones still answer within 5 s
-STARVED_SECONDS = 6.0  # a sampler that is runnable and not running is no driver's fault
+STARVED_SECONDS = 6.0  # a worker that is runnable and not running is no driver's fault
 RETRY_SECONDS = 60.0  # when an unresponsive device is tried again
-LEAVING_SECONDS = 0.5  # a sampler that hangs in the driver never leaves
+LEAVING_SECONDS = 0.5  # a worker that hangs in the driver never leaves
 
 _SILENT = "a driver call did not come back"
 
-_abandoned: list[int] = []  # pids to reap, also of backends that are closed: who looks every minute leaves no zombies
+_abandoned: list[subprocess.Popen[bytes]] = []  # to reap, also of backends that are closed
 
 
 def open_worker(name: str, *, on_slow: Callable[[str], None] | None = None) -> WorkerBackend:
-    """The backend *name* behind a process border; the sampler starts at once and initialises meanwhile.
+    """The backend *name* behind a process border; the worker starts at once and initialises meanwhile.
 
     Args:
         name: as for open_backend.
-        on_slow: told, in words, when the driver takes longer than SLOW_SECONDS to initialise.
+        on_slow: called with a text when the driver takes longer than SLOW_SECONDS to initialise.
 
     Raises:
         BackendError: no process can be started now.
@@ -57,7 +58,7 @@ class WorkerBackend:
         self.simulated = name.startswith("simulated")
         self._channel: worker.Channel | None = self._started()
         self._ready = False
-        self._told: worker.Told = {}  # what the sampler takes for known
+        self._sent: worker.SentProcesses = {}  # what the worker takes for known
         self._on_slow = on_slow
         self._skip: dict[int, float] = {}  # device index -> when to try it again (monotonic)
         self._uuids: dict[int, str] = {}  # of all devices seen so far, by index
@@ -91,15 +92,16 @@ class WorkerBackend:
                 ) from None
 
     def close(self) -> None:
-        """End the sampler."""
+        """End the worker."""
         self._abandon()
 
     def leave(self) -> None:
-        """The same in somebody's program: its next os.wait() is for a child of its own, so ours is gone by then."""
-        pid = self._channel and self._channel[0]
+        """The same within another program: its next os.wait() is for a child of its own, so ours is gone by then."""
+        process = self._channel and self._channel.process
         self.close()
-        if pid in _abandoned:
-            _await_end(pid)
+        if process in _abandoned:
+            with suppress(subprocess.TimeoutExpired):  # a worker that hangs in the driver never ends
+                process.wait(LEAVING_SECONDS)
             self._abandon()
 
     def __enter__(self) -> WorkerBackend:
@@ -110,9 +112,9 @@ class WorkerBackend:
 
     def _ask(self, request: tuple[object, ...]) -> None:
         channel = self._channel = self._channel or self._started()
-        worker.write_mark(channel[3], None)
+        worker.write_mark(channel.mark, None)
         try:
-            worker.send(channel[1], request)
+            worker.send(channel.requests, request)
         except BrokenPipeError:
             if self._ready:
                 raise
@@ -122,7 +124,7 @@ class WorkerBackend:
     def _started(self) -> worker.Channel:
         try:
             return worker.start(self.name)
-        except OSError as error:  # whoever looks again and again shall go on: a job, or one who waits
+        except OSError as error:  # a caller that tries again and again can go on: a job, or a waiting request
             why = errors.shortage(error) or f"no process could be started that reads the devices: {error.strerror}."
             raise errors.BackendError(why) from error
 
@@ -138,7 +140,7 @@ class WorkerBackend:
                         f"the driver did not initialise within {INIT_SECONDS:.0f} s.  Try `nvidia-smi`; "
                         "if it hangs too, reboot."
                     )
-            reply = worker.receive(channel[2], lambda: _in_time(channel, INIT_SECONDS))
+            reply = worker.receive(channel.replies, lambda: _in_time(channel, INIT_SECONDS))
             if reply is None:
                 raise errors.DriverUnresponsive("the driver library crashed while it initialised.  Try `nvidia-smi`.")
             _raise_error(reply)
@@ -154,15 +156,15 @@ class WorkerBackend:
     def _reply(self, seconds: float) -> Snapshot:
         channel = self._channel
         assert channel is not None
-        reply = worker.receive(channel[2], lambda: _in_time(channel, seconds))
+        reply = worker.receive(channel.replies, lambda: _in_time(channel, seconds))
         if reply is None:
-            index, _ = worker.read_mark(channel[3])
+            index, _ = worker.read_mark(channel.mark)
             raise _Stuck(index, f"the driver library crashed ({_where(index)})")
         _raise_error(reply)
-        return worker.unpack(reply[1], self._told)
+        return worker.unpack(reply[1], self._sent)
 
     def _named(self, snapshot: Snapshot, devices: tuple[str, ...] | None) -> Snapshot:
-        """The snapshot with the uuids that a former sampler knew: a new one must not touch what it has to skip."""
+        """The snapshot with the uuids that a former worker knew: a new one must not read what it has to skip."""
         if not self._skip:
             self._uuids.update({device.index: device.uuid for device in snapshot.devices if not device.parent_uuid})
             return snapshot
@@ -176,17 +178,15 @@ class WorkerBackend:
 
     def _abandon(self) -> None:
         if self._channel:
-            pid, *descriptors = self._channel
-            self._channel, self._ready, self._told = None, False, {}
-            for each in descriptors:
-                os.close(each)
-            _abandoned.append(pid)
-        # Never a blocking wait: a sampler in an uninterruptible driver call ends only when the driver lets it.
-        _abandoned[:] = [pid for pid in _abandoned if not _reaped(pid)]
+            channel, self._channel, self._ready, self._sent = self._channel, None, False, {}
+            channel.close()
+            _abandoned.append(channel.process)
+        # Never a blocking wait: a worker in an uninterruptible driver call ends only when the driver lets it.
+        _abandoned[:] = [process for process in _abandoned if process.poll() is None]
 
 
 class _Stuck(Exception):
-    """The sampler fell silent or died while it read device *index*."""
+    """The worker fell silent or died while it read device *index*."""
 
     def __init__(self, index: int | None, reason: str) -> None:
         super().__init__(reason)
@@ -195,24 +195,23 @@ class _Stuck(Exception):
 
 
 def _overdue(channel: worker.Channel, seconds: float) -> worker.Mark | None:
-    """The mark of what takes longer than *seconds*; None as soon as the sampler answers, or has ended.
+    """The mark of what takes longer than *seconds*; None as soon as the worker answers, or has ended.
 
     The time in which it only waits for a CPU does not count.
     """
-    pid, _, replies, place, _ = channel
     poll = select.poll()
-    poll.register(replies, select.POLLIN)
+    poll.register(channel.replies, select.POLLIN)
     late: worker.Mark | None = None
     starved_until, pause = 0.0, seconds
     while not poll.poll(pause * 1000):
-        mark, now = worker.read_mark(place), time.monotonic()
+        mark, now = worker.read_mark(channel.mark), time.monotonic()
         if (left := mark[1] + seconds - now) > 0:
             pause = min(left, seconds)  # no longer, should the mark have been read half
         elif mark != late:
             late, starved_until, pause = mark, now + STARVED_SECONDS, 0.0
-        elif now < starved_until and _is_runnable(pid):
+        elif now < starved_until and _is_runnable(channel.process.pid):
             pause = 0.2
-        elif worker.read_mark(place) == mark:  # else it went on between these lines, and waits for another device
+        elif worker.read_mark(channel.mark) == mark:  # else it goes on with another device
             return None if poll.poll(0) else mark
     return None
 
@@ -249,23 +248,3 @@ def _refuse_another_version(reply: tuple[object, ...]) -> None:
 def _is_runnable(pid: int) -> bool:
     stat = stats_of((pid,))[pid]
     return stat is not None and stat.state == "R"
-
-
-def _await_end(pid: int) -> None:
-    try:
-        process = os.pidfd_open(pid)
-    except OSError:  # the program reaps whatever ends
-        return
-    try:
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        poll.poll(LEAVING_SECONDS * 1000)
-    finally:
-        os.close(process)
-
-
-def _reaped(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True

@@ -7,10 +7,11 @@ A call may hang or crash in the driver: run this behind isolated.
 
 from __future__ import annotations
 
-import _thread
 import os
+import threading
 import time
 from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from gpuguard import model
@@ -167,12 +168,12 @@ class Nvml:
         reading = Reading(self._nvml, place, fields)
         try:
             nvml_fields.read(reading)
-            instances = self._own(_instances(reading), reading) if reading.values.get("mig_mode") else []
+            parts = self._own(list(instances(reading)), reading) if reading.values.get("mig_mode") else []
         except DeviceLost:
             return [_lost(place, fields)]
         finally:
             place.ahead.clear()
-        return [(_device(reading), reading.gaps), *instances]
+        return [(_device(reading), reading.gaps), *parts]
 
     def _own(self, instances: list[_Read], reading: Reading) -> list[_Read]:
         """Those of *instances* that no other device has, too: by its uuid one of them would be claimed for both."""
@@ -194,8 +195,6 @@ class Nvml:
         return CallResult(None, BAD_TEXT, same)
 
     def _ask_ahead(self, fields: Collection[str]) -> Ahead:
-        pass  # import gone  # which only a first look needs
-
         def ask(index: int) -> DeviceCache | CallResult:
             place = self._place(index)
             if isinstance(place, DeviceCache):
@@ -242,8 +241,6 @@ class Nvml:
 
     def _connections(self, devices: list[Device]) -> tuple[tuple[tuple[str, str, str], ...], list[Gap]]:
         """Snapshot.topology of the devices that can be asked, and what could not be learned."""
-        from itertools import combinations  # which no start needs
-
         healthy = [device for device in devices if device.index in self._places and not device.parent_uuid]
         healthy = [device for device in healthy if not {"lost", "unresponsive"} & set(device.problems or ())]
         linked = any(device.nvlink_links for device in healthy)
@@ -288,12 +285,6 @@ def _by_nvlink(one: Device, other: Device, buses: Mapping[str, str | None]) -> b
     return bool(ends - devices) and bool(other_ends - devices)
 
 
-def _instances(reading: Reading) -> list[_Read]:
-    pass  # import gone  # which few devices have
-
-    return list(instances(reading))
-
-
 def _is_mig(uuid: str) -> bool:
     return uuid.startswith("MIG-")
 
@@ -326,33 +317,31 @@ class Ahead:
     """Threads that call *ask* with each of *indices*, about in their order."""
 
     def __init__(self, indices: Sequence[int], ask: Callable[[int], Any]) -> None:
-        self._asking: dict[int, _thread.LockType] = {}
-        self._told: dict[int, Any] = {}
+        self._done: dict[int, threading.Event] = {}
+        self._results: dict[int, Any] = {}
         self._ask = ask
         for first in range(min(THREADS, len(indices))):
-            own = [(index, _thread.allocate_lock()) for index in indices[first::THREADS]]
-            for _, lock in own:
-                lock.acquire()
+            own = {index: threading.Event() for index in indices[first::THREADS]}
             try:
-                _thread.start_new_thread(self._run, (own,))
-            except RuntimeError:  # this user may start no more: the others are asked in their turn
+                threading.Thread(target=self._run, args=(own,), daemon=True).start()
+            except RuntimeError:  # this user may start no more: the others are read in their turn
                 return
-            self._asking.update(own)
+            self._done.update(own)
 
     def of(self, index: int) -> Any:
         """What *ask* returned for it, once it has; None where it failed, or was not called."""
-        if lock := self._asking.pop(index, None):
-            lock.acquire()
-        return self._told.pop(index, None)
+        if done := self._done.pop(index, None):
+            done.wait()
+        return self._results.pop(index, None)
 
-    def _run(self, own: Sequence[tuple[int, _thread.LockType]]) -> None:
-        for index, lock in own:
+    def _run(self, own: Mapping[int, threading.Event]) -> None:
+        for index, done in own.items():
             try:
-                self._told[index] = self._ask(index)
-            except Exception:  # noqa: BLE001, S110  whoever asks in its turn gets it, too
+                self._results[index] = self._ask(index)
+            except Exception:  # noqa: BLE001, S110  it is raised again when the device is read in its turn
                 pass
             finally:
-                lock.release()
+                done.set()
 
 
 def prefetch_all(reading: Prefetch) -> None:

@@ -1,43 +1,54 @@
-"""The child side of the isolated backend: a process that reads the devices and answers over two pipes.
+"""The process that reads the devices for another one, its client: it answers over two pipes, and how it is started.
 
-It is a fresh interpreter: safe beside threads, CUDA and whatever else the program that looks has loaded.
+It is a fresh interpreter: safe beside threads, CUDA and whatever else the client has loaded.  It inherits nothing but
+its pipes, and is no part of the client's process group.
 
 A frame is a 4-byte length and a marshal of a tuple: a request is (fields, devices, skip, ahead), a reply ("ready",
 version), ("snapshot", packed) or ("error", class, message, attributes).  Which device is being read is no frame, of
-which each would wake the reader up: it stands in a file in memory, where the reader looks when it has waited too long.
+which each would wake the client up: it is written into a file in memory, which the client reads when it has waited too
+long.  Does not decide what is too long: see client.
 """
 
 from __future__ import annotations
 
 import marshal
 import os
+import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from gpuguard import __version__, capabilities
 from gpuguard.backends import open_backend
 from gpuguard.errors import CROWDED, BackendError, GpuguardError
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any, NoReturn
-
-Told = dict[str, tuple[GpuProcess, ...]]  # by uuid: the processes of a device that crossed last
-
-# The pid of the child, and descriptors: to write requests to, to read replies from, of where it says what it reads, and
-# one that nobody writes to: when it is closed, the child ends.
-Channel = tuple[int, int, int, int, int]
 LONGEST = 2**26  # bytes of a frame: as a length any four letters are more
 
+SentProcesses = dict[str, tuple[GpuProcess, ...]]  # by uuid: the processes of a device that were sent last
 Mark = tuple["int | None", float]  # the index of the device that is read, None: none; and since when (monotonic)
 
 
+@dataclass(frozen=True)
+class Channel:
+    """A worker, and the client's descriptors."""
+
+    process: subprocess.Popen[bytes]
+    requests: int  # to write to
+    replies: int  # to read from
+    mark: int  # in which the worker marks what it reads
+    life: int  # never written to: when it is closed, the worker ends
+
+    def close(self) -> None:
+        """End the worker, unless it hangs in the driver; the process is still to be reaped."""
+        close_all((self.requests, self.replies, self.mark, self.life))
+
+
 def start(name: str) -> Channel:
-    """Start a sampler of backend *name* as a fresh interpreter: safe beside threads, CUDA and anything else.
+    """Start a worker that reads the backend *name*.
 
     Raises:
         OSError: there can be no further process.
@@ -49,34 +60,44 @@ def start(name: str) -> Channel:
             "this program brings its own Python, so no process can be started that reads the devices.  Ask for GPUs "
             "before threads are started and much is imported; or start it with `gpuguard run`."
         )
-    request_read, request_write, reply_read, reply_write, life, life_held, place = opened = _descriptors()
-    code = "import gpuguard.backends.worker as s; s.serve(sys.argv[1], 0, 1, 3, 4)"
+    request_read, request_write, reply_read, reply_write, life_read, life_write = opened = pipes(3)
     try:
-        pid = spawned(code, name, (request_read, reply_write, place, life))
+        mark = os.memfd_create("gpuguard-mark")
+        opened.append(mark)
+        code = f"import gpuguard.backends.worker as worker; worker.serve(sys.argv[1], 0, 1, {mark}, {life_read})"
+        process = start_interpreter(code, name, (request_read, reply_write), pass_fds=(mark, life_read))
     except OSError:
         close_all(opened)
         raise
-    close_all((request_read, reply_write, life))
-    return pid, request_write, reply_read, place, life_held
+    close_all((request_read, reply_write, life_read))
+    return Channel(process, request_write, reply_read, mark, life_write)
 
 
-def spawned(code: str, word: str, descriptors: Sequence[int]) -> int:
-    """The pid of a fresh interpreter for *code*, that may look as we may; *descriptors* are its 0, 1, 3 and 4.
+def start_interpreter(
+    code: str, word: str, standard: Sequence[int], pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """A fresh interpreter for *code*, that may read what we may read.
+
+    Args:
+        code: Python.
+        word: sys.argv[1] for it.
+        standard: descriptors that become its 0 and 1.
+        pass_fds: further ones, of the same number there.
 
     Raises:
         OSError: there can be no further process.
     """
-    words = interpreter(code, word)
-    # No number is overwritten before it is used: the later ones were given out later, so they are higher.
-    places: list[Any] = [(os.POSIX_SPAWN_DUP2, *pair) for pair in zip(descriptors, (0, 1, 3, 4), strict=False)]
-    places.insert(2, (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0))
-    start = os.posix_spawn
-    # pydevd, of VS Code and PyCharm, has each python that a program starts wait until a debugger attaches to it.
-    if aside := getattr(sys.modules.get("pydevd"), "skip_subprocess_arg_patch", None):
-        start = aside()(start)
+    stdin, stdout = standard
     lent = capabilities.lend_for_reading()
     try:
-        return start(words[0], words, os.environ, file_actions=places, setpgroup=0, setsigmask=())
+        return subprocess.Popen(
+            interpreter(code, word),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.DEVNULL,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
     finally:
         if lent:
             capabilities.keep_to_ourselves()
@@ -84,22 +105,12 @@ def spawned(code: str, word: str, descriptors: Sequence[int]) -> int:
 
 def interpreter(code: str, word: str) -> list[str]:
     """The words that start an interpreter like this one, for *code*, in which sys.argv[1] is *word*."""
-    # -S: what an environment runs at the start of each interpreter is not for this one (11 of 39 million instructions),
-    # and so an editable install must be named.
+    # -S: what an environment runs at the start of each interpreter is not for this one, and so an editable install
+    # must be named.
     ours = __file__.rpartition("/gpuguard/")[0]
     path = sys.path if ours in sys.path else [*sys.path, ours]
     ignoring = ["-E"] if sys.flags.ignore_environment else []  # the service does, by -I
     return [sys.executable, *ignoring, "-S", "-c", f"import sys; sys.path[:] = sys.argv[2:]; {code}", word, *path]
-
-
-def _descriptors() -> list[int]:
-    """Both ends of pipes for requests, for replies and for life, and a file in memory; all of them or an OSError."""
-    opened = pipes(3)
-    try:
-        return [*opened, os.memfd_create("gpuguard-place")]
-    except OSError:
-        close_all(opened)
-        raise
 
 
 def pipes(number: int) -> list[int]:
@@ -116,19 +127,18 @@ def pipes(number: int) -> list[int]:
 
 def close_all(descriptors: Sequence[int]) -> None:
     """Close them."""
-    for each in descriptors:
-        os.close(each)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
-def serve(name: str, requests: int, replies: int, place: int, life: int) -> NoReturn:
-    """Answer requests until the other end is gone.  Never returns."""
-    _close_what_was_inherited(max(requests, replies, place, life))
+def serve(name: str, requests: int, replies: int, mark: int, life: int) -> NoReturn:
+    """Answer requests until the client is gone.  Never returns."""
     try:
         try:
-            threading.Thread(target=_end_with_the_parent, args=(life,), daemon=True).start()
+            threading.Thread(target=_end_with_the_client, args=(life,), daemon=True).start()
         except RuntimeError:
             raise BackendError(CROWDED) from None
-        _serve_requests(name, requests, replies, place)
+        _serve_requests(name, requests, replies, mark)
     except GpuguardError as error:
         send(replies, ("error", type(error).__name__, str(error), vars(error)))
     except BrokenPipeError:
@@ -138,47 +148,39 @@ def serve(name: str, requests: int, replies: int, place: int, life: int) -> NoRe
     os._exit(0)
 
 
-def _serve_requests(name: str, requests: int, replies: int, place: int) -> None:
+def _serve_requests(name: str, requests: int, replies: int, mark: int) -> None:
     backend: Any = open_backend(name)
-    backend.progress = lambda index: write_mark(place, index)
-    write_mark(place, None)  # the first request is there already
+    backend.progress = lambda index: write_mark(mark, index)
+    write_mark(mark, None)  # the first request is there already
     send(replies, ("ready", __version__))
-    told: Told = {}
+    sent: SentProcesses = {}
     while request := receive(requests):
         fields, devices, skip, backend.ahead = request
         backend.skip = set(skip)
         try:
-            reply = ("snapshot", pack(backend.sample(fields, devices), told))
+            reply = ("snapshot", pack(backend.sample(fields, devices), sent))
         except BackendError as error:
             reply = ("error", type(error).__name__, str(error), vars(error))  # type: ignore[assignment]
         send(replies, reply)
 
 
-def _close_what_was_inherited(last: int) -> None:
-    """Hold nothing of the parent: no lock of a claim, no pipe that somebody waits for the end of."""
-    for entry in os.listdir("/proc/self/fd"):
-        if int(entry) > last:
-            with suppress(OSError):  # the descriptor of the listing itself
-                os.close(int(entry))
-
-
-def _end_with_the_parent(life: int) -> None:
-    """End this process when the parent closes its end or dies, even while a driver call hangs in the main thread."""
+def _end_with_the_client(life: int) -> None:
+    """End this process when the client closes its end or dies, even while a driver call hangs in the main thread."""
     os.read(life, 1)
     os._exit(0)
 
 
-def write_mark(place: int, index: int | None) -> None:
-    """Say that device *index* is about to be read; None: none of them."""
+def write_mark(mark: int, index: int | None) -> None:
+    """Mark that device *index* is about to be read; None: none of them."""
     number = -1 if index is None else index
-    os.pwrite(place, number.to_bytes(8, "little", signed=True) + time.monotonic_ns().to_bytes(8, "little"), 0)
+    os.pwrite(mark, number.to_bytes(8, "little", signed=True) + time.monotonic_ns().to_bytes(8, "little"), 0)
 
 
-def read_mark(place: int) -> Mark:
+def read_mark(mark: int) -> Mark:
     """What was marked last; one that is just being written may be read half."""
-    told = os.pread(place, 16, 0)
-    index = int.from_bytes(told[:8], "little", signed=True)
-    return None if index < 0 else index, int.from_bytes(told[8:], "little") / 1e9
+    marked = os.pread(mark, 16, 0)
+    index = int.from_bytes(marked[:8], "little", signed=True)
+    return None if index < 0 else index, int.from_bytes(marked[8:], "little") / 1e9
 
 
 def send(descriptor: int, message: Any) -> None:
@@ -220,37 +222,35 @@ def _read(descriptor: int, count: int, ready: Callable[[], object] | None) -> by
     return parts
 
 
-def pack(snapshot: Snapshot, told: Told) -> dict[str, Any]:
-    """A snapshot as plain values, with all fields of all nouns: who leaves out what is None takes twice the time.
-
-    Processes that are as they were the last time are only named, by True: most are, and that is most of a snapshot.
+def pack(snapshot: Snapshot, sent: SentProcesses) -> dict[str, Any]:
+    """A snapshot as plain values; of a device whose processes are as they were the last time, True in their place.
 
     Args:
         snapshot: to send.
-        told: what each device's were the last time; changed in place, and so at the other end by unpack().
+        sent: what each device's were the last time; changed in place, and so at the other end by unpack().
     """
-    devices = [{**vars(device), "processes": _packed(device, told)} for device in snapshot.devices]
+    devices = [{**vars(device), "processes": _packed(device, sent)} for device in snapshot.devices]
     further = {"gaps": [vars(gap) for gap in snapshot.gaps], "claims": [vars(claim) for claim in snapshot.claims]}
     return {**vars(snapshot), "devices": devices, **further}
 
 
-def _packed(device: Device, told: Told) -> Any:
+def _packed(device: Device, sent: SentProcesses) -> Any:
     processes = device.processes
     if not processes:
         return processes
-    if told.get(device.uuid) == processes:
+    if sent.get(device.uuid) == processes:
         return True
-    told[device.uuid] = processes
+    sent[device.uuid] = processes
     return [vars(process) for process in processes]
 
 
-def unpack(packed: dict[str, Any], told: Told) -> Snapshot:
+def unpack(packed: dict[str, Any], sent: SentProcesses) -> Snapshot:
     """The snapshot that pack() made plain; its processes are the same objects as the last time, if they may be."""
     for device in packed["devices"]:
         if processes := device["processes"]:
             if processes is not True:
-                told[device["uuid"]] = tuple(GpuProcess(**fields) for fields in processes)
-            device["processes"] = told[device["uuid"]]
+                sent[device["uuid"]] = tuple(GpuProcess(**fields) for fields in processes)
+            device["processes"] = sent[device["uuid"]]
     packed["devices"] = tuple(Device(**fields) for fields in packed["devices"])
     packed["gaps"] = tuple(Gap(**fields) for fields in packed["gaps"])
     packed["claims"] = tuple(

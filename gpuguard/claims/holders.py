@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import subprocess
 import time
 from _thread import allocate_lock
 from time import monotonic
@@ -326,9 +327,10 @@ MOST_HANGING = 16  # or nearly so: from then on nobody without a name is looked 
 
 _KIND = "locks"
 _asking = allocate_lock()
-_reader: list[tuple[int, int, int, int]] = []  # whose it is, its pid, where to ask, where it answers
-_hanging: dict[int, int] = {}  # uid -> pid of the reader that waits for something of his
-_ended: list[int] = []  # readers to reap
+_CODE = "import gpuguard.claims.holders as holders; holders.holders_answer()"
+_reader: list[tuple[int, subprocess.Popen[bytes], int, int]] = []  # whose it is, its process, and its pipes
+_hanging: dict[int, subprocess.Popen[bytes]] = {}  # uid -> the reader that waits for something of that user
+_ended: list[subprocess.Popen[bytes]] = []  # readers to reap
 
 
 def locked_files(pid: int | str, uid: int, seconds: float, *, whole: bool = False) -> dict[int, str]:
@@ -386,7 +388,7 @@ def _is_unknown(uid: int) -> bool:
     return uid in _hanging or owed_by(monotonic()).get((uid, _KIND), 0.0) >= MOST_OWED
 
 
-def _started() -> tuple[int, int, int, int]:
+def _started() -> tuple[int, subprocess.Popen[bytes], int, int]:
     if _reader and _reader[0][0] != os.getpid():  # of whom we are a copy
         _close()
     if not _reader:
@@ -394,19 +396,19 @@ def _started() -> tuple[int, int, int, int]:
     return _reader[0]
 
 
-def _start() -> tuple[int, int, int, int]:
+def _start() -> tuple[int, subprocess.Popen[bytes], int, int]:
     asked, ask, answers, answered = opened = worker.pipes(2)
     try:
-        pid = worker.spawned("import gpuguard.claims.holders as h; h.answer()", "", (asked, answered))
+        process = worker.start_interpreter(_CODE, "", (asked, answered))
     except OSError:
         worker.close_all(opened)
         raise
     worker.close_all((asked, answered))
     if not _says_something(answers, START_SECONDS) or worker.receive(answers) is None:
         worker.close_all((ask, answers))
-        _ended.append(pid)
+        _ended.append(process)
         raise OSError(errno.ETIME, os.strerror(errno.ETIME))
-    return os.getpid(), pid, ask, answers
+    return os.getpid(), process, ask, answers
 
 
 def _says_something(answers: int, seconds: float) -> bool:
@@ -417,22 +419,19 @@ def _says_something(answers: int, seconds: float) -> bool:
 
 def _close() -> None:
     """Leave the reader alone: it ends when it finds nobody at the other end."""
-    for owner, pid, *descriptors in _reader:
+    for owner, process, *descriptors in _reader:
         worker.close_all(descriptors)
-        if owner == os.getpid() and pid not in _hanging.values():
-            _ended.append(pid)
+        if owner == os.getpid() and process not in _hanging.values():
+            _ended.append(process)
     _reader.clear()
 
 
 def _reap() -> None:
-    _ended[:] = [pid for pid in _ended if not _has_ended(pid)]
-    for uid, pid in list(_hanging.items()):
-        if _has_ended(pid):
+    _ended[:] = [process for process in _ended if not _has_ended(process)]
+    for uid, process in list(_hanging.items()):
+        if _has_ended(process):
             del _hanging[uid]
 
 
-def _has_ended(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None
