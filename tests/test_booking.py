@@ -24,7 +24,7 @@ from gpuguard.queue.calendar import (
     clear_at,
     clock_text,
     in_the_way,
-    start_text,
+    reservation_text,
 )
 from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.request import Request
@@ -156,8 +156,11 @@ def test_words_name_the_day_where_it_is_not_today() -> None:
     booking = a_booking(1, 480_012, 480_014)
     before = booking.begins - HOUR
 
-    assert start_text(booking, before) == f"kept for u9's reservation from {clock_text(booking.begins, before)}"
-    assert start_text(booking, booking.begins) == f"kept for u9's reservation until {clock_text(booking.ends, before)}"
+    assert reservation_text(booking, before) == f"kept for u9's reservation from {clock_text(booking.begins, before)}"
+    assert (
+        reservation_text(booking, booking.begins)
+        == f"kept for u9's reservation until {clock_text(booking.ends, before)}"
+    )
     nine = time.mktime((2026, 11, 21, 9, 0, 0, 0, 0, -1))
     assert clock_text(nine, nine - HOUR) == "09:00"
     assert clock_text(nine, nine - 24 * HOUR) == "Sat 21 Nov 09:00"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpuguard.request import Request
 
 _FOR_EVER = "for ever"  # --wait without a duration
-MOST_ALTERNATIVES = 3  # as many as a ticket takes beside the first choice, see tickets.MOST_WAYS
+MOST_ALTERNATIVES = 3  # as many as a ticket takes beside the first choice, see tickets.MOST_ALTERNATIVES
 PRIORITY_NAMES = ("low", "normal", "high")  # line.order.PRIORITIES, not imported for a job that need not wait
 
 

@@ -116,16 +116,14 @@ def _make(args: argparse.Namespace) -> int:
     made = write(directory, wanted)
     try:
         # Somebody may have done the same at the same moment: then whoever came first has it.
-        statuses = next(
-            (one for one in _reserved(directory, snapshot).statuses if one.reservation.key == made.key), None
-        )
-        if statuses is None or statuses.why_not:
-            raise GpuguardError(f"this cannot be reserved: {statuses.why_not if statuses else 'its file is gone'}.")
+        status = next((one for one in _reserved(directory, snapshot).statuses if one.reservation.key == made.key), None)
+        if status is None or status.why_not:
+            raise GpuguardError(f"this cannot be reserved: {status.why_not if status else 'its file is gone'}.")
     except BaseException:  # also where that cannot be seen: nobody would know that it is there
         remove(directory, made)
         raise
     _write_down(args, "made", made)
-    return _tell(args, statuses, snapshot, now)
+    return _tell(args, status, snapshot, now)
 
 
 def _times(args: argparse.Namespace) -> tuple[float, float]:
@@ -191,19 +189,19 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     return tuple(kind)
 
 
-def _tell(args: argparse.Namespace, statuses: ReservationStatus, snapshot: Snapshot, now: float) -> int:
+def _tell(args: argparse.Namespace, status: ReservationStatus, snapshot: Snapshot, now: float) -> int:
     if args.json:
-        put([json_text({"schema": 1, "reservations": [view.reservation_json(statuses, now)]})], sys.stdout)
+        put([json_text({"schema": 1, "reservations": [view.reservation_json(status, now)]})], sys.stdout)
         return 0
     from gpuguard.queue.calendar import clock_text
 
-    it = statuses.reservation
+    it = status.reservation
     gpus = f"{it.num_gpus} GPU{'s' * (it.num_gpus != 1)}"
     lines = [
         f"reserved: {gpus} for {it.user} from {clock_text(it.begins, now)} to {clock_text(it.ends, now)} (id {it.id})."
     ]
-    if statuses.no_show_at is not None:
-        lines.append(f"It is over at {clock_text(statuses.no_show_at, now)} unless {it.user} makes a claim by then.")
+    if status.no_show_at is not None:
+        lines.append(f"It is over at {clock_text(status.no_show_at, now)} unless {it.user} makes a claim by then.")
     busy = _in_use_until_then(it, snapshot)
     if len(it.devices) - len(busy) < it.num_gpus:
         lines.append(

@@ -258,7 +258,7 @@ def _merged(some: Sequence[ReservedSpan], others: Sequence[ReservedSpan]) -> lis
     return sorted([*some, *others], key=lambda span: span.begins)
 
 
-def start_text(booking: PlannedReservation, now: float) -> str:
+def reservation_text(booking: PlannedReservation, now: float) -> str:
     """``"kept for alice's reservation from 09:00"``, ``"... until 12:00"`` once it has begun."""
     if booking.begins > now:
         return f"kept for {booking.user}'s reservation from {clock_text(booking.begins, now)}"

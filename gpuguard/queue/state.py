@@ -17,7 +17,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.procfs import stats_of
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
-from gpuguard.queue.calendar import PlannedReservation, start_text
+from gpuguard.queue.calendar import PlannedReservation, reservation_text
 from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.queue.reservations import ReservationCalendar
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
@@ -80,7 +80,7 @@ class QueueState:
         """
         mine = self.of(ticket_id)
         shares = bool(mine and mine.request and mine.request.share)
-        reserved = {uuid: start_text(booking, self.now) for uuid, booking in mine.kept.items()} if mine else {}
+        reserved = {uuid: reservation_text(booking, self.now) for uuid, booking in mine.kept.items()} if mine else {}
         return reserved | {
             uuid: f"about to be claimed by {place.ticket.user}, who waited for it"
             for place in self.places
@@ -148,7 +148,7 @@ def reserved_for_others(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -
         return {}
     now = time.time()
     (place,) = plan([ticket], _machine(snapshot, facts, ticket.requests), {}, QueueRules(), now)
-    return {uuid: start_text(booking, now) for uuid, booking in place.kept.items()}
+    return {uuid: reservation_text(booking, now) for uuid, booking in place.kept.items()}
 
 
 def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str, str]:
