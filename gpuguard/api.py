@@ -184,7 +184,7 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
 
 
 def who(*, backend: str | None = None, directory: str | None = None) -> Snapshot:
-    """What the machine looks like now: everybody's claims in ``.claims``, devices in quarantine in ``.quarantined``,
+    """What the machine looks like now: all claims in ``.claims``, devices in quarantine in ``.quarantined``,
     and those that are kept for a reservation in ``.reserved``.
 
     Raises:
@@ -248,7 +248,7 @@ def _claimed(
         _enter(claim)
         warn_of_workers(os.environ[CUDA_VARIABLE], stacklevel=3)
     except BaseException:
-        if claim is not None:  # interrupted: nobody would know of it
+        if claim is not None:  # interrupted: the program would not know of it
             claim.release()
             _leave(claim)
         raise

@@ -1,7 +1,7 @@
 """Why a device will not do for a request: all reasons, each a text that says who or what stands in the way.
 
-The two-key rule: nobody has claimed the device, *and* it looks free (no compute process of others, hardly any memory
-in use, healthy).  Unknown never satisfies a condition.  Does not rank: see select.
+The two-key rule: the device is not claimed, *and* it looks free (no compute process of others, hardly any memory in
+use, healthy).  Unknown never satisfies a condition.  Does not rank: see select.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants, unlisted_memory, user_label
 from gpuguard.model import Device, GpuProcess, Snapshot
 from gpuguard.request import SHARE_MAX_UTIL, Request, resolve
-from gpuguard.sharing import NOBODY, Sharing, capacity, memory_left, shared_by, slots_left
+from gpuguard.sanitize import neutralise
+from gpuguard.sharing import UNSHARED, Sharing, capacity, memory_left, shared_by, slots_left
 from gpuguard.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-# Problems that may pass without anybody's doing, so that waiting makes sense; the others need an administrator.
+# Problems that may pass by themselves, so that waiting makes sense; the others need an administrator.
 _PASSING = ("unresponsive", "nvmldevice")  # the second: one driver call that failed
 
 MEMORY_IN_USE = "--tolerance"
@@ -58,11 +59,11 @@ class Terms:
     excluded: frozenset[str]
     preferred: Mapping[str, int]  # uuid -> place in the list, 0 is the best
     instances: Mapping[str, int]  # uuid of a divided GPU -> how many MIG instances
-    sharing: Mapping[str, Sharing]  # uuid -> who shares the device, where somebody does
+    sharing: Mapping[str, Sharing]  # uuid -> who shares the device, where it is shared
 
     def sharing_of(self, device: Device) -> Sharing:
         """Who shares the device."""
-        return self.sharing.get(device.uuid, NOBODY)
+        return self.sharing.get(device.uuid, UNSHARED)
 
 
 def terms_of(
@@ -123,7 +124,7 @@ def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
     if device.compute_mode == "exclusive_process":
         yield Reason("in exclusive-process mode: only one process can use it (nvidia-smi -c DEFAULT)", True)
     if sharing.unknown:
-        yield Reason("shared by somebody whose record cannot be read, so nobody can say how much is left")
+        yield Reason("shared by a claim whose record cannot be read: how much is left is unknown")
         return
     if not slots_left(sharing, request.slots):
         yield Reason(f"shared by {sharing.count} already, and no more may join: {shared_by(sharing)}", False, "--slots")
@@ -145,8 +146,8 @@ def used_by(processes: Sequence[GpuProcess], clock: float) -> str:
 
 
 def shown(text: str, width: int = 60) -> str:
-    """Foreign text for a terminal: no control characters, and not endless."""
-    plain = "".join(letter if letter.isprintable() else "?" for letter in text[: width + 1])
+    """Text of another user, neutral and not endless."""
+    plain = neutralise(text[: width + 1])
     return plain if len(plain) <= width else plain[: width - 1] + "…"
 
 
@@ -229,9 +230,9 @@ def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
 
 
 def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
-    # Whoever claimed a GPU before it was divided still owns all of it.
+    # A claim on a GPU that was divided later still covers all of it.
     holder = terms.taken.get(device.uuid) or terms.taken.get(device.parent_uuid or "")
-    whole = terms.sharing.get(device.parent_uuid or "", NOBODY)
+    whole = terms.sharing.get(device.parent_uuid or "", UNSHARED)
     if not holder and whole.count:
         holder = f"its whole GPU is shared by {shared_by(whole)}"
     if holder:
@@ -242,7 +243,7 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
     request, others = terms.request, foreign(device, terms)
     allowed, shared = request.max_processes or 0, terms.sharing_of(device).count
     if not device.processes_plausible and occupants(device, request.tolerance):
-        yield Reason("its process list is not plausible, so nobody can say who uses it")
+        yield Reason("its process list is not plausible, so who uses it is unknown")
         return
     if device.processes is None and (request.max_processes or request.mine_as_free or shared):
         option = "--max-processes" if request.max_processes else "--mine-as-free" if request.mine_as_free else "--share"
@@ -250,7 +251,7 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
     elif len(others) > allowed:
         memory = "" if device.memory_used is None else f"{format_bytes(device.memory_used)} "
         limit = f" ({len(others)} processes)" if allowed else ""
-        whose = ", of whom no share is known" if shared else ""
+        whose = ", whose share is unknown" if shared else ""
         yield Reason(f"{memory}used by {used_by(others, terms.snapshot.clock)}{limit}{whose}")
     elif not allowed:
         yield from _memory_in_use(device, terms)
@@ -326,13 +327,13 @@ def is_model(name: str, glob: str) -> bool:
             _models.clear()
         words, pattern = name.lower().split(), glob.lower()
         endings = [" ".join(words[start:]) for start in range(len(words))]
-        found = any(_fits(ending, pattern + rest) for ending in endings for rest in ("", " *", "-*"))
+        found = any(glob_matches(ending, pattern + rest) for ending in endings for rest in ("", " *", "-*"))
         _models[name, glob] = found
     return found
 
 
-def _fits(text: str, glob: str) -> bool:
-    """What fnmatchcase() says, which compiles each glob: those of one user's tickets held up everybody for minutes."""
+def glob_matches(text: str, glob: str) -> bool:
+    """What fnmatchcase() says, which compiles each glob: those of one user's tickets held up all others for minutes."""
     at, place, beyond = 1, 0, 2 << len(text)  # bit n of at: what was read of the glob can stand for the first n letters
     while place < len(glob) and at:
         letter, place = glob[place], place + 1
@@ -341,9 +342,9 @@ def _fits(text: str, glob: str) -> bool:
             at = beyond - (at & -at)
             continue
         if end < 0:
-            here = sum(1 << number for number, each in enumerate(text) if letter in (each, "?"))
+            here = sum(1 << number for number, other in enumerate(text) if letter in (other, "?"))
         else:
-            here = sum(1 << number for number, each in enumerate(text) if _is_one_of(glob[place:end], each))
+            here = sum(1 << number for number, other in enumerate(text) if _is_one_of(glob[place:end], other))
             place = end + 1
         at = (at & here) << 1
     return bool(at >> len(text) & 1)

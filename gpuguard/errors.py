@@ -12,7 +12,7 @@
     |   +-- WaitTimeout         and the time to wait is over
     +-- ClaimError              claims cannot be made or kept
         +-- LockDirectoryError  the directory of the lock files cannot be trusted or used
-        +-- ClaimLost           a device that this process held belongs to somebody else now
+        +-- ClaimLost           a device that this process held has another owner now
         +-- CudaInitialized     CUDA runs in this process already: too late to choose its devices
 
 The message says what happened and what to do next; the facts behind it are attributes.
@@ -46,7 +46,7 @@ def shortage(error: Exception) -> str | None:
         most = os.sysconf("SC_OPEN_MAX")
         return f"no more than {most} files may be open here, which is too few: see `ulimit -n`, and raise it."
     if code == errno.ENFILE:
-        return "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and who opens so many."
+        return "this machine has no file left that could be opened: see /proc/sys/fs/file-nr, and what opens so many."
     if (code == errno.EAGAIN and error.args[1:] == (os.strerror(errno.EAGAIN),)) or "start new thread" in str(error):
         return CROWDED
     if code == errno.ENOLCK:
@@ -130,7 +130,7 @@ class WaitTimeout(NotEnoughGpus):
 
     @property
     def missing(self) -> NotEnoughGpus:
-        """The same for whoever was not asked to wait."""
+        """The same for a request that was not to wait."""
         return NotEnoughGpus(str(self).removeprefix(_OVER), self.wanted, self.available, self.refused)
 
 
@@ -146,7 +146,7 @@ class LockDirectoryError(ClaimError):
 
 
 class ClaimLost(ClaimError):
-    """A device that this process held belongs to somebody else now."""
+    """A device that this process held has another owner now."""
 
 
 class CudaInitialized(ClaimError):

@@ -1,4 +1,4 @@
-"""The nouns: what a machine looked like at one moment.  All frozen, in base units, None = unknown.
+"""Values: what a machine looked like at one moment, and what rules find there.  Frozen, base units, None = unknown.
 
 Bytes, percent (0..100), degrees Celsius, watts, joules, MHz, seconds.  Does not read anything: see backends.
 """
@@ -28,13 +28,13 @@ PCIE = "pcie"  # link and throughput: about 20 ms per device in a real driver
 NVLINK = "nvlink"  # links and peers: up to 18 calls per device
 NVLINK_FLOW = "nvlink_flow"  # 1    what goes over all links; the first look has nothing to go by
 TOPOLOGY = "topology"  # Snapshot.topology: one call per pair of devices
-# No group: a backend may leave out of WHO_FIELDS what the text of `gpuguard who` does not show, and tell a temperature
+# No group: a backend may leave out of WHO_FIELDS what the text of `gpuguard who` does not show, and give a temperature
 # and a power draw of a moment ago.
 BRIEF = "brief"
 
 BUSY_MEMORY = 2 * 2**30  # bytes in use from which on IDLE_PROCESSES asks no more: no idle device holds as much
 
-SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners alone: see attempt.first_look
+SELECT_FIELDS = frozenset({MEMORY})  # who is on a device is read of the winners alone: see lock.first_sample
 VERIFY_FIELDS = frozenset({MEMORY, PROCESSES, HEALTH, UTILIZATION})
 WHO_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, UTILIZATION, HEALTH, MODEL, THERMAL, POWER})
 TEXT_FIELDS = WHO_FIELDS | {BRIEF}
@@ -76,7 +76,7 @@ class Device:
     memory_free: int | None = None  # bytes
     memory_reserved: int | None = None  # bytes that driver and firmware keep; None: contained in memory_used
     processes: tuple[GpuProcess, ...] | None = None  # None: the driver gives no list
-    processes_plausible: bool = True  # False: nobody may act on this list
+    processes_plausible: bool = True  # False: no action may go by this list
     utilization: float | None = None  # percent of time in which a kernel ran, mean of the driver's sample buffer
     memory_utilization: float | None = None  # percent
 
@@ -166,8 +166,8 @@ class ClaimRecord:
 
 
 def claim_named(claims: Iterable[ClaimRecord], uid: int | None, claim: str | None) -> ClaimRecord | None:
-    """The claim of that user with that id, or None; somebody else can give his the same id."""
-    return next((each for each in claims if (each.uid, each.id) == (uid, claim)), None)
+    """The claim of that user with that id, or None; another user may have one with the same id."""
+    return next((record for record in claims if (record.uid, record.id) == (uid, claim)), None)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Snapshot:
         fresh = {device.uuid: device for device in newer.devices}
         devices = [fresh.pop(device.uuid, device) for device in self.devices]
         for device in fresh.values():
-            family = [i for i, one in enumerate(devices) if device.parent_uuid in (one.uuid, one.parent_uuid)]
+            family = [i for i, other in enumerate(devices) if device.parent_uuid in (other.uuid, other.parent_uuid)]
             devices.insert(family[-1] + 1 if family else len(devices), device)
         again = {device.uuid for device in newer.devices}
         gaps = tuple(gap for gap in self.gaps if gap.device not in again) + newer.gaps
@@ -217,7 +217,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Subject:
-    """Whom a finding is about.  Its identity is kind, device, pid with start_time, uid, claim; user is for people."""
+    """What a finding is about.  Its identity is kind, device, pid with start_time, uid, claim; user is for people."""
 
     kind: str  # process, user, claim, device, node
     device: str | None = None  # uuid
@@ -235,7 +235,7 @@ class Finding:
     rule: str  # name in the table of rules
     subject: Subject
     why: str  # "uses 41.0GiB, 40.0GiB are allowed"
-    processes: tuple[GpuProcess, ...] = ()  # whom an action would mean; () when the finding is about a device alone
+    processes: tuple[GpuProcess, ...] = ()  # which an action would mean; () when the finding is about a device alone
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Verdict:
     policy: str
     finding: Finding
     action: str  # name in the table of actions
-    step: int  # place in the policy's ladder, 0 is the first
+    step: int  # number of the policy's step, 0 is the first
     since: float  # CLOCK_BOOTTIME when the condition began to hold
     enforce: bool = False  # the policy's own switch; the daemon has a second one
     options: tuple[tuple[str, float | int | str | bool | None], ...] = ()  # of the step: signal, message, ...
@@ -255,7 +255,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the audit log: who did what to whom, and how it ended."""
+    """One line of the audit log: what was done, to which process, claim or device, and how it ended."""
 
     time: float  # unix time
     kind: str  # claim, release, ...
@@ -270,7 +270,7 @@ class Event:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """What /proc tells everybody about a process."""
+    """What /proc tells every user about a process."""
 
     parent: int
     state: str  # R S D T t Z, as in /proc/PID/stat

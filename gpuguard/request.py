@@ -1,10 +1,11 @@
-"""What somebody asks for: how many devices, and which ones will do.
+"""What is asked for: how many devices, and which ones will do.
 
 Does not look at any device: see eligibility for why one will not do, and select for which ones are taken.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,11 +93,8 @@ class Request:
         if self.strategy not in STRATEGIES:
             raise InvalidRequest(f"there is no strategy {self.strategy!r}: choose one of {', '.join(STRATEGIES)}.")
         self._check_share()
-        if self.mig is not None:
-            import re  # 4 ms that nobody else need pay
-
-            if not re.fullmatch(_PROFILE, self.mig):
-                raise InvalidRequest(f"{self.mig[:40]!r} is no MIG profile: write it like 3g.40gb.")
+        if self.mig is not None and not re.fullmatch(_PROFILE, self.mig):
+            raise InvalidRequest(f"{self.mig[:40]!r} is no MIG profile: write it like 3g.40gb.")
 
     def _check_share(self) -> None:
         if self.share and self.memory is None:
@@ -196,7 +194,7 @@ def options_of(request: Request) -> tuple[str, ...]:
         ("--slots", "" if request.slots == SLOTS else str(request.slots)),
         ("--tolerance", "" if request.tolerance in (IDLE_TOLERANCE, ANY_MEMORY) else _size(request.tolerance)),
     )
-    inside = request.tolerance == ANY_MEMORY  # then nobody has typed that either
+    inside = request.tolerance == ANY_MEMORY  # then it was not typed
     flags = (("--share", request.share), ("--mine-as-free", bool(request.mine_as_free) and not inside))
     given = tuple(f"{option} {value}" for option, value in values if value)
     return given + tuple(flag for flag, is_set in flags if is_set)
@@ -214,7 +212,7 @@ def _resolve_one(selector: str, devices: Sequence[Device], option: str) -> str:
     wanted = selector.strip().lower()
     if wanted.isdecimal():
         # A MIG instance carries the index of its GPU: the index means the GPU.  As text: of 5,000 digits, which a
-        # ticket of anybody may have, Python makes no number.
+        # ticket may have, Python makes no number.
         number = wanted.lstrip("0") or "0"
         matches = [device for device in devices if str(device.index) == number and device.parent_uuid is None]
     elif "." in wanted:

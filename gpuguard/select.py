@@ -181,7 +181,7 @@ def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
     """Those that one job can use together: CUDA sees either whole GPUs or MIG instances, never both."""
     if request.most == 1:
         return devices
-    kinds = [[each for each in devices if bool(each.parent_uuid) is divided] for divided in (False, True)]
+    kinds = [[device for device in devices if bool(device.parent_uuid) is divided] for divided in (False, True)]
     return max(kinds, key=lambda kind: (len(kind) >= request.num_gpus, bool(kind) and kind[0] is devices[0], len(kind)))
 
 
@@ -296,7 +296,7 @@ def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
 
 
 def _profiles(request: Request, could: Choice) -> list[str]:
-    """Which MIG profiles there are, for who has asked for another one."""
+    """Which MIG profiles there are, for a request that names another one."""
     if request.mig is None:
         return []
     every = [*could.devices, *(refusal.device for refusal in could.refused)]
@@ -325,16 +325,13 @@ def _there(verb: str, devices: Sequence[Device]) -> str:
 
 
 # Which of equally good devices work best together: those with the shortest ways between them.
-#
-# Pure.  Does not know what a good device is: see select.
 
-
-# How close two devices are, as the driver calls it; a pair that nobody knows counts as the farthest.
+# How close two devices are, as the driver calls it; a pair that is not known counts as the farthest.
 LEVELS = {"SYS": 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5, "NVLINK": 6}
 _UNKNOWN, _SAME_GPU = 0, 7
 
-# Sets that are compared one by one: any number of up to 16 devices is at most 12870 sets, about 30 ms.
-_FIELD_OF_SEARCH = 13_000
+# Sets that are compared one by one: any number of up to 16 devices is at most 12870 sets.
+MOST_SETS = 13_000
 
 
 def best_connected(
@@ -343,19 +340,19 @@ def best_connected(
     """*fixed* and *need* devices of *pool*: the set whose worst connection is best.
 
     Ties: the sum of all connections, then the fewest NUMA nodes, then the first ones of *pool*.  Exact up to
-    _FIELD_OF_SEARCH sets; beyond, one set is grown from each device of the pool and the best of them is taken.
+    MOST_SETS sets; beyond, one set is grown from each device of the pool and the best of them is taken.
     """
     devices = [*fixed, *pool]
     links = _links(devices, topology)
     start, rest = tuple(range(len(fixed))), range(len(fixed), len(devices))
-    if comb(len(pool), need) <= _FIELD_OF_SEARCH:
+    if comb(len(pool), need) <= MOST_SETS:
         sets = [start + more for more in combinations(rest, need)]
     else:
         sets = [_grown(start, seed, rest, need, links) for seed in rest]
     nodes = [device.numa_node if device.numa_node is not None else f"unknown {i}" for i, device in enumerate(devices)]
 
     def quality(members: tuple[int, ...]) -> tuple[int, int, int]:
-        levels = [links[one][other] for one, other in combinations(members, 2)]
+        levels = [links[first][second] for first, second in combinations(members, 2)]
         return min(levels), sum(levels), -len({nodes[member] for member in members})
 
     # max() keeps the first of equals, and the sets come in rank order.
@@ -364,23 +361,23 @@ def best_connected(
 
 def _grown(start: tuple[int, ...], seed: int, rest: range, need: int, links: list[list[int]]) -> tuple[int, ...]:
     members = [*start, seed]
-    left = [one for one in rest if one != seed]
-    worst = {one: min(links[one][member] for member in members) for one in left}
-    total = {one: sum(links[one][member] for member in members) for one in left}
+    left = [number for number in rest if number != seed]
+    worst = {number: min(links[number][member] for member in members) for number in left}
+    total = {number: sum(links[number][member] for member in members) for number in left}
     while len(members) < len(start) + need:
-        best = max(left, key=lambda one: (worst[one], total[one], -one))
+        best = max(left, key=lambda number: (worst[number], total[number], -number))
         members.append(best)
         left.remove(best)
-        for one in left:
-            worst[one] = min(worst[one], links[one][best])
-            total[one] += links[one][best]
+        for number in left:
+            worst[number] = min(worst[number], links[number][best])
+            total[number] += links[number][best]
     return tuple(sorted(members))
 
 
 def _links(devices: Sequence[Device], topology: Sequence[tuple[str, str, str]]) -> list[list[int]]:
     known = {}
-    for one, other, level in topology:
-        known[one, other] = known[other, one] = LEVELS.get(level, _UNKNOWN)
+    for first, second, level in topology:
+        known[first, second] = known[second, first] = LEVELS.get(level, _UNKNOWN)
     # The driver knows connections between GPUs only: a MIG instance stands where its GPU stands.
     gpus = [device.parent_uuid or device.uuid for device in devices]
-    return [[_SAME_GPU if one == other else known.get((one, other), _UNKNOWN) for other in gpus] for one in gpus]
+    return [[_SAME_GPU if gpu == other else known.get((gpu, other), _UNKNOWN) for other in gpus] for gpu in gpus]

@@ -1,7 +1,7 @@
 """What is left of a device that several claims share: arithmetic on what their records promise and the driver shows.
 
 A share counts with what it was promised or with what its user's processes hold, whichever is more; all other memory in
-use counts as strangers'.  A share whose record cannot be believed makes the device one that nobody can join.  Does not
+use counts as strangers'.  No claim can join a device with a share whose record cannot be believed.  Does not
 read anything: see records for who shares a device.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.model import ClaimRecord, Device
+from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Sharing:
         return pid in (self.owners or {})
 
 
-NOBODY = Sharing()
+UNSHARED = Sharing()
 
 
 def is_share_of(record: ClaimRecord, uuid: str) -> bool:
@@ -70,7 +71,7 @@ def capacity(device: Device) -> int | None:
 
 
 def memory_left(device: Device, sharing: Sharing) -> int | None:
-    """Bytes that a further share can have; None when nobody can tell."""
+    """Bytes that a further share can have; None when that is unknown."""
     room = capacity(device)
     if room is None or device.memory_used is None:
         return None
@@ -93,8 +94,6 @@ def slots_left(sharing: Sharing, slots: int) -> int:
 
 def shared_by(sharing: Sharing) -> str:
     """``"alice (10GiB) and bob (20GiB)"``."""
-    from gpuguard.sanitize import neutralise  # 0.3 ms that a job without neighbours need not pay
-
     names = [f"{neutralise(record.user)} ({format_bytes(record.memory)})" for record in sharing.claims]
     names += [f"{sharing.unknown} without a record"] if sharing.unknown else []
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

@@ -1,6 +1,6 @@
 """The one way to a snapshot: what the daemon published last while that is fresh, else the driver, with the claims.
 
-What everybody decides and shows by is joined here: the claims, or one Gap that says why they cannot be read, devices in
+What all decisions and views go by is joined here: the claims, or one Gap that says why they cannot be read, devices in
 quarantine and those that are kept for a reservation.  The daemon publishes its snapshots in state.json among its files.
 They count only while it lives, which the lock on daemon.lock tells.  What only root may see of a process stays out.
 Does not decide when they are written: see daemon.
@@ -195,7 +195,7 @@ FRESH_INTERVALS = 2.0
 LATELY_SECONDS = 120.0
 _PRIVATE = ("executable", "working_directory", "conda_environment")  # of a process: only root may see them
 
-_starts: dict[int, float | None] = {}  # when we started; a copy of us is somebody else
+_starts: dict[int, float | None] = {}  # when we started; a forked copy is another process
 _hidden: dict[bytes, bool] = {}  # what the last mountinfo says
 
 
@@ -227,12 +227,12 @@ def lock_daemon(directory: LockDirectory) -> int | None:
 
 
 def daemon_lives(directory: LockDirectory) -> bool:
-    """Whether a process that we can see holds the daemon's lock; asked of the kernel, so nobody is disturbed."""
+    """Whether a process that we can see holds the daemon's lock; the kernel tells, and no lock is tried."""
     return _is_locked(_path(directory, "daemon.lock"))
 
 
 def _is_locked(path: str) -> bool:
-    """Whether somebody has locked that very file: in another file system anybody has one of the same number."""
+    """Whether that very file is locked: in another file system a user may have one of the same number."""
     inode = inode_of(path).encode()
     try:
         with open("/proc/locks", "rb") as locks:
@@ -256,7 +256,7 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
     for public in _forms(snapshot):
         content["snapshot"] = public
         encoded = json.dumps(content, separators=(",", ":")).encode("ascii")
-        if len(encoded) <= MAX_BYTES:  # users write their command lines themselves: nobody would read more
+        if len(encoded) <= MAX_BYTES:  # users write their command lines themselves: more would not be read
             break
     write_file(_path(directory, "state.json"), encoded)
 
@@ -290,7 +290,7 @@ def was_written_lately(directory: LockDirectory) -> bool:
 
 
 def _runs(process: Any) -> bool:
-    """Whether that [pid, start time] visibly runs; /proc/locks would tell too, and makes the reader wait for 10 ms."""
+    """Whether that [pid, start time] visibly runs; /proc/locks would tell too, and takes longer."""
     if type(process) is not list or len(process) != 2 or type(process[0]) is not int:
         return False
     return is_process(process[0], process[1])
@@ -321,7 +321,7 @@ def _processes_are_hidden() -> bool:
             now = mounts.readall()
     except OSError:
         return True
-    if now not in _hidden:  # they hardly ever change, and to look through them takes a fifth of what all the rest does
+    if now not in _hidden:  # they hardly ever change
         _hidden.clear()
         _hidden[now] = hidepid_in(now) not in ("", "0", "off")
     return _hidden[now]
@@ -330,12 +330,12 @@ def _processes_are_hidden() -> bool:
 def hidepid_in(mounts: bytes) -> str:
     """The hidepid option of /proc in a mountinfo; "" without one.
 
-    A user may mount at what path he likes below his own (FUSE): of all that parts words and lines the kernel writes out
+    Users may mount at any path below their own (FUSE): of all that parts words and lines the kernel writes out
     the blank, the tab and the newline alone.
     """
     proc = [words for words in (line.split(b" ") for line in mounts.split(b"\n")) if words[4:5] == [b"/proc"]]
     options = proc[-1][-1].decode("ascii", "replace").split(",") if proc else []
-    return next((one.partition("=")[2] for one in options if one.startswith("hidepid=")), "")
+    return next((option.partition("=")[2] for option in options if option.startswith("hidepid=")), "")
 
 
 def _forms(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
@@ -345,16 +345,18 @@ def _forms(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
         yield _public(snapshot, _PRIVATE)
     public = _public(snapshot, less)
     yield public
-    public["claims"] = [{**one, "command": None, "note": None} for one in public["claims"]]
+    public["claims"] = [{**claim, "command": None, "note": None} for claim in public["claims"]]
     yield public
-    public["claims"] = [one for one in public["claims"] if one["devices"]]  # of which there are no more than locks
+    public["claims"] = [
+        claim for claim in public["claims"] if claim["devices"]
+    ]  # of which there are no more than locks
     yield public
 
 
 def _public(snapshot: Snapshot, private: tuple[str, ...]) -> dict[str, Any]:
     """*snapshot* as plain values, without those that are None and without what is *private* of its processes."""
     devices = [
-        {**_known(device), "processes": device.processes and [_known(one, private) for one in device.processes]}
+        {**_known(device), "processes": device.processes and [_known(process, private) for process in device.processes]}
         for device in snapshot.devices
     ]
     gaps = [(gap.device, gap.field, gap.reason) for gap in snapshot.gaps]

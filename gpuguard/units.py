@@ -1,4 +1,4 @@
-"""Text with a unit <-> numbers in base units.  A bare number is an error, because nobody can tell MB from GiB in it.
+"""Text with a unit <-> numbers in base units.  A bare number is an error, because it could be MB or GiB.
 
     bytes     "20GiB" "500MB" "1.5TiB"      -> int, bytes
     percent   "10%"                         -> float, 0..100
@@ -11,6 +11,8 @@ format_bytes and format_duration are the way back, for people.
 
 from __future__ import annotations
 
+import re
+
 from gpuguard.errors import InvalidRequest
 
 _BYTES = {
@@ -22,7 +24,6 @@ _WATTS = {"mW": 0.001, "W": 1, "kW": 1000}
 _CELSIUS = {"C": 1, "°C": 1}
 _PERCENT = {"%": 1}
 
-# Compiled when a text with a unit is read: whoever only writes some need not load re (4 ms).
 _QUANTITY = r"(\d{1,15}(?:\.\d{1,9})?)\s?([a-zA-Z%°]{1,3})"
 _DURATION = r"(?:\d{1,9}(?:\.\d{1,9})?(?:ms|[smhdw]))+"
 _DURATION_PART = r"(\d+(?:\.\d+)?)(ms|[smhdw])"
@@ -53,8 +54,6 @@ def parse_watts(text: str) -> float:
 
 def parse_duration(text: str) -> float:
     """Seconds of ``"90s"``, ``"10m"`` or ``"1h30m"``."""
-    import re
-
     stripped = text.strip()
     if not re.fullmatch(_DURATION, stripped):
         raise InvalidRequest(_complaint(text, "a duration", "10m", _SECONDS))
@@ -95,8 +94,6 @@ def format_count(number: int, noun: str, plural: str = "") -> str:
 
 
 def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
-    import re
-
     match = re.fullmatch(_QUANTITY, text.strip())
     if not match or match[2] not in units:
         raise InvalidRequest(_complaint(text, what, example, units))
@@ -104,8 +101,6 @@ def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, ex
 
 
 def _complaint(text: str, what: str, example: str, units: dict[str, float] | dict[str, int]) -> str:
-    import re
-
     known = f" (units: {', '.join(units)})" if len(units) > 1 else ""
     if re.fullmatch(r"\d+(\.\d+)?", text.strip()):
         return f"{text!r} has no unit: write {what} like {example!r}{known}."

@@ -222,7 +222,7 @@ SECOND_COPIES = [
     ("gpuguard.eligibility.hides_use", lambda device, *_: (device.memory_used or 0) > 512 * MIB),
     ("gpuguard.metrics.families.computes", lambda process: process.kind != "graphics"),
     ("gpuguard.views.who.may_compute", lambda process: process.kind != "graphics"),
-    ("gpuguard.policies.subjects.computes", lambda process: process.kind in ("compute", "mps")),
+    ("gpuguard.policies.view.computes", lambda process: process.kind in ("compute", "mps")),
     ("gpuguard.top.devices.LABELS", dict.fromkeys(who.LABELS, ("free", ""))),
 ]
 

@@ -17,7 +17,7 @@ from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import Gap
 from gpuguard.request import ANY_MEMORY, Request, spelled
 from gpuguard.select import choose, not_enough, possible
-from gpuguard.sharing import NOBODY, Sharing
+from gpuguard.sharing import UNSHARED, Sharing
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
 
@@ -390,7 +390,7 @@ def shared(index, count, used=0.0, **fields):
     device = a_device(index, memory_used=int(used * GIB), **fields)
     slots = [(f"{device.uuid}.slot{number}",) for number in range(count)]
     claims = [a_claim_record(device, id=f"c{slot}", memory=10 * GIB, slots=slot) for slot in slots]
-    return device, Sharing(tuple(claims)) if claims else NOBODY
+    return device, Sharing(tuple(claims)) if claims else UNSHARED
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.request import Request
 from gpuguard.select import Choice, choose
-from gpuguard.sharing import NOBODY, Sharing, memory_left, sharing_on, slots_left
+from gpuguard.sharing import UNSHARED, Sharing, memory_left, sharing_on, slots_left
 
 ALICE, BOB = 1001, 1002
 DEVICE = a_device(0, memory_used=0)
@@ -70,16 +70,16 @@ def test_a_process_of_unknown_memory_leaves_its_memory_to_the_strangers():
 def test_nobody_can_tell_what_is_left_where_the_driver_does_not(unknown):
     device = a_device(0, **{unknown: None})
 
-    assert memory_left(device, NOBODY) is None
-    assert chosen(device, NOBODY).devices == ()
+    assert memory_left(device, UNSHARED) is None
+    assert chosen(device, UNSHARED).devices == ()
 
 
 def test_a_device_whose_use_is_unknown_gives_no_share_and_says_so():
-    assert "its memory in use is unknown" in reasons(a_device(0, memory_used=None), NOBODY)
+    assert "its memory in use is unknown" in reasons(a_device(0, memory_used=None), UNSHARED)
 
 
 def test_a_share_that_even_an_empty_device_does_not_have_is_refused():
-    assert reasons(DEVICE, NOBODY, memory=81 * GIB) == ["has 80.0GiB of memory even when it is empty"]
+    assert reasons(DEVICE, UNSHARED, memory=81 * GIB) == ["has 80.0GiB of memory even when it is empty"]
 
 
 def test_a_share_beside_others_says_who_they_are_when_it_does_not_fit():
@@ -89,7 +89,7 @@ def test_a_share_beside_others_says_who_they_are_when_it_does_not_fit():
 
 
 def test_a_device_for_one_process_cannot_be_shared():
-    (said,) = reasons(a_device(0, memory_used=0, compute_mode="exclusive_process"), NOBODY)
+    (said,) = reasons(a_device(0, memory_used=0, compute_mode="exclusive_process"), UNSHARED)
 
     assert said.startswith("in exclusive-process mode")
 
@@ -144,13 +144,13 @@ def best(strategy: str, *sharings: Sharing, **fields: Any) -> int:
 def test_packing_fills_the_shared_device_that_is_fullest():
     little, much = Sharing((a_share(10),)), Sharing((a_share(40),))
 
-    assert best("pack", NOBODY, little, much, NOBODY) == 2
+    assert best("pack", UNSHARED, little, much, UNSHARED) == 2
 
 
 def test_spreading_joins_the_shared_device_with_most_room_so_that_whole_devices_stay_whole():
     little, much = Sharing((a_share(10),)), Sharing((a_share(40),))
 
-    assert best("spread", NOBODY, much, little, NOBODY) == 2
+    assert best("spread", UNSHARED, much, little, UNSHARED) == 2
 
 
 # Shares of a device: several claims within its memory, which exclude whoever wants it alone, by the kernel's locks.
@@ -229,7 +229,7 @@ def test_roots_process_without_an_ancestor_in_a_share_is_a_strangers(directory: 
     machine = single()
     with acquire(machine, wanting(10), directory):
         machine.change(0, processes=(a_process(1, uid=0, user="root"),), memory_used=10 * GIB)
-        with pytest.raises(NotEnoughGpus, match=r"used by root .*of whom no share is known"):
+        with pytest.raises(NotEnoughGpus, match=r"used by root .*whose share is unknown"):
             acquire(machine, wanting(10), directory)
 
 

@@ -21,8 +21,7 @@ pytest.importorskip("textual")
 from textual.widgets import Input
 from top_stage import ALICE, DEVICES, played
 
-from gpuguard.top.app import Sampled
-from gpuguard.top.page import Board
+from gpuguard.top.app import Board, Sampled
 
 
 def test_the_screen_shows_the_page_and_follows_the_machine():

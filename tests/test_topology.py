@@ -129,7 +129,7 @@ def test_grown_sets_find_the_socket_like_the_exact_search(number, random):
 
     connections = pairs(16, level)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topology, "_FIELD_OF_SEARCH", 0)
+        patch.setattr(topology, "MOST_SETS", 0)
         grown = best_connected([], devices, number, connections)
 
     def quality(members):

@@ -12,8 +12,7 @@ from textual.widgets import Static
 from top_scenes import a_scene
 
 from gpuguard.enforcement.actions import SENT, ActionOutcome
-from gpuguard.top.app import Top
-from gpuguard.top.page import Board
+from gpuguard.top.app import Board, Top
 from gpuguard.top.scene import Scene, ScreenView
 
 ALICE = a_process(10, user="alice", start_time=9_000.0, command=("python", "a.py"), utilization=10.0)

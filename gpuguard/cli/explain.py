@@ -14,8 +14,14 @@ import sys
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
+from gpuguard.clusters import outer_devices
+from gpuguard.lock import outer_claim, sample_closely, someone_waits
 from gpuguard.model import Snapshot
+from gpuguard.queue.explain import new_ticket, position_text, read_queue
+from gpuguard.queue.settings import read_queue_settings
 from gpuguard.request import Request
+from gpuguard.views import explain as view
+from gpuguard.views.text import json_text, put, style
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +31,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from gpuguard.clusters import outer_devices
-    from gpuguard.lock import sample_closely
-    from gpuguard.views import explain as view
-    from gpuguard.views.text import json_text, put, style
-
     request, directory = request_of(args), directory_of(args)
     backend = backend_of(args)
     try:
@@ -47,14 +48,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def turn_of(directory: LockDirectory, snapshot: Snapshot, request: Request) -> tuple[bool, str] | None:
-    """(whether it could start now, where it would stand in line and why); None where nobody waits."""
-    from gpuguard.lock import outer_claim, someone_waits
-
+    """(whether it could start now, where it would stand in the queue and why); None where no request waits."""
     if not someone_waits(directory) or outer_claim(directory):
         return None
-    from gpuguard.queue.explain import new_ticket, position_text, read_queue
-    from gpuguard.queue.settings import read_queue_settings
-
     mine = new_ticket([request])
     line = read_queue(directory, snapshot, read_queue_settings().rules, mine)
     place = line.of(mine.id)

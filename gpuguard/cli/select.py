@@ -6,16 +6,18 @@ gpuguard select -n 2 --json
 gpuguard select -n 2 --hosts a,b,c        which of these hosts has room, as in `b 3,5`: see docs/fleet.md
 
 When there are not enough it prints nothing on standard output, says why on standard error, and exits with 1.
-Between looking and starting somebody else may take them: `gpuguard run` claims them.  nvisel's options work too.
+Between looking and starting another job may take them: `gpuguard run` claims them.  nvisel's options work too.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from gpuguard.backends import Backend
+from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli.fleet import add_fleet_options, has_hosts
 from gpuguard.cli.options import (
     add_choice_options,
@@ -28,15 +30,11 @@ from gpuguard.cli.options import (
 )
 from gpuguard.clusters.visible_devices import names_of
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import MODEL
+from gpuguard.lock import sample_and_lock, sample_closely
+from gpuguard.model import MODEL, Device
 from gpuguard.request import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gpuguard.backends import Backend
-    from gpuguard.claims.directory import LockDirectory
-    from gpuguard.model import Device
+from gpuguard.select import not_enough
+from gpuguard.views.text import json_text
 
 _NVISEL = {
     "--min-free": ("-f", "--min-free-memory"),
@@ -80,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     request = _request(args)
     if has_hosts(args):
-        from gpuguard.cli import fleet
+        from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
 
         return fleet.select(args)
     backend = backend_of(args)
@@ -97,14 +95,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _chosen(backend: Backend, request: Request, directory: LockDirectory) -> tuple[Device, ...]:
     """The devices; the reasons, which need more of the driver, are asked for only when there are too few."""
-    from gpuguard.lock import sample_and_lock, sample_closely
-
     _, choice = sample_and_lock(backend, request, directory)
     if not choice.devices:
-        from gpuguard.select import not_enough
-
         snapshot, choice = sample_closely(backend, request, directory)
-        if not choice.devices:  # else somebody has just given one back
+        if not choice.devices:  # else one has been released just now
             raise not_enough(snapshot, request, choice)
     return choice.devices
 
@@ -124,8 +118,6 @@ def _request(args: argparse.Namespace) -> Request:
 
 
 def _json(devices: Sequence[Device]) -> str:
-    from gpuguard.views.text import json_text
-
     chosen = [{"index": device.index, "uuid": device.uuid, "name": device.name} for device in devices]
     return json_text({"schema": 1, "devices": chosen}) + "\n"
 

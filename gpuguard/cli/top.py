@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if has_hosts(args):
-        from gpuguard.cli import fleet
+        from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
 
         return fleet.top(args)
     every = quantity("--every", args.every or "1s", parse_duration)
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
         elif args.plain or not _can_draw():
             _plain(feed, view, scene, every)
         else:
-            from gpuguard.top.app import Top
+            from gpuguard.top.app import Top  # textual is an extra
 
             Top(feed, view, scene, every, light=args.light).run()
     finally:

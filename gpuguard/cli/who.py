@@ -100,7 +100,7 @@ def _lines(args: argparse.Namespace, source: SnapshotSource) -> list[str]:
 
 
 def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalendar | None:
-    """For whom devices are kept, or will be."""
+    """The reservations of now and later."""
     directory = _directory_with(args, "reserve.")
     if directory is None:
         return None

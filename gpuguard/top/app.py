@@ -1,7 +1,7 @@
-"""The screen of `gpuguard top`, with textual: keys, mouse, and a thread that looks at the machine.
+"""The screen of `gpuguard top`, with textual: keys, mouse, and a thread that reads the machine.
 
-Thin on purpose: what is shown is made by top_page, what is known comes from the feed.  The thread may hang in a driver:
-then the screen goes on, and says for how long nothing has been heard.  Needs the extra [tui].
+Thin on purpose: what is shown is made by page, what is known comes from the feed.  The thread may hang in a driver:
+then the screen goes on, and says how old it is.  Needs the extra [tui].
 """
 
 from __future__ import annotations
@@ -14,32 +14,111 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol
 
+from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.screen import ModalScreen
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
 from textual.widgets import Input, Static
 
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.enforcement.by_hand import BY_HAND
 from gpuguard.enforcement.signals import SENT
 from gpuguard.errors import GpuguardError
+from gpuguard.sanitize import neutralise
 from gpuguard.top import processes
-from gpuguard.top.page import DARK, LIGHT, Board, page, plain_text, rich_text, title
+from gpuguard.top.page import page, title
 from gpuguard.top.processes import ProcessRow, moved, rows_of
-from gpuguard.top.scene import MODES, SORTS, History, Identity, Scene, ScreenView
+from gpuguard.top.scene import MODES, SORTS, History, Identity, Scene, ScreenLine, ScreenView
 from gpuguard.users import user_name
+from gpuguard.views.charts import fitted
+
+# The part of the screen that shows the page.
+
+
+DARK = {
+    "red": "#ff6b6b",
+    "green": "#5fd787",
+    "yellow": "#ffd75f",
+    "cyan": "#5fd7ff",
+    "dim": "#8a8a8a",
+    "faint": "#5a5a5a",
+}
+LIGHT = {
+    "red": "#c00000",
+    "green": "#007a30",
+    "yellow": "#8a5a00",
+    "cyan": "#00608a",
+    "dim": "#6a6a6a",
+    "faint": "#a0a0a0",
+}
+
+
+class Board(ScrollView, can_focus=False):
+    """Lines of parts, drawn as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[ScreenLine] = []
+        self.colours: dict[str, str] | None = DARK
+
+    def show(self, lines: list[ScreenLine], width: int) -> None:
+        """Draw those of *lines* that are new: most of a page is as it was a second ago."""
+        size, before = Size(width, len(lines)), self.lines
+        self.lines = lines
+        if size != self.virtual_size:
+            self.virtual_size = size
+            self.refresh()
+            return
+        top, height = self.scroll_offset.y, self.size.height
+        shown = slice(top, top + height)
+        changed = [y for y, (old, new) in enumerate(zip(before[shown], lines[shown], strict=True)) if old != new]
+        if changed:
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+
+    def render_line(self, y: int) -> Strip:
+        """One row of the screen."""
+        place = y + self.scroll_offset.y
+        if place >= len(self.lines):
+            return Strip.blank(self.size.width, self.rich_style)
+        strip = Strip([Segment(text, rich_style(style, self.colours)) for text, style in self.lines[place].parts])
+        left = self.scroll_offset.x
+        return strip.crop(left, left + self.size.width).extend_cell_length(self.size.width).apply_style(self.rich_style)
+
+
+def rich_style(names: str, colours: dict[str, str] | None) -> Style:
+    """ "bold red" in the colours of the theme; None: without any."""
+    words = names.split()
+    colour = next((colours[word] for word in words if word in colours), None) if colours else None
+    return Style(color=colour, bold="bold" in words, dim=not colours and "dim" in words, reverse="reverse" in words)
+
+
+def rich_text(line: ScreenLine, colours: dict[str, str] | None) -> Text:
+    """*line* as rich has it."""
+    text = Text(no_wrap=True)
+    for words, style in line.parts:
+        text.append(words, rich_style(style, colours))
+    return text
+
+
+def plain_text(words: str, width: int) -> Text:
+    """*words*, made neutral, in exactly *width* columns."""
+    return Text(fitted([(neutralise(words), "")], width)[0][0], no_wrap=True)
+
 
 # What opens over the screen of `gpuguard top`: help, the filter, a signal with its confirmation, pages of text.
 
 
 HELP = """\
   ↑ ↓ j k PgUp PgDn End  choose a process; or click it
-  Home                   to the top, choose nobody
+  Home                   to the top, choose no process
   ← →                    sideways, through long command lines
   /                      filter: words, user:NAME, gpu:0,1
   s  S  r                sort by the next, the one before, reversed;
@@ -163,14 +242,14 @@ class SceneSource(Protocol):
     tree: bool
 
     def sample(self) -> Scene:
-        """The machine now; GpuguardError when nobody tells."""
+        """The machine now; GpuguardError when that is not known."""
 
     def send(self, action: str, process: Identity, devices: tuple[str, ...]) -> ActionOutcome:
         """Signal a process."""
 
 
 class Sampled(Message):
-    """The thread has seen something."""
+    """The thread has a new scene."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__()
@@ -178,11 +257,11 @@ class Sampled(Message):
 
 
 class Notice(Message):
-    """The thread has something to tell."""
+    """The thread has a message for the user."""
 
-    def __init__(self, text: str, *, trouble: bool = False) -> None:
+    def __init__(self, text: str, *, is_problem: bool = False) -> None:
         super().__init__()
-        self.text, self.trouble = text, trouble
+        self.text, self.is_problem = text, is_problem
 
 
 class Top(App[None]):
@@ -237,8 +316,8 @@ class Top(App[None]):
         self.view, self.scene = view, scene
         self.history = History()
         self.history.add(scene)
-        self.said = ""
-        self._trouble, self._heard, self._light = "", time.monotonic(), light
+        self.notice = ""
+        self._problem, self._sampled_at, self._light = "", time.monotonic(), light
         self._held, self._sideways = False, 0
         self._written: dict[str, Text] = {}
         self._longer = False  # the page than the board
@@ -253,27 +332,27 @@ class Top(App[None]):
         yield Static(_FOOT, id="foot", markup=False)
 
     def on_mount(self) -> None:
-        """Begin to look."""
-        self._dress()
+        """Begin to sample."""
+        self._set_theme()
         self._source.tree = self.view.tree
-        # A daemon: at the end nobody waits for a driver that hangs.
-        threading.Thread(target=self._look, name="looks", daemon=True).start()
+        # A daemon: the end does not wait for a driver that hangs.
+        threading.Thread(target=self._sample_again, name="samples", daemon=True).start()
         self.set_interval(1.0, self._tick)
         self.call_after_refresh(self.draw)
 
     def on_unmount(self) -> None:
-        """Look no more."""
+        """Sample no more."""
         self._ends.set()
         self._jobs.put(None)
 
-    def _look(self) -> None:
-        """The thread: a look every so often, and what it is asked to do in between."""
+    def _sample_again(self) -> None:
+        """The thread: a sample every so often, and what it is asked to do in between."""
         while not self._ends.is_set():
             due = time.monotonic() + self._every
             try:
                 self.post_message(Sampled(self._source.sample()))
             except GpuguardError as error:
-                self.post_message(Notice(" ".join(str(error).split()), trouble=True))
+                self.post_message(Notice(" ".join(str(error).split()), is_problem=True))
             while (left := due - time.monotonic()) > 0 and not self._ends.is_set():
                 try:
                     job = self._jobs.get(timeout=left)
@@ -285,7 +364,7 @@ class Top(App[None]):
 
     def on_sampled(self, message: Sampled) -> None:
         """Show it."""
-        self._heard, self._trouble = time.monotonic(), ""
+        self._sampled_at, self._problem = time.monotonic(), ""
         self.history.add(message.scene)
         if not self._held:
             self.scene = message.scene
@@ -293,10 +372,10 @@ class Top(App[None]):
 
     def on_notice(self, message: Notice) -> None:
         """Show it, too."""
-        if message.trouble:
-            self._trouble = message.text
+        if message.is_problem:
+            self._problem = message.text
         else:
-            self.said = message.text
+            self.notice = message.text
         self._tick()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -306,11 +385,11 @@ class Top(App[None]):
     @property
     def silent(self) -> float:
         """Seconds since the last answer."""
-        return time.monotonic() - self._heard
+        return time.monotonic() - self._sampled_at
 
     @property
     def _is_up(self) -> bool:
-        """Whether there is a page to draw on: a look may end while it is taken down."""
+        """Whether there is a page to draw on: a sample may end while it is taken down."""
         return bool(self.screen_stack) and len(self.screen_stack[0].query("#title, #alert, Board, #foot")) == 4
 
     def draw(self) -> None:
@@ -330,21 +409,21 @@ class Top(App[None]):
         self._tick()
 
     def _tick(self) -> None:
-        """The title, and the alarm when nobody answers."""
+        """The title, and the alarm when no answer comes."""
         if not self._is_up:
             return
         width = max(20, self.size.width)
         line = title(self.scene, self.view, width, self.silent)
         self._write("#title", rich_text(line, self._colours()))
         late = self.silent > max(SILENT * self._every, SILENT)
-        words = self._trouble or ("the driver does not answer" if late else "")
+        words = self._problem or ("the driver does not answer" if late else "")
         if words:
             words = f" {words} -- what you see is {self.silent:.0f}s old"
         elif self._held:
             words = f" held for {self.silent_scene:.0f}s: Ctrl-P goes on"
         self.screen_stack[0].query_one("#alert", Static).display = bool(words)
         self._write("#alert", plain_text(words, width))
-        self._write("#foot", plain_text(f" {self.said}" if self.said else _FOOT, width))
+        self._write("#foot", plain_text(f" {self.notice}" if self.notice else _FOOT, width))
 
     def _write(self, name: str, text: Text) -> None:
         """Change a line, if it changes.  It stays one line: nothing else need be laid out anew for it."""
@@ -357,11 +436,11 @@ class Top(App[None]):
         """Seconds since what is shown was seen."""
         return max(0.0, time.time() - self.scene.snapshot.taken_at)
 
-    # Keys.  What is said lasts until the next one.
+    # Keys.  A notice lasts until the next one.
 
     def on_key(self) -> None:
-        """Forget what was said."""
-        self.said = ""
+        """Forget the notice."""
+        self.notice = ""
 
     def action_help(self) -> None:
         """The keys."""
@@ -409,13 +488,13 @@ class Top(App[None]):
     def action_light(self) -> None:
         """Light or dark."""
         self._light = not self._light
-        self._dress()
+        self._set_theme()
         self.draw()
 
     def action_fresh(self) -> None:
         """The driver or the daemon."""
         self._source.fresh = not self._source.fresh
-        self.said = (
+        self.notice = (
             "the driver itself is asked" if self._source.fresh else "what the daemon saw is shown, while it is fresh"
         )
         self._tick()
@@ -442,13 +521,13 @@ class Top(App[None]):
         if row is None or row.identity is None:
             return
         if self.scene.snapshot.recorded:
-            self._tell("this is a recording: nobody there can be signalled")
+            self._notify_user("this is a recording: no process of it can be signalled")
             return
         identity, devices = row.identity, row.uuids
 
         def answered(action: str | None) -> None:
             if action:
-                self._tell(f"{action} pid {row.pid} ...")
+                self._notify_user(f"{action} pid {row.pid} ...")
                 self._jobs.put(lambda: self._send(action, identity, devices))
 
         self.push_screen(Signal(processes.lines(row)), answered)
@@ -467,11 +546,11 @@ class Top(App[None]):
         rows = rows_of(self.scene, self.view)
         row = next((row for row in rows if row.identity and row.identity == self.view.selected), None)
         if row is None:
-            self._tell("choose a process first: arrow keys, or a click")
+            self._notify_user("choose a process first: arrow keys, or a click")
         return row
 
-    def _tell(self, text: str) -> None:
-        self.said = text
+    def _notify_user(self, text: str) -> None:
+        self.notice = text
         self._tick()
 
     def _change(self, **changes: object) -> None:
@@ -509,7 +588,7 @@ class Top(App[None]):
 
     # Colours.
 
-    def _dress(self) -> None:
+    def _set_theme(self) -> None:
         self.theme = "textual-light" if self._light else "textual-dark"
         board = self.screen_stack[0].query_one(Board)
         board.colours = self._colours()

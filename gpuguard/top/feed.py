@@ -240,7 +240,7 @@ def _ancestor(pid: int) -> Ancestor:
 
 
 def site_rules(path: str) -> tuple[Thresholds, Protected]:
-    """What the site's policies find too much, and whom they never touch; nothing of both where we may not read them."""
+    """What the site's policies find too much, and what they never touch; nothing of both where they cannot be read."""
     if not os.access(path, os.R_OK):
         return Thresholds(), Protected()
     file = load_policies(path)

@@ -1,19 +1,12 @@
-"""The whole page of `gpuguard top` as lines of parts, for any terminal: title, devices, people, line, processes, gaps.
+"""The whole page of `gpuguard top` as lines of parts, for any terminal: title, devices, users, queue, processes, gaps.
 
-Pure: the same scene, history and view give the same lines.  Draws on nothing: see top_app and cli.top.
+Pure: the same scene, history and view give the same lines.  Draws on nothing: see app and cli.top.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-
-from rich.segment import Segment
-from rich.style import Style
-from rich.text import Text
-from textual.geometry import Region, Size
-from textual.scroll_view import ScrollView
-from textual.strip import Strip
 
 from gpuguard.device_state import DeviceUse, user_totals
 from gpuguard.sanitize import neutralise
@@ -67,7 +60,7 @@ def mode_for(found: Sequence[DeviceUse], view: ScreenView, height: int) -> tuple
 
 
 def title(scene: Scene, view: ScreenView, width: int, silent: float = 0.0) -> ScreenLine:
-    """The first line: which machine, when, from whom."""
+    """The first line: which machine, when, seen by what."""
     snapshot = scene.snapshot
     whole = [device for device in snapshot.devices if not device.parent_uuid]
     kind = f"{'RECORDED ' * snapshot.recorded}{'SIMULATED ' * snapshot.simulated}"
@@ -145,76 +138,3 @@ def painted(lines: Sequence[ScreenLine], paint: Paint) -> list[str]:
         text = "".join(paint(part, style) if style and part.strip() else part for part, style in line.parts)
         found.append(text.rstrip())
     return found
-
-
-# The part of the screen of `gpuguard top` that shows lines of parts, and what their styles look like there.
-
-
-DARK = {
-    "red": "#ff6b6b",
-    "green": "#5fd787",
-    "yellow": "#ffd75f",
-    "cyan": "#5fd7ff",
-    "dim": "#8a8a8a",
-    "faint": "#5a5a5a",
-}
-LIGHT = {
-    "red": "#c00000",
-    "green": "#007a30",
-    "yellow": "#8a5a00",
-    "cyan": "#00608a",
-    "dim": "#6a6a6a",
-    "faint": "#a0a0a0",
-}
-
-
-class Board(ScrollView, can_focus=False):
-    """Lines of parts, drawn as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[ScreenLine] = []
-        self.colours: dict[str, str] | None = DARK
-
-    def show(self, lines: list[ScreenLine], width: int) -> None:
-        """Draw those of *lines* that are new: most of a page is as it was a second ago."""
-        size, before = Size(width, len(lines)), self.lines
-        self.lines = lines
-        if size != self.virtual_size:
-            self.virtual_size = size
-            self.refresh()
-            return
-        top, height = self.scroll_offset.y, self.size.height
-        shown = slice(top, top + height)
-        changed = [y for y, (old, new) in enumerate(zip(before[shown], lines[shown], strict=True)) if old != new]
-        if changed:
-            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
-
-    def render_line(self, y: int) -> Strip:
-        """One row of the screen."""
-        place = y + self.scroll_offset.y
-        if place >= len(self.lines):
-            return Strip.blank(self.size.width, self.rich_style)
-        strip = Strip([Segment(text, rich_style(style, self.colours)) for text, style in self.lines[place].parts])
-        left = self.scroll_offset.x
-        return strip.crop(left, left + self.size.width).extend_cell_length(self.size.width).apply_style(self.rich_style)
-
-
-def rich_style(names: str, colours: dict[str, str] | None) -> Style:
-    """ "bold red" in the colours of the theme; None: without any."""
-    words = names.split()
-    colour = next((colours[word] for word in words if word in colours), None) if colours else None
-    return Style(color=colour, bold="bold" in words, dim=not colours and "dim" in words, reverse="reverse" in words)
-
-
-def rich_text(line: ScreenLine, colours: dict[str, str] | None) -> Text:
-    """*line* as rich has it."""
-    text = Text(no_wrap=True)
-    for words, style in line.parts:
-        text.append(words, rich_style(style, colours))
-    return text
-
-
-def plain_text(words: str, width: int) -> Text:
-    """*words*, made neutral, in exactly *width* columns."""
-    return Text(fitted([(neutralise(words), "")], width)[0][0], no_wrap=True)

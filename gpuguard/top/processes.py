@@ -28,7 +28,7 @@ _ASCII_FORKS = ("|- ", "`- ", "|  ", "   ")
 class ProcessRow:
     """A process on one or several devices; None = unknown."""
 
-    identity: Identity | None  # None: its start time is not known, so nobody can be sure who it is
+    identity: Identity | None  # None: its start time is not known, so it cannot be told from a later one
     pid: int
     user: str | None
     devices: tuple[str, ...]  # labels
@@ -132,7 +132,7 @@ def _place(row: ProcessRow) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class _Column:
-    key: str  # of SORTS, or "" where nobody sorts by it
+    key: str  # of SORTS, or "" where no sort goes by it
     header: str
     width: int
     align: str
@@ -239,7 +239,7 @@ def _line(row: ProcessRow, columns: Sequence[_Column], prefix: str, view: Screen
 
 
 # The tree.  Rows stand below the nearest process above them that is shown; a process above a single one is folded away
-# only if it is nobody's shell or launcher: so every ancestor but the first process of the machine is there.
+# only if it is no shell or launcher of a user: so every ancestor but the first process of the machine is there.
 
 
 def _forest(
@@ -293,7 +293,7 @@ def moved(rows: Sequence[Identity], view: ScreenView, by: int) -> ScreenView:
 
 
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
-_LARGEST = 1 << 20  # bytes of an environment: the kernel allows 6 MiB, nobody reads that
+_LARGEST = 1 << 20  # bytes of an environment: the kernel allows 6 MiB, which is too long to read
 
 
 class Shown(Protocol):
@@ -309,7 +309,7 @@ def heading(row: ProcessRow) -> str:
 
 
 def lines(row: ProcessRow) -> list[str]:
-    """Who it is, for somebody who is about to signal it."""
+    """Which process it is, for the user who is about to signal it."""
     memory = format_bytes(row.memory)
     since = "an unknown time" if row.seconds is None else format_duration(round(row.seconds))
     claim = f"claim {neutralise(row.claim)}" if row.claim else "no claim"
@@ -356,7 +356,7 @@ def environment(row: ProcessRow, *, hide: bool = True) -> str:
         return "it has ended"
     text = read_memory(row.pid, "environ", _LARGEST)
     if text is None:
-        return "its environment cannot be read: it belongs to somebody else, or has ended"
+        return "its environment cannot be read: it belongs to another user, or has ended"
     found = []
     for word in sorted(filter(None, text.split(b"\0"))):
         name, _, value = word.decode("utf-8", "surrogateescape").partition("=")

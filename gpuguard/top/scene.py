@@ -85,7 +85,7 @@ class ScreenView:
         mode: one of MODES.
         sort: one of SORTS.
         reverse: the other way round.
-        users: only theirs; empty: everybody's.
+        users: only theirs; empty: those of all.
         devices: uuids, only these; empty: all.
         text: words that a process must contain in its user, pid or command; user:NAME and gpu:0 are exact.
         compute_only: no desktop processes.

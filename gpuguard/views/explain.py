@@ -14,7 +14,7 @@ from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS, Request, spelled
 from gpuguard.sanitize import neutralise
 from gpuguard.select import Choice, not_enough
-from gpuguard.sharing import NOBODY, Sharing, memory_left, shared_by, slots_left
+from gpuguard.sharing import UNSHARED, Sharing, memory_left, shared_by, slots_left
 from gpuguard.units import format_bytes
 from gpuguard.views.text import Paint, table
 
@@ -41,7 +41,7 @@ def to_text(
 
     Args:
         limits: what an outer scheduler or CUDA_VISIBLE_DEVICES allows, "" for no limit.
-        turn: (whether it could start now, its place in line in words); None where nobody waits.
+        turn: (whether it could start now, its place in the queue in words); None where no request waits.
     """
     simulated = "  SIMULATED" * snapshot.simulated
     rows = [row for device in _all(choice) for row in _rows(device, choice)]
@@ -90,7 +90,7 @@ def _device_json(device: Device, request: Request, choice: Choice) -> dict[str, 
 
 
 def _sharing(device: Device, choice: Choice) -> Sharing:
-    return (choice.sharing or {}).get(device.uuid, NOBODY)
+    return (choice.sharing or {}).get(device.uuid, UNSHARED)
 
 
 def _share_left(device: Device, sharing: Sharing) -> int | None:
@@ -141,5 +141,5 @@ def _all(choice: Choice) -> list[Device]:
 
 
 def _reasons(device: Device, choice: Choice) -> list[tuple[str, bool]]:
-    refusal = next((each for each in choice.refused if each.device.uuid == device.uuid), None)
+    refusal = next((refusal for refusal in choice.refused if refusal.device.uuid == device.uuid), None)
     return [(reason.text, reason.permanent) for reason in refusal.reasons] if refusal else []

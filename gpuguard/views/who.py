@@ -45,7 +45,9 @@ LABELS = {  # exact state: (words, colour)
 }
 _INDENT = "     "
 _SHORTEST_NAME = 16  # columns of it: "GeForce RTX 4090"
-MOST_CLAIMS = 10  # lines of one user below a device: 8 can share it, and he writes any number of records about it
+MOST_CLAIMS = (
+    10  # lines of one user below a device: 8 can share it, but a user may write any number of records about it
+)
 # Why another field is unknown is no news here: no SXM module has a fan.  The JSON names them all.
 _NOT_SHOWN = set(Device.__match_args__) - {
     "name", "memory_total", "memory_used", "processes", "utilization", "problems", "temperature", "power_draw",
@@ -80,7 +82,7 @@ def to_text(
         snapshot: of the whole machine, for the title and the gaps.
         found: the devices to show.
         waiting: requests that wait for devices, in the order of the queue.
-        reserved: for whom devices are kept, or will be.
+        reserved: reservations of now and later.
         width: columns of the terminal; None (a pipe): nothing is shortened.
         paint: from text.style.
         age: seconds since the daemon read the driver; None: it was read just now.
