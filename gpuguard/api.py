@@ -19,6 +19,7 @@ from typing import Any
 
 from gpuguard.backends import Backend
 from gpuguard.backends.client import WorkerBackend, open_worker
+from gpuguard.backends.driver_files import UVM_NODE
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.clusters.visible_devices import CUDA_VARIABLE, is_restricted
@@ -346,7 +347,7 @@ def _opened(name: str) -> WorkerBackend:
 
 # The program around a claim: what of it runs already and would not see the devices, or has them.
 
-CUDA_DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dxg")  # cuInit opens one of them, reading the driver does not
+CUDA_DEVICES = (UVM_NODE, "/dev/kfd", "/dev/dxg")  # cuInit opens one of them, reading the driver does not
 _FORERUNNERS = (b"multiprocessing.forkserver", b"loky.backend.popen_loky")  # in the command lines of such processes
 _LONGEST_ENVIRONMENT = 1 << 20  # bytes
 _BLIND = (

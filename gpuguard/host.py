@@ -5,7 +5,9 @@ Rates are since the sample before, so the first one knows none.  What cannot be 
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -215,8 +217,6 @@ def _rate(before: tuple[float, float] | None, clock: float, count: float) -> flo
 
 
 def _group_names(uid: int) -> frozenset[str] | None:
-    import grp
-    import pwd
 
     try:
         user = pwd.getpwuid(uid)

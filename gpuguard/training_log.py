@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from gpuguard.backends import Backend
+from gpuguard.backends.client import open_worker
 from gpuguard.clusters import outer_devices
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.host import HostNumbers, members_of
@@ -283,7 +284,6 @@ class Collector:
     def _open(self) -> Backend:
         if not isinstance(self._source, str):
             return self._source
-        from gpuguard.backends.client import open_worker
 
         self._opened = open_worker(self._source)
         return self._opened

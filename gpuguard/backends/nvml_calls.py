@@ -10,6 +10,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING
 
+from gpuguard.backends.driver_files import kernel_version
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverPermission
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ NEVER = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND, DEPRECATED})
 # Calls in all before the code is believed.  INSUFFICIENT_SIZE: a list grew faster than the buffer for it.
 _TRIES = {INSUFFICIENT_SIZE: 4, TIMEOUT: 2, IN_USE: 2, NOT_READY: 2, UNKNOWN: 2}
 
-_KERNEL_VERSION = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 _SIMULATE = "`--backend simulated` tries gpuguard without a GPU."
 # 535.261 loads nowhere else: "dlvsym: symbol not found", and its programs ask for glibc's loader.
 NEEDS_GLIBC = (
@@ -171,13 +171,3 @@ def _init_error(nvml: Any, answer: CallResult) -> BackendError:
             "Look at `ls -l /dev/nvidiactl /dev/nvidia0` and ask for the group that may open them."
         )
     return BackendError(f"the driver cannot be initialised: {answer.reason}.  Try `nvidia-smi`, and see `dmesg`.")
-
-
-def kernel_version() -> str | None:
-    """The version of the loaded kernel module, "580.65.06"; None when it does not say."""
-    for path in _KERNEL_VERSION:
-        if os.path.exists(path):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                words = file.read().partition("\n")[0].split()
-            return next((word for word in words if word[0].isdigit() and "." in word), None)
-    return None

@@ -8,6 +8,7 @@ they never mix with claims on real ones.
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -15,10 +16,23 @@ from typing import TYPE_CHECKING
 
 from gpuguard import model, procfs
 from gpuguard.backends import simulated_node
-from gpuguard.backends.simulated_node import LANES_BYTES, Instance, NodeDevice, SimulatedNode, Use
+from gpuguard.backends.simulated_node import (
+    LANES_BYTES,
+    Instance,
+    NodeDevice,
+    SimulatedNode,
+    Use,
+    find,
+    memory_reserved,
+    memory_total,
+    memory_used,
+    new_node,
+    settled,
+)
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest
 from gpuguard.model import Device, Gap, GpuProcess
+from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -34,8 +48,6 @@ _BROKEN = {"lost": ("lost", "the device is lost"), "reset": ("reset required", "
 
 def open(spec: str = "") -> Simulated:
     """The node in the directory *spec* (as for directory()); a node of DEFAULT_SPEC is made there if there is none."""
-    from gpuguard.backends import simulated_node
-    from gpuguard.backends.simulated_node import new_node
 
     place = directory(spec)
     if simulated_node.load(place) is None:
@@ -139,7 +151,6 @@ class Simulated:
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         """As Backend.sample.  HEALTH shows MIG instances: each follows its parent and has its parent's index."""
-        from gpuguard import model
 
         # Before anything is read, so that no process that started later is taken for one that was seen.
         taken_at, clock = time.time(), _clock()
@@ -194,7 +205,6 @@ def current(place: str) -> SimulatedNode:
     Raises:
         BackendError: there is none, or its file is damaged.
     """
-    from gpuguard.backends import simulated_node
 
     node = simulated_node.load(place)
     if node is None:
@@ -209,7 +219,6 @@ def current(place: str) -> SimulatedNode:
 
 
 def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> tuple[str, ...]:
-    from gpuguard.backends.simulated_node import find
 
     if devices is None:
         uuids = visible_uuids(os.environ, _all_devices(node))
@@ -235,8 +244,6 @@ def _all_devices(node: SimulatedNode) -> list[Device]:
 
 
 def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> None:
-    from gpuguard.backends.simulated_node import memory_reserved, memory_total, memory_used
-    from gpuguard.units import format_bytes
 
     device = next(device for device in node.devices if uuid in node.of(device))
     if {"lost", "reset"} & set(device.faults) or device.compute_mode == "prohibited":
@@ -253,7 +260,6 @@ def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> No
 
 
 def _check_answers(node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
-    from gpuguard import model
 
     detailed, instances = model.PROCESS_DETAILS in fields, device.instances if model.HEALTH in fields else ()
     read_now = [read(ReadingContext(node, device, part, _clock(), detailed), fields) for part in (None, *instances)]
@@ -271,7 +277,6 @@ def _refusing(
 
 def settled_now(node: SimulatedNode) -> SimulatedNode:
     """*node* without its dead processes and with its energy added up to now: what each change starts from."""
-    from gpuguard.backends.simulated_node import settled
 
     return settled(node, _clock(), _is_alive)
 
@@ -292,7 +297,6 @@ def _default_directory() -> str:
 
 
 def _is_private(path: str) -> bool:
-    import stat
 
     try:
         facts = os.lstat(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -383,7 +384,6 @@ def changed(node: SimulatedNode, uuids: tuple[str, ...], change: Mapping[str, ob
 
 
 def _uuid(kind: str, *facts: object) -> str:
-    import hashlib
 
     digits = hashlib.sha256("\0".join(map(str, facts)).encode()).hexdigest()
     return f"{kind}-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:32]}"

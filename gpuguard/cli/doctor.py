@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from gpuguard.backends.driver_files import kernel_version
 from gpuguard.backends.nvml_calls import has_glibc
 from gpuguard.claims.directory import LockDirectory, fault_of
 from gpuguard.claims.room import Room, room_for_records
@@ -60,7 +61,7 @@ def collect_facts(args: argparse.Namespace, environ: Mapping[str, str]) -> Machi
         outer=_outer(environ, driver["snapshot"]),
         library_error=_library_error(),
         glibc=has_glibc(),
-        kernel_version=_read("/sys/module/nvidia/version"),
+        kernel_version=kernel_version(),
         device_nodes=tuple(sorted(name for name in os.listdir("/dev") if name.startswith("nvidia"))),
         first_pid_namespace=in_first_pid_namespace(),
         hidepid=_hidepid(),

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from gpuguard.backends.driver_files import DEVICE_NODE
 from gpuguard.cli import deny
 from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
 from gpuguard.cli.parser import SubcommandRow, add_actions
@@ -130,8 +131,8 @@ def _files(devices: Sequence[Device]) -> str:
         else:
             spans.append([number, number])
     if len(numbers) == 1:
-        return f"/dev/nvidia{numbers[0]}"
-    return f"/dev/nvidia[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)}]"
+        return f"{DEVICE_NODE}{numbers[0]}"
+    return f"{DEVICE_NODE}[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)}]"
 
 
 KILLED_SECONDS = 0.5  # until slurmd knows that a job that was put back must not start

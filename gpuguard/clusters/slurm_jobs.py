@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -136,8 +138,6 @@ def step_of(pid: int) -> tuple[str, str] | None:
 
 def run_scontrol(*words: str, seconds: float = SECONDS) -> ScontrolReply | None:
     """What a command of Slurm's answers; None when it cannot be started, or hangs."""
-    import shutil  # 0.8 MiB that a daemon beside no cluster need not have
-    import subprocess
 
     program = shutil.which(words[0]) or shutil.which(words[0], path="/usr/bin:/usr/local/bin:/opt/slurm/bin")
     if program is None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -177,8 +179,6 @@ def is_here(root: str = "/") -> bool:
 
 def scontrol(*words: str) -> str | None:
     """What `scontrol` answers; None when it does not."""
-    import shutil  # 0.8 MiB that a daemon beside no cluster need not have
-    import subprocess
 
     program = shutil.which("scontrol") or shutil.which("scontrol", path="/usr/local/bin:/opt/slurm/bin")
     if program is None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
 
+from gpuguard.backends.driver_files import CONTROL_NODE, DEVICE_NODE
 from gpuguard.deadline import in_time
 from gpuguard.policies.view import interactive_use
 from gpuguard.procfs import LONGEST, read_memory, read_stat, read_text, start_time
@@ -33,10 +34,10 @@ SYSTEM_PROGRAMS = (
     "dockerd", "containerd*", "runc", "crun", "conmon", "podman", "kubelet", "pause", "slurmd", "slurmstepd", "srun",
 )  # fmt: skip
 _READS = 5  # of _facts_of, which may each not come back
-DRIVER_FILE = "/dev/nvidiactl"  # every process that computes on an NVIDIA device has it open
+DRIVER_FILE = CONTROL_NODE
 SYSTEM_PLACES = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/snap/", "/nix/store/")
 
-_DRIVER_MAPPED = re.compile(rb"\S+ \S+ \S+ \S+ \d+ +/dev/nvidia[\w/-]*\n")  # a line of /proc/PID/maps
+_DRIVER_MAPPED = re.compile(rb"\S+ \S+ \S+ \S+ \d+ +%s[\w/-]*\n" % DEVICE_NODE.encode())  # a line of /proc/PID/maps
 _NS_GET_USERNS = 0xB701  # ioctl_nsfs(2): a descriptor of the user namespace that owns another namespace
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuguard.backends.driver_files import CAPABILITY_MINORS
 from gpuguard.claims.directory import TRUSTED, LockDirectory, is_roots
 from gpuguard.clusters import visible_devices
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 MAJOR = 195  # of NVIDIA's nodes: Documentation/admin-guide/devices.txt of Linux
 LAST_GPU_MINOR = 247  # NV_MINOR_DEVICE_NUMBER_REGULAR_MAX; 254 is nvidia-modeset, 255 nvidiactl, which all jobs share
-CAPABILITY_MINORS = "/proc/driver/nvidia-caps/mig-minors"  # "gpu0/gi1/ci0/access 13"
 
 
 @dataclass(frozen=True)

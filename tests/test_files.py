@@ -1,0 +1,103 @@
+"""Files that others read are written whole, by one function, and read only where they can be trusted."""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from sources import module_name, modules, tree
+
+from gpuguard.files import UntrustedFile, read_file, write_file
+
+# What renames a file without writing it whole: records and tickets, which are locked before they get their name, logs
+# and recordings that begin anew beside the old one, the usage store's copies, and what setup moves.
+RENAMING = {
+    "gpuguard.files", "gpuguard.claims.records", "gpuguard.queue.tickets", "gpuguard.history.audit_log",
+    "gpuguard.history.store", "gpuguard.backends.recording",
+}  # fmt: skip
+
+
+def test_readers_see_the_old_content_or_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_bytes(b"old")
+    seen: list[bytes] = []
+    write_file(str(path), b"new", prepare=lambda descriptor: seen.append(path.read_bytes()))
+
+    assert (seen, path.read_bytes()) == ([b"old"], b"new")
+    assert os.listdir(tmp_path) == ["state.json"]
+
+
+def test_everybody_may_read_it_whatever_the_umask(tmp_path: Path) -> None:
+    former = os.umask(0o077)
+    try:
+        write_file(str(tmp_path / "public"), b"x")
+        write_file(str(tmp_path / "private"), b"x", mode=None)
+    finally:
+        os.umask(former)
+
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("public", "private")]
+    assert modes == [0o644, 0o600]
+
+
+def test_a_link_in_its_place_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    write_file(str(tmp_path / "link"), b"x")
+
+    assert (tmp_path / "victim").read_bytes() == b"mine"
+    assert not (tmp_path / "link").is_symlink()
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(_: int) -> None:
+        raise OSError(28, "no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        write_file(str(tmp_path / "file"), b"x", prepare=fail)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_goes_once_it_is_old(tmp_path: Path) -> None:
+    old, new = tmp_path / "file.0.new", tmp_path / "file.1.new"
+    for left in (old, new):
+        left.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    write_file(str(tmp_path / "file"), b"x")
+
+    assert sorted(os.listdir(tmp_path)) == ["file", "file.1.new"]
+
+
+@pytest.mark.parametrize("fault", ["others may write it", "another name", "a pipe", "too long", "another's"])
+def test_a_file_that_cannot_be_trusted_is_not_read(tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * (9 if fault == "too long" else 4))
+    if fault == "others may write it":
+        path.chmod(0o666)
+    if fault == "another name":
+        os.link(path, tmp_path / "other")
+    if fault == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
+    owners = (os.geteuid() + 1,) if fault == "another's" else (os.geteuid(),)
+
+    with pytest.raises(UntrustedFile):
+        read_file(str(path), 8, owners)
+
+
+def renames(module: ast.AST) -> list[int]:
+    """The lines on which *module* gives a file another name."""
+    calls = (node for node in ast.walk(module) if isinstance(node, ast.Call))
+    plain = (call for call in calls if ast.unparse(call.func) in ("os.rename", "os.replace"))
+    return [call.lineno for call in plain if not any(word.arg == "src_dir_fd" for word in call.keywords)]
+
+
+@pytest.mark.parametrize("path", modules(), ids=module_name)
+def test_no_second_function_writes_a_file_whole(path: Path) -> None:
+    assert not renames(tree(path)) or module_name(path) in RENAMING
+
+
+def test_a_second_one_is_found() -> None:
+    assert renames(ast.parse("import os\nos.replace('x.new', 'x')")) == [2]
