@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from commands import Gpuguard
 from fake_nvml import FakeNvml
+from nodes import Gpuguard
 from test_faulty_drivers import ONE_BAD_DEVICE
 
 BOUND_SECONDS = 5.0

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import psutil
-from commands import Gpuguard
+from nodes import Gpuguard
 from web_pages import a_busy_node, a_server, ask
 
 REQUEST = b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"

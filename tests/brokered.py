@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from commands import SECONDS
-from nodes import eventually, remove, start
+from nodes import SECONDS, eventually, remove, start
 from proc import born_with
 from users import HOLD, interpreter
 

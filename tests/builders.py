@@ -6,10 +6,16 @@ a_snapshot(a_device(), a_device(memory_used=40 * GIB), a_device(processes=(a_pro
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from gpuguard.model import ClaimRecord, Device, Event, GpuProcess, Snapshot
+from gpuguard.model import ClaimRecord, Device, Event, Finding, GpuProcess, Snapshot, Subject
+from gpuguard.policies import Rule
+from gpuguard.policies.view import RuleView, Sample, device_subject, key_of, process_subject
+from gpuguard.queue.reservation_store import Reservation
+from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
 
 MIB = 2**20
 GIB = 2**30
@@ -131,3 +137,83 @@ def _difference(facts: dict[str, Any], other: str, otherwise: int | None) -> int
 def _numbered(device: Device, index: int) -> Device:
     identity = a_device(index)
     return replace(device, index=index, uuid=identity.uuid, pci_bus_id=identity.pci_bus_id, minor_number=index)
+
+
+# Machines for tests that stay in this process: backends without a driver and without a file.
+
+
+class Machine:
+    """A backend over devices that the test may change between two samples; it counts and records what it is asked."""
+
+    name = "machine"
+    simulated = True
+
+    def __init__(self, *devices: Device) -> None:
+        self.devices = list(devices) or [a_device(index=index) for index in range(4)]
+        self.asked: list[tuple[frozenset[str], tuple[str, ...] | None]] = []
+        self.before_sample: Callable[[], None] = lambda: None
+
+    def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        self.asked.append((frozenset(fields), None if devices is None else tuple(devices)))
+        self.before_sample()
+        chosen = [
+            each for each in self.devices if devices is None or each.uuid in devices or each.parent_uuid in devices
+        ]
+        return a_snapshot(*chosen)
+
+    def close(self) -> None:
+        pass
+
+    def change(self, index: int, **fields: object) -> None:
+        self.devices[index] = replace(self.devices[index], **fields)  # type: ignore[arg-type]
+
+
+# Builders for tests of reservations.
+
+
+NOW = 1_800_000_000.0
+HOUR = 3600.0
+UUIDS = tuple(f"d{number}" for number in range(8))
+_numbers = itertools.count(1)
+
+
+def a_reservation(user: int = 1, gpus: int = 1, begins: float = HOUR, hours: float = 1.0, **fields: Any) -> Reservation:
+    """One of a user for himself, made now, for an hour from in an hour; later ones have later names."""
+    facts: dict[str, Any] = {
+        "id": f"r{next(_numbers):06}", "maker": user, "uid": user, "user": f"u{user}", "num_gpus": gpus,
+        "begins": NOW + begins, "ends": NOW + begins + hours * HOUR, "devices": UUIDS, "made": NOW,
+    }  # fmt: skip
+    return Reservation(**{**facts, **fields})
+
+
+def a_reserved(*statuses: ReservationStatus, now: float = NOW, **fields: Any) -> ReservationCalendar:
+    """What was read: one reservation that counts, unless others are given."""
+    return ReservationCalendar(
+        statuses or (ReservationStatus(a_reservation(), no_show_at=now + 1.5 * HOUR),), now=now, **fields
+    )
+
+
+# What a rule finds in a machine that a test builds, and series of the past for it.
+
+
+HELD = a_device(memory_used=20 * GIB, utilization=0.0, processes=(a_process(),))
+A_DEVICE = device_subject(a_device())
+A_PROCESS = process_subject(a_device(), a_process())
+
+
+def found(rule: Rule, *devices: Device, **view: object) -> list[Finding]:
+    return list(rule.check(RuleView(a_snapshot(*devices), **view)))
+
+
+def pids(findings: list[Finding]) -> list[int]:
+    return sorted(process.pid for finding in findings for process in finding.processes)
+
+
+def a_series(of: Callable[[float], float], *, seconds: float = 600, every: float = 10) -> list[Sample]:
+    """Up to the clock of a_snapshot(); *of* is given the seconds since the beginning."""
+    steps = int(seconds / every)
+    return [(10_000 - seconds + step * every, of(step * every)) for step in range(steps + 1)]
+
+
+def a_past(samples: list[Sample], field: str = "utilization", of: Subject = A_DEVICE) -> dict:
+    return {"past": {(key_of(of), field): samples}}

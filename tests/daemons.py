@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Gpuguard
-from nodes import eventually, start
+from nodes import Gpuguard, eventually, start
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.daemon.client import close_all, exchange

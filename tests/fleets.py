@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from builders import a_device, a_snapshot
-from commands import Gpuguard
+from nodes import Gpuguard
 
 from gpuguard.device_state import uses
 from gpuguard.views import who

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, a_device, a_process
-from machines import Machine
+from builders import GIB, Machine, a_device, a_process
 
 from gpuguard import procfs
 from gpuguard.enforcement import actions

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Gpuguard
+from nodes import Gpuguard
 from proc import kinds_of_files
 from wrapped import until
 

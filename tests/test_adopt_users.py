@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Gpuguard
+from nodes import Gpuguard
 from test_pid_reuse import NAMESPACE, has_a_namespace
 from users import ALICE, BOB, Machine, a_shared_machine
 from wrapped import until

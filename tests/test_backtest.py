@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from commands import Gpuguard
+from nodes import Gpuguard
 
 from gpuguard.backtest.backtest import Backtest, backtest
 from gpuguard.backtest.csv_series import people, read_recording

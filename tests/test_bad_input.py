@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Gpuguard
 from fake_nvml import FakeNvml
-from nodes import eventually, start
+from nodes import Gpuguard, eventually, start
 from proc import born_with
 
 from gpuguard.claims.directory import lock_directory

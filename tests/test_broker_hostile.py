@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from brokered import CLAIM, KINDS, Brokered, a_machine, claims_of
-from commands import SECONDS
-from nodes import a_user, eventually
+from nodes import SECONDS, a_user, eventually
 from users import ALICE, BOB
 
 from gpuguard.queue import tickets

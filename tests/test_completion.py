@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import Gpuguard
 from daemons import a_daemon
 from fake_nvml import FakeNvml
-from nodes import eventually, start
+from nodes import Gpuguard, eventually, start
 from shells import Shell, needed
 
 from gpuguard.cli.completion import DIRECTORY, FILE, JOB, SHELLS, kind_of, values_of, whole_parser

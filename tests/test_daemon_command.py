@@ -10,8 +10,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from commands import SECONDS, Gpuguard
-from nodes import GIB, a_user, change, start
+from nodes import GIB, SECONDS, Gpuguard, a_user, change, start
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.daemon import service

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 from chances import THE_SAME, luck
-from commands import Gpuguard
 from daemons import DaemonUnderTest, a_daemon, ask
-from nodes import eventually, start
+from nodes import Gpuguard, eventually, start
 from structures import mutants
 
 from gpuguard import request as requests

@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders import Machine as Devices
 from builders import a_device
-from commands import Gpuguard
 from daemons import a_daemon, somebodys
 from guarded import SOMEBODY, a_scene
-from machines import Machine as Devices
-from nodes import GIB, eventually, start
+from nodes import GIB, Gpuguard, eventually, start
 from users import ALICE, BOB, Machine, a_shared_machine
 
 from gpuguard.claims.directory import LockDirectory

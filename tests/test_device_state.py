@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
-from commands import Gpuguard
+from builders import GIB, MIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 from fake_nvml import FakeNvml
-from machines import Machine
+from nodes import Gpuguard
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.device_state import DIVIDED, FREE, IDLE, IN_USE, DeviceUse, claims_on, usable_devices, user_label, uses

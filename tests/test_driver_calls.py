@@ -13,12 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GIB, MIB, a_device, a_process, a_snapshot
-from commands import Gpuguard
+from builders import GIB, MIB, Machine, a_device, a_process, a_snapshot
 from fake_nvml import FakeNvml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import Machine
+from nodes import Gpuguard
 from nvml_child import answer_of
 
 from gpuguard.backends.nvml_calls import NOT_SUPPORTED

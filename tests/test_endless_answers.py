@@ -12,8 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import endpoints
 import pytest
-from endpoints import a_certificate, a_mail_server
-from targets import a_message, by_smtp
+from endpoints import a_certificate, a_mail_server, a_message, by_smtp
 
 from gpuguard.errors import GpuguardError
 from gpuguard.metrics.influx import InfluxClient

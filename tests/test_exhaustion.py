@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from chances import luck
-from commands import SECONDS, Gpuguard
+from nodes import SECONDS, Gpuguard
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices, read_records

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import Gpuguard
 from fake_nvml import FakeNvml
+from nodes import Gpuguard
 from nodes_of_devices import OPEN
 from wrapped import until
 

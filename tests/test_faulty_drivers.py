@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Gpuguard
 from fake_nvml import (
     ABORT,
     DRIVER_NOT_LOADED,
@@ -25,6 +24,7 @@ from fake_nvml import (
     VERSION_MISMATCH,
     FakeNvml,
 )
+from nodes import Gpuguard
 
 BAD = 3
 

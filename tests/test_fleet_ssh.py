@@ -13,8 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from commands import Gpuguard
-from nodes import GIB, a_user, eventually
+from nodes import GIB, Gpuguard, a_user, eventually
 from sshd import DEAD, Fleet, a_fleet, program
 
 from gpuguard.backends import simulated

@@ -13,9 +13,8 @@ import warnings
 from typing import Any
 
 import pytest
-from commands import Gpuguard
 from grabbing import NAMES, a_node, claimed, indices, script, visible  # noqa: F401  (a fixture)
-from nodes import eventually
+from nodes import Gpuguard, eventually
 
 import gpuguard
 from gpuguard import api

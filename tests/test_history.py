@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
-from commands import Gpuguard
-from nodes import eventually
+from nodes import Gpuguard, eventually
 from sources import module_name, modules
 from test_who import DOCUMENT, documented, printed
 

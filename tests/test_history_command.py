@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from builders import a_device, a_uuid
-from commands import Gpuguard
 from hypothesis import given
 from hypothesis import strategies as st
+from nodes import Gpuguard
 from stores import fill
 from test_who import DOCUMENT, documented, printed
 

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_snapshot
-from commands import Gpuguard
 from exporters import an_influxdb, free_port
-from nodes import eventually, start
+from nodes import Gpuguard, eventually, start
 from test_metrics import FULL, facts_about
 
 from gpuguard.errors import GpuguardError, InvalidRequest

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from builders import a_device
+from builders import Machine, a_device
 from lines import a_ticket
-from machines import Machine
 
 from gpuguard import files
 from gpuguard.claims import holders

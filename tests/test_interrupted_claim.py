@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from builders import GIB
+from builders import GIB, Machine
 from grabbing import a_node, claimed, visible  # noqa: F401  (a fixture)
-from machines import Machine
 
 import gpuguard
 from gpuguard import api

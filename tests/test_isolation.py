@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from builders import a_device
-from commands import SECONDS, Gpuguard
 from fake_nvml import FakeNvml
 from hypothesis import given
 from hypothesis import strategies as st
+from nodes import SECONDS, Gpuguard
 from nodes_of_devices import OPEN, can_have_private_dev, private_dev
 from test_job_control import COUNT, Terminal, state
 from users import ALICE, BOB, Machine

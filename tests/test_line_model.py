@@ -14,14 +14,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from builders import GIB, a_device, a_mig_instance
+from builders import GIB, Machine, a_device, a_mig_instance
 from chances import IN_CAMPAIGNS, often
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from line_reference import Job, Kept, Model
 from lines import HOUR, a_ticket
-from machines import Machine
 from pretended import Pretended
 
 from gpuguard import lock

@@ -12,8 +12,7 @@ import subprocess
 import pytest
 from builders import GIB
 from claimholders import a_holder
-from commands import Gpuguard
-from nodes import start
+from nodes import Gpuguard, start
 from wrapped import until
 
 from gpuguard.claims.directory import lock_directory

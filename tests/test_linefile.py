@@ -6,7 +6,7 @@ import os
 from dataclasses import fields
 
 import pytest
-from commands import Gpuguard
+from nodes import Gpuguard
 
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue import settings as linefile

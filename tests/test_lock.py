@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GIB, a_device, a_mig_instance, a_process
-from machines import Machine
+from builders import GIB, Machine, a_device, a_mig_instance, a_process
 
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock

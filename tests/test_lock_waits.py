@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GIB, a_device, a_process
-from machines import Machine
+from builders import GIB, Machine, a_device, a_process
 
 from gpuguard import lock
 from gpuguard.claims.claim import Claim

@@ -10,8 +10,20 @@ import threading
 
 import pytest
 from builders import a_device, a_process, a_snapshot
-from endpoints import a_certificate, a_mail_server, a_web_server, wait_until
-from targets import HOSTILE, PASSWORD, a_fake_apprise, a_message, a_script, a_secret, a_verdict, by_smtp
+from endpoints import (
+    HOSTILE,
+    PASSWORD,
+    a_certificate,
+    a_fake_apprise,
+    a_mail_server,
+    a_message,
+    a_script,
+    a_secret,
+    a_verdict,
+    a_web_server,
+    by_smtp,
+    wait_until,
+)
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.notify.apprise import Apprise

@@ -9,9 +9,9 @@ from string import Formatter
 
 import pytest
 from builders import a_device, a_process, a_snapshot
+from endpoints import HOSTILE, a_message, a_verdict
 from hypothesis import given
 from hypothesis import strategies as st
-from targets import HOSTILE, a_message, a_verdict
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Finding, Subject, Verdict

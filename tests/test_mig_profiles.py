@@ -10,11 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from builders import GIB, a_device, a_mig_instance
-from commands import Gpuguard
+from builders import GIB, Machine, a_device, a_mig_instance
 from contention import _end
-from machines import Machine
-from nodes import start
+from nodes import Gpuguard, start
 from sharing import VARIANTS, without_gate
 from wrapped import until
 

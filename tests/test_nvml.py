@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Gpuguard
 from fake_nvml import (
     ABORT,
     GIB,
@@ -20,6 +19,7 @@ from fake_nvml import (
     UNKNOWN,
     FakeNvml,
 )  # fmt: skip
+from nodes import Gpuguard
 from nvml_child import answer_of, sampled
 
 from gpuguard.backends.nvml import THREADS, Ahead

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import a_device
-from machines import Machine
+from builders import Machine, a_device
 
 from gpuguard import lock
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import SECONDS, Gpuguard
 from fake_nvml import FakeNvml
-from nodes import remove
+from nodes import SECONDS, Gpuguard, remove
 
 import gpuguard as api
 from gpuguard.claims.claim import Claim

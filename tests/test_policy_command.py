@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import Gpuguard
+from nodes import Gpuguard
 from pages import blocks
 from policies import document, good, marked
 from policy_page import PAGE, with_tables

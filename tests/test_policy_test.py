@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from commands import Gpuguard
+from nodes import Gpuguard
 from sources import ROOT
 
 from gpuguard.backtest.csv_series import people

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
-from commands import Gpuguard
 from exporters import a_node_exporter, a_prometheus, fetch, program
-from nodes import GIB, a_user, change, start
+from nodes import GIB, Gpuguard, a_user, change, start
 from sources import ROOT
 from test_metrics import FULL, facts_about
 

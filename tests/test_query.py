@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from builders import GIB, MIB, a_device, a_mig_instance, a_process, a_snapshot
-from commands import Gpuguard
+from nodes import Gpuguard
 
 from gpuguard import model
 from gpuguard.errors import InvalidRequest

@@ -8,9 +8,7 @@ import re
 import time
 
 import pytest
-from booked import a_reservation, a_reserved
-from builders import a_claim_record, a_device, a_process, a_snapshot, a_uuid
-from machines import Machine
+from builders import Machine, a_claim_record, a_device, a_process, a_reservation, a_reserved, a_snapshot, a_uuid
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.claims.directory import lock_directory

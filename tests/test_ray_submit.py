@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Gpuguard
-from nodes import eventually
+from nodes import Gpuguard, eventually
 
 from gpuguard.cli import build_parser, submit
 from gpuguard.cli.run import command_of

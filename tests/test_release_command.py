@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 from claimholders import a_holder
-from commands import Gpuguard
-from nodes import GIB, a_user, change, eventually, start
+from nodes import GIB, Gpuguard, a_user, change, eventually, start
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import locked_devices, read_records

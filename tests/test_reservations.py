@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from booked import HOUR, NOW, UUIDS, a_reservation, a_reserved
-from builders import a_claim_record
-from machines import Machine
+from builders import HOUR, NOW, UUIDS, Machine, a_claim_record, a_reservation, a_reserved
 from pretended import Pretended
 
 from gpuguard.claims.directory import LockDirectory

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Gpuguard
+from nodes import Gpuguard
 from test_who import DOCUMENT, documented, printed
 from users import ALICE, BOB, DEVICES, Machine, a_shared_machine
 

@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from commands import SECONDS
+from nodes import SECONDS
 from sources import ROOT
 
 from gpuguard.cli import setup_service

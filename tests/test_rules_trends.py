@@ -7,8 +7,20 @@ from dataclasses import replace
 from time import perf_counter
 
 import pytest
-from builders import GIB, TOTAL, a_claim_record, a_device, a_process, a_snapshot
-from judging import A_DEVICE, A_PROCESS, HELD, a_past, a_series, found
+from builders import (
+    A_DEVICE,
+    A_PROCESS,
+    GIB,
+    HELD,
+    TOTAL,
+    a_claim_record,
+    a_device,
+    a_past,
+    a_process,
+    a_series,
+    a_snapshot,
+    found,
+)
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, Subject

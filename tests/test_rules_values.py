@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
-from judging import found, pids
+from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, found, pids
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import ClaimRecord, Device, ProcessStat

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, a_device, a_mig_instance
-from commands import Gpuguard
-from nodes import start
+from nodes import Gpuguard, start
 from proc import children_of
 from wrapped import until
 

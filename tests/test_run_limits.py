@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Gpuguard
-from nodes import GIB, start
+from nodes import GIB, Gpuguard, start
 from wrapped import until
 
 from gpuguard import procfs, run

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from builders import GIB, a_device, a_mig_instance, a_process, a_uuid
-from machines import Machine
+from builders import GIB, Machine, a_device, a_mig_instance, a_process, a_uuid
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line

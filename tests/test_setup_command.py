@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import Gpuguard
 from fake_nvml import DRIVER_NOT_LOADED, FakeNvml
+from nodes import Gpuguard
 from sources import ROOT
 
 from gpuguard.claims.directory import DaemonFiles, daemon_files, lock_directory

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import Gpuguard
 from fake_nvml import FakeNvml
+from nodes import Gpuguard
 from sources import ROOT
 
 from gpuguard.cli import setup_remove, setup_service

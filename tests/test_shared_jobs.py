@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from commands import Gpuguard
-from nodes import GIB, start
+from nodes import GIB, Gpuguard, start
 from users import ALICE, BOB, Machine, a_shared_machine
 from wrapped import until
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
-from machines import Machine
+from builders import GIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 
 from gpuguard.claims import claim as hold
 from gpuguard.claims.claim import Claim

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from builders import a_device
-from commands import Gpuguard
 from guarded import a_scene, set_user_id_program, until
+from nodes import Gpuguard
 
 from gpuguard.cli import build_parser
 from gpuguard.cli import slurm as slurm_setup

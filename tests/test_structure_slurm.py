@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Gpuguard
 from guarded import a_scene
+from nodes import Gpuguard
 from test_slurm_jobs import RUNS, squeue
 
 from gpuguard.cli import build_parser, submit

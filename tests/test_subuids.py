@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from booked import NOW, UUIDS, a_reservation, a_reserved
+from builders import NOW, UUIDS, a_reservation, a_reserved
 from lines import a_ticket
 from test_text import a_line
 from users import ALICE, BOB

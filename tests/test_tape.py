@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 from chances import luck
-from commands import Gpuguard
-from nodes import eventually
+from nodes import Gpuguard, eventually
 
 from gpuguard import model
 from gpuguard.backends import open_backend

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from commands import Gpuguard
-from nodes import start
+from nodes import Gpuguard, start
 from wrapped import until
 
 from gpuguard.cli import terminal as telling

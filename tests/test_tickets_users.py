@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from booked import a_reservation
+from builders import a_reservation
 from lines import a_ticket
 from users import ALICE, BOB
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import top_picture
 from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -328,3 +331,22 @@ def test_the_history_is_bounded_and_forgets_devices_that_are_gone():
     assert [len(ring) for ring in history.devices[a_device(1).uuid].values()] == [1, 1, 1, 1]
     assert list(history.devices) == [a_device(1).uuid]
     assert len(history.processes[10, 9_000.0]) == KEPT
+
+
+# The picture on docs/top.md is what `gpuguard top` shows.
+
+
+@pytest.mark.terminal
+def test_the_picture_is_what_top_shows(tmp_path: Path) -> None:
+    now = top_picture.comparable(top_picture.taken(tmp_path))
+
+    assert now == top_picture.comparable(top_picture.written()), "run: python tests/top_picture.py --write"
+
+
+def test_what_is_compared_still_has_the_states_and_the_columns() -> None:
+    kept = top_picture.comparable(top_picture.written())
+
+    assert {"free", "used without a claim", "claimed, no process yet", "no claim"} <= set(
+        re.findall(r"free|used without a claim|claimed, no process yet|no claim", kept)
+    )
+    assert kept.count("BAR") >= 8

@@ -8,9 +8,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from builders import a_claim_record, a_device, a_process, a_snapshot
+from builders import Machine, a_claim_record, a_device, a_process, a_snapshot
 from lines import a_ticket
-from machines import Machine
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line

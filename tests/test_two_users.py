@@ -14,8 +14,8 @@ from subprocess import CompletedProcess
 from typing import NamedTuple
 
 import pytest
-from commands import SECONDS
 from fake_nvml import FakeNvml
+from nodes import SECONDS
 from users import ALICE, BOB, DEVICES, Machine
 
 pytestmark = pytest.mark.root

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from builders import a_device, a_process, a_snapshot
 from claimholders import Holder, a_holder
-from commands import Gpuguard
 from daemons import a_daemon
 from guarded import SOMEBODY, Listing
-from nodes import eventually, remove
+from nodes import Gpuguard, eventually, remove
 
 from gpuguard.claims.directory import lock_directory, open_lock, try_flock
 from gpuguard.claims.records import locked_devices, probe

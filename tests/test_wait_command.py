@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import a_device
-from commands import Gpuguard
+from builders import Machine, a_device
 from endpoints import a_mail_server, a_web_server
-from machines import Machine
-from nodes import start
+from nodes import Gpuguard, start
 from test_who import DOCUMENT, documented, printed
 from wrapped import until
 

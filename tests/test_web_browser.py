@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Gpuguard
+from nodes import Gpuguard
 from web_pages import a_busy_node, a_page, a_port, a_server, ask, until
 
 for needed in ("starlette", "uvicorn", "playwright"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from chances import luck
-from commands import Gpuguard
+from nodes import Gpuguard
 from web_pages import a_port, a_server, ask, until
 
 pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")

@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from booked import a_reservation, a_reserved
-from builders import GIB, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
+from builders import (
+    GIB,
+    a_claim_record,
+    a_device,
+    a_mig_instance,
+    a_process,
+    a_reservation,
+    a_reserved,
+    a_snapshot,
+    a_uuid,
+)
 
 from gpuguard import device_state
 from gpuguard.device_state import chosen, user_totals, uses

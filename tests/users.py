@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import SECONDS
 from fake_nvml import FakeNvml
-from nodes import remove
+from nodes import SECONDS, remove
 
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import locked_devices

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from commands import Gpuguard
-from nodes import a_user, change, eventually, start
+from nodes import Gpuguard, a_user, change, eventually, start
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_records

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from commands import Gpuguard
+from nodes import Gpuguard
 
 PATIENCE = 30.0  # seconds: far beyond any answer, even on a busy machine
 JOBS = (  # (user-facing note, how many devices, memory, utilization) of the jobs of a_busy_node

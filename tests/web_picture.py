@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from commands import Gpuguard
+from nodes import Gpuguard
 from web_pages import a_busy_node, a_page
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "web.png"

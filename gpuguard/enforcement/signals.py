@@ -47,7 +47,7 @@ def stop_self(signum: int = signal.SIGSTOP) -> None:  # pragma: no cover: see di
         signal.signal(signum, former)
 
 
-def die_of(signum: int) -> NoReturn:  # pragma: no cover: what dies counts nothing; test_signals sees it from outside
+def die_of(signum: int) -> NoReturn:  # pragma: no cover: what dies counts nothing; test_preflight sees it from outside
     """End this process by *signum*, so that its parent sees that signal; runs no clean-up.
 
     A shell script stops at Ctrl-C only when its command died *of* SIGINT: an exit code of 130 lets it go on.

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Gpuguard
-from nodes import eventually
+from nodes import Gpuguard, eventually
 
 DAY = 86400.0
 LONGEST = 300.0  # an emulated machine needs a minute and more to start a job
