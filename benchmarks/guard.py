@@ -27,12 +27,9 @@ from starters import surroundings
 
 DEVICES, PROCESSES, CLAIMS = 8, 40, 4
 WARM_UP_SECONDS = 5.0
-# As root the command refuses a library of its caller's choice, which the fake driver is.  What loads the daemon knows
-# what must not be loaded with it.
+# As root the command refuses a library of its caller's choice, which the fake driver is.
 DAEMON = """
 import sys
-from gpuguard import cli as dispatch
-dispatch._module("daemon")
 from gpuguard.daemon import service as daemon
 daemon.clean_environment = lambda environ, root: None
 from gpuguard.cli import main

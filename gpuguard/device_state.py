@@ -220,7 +220,16 @@ class UserTotal:
 def uses(snapshot: Snapshot, stats: Processes | None = None) -> tuple[DeviceUse, ...]:
     """Each device of *snapshot* with its state, claims and processes, in the order of the snapshot."""
     quarantined = dict(snapshot.quarantined)
-    found = [_use(device, snapshot, stats or {}, quarantined) for device in snapshot.devices]
+    by_device: dict[str, list[ClaimRecord]] = {}
+    for claim in snapshot.claims:
+        for uuid in claim.devices:
+            by_device.setdefault(uuid, []).append(claim)
+    # Only what can be meant: going through all claims and gaps for each device is work that grows squared.
+    gaps = tuple(gap for gap in snapshot.gaps if gap.device is None)
+    found = []
+    for device in snapshot.devices:
+        claims = snapshot.claims if device.parent_uuid else tuple(by_device.get(device.uuid, ()))
+        found.append(_use(device, replace(snapshot, claims=claims, gaps=gaps), stats or {}, quarantined))
     return tuple(_divided(use, found) if use.device.mig_mode and not use.device.parent_uuid else use for use in found)
 
 
