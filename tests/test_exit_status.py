@@ -15,7 +15,7 @@ MANY = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, "{tests}")
-from wrapped import FileBackend, Request, a_directory, acquire, actions, become_subreaper, run
+from wrapped import FileBackend, Request, a_directory, acquire, become_subreaper, run
 become_subreaper()
 place = Path(sys.argv[1])
 os.environ["GPUGUARD_EVENTS"] = "/dev/null"

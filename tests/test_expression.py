@@ -222,7 +222,6 @@ def test_without_a_name_about_processes_it_is_about_the_device():
         a_device(processes=(a_process(uid=None, memory_used=40 * GIB),)),
         a_device(processes=(a_process(start_time=None, memory_used=40 * GIB),)),
         a_device(processes=(a_process(kind="graphics", memory_used=40 * GIB),)),
-        a_device(processes=(a_process(kind="compute+graphics", memory_used=40 * GIB),)),
     ],
 )
 def test_who_may_not_be_judged_is_not_judged(device):

@@ -137,10 +137,10 @@ def test_an_old_driver_without_the_newer_entry_points_serves_all_devices(tmp_pat
         done = gpuguard("run", "--no-wait", "-n", "8", "--", "true")
         seen = gpuguard("who", "--json")
 
-    # Without process lists that can be read nobody can say that a device is free.
+    # Where there are no process lists the memory in use decides, for who as for a start.
     assert done.returncode == 0
     states = {device["state"] for device in json.loads(seen.stdout)["devices"]}
-    assert states == {"free" if driver == 470 else "unknown"}
+    assert states == {"free"}
 
 
 def test_mig_instances_are_chosen_instead_of_their_gpu_and_go_by_uuid(fake: FakeNvml, tmp_path: Path) -> None:
