@@ -70,7 +70,7 @@ def test_folders_in_folders_keep_nothing_from_being_taken_away(tmp_path):
     assert told == {"there": False, "left": []}
 
 
-@pytest.mark.parametrize("whose", ["claims", "claims/mine"])
+@pytest.mark.parametrize("owner", ["claims", "claims/mine"])
 def test_nobody_who_goes_on_writing_there_keeps_it_from_being_taken_away(tmp_path, owner):
     told = in_a_namespace(
         tmp_path,
