@@ -54,8 +54,7 @@ from gpuguard.top.scene import History, Scene, ScreenView
 from gpuguard.views import events, who
 from gpuguard.views.query import APP_FIELDS, GPU_FIELDS, csv_lines, query_of, to_json
 from gpuguard.views.text import json_text
-from gpuguard.web.feed import FrameFeed
-from gpuguard.web.samples import METRICS
+from gpuguard.web.feed import METRICS, FrameFeed
 
 HANG_SECONDS = 60.0
 NOW = time.time()
@@ -405,7 +404,7 @@ def a_feed(place: Path, sample: Any) -> FrameFeed:
     """Of the page in the browser; somebody wants to see everything."""
     source: Any = SimpleNamespace(joined=lambda: (sample(), None), throughput=sample)
     feed = FrameFeed(source, lock_directory(str(place / "claims")), lambda: ())
-    feed.curious = 1
+    feed.throughput_viewers = 1
     return feed
 
 
@@ -433,7 +432,7 @@ def test_no_value_of_a_snapshot_does_anything_to_a_terminal_or_ends_a_view(tmp_p
             continue  # it takes seconds
         try:
             assert [line for line in lines_of(seen[-1]) if not line.isprintable()] == []
-            assert b"inside gpuguard" not in feed._look()
+            assert b"inside gpuguard" not in feed._frame_text()
             for metric in METRICS:
                 feed._drawn(metric, 60.0)
         except Exception as error:
@@ -470,7 +469,7 @@ def test_devices_that_come_and_go_between_two_looks_end_no_view(tmp_path):
         history.add(scene)
         for mode in ("full", "compact"):
             assert page(scene, history, ScreenView(mode=mode, tree=True), 100, 30)
-        assert b"inside gpuguard" not in web._look()
+        assert b"inside gpuguard" not in web._frame_text()
         for metric in METRICS:
             web._drawn(metric, 60.0)
 

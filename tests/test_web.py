@@ -19,12 +19,12 @@ from gpuguard import device_state
 from gpuguard.daemon.client import SO_PASSRIGHTS
 from gpuguard.views import who
 from gpuguard.web.feed import (
-    LONGEST_COMMAND,
-    MOST_CLAIMS,
-    MOST_NAMELESS,
-    MOST_PLACES,
-    MOST_PROCESSES,
-    MOST_ROWS,
+    MAX_CLAIMS,
+    MAX_COMMAND,
+    MAX_NAMELESS,
+    MAX_POSITIONS,
+    MAX_PROCESSES,
+    MAX_ROWS,
     bounded,
 )
 
@@ -283,24 +283,24 @@ def test_a_crowd_of_records_is_cut_and_counted_and_hides_nobody():
 
     (one,) = seen["devices"]
     assert (len(one["claims"]), len(one["processes"]), len(seen["line"])) == (
-        MOST_CLAIMS + 1, MOST_PROCESSES + 1, 3 * MOST_PLACES,
+        MAX_CLAIMS + 1, MAX_PROCESSES + 1, 3 * MAX_POSITIONS,
     )  # fmt: skip
     assert "alice" in [each["user"] for each in one["claims"]]
     assert seen["unknown"] == [
         "GPU 0: claims: 492 more are not shown",
         "GPU 0: processes: 236 more are not shown",
-        "the waiting line: 808 more are not shown",
+        "the queue: 808 more are not shown",
         "host: why",
     ]
     assert len(json.dumps(seen)) < 400_000
     longest = max(len(" ".join(row["command"])) for row in [*one["claims"], *one["processes"], *seen["line"]])
-    assert LONGEST_COMMAND <= longest <= LONGEST_COMMAND + 10
+    assert MAX_COMMAND <= longest <= MAX_COMMAND + 10
 
 
 def test_so_many_users_make_no_more_rows():
-    line = [{"user": f"user{place}", "command": None} for place in range(MOST_ROWS + 10)]
+    line = [{"user": f"user{place}", "command": None} for place in range(MAX_ROWS + 10)]
 
-    assert len(bounded(a_frame(a_snapshot(), line))["line"]) == MOST_ROWS
+    assert len(bounded(a_frame(a_snapshot(), line))["line"]) == MAX_ROWS
 
 
 def test_a_user_with_many_uids_without_a_name_hides_nobody_and_no_note_is_longer_than_it_can_be_read():
@@ -315,7 +315,7 @@ def test_a_user_with_many_uids_without_a_name_hides_nobody_and_no_note_is_longer
     seen = bounded(a_frame(snapshot))
 
     claims = seen["devices"][0]["claims"]
-    assert (len(claims), claims[-1]["user"]) == (MOST_NAMELESS + 1, "alice")
+    assert (len(claims), claims[-1]["user"]) == (MAX_NAMELESS + 1, "alice")
     assert [row["user"] for row in seen["users"] if not row["user"].isdecimal()] == ["alice"]
-    assert len(seen["users"]) == MOST_NAMELESS + 1
+    assert len(seen["users"]) == MAX_NAMELESS + 1
     assert len(json.dumps(seen)) < 100_000

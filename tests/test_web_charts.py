@@ -14,7 +14,7 @@ pytest.importorskip("starlette", reason="NOT TESTED: needs the extra web")
 
 from gpuguard.history.queries import query_store
 from gpuguard.web import feed as feeds
-from gpuguard.web.feed import MOST_CHARTS, FrameFeed
+from gpuguard.web.feed import MAX_CHARTS, FrameFeed
 from gpuguard.web.server import application
 
 MANY = 100
@@ -41,7 +41,7 @@ async def asked(app, path):
 @pytest.fixture(name="feed")
 def _feed(monkeypatch):
     monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
-    monkeypatch.setattr(FrameFeed, "_look", lambda _: b"{}")
+    monkeypatch.setattr(FrameFeed, "_frame_text", lambda _: b"{}")
     return FrameFeed(None, None, lambda: [])
 
 
@@ -79,7 +79,7 @@ def test_a_hundred_charts_delay_no_look_and_are_drawn_one_by_one(feed, monkeypat
 
     statuses = asyncio.run(everybody())
     assert sorted(set(statuses)) == [200, 503]
-    assert statuses.count(200) <= MOST_CHARTS
+    assert statuses.count(200) <= MAX_CHARTS
     assert max(most) == 1
 
 
@@ -121,7 +121,7 @@ def test_a_look_that_fails_as_nobody_foresaw_is_said_and_the_next_one_goes_well(
         return {"schema": 1, "devices": [], "users": [], "line": [], "unknown": []}
 
     monkeypatch.setattr(feeds, "UNWATCHED_SECONDS", 0.01)
-    monkeypatch.setattr(FrameFeed, "_seen", seen)
+    monkeypatch.setattr(FrameFeed, "_content", seen)
     feed = FrameFeed(None, None, lambda: [])
 
     async def two():

@@ -1,14 +1,19 @@
-"""What the page shows, looked at once for all who watch: one sample, one text, however many viewers there are.
+"""What the page shows, sampled once for all viewers: one sample, one text, however many there are.
 
-While nobody watches it looks rarely, for the charts alone.  Knows nothing of HTTP: see server.
+Without viewers it samples rarely, for the charts alone.  Charts come from the usage store where that reaches back far
+enough; for a machine without a daemon, and for the minutes that are not in the store yet, the last 12 hours are kept
+here.  One user with a GPU may write hundreds of records about it, each with a command line of 4 KiB: what goes into a
+frame is bounded, and what is left out is counted among what is unknown.  Knows nothing of HTTP: see server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,93 +21,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import psutil
+
 from gpuguard import device_state
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Point, Usage, query_store, store_path
-from gpuguard.model import Snapshot
+from gpuguard.model import Device, Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.queue.explain import read_queue
 from gpuguard.queue.settings import read_queue_settings
 from gpuguard.sanitize import neutralise
 from gpuguard.views import queue, who
-from gpuguard.web.samples import METRICS, RINGS, ChartSeries, Host, NumberRing
 
-# How much of what users wrote goes into a frame, which all viewers get every two seconds.
-#
-# One user with a GPU may write hundreds of records about it, each with a command line of 4 KiB.  What is left out is
-# counted among what is unknown.
-
-
-MOST_CLAIMS, MOST_PROCESSES, MOST_PLACES = 8, 64, 64  # of one user: on a device, on a device, in line
-MOST_ROWS = 512  # of all users
-MOST_NAMELESS = 64  # of all users without a name: who may use user namespaces has 65536 such uids
-LONGEST_COMMAND = 400  # characters, in all words, and of a note: more does not fit into a card
-
-
-def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
-    """*content* of a frame, with so much of each list and each command line."""
-    left_out: list[str] = []
-    devices = []
-    for device in content["devices"]:
-        name = f"GPU {device['index']}"
-        claims = _some(device["claims"], MOST_CLAIMS, f"{name}: claims", left_out)
-        processes = device["processes"]
-        if processes is not None:
-            processes = _some(processes, MOST_PROCESSES, f"{name}: processes", left_out)
-        devices.append({**device, "claims": claims, "processes": processes})
-    line = _some(content["line"], MOST_PLACES, "the waiting line", left_out)
-    users = _some(content["users"], 1, "users", left_out)
-    return {**content, "devices": devices, "users": users, "line": line, "unknown": [*left_out, *content["unknown"]]}
-
-
-def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: list[str]) -> list[Mapping[str, Any]]:
-    """The first *most* rows of each user, and a word on the others: nobody's crowd hides somebody else."""
-    of_user: Counter[str] = Counter()
-    nameless = 0
-    shown: list[Mapping[str, Any]] = []
-    for row in rows:
-        user = str(row["user"])
-        of_user[user] += 1
-        if of_user[user] > most or len(shown) >= MOST_ROWS or (user.isdecimal() and nameless >= MOST_NAMELESS):
-            continue
-        nameless += user.isdecimal()
-        shown.append({name: _cut(value) for name, value in row.items()})
-    if len(rows) > len(shown):
-        left_out.append(f"{what}: {len(rows) - len(shown)} more are not shown")
-    return shown
-
-
-def _cut(value: Any) -> Any:
-    """*value*, a text or a list of texts no longer than can be read."""
-    if isinstance(value, str):
-        return "".join(_short([value]))
-    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
-        return list(_short(value))
-    return value
-
-
-def _short(words: Sequence[str]) -> Iterator[str]:
-    left = LONGEST_COMMAND
-    for word in words:
-        if len(word) >= left:
-            yield word[:left] + "..."
-            return
-        yield word
-        left -= len(word) + 1
-
-
-WATCHED_SECONDS = 2.0  # between two looks while somebody watches
-UNWATCHED_SECONDS = 10.0  # and else
-MOST_POINTS = 600  # of a chart: a screen has few more columns
-MOST_CHARTS = 32  # that are drawn between two looks, or wait to be: one of 400 days takes a second
-LONGEST_SECONDS = 400 * 86400.0
+MAX_CLAIMS, MAX_PROCESSES, MAX_POSITIONS = 8, 64, 64  # of one user: on a device, on a device, in the queue
+MAX_ROWS = 512  # of all users
+MAX_NAMELESS = 64  # of all users without a name: a user with user namespaces has 65536 such uids
+MAX_COMMAND = 400  # characters, in all words, and of a note: more does not fit into a card
+WATCHED_SECONDS = 2.0  # between two samples while there are viewers
+UNWATCHED_SECONDS = 10.0  # and without
+MAX_POINTS = 600  # of a chart: a screen has few more columns
+MAX_CHARTS = 32  # that are drawn between two samples, or wait to be: one of 400 days takes a second
+MAX_SECONDS = 400 * 86400.0
 STORED = {  # metric -> its name in the usage store, and what to multiply by
     "utilization": ("utilization_percent", 1.0),
     "memory": ("memory_used_mib", 2.0**20),
     "temperature": ("temperature_celsius", 1.0),
     "power": ("power_draw_watts", 1.0),
 }
+METRICS = ("utilization", "memory", "temperature", "power")
+_NAN = float("nan")
+RINGS = ((2.0, 600.0), (10.0, 43200.0))  # (seconds between two values, seconds that are kept)
 
 
 class FrameSource(Protocol):
@@ -117,21 +66,22 @@ class FrameSource(Protocol):
 
 @dataclass(frozen=True)
 class Frame:
-    """What was seen at one look, as the JSON object and as the server-sent event that all viewers get."""
+    """One sample, as the JSON object and as the server-sent event that all viewers get."""
 
     number: int
     text: bytes
     event: bytes
 
 
-class TooManyViewers(Exception):
+class TooManyCharts(Exception):
     """So many charts are asked for that another one would only make all of them wait."""
 
 
 class FrameFeed:
-    """Looks and remembers, until close().
+    """Samples and remembers, until close().
 
-    One thread looks and one draws charts: whoever asks for charts without end takes one thread, and delays no look.
+    One thread samples and one draws charts: a client that requests charts without end takes one thread, and delays no
+    sample.
 
     Args:
         source: of snapshots; it is used by one thread at a time.
@@ -144,25 +94,25 @@ class FrameFeed:
     ) -> None:
         self._source, self._directory, self._events = source, directory, events
         self._rings = [NumberRing(step, keep) for step, keep in RINGS]
-        self._host = Host()
-        self._lock = threading.Lock()  # the rings are written and read by threads
-        self._charts: dict[tuple[str, float], asyncio.Future[bytes]] = {}  # asked for since the last look
-        self._looking = ThreadPoolExecutor(1, "gpuguard-look")
+        self._host = HostRates()
+        self._lock = threading.Lock()  # the rings are written and read by several threads
+        self._charts: dict[tuple[str, float], asyncio.Future[bytes]] = {}  # requested since the last sample
+        self._sampling = ThreadPoolExecutor(1, "gpuguard-sample")
         self._drawing = ThreadPoolExecutor(1, "gpuguard-draw")
         self.viewers = 0
-        self.curious = 0  # viewers that want to see what goes over PCIe and NVLink
+        self.throughput_viewers = 0  # viewers that want to see what goes over PCIe and NVLink
         self.frame = Frame(0, b"{}", b"")
-        self._came = asyncio.Event()
+        self._new_frame = asyncio.Event()
 
     async def run(self) -> None:
-        """Look again and again."""
+        """Sample again and again."""
         while True:
             began = time.monotonic()
-            text = await asyncio.get_running_loop().run_in_executor(self._looking, self._look)
+            text = await asyncio.get_running_loop().run_in_executor(self._sampling, self._frame_text)
             self.frame = Frame(self.frame.number + 1, text, b"data: " + text + b"\n\n")
             self._charts = {key: drawn for key, drawn in self._charts.items() if not drawn.done()}
-            self._came.set()
-            self._came = asyncio.Event()
+            self._new_frame.set()
+            self._new_frame = asyncio.Event()
             pause = WATCHED_SECONDS if self.viewers else UNWATCHED_SECONDS
             while time.monotonic() - began < pause:
                 await asyncio.sleep(0.25 if self.viewers else 1.0)
@@ -170,56 +120,56 @@ class FrameFeed:
 
     def close(self) -> None:
         """Begin nothing more."""
-        for worker in (self._looking, self._drawing):
+        for worker in (self._sampling, self._drawing):
             worker.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
-    def watched(self, *, curious: bool) -> Iterator[None]:
-        """While one more watches."""
+    def watched(self, *, throughput: bool) -> Iterator[None]:
+        """While there is one more viewer."""
         self.viewers += 1
-        self.curious += curious
+        self.throughput_viewers += throughput
         try:
             yield
         finally:
             self.viewers -= 1
-            self.curious -= curious
+            self.throughput_viewers -= throughput
 
     async def next(self, after: int) -> Frame:
         """A frame newer than number *after*."""
         while self.frame.number <= after:
-            await self._came.wait()
+            await self._new_frame.wait()
         return self.frame
 
-    def _look(self) -> bytes:
+    def _frame_text(self) -> bytes:
         try:
-            return _encoded(bounded(self._seen()))
+            return _encoded(bounded(self._content()))
         except (GpuguardError, OSError) as error:
             fault = neutralise(str(error))
-        except Exception as error:  # noqa: BLE001  the border to whatever strangers wrote: the next look may go well
+        except Exception as error:  # noqa: BLE001  the border to what strangers wrote: the next sample may go well
             fault = f"a fault inside gpuguard: {type(error).__name__}"
         return _encoded({"schema": 1, "error": fault, "taken_at": time.time()})
 
-    def _seen(self) -> dict[str, Any]:
+    def _content(self) -> dict[str, Any]:
         snapshot, age = self._source.joined()
         with self._lock:
             for ring in self._rings:
                 ring.add(snapshot)
-        found = device_state.uses(snapshot, process_facts(snapshot))
+        uses = device_state.uses(snapshot, process_facts(snapshot))
         site = read_queue_settings()
-        line = read_queue(self._directory, snapshot, site.rules)
-        content = who.to_json(snapshot, found, age=age)
+        state = read_queue(self._directory, snapshot, site.rules)
+        content = who.to_json(snapshot, uses, age=age)
         content |= {
-            "line": queue.to_json(line, site)["places"],
+            "line": queue.to_json(state, site)["places"],
             "unknown": who.gap_lines(snapshot),
             "events": self._events(),
-            "host_use": self._host.look(),
+            "host_use": self._host.read(),
             "throughput": self._throughput(),
         }
         return content
 
     def _throughput(self) -> dict[str, dict[str, float | None]] | None:
-        """uuid -> bytes per second to and from the device; None while nobody wants to know."""
-        if not self.curious:
+        """uuid -> bytes per second to and from the device; None while no viewer wants it."""
+        if not self.throughput_viewers:
             return None
         try:
             snapshot = self._source.throughput()
@@ -241,25 +191,25 @@ class FrameFeed:
 
         Raises:
             KeyError: there is no such metric.
-            Busy: too many are asked for.
+            TooManyCharts: too many are requested.
         """
         if metric not in METRICS:
             raise KeyError(metric)
-        seconds = min(max(60.0, seconds), LONGEST_SECONDS)
+        seconds = min(max(60.0, seconds), MAX_SECONDS)
         charts, key = self._charts, (metric, seconds)
         if key not in charts:
-            if len(charts) >= MOST_CHARTS:
-                raise TooManyViewers
+            if len(charts) >= MAX_CHARTS:
+                raise TooManyCharts
             charts[key] = asyncio.get_running_loop().run_in_executor(self._drawing, self._drawn, metric, seconds)
-        return await asyncio.shield(charts[key])  # whoever leaves takes it from nobody else
+        return await asyncio.shield(charts[key])  # a viewer who leaves takes it from no other one
 
     def _drawn(self, metric: str, seconds: float) -> bytes:
         begin = time.time() - seconds
         series = self._stored(metric, begin) if seconds > RINGS[0][1] else None
         if series is None:
             with self._lock:
-                ring = next((one for one in self._rings if seconds <= one.keep), self._rings[-1])
-                series = ring.series(metric, begin, MOST_POINTS)
+                ring = next((ring for ring in self._rings if seconds <= ring.keep), self._rings[-1])
+                series = ring.series(metric, begin, MAX_POINTS)
         return _encoded({"schema": 1, "metric": metric, "begin": begin, "times": series.times, "values": series.values})
 
     def _stored(self, metric: str, begin: float) -> ChartSeries | None:
@@ -272,17 +222,17 @@ class FrameFeed:
 
 
 def _series_of(store: Usage, uuids: Sequence[str], metric: str, begin: float) -> ChartSeries | None:
-    """What the store has, in at most MOST_POINTS steps; None when it has nothing of that time."""
+    """What the store has, in at most MAX_POINTS steps; None when it has nothing of that time."""
     name, factor = STORED[metric]
-    width = max(store.width(begin), (store.now - begin) / MOST_POINTS)
-    values, found = {}, False
+    width = max(store.width(begin), (store.now - begin) / MAX_POINTS)
+    values, is_known = {}, False
     for uuid in uuids:  # one after the other: each has 38,400 points
         points = store.series(uuid, name, begin, store.now)
-        values[uuid], found = _means(points, begin, width, factor), found or bool(points)
-    if not found:
+        values[uuid], is_known = _means(points, begin, width, factor), is_known or bool(points)
+    if not is_known:
         return None
     steps = range(int((store.now - begin) / width) + 1)
-    drawn = {uuid: [each.get(step) for step in steps] for uuid, each in values.items()}
+    drawn = {uuid: [means.get(step) for step in steps] for uuid, means in values.items()}
     return ChartSeries([begin + (step + 0.5) * width for step in steps], drawn)
 
 
@@ -299,3 +249,157 @@ def _means(points: Sequence[Point], begin: float, width: float, factor: float) -
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+@dataclass(frozen=True)
+class ChartSeries:
+    """Values of one metric: times[i] is the unix time of values[uuid][i]; None = unknown."""
+
+    times: list[float]
+    values: dict[str, list[float | None]]
+
+
+class NumberRing:
+    """The newest values of all devices, at most one in *step* seconds; unknown is NaN."""
+
+    def __init__(self, step: float, keep: float) -> None:
+        self.step, self.keep = step, keep
+        self._size = int(keep / step)
+        self._times = array("d", [_NAN]) * self._size
+        self._values: dict[tuple[str, str], array[float]] = {}
+        self._slot = -1
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Remember *snapshot*, instead of one of the same slot."""
+        slot = int(snapshot.taken_at / self.step)
+        if slot < self._slot:
+            self._times = array("d", [_NAN]) * self._size  # the clock was set back: what was is no past any more
+        self._slot = slot
+        place = slot % self._size
+        self._times[place] = snapshot.taken_at
+        seen = {(device.uuid, metric): _value(device, metric) for device in snapshot.devices for metric in METRICS}
+        for key in seen.keys() | self._values.keys():
+            kept = self._values.setdefault(key, array("f", [_NAN]) * self._size)
+            kept[place] = seen.get(key, _NAN)
+
+    def uuids(self, metric: str) -> list[str]:
+        """The devices of which something was seen."""
+        return [uuid for uuid, name in self._values if name == metric]
+
+    def series(self, metric: str, begin: float, most: int) -> ChartSeries:
+        """The values since *begin* (unix time), at most so many per device: means of those that are known."""
+        order = sorted((time, place) for place, time in enumerate(self._times) if time >= begin)
+        width = -(-len(order) // most) or 1
+        groups = [order[at : at + width] for at in range(0, len(order), width)]
+        return ChartSeries(
+            [group[-1][0] for group in groups],
+            {
+                uuid: [_mean([kept[place] for _, place in group]) for group in groups]
+                for (uuid, name), kept in self._values.items()
+                if name == metric
+            },
+        )
+
+
+def _value(device: Device, metric: str) -> float:
+    value = {
+        "utilization": device.utilization,
+        "memory": device.memory_used,
+        "temperature": device.temperature,
+        "power": device.power_draw,
+    }[metric]
+    return _NAN if value is None else float(value)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    known = [value for value in values if value == value]
+    return sum(known) / len(known) if known else None
+
+
+class HostRates:
+    """What the machine does beside the GPUs, as rates since the reading before; the first one has no rates."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float, float, float, float] | None = None
+
+    def read(self) -> dict[str, float | int | None]:
+        """CPU in percent, memory in bytes, disk and network in bytes per second; None = unknown."""
+        memory = psutil.virtual_memory()
+        disk, network = psutil.disk_io_counters(), psutil.net_io_counters()
+        now = (
+            time.monotonic(),
+            *((disk.read_bytes, disk.write_bytes) if disk else (float("nan"), float("nan"))),
+            *((network.bytes_recv, network.bytes_sent) if network else (float("nan"), float("nan"))),
+        )
+        before, self._before = self._before, now
+        rates = [_rate(before, now, place) for place in (1, 2, 3, 4)]
+        return {
+            "cpu_percent": psutil.cpu_percent() if before else None,
+            "cpu_count": os.cpu_count(),
+            "memory_used_bytes": memory.total - memory.available,
+            "memory_total_bytes": memory.total,
+            "disk_read_bytes_per_second": rates[0],
+            "disk_write_bytes_per_second": rates[1],
+            "network_received_bytes_per_second": rates[2],
+            "network_sent_bytes_per_second": rates[3],
+        }
+
+
+def _rate(before: tuple[float, ...] | None, now: tuple[float, ...], place: int) -> float | None:
+    if before is None or now[0] <= before[0]:
+        return None
+    rate = (now[place] - before[place]) / (now[0] - before[0])
+    return round(rate) if rate >= 0 else None  # NaN, or a counter that began anew
+
+
+def bounded(content: Mapping[str, Any]) -> dict[str, Any]:
+    """*content* of a frame, with so much of each list and each command line."""
+    left_out: list[str] = []
+    devices = []
+    for device in content["devices"]:
+        name = f"GPU {device['index']}"
+        claims = _some(device["claims"], MAX_CLAIMS, f"{name}: claims", left_out)
+        processes = device["processes"]
+        if processes is not None:
+            processes = _some(processes, MAX_PROCESSES, f"{name}: processes", left_out)
+        devices.append({**device, "claims": claims, "processes": processes})
+    positions = _some(content["line"], MAX_POSITIONS, "the queue", left_out)
+    users = _some(content["users"], 1, "users", left_out)
+    unknown = [*left_out, *content["unknown"]]
+    return {**content, "devices": devices, "users": users, "line": positions, "unknown": unknown}
+
+
+def _some(rows: Sequence[Mapping[str, Any]], most: int, what: str, left_out: list[str]) -> list[Mapping[str, Any]]:
+    """The first *most* rows of each user, and a word on the others: no user's crowd hides other users."""
+    of_user: Counter[str] = Counter()
+    nameless = 0
+    shown: list[Mapping[str, Any]] = []
+    for row in rows:
+        user = str(row["user"])
+        of_user[user] += 1
+        if of_user[user] > most or len(shown) >= MAX_ROWS or (user.isdecimal() and nameless >= MAX_NAMELESS):
+            continue
+        nameless += user.isdecimal()
+        shown.append({name: _cut(value) for name, value in row.items()})
+    if len(rows) > len(shown):
+        left_out.append(f"{what}: {len(rows) - len(shown)} more are not shown")
+    return shown
+
+
+def _cut(value: Any) -> Any:
+    """*value*, a text or a list of texts no longer than can be read."""
+    if isinstance(value, str):
+        return "".join(_short([value]))
+    if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
+        return list(_short(value))
+    return value
+
+
+def _short(words: Sequence[str]) -> Iterator[str]:
+    left = MAX_COMMAND
+    for word in words:
+        if len(word) >= left:
+            yield word[:left] + "..."
+            return
+        yield word
+        left -= len(word) + 1

@@ -1,8 +1,10 @@
-"""The server of the page: a few paths that only answer GET, and everything that a stranger could try with them.
+"""The server of the page: a few paths that only answer GET, and bounds on what clients do with them.
 
-Loopback or a Unix socket by itself; another address needs a token, because whoever sees the page sees who runs what.
-The name that a browser asked for (Host) must be one of ours, so that no other site's script can read the page through
-a name of its own (DNS rebinding).  Scripts come from here alone (CSP), and the page writes text, never markup.
+Loopback or a Unix socket by itself; another address needs a token, because the page shows who runs what.  The name that
+a browser asks for (Host) must be one of ours, so that no other site's script can read the page through a name of its
+own (DNS rebinding).  Scripts come from here alone (CSP), and the page writes text, never markup.  uvicorn alone waits
+without end for a request that never comes and for a client that never reads, and a Unix socket of its own making is
+open to every user: see Connection and listening().
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gpuguard.daemon.client import SO_PASSRIGHTS
 from gpuguard.errors import GpuguardError
-from gpuguard.web.feed import FrameFeed, TooManyViewers
+from gpuguard.metrics.server import host_of
+from gpuguard.web.feed import FrameFeed, TooManyCharts
 
 PAGE = Path(__file__).parent / "page"
 FILES = {  # path -> (file, type)
@@ -47,16 +50,19 @@ HEADERS = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 )  # fmt: skip
-MOST_VIEWERS = 200
+MAX_VIEWERS = 200
 COOKIE = "gpuguard_token"
-BEAT_SECONDS = 15.0  # a sign of life on a stream that has nothing to say
+BEAT_SECONDS = 15.0  # between two signs of life on a stream without a new frame
+MAX_CONNECTIONS = 300  # browsers open up to six each for the files, and one for the stream
+REQUEST_SECONDS = 10.0  # for a request to arrive whole, the first or the next
+STALLED_SECONDS = 20.0  # for a reader to take what fills its buffers
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None) -> Guard:
+def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None) -> RequestGuard:
     """The page of *feed*.
 
     Args:
@@ -66,7 +72,7 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
     """
 
     @asynccontextmanager
-    async def looking(_: Starlette) -> AsyncIterator[None]:
+    async def sampling(_: Starlette) -> AsyncIterator[None]:
         task = asyncio.create_task(feed.run())
         try:
             yield
@@ -83,21 +89,21 @@ def application(feed: FrameFeed, hosts: frozenset[str], token: str | None = None
             if not math.isfinite(seconds):
                 raise ValueError
             text = await feed.chart(request.query_params.get("metric", "utilization"), seconds)
-        except (TooManyViewers, asyncio.CancelledError):  # nobody but the end of the server cancels a request
-            reason = "too many charts are asked for: try again in a moment\n"
+        except (TooManyCharts, asyncio.CancelledError):  # only the end of the server cancels a request
+            reason = "too many charts are requested: try again in a moment\n"
             return PlainTextResponse(reason, 503, {"retry-after": "5"})
         except (ValueError, KeyError, OverflowError):
             return PlainTextResponse("metric and seconds make no chart\n", 400)
         return Response(text, media_type="application/json")
 
     async def stream(request: Request) -> Response:
-        if feed.viewers >= MOST_VIEWERS:  # Stream counts itself without giving way to another request in between
+        if feed.viewers >= MAX_VIEWERS:  # Stream counts itself without letting another request in between
             return PlainTextResponse("too many watch already: try again in a minute\n", 503, {"retry-after": "60"})
-        return Stream(feed, curious="throughput" in request.query_params)
+        return Stream(feed, throughput="throughput" in request.query_params)
 
     routes = [Route("/api/now", now), Route("/api/chart", chart), Route("/api/stream", stream)]
     routes += [Route(path, _file(*what)) for path, what in FILES.items()]
-    return Guard(Starlette(routes=routes, lifespan=looking), hosts, token)
+    return RequestGuard(Starlette(routes=routes, lifespan=sampling), hosts, token)
 
 
 def _file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
@@ -114,10 +120,10 @@ class Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: FrameFeed, *, curious: bool) -> None:
+    def __init__(self, feed: FrameFeed, *, throughput: bool) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self._feed, self._curious = feed, curious
+        self._feed, self._throughput = feed, throughput
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it (ASGI)."""
@@ -128,7 +134,7 @@ class Stream(Response):
             return
         gone = asyncio.create_task(_disconnection(receive))
         seen = 0
-        with self._feed.watched(curious=self._curious):
+        with self._feed.watched(throughput=self._throughput):
             try:
                 await send(start)
                 while not gone.done():
@@ -148,8 +154,8 @@ async def _disconnection(receive: Receive) -> None:
         pass
 
 
-class Guard:
-    """Stands before the application: who asks, by which name, and what is sent along with every answer."""
+class RequestGuard:
+    """Checks each request before the application: method, Host, token; and adds headers to every answer."""
 
     def __init__(self, app: Starlette, hosts: frozenset[str], token: str | None) -> None:
         self._app, self._hosts, self._token = app, hosts, token
@@ -174,61 +180,45 @@ class Guard:
     def _fault(self, scope: Scope) -> tuple[int, str] | None:
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "this page only shows: GET\n"
-        said = dict(scope["headers"])
-        if b"transfer-encoding" in said or said.get(b"content-length", b"0") != b"0":
-            return 400, "a question has no body\n"  # of which we would read all that comes
+        headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
+            return 400, "a request has no body\n"  # of which we would read all that comes
         names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        if len(names) != 1 or _without_port(names[0]) not in self._hosts:
+        if len(names) != 1 or host_of(names[0]) not in self._hosts:
             return 421, "this page is not known by that name: see `gpuguard web --help`, --host\n"
-        if self._token and not self._knows(scope):
+        if self._token and not self._has_token(scope):
             return 401, "a token is needed: open the address with ?token=... that `gpuguard web` printed\n"
         return None
 
-    def _knows(self, scope: Scope) -> bool:
+    def _has_token(self, scope: Scope) -> bool:
         assert self._token
         headers = dict(scope["headers"])
         given = [headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer "), _cookie(headers)]
-        given += _asked(scope)
-        return any(hmac.compare_digest(one.encode(), self._token.encode()) for one in given)
+        given += _tokens_in_query(scope)
+        return any(hmac.compare_digest(token.encode(), self._token.encode()) for token in given)
 
     def _new_cookie(self, scope: Scope) -> tuple[bytes, bytes] | None:
         """So that the token need not stay in the address."""
-        if not self._token or not _asked(scope):
+        if not self._token or not _tokens_in_query(scope):
             return None
         return b"set-cookie", f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/".encode("ascii")
 
 
-def _asked(scope: Scope) -> list[str]:
+def _tokens_in_query(scope: Scope) -> list[str]:
     return parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
 
 
 def _cookie(headers: dict[bytes, bytes]) -> str:
-    """Ours, among those that others on this host have set.
+    """Ours, among those that other pages of this host have set.
 
-    By hand: SimpleCookie takes seconds for 60 KB of backslashes, from whoever knows no token, and finds nothing behind
+    By hand: SimpleCookie takes seconds for 60 KB of backslashes, from clients without a token, and finds nothing behind
     a cookie that it does not understand.
     """
-    for one in headers.get(b"cookie", b"").decode("latin-1").split(";"):
-        name, _, value = one.partition("=")
+    for cookie in headers.get(b"cookie", b"").decode("latin-1").split(";"):
+        name, _, value = cookie.partition("=")
         if name.strip() == COOKIE:
             return value.strip()
     return ""
-
-
-def _without_port(host: str) -> str:
-    name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdecimal() and not host.endswith("]") else host).lower()
-
-
-# The socket of the page, and how long a stranger may hold one of its connections.
-#
-# uvicorn alone waits without end for a request that never comes and for a reader that never reads, and a Unix socket of
-# its own making is open to everybody.
-
-
-MOST_CONNECTIONS = 300  # browsers open up to six each for the files, and one for the stream
-REQUEST_SECONDS = 10.0  # for a request to arrive whole, the first or the next
-STALLED_SECONDS = 20.0  # for a reader to take what fills its buffers
 
 
 @contextmanager
@@ -236,60 +226,60 @@ def listening(host: str, port: int, path: str | None) -> Iterator[socket.socket]
     """A socket that listens on *host* and *port*, or at *path*, where only our user and group can connect.
 
     Raises:
-        GpuguardError: somebody else listens there, or we may not.
+        GpuguardError: another program listens there, or we may not.
     """
     where = path or f"{host}:{port}"
     try:
         if path is None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            ours, identity = socket.create_server((host, port), family=family), None
+            listener, identity = socket.create_server((host, port), family=family), None
         else:
-            ours = _at(path)
+            listener = _listen_at(path)
             identity = _identity(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise GpuguardError(f"--listen {where}: {reason}.  Choose another address, as in 127.0.0.1:8467.") from None
     try:
-        yield ours
+        yield listener
     finally:
-        ours.close()
+        listener.close()
         if path is not None:
             with suppress(OSError):
-                if _identity(path) == identity:  # and not that of one who came after us
+                if _identity(path) == identity:  # and not that of a program that came after us
                     os.unlink(path)
 
 
-def _at(path: str) -> socket.socket:
+def _listen_at(path: str) -> socket.socket:
     with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.lstat(path).st_mode) and not _answered(path):
+        if stat.S_ISSOCK(os.lstat(path).st_mode) and not _is_answered(path):
             os.unlink(path)  # of a server that was killed
-    ours = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o117)  # the mode must be right from the first moment
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    umask = os.umask(0o117)  # the mode must be right from the first moment
     try:
-        ours.bind(path)
+        listener.bind(path)
     except OSError:
-        ours.close()
+        listener.close()
         raise
     finally:
-        os.umask(before)
-    with suppress(OSError):  # an older kernel.  Who closes open files that somebody sends may wait for long
-        ours.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
-    ours.listen(128)
-    return ours
+        os.umask(umask)
+    with suppress(OSError):  # an older kernel.  To close open files that a client sends may take long
+        listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
+    listener.listen(128)
+    return listener
 
 
-def _answered(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+def _is_answered(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         try:
-            asking.connect(path)
+            client.connect(path)
         except ConnectionRefusedError:
             return False
     return True
 
 
 def _identity(path: str) -> tuple[int, int]:
-    found = os.lstat(path)
-    return found.st_dev, found.st_ino
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino
 
 
 class Connection(H11Protocol):
@@ -299,10 +289,10 @@ class Connection(H11Protocol):
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Let one in: whoever has said nothing for longest makes room."""
+        """Accept one; the one that has been silent for longest makes room."""
         super().connection_made(transport)
         self._expect_request()
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -344,10 +334,9 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def _make_room(self) -> None:
-        waits = {one: one.asked_by for one in self.connections if isinstance(one, Connection) and one is not self}
-        silent = [(until, one) for one, until in waits.items() if until is not None]
-        longest = min(silent, key=lambda pair: pair[0], default=(0.0, self))[1]
-        longest.end()
+        others = [other for other in self.connections if isinstance(other, Connection) and other is not self]
+        silent = [(other.request_due, other) for other in others if other.request_due is not None]
+        min(silent, key=lambda pair: pair[0], default=(0.0, self))[1].end()
 
     def end(self) -> None:
         """Hang up."""
@@ -356,8 +345,8 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     @property
-    def asked_by(self) -> float | None:
-        """When it must have asked; None while it is answered."""
+    def request_due(self) -> float | None:
+        """When its request must be complete; None while it is answered."""
         return None if self._arriving is None or self._arriving.cancelled() else self._arriving.when()
 
     def _expect_request(self) -> None:
