@@ -135,7 +135,7 @@ def read(pid: int) -> Reading | None:
     """What it has now; None while its sampler is started."""
     try:
         family = [pid, *children(pid)]
-        sampler = next(one for one in family[1:] if b"sampler" in Path(f"/proc/{one}/cmdline").read_bytes())
+        sampler = next(one for one in family[1:] if b"backends.worker" in Path(f"/proc/{one}/cmdline").read_bytes())
         memory = sum(amount(f"/proc/{one}/smaps_rollup", "Pss_Anon") for one in (pid, sampler))
         descriptors = sum(len(os.listdir(f"/proc/{one}/fd")) for one in (pid, sampler))
         return Reading(memory, descriptors, len(os.listdir(f"/proc/{pid}/task")), sampler)
