@@ -22,12 +22,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuguard import lock
 from gpuguard.claims import claim as hold
-from gpuguard.claims import shares
 from gpuguard.claims.claim import Lock
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.claims.records import locked_devices
+from gpuguard.claims.probe import locked_devices
+from gpuguard.lock import Allocator
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import Request
 
@@ -96,7 +95,7 @@ def break_stale(directory: LockDirectory) -> None:
             Path(directory.lock_path(name)).unlink(missing_ok=True)
         return taken
 
-    shares.lock_device = broken  # type: ignore[attr-defined]
+    hold.lock_device = broken
 
 
 def no_exclusion(directory: LockDirectory) -> None:
@@ -161,11 +160,11 @@ def _work(directory: LockDirectory, board: mmap.mmap, devices: int, place: int, 
     counters = 8 * (devices + 3 * place)
     while True:
         request = Request(num_gpus=dice.choice((1, 1, 1, 2, 4)))
-        claim = lock.lock_best(machine, everything, request, directory, None, {})
+        claim = Allocator(machine, directory, [request]).lock_best(request, everything, {}, with_record=False)
         if claim is None:
             time.sleep(dice.uniform(0.0, 0.1))
             continue
-        claim.explain(directory, None, ())
+        claim.write_record(directory)
         owners = [_enter(board, 8 * device.index) for device in claim]
         time.sleep(dice.uniform(0.0, 0.003))
         overlaps = owners.count("alive") + sum(_leave(board, 8 * device.index) for device in claim)

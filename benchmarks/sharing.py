@@ -30,10 +30,11 @@ from contention import GIB, IdleMachine, _end, _state
 
 from gpuguard import lock
 from gpuguard.claims import claim as hold
-from gpuguard.claims import records, shares
-from gpuguard.claims.claim import Claim
+from gpuguard.claims import probe, shares
+from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.claims.records import locked_devices
+from gpuguard.claims.probe import locked_devices
+from gpuguard.lock import Allocator
 from gpuguard.request import Request
 
 CAPACITY = 80 * GIB
@@ -66,7 +67,7 @@ def _open_gate(directory: LockDirectory) -> Iterator[None]:
 
 def without_gate() -> None:
     """What happens to who does not get the gate in time, all the time."""
-    lock.Gate = records.Gate = _open_gate  # type: ignore
+    lock.Gate = probe.Gate = _open_gate  # type: ignore
 
 
 def no_first_look() -> None:
@@ -88,16 +89,16 @@ def no_exclusion() -> None:
 def late_record() -> None:
     """Look first, write the record then, and take a slot without a record for nothing."""
     no_first_look()
-    proper = Claim.explain
+    proper = Claim.write_record
 
-    def nothing_first(self: Claim, directory: LockDirectory, note: Any, command: Any, **more: Any) -> None:
-        if self._record is None and note is None and self not in seen:
+    def nothing_first(self: Claim, directory: LockDirectory, job: JobDetails | None = None, **more: Any) -> None:
+        if self._record is None and job is None and self not in seen:
             seen.append(self)
             return
-        proper(self, directory, note, command, **more)
+        proper(self, directory, job, **more)
 
     seen: list[Claim] = []
-    Claim.explain = nothing_first  # type: ignore
+    Claim.write_record = nothing_first  # type: ignore
     shares._over_capacity = _blind(shares._over_capacity)
 
 
@@ -192,11 +193,11 @@ def _work(
         request = (
             Request() if size == ALONE else Request(share=True, memory=size, strategy=dice.choice(("pack", "spread")))
         )
-        claim = lock.lock_best(machine, everything, request, directory, None, {})
+        claim = Allocator(machine, directory, [request]).lock_best(request, everything, {}, with_record=False)
         if claim is None:
             time.sleep(dice.uniform(0.0, 0.02))
             continue
-        claim.explain(directory, "a fight", ())
+        claim.write_record(directory, JobDetails("a fight"))
         ROW.pack_into(board, row, os.getpid(), claim[0].index, size)
         promised = _promised(board, processes, claim[0].index)
         if promised > CAPACITY and promised != ALONE:
@@ -251,7 +252,8 @@ def _starter(directory: LockDirectory, board: mmap.mmap, place: int, memory: int
         everything = machine.sample(())
         while not board[0]:
             pass
-        claim = lock.lock_best(machine, everything, Request(share=True, memory=memory), directory, None, {})
+        request = Request(share=True, memory=memory)
+        claim = Allocator(machine, directory, [request]).lock_best(request, everything, {}, with_record=False)
         board[8 * place] = 1 if claim else 2
         signal.pause()
     finally:

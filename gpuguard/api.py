@@ -20,11 +20,11 @@ from typing import Any
 from gpuguard.backends import Backend
 from gpuguard.backends.client import WorkerBackend, open_worker
 from gpuguard.backends.driver_files import UVM_NODE
-from gpuguard.claims.claim import SHARE_VARIABLES, Claim
+from gpuguard.claims.claim import SHARE_VARIABLES, Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.clusters.visible_devices import CUDA_VARIABLE, is_restricted
 from gpuguard.errors import BackendError, CudaInitialized, InvalidRequest, NotEnoughGpus
-from gpuguard.lock import acquire, outer_claim, sample_and_lock, sample_closely
+from gpuguard.lock import Allocator, outer_claim
 from gpuguard.model import ALL_FIELDS, BRIEF, HEALTH, IDLE_PROCESSES, MEMORY, MODEL, WHO_FIELDS, Device, Snapshot
 from gpuguard.procfs import own_children, read_memory
 from gpuguard.queue.priority import PRIORITIES
@@ -131,8 +131,8 @@ def grab_gpus(
     ways = [_request(num_gpus=least, max_gpus=most, **conditions), *(_request(**way) for way in alternatives)]
     if len(ways) > MOST_ALTERNATIVES:
         raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {MOST_ALTERNATIVES - 1}.")
-    queueing = {"wait": wait, "priority": _priority(priority), "on_wait": on_wait, "note": note}
-    return _claimed(ways, strict, queueing, backend, directory)
+    job = JobDetails(note, sys.orig_argv or sys.argv, priority=_priority(priority))
+    return _claimed(ways, job, wait, on_wait, strict, backend, directory)
 
 
 @contextmanager
@@ -155,10 +155,10 @@ def select_devices(
     """
     name, request = _backend_name(backend), _request(num_gpus=num_gpus, **conditions)
     with _opened(name) as driver:
-        where = _place(directory, name, make=False), _outer_environment()
-        _, choice = sample_and_lock(driver, request, *where)
+        allocator = Allocator(driver, _place(directory, name, make=False), [request], environ=_outer_environment())
+        _, choice = allocator.preview()
         if not choice.devices:
-            machine, choice = sample_closely(driver, request, *where)  # the reasons need more of the driver
+            machine, choice = allocator.preview(with_reasons=True)  # the reasons need more of the driver
             if not choice.devices:
                 raise not_enough(machine, request, choice)
     return list(choice.devices)
@@ -235,7 +235,13 @@ def _priority(name: str) -> int:
 
 
 def _claimed(
-    ways: Sequence[Request], strict: bool, queueing: dict[str, Any], backend: str | None, directory: str | None
+    ways: Sequence[Request],
+    job: JobDetails,
+    wait: float | None,
+    on_wait: Callable[[NotEnoughGpus], object] | None,
+    strict: bool,
+    backend: str | None,
+    directory: str | None,
 ) -> Claim:
     name = _backend_name(backend)
     claim: Claim | None = None
@@ -244,8 +250,7 @@ def _claimed(
             place, environ = _place(directory, name), _outer_environment()
             if (again := claim_of_the_script(driver, place, environ)) is not None:
                 return again
-            where: dict[str, Any] = {"directory": place, "command": sys.orig_argv or sys.argv, "environ": environ}
-            claim = _acquired(driver, ways, strict, queueing, where)
+            claim = _acquired(Allocator(driver, place, ways, environ=environ, job=job, on_wait=on_wait), wait, strict)
         _enter(claim)
         warn_of_workers(os.environ[CUDA_VARIABLE], stacklevel=3)
     except BaseException:
@@ -256,11 +261,9 @@ def _claimed(
     return claim
 
 
-def _acquired(
-    driver: WorkerBackend, ways: Sequence[Request], strict: bool, queueing: dict[str, Any], where: dict[str, Any]
-) -> Claim:
+def _acquired(allocator: Allocator, wait: float | None, strict: bool) -> Claim:
     try:
-        return acquire(driver, ways[0], alternatives=ways[1:], **queueing, **where)
+        return allocator.acquire(wait)
     except (NotEnoughGpus, BackendError) as error:
         if strict:
             raise
@@ -268,8 +271,8 @@ def _acquired(
         available = error.available if isinstance(error, NotEnoughGpus) else 0
     if available:
         with suppress(NotEnoughGpus):  # another job was quicker
-            fewer = replace(ways[0], num_gpus=1, max_gpus=available)
-            return acquire(driver, fewer, note=queueing["note"], **where)
+            allocator.requests = (replace(allocator.requests[0], num_gpus=1, max_gpus=available),)
+            return allocator.acquire()
     return _no_claim()
 
 

@@ -24,6 +24,7 @@ QUARANTINED, DIVIDED, RESERVED = "quarantined", "divided", "reserved"
 STATES = (UNHEALTHY, UNCLAIMED_USE, IN_USE, IDLE, CLAIMED, UNKNOWN, FREE)
 EXACT_STATES = (*STATES, QUARANTINED, DIVIDED, RESERVED)
 
+MOST_WATTS = 10_000.0  # no device draws as much: a counter that says so is another one, or began anew
 IDLE_BELOW = 1.0  # percent, mean of the driver's sample buffer
 # What an idle device may still hold.  NVIDIA's resiliency extension takes memory for given back below the same 512 MB.
 IDLE_TOLERANCE = 512 * 2**20
@@ -408,3 +409,11 @@ def model_name(device: Device) -> str:
 def user_label(user: str | None, uid: int | None = None) -> str:
     """The name of a user; ``"uid 1002"`` without one, ``"unknown"`` without both."""
     return user or ("unknown" if uid is None or uid < 0 else f"uid {uid}")
+
+
+def mean_watts(before: Device, now: Device, seconds: float) -> float | None:
+    """What a device has drawn between two samples, by the driver's counter of joules; None when that is unknown."""
+    if before.total_energy is None or now.total_energy is None:
+        return None
+    watts = (now.total_energy - before.total_energy) / seconds
+    return watts if 0 <= watts <= MOST_WATTS else None

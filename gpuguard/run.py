@@ -1,11 +1,11 @@
-"""The life of a job: start it on its devices, pass signals on, keep the claim, give the devices back after it.
+"""The life of a job: start it on its devices, pass signals on, keep the claim, release the devices after it.
 
 The job inherits the claim's descriptors, so the claim outlives this process if it must.  From the start of the job on,
 only an orderly end releases the claim: an exception or a SIGKILL here leaves it to the job.  Signals are blocked and
 fetched with sigtimedwait, never handled: nothing can arrive between two lines.  The job stays in our process group, so
 the terminal serves it as if it ran alone: what the kernel sent (Ctrl-C, Ctrl-Z, hang-up) reached the job too and is not
-passed on; what somebody sent to this process with kill(2) is.  A kill(2) of the whole group looks the same to us, and
-so reaches the job twice.  Does not choose devices and does not print.
+passed on; what was sent to this process with kill(2) is.  A kill(2) of the whole group looks the same to us, and so
+reaches the job twice.  Does not choose devices and does not print.
 """
 
 from __future__ import annotations
@@ -13,30 +13,49 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import IDLE_TOLERANCE
+from gpuguard.device_state import IDLE_TOLERANCE, mean_watts
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, ClaimLost, shortage
 from gpuguard.history import audit_log
-from gpuguard.jobs import drain
-from gpuguard.jobs.drain import descendants, patiently
-from gpuguard.jobs.escalation import NEVER, TIME_LIMIT, Escalation, is_stopped, kill_tree, signal_job, signal_tree
-from gpuguard.jobs.meter import TICK_SECONDS, JobEnd, JobMeter, slower
+from gpuguard.jobs.drain import (
+    DRAIN_SECONDS,
+    SHARED_DRAIN_SECONDS,
+    Drain,
+    StillInUse,
+    children,
+    descendants,
+    patiently,
+)
+from gpuguard.jobs.escalation import (
+    NEVER,
+    TIME_LIMIT,
+    Escalation,
+    answer_release_request,
+    is_stopped,
+    kill_tree,
+    signal_job,
+    signal_tree,
+)
 from gpuguard.jobs.spawn import callers_variables, execute, failure, start
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Claim
     from gpuguard.jobs.isolation import Isolation
     from gpuguard.jobs.limits import JobLimits
-    from gpuguard.model import Snapshot
+    from gpuguard.model import Device, Snapshot
 
+TICK_SECONDS = 2.5  # how long a lock that the job dropped may stay dropped: one flock per device each time
 SAMPLE_SECONDS = 5.0  # for the summary: finer would tell little more
 FIRST_SAMPLE_SECONDS = 0.25  # a job shorter than this costs no driver call
+SAMPLE_SECONDS_FAILING = 300.0  # a driver that does not answer is read ever more rarely, at last so often
+LIMITS_SECONDS_FAILING = 10.0  # and so often where the limits of the job depend on its answer
 
 EXIT_TIMEOUT = 124
 LEFT = "left to its processes"  # the outcome of a claim that lives on
@@ -50,20 +69,50 @@ ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT
 SUSPENDING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 
 
+@dataclass(frozen=True)
+class JobSettings:
+    """How a job runs.
+
+    Args:
+        visible: "index" or "uuid", what CUDA_VISIBLE_DEVICES gets.
+        time_limit: seconds until the job is ended, None for no limit.
+        grace: seconds between the signals that end it: *checkpoint*, SIGTERM, SIGKILL.
+        checkpoint: the first of them, None for none.  It comes a *grace* before the time limit, SIGTERM at it.
+        limits: further ones, at which it is ended too.
+        tolerance: bytes above the state before the job that count as free after it.
+        isolation: the namespaces or the cgroup in which the job runs, None: here.  Is closed at the end.
+    """
+
+    visible: str = "index"
+    time_limit: float | None = None
+    grace: float = 60.0
+    checkpoint: int | None = None
+    limits: JobLimits | None = None
+    tolerance: int = IDLE_TOLERANCE
+    isolation: Isolation | None = None
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended, and what its devices did meanwhile; None = unknown."""
+
+    status: int  # for the shell: its exit code, or 128 + the signal that ended it
+    die_of: int | None  # a signal that this process should end of now, with signals.die_of and no clean-up
+    wall_time: float  # seconds
+    outcome: str
+    peak_memory: int | None = None  # bytes, of the fullest device
+    utilization: float | None = None  # percent, mean over time and devices
+    energy: float | None = None  # joules, all devices together
+
+
 def run(
     command: Sequence[str],
     claim: Claim,
     backend: Backend,
+    settings: JobSettings | None = None,
     *,
-    visible: str = "index",
-    time_limit: float | None = None,
-    grace: float = 60.0,
-    checkpoint: int | None = None,
-    limits: JobLimits | None = None,
-    tolerance: int = IDLE_TOLERANCE,
-    isolation: Isolation | None = None,
     later: Callable[[], None] | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> JobEnd:
     """Run *command* on the devices of *claim*, and release the claim when it is done with them.
 
@@ -71,33 +120,20 @@ def run(
         command: what to run, at least one word.
         claim: goes over to this function.
         backend: for the numbers of the summary and to see when the devices are free again; it may fail at any time.
-        visible: "index" or "uuid", what CUDA_VISIBLE_DEVICES gets.
-        time_limit: seconds until the job is ended, None for no limit.
-        grace: seconds between the signals that end it: *checkpoint*, SIGTERM, SIGKILL.
-        checkpoint: the first of them, None for none.  It comes a *grace* before the time limit, SIGTERM at it.
-        limits: further ones, at which it is ended too.
-        tolerance: bytes above the state before the job that count as free after it.
-        isolation: the place in which the job runs, None: here.  Is closed at the end.
+        settings: how.
         later: called once when the job has run for a moment, for what is not worth keeping it waiting.
-        say: gets each message for the user, in words.
+        notify: gets each message for the user, in words.
 
     Returns:
         How it ended.  The caller obeys die_of.
     """
-    environment = _environment(claim, visible, isolation)
-    ending = Escalation(time.monotonic(), time_limit, grace, checkpoint)
-    enter = isolation.enter if isolation else None
-    job = _Job(command, environment, claim, backend, say, ending, limits, enter)
-    job.later = later
-    job.attend()
-    ended = job.finish(tolerance)
-    if isolation:
-        isolation.close()
+    settings = settings or JobSettings()
+    supervisor = JobSupervisor(command, claim, backend, settings, later, notify)
+    supervisor.supervise()
+    ended = supervisor.finish()
+    if settings.isolation:
+        settings.isolation.close()
     return ended
-
-
-def _environment(claim: Claim, visible: str, isolation: Isolation | None) -> dict[str, str]:
-    return {**callers_variables(), **claim.environment(visible), **(isolation.environment if isolation else {})}
 
 
 def exec_command(
@@ -113,72 +149,78 @@ def exec_command(
     Returns:
         Only when it cannot be started: exit code and message.
     """
-    environment = _environment(claim, visible, isolation)
     backend.close()
-    _record("claim", "handed over", claim, command=command)
+    _log("claim", "handed over", claim, command=command)
     enter = isolation.enter if isolation else None
-    code = execute(command, environment, claim.pass_fds, enter=enter)
+    code = execute(command, _environment(claim, visible, isolation), claim.pass_fds, enter=enter)
     if isolation:
         isolation.close()
     return failure(command[0], code)
 
 
-class _Job:
+def _environment(claim: Claim, visible: str, isolation: Isolation | None) -> dict[str, str]:
+    return {**callers_variables(), **claim.environment(visible), **(isolation.environment if isolation else {})}
+
+
+class JobSupervisor:
     """A running job with its claim."""
 
     def __init__(
         self,
         command: Sequence[str],
-        environment: Mapping[str, str],
         claim: Claim,
         backend: Backend,
-        say: Callable[[str], None],
-        ending: Escalation,
-        limits: JobLimits | None,
-        enter: Callable[[], None] | None,
+        settings: JobSettings,
+        later: Callable[[], None] | None,
+        notify: Callable[[str], None],
     ) -> None:
-        self.claim, self.backend, self.say = claim, backend, say
-        self.ending, self.limits = ending, limits
+        self.claim, self.backend, self.notify, self.later = claim, backend, notify, later
+        self.settings, self.limits = settings, settings.limits
+        self.escalation = Escalation(time.monotonic(), settings.time_limit, settings.grace, settings.checkpoint)
         # What a shared device does is its neighbours' doing too.
-        self.meter = JobMeter(claim if claim.memory is None else ())
+        self.meter = JobMeter(claim.devices if claim.memory is None else ())
         self.status: int | None = None
         self.interrupted = self.killed_by_interrupt = False
-        self.told: set[str] = set()
-        self.later: Callable[[], None] | None = None
+        self.reported: set[str] = set()  # what the user need not read twice
         self.began = time.monotonic()
         self.tick_at = self.began + FIRST_SAMPLE_SECONDS
-        self.sample_at, self.sample_every = self.tick_at, 0.0 if limits else SAMPLE_SECONDS
+        self.sample_at, self.sample_every = self.tick_at, 0.0 if self.limits else SAMPLE_SECONDS
         self.limited = self.beyond = False  # whether the time limit ended it; whether it was signalled for another one
-        self.others = drain.children() or frozenset()
-        self.pid, self.report = start(command, environment, claim.pass_fds, FETCHED, enter)
-        self.pidfd = patiently(os.pidfd_open, self.pid)
-        signal.signal(signals.CHECK_CLAIM, lambda *_: None)  # fetched like the others; a handler is what others can see
+        self.others = children() or frozenset()
         self.program = command[0]
-        _record("claim", "started", claim, command=command)
+        environment = _environment(claim, settings.visible, settings.isolation)
+        enter = settings.isolation.enter if settings.isolation else None
+        self.pid, self.exec_report = start(command, environment, claim.pass_fds, FETCHED, enter)
+        self.pidfd = patiently(os.pidfd_open, self.pid)
+        # Fetched like the others; a handler is what other processes can see.
+        signal.signal(signals.CHECK_CLAIM, lambda *_: None)
+        _log("claim", "started", claim, command=command)
 
-    def attend(self) -> None:
+    def supervise(self) -> None:
         """Stay until the job has ended."""
         self.reap()
         while self.status is None:
-            due = min(self.tick_at, self.ending.due)
-            if got := signal.sigtimedwait(FETCHED, max(0.0, due - time.monotonic())):
-                self.receive(got)
+            due = min(self.tick_at, self.escalation.due)
+            if received := signal.sigtimedwait(FETCHED, max(0.0, due - time.monotonic())):
+                self.receive(received)
             self.reap()
             self.end_if_due()
             if self.status is None and time.monotonic() >= self.tick_at:
                 self.tick_if_possible()
 
-    def receive(self, got: signal.struct_siginfo) -> None:
+    def receive(self, received: signal.struct_siginfo) -> None:
         """Pass a signal on, unless it came from the kernel (si_code > 0), which sends to the whole group."""
-        if got.si_signo == signal.SIGINT:
+        if received.si_signo == signal.SIGINT:
             self.interrupted = True
-        if got.si_signo == signals.CHECK_CLAIM:
+        if received.si_signo == signals.CHECK_CLAIM:
             self.tick_at = time.monotonic()
-        if got.si_signo not in PASSED_ON or got.si_code > 0:
+        if received.si_signo not in PASSED_ON or received.si_code > 0:
             return
-        if signals.forward(self.pidfd, got.si_signo) == signals.NOT_PERMITTED:
-            name = signal.Signals(got.si_signo).name
-            self.say(f"may not pass {name} on to the job: it runs as another user.  Send it as that user or as root.")
+        if signals.forward(self.pidfd, received.si_signo) == signals.NOT_PERMITTED:
+            name = signal.Signals(received.si_signo).name
+            self.notify(
+                f"may not pass {name} on to the job: it runs as another user.  Send it as that user or as root."
+            )
 
     def reap(self) -> None:
         """Collect every child that has ended, also adopted ones; stop with the job when the terminal has stopped it."""
@@ -200,12 +242,12 @@ class _Job:
                 self.stop_along()
 
     def stop_along(self) -> None:
-        """Stop too, so that the shell shows its prompt; whoever continues this process alone continues the job."""
-        # Not for SIGSTOP: that comes from somebody who will continue the job alone, and nobody would continue us.
+        """Stop too, so that the shell shows its prompt; to continue this process alone continues the job."""
+        # Not for SIGSTOP: its sender will continue the job alone, and nobody would continue us.
         signals.stop_self()
-        while got := signal.sigtimedwait(FETCHED - {signal.SIGCHLD}, 0):
-            if got.si_signo != signal.SIGCONT or is_stopped(self.pid):
-                self.receive(got)
+        while received := signal.sigtimedwait(FETCHED - {signal.SIGCHLD}, 0):
+            if received.si_signo != signal.SIGCONT or is_stopped(self.pid):
+                self.receive(received)
 
     def tick_if_possible(self) -> None:
         """tick(); where there is no file or memory for that now the next one may go well, and the job needs us."""
@@ -214,9 +256,9 @@ class _Job:
         except (OSError, ClaimError, MemoryError) as fault:
             text = f"the claim and the limits of the job cannot be looked after now: {shortage(fault) or fault}"
             try:
-                if text not in self.told:
-                    self.say(text)
-                    self.told.add(text)
+                if text not in self.reported:
+                    self.notify(text)
+                    self.reported.add(text)
             except OSError:  # its words are in a file that cannot be opened either
                 return
 
@@ -228,17 +270,15 @@ class _Job:
         if self.later:
             later, self.later = self.later, None
             later()
-        if wish := self.claim.wish():
-            from gpuguard.jobs.escalation import obey_release_request
-
-            obey_release_request(wish, self.claim, self.backend, self.ending, self.say)
+        if request := self.claim.release_request():
+            answer_release_request(request, self.claim, self.backend, self.escalation, self.notify)
         try:
             self.claim.reassert()
         except ClaimLost as lost:
-            if str(lost) not in self.told:
-                self.told.add(str(lost))
-                self.say(f"CLAIM LOST: {lost}  The job goes on, but somebody else may use its device now.")
-                _record("claim lost", "job goes on", self.claim, message=str(lost))
+            if str(lost) not in self.reported:
+                self.reported.add(str(lost))
+                self.notify(f"CLAIM LOST: {lost}  The job goes on, but another job may use its device now.")
+                _log("claim lost", "job goes on", self.claim, message=str(lost))
         if time.monotonic() >= self.sample_at:
             self.sample(self.meter.add)
 
@@ -250,110 +290,109 @@ class _Job:
         try:
             snapshot = self.backend.sample(fields, [device.uuid for device in self.claim])
             count(snapshot)
-            if "driver" in self.told:
-                self.told.discard("driver")
-                self.say("the driver answers again: the limits of the job are kept.")
+            if "driver" in self.reported:
+                self.reported.discard("driver")
+                self.notify("the driver answers again: the limits of the job are kept.")
             self.judge(snapshot)
-            # Limits are looked at with every tick.
+            # Limits are judged with every tick.
             self.sample_every = 0.0 if self.limits else min(SAMPLE_SECONDS, time.monotonic() - self.began)
         except BackendError as fault:
-            self.sample_every = slower(self.sample_every, limited=bool(self.limits))
-            if self.limits and "driver" not in self.told:
-                self.told.add("driver")
-                self.say(f"the limits of the job cannot be kept as long as the driver does not answer: {fault}")
+            self.sample_every = next_sample_seconds(self.sample_every, limited=bool(self.limits))
+            if self.limits and "driver" not in self.reported:
+                self.reported.add("driver")
+                self.notify(f"the limits of the job cannot be kept as long as the driver does not answer: {fault}")
         self.sample_at = time.monotonic() + self.sample_every
 
     def judge(self, snapshot: Snapshot) -> None:
-        """Begin to end the job when it has reached one of its limits; tell its owner who else is on his devices."""
+        """Begin to end the job when it has reached one of its limits; name others on its devices to its owner."""
         if not self.limits:
             return
         living = self.pid if self.status is None else None
-        judged = self.limits.judge(snapshot, descendants(), TICK_SECONDS, pid=living)
-        for text in judged.strangers:
-            _record("stranger", "owner warned", self.claim, message=text)
-        if self.claim.memory is not None and judged.used is not None:
-            self.meter.peak_memory = max(self.meter.peak_memory or 0, judged.used)
-        for text in judged.over:
-            _record("share", "owner warned", self.claim, message=text)
-        for text in (*judged.strangers, *judged.blind, *judged.over):
-            self.say(text)
-        if judged.reached and (self.status is None or judged.reached.pids):
-            self.ending.begin(time.monotonic(), "limit", judged.reached.why, judged.reached.limit)
+        finding = self.limits.judge(snapshot, descendants(), TICK_SECONDS, pid=living)
+        for text in finding.strangers:
+            _log("stranger", "owner warned", self.claim, message=text)
+        if self.claim.memory is not None and finding.used is not None:
+            self.meter.peak_memory = max(self.meter.peak_memory or 0, finding.used)
+        for text in finding.over:
+            _log("share", "owner warned", self.claim, message=text)
+        for text in (*finding.strangers, *finding.blind, *finding.over):
+            self.notify(text)
+        if finding.reached and (self.status is None or finding.reached.pids):
+            self.escalation.begin(time.monotonic(), "limit", finding.reached.why, finding.reached.limit)
 
     def end_if_due(self) -> None:
-        """Send the next signal of the ladder when it is due: SIGKILL goes to all that is left of the job."""
-        rung = self.ending.take(time.monotonic())
-        if rung is None:
+        """Send the next signal of the escalation when it is due: SIGKILL goes to all that is left of the job."""
+        step = self.escalation.next_step(time.monotonic())
+        if step is None:
             return
-        self.limited |= rung.kind == TIME_LIMIT and rung.signum == signal.SIGTERM and self.status is None
-        self.beyond |= rung.limit is not None and self.status is None
-        _record(rung.kind, rung.name, self.claim, message=rung.why, limit=rung.limit)
-        self.say(rung.words)
-        if self.status is None and rung.signum != signal.SIGKILL:
-            signal_job(self.pid, self.pidfd, rung.signum)
+        self.limited |= step.kind == TIME_LIMIT and step.signum == signal.SIGTERM and self.status is None
+        self.beyond |= step.limit is not None and self.status is None
+        _log(step.kind, step.name, self.claim, message=step.why, limit=step.limit)
+        self.notify(step.words)
+        if self.status is None and step.signum != signal.SIGKILL:
+            signal_job(self.pid, self.pidfd, step.signum)
             return
         self.backend.close()  # its process is one of them; the next sample starts another
-        if rung.signum == signal.SIGKILL:
+        if step.signum == signal.SIGKILL:
             kill_tree(self.reap)
         else:
-            signal_tree(rung.signum)
+            signal_tree(step.signum)
 
     def pause(self, seconds: float) -> int | None:
         """Wait for a child's end or a signal at most so long; a signal that asks this process to end, or None."""
-        due = min(self.ending.due, self.tick_at if self.limits else NEVER)
-        got = signal.sigtimedwait(FETCHED, max(0.0, min(seconds, due - time.monotonic())))
+        due = min(self.escalation.due, self.tick_at if self.limits else NEVER)
+        received = signal.sigtimedwait(FETCHED, max(0.0, min(seconds, due - time.monotonic())))
         self.reap()
         if self.limits and time.monotonic() >= self.tick_at:
-            self.sample(self.meter.add_last)
+            self.sample(self.meter.add_after)
             self.tick_at = max(self.sample_at, time.monotonic() + TICK_SECONDS)
         self.end_if_due()
-        if got and got.si_signo in SUSPENDING:
+        if received and received.si_signo in SUSPENDING:
             signals.stop_self()
-        return got.si_signo if got and got.si_signo in ENDING else None
+        return received.si_signo if received and received.si_signo in ENDING else None
 
-    def finish(self, tolerance: int) -> JobEnd:
-        """Give the devices back once the job is really off them."""
+    def finish(self) -> JobEnd:
+        """Release the devices once the job is really off them."""
         wall_time = time.monotonic() - self.began
         if (code := self.exec_error()) is not None:
             status, message = failure(self.program, code)
-            self.say(message)
+            self.notify(message)
             self.claim.release()
             ended = JobEnd(status, None, wall_time, "could not be started")
-            _record("release", ended.outcome, self.claim, ended=ended)
+            _log("release", ended.outcome, self.claim, ended=ended)
             return ended
         status, die_of = self.final_status()
         try:
-            outcome = patiently(self.settling(tolerance).wait_until_free)
+            outcome = patiently(self.drain().wait_until_free)
             self.claim.release()
-        except drain.Left as left:
+        except StillInUse as left:
             # Without LOCK_UN: our descriptors close with this process, and theirs keep the claim.
-            self.say(f"not waiting any longer: {left.users}, and the claim is its own now.")
+            self.notify(f"not waiting any longer: {left.users}, and the claim is its own now.")
             outcome, die_of = LEFT, left.signum
-        ended = JobEnd(
-            status, die_of, wall_time, outcome, self.meter.peak_memory, self.meter.utilization(), self.meter.energy()
-        )
-        _record("release", outcome, self.claim, message=self.ending.why, ended=ended)
+        meter = self.meter
+        ended = JobEnd(status, die_of, wall_time, outcome, meter.peak_memory, meter.utilization(), meter.energy())
+        _log("release", outcome, self.claim, message=self.escalation.why, ended=ended)
         return ended
 
-    def settling(self, tolerance: int) -> drain.Settling:
+    def drain(self) -> Drain:
         """What the claim waits for now."""
-        return drain.Settling(
-            tuple(self.claim),
+        return Drain(
+            self.claim.devices,
             self.backend,
             pause=self.pause,
-            say=self.say,
-            seen=self.meter.add_last if self.meter.counts else None,
-            tolerance=tolerance,
+            notify=self.notify,
+            count=self.meter.add_after if self.meter.counts else None,
+            tolerance=self.settings.tolerance,
             others=self.others,
-            longest=drain.SETTLE_SECONDS if self.claim.memory is None else drain.SHARED_SETTLE_SECONDS,
+            longest=DRAIN_SECONDS if self.claim.memory is None else SHARED_DRAIN_SECONDS,
         )
 
     def exec_error(self) -> int | None:
         """The errno with which exec failed, or None."""
         try:
-            code = os.read(self.report, 16)
+            code = os.read(self.exec_report, 16)
         finally:
-            os.close(self.report)
+            os.close(self.exec_report)
         return int(code) if code else None
 
     def final_status(self) -> tuple[int, int | None]:
@@ -365,7 +404,65 @@ class _Job:
         return self.status, signal.SIGINT if self.killed_by_interrupt and interrupted else None
 
 
-def _record(
+class JobMeter:
+    """What *devices* did from the first sample on, summed as the usage store sums it; unknown stays None."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._uuids = [device.uuid for device in devices]
+        self._last: Snapshot | None = None
+        self._joules: dict[str, float] = {}
+        self._unknown_energy: set[str] = set()
+        self._busy = self._known = 0.0  # percent x seconds, and seconds, of all devices together
+        self.peak_memory: int | None = None  # bytes, of the fullest device
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Count a sample that was taken while the job ran."""
+        for device in filter(None, map(snapshot.device, self._uuids)):
+            if device.memory_used is not None:
+                self.peak_memory = max(self.peak_memory or 0, device.memory_used)
+            # What the driver averages reaches back some seconds: in the first sample to before the job.
+            if self._last is not None and device.utilization is not None:
+                seconds = snapshot.clock - self._last.clock
+                self._busy += device.utilization * seconds
+                self._known += seconds
+        self.add_after(snapshot)
+
+    def add_after(self, snapshot: Snapshot) -> None:
+        """Count a sample that was taken after the job: only its energy."""
+        last, self._last = self._last, snapshot
+        seconds = snapshot.clock - last.clock if last else 0.0
+        if last is None or seconds <= 0:
+            return
+        for uuid in self._uuids:
+            before, now = last.device(uuid), snapshot.device(uuid)
+            watts = mean_watts(before, now, seconds) if before and now else None
+            # A MIG instance has no meter of its own: what is there is its parent's, with the neighbours in it.
+            if watts is None or (now and now.parent_uuid):
+                self._unknown_energy.add(uuid)
+            else:
+                self._joules[uuid] = self._joules.get(uuid, 0.0) + watts * seconds
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is a sample of the time of the job, without which no energy can be known."""
+        return bool(self._last and self._uuids)
+
+    def utilization(self) -> float | None:
+        """Percent, mean over time and devices."""
+        return self._busy / self._known if self._known else None
+
+    def energy(self) -> float | None:
+        """Joules of all devices together; None when the energy of one of them is unknown for some of the time."""
+        known = self._uuids and not self._unknown_energy and len(self._joules) == len(self._uuids)
+        return sum(self._joules.values()) if known else None
+
+
+def next_sample_seconds(every: float, *, limited: bool) -> float:
+    """Seconds until a driver that has just failed is read again; *limited*: the job has limits to keep."""
+    return min(2 * every or TICK_SECONDS, LIMITS_SECONDS_FAILING if limited else SAMPLE_SECONDS_FAILING)
+
+
+def _log(
     kind: str,
     outcome: str,
     claim: Claim,

@@ -158,6 +158,20 @@ def not_enough(snapshot: Snapshot, request: Request, choice: Choice) -> NotEnoug
     return NotEnoughGpus("\n".join(lines), request.num_gpus, len(choice.eligible), choice.refused)
 
 
+def waiting_error(wanted: int, why: str = "", missing: NotEnoughGpus | None = None) -> NotEnoughGpus:
+    """The error of a request that waits: *why*, and below it the reasons of *missing* where they are known."""
+    first = f"wanted {_gpus(wanted)}{f': {why}' if why else ''}."
+    if missing is None:
+        return NotEnoughGpus(first, wanted)
+    _, *reasons = str(missing).split("\n")
+    return NotEnoughGpus("\n".join([first, *reasons]), missing.wanted, missing.available, missing.refused)
+
+
+def refusal_text(refusal: Refusal) -> str:
+    """``"device 2: claimed by bob, 5m ago: python train.py; 12.0GiB in use"``."""
+    return f"{device_title(refusal.device)}: {'; '.join(reason.text for reason in refusal.reasons)}"
+
+
 def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
     """uuid -> "claimed by bob, 2h ago: python train.py", for each device of a living claim."""
     taken: dict[str, str] = {}
@@ -291,7 +305,7 @@ def _never(request: Request, could: Choice) -> str:
 
 
 def _explained(refusals: Sequence[Refusal], most: int = 16) -> list[str]:
-    lines = [f"  {device_title(r.device)}: {'; '.join(reason.text for reason in r.reasons)}" for r in refusals[:most]]
+    lines = [f"  {refusal_text(refusal)}" for refusal in refusals[:most]]
     return lines + [f"  and {len(refusals) - most} more"] * (len(refusals) > most)
 
 

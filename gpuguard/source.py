@@ -18,9 +18,8 @@ from typing import Any
 from gpuguard.backends import Backend, is_recorded
 from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.claims.holders import inode_of
-from gpuguard.claims.records import probe
-from gpuguard.claims.restrictions import against
-from gpuguard.claims.watch import ClaimWatcher
+from gpuguard.claims.probe import ClaimWatcher, probe
+from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.errors import ClaimError, LockDirectoryError, shortage
 from gpuguard.files import read_file, status_in_place, write_file
 from gpuguard.jsonio import decode, loads
@@ -78,7 +77,7 @@ class SnapshotSource:
     def joined(self, *, reservations: bool = True) -> tuple[Snapshot, float | None]:
         """The same, with all that the function joined() adds."""
         snapshot, age = self.sample()
-        return joined(snapshot, self._find_directory, self._watcher.look, reservations=reservations), age
+        return joined(snapshot, self._find_directory, self._watcher.probe, reservations=reservations), age
 
     def backend(self) -> Backend:
         """The driver."""
@@ -165,7 +164,7 @@ def with_quarantine(snapshot: Snapshot, directory: LockDirectory | None) -> Snap
         return snapshot
     uuids = {uuid for device in snapshot.devices for uuid in (device.uuid, device.parent_uuid) if uuid}
     try:
-        why = against(directory, sorted(uuids), None, time.time())
+        why = restrictions_against(directory, sorted(uuids), None, time.time())
     except OSError:
         return snapshot
     return replace(snapshot, quarantined=tuple(why.items()))

@@ -24,7 +24,7 @@ from proc import born_with
 from users import HOLD, interpreter
 
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.claims.records import locked_devices
+from gpuguard.claims.probe import locked_devices
 from gpuguard.model import HEALTH
 
 KEEPER = pwd.getpwnam("games")  # as whom the daemon runs where it has a user of its own

@@ -20,7 +20,7 @@ HOLD = """
 import fcntl, json, os, pwd, sys  # before it becomes somebody who may not read our Python
 from types import SimpleNamespace
 from gpuguard.errors import GpuguardError
-from gpuguard.claims.claim import Claim, lock_device as take_lock
+from gpuguard.claims.claim import Claim, JobDetails, lock_device as take_lock
 from gpuguard.claims.directory import lock_directory
 path, uid, name, *uuids = sys.argv[1:]
 if int(uid):
@@ -29,7 +29,7 @@ directory = lock_directory(path)
 locks = tuple(take_lock(directory, uuid, fcntl.LOCK_EX) for uuid in uuids)
 assert all(locks)
 claim = Claim(name, tuple(SimpleNamespace(uuid=uuid, index=place) for place, uuid in enumerate(uuids)), locks)
-claim.explain(directory, "an idle notebook", ["jupyter"])
+claim.write_record(directory, JobDetails("an idle notebook", ["jupyter"]))
 print("ready", flush=True)
 for line in sys.stdin:
     try:

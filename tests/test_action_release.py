@@ -19,8 +19,8 @@ from nodes import remove
 
 from gpuguard.claims import release as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
-from gpuguard.claims.records import locked_devices, probe, record_path
-from gpuguard.claims.release_requests import FULL_BYTES
+from gpuguard.claims.probe import locked_devices, probe
+from gpuguard.claims.records import FULL_BYTES, record_path
 from gpuguard.clusters import slurm_jobs
 from gpuguard.enforcement import actions, identity, signals
 from gpuguard.enforcement.limits import ActionLimits, PastAction

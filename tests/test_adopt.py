@@ -22,7 +22,8 @@ from wrapped import until
 
 from gpuguard.backends.simulated import Simulated
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.records import locked_devices, read_records
+from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import read_records
 from gpuguard.errors import ClaimError
 from gpuguard.jobs import adopt
 from gpuguard.model import HEALTH

@@ -15,13 +15,20 @@ import pytest
 from builders import a_device, a_snapshot
 from daemons import SOMEBODY, ask
 
-from gpuguard import lock, source
-from gpuguard.claims import restrictions
+from gpuguard import source
 from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory, open_lock_file
-from gpuguard.claims.restrictions import DENIED, KEPT, QUARANTINED, Restriction, change, read_restrictions, to_json
+from gpuguard.claims.restrictions import (
+    DENIED,
+    KEPT,
+    QUARANTINED,
+    Restriction,
+    change,
+    read_restrictions,
+    restrictions_against,
+    to_json,
+)
 from gpuguard.daemon.server import SocketServer
 from gpuguard.errors import LockDirectoryError
-from gpuguard.lock import barred
 
 root = pytest.mark.root
 STRANGER = SOMEBODY + 1
@@ -299,11 +306,4 @@ def test_what_the_daemon_decided_binds_whoever_claims(directory, own, kind):
     )
     Path(own, f"{kind}.json").chmod(0o644)
 
-    assert "by the policy p: because" in barred(a_snapshot(device), directory, None)[device.uuid]
-
-
-def test_every_file_that_can_decide_against_a_claim_is_looked_for(directory, own):
-    looked_for = {f"{directory.path}/{name}" for name in lock._AGAINST}
-
-    places = [(place, kind) for kind in (DENIED, QUARANTINED) for place in restrictions._places(directory, kind)]
-    assert looked_for == {restrictions._path(place, kind) for place, kind in places}
+    assert "by the policy p: because" in restrictions_against(directory, [device.uuid], os.geteuid(), NOW)[device.uuid]

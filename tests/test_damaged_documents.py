@@ -32,7 +32,7 @@ from gpuguard import jsonio
 from gpuguard import source as state
 from gpuguard.backends import simulated, simulated_node
 from gpuguard.backtest import recording
-from gpuguard.claims import grants, records, release_requests, restrictions
+from gpuguard.claims import grants, records, restrictions
 from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory
 from gpuguard.claims.restrictions import boot_id
 from gpuguard.cli import deny
@@ -118,10 +118,10 @@ def of_marks(kind: str) -> Reader:
         directory = directory_in(place)
         Path(daemon_files(directory).file(f"{kind}.json")).write_bytes(encoded)
         for mark in restrictions.read_restrictions(directory, kind, NOW).values():
-            assert all(text.isprintable() for text in (deny.line_of(mark, NOW), restrictions.denial(mark)))
+            assert all(text.isprintable() for text in (deny.line_of(mark, NOW), restrictions.denial_text(mark)))
             json_text(restrictions.to_json(mark))
         Exemptions(directory, lambda kept: None, lambda: (), lambda event: None)
-        restrictions.against(directory, ["GPU-1"], 7, NOW)
+        restrictions.restrictions_against(directory, ["GPU-1"], 7, NOW)
 
     return read
 
@@ -318,7 +318,7 @@ def of_letters(place: Path, encoded: bytes) -> None:
     descriptor = os.memfd_create("record")
     try:
         os.write(descriptor, json.dumps(RECORD).encode() + b"\n" + encoded + b"\n")
-        assert all(isinstance(letter, release_requests.ReleaseRequest) for letter in release_requests.read(descriptor))
+        assert all(isinstance(letter, records.ReleaseRequest) for letter in records.read_requests(descriptor))
     finally:
         os.close(descriptor)
 
@@ -327,7 +327,7 @@ def of_letters(place: Path, encoded: bytes) -> None:
 READERS: dict[str, tuple[Callable[[Path], Any], Reader]] = {
     "record": (lambda place: RECORD, of_records),
     "letter": (
-        lambda place: vars(release_requests.ReleaseRequest(release_requests.YIELD, "root", "why", NOW)),
+        lambda place: vars(records.ReleaseRequest(records.YIELD, "root", "why", NOW)),
         of_letters,
     ),
     "ticket": (a_ticket, of_tickets),

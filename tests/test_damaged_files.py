@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 from chances import THE_SAME, luck
+from claiming import acquire
 from daemons import DaemonUnderTest, a_daemon, ask
 from nodes import Gpuguard, eventually, start
 from structures import mutants
 
 from gpuguard import request as requests
 from gpuguard.backends.simulated import Simulated
-from gpuguard.claims import release_requests
+from gpuguard.claims import records
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.lock import acquire
 from gpuguard.queue import reservation_store, tickets
 from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reservation_store import Reservation
@@ -215,9 +215,7 @@ def test_a_letter_stops_nobody(scene):
     try:
         descriptor = scene.claims[0].pass_fds[-1]
         size = os.fstat(descriptor).st_size
-        release_requests.write(
-            descriptor, release_requests.ReleaseRequest(release_requests.YIELD, "root", "why", time.time())
-        )
+        records.write_request(descriptor, records.ReleaseRequest(records.YIELD, "root", "why", time.time()))
         content = json.loads(os.pread(descriptor, 8192, size))
         os.ftruncate(descriptor, size)
         for batch in batches(content, CLAIMED):

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import PACKAGE, ROOT, module_name, modules, tree
 
-from gpuguard.claims import grants, records, release_requests
+from gpuguard.claims import grants, records
 from gpuguard.daemon import server
 from gpuguard.daemon.client import MAX_REQUEST_BYTES
 from gpuguard.enforcement import limits
@@ -107,7 +107,7 @@ RESERVATION = {
 # What is written, and its reader: what it gives for a document that it cannot understand is falsy or a Torn.
 KINDS: dict[str, tuple[dict[str, object], Callable[[bytes], object]]] = {
     "record": ({"devices": ["GPU-1"]}, lambda encoded: records._decoded(encoded, 7, "7.x").devices),
-    "letter": ({"what": "stop"}, release_requests._decode_request),
+    "letter": ({"what": "stop"}, records._decode_request),
     "grant": ({"uid": 7, "claim": "x"}, in_a_file(grants._grant_in)),
     "ticket": ({"requests": [{"num_gpus": 1}]}, lambda encoded: tickets._decoded(encoded, HERE, "x")),
     "reservation": (RESERVATION, lambda encoded: reservation_store._decoded(encoded, HERE, "x")),

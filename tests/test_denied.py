@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from builders import Machine as Devices
 from builders import a_device
+from claiming import acquire, preview
 from daemons import a_daemon, somebodys
 from guarded import SOMEBODY, a_scene
 from nodes import GIB, Gpuguard, eventually, start
@@ -22,7 +23,6 @@ from gpuguard.claims.restrictions import DENIED, QUARANTINED, Restriction, chang
 from gpuguard.enforcement import actions, identity
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
-from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.model import Event, Finding, Subject, Verdict
 from gpuguard.request import Request
 
@@ -51,7 +51,7 @@ def test_a_quarantined_device_is_refused_with_its_reason(directory):
     devices = Devices(a_device(0), a_device(1))
     mark(directory, QUARANTINED, devices.devices[1].uuid)
 
-    _, choice = sample_and_lock(devices, Request(num_gpus=1), directory)
+    _, choice = preview(devices, Request(num_gpus=1), directory)
 
     assert [device.index for device in choice.devices] == [0]
     assert [reason.text for reason in choice.refused[0].reasons] == ["quarantined by the administrator: a good reason"]
@@ -72,7 +72,7 @@ def test_a_quarantined_gpu_takes_its_instances_along(directory):
     child = a_device(0, uuid="MIG-1", parent_uuid=parent.uuid, gpu_instance_id=1)
     mark(directory, QUARANTINED, parent.uuid)
 
-    _, choice = sample_and_lock(Devices(parent, child), Request(num_gpus=1), directory)
+    _, choice = preview(Devices(parent, child), Request(num_gpus=1), directory)
 
     assert choice.devices == ()
 

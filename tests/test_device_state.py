@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 from builders import GIB, MIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from claiming import acquire, preview
 from fake_nvml import FakeNvml
 from nodes import Gpuguard
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.device_state import DIVIDED, FREE, IDLE, IN_USE, DeviceUse, claims_on, usable_devices, user_label, uses
 from gpuguard.errors import NotEnoughGpus
-from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import metric_families
 from gpuguard.model import (
@@ -264,7 +264,7 @@ def test_a_start_takes_what_is_free_though_it_reads_less_of_the_driver(tmp_path:
         free = {use.device.uuid for use in uses(snapshot) if use.state == FREE}
         driver = ADriver(*snapshot.devices)
         for number in (1, len(free)):
-            _, choice = sample_and_lock(driver, Request(num_gpus=max(1, number)), directory, {})
+            _, choice = preview(driver, Request(num_gpus=max(1, number)), directory, {})
             assert {device.uuid for device in choice.devices} <= free, seed
             assert len(choice.devices) == min(number, len(free)), seed
         if free:

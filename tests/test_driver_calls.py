@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, MIB, Machine, a_device, a_process, a_snapshot
+from claiming import acquire, preview
 from fake_nvml import FakeNvml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,6 @@ from gpuguard.backends.nvml_calls import NOT_SUPPORTED
 from gpuguard.backends.nvml_processes import MPS_SERVER
 from gpuguard.claims.directory import lock_directory
 from gpuguard.errors import NotEnoughGpus
-from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.model import HEALTH, IDLE_PROCESSES, PROCESSES, Device, Gap, Snapshot
 from gpuguard.request import Request
 from gpuguard.select import choose
@@ -353,7 +353,7 @@ def test_the_winners_are_those_of_who_has_read_everything(facts: list[dict[str, 
 
     with tempfile.TemporaryDirectory() as place:
         directory = lock_directory(place)
-        _, choice = sample_and_lock(Reticent(*everything), request, directory)
+        _, choice = preview(Reticent(*everything), request, directory)
         assert [device.index for device in choice.devices] == expected
         try:
             with acquire(Reticent(*everything), request, directory) as claim:

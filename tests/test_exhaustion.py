@@ -16,7 +16,8 @@ from chances import luck
 from nodes import SECONDS, Gpuguard
 
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.records import locked_devices, read_records
+from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import read_records
 from gpuguard.jobs import drain, spawn
 from gpuguard.queue.tickets import read_tickets
 
@@ -133,7 +134,7 @@ DEAF = ("sh", "-c", "trap '' TERM; sleep 60 & wait; wait")
     ("module", "owner", "name", "words", "status"),
     [
         ("posixpath", "os", "pidfd_open", ("--", "sh", "-c", "exit 6"), 6),
-        ("gpuguard.jobs.drain", "Settling", "wait_until_free", ("--", "sh", "-c", "exit 6"), 6),
+        ("gpuguard.jobs.drain", "Drain", "wait_until_free", ("--", "sh", "-c", "exit 6"), 6),
         ("gpuguard.jobs", "escalation", "descendants", ("--time-limit", "500ms", "--grace", "200ms", "--", *DEAF), 124),
         ("gpuguard.jobs", "escalation", "read_stat", ("--time-limit", "500ms", "--", "sleep", "60"), 124),
     ],

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from gpuguard.claims.claim import Claim
+from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_records
 from gpuguard.cli.run import write_expected_end
@@ -200,7 +200,7 @@ def test_a_command_that_is_too_long_for_the_log_is_found_again(log):
 class Record(Claim):
     """Keeps what would be written into its record."""
 
-    def expect(self, when):
+    def expect_end(self, when):
         self.told = when
 
 
@@ -218,7 +218,7 @@ def test_a_job_tells_when_it_should_end_and_only_what_is_known(log, monkeypatch)
 def test_a_job_that_told_it_keeps_its_record_when_its_supervisor_is_killed(log, tmp_path):
     directory, claim = lock_directory(str(tmp_path)), Claim("c", (), ())
     claim.since = 1000.0
-    claim.explain(directory, "note", TRAIN)
+    claim.write_record(directory, JobDetails("note", TRAIN))
     ran(10.0, 20.0, 30.0)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=claim.pass_fds):
         write_expected_end(claim, TRAIN)

@@ -28,9 +28,9 @@ from test_releasing import BY_ROOT, GPUS, free
 from gpuguard import source
 from gpuguard.claims import release as releasing
 from gpuguard.claims.directory import lock_directory, open_lock
-from gpuguard.claims.records import probe, record_path
-from gpuguard.claims.release import let_go, lock_handle
-from gpuguard.claims.release_requests import ReleaseRequest
+from gpuguard.claims.probe import probe
+from gpuguard.claims.records import ReleaseRequest, record_path
+from gpuguard.claims.release import lock_handle, release_locks
 from gpuguard.cli import doctor
 from gpuguard.errors import ClaimError
 from gpuguard.files import file_system
@@ -118,13 +118,13 @@ def test_what_a_record_copies_from_another_accuses_nobody(forged):
 HELD_BY_ROOTS_PROGRAM = """
 import fcntl, json, os, pwd, sys
 from types import SimpleNamespace
-from gpuguard.claims.claim import Claim, lock_device as take_lock
+from gpuguard.claims.claim import Claim, JobDetails, lock_device as take_lock
 from gpuguard.claims.directory import lock_directory
 path, uuid, program = sys.argv[1:]
 os.setgroups([]); os.setresgid(*[20001] * 3); os.setresuid(*[20001] * 3)
 directory = lock_directory(path)
 claim = Claim("c0ffee", (SimpleNamespace(uuid=uuid, index=0),), (take_lock(directory, uuid, fcntl.LOCK_EX),))
-claim.explain(directory, None, ["x"])
+claim.write_record(directory, JobDetails(command=["x"]))
 for descriptor in claim.pass_fds:
     os.set_inheritable(descriptor, True)
 os.execv(program, ["sleep", "600"])
@@ -142,7 +142,7 @@ def test_a_claim_held_by_a_program_with_the_set_user_id_bit_is_not_roots(tmp_pat
             assert eventually(lambda: Path(f"/proc/{holder.pid}/comm").read_text() == "sleep\n")
             [claim] = probe(directory, ["GPU-a"])
             with lock_handle(directory, claim) as grip:
-                let_go(grip, ReleaseRequest("released", "root"))
+                release_locks(grip, ReleaseRequest("released", "root"))
         finally:
             holder.kill()
 
@@ -183,7 +183,7 @@ def test_whatever_a_record_says_of_descriptors_its_claim_is_released_and_no_othe
     """Who wrote nonsense there, or nothing, kept his devices for ever, whatever a policy says."""
     with a_holder(directory, GPUS[0]) as holder, a_holder(directory, GPUS[1], name="other"):
         with lock_handle(directory, rewritten(holder, descriptors)) as grip:
-            let_go(grip, BY_ROOT)
+            release_locks(grip, BY_ROOT)
 
         assert free(directory) == [GPUS[0], *GPUS[2:]]
         assert holder.does("claim.reassert()").startswith("ClaimLost")
@@ -197,7 +197,7 @@ def test_two_who_release_the_claims_of_one_user_at_once_do_not_take_each_other_f
 
         def release(holder: Holder) -> None:
             with lock_handle(directory, holder.record()) as grip:
-                found.append(let_go(grip, BY_ROOT))
+                found.append(release_locks(grip, BY_ROOT))
 
         threads = [threading.Thread(target=release, args=(each,)) for each in (one, two)]
         for thread in threads:

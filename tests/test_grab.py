@@ -12,11 +12,12 @@ from grabbing import a_node, claimed, indices, script, visible  # noqa: F401  (a
 from nodes import GIB, a_user, change, start
 
 import gpuguard
-from gpuguard import api, lock
+from gpuguard import api
 from gpuguard.claims import claim as hold
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.records import probe
+from gpuguard.claims.probe import probe
 from gpuguard.errors import CudaInitialized, ImpossibleRequest, InvalidRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.lock import Allocator
 from gpuguard.model import MEMORY
 
 # The manner of py3nvml
@@ -311,16 +312,16 @@ def test_select_devices_raises_when_there_are_too_few_and_says_why(node):
 
 
 def test_select_devices_takes_what_became_free_while_it_looked_for_reasons(node, monkeypatch):
-    looks = lock.sample_and_lock
+    looks = Allocator.preview
     with a_user(node, "0", 10 * GIB) as user:
 
-        def ends_meanwhile(*of):
-            answer = looks(*of)
+        def ends_meanwhile(*of, **more):
+            answer = looks(*of, **more)
             user.kill()
             user.wait()
             return answer
 
-        monkeypatch.setattr(api, "sample_and_lock", ends_meanwhile)
+        monkeypatch.setattr(Allocator, "preview", ends_meanwhile)
 
         assert len(gpuguard.select_devices(4)) == 4
 
@@ -405,7 +406,7 @@ def test_a_claim_that_was_given_back_says_so():
     assert repr(claim) == f"<Claim {claim.id} of 2, 3>"
 
     claim.release()
-    assert repr(claim) == f"<Claim {claim.id} of 2, 3, given back>"
+    assert repr(claim) == f"<Claim {claim.id} of 2, 3, released>"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fake_nvml import GIB, FakeNvml
 from guarded import SOMEBODY, Scene, a_child, a_scene, somebody
 
 from gpuguard import procfs
-from gpuguard.claims.release import listens
+from gpuguard.claims.release import is_supervisor
 from gpuguard.enforcement import identity
 from gpuguard.enforcement.actions import write_to_terminal
 from gpuguard.enforcement.identity import Protected
@@ -191,7 +191,7 @@ def test_nobody_has_another_owner_or_other_signals_by_the_name_that_he_gives_him
         try:
             child.stdout.readline()
             owners = procfs.uid_of(child.pid), procfs.uid_behind(child.pid), identity.facts_of(child.pid).uids[0]
-            assert (owners, listens(child.pid)) == ((os.getuid(),) * 3, False)
+            assert (owners, is_supervisor(child.pid)) == ((os.getuid(),) * 3, False)
         finally:
             child.kill()
 

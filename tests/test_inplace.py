@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from builders import Machine, a_device
+from claiming import acquire
 from lines import a_ticket
 
 from gpuguard import files
 from gpuguard.claims import holders
 from gpuguard.claims.directory import lock_directory
 from gpuguard.files import device_of, exists_in_place, open_in_place, open_or_create, status_in_place
-from gpuguard.lock import acquire
 from gpuguard.queue.tickets import OwnTicket, ticket_content
 from gpuguard.request import Request
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, Machine
+from claiming import acquire
 from grabbing import a_node, claimed, visible  # noqa: F401  (a fixture)
 
 import gpuguard
 from gpuguard import api
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import lock_directory
-from gpuguard.lock import acquire
 from gpuguard.request import Request
 
 MOST = 1_000_000  # points; there are 12,000 at most

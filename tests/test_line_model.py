@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance
 from chances import IN_CAMPAIGNS, often
+from claiming import acquire
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,12 +24,11 @@ from line_reference import Job, Kept, Model
 from lines import HOUR, a_ticket
 from pretended import Pretended
 
-from gpuguard import lock
-from gpuguard.claims.claim import Claim
+from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.records import locks_held, probe
+from gpuguard.claims.probe import locks_held, probe
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
-from gpuguard.lock import acquire
+from gpuguard.lock import Allocator
 from gpuguard.queue.explain import read_queue
 from gpuguard.queue.priority import QueueRules
 from gpuguard.queue.reservation_store import Reservation, arrive, remove, write
@@ -192,14 +192,16 @@ class LineMachine(RuleBasedStateMachine):
                 fits = self.model.fits(job)
                 kept = line.kept_for_others(held.id)
                 self.world.user = job.user
-                claim = lock.lock_best(self.machine, snapshot, job.request, self.directory, None, dict(kept))
+                claim = Allocator(self.machine, self.directory, [job.request]).lock_best(
+                    job.request, snapshot, dict(kept), with_record=False
+                )
                 assert claim or not fits or job.request.share or kept
                 if claim:
                     arrive(self.directory, line.facts.reservations)
                     devices = {each.uuid for each in claim}
                     here = [one for one in line.facts.reservations if not devices.isdisjoint(one.devices)]
-                    claim.arrivals = arrive(self.directory, here)
-                    claim.explain(self.directory, None, (), ends=job.limit and self.model.now + job.limit)
+                    claim.arrival_files = arrive(self.directory, here)
+                    claim.write_record(self.directory, JobDetails(time_limit=job.limit))
                     self.waiting.remove((held, job))
                     held.leave()
                     self.taken(claim, job)

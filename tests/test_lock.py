@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process
+from claiming import acquire, preview
 
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.records import MOST_OF_ONE, locked_devices, probe, read_records, write_record
+from gpuguard.claims.probe import locked_devices, probe
+from gpuguard.claims.records import MOST_OF_ONE, read_records, write_record
 from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
-from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.request import Request
 
 
@@ -328,7 +329,7 @@ def test_set_but_empty_means_no_device(directory: LockDirectory, monkeypatch: py
 
 def test_look_agrees_with_acquire_and_claims_nothing(directory: LockDirectory) -> None:
     machine = Machine()
-    _, choice = sample_and_lock(machine, Request(num_gpus=2), directory)
+    _, choice = preview(machine, Request(num_gpus=2), directory)
     free = locked_devices(directory, [device.uuid for device in machine.devices])
     with acquire(machine, Request(num_gpus=2), directory) as claim:
         assert [device.uuid for device in choice.devices] == [device.uuid for device in claim]
@@ -338,7 +339,7 @@ def test_look_agrees_with_acquire_and_claims_nothing(directory: LockDirectory) -
 
 def test_only_the_winners_are_read_a_second_time(directory: LockDirectory) -> None:
     machine = Machine(*(a_device(index, problems=None) for index in range(8)))
-    sample_and_lock(machine, Request(num_gpus=1), directory)
+    preview(machine, Request(num_gpus=1), directory)
     first, second = machine.asked[0][1], machine.asked[1][1]
 
     assert first is None
@@ -371,7 +372,7 @@ def test_a_look_promises_nothing_where_the_daemon_alone_gives_the_locks_and_is_n
     directory: LockDirectory,
 ) -> None:
     with pytest.raises(ClaimError, match="no daemon"):
-        sample_and_lock(Machine(a_device(0)), Request(), replace(directory, closed=True))
+        preview(Machine(a_device(0)), Request(), replace(directory, closed=True))
 
 
 def test_a_wait_that_is_over_says_what_was_missing(directory: LockDirectory) -> None:

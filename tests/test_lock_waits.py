@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, Machine, a_device, a_process
+from claiming import acquire, preview
 
-from gpuguard import lock
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.records import locked_devices
+from gpuguard.claims.probe import locked_devices
 from gpuguard.errors import ClaimError, ImpossibleRequest, NotEnoughGpus, WaitTimeout
-from gpuguard.lock import acquire, sample_and_lock, sample_closely
+from gpuguard.lock import Allocator
 from gpuguard.model import HEALTH, IDLE_PROCESSES
 from gpuguard.queue import reservation_store, tickets
 from gpuguard.queue.leader import YOUR_TURN
@@ -89,12 +89,12 @@ def test_a_look_leaves_out_what_is_reserved_for_somebody_else(directory: LockDir
         "", os.geteuid(), os.geteuid() + 1, "bob", 1, now - 1, now + HOUR, (machine.devices[1].uuid,), now
     )
     made = reservation_store.write(directory, wanted)
-    _, choice = sample_and_lock(machine, Request(), directory)
+    _, choice = preview(machine, Request(), directory)
     assert [device.index for device in choice.devices] == [0]
     assert "'s reservation until " in choice.refused[0].reasons[0].text
 
     reservation_store.remove(directory, made)
-    _, choice = sample_and_lock(machine, Request(), directory)
+    _, choice = preview(machine, Request(), directory)
     assert [device.index for device in choice.devices] == [1]
 
 
@@ -113,7 +113,7 @@ def test_where_the_daemon_gives_the_locks_nothing_is_claimed_without_it(director
 
 def test_whoever_asks_for_reasons_is_told_whose_processes_are_in_the_way(directory: LockDirectory) -> None:
     machine = Machine(a_device(0, processes=(a_process(812, user="bob"),)))
-    _, choice = sample_closely(machine, Request(), directory)
+    _, choice = Allocator(machine, directory, [Request()]).preview(with_reasons=True)
 
     assert choice.devices == ()
     assert "used by bob (pid 812" in choice.refused[0].reasons[0].text
@@ -125,35 +125,35 @@ def test_whoever_asks_for_reasons_is_told_whose_processes_are_in_the_way(directo
 
 def test_inside_a_claim_the_wait_is_over_when_its_time_is(directory):
     machine = Machine(a_device(0))
-    with lock.acquire(machine, Request(), directory, environ={}) as outer:
+    with acquire(machine, Request(), directory, environ={}) as outer:
         environ = {"GPUGUARD_CLAIM": outer.id}
         with (
-            lock.acquire(machine, Request(), directory, environ=environ),
+            acquire(machine, Request(), directory, environ=environ),
             pytest.raises(WaitTimeout, match="inside the claim"),
         ):
-            lock.acquire(machine, Request(), directory, environ=environ, wait=0.5)
+            acquire(machine, Request(), directory, environ=environ, wait=0.5)
 
 
 def test_inside_a_claim_one_hears_what_is_missing_and_starts_when_a_sibling_ends(directory):
     machine, told = Machine(a_device(0)), list[str]()
-    with lock.acquire(machine, Request(), directory, environ={}) as outer:
+    with acquire(machine, Request(), directory, environ={}) as outer:
         environ = {"GPUGUARD_CLAIM": outer.id}
-        sibling = lock.acquire(machine, Request(), directory, environ=environ)
+        sibling = acquire(machine, Request(), directory, environ=environ)
 
         def tell(error: NotEnoughGpus) -> None:
             told.append(str(error))
             sibling.release()
 
-        lock.acquire(machine, Request(), directory, environ=environ, wait=60, on_wait=tell).release()
+        acquire(machine, Request(), directory, environ=environ, wait=60, on_wait=tell).release()
     assert len(told) == 1 and "used by another command inside the claim" in told[0]
 
 
 def test_of_two_ways_the_one_that_can_be_met_some_day_says_what_is_missing(directory):
     machine = Machine(a_device(0))
-    with lock.acquire(machine, Request(), directory, environ={}):
+    with acquire(machine, Request(), directory, environ={}):
         for ways in ([Request(num_gpus=9), Request()], [Request(), Request(num_gpus=9)]):
             with pytest.raises(NotEnoughGpus, match="wanted 1 GPU") as caught:
-                lock.acquire(machine, ways[0], directory, alternatives=ways[1:], environ={})
+                acquire(machine, ways[0], directory, alternatives=ways[1:], environ={})
 
             assert not isinstance(caught.value, ImpossibleRequest)
 

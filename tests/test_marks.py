@@ -228,7 +228,7 @@ def test_a_writer_that_gets_one_of_two_locks_alone_keeps_neither(directory):
 def test_a_longer_mark_is_not_shortened_by_a_policy():
     longer = Restriction("1", NOW, NOW + 100)
     found = {"1": longer}
-    restrictions.prolong(found, Restriction("1", NOW, NOW + 50))
-    restrictions.prolong(found, Restriction("2", NOW, NOW + 50, "x" * 999))
+    restrictions.extend(found, Restriction("1", NOW, NOW + 50))
+    restrictions.extend(found, Restriction("2", NOW, NOW + 50, "x" * 999))
 
     assert (found["1"], len(found["2"].reason)) == (longer, restrictions.MAX_REASON)

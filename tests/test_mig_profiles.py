@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance
+from claiming import acquire, lock_best
 from contention import _end
 from nodes import Gpuguard, start
 from sharing import VARIANTS, without_gate
 from wrapped import until
 
-from gpuguard import lock
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.errors import ImpossibleRequest, InvalidRequest, NotEnoughGpus
-from gpuguard.lock import acquire
 from gpuguard.request import Request
 
 
@@ -192,7 +191,7 @@ def child(
         VARIANTS[variant]()
         os.close(there)  # which the parent alone shall hold
         os.read(here, 1)
-        claim = lock.lock_best(machine, machine.sample(()), request, directory, None, {})
+        claim = lock_best(machine, request, directory, {})
         os.write(answer, str(place % 2).encode() if claim else b"-")
         signal.pause()
     finally:

@@ -132,6 +132,7 @@ def test_the_package_asks_for_what_gpuguard_needs():
     control = (DEBIAN / "control").read_text()
     needed = requirements()
 
+    assert f"python3-filelock (>= {needed['filelock']})" in control
     assert f"python3-psutil (>= {needed['psutil']})" in control
     assert f"python3-yaml (>= {needed['pyyaml']})" in control
     assert "Provides: python3-pynvml (= @PYNVML@)" in control  # which stands for nvidia-ml-py

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 from builders import Machine, a_device
+from claiming import acquire
 
 from gpuguard import lock
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.records import locked_devices, read_records
+from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import read_records
 from gpuguard.errors import BackendError, DriverNotFound, DriverUnresponsive, NotEnoughGpus, WaitTimeout
-from gpuguard.lock import acquire
-from gpuguard.queue import reservation_store, waiter
+from gpuguard.lock import Allocator
+from gpuguard.queue import explain, reservation_store, waiter
 from gpuguard.queue.explain import new_ticket
 from gpuguard.queue.reservation_store import Reservation
 from gpuguard.queue.settings import read_queue_settings
@@ -51,7 +53,7 @@ class Failing:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LockDirectory:
-    monkeypatch.setattr(lock, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(lock, "SAMPLE_SECONDS", 0.01)
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "NVIDIA_VISIBLE_DEVICES", "GPUGUARD_CLAIM"):
         monkeypatch.delenv(name, raising=False)
     return lock_directory(str(tmp_path))
@@ -122,21 +124,21 @@ def test_who_gets_no_place_in_line_after_his_first_look_is_told_so(directory, mo
     def no_place(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(lock, "_in_line_of_lock", no_place)
+    monkeypatch.setattr(explain, "WaitingRequest", no_place)
     machine = Machine(a_device(0))
     with acquire(machine, Request(), directory), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         acquire(machine, Request(), directory, wait=60)
 
 
 @pytest.mark.parametrize(("left", "pause"), [(None, 2.0), (60.0, 2.0), (1.5, 1.5), (-1.0, 0.0)])
-def test_he_looks_again_after_two_seconds_or_at_the_end_of_his_time(monkeypatch, left, pause):
+def test_it_looks_again_after_two_seconds_or_at_the_end_of_its_time(tmp_path, monkeypatch, left, pause):
     pauses: list[float] = []
     monkeypatch.setattr(lock.time, "monotonic", lambda: 1000.0)
     monkeypatch.setattr(lock.time, "sleep", pauses.append)
 
-    error = lock._sample_later(
-        OSError(errno.EMFILE, "too many"), Request(num_gpus=2), None, True, left and 1000.0 + left, None, []
-    )
+    allocator = Allocator(Machine(a_device(0)), lock_directory(str(tmp_path)), [Request(num_gpus=2)])
+    allocator._deadline = left and 1000.0 + left
+    error = allocator._pause_after(OSError(errno.EMFILE, "too many"), True, [])
 
     assert pauses == [pause]
     assert str(error).startswith("wanted 2 GPUs: what is free cannot be seen now")
@@ -146,8 +148,8 @@ class Driver:
     """Fails at an own look, once it is told to, with the next of *faults*; not where that is None."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, faults: Iterable[Exception | None]) -> None:
-        self.really, self.faults, self.fails = lock.first_sample, iter(faults), False
-        monkeypatch.setattr(lock, "first_look", self)
+        self.really, self.faults, self.fails = Allocator._sample_all, iter(faults), False
+        monkeypatch.setattr(Allocator, "_sample_all", lambda *words, **more: self(*words, **more))
 
     def __call__(self, *words: Any, **more: Any) -> Any:
         if self.fails and (fault := next(self.faults, None)):

@@ -17,7 +17,7 @@ from fake_nvml import FakeNvml
 from nodes import SECONDS, Gpuguard, remove
 
 import gpuguard as api
-from gpuguard.claims.claim import Claim
+from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_record, read_records, record_path, write_record
 from gpuguard.cli import submit
@@ -59,10 +59,10 @@ def test_nobody_keeps_the_claim_of_a_slurm_job_from_being_made_or_taken_back(dir
     planted = PLANTS[plant](path)
     os.chown(path, MALLORY, MALLORY, follow_symlinks=False)
     assert slurm_claim.find(directory, JOB) is None
-    assert slurm_claim.drop(directory, JOB) is None
+    assert slurm_claim.end_claim(directory, JOB) is None
 
     claim = Claim(JOB.claim, (), ())
-    claim.explain(directory, "Slurm job 7", (), owner=ALICE)
+    claim.write_record(directory, JobDetails("Slurm job 7"), owner=ALICE)
     found = slurm_claim.find(directory, JOB)
     assert found is not None and (found.uid, found.note, claim.warning) == (ALICE, "Slurm job 7", None)
     claim.release()
@@ -93,7 +93,7 @@ def test_nobody_learns_the_name_of_a_file_before_it_is_there(directory, monkeypa
         real(old, new)
 
     monkeypatch.setattr(os, "rename", rename)
-    Claim("c0ffee", (), ()).explain(directory, None, ())
+    Claim("c0ffee", (), ()).write_record(directory)
     tickets.OwnTicket(directory, {"requests": [{}]}).leave()
     reservation_store.write(directory, reservation_store.Reservation("", 0, os.geteuid(), "", 1, 1.0, 2.0, ("GPU-a",)))
 

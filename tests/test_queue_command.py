@@ -9,12 +9,12 @@ import time
 
 import pytest
 from builders import Machine, a_claim_record, a_device, a_process, a_reservation, a_reserved, a_snapshot, a_uuid
+from claiming import acquire
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
 from gpuguard.clusters.slurm import Queued
-from gpuguard.lock import acquire
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.priority import QueueRules, Ticket

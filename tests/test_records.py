@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuguard.claims import records, release_requests
+from gpuguard.claims import probe as probes
+from gpuguard.claims import records
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.records import MAX_BYTES, _decoded, probe, read_record, read_records, write_record
-from gpuguard.claims.watch import ClaimWatcher, lock_names
+from gpuguard.claims.probe import ClaimWatcher, probe
+from gpuguard.claims.records import MAX_BYTES, _decoded, read_record, read_records, write_record
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 OTHER = "GPU-00000001-0000-4000-8000-000000000001"
@@ -55,10 +56,10 @@ def test_a_record_lives_on_in_the_job_that_inherited_it(directory: LockDirectory
 def test_when_a_job_should_end_is_written_between_what_stands_in_its_record(directory: LockDirectory) -> None:
     path, descriptor = write_record(directory, content())
     before = Path(path).stat()
-    release_requests.write(descriptor, release_requests.ReleaseRequest("yield", "root"))
+    records.write_request(descriptor, records.ReleaseRequest("yield", "root"))
     for when in (1.5, 2**34 + 0.1234, 2.0**60):  # the last one has no room
         records.write_expected(descriptor, when)
-    (record,), letters, after = read_records(directory), release_requests.read(descriptor), Path(path).stat()
+    (record,), letters, after = read_records(directory), records.read_requests(descriptor), Path(path).stat()
     os.close(descriptor)
 
     assert (record.note, record.expected, after.st_ino) == ("n", 2**34 + 0.123, before.st_ino)
@@ -196,7 +197,7 @@ def test_who_was_known_to_hold_a_lock_is_believed_without_asking_every_process_u
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     known = [replace(found, holders=(*found.holders, gone.pid))]
-    monkeypatch.setattr(records, "holders_of", lambda *_: pytest.fail("every process was asked"))
+    monkeypatch.setattr(probes, "holders_of", lambda *_: pytest.fail("every process was asked"))
     (claim,) = probe(directory, [UUID], known=known)
     os.close(lock)
     os.close(descriptor)
@@ -225,23 +226,27 @@ def test_a_lookout_asks_every_process_now_and_then(directory: LockDirectory, mon
     assert try_flock(lock)
     asked: list[float] = []
     clock = [1000.0]
-    monkeypatch.setattr("gpuguard.claims.watch.time.monotonic", lambda: clock[0])
-    really = records.holders_of
-    monkeypatch.setattr(records, "holders_of", lambda *some: asked.append(clock[0]) or really(*some))
+    monkeypatch.setattr("gpuguard.claims.probe.time.monotonic", lambda: clock[0])
+    really = probes.holders_of
+    monkeypatch.setattr(probes, "holders_of", lambda *some: asked.append(clock[0]) or really(*some))
     seen = ClaimWatcher()
     for clock[0] in (1000.0, 1001.0, 1009.9, 1010.0, 1011.0):
-        assert [claim.holders for claim in seen.look(directory, [UUID])] == [(os.getpid(),)]
+        assert [claim.holders for claim in seen.probe(directory, [UUID])] == [(os.getpid(),)]
     os.close(lock)
     os.close(descriptor)
 
     assert asked == [1000.0, 1010.0]
 
 
-def test_a_lookout_prepares_what_has_a_lock_file(directory: LockDirectory) -> None:
+def test_a_lookout_prepares_what_has_a_lock_file(directory: LockDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gate", "queue", UUID, f"{UUID}.slot0", "MIG-1"):
         os.close(open_lock(directory, name))
 
-    assert sorted(lock_names(directory)) == [UUID, "MIG-1"]
+    watcher, names = ClaimWatcher(), list[str]()
+    monkeypatch.setattr(watcher, "probe", lambda directory, uuids: names.extend(uuids))
+    watcher.prepare(directory)
+
+    assert sorted(names) == [UUID, "MIG-1"]
 
 
 def test_asking_does_not_make_lock_files(directory: LockDirectory) -> None:

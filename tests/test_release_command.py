@@ -17,7 +17,8 @@ from claimholders import a_holder
 from nodes import GIB, Gpuguard, a_user, change, eventually, start
 
 from gpuguard.claims.directory import lock_directory
-from gpuguard.claims.records import locked_devices, read_records
+from gpuguard.claims.probe import locked_devices
+from gpuguard.claims.records import read_records
 
 NOTEBOOK = """
 import sys
@@ -231,7 +232,7 @@ def test_without_an_id_own_claims_are_shown(site):
 
     assert nothing.returncode == 0 and nothing.stdout
     assert text.stdout.startswith("CLAIM ") and "1dea1234" in text.stdout
-    assert "nobody computes: can be released" in text.stdout
+    assert "no process computes: can be released" in text.stdout
     assert [(claim["claim"], len(claim["devices"]), claim["in_use"]) for claim in listed["claims"]] == [
         ("1dea1234", 2, None)
     ]

@@ -22,18 +22,18 @@ from nodes import eventually
 from gpuguard import deadline
 from gpuguard.claims import release as releasing
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
-from gpuguard.claims.records import record_path
-from gpuguard.claims.release import let_go, lock_handle, users_of
-from gpuguard.claims.release_requests import (
+from gpuguard.claims.records import (
     FULL_BYTES,
     RELEASED,
     YIELD,
     ReleaseRequest,
     pending_request,
-    read,
-    released,
-    write,
+    read_requests,
+    record_path,
+    released_by,
+    write_request,
 )
+from gpuguard.claims.release import computing_under, lock_handle, release_locks
 from gpuguard.errors import ClaimError
 from gpuguard.model import ClaimRecord
 
@@ -57,7 +57,7 @@ def test_all_devices_of_a_claim_are_free_at_once_while_its_process_lives(directo
     with a_holder(directory, *GPUS[:3]) as holder:
         with lock_handle(directory, holder.record()) as grip:
             held = free(directory)
-            let_go(grip, BY_ROOT)
+            release_locks(grip, BY_ROOT)
 
         assert (held, free(directory)) == ([GPUS[3]], list(GPUS))
         assert holder.lives() and holder.record() is None
@@ -67,7 +67,7 @@ def test_all_devices_of_a_claim_are_free_at_once_while_its_process_lives(directo
 def test_a_claim_that_was_released_is_not_taken_again_and_says_who_released_it(directory):
     with a_holder(directory, *GPUS) as holder:
         with lock_handle(directory, holder.record()) as grip:
-            let_go(grip, BY_ROOT)
+            release_locks(grip, BY_ROOT)
 
         said = holder.does("claim.reassert()")
         assert said.startswith("ClaimLost: the claim 1dea1234 was released by root") and "somebody waits" in said
@@ -79,7 +79,7 @@ def test_a_claim_that_was_released_is_not_taken_again_and_says_who_released_it(d
 def test_others_keep_what_they_took_meanwhile(directory):
     with a_holder(directory, *GPUS[:2]) as holder:
         with lock_handle(directory, holder.record()) as grip:
-            let_go(grip, BY_ROOT)
+            release_locks(grip, BY_ROOT)
         with a_holder(directory, *GPUS[:2], name="0ther") as other:
             assert "released by root" in holder.does("claim.reassert()")
             assert holder.does("claim.release()") == "None"
@@ -90,12 +90,12 @@ def test_a_bystanders_claim_of_the_same_user_and_even_of_the_same_process_stays(
     second = (
         f"[globals().update(l2=(take_lock(directory, {GPUS[2]!r}, fcntl.LOCK_EX),)),"
         f" globals().update(c2=Claim('5ec0nd', (SimpleNamespace(uuid={GPUS[2]!r}, index=0),), l2)),"
-        " c2.explain(directory, None, [])] and None"
+        " c2.write_record(directory)] and None"
     )
     with a_holder(directory, GPUS[0]) as holder, a_holder(directory, GPUS[1], name="other") as bystander:
         assert holder.does(second) == "None"
         with lock_handle(directory, holder.record()) as grip:
-            let_go(grip, BY_ROOT)
+            release_locks(grip, BY_ROOT)
 
         assert free(directory) == [GPUS[0], GPUS[3]]
         assert (holder.does("c2.reassert()"), bystander.does("claim.reassert()")) == ("None", "None")
@@ -105,7 +105,7 @@ def test_an_inner_claim_gives_up_its_own_locks_and_not_those_of_the_claim_around
     nested = f"{GPUS[0]}.nested"
     with a_holder(directory, GPUS[0]) as outer, a_holder(directory, nested, name="1dea1234.inner") as inner:
         with lock_handle(directory, inner.record()) as grip:
-            let_go(grip, BY_ROOT)
+            release_locks(grip, BY_ROOT)
 
         assert is_free(directory, nested) and not is_free(directory, GPUS[0])
         assert outer.does("claim.reassert()") == "None"
@@ -115,12 +115,12 @@ def test_the_shared_lock_of_a_whole_device_stays_with_the_other_claim_of_the_pro
     two = (
         "[globals().update({n: Claim(n, (SimpleNamespace(uuid=u, index=0),),"
         f" (take_lock(directory, u, fcntl.LOCK_EX), take_lock(directory, {GPUS[0]!r}, fcntl.LOCK_SH)))}})"
-        " or globals()[n].explain(directory, None, []) for n, u in (('one', 'MIG-1'), ('two', 'MIG-2'))] and None"
+        " or globals()[n].write_record(directory) for n, u in (('one', 'MIG-1'), ('two', 'MIG-2'))] and None"
     )
     with a_holder(directory) as holder:
         holder.does(two)
         with lock_handle(directory, ClaimRecord("one", holder.uid, "", ("MIG-1",))) as grip:
-            let_go(grip, BY_ROOT)
+            release_locks(grip, BY_ROOT)
 
         assert (is_free(directory, "MIG-1"), is_free(directory, "MIG-2"), is_free(directory, GPUS[0])) == (
             True, False, False,
@@ -139,7 +139,7 @@ def test_a_job_that_outlived_its_wrapper_gives_up_what_it_inherited(directory):
         try:
             assert free(directory) == list(GPUS[2:])
             with lock_handle(directory, record) as grip:
-                let_go(grip, BY_ROOT)
+                release_locks(grip, BY_ROOT)
             assert free(directory) == list(GPUS)
             assert os.path.exists(f"/proc/{pid}")
         finally:
@@ -160,7 +160,7 @@ def test_what_a_killed_releaser_began_is_finished_by_the_claim_itself_or_by_the_
                 assert "released by root" in holder.does("claim.reassert()")
             else:
                 with lock_handle(directory, record) as grip:
-                    let_go(grip, BY_ROOT)
+                    release_locks(grip, BY_ROOT)
 
             assert free(directory) == list(GPUS) and holder.record() is None
 
@@ -178,7 +178,7 @@ def killed_after(unlocked: int, directory: LockDirectory, record: ClaimRecord) -
 
     with lock_handle(directory, record) as grip:
         releasing.fcntl.flock = flock
-        let_go(grip, BY_ROOT)
+        release_locks(grip, BY_ROOT)
     os._exit(1)
 
 
@@ -186,13 +186,13 @@ RELEASE = """
 import sys
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_record
-from gpuguard.claims.release import lock_handle as gripped, let_go
-from gpuguard.claims.release_requests import RELEASED, ReleaseRequest as Letter
+from gpuguard.claims.release import lock_handle as gripped, release_locks
+from gpuguard.claims.records import RELEASED, ReleaseRequest as Letter
 directory = lock_directory(sys.argv[1])
 claim = read_record(directory, int(sys.argv[2]), sys.argv[3])
 print("now", flush=True)
 with gripped(directory, claim) as grip:
-    let_go(grip, Letter(RELEASED, "root"))
+    release_locks(grip, Letter(RELEASED, "root"))
 """
 
 
@@ -225,10 +225,10 @@ def test_nothing_is_unlocked_when_the_decision_cannot_be_written_down(directory,
     def full(descriptor: int, letter: ReleaseRequest) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(releasing, "write", full)
+    monkeypatch.setattr(releasing, "write_request", full)
     with a_holder(directory, *GPUS) as holder:
         with lock_handle(directory, holder.record()) as grip, pytest.raises(OSError, match="space"):
-            let_go(grip, BY_ROOT)
+            release_locks(grip, BY_ROOT)
 
         assert free(directory) == [] and holder.does("claim.reassert()") == "None"
 
@@ -246,7 +246,7 @@ def test_a_file_that_does_not_answer_holds_up_one_thread_and_nobody_who_asks(dir
         answers.set()
         assert eventually(lambda: bool(releasing.in_time(os.getpid(), "lent", lambda: True)))
         with lock_handle(directory, holder.record()) as grip:
-            let_go(grip, BY_ROOT)
+            release_locks(grip, BY_ROOT)
 
         assert is_free(directory, GPUS[0]), "and what came too late was given back"
     assert len(os.listdir("/proc/self/fd")) == before
@@ -288,13 +288,13 @@ def letter_box(tmp_path: Path, behind: bytes = b"") -> int:
 def test_letters_are_read_in_their_order_and_the_last_wish_waits_for_its_answer(tmp_path):
     box = letter_box(tmp_path)
     before = pending_request(box)
-    write(box, ReleaseRequest(YIELD, "alice", "näher", 5.0))
+    write_request(box, ReleaseRequest(YIELD, "alice", "näher", 5.0))
     asked = pending_request(box)
-    write(box, ReleaseRequest("refused", "gpuguard run", "pid 3 computes"))
+    write_request(box, ReleaseRequest("refused", "gpuguard run", "pid 3 computes"))
 
     assert (before, asked, pending_request(box)) == (None, ReleaseRequest(YIELD, "alice", "näher", 5.0), None)
-    assert [letter.what for letter in read(box)] == ["yield", "refused"]
-    assert released(box) is None
+    assert [letter.what for letter in read_requests(box)] == ["yield", "refused"]
+    assert released_by(box) is None
 
 
 @pytest.mark.parametrize(
@@ -305,17 +305,17 @@ def test_letters_are_read_in_their_order_and_the_last_wish_waits_for_its_answer(
     ],
 )  # fmt: skip
 def test_what_is_no_letter_is_none_and_holds_up_nobody(tmp_path, junk):
-    assert read(letter_box(tmp_path, junk)) == ()
-    assert released(letter_box(tmp_path, junk)) is None
+    assert read_requests(letter_box(tmp_path, junk)) == ()
+    assert released_by(letter_box(tmp_path, junk)) is None
 
 
 def test_a_letter_behind_junk_is_read_and_a_box_that_is_full_says_so(tmp_path):
     box = letter_box(tmp_path, b"\n" + b"x" * 20_000)
-    write(box, BY_ROOT)
-    assert released(box) is not None
+    write_request(box, BY_ROOT)
+    assert released_by(box) is not None
 
     with pytest.raises(ClaimError, match="full"):
-        write(letter_box(tmp_path, b"x" * (FULL_BYTES + 1)), ReleaseRequest(YIELD, "bob"))
+        write_request(letter_box(tmp_path, b"x" * (FULL_BYTES + 1)), ReleaseRequest(YIELD, "bob"))
 
 
 def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_letters():
@@ -323,7 +323,7 @@ def test_a_claim_whose_descriptors_the_program_has_closed_reads_no_letters():
     os.close(reader)
     os.close(writer)
 
-    assert (released(writer), pending_request(writer)) == (None, None)
+    assert (released_by(writer), pending_request(writer)) == (None, None)
 
 
 # --- who computes under a claim -----------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ MINE = ClaimRecord("c", 1001, "alice", ("GPU-A",), pid=50, holders=(50,))
     ],
 )
 def test_whoever_may_belong_to_the_claim_computes_under_it(process, counts):
-    users, unknown = users_of(MINE, a_snapshot(a_device(uuid="GPU-A", processes=(process,))), {})
+    users, unknown = computing_under(MINE, a_snapshot(a_device(uuid="GPU-A", processes=(process,))), {})
 
     assert (bool(users), unknown) == (counts, None)
 
@@ -359,4 +359,4 @@ def test_whoever_may_belong_to_the_claim_computes_under_it(process, counts):
     ],
 )
 def test_what_cannot_be_seen_is_unknown_and_not_nobody(devices):
-    assert users_of(MINE, a_snapshot(*devices), {})[1]
+    assert computing_under(MINE, a_snapshot(*devices), {})[1]

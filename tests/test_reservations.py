@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from builders import HOUR, NOW, UUIDS, Machine, a_claim_record, a_reservation, a_reserved
+from claiming import acquire
 from pretended import Pretended
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli.times import parse_when
 from gpuguard.errors import InvalidRequest, LockDirectoryError
-from gpuguard.lock import acquire, someone_waits
+from gpuguard.lock import has_queue
 from gpuguard.model import ClaimRecord
 from gpuguard.queue.priority import ReservationKeys
 from gpuguard.queue.reservation_store import Reservation, arrive, read, remove, write
@@ -186,7 +187,7 @@ def test_what_is_written_is_read(directory):
     assert (found, ignored, arrivals) == ([made], [], {})
     assert (made.num_gpus, made.devices, made.note, made.maker) == (2, UUIDS, "course", os.geteuid())
     assert abs(made.made - time.time()) < 60
-    assert someone_waits(directory)
+    assert has_queue(directory)
 
 
 def test_one_that_has_ended_is_removed_with_all_that_belongs_to_it(directory):
@@ -194,7 +195,7 @@ def test_one_that_has_ended_is_removed_with_all_that_belongs_to_it(directory):
     (path,) = arrive(directory, [made.booking()])
 
     assert read(directory, made.ends)[0] == []
-    assert not someone_waits(directory)
+    assert not has_queue(directory)
     read(directory, time.time())
     assert os.path.exists(path)  # a moment ago: the next look may still need it
 

@@ -12,7 +12,8 @@ from builders import GIB, a_device, a_snapshot
 from proc import children_of
 from wrapped import UUIDS, end, first_line, python, until
 
-from gpuguard.jobs.meter import JobMeter
+from gpuguard.history.schema import DEVICE_COLUMNS, UsageTally
+from gpuguard.run import JobMeter
 
 FAST = {"TICK_SECONDS": 0.05, "SAMPLE_SECONDS": 0.05, "FIRST_SAMPLE_SECONDS": 0.02}
 
@@ -188,15 +189,15 @@ def test_the_numbers_of_the_job_are_in_its_event(wrapped):
     wrapper = wrapped.start("sh", "-c", "echo ready; exec sleep 60", constants=FAST)
     first_line(wrapper)
     until(lambda: wrapped.samples >= 2)
-    wrapped.machine(memory_used=61 * GIB, utilization=80.0, energy=4600.0)
+    wrapped.machine(memory_used=61 * GIB, utilization=80.0, energy=1010.0)
     before = wrapped.samples
     until(lambda: wrapped.samples >= before + 3)
-    wrapped.machine(energy=4600.0)
+    wrapped.machine(energy=1010.0)
     wrapper.terminate()
     end(wrapper)
 
     facts = wrapped.events()[-1]["facts"]
-    assert (facts["peak_memory_bytes"], facts["energy_joules"], facts["exit_status"]) == (61 * GIB, 3600.0, 143)
+    assert (facts["peak_memory_bytes"], facts["energy_joules"], facts["exit_status"]) == (61 * GIB, 10.0, 143)
     assert 0 < facts["mean_utilization_percent"] <= 80
 
 
@@ -208,15 +209,34 @@ def test_a_job_shorter_than_a_blink_costs_one_sample(wrapped):
 
 def test_unknown_numbers_stay_unknown():
     meter = JobMeter([a_device(0)])
-    for _ in range(3):
-        meter.add(a_snapshot(a_device(0, memory_used=None, utilization=None, total_energy=None)))
+    for clock in range(3):
+        unknown = a_device(0, memory_used=None, utilization=None, total_energy=None)
+        meter.add(a_snapshot(unknown, clock=float(clock)))
 
     assert (meter.peak_memory, meter.utilization(), meter.energy()) == (None, None, None)
 
 
 def test_an_energy_counter_that_was_set_back_is_unknown():
     meter = JobMeter([a_device(0), a_device(1)])
-    for first in (5000.0, 10.0):
-        meter.add(a_snapshot(a_device(0, total_energy=first), a_device(1, total_energy=9000.0)))
+    for clock, first in enumerate((5000.0, 10.0)):
+        meter.add(a_snapshot(a_device(0, total_energy=first), a_device(1, total_energy=9000.0), clock=float(clock)))
 
     assert meter.energy() is None
+
+
+def test_the_summary_of_a_job_and_the_usage_store_sum_alike():
+    """Samples of a job come closer together at first: each counts for the time since the one before."""
+    meter, tally = JobMeter([a_device(0)]), UsageTally()
+    for clock, utilization, joules in ((0.0, 0.0, 0.0), (1.0, 90.0, 300.0), (10.0, 10.0, 1200.0)):
+        device = a_device(0, utilization=utilization, total_energy=joules)
+        snapshot = a_snapshot(device, clock=clock, taken_at=1_700_000_000.0 + clock)
+        meter.add(snapshot)
+        tally.add(snapshot, longest=60.0)
+    rows = [dict(zip(DEVICE_COLUMNS, *slot.devices.values(), strict=True)) for slot in tally.slots.values()]
+
+    def stored(column: str) -> float:
+        return sum(row[column] or 0.0 for row in rows)
+
+    assert meter.energy() == pytest.approx(stored("energy_joules")) == pytest.approx(1200.0)
+    mean = stored("utilization_percent_sum") / stored("seen_ms") * 1000
+    assert meter.utilization() == pytest.approx(mean) == pytest.approx(18.0)

@@ -18,7 +18,7 @@ from proc import children_of
 from wrapped import until
 
 from gpuguard.cli.run import format_energy, gpus, summary_line
-from gpuguard.jobs.meter import JobEnd
+from gpuguard.run import JobEnd
 
 LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
 

@@ -322,7 +322,7 @@ def test_a_driver_that_fails_is_asked_at_the_pace_of_the_limits_where_there_are_
     def pauses(first: float, limited: bool) -> list[float]:
         found = [first]
         while len(found) < 9:
-            found.append(run.slower(found[-1], limited=limited))
+            found.append(run.next_sample_seconds(found[-1], limited=limited))
         return found[1:]
 
     assert pauses(0.0, limited=True) == [2.5, 5.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0]

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process, a_uuid
+from claiming import acquire, preview
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
 from gpuguard.errors import DriverNotFound
-from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.model import HEALTH
 from gpuguard.request import Request
 
@@ -242,7 +242,7 @@ def test_what_is_unknown_is_said_and_never_shown_as_0(explain, three_devices):
 
 def test_it_chooses_what_run_would_choose(explain, three_devices, tmp_path):
     three_devices.devices = [a_device(i, temperature=90.0 - 10 * i, utilization=10.0 * i) for i in range(4)]
-    _, choice = sample_and_lock(three_devices, Request(2), lock_directory(str(tmp_path)))
+    _, choice = preview(three_devices, Request(2), lock_directory(str(tmp_path)))
     _, output = explain("-n", "2")
 
     assert f"on {', '.join(f'device {device.index}' for device in choice.devices)}." in output

@@ -132,7 +132,7 @@ def test_the_claim_stays_until_the_memory_has_settled(wrapped):
 
 
 def test_memory_that_never_settles_does_not_keep_the_claim_for_ever(wrapped):
-    wrapper = wrapped.start("sh", "-c", "echo ready; sleep 0.1", constants={"SETTLE_SECONDS": 0.2})
+    wrapper = wrapped.start("sh", "-c", "echo ready; sleep 0.1", constants={"DRAIN_SECONDS": 0.2})
     first_line(wrapper)
     wrapped.machine(memory_used=30 * GIB)
     end(wrapper)
@@ -194,12 +194,12 @@ def asked_after_a_job(
     """What a driver is asked whose device *held* so much before a job that left all children but *others*: none."""
     driver = Driver(memory_used)
     there = drain.children() or frozenset()
-    settling = drain.Settling(
+    settling = drain.Drain(
         (a_device(0, memory_used=held, processes=tuple(before)),),
         driver,
         pause=lambda seconds: None,
-        say=lambda text: None,
-        seen=None,
+        notify=lambda text: None,
+        count=None,
         tolerance=512 * MIB,
         others=there if others is None else frozenset(others),
         longest=0.0,
@@ -361,13 +361,13 @@ def climbed(ending: Escalation) -> list[tuple[float, str]]:
     taken = []
     while ending.due != NEVER:
         due = ending.due
-        assert ending.take(due - 0.001) is None
+        assert ending.next_step(due - 0.001) is None
         taken.append((due, rung_of(ending, due).name))
     return taken
 
 
 def rung_of(ending: Escalation, now: float) -> EscalationStep:
-    rung = ending.take(now)
+    rung = ending.next_step(now)
     assert rung is not None
     return rung
 
@@ -412,7 +412,7 @@ def test_another_limit_comes_before_a_time_limit_that_is_not_near() -> None:
 
 def test_once_the_checkpoint_signal_of_the_time_limit_is_sent_no_other_limit_takes_its_grace_away() -> None:
     ending = an_ending(time_limit=600.0, checkpoint=USR1)
-    ending.take(1540.0)
+    ending.next_step(1540.0)
     ending.begin(1550.0, "limit", "too much", "memory-limit")
 
     assert climbed(ending) == [(1600.0, "SIGTERM"), (1660.0, "SIGKILL")]
@@ -420,7 +420,7 @@ def test_once_the_checkpoint_signal_of_the_time_limit_is_sent_no_other_limit_tak
 
 def test_a_signal_that_comes_late_leaves_the_whole_grace_before_the_next() -> None:
     ending = an_ending(time_limit=600.0, checkpoint=USR1)
-    ending.take(1700.0)
+    ending.next_step(1700.0)
 
     assert climbed(ending) == [(1760.0, "SIGTERM"), (1820.0, "SIGKILL")]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from builders import GIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from claiming import acquire, preview
 
 from gpuguard.claims import claim as hold
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
-from gpuguard.claims.records import locked_devices, probe, write_record
-from gpuguard.claims.slots import locked_slots
+from gpuguard.claims.probe import locked_devices, locked_slots, probe
+from gpuguard.claims.records import write_record
 from gpuguard.errors import NotEnoughGpus
-from gpuguard.lock import acquire, sample_and_lock
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.request import Request
 from gpuguard.select import Choice, choose
@@ -195,7 +195,7 @@ def test_a_share_excludes_an_exclusive_claim_which_is_told_who_shares(directory:
     with acquire(machine, wanting(10), directory):
         with pytest.raises(NotEnoughGpus, match=r"shared by \w+ \(10\.0GiB\)"):
             acquire(machine, ALONE, directory)
-        assert sample_and_lock(machine, ALONE, directory)[1].devices == ()
+        assert preview(machine, ALONE, directory)[1].devices == ()
     acquire(machine, ALONE, directory).release()
 
 
@@ -320,14 +320,14 @@ def test_a_share_that_loses_the_race_goes_back_and_leaves_nothing(
     directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = single()
-    proper, rivals = Claim.explain, []
+    proper, rivals = Claim.write_record, []
 
     def overtaken(self: Claim, *words: Any, **more: Any) -> None:
-        monkeypatch.setattr(Claim, "explain", proper)
+        monkeypatch.setattr(Claim, "write_record", proper)
         rivals.append(a_record(directory, f"{self[0].uuid}.slot5", memory=70 * GIB))
         proper(self, *words, **more)
 
-    monkeypatch.setattr(Claim, "explain", overtaken)
+    monkeypatch.setattr(Claim, "write_record", overtaken)
     with pytest.raises(NotEnoughGpus, match=r"only 10\.0GiB left"):
         acquire(machine, wanting(20), directory)
 

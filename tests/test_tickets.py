@@ -23,7 +23,7 @@ from nodes import eventually
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.errors import InvalidRequest
-from gpuguard.lock import someone_waits
+from gpuguard.lock import has_queue
 from gpuguard.queue import tickets
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.queue.tickets import (
@@ -113,12 +113,12 @@ def test_a_ticket_comes_back_as_it_was_written(directory: LockDirectory) -> None
 
 
 def test_who_leaves_leaves_nothing_behind(directory: LockDirectory, held: OwnTicket) -> None:
-    assert someone_waits(directory, ("ticket.",))
+    assert has_queue(directory, ("ticket.",))
     held.leave()
     held.leave()
 
     assert os.listdir(directory.records) == []
-    assert not someone_waits(directory, ("ticket.",))
+    assert not has_queue(directory, ("ticket.",))
 
 
 def test_the_ticket_of_a_process_that_died_is_none_and_is_removed(directory: LockDirectory) -> None:

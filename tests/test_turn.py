@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 from builders import Machine, a_claim_record, a_device, a_process, a_snapshot
+from claiming import acquire
 from lines import a_ticket
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
 from gpuguard.eligibility import Refusal
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
-from gpuguard.lock import acquire
 from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.calendar import PlannedReservation, clock_text
 from gpuguard.queue.explain import QueueAnswer, new_ticket, promised, start_text

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from builders import Machine, a_device
+from claiming import acquire
 from endpoints import a_mail_server, a_web_server
 from nodes import Gpuguard, start
 from test_who import DOCUMENT, documented, printed
@@ -21,7 +22,6 @@ from wrapped import until
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.records import read_records
 from gpuguard.cli import run_command_line
-from gpuguard.lock import acquire
 from gpuguard.queue.tickets import read_tickets
 from gpuguard.request import Request
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, a_device, a_process, a_snapshot
+from claiming import acquire
 from nodes import a_user, change, clock, eventually, one, start
 
 from gpuguard import procfs, watchdog
@@ -20,7 +21,6 @@ from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.errors import DriverUnresponsive
-from gpuguard.lock import acquire
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS
 from gpuguard.notify.templates import message_for
 from gpuguard.policies import expression_language

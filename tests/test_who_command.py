@@ -15,13 +15,13 @@ from dataclasses import replace
 
 import pytest
 from builders import GIB, a_claim_record, a_device, a_process, a_snapshot
+from claiming import acquire
 from test_who import DOCUMENT, documented, printed
 
 from gpuguard import device_state
 from gpuguard.backends import open_backend, simulated, simulated_node
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
-from gpuguard.lock import acquire
 from gpuguard.model import Gap, Snapshot
 from gpuguard.request import Request
 from gpuguard.views.who import MOST_CLAIMS, to_json, to_text
@@ -38,10 +38,10 @@ time.sleep(60)
 ABANDON = """
 import os, signal, subprocess, sys
 from gpuguard.backends import open_backend
-from gpuguard.lock import acquire
+from gpuguard.lock import Allocator
 from gpuguard.claims.directory import lock_directory
 from gpuguard.request import Request
-claim = acquire(open_backend("simulated"), Request(), lock_directory(None, backend="simulated"))
+claim = Allocator(open_backend("simulated"), lock_directory(None, backend="simulated"), [Request()]).acquire()
 sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
 job = subprocess.Popen(sleep, pass_fds=claim.pass_fds, stdout=subprocess.DEVNULL)
 print(job.pid, flush=True)

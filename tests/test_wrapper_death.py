@@ -47,9 +47,8 @@ class UnlocksAtExit:
         return {{}}
     def reassert(self):
         pass
-    def wish(self):
+    def release_request(self):
         return None
-
     def release(self):
         self.lock.release()
 

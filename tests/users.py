@@ -26,7 +26,7 @@ from fake_nvml import FakeNvml
 from nodes import SECONDS, remove
 
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.claims.records import locked_devices
+from gpuguard.claims.probe import locked_devices
 
 # Users with a name that every Linux has and nobody uses.
 ALICE, BOB = (pwd.getpwnam(name) for name in ("daemon", "bin"))
@@ -45,7 +45,7 @@ HOLD = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"; exec sleep 100')
 
 def install(site: Path) -> None:
     """gpuguard and what it imports, readable for everybody: the checkout may lie in a home directory."""
-    for name in ("gpuguard", "pynvml", "psutil"):
+    for name in ("gpuguard", "pynvml", "psutil", "filelock"):
         spec = importlib.util.find_spec(name)
         assert spec and spec.origin
         if spec.submodule_search_locations:

@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 from builders import GIB, MIB, a_device, a_process, a_snapshot
+from claiming import acquire
 
 from gpuguard import run
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.claims.records import probe
+from gpuguard.claims.probe import probe
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError
 from gpuguard.jobs import drain
 from gpuguard.jobs.spawn import become_subreaper
-from gpuguard.lock import acquire
 from gpuguard.model import Snapshot
 from gpuguard.request import Request
 
@@ -57,7 +57,7 @@ class FileBackend:
             total_energy=now["energy"],
         )
         chosen = [device for device in (first, a_device(1)) if devices is None or device.uuid in devices]
-        return a_snapshot(*chosen)
+        return a_snapshot(*chosen, clock=time.clock_gettime(time.CLOCK_BOOTTIME))
 
     def close(self) -> None:
         pass
@@ -168,9 +168,8 @@ def main(place: Path, steering: dict[str, Any], command: list[str]) -> None:
     (place / "samples").write_text("")
     for name, value in steering["constants"].items():
         setattr(run if hasattr(run, name) else drain, name, value)
-    ended = run.run(
-        command, claim, backend, say=lambda text: print(f"gpuguard: {text}", file=sys.stderr), **steering["options"]
-    )
+    settings = run.JobSettings(**steering["options"])
+    ended = run.run(command, claim, backend, settings, notify=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
     print(f"ended: {ended}", file=sys.stderr)
     if ended.die_of:
         sys.stderr.flush()

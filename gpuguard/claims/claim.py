@@ -1,37 +1,65 @@
 """A claim: locked descriptors that a job inherits, and the record that says what they are for.
 
 The kernel drops an flock when its last holder dies, however it dies, so a claim cannot go stale; and the job inherits
-the descriptors, so the claim lives while the wrapper *or* any process of the job lives.  The text in the record is only
-for people; the lock is the truth.  Does not look for devices: see lock.
+the descriptors, so the claim lives while the supervisor *or* any process of the job lives.  The text in the record is
+only for people; the lock is the truth.  Does not choose devices: see lock.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
-from _thread import allocate_lock
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.directory import LockDirectory, is_same_file, open_lock, try_flock
-from gpuguard.claims.records import read_record, write_expected, write_record
-from gpuguard.claims.release_requests import pending_request, released, write
+from gpuguard.claims.probe import locked_slots, slot_names
+from gpuguard.claims.records import (
+    pending_request,
+    read_record,
+    released_by,
+    write_expected,
+    write_record,
+    write_request,
+)
 from gpuguard.clusters import visible_devices
 from gpuguard.errors import ClaimError, ClaimLost
 from gpuguard.model import Device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from typing import Any
 
-    from gpuguard.claims.release_requests import ReleaseRequest
-else:
-    from _collections_abc import Sequence  # of the interpreter; the package collections would take 3 ms
+    from gpuguard.claims.records import ReleaseRequest
+    from gpuguard.model import ClaimRecord
+    from gpuguard.request import Request
 
-_FIRST = 40  # number of a descriptor: shells take 10 and the next ones for themselves, and from 64 on it costs memory
-_UNTIDY = 50  # records of one user, dead ones among them
-_REASSERT_TRIES = 5  # somebody may be looking (see records.locked_devices) for some microseconds
+_FIRST_DESCRIPTOR = 40  # shells take 10 and the next ones for themselves, and from 64 on the kernel's table grows
+_MOST_RECORDS = 50  # of one user, dead ones among them, before they are tidied up
+_REASSERT_TRIES = 5  # a probe may hold the lock shared for some microseconds
+
+
+@dataclass(frozen=True)
+class JobDetails:
+    """What a claim is for: shown to people, and used by the plan of the queue.
+
+    Args:
+        note: for people.
+        command: of the job, for people.
+        time_limit: seconds from the claim on after which the job ends; None: unknown.
+        expected: says how many seconds it takes otherwise, as far as that can be told; called only by a request that
+            waits.
+        priority: in the queue, see queue.priority.PRIORITIES.
+    """
+
+    note: str | None = None
+    command: Sequence[str] = ()
+    time_limit: float | None = None
+    expected: Callable[[], float | None] | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,11 +94,11 @@ class Claim(Sequence[Device]):
         self.most = most  # so many claims at most share a device with it
         self.since: float | None = None  # unix time of its record
         self.warning: str | None = None  # what went wrong without harm to the claim, for people
-        self.arrivals: tuple[str, ...] = ()  # files whose time says when this user last had a claim, see reservefiles
+        self.arrival_files: tuple[str, ...] = ()  # their times say when this user last had a claim: see queue
         self._locks = locks
         self._record: Lock | None = None
         self._pid = os.getpid()
-        self._mutex = allocate_lock()
+        self._mutex = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -79,12 +107,13 @@ class Claim(Sequence[Device]):
         return self.devices[place]
 
     def __repr__(self) -> str:
-        back = ", given back" if self.devices and not self.locks else ""
-        return f"<Claim {self.id} of {', '.join(str(device.index) for device in self.devices) or 'no device'}{back}>"
+        released = ", released" if self.devices and not self.locks else ""
+        indices = ", ".join(str(device.index) for device in self.devices)
+        return f"<Claim {self.id} of {indices or 'no device'}{released}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from gpuguard.sanitize import of_held
+        from gpuguard.sanitize import of_held  # for notebooks alone
 
         return of_held(self)
 
@@ -98,19 +127,6 @@ class Claim(Sequence[Device]):
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    def wish(self) -> ReleaseRequest | None:
-        """What somebody who may wishes of this claim, and was not answered yet."""
-        return pending_request(self._record.descriptor) if self._record else None
-
-    def answer(self, letter: ReleaseRequest) -> None:
-        """Write *letter* behind the record; "released" is a promise that reassert() keeps.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        if self._record:
-            write(self._record.descriptor, letter)
 
     @property
     def locks(self) -> tuple[Lock, ...]:
@@ -139,7 +155,7 @@ class Claim(Sequence[Device]):
         }
 
     def reassert(self) -> None:
-        """Make sure that the locks are still held, and take them again if the job gave them away.
+        """Make sure that the locks are still held, and lock them again if the job has unlocked them.
 
         Raises:
             ClaimLost: a lock is held by somebody else now, or its file was replaced; or the claim was released from
@@ -147,58 +163,45 @@ class Claim(Sequence[Device]):
         """
         with self._mutex:
             lost = [fault for lock in self._locks if (fault := _fault(lock))]
-            # Afterwards: whoever gives a claim up writes that down first, so what was just taken again is seen here.
-            letter = released(self._record.descriptor) if self._record else None
-            if letter:
-                self._give_back(ours=self._pid == os.getpid())
-                raise ClaimLost(f"the claim {self.id} was released {letter.in_words()}.")
+            # Afterwards: a claim that is released from outside has that written down first, so what was just locked
+            # again is seen here.
+            request = released_by(self._record.descriptor) if self._record else None
+            if request:
+                self._release(ours=self._pid == os.getpid())
+                raise ClaimLost(f"the claim {self.id} was released {request.in_words()}.")
             if lost:
                 raise ClaimLost(lost[0])
 
     def release(self) -> None:
-        """Give the devices back now, also if a leftover of the job still has the descriptors.  Idempotent."""
+        """Release the devices now, also if a leftover of the job still has the descriptors.  Idempotent."""
         with self._mutex:
-            self._give_back(ours=self._pid == os.getpid())
+            self._release(ours=self._pid == os.getpid())
 
-    def _give_back(self, *, ours: bool) -> None:
+    def _release(self, *, ours: bool) -> None:
         if self._record:
             if ours and is_same_file(self._record.descriptor, self._record.path):
                 _remove(self._record.path)
-            _let_go(self._record, unlock=ours)
+            _close(self._record, unlock=ours)
         for lock in self._locks:
-            _let_go(lock, unlock=ours)
-        for path in self.arrivals if ours and self._locks else ():
+            _close(lock, unlock=ours)
+        for path in self.arrival_files if ours and self._locks else ():
             _touch(path)
         self._locks, self._record = (), None
-
-    def withdraw(self) -> None:
-        """Take the record back; the locks stay."""
-        with self._mutex:
-            if self._record:
-                if is_same_file(self._record.descriptor, self._record.path):
-                    _remove(self._record.path)
-                _let_go(self._record, unlock=True)
-                self._record = None
 
     def slots(self, directory: LockDirectory) -> list[str]:
         """The names of the slots that it holds of devices which it shares."""
         names = [lock.path[len(directory.lock_path("")) :] for lock in self._locks]
         return [name for name in names if ".slot" in name]
 
-    def explain(
-        self,
-        directory: LockDirectory,
-        note: str | None,
-        command: Sequence[str],
-        *,
-        ends: float | None = None,
-        owner: int | None = None,
+    def write_record(
+        self, directory: LockDirectory, job: JobDetails | None = None, *, owner: int | None = None
     ) -> None:
-        """Write the record that tells others whose claim this is, what it is for, and when (unix time) it ends.
+        """Write the record that tells others whose claim this is, what it is for, and when it ends.
 
         Again: the new one takes the place of the first, and nobody sees the claim without one.  Root can write it for
         its *owner*, another uid.
         """
+        job = job or JobDetails()
         self.since = self.since or round(time.time(), 3)
         shared = {"memory": self.memory, "most": self.most, "slots": self.slots(directory)}
         content = {
@@ -207,11 +210,11 @@ class Claim(Sequence[Device]):
             "devices": [device.uuid for device in self.devices],
             "pid": os.getpid(),
             "since": self.since,
-            "ends": ends,
+            "ends": None if job.time_limit is None else round(time.time() + job.time_limit, 3),
             **({} if self.memory is None else shared),
-            "note": note,
-            "command": list(command),
-            "descriptors": [lock.descriptor for lock in self._locks],  # by which it can be released: see releasing
+            "note": job.note,
+            "command": list(job.command),
+            "descriptors": [lock.descriptor for lock in self._locks],  # by which it can be released: see release
         }
         before = self._record
         try:
@@ -220,28 +223,50 @@ class Claim(Sequence[Device]):
             if before:
                 os.close(before.descriptor)
         except OSError as error:  # a full disk: the lock is the claim, the record only explains it
-            from gpuguard.claims.room import why_full
+            from gpuguard.claims.room import why_full  # for this fault alone
 
             why = why_full(directory, error)
             self.warning = f"others cannot see what this claim is for: no record in {directory.records} ({why})"
             return
         _tidy(directory, os.geteuid() if owner is None else owner)
 
-    def expect(self, when: float) -> None:
-        """Let the record tell others when (unix time) the job should end, as far as anybody can tell."""
+    def remove_record(self) -> None:
+        """Remove the record; the locks stay."""
+        with self._mutex:
+            if self._record:
+                if is_same_file(self._record.descriptor, self._record.path):
+                    _remove(self._record.path)
+                _close(self._record, unlock=True)
+                self._record = None
+
+    def expect_end(self, when: float) -> None:
+        """Let the record tell others when (unix time) the job should end, as far as that can be told."""
         try:
             if self._record:
                 write_expected(self._record.descriptor, when)
         except OSError:
-            return  # only those who wait would have known
+            return  # only requests that wait would have known
+
+    def release_request(self) -> ReleaseRequest | None:
+        """What a user who may requests of this claim, and was not answered yet."""
+        return pending_request(self._record.descriptor) if self._record else None
+
+    def answer(self, request: ReleaseRequest) -> None:
+        """Write an answer behind the record; "released" is a promise that reassert() keeps.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._record:
+            write_request(self._record.descriptor, request)
 
 
 def _tidy(directory: LockDirectory, uid: int) -> None:
-    """Remove the many records of dead claims of *uid*: each job with --exec leaves one, and only he and root may."""
+    """Remove the records of dead claims of *uid* where there are many: each job with --exec leaves one."""
     start = f"{directory.prefix}claim.{uid}."
     try:
         own = [name for name in os.listdir(directory.records) if name.startswith(start)]
-        for name in own if len(own) > _UNTIDY else ():
+        for name in own if len(own) > _MOST_RECORDS else ():
             read_record(directory, uid, name[len(start) : -len(".json")])  # a dead one is removed by that
     except (OSError, ClaimError):
         return
@@ -257,20 +282,79 @@ def share_environment(memory: int, devices: Sequence[Device], environ: Mapping[s
     grow.  PyTorch takes what it needs and has no such variable in all its releases: torch.cuda.
     set_per_process_memory_fraction() with GPUGUARD_MEMORY does it.  A smaller fraction that was set already stays.
     """
-    found = {"GPUGUARD_MEMORY": str(memory), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    variables = {"GPUGUARD_MEMORY": str(memory), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     totals = [device.memory_total for device in devices if device.memory_total]
     if len(totals) == len(devices) > 0 and "XLA_CLIENT_MEM_FRACTION" not in environ:  # JAX refuses both names at once
         fraction = min(memory / max(totals), 1.0)
         before = environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
         smaller = before.replace(".", "", 1).isdecimal() and 0 < float(before) <= fraction
-        found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = before if smaller else f"{int(fraction * 10000) / 10000:.4f}"
-    return found
+        variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = before if smaller else f"{int(fraction * 10000) / 10000:.4f}"
+    return variables
+
+
+# The locks of one device, of a part of it, or of a share of it: all of them or none, at once or not at all.
+#
+#     a device              its lock alone
+#     a MIG instance        its lock alone, that of its GPU shared
+#     a share of either     its lock shared, and a slot of it alone
+#     inside a claim        a lock for what is inside of it, which only its owner asks for
+
+
+def lock_parts(
+    directory: LockDirectory, device: Device, request: Request, outer: ClaimRecord | None
+) -> tuple[Lock, ...] | None:
+    """The locks of *device* for *request*; None, and nothing locked, when somebody else has one of them.
+
+    Args:
+        directory: of the locks.
+        device: a GPU or a MIG instance.
+        request: for a share of it or for all of it.
+        outer: the claim inside which this process runs.
+
+    Raises:
+        LockDirectoryError: a lock file cannot be used.
+    """
+    if outer:
+        # It holds the device; this one excludes only its siblings in there.  Deeper ones share, and several shares of
+        # one device would have one lock for what is inside them: what is in a share excludes nobody.
+        if "." in outer.id or outer.memory is not None:
+            return ()
+        lock = lock_device(directory, f"{device.uuid}.nested", fcntl.LOCK_SH if request.share else fcntl.LOCK_EX)
+        return None if lock is None else (lock,)
+    wanted = [(device.uuid, fcntl.LOCK_SH if request.share else fcntl.LOCK_EX)]
+    if device.parent_uuid:
+        wanted.append((device.parent_uuid, fcntl.LOCK_SH))
+    locks: list[Lock] = []
+    try:
+        for name, operation in wanted:
+            if (lock := lock_device(directory, name, operation)) is None:
+                unlock(locks)
+                return None
+            locks.append(lock)
+        if request.share:
+            # While fewer than request.slots share the device, one of the first so many is free.
+            for name in slot_names(device.uuid)[: request.slots]:
+                if slot := lock_device(directory, name, fcntl.LOCK_EX):
+                    locks.append(slot)
+                    break
+        # A share of the whole GPU holds the lock of the parent shared too.  One that takes its slot after this look
+        # sees the instance, because it reads the device once more behind its locks, and a divided one is refused.
+        shared_whole = device.parent_uuid and locked_slots(directory, device.parent_uuid)
+        # Shares that a daemon has given hold their slots alone: see daemon.broker.
+        shared_by_daemon = directory.keeper is not None and not request.share and locked_slots(directory, device.uuid)
+        if shared_whole or shared_by_daemon or len(locks) < len(wanted) + request.share:
+            unlock(locks)
+            return None
+    except BaseException:
+        unlock(locks)
+        raise
+    return tuple(locks)
 
 
 def lock_device(directory: LockDirectory, name: str, operation: int) -> Lock | None:
-    """Take the lock of a name (a uuid), exclusive or shared; None when somebody else has it."""
-    # Its number comes first: whatever interrupts us behind the flock finds one descriptor, and closes it.
-    descriptor, path, lock = _separate(open_lock(directory, name)), directory.lock_path(name), None
+    """Lock what *name* (a uuid) stands for, exclusive or shared; None when somebody else has it."""
+    # Its number comes first: an interruption behind the flock finds one descriptor, and closes it.
+    descriptor, path, lock = _high_descriptor(open_lock(directory, name)), directory.lock_path(name), None
     try:
         if try_flock(descriptor, operation) and is_same_file(descriptor, path):
             lock = Lock(descriptor, path, operation, _identity(descriptor))
@@ -282,30 +366,30 @@ def lock_device(directory: LockDirectory, name: str, operation: int) -> Lock | N
 
 def lock_of(descriptor: int, path: str, operation: int) -> Lock:
     """What *descriptor* has locked, under a number that no script redirects."""
-    further = _separate(descriptor)
-    return Lock(further, path, operation, _identity(further))
-
-
-def _separate(descriptor: int) -> int:
-    """After ``exec 3>log`` neither a shell nor what it starts has what it inherited as 3."""
-    try:
-        further = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST)
-    except OSError:  # so many may not be open here
-        return descriptor
-    os.close(descriptor)
-    return further
+    high = _high_descriptor(descriptor)
+    return Lock(high, path, operation, _identity(high))
 
 
 def unlock(locks: Sequence[Lock]) -> None:
-    """Give locks back."""
+    """Unlock and close."""
     for lock in locks:
-        _let_go(lock, unlock=True)
+        _close(lock, unlock=True)
 
 
-def _let_go(lock: Lock, *, unlock: bool) -> None:
+def _high_descriptor(descriptor: int) -> int:
+    """The same open file under another number: after ``exec 3>log`` a shell has not what it inherited as 3."""
+    try:
+        high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
+    except OSError:  # so many may not be open here
+        return descriptor
+    os.close(descriptor)
+    return high
+
+
+def _close(lock: Lock, *, unlock: bool) -> None:
     try:
         if _identity(lock.descriptor) != lock.identity:
-            return  # somebody closed our descriptor, and the number means another file now
+            return  # the program closed our descriptor, and the number means another file now
         try:
             if unlock:
                 fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
@@ -324,7 +408,7 @@ def _remove(path: str) -> None:
     try:
         os.unlink(path)
     except OSError:
-        return  # whoever released it from outside was quicker
+        return  # it was released from outside at the same moment
 
 
 def _touch(path: str) -> None:
@@ -335,16 +419,11 @@ def _touch(path: str) -> None:
 
 
 def _fault(lock: Lock) -> str | None:
+    """What is wrong with a lock that should be held; locks it again where it was only unlocked."""
     if not is_same_file(lock.descriptor, lock.path, unsure=True):
         return f"the lock file {lock.path} was removed or replaced: others can claim the device now."
-    if not _lock_again(lock):
-        return f"{lock.path} is locked by somebody else: the job, or somebody in it, had unlocked it."
-    return None
-
-
-def _lock_again(lock: Lock) -> bool:
     for _ in range(_REASSERT_TRIES):
         if try_flock(lock.descriptor, lock.operation):
-            return True
+            return None
         time.sleep(0.01)
-    return False
+    return f"{lock.path} is locked by somebody else: the job, or a process in it, had unlocked it."

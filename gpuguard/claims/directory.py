@@ -1,14 +1,16 @@
 """The directory of the lock files: which one it is, whether it can be trusted, and how its files are opened.
 
 flock works on a read-only descriptor.  So the files can be root's, 0444, in a directory where nobody but root may
-write, and still every user can claim, and nobody can unlink, truncate or plant one.  Knows nothing of claims: see hold.
+write, and still every user can claim, and nobody can unlink, truncate or plant one.
 
-    /run/gpuguard               root 0755    made by `gpuguard setup`; --dir or GPUGUARD_DIR names another place
-    /run/gpuguard/lock/UUID     root 0444    one empty file per device, "gate" for the short moment of choosing
-    /run/gpuguard/claims        root 1777    records, for people: see records
-    /run/lock/gpuguard.UUID     anybody 0444 without all that: files in a sticky directory of root, /run/lock or /tmp
+    /run/gpuguard               root 0755     made by `gpuguard setup`; --dir or GPUGUARD_DIR names another one
+    /run/gpuguard/lock/UUID     root 0444     one empty file per device, "gate" for the short moment of choosing
+    /run/gpuguard/claims        root 1777     records, for people: see records
+    /run/gpuguard/daemon        gpuguard 0755 state.json, daemon.sock, kept.json, daemon.lock, what policies deny
+    /run/lock/gpuguard.UUID     any user 0444 without all that: files in a sticky directory of root, /run/lock or /tmp
 
-Where users may be hostile the files are 0600, the daemon's: it alone takes the locks, and gives them away: see broker.
+Where users may be hostile the lock files are 0600, the daemon's: it alone locks them, and gives the locks to jobs: see
+daemon.broker.  Knows nothing of claims.
 """
 
 from __future__ import annotations
@@ -44,21 +46,20 @@ _IN_CONTAINERS = (
     f"apptainer exec --bind {ADMIN_DIRECTORY})"
 )
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_jammed: set[str] = set()  # gates that this process could not get in time
+_jammed: set[str] = set()  # gates that this process could not lock in time
 TRUSTED = "GPUGUARD_TRUSTED"  # "device:inode" of directories that are root's, as the gpuguard outside has seen
-# Of names of lock files; without re, which takes 4 ms to load.
 _FIRST = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789")
 _LETTERS = _FIRST | frozenset("._-")
-_LONGEST = 128
+_LONGEST = 128  # of the name of a lock file
 
 
 @dataclass(frozen=True)
 class LockDirectory:
     """A directory that has passed the checks.
 
-    *owner* is the uid that must own every lock file, None where anybody may have made them (the sticky fallback).
-    *keeper* is the uid of the daemon where it alone opens the lock files and gives the locks to others (see broker);
-    *closed* says that this process cannot open them then.  One that was not *made* yet is for looking only.
+    *owner* is the uid that must own every lock file, None where any user may have made them (the sticky fallback).
+    *keeper* is the uid of the daemon where it alone opens the lock files and gives the locks to others; *closed* says
+    that this process cannot open them then.  One that was not *made* yet is for looking only.
     """
 
     path: str
@@ -71,7 +72,7 @@ class LockDirectory:
     made: bool = True
 
     def is_missing(self) -> bool:
-        """Whether nobody has made it yet, so that nothing is claimed there; of one that vanished nobody knows that."""
+        """Whether it was not made yet, so that nothing is claimed there; of one that vanished that is unknown."""
         return not self.made and not os.path.lexists(self.records)
 
     def names(self) -> list[str]:
@@ -89,7 +90,7 @@ def lock_directory(path: str | None = None, *, backend: str = "nvml", make: bool
     Args:
         path: named by the user; then it may also be the user's own, for a single user.
         backend: a simulated node keeps its claims beside its state, never among the real ones.
-        make: one of the user's own that is missing.  Who only looks makes none: nothing is claimed there.
+        make: one of the user's own that is missing.  A command that only reads makes none: nothing is claimed there.
 
     Raises:
         LockDirectoryError: it cannot be trusted or used; the message says what to do.
@@ -97,7 +98,7 @@ def lock_directory(path: str | None = None, *, backend: str = "nvml", make: bool
     if is_recorded(backend):
         raise LockDirectoryError(f"{backend} is of another time or machine: nothing on it can be claimed or guarded.")
     if path is None and backend.startswith("simulated"):
-        from gpuguard.backends.simulated import directory
+        from gpuguard.backends.simulated import directory  # a real machine does not need it
 
         path = directory(backend.partition(":")[2])
         return _subdirectories(path, own=True, make=make, check_file_system=False)
@@ -116,10 +117,10 @@ def _subdirectories(path: str, *, own: bool, make: bool = True, check_file_syste
         return LockDirectory(path, locks, records, owner=os.geteuid(), made=False)
     mine = own and _make_ready(path, locks, records)
     _check_directory(path, own=own)
-    for place in (locks, records):
-        if not os.path.lexists(place):
+    for subdirectory in (locks, records):
+        if not os.path.lexists(subdirectory):
             root = "" if os.geteuid() == 0 else "sudo "
-            raise LockDirectoryError(f"{place} does not exist.  Run `{root}gpuguard setup --dir {path}` once.")
+            raise LockDirectoryError(f"{subdirectory} does not exist.  Run `{root}gpuguard setup --dir {path}` once.")
     keeper, closed = _keeper(path, f"{locks}/gate")
     owner = _check_directory(locks, own=own, keeper=keeper)
     if owner == keeper:
@@ -133,34 +134,34 @@ def _subdirectories(path: str, *, own: bool, make: bool = True, check_file_syste
 def _keeper(path: str, gate: str) -> tuple[int | None, bool]:
     """(whose the lock files are if they are one daemon's alone, whether they are closed to this process)."""
     try:
-        found = os.lstat(gate)
+        status = os.lstat(gate)
     except OSError:
         return None, False
-    if not stat.S_ISREG(found.st_mode) or stat.S_IMODE(found.st_mode) != BROKERED:
+    if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) != BROKERED:
         return None, False
-    if not is_roots(found) and found.st_uid not in (os.lstat(path).st_uid, _daemons_user(path)):
+    if not is_roots(status) and status.st_uid not in (os.lstat(path).st_uid, _daemons_user(path)):
         return None, False
-    return found.st_uid, not os.access(gate, os.R_OK, effective_ids=True)
+    return status.st_uid, not os.access(gate, os.R_OK, effective_ids=True)
 
 
 def _daemons_user(path: str) -> int | None:
-    """The owner of the daemon's directory, which nobody but the owner of *path* can have put there."""
+    """The owner of the daemon's directory, which only the owner of *path* can have put there."""
     try:
-        found = os.lstat(f"{path}/daemon")
+        status = os.lstat(f"{path}/{NAME}")
     except OSError:
         return None
-    return found.st_uid if stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022 else None
+    return status.st_uid if stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022 else None
 
 
-def _make_ready(path: str, *places: str) -> bool:
-    """Make a directory that the user named, if it is his own; returns whether it is."""
+def _make_ready(path: str, *subdirectories: str) -> bool:
+    """Make a directory that the user named, if it is the user's own; returns whether it is."""
     try:
         _make_directory(path, 0o755)
         if os.lstat(path).st_uid != os.geteuid() or not os.access(path, os.W_OK | os.X_OK):
             return False
-        for place in places:
-            # 1777 is safe and lets root's directory serve everybody; a user's own stays his.
-            _make_directory(place, 0o1777 if place.endswith("claims") and os.geteuid() == 0 else 0o755)
+        for subdirectory in subdirectories:
+            # 1777 is safe and lets root's directory serve everybody; a user's own stays private.
+            _make_directory(subdirectory, 0o1777 if subdirectory.endswith("claims") and os.geteuid() == 0 else 0o755)
     except OSError as error:
         raise LockDirectoryError(
             f"{path} cannot be made ready for claims: {error.strerror}.  Name another directory with --dir."
@@ -323,9 +324,9 @@ def is_same_file(descriptor: int, path: str, *, unsure: bool | None = False) -> 
 
 
 def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
-    """Take the lock without waiting; False when somebody else has it.
+    """Lock without waiting; False when it is locked elsewhere.
 
-    `fcntl.flock` itself, because `import filelock` alone costs more (48 ms) than all of `gpuguard run` may.
+    `fcntl.flock` itself: a job inherits the lock with the descriptor, and a share locks it shared.
     """
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
@@ -341,8 +342,8 @@ def try_flock(descriptor: int, operation: int = fcntl.LOCK_EX) -> bool:
 class Gate:
     """Held for the short moment of choosing and locking, so that starters do not tread on each other.
 
-    Only fairness depends on it: whoever does not get it in time goes on without it, so nobody can block the others.
-    Where the lock files are missing, or closed to this process, it chooses and locks nothing, and needs none.
+    Only fairness depends on it: a process that does not get it in time goes on without it, so nobody can block the
+    others.  Where the lock files are missing, or closed to this process, it chooses and locks nothing, and needs none.
     """
 
     def __init__(self, directory: LockDirectory, seconds: float = GATE_SECONDS) -> None:
@@ -353,7 +354,7 @@ class Gate:
     def __enter__(self) -> Gate:
         if self._directory.closed or self._directory.is_missing():
             return self
-        self._file = FileIO(open_lock(self._directory, "gate"))  # whoever is interrupted before __exit__ closes it, too
+        self._file = FileIO(open_lock(self._directory, "gate"))  # an interruption before __exit__ closes it, too
         try:
             self._pass(self._file.fileno())
         except BaseException:  # as of a file system that cannot lock now
@@ -388,16 +389,9 @@ class Gate:
             self._file.close()
 
 
-# Where the daemon keeps its files, and whose they must be.
-#
-#     /run/gpuguard           root      0755   what decides who may claim: see lockfiles, marks
-#     /run/gpuguard/daemon    gpuguard  0755   state.json, daemon.sock, kept.json, daemon.lock, what policies deny
-#
 # A daemon with a user of its own must not write among the lock files, so it has a directory of its own there.  Root
-# says which one, because only root can put it there, and its owner says who the daemon is: files of anybody else
-# count for nothing.  Without that directory the files lie beside the claims and are trusted as these are.  Reads and
-# writes none of them: see state, marks and door.
-
+# says which one, because only root can put it there, and its owner says who the daemon is: files of any other user
+# count for nothing.  Without that directory the files lie beside the claims and are trusted as these are.
 
 NAME = "daemon"
 USER = "gpuguard"  # as whom the service runs, and to whom the directory is given
@@ -407,7 +401,7 @@ USER = "gpuguard"  # as whom the service runs, and to whom the directory is give
 class DaemonFiles:
     """A directory of files that the daemon writes.
 
-    *owner* is the uid to whom they must belong, if not to root; None where anybody could have made them.
+    *owner* is the uid to whom they must belong, if not to root; None where any user could have made them.
     """
 
     path: str
@@ -427,12 +421,12 @@ def daemon_files(directory: LockDirectory) -> DaemonFiles:
     """Where the daemon of *directory* keeps its files."""
     path = f"{directory.path}/{NAME}"
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
-        found = None
-    if found is None or directory.owner is None or _fault(found):
+        status = None
+    if status is None or directory.owner is None or _fault(status):
         return DaemonFiles(directory.path, directory.owner, directory.prefix)
-    return DaemonFiles(path, found.st_uid)
+    return DaemonFiles(path, status.st_uid)
 
 
 def fault_of(directory: LockDirectory) -> str | None:
@@ -444,14 +438,14 @@ def fault_of(directory: LockDirectory) -> str | None:
     return f"{path} {fault}" if fault else None
 
 
-def _fault(found: os.stat_result) -> str | None:
-    if not stat.S_ISDIR(found.st_mode):
+def _fault(status: os.stat_result) -> str | None:
+    if not stat.S_ISDIR(status.st_mode):
         return "is no directory"
-    return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})" if found.st_mode & 0o022 else None
+    return f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})" if status.st_mode & 0o022 else None
 
 
 def open_lock_file(files: DaemonFiles, name: str) -> int:
-    """A descriptor of a lock file that nobody else can open, for: whoever can lock it could keep the others away.
+    """A descriptor of a lock file of the daemon that no other user can open: to lock it would keep the daemon away.
 
     Raises:
         OSError: it cannot be opened, or it is not what it should be.
@@ -461,11 +455,11 @@ def open_lock_file(files: DaemonFiles, name: str) -> int:
     try:
         descriptor = open_in_place(path, flags)
     except FileNotFoundError:
-        descriptor = _made(files, path, flags)
+        descriptor = _make_file(files, path, flags)
     try:
-        found = os.fstat(descriptor)
-        alone = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid in files.owners()
-        if alone and is_same_file(descriptor, path, unsure=None):
+        status = os.fstat(descriptor)
+        private = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid in files.owners()
+        if private and is_same_file(descriptor, path, unsure=None):
             return descriptor
     except OSError:  # no further file can be opened to look: nothing is wrong with this one
         os.close(descriptor)
@@ -474,10 +468,20 @@ def open_lock_file(files: DaemonFiles, name: str) -> int:
     raise OSError(0, "it is not a file of the daemon's alone; look at it with `ls -l`, and remove it")
 
 
-def _made(files: DaemonFiles, path: str, flags: int) -> int:
+def make_lock_file(files: DaemonFiles, name: str) -> str:
+    """The path of such a lock file, which is there now, for FileLock.
+
+    Raises:
+        OSError: it cannot be opened, or it is not what it should be.
+    """
+    os.close(open_lock_file(files, name))
+    return files.file(name)
+
+
+def _make_file(files: DaemonFiles, path: str, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:  # somebody else was quicker
+    except FileExistsError:  # another process was quicker
         return open_in_place(path, flags)
     if files.owner and os.geteuid() == 0:
         os.fchown(descriptor, files.owner, -1)  # or the daemon could never open what root made for it

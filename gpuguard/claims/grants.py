@@ -1,12 +1,12 @@
-"""Lock files of which the daemon alone says who gets them: to whom each was given, and making them anew.
+"""Grants: lock files that the daemon alone gives to users, each of them once.
 
-Whoever was given a locked descriptor can keep it when he has unlocked it, and lock it again whenever he likes, past any
-line and any denial.  So each file is given away once: a grant is a *new* file, locked before it takes the place of the
-one whose lock was free, and a file that was given away and is found free is replaced before anybody is told that it
-is.  An old descriptor is then one of a file without a name, and locks nothing that anybody looks at.
+A user who was given a locked descriptor can keep it after unlocking it, and lock it again at any time, past the queue
+and any denial.  So each file is given away once: a grant is a *new* file, locked before it takes the place of the one
+whose lock was free, and a file that was given away and is found free is replaced before anybody learns that it is.  An
+old descriptor is then one of a file without a name, and locks nothing that counts.
 
 What stands in the file says to whom it was given, so that this is known after any crash; it counts only while the file
-is locked.  Does not decide who gets what: see broker.
+is locked.  Does not decide who gets what: see daemon.broker.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import replace as replace_noun
+from dataclasses import dataclass, replace
 
 from gpuguard.claims.directory import BROKERED, LockDirectory, is_same_file, open_lock, try_flock
 from gpuguard.daemon.client import exchange
@@ -26,30 +25,30 @@ from gpuguard.jsonio import decode, loads
 from gpuguard.model import ClaimRecord
 
 _MAX_BYTES = 256
-EARLIER = b"{}\n"  # in a file that anybody could open before
+EARLIER = b"{}\n"  # in a file that every user could open before
 
 
 @dataclass(frozen=True)
 class Grant:
-    """To whom a lock was given: a uid, and the id of his claim.
+    """To whom a lock was given: a uid, and the id of the claim.
 
     Of a share also what was promised to it, and of a part of a GPU which GPU that is: its driver may not show it any
-    more while somebody still has it.
+    more while it is still claimed.
     """
 
     uid: int
     claim: str
     memory: int | None = None  # bytes of the device
-    most: int | None = None  # so many at most share it with him
+    most: int | None = None  # so many claims at most share the device with it
     parent: str | None = None  # uuid
 
     def confirmed(self, record: ClaimRecord) -> ClaimRecord:
         """*record* with what was promised to the claim, whatever it says itself."""
-        return record if self.memory is None else replace_noun(record, memory=self.memory, most=self.most)
+        return record if self.memory is None else replace(record, memory=self.memory, most=self.most)
 
 
 def give(directory: LockDirectory, name: str, to: Grant) -> int | None:
-    """A locked descriptor for *to*, which is all that holds the lock; None: somebody has it.  The caller has the gate.
+    """A locked descriptor for *to*, which is all that holds the lock; None: it is locked.  The caller has the gate.
 
     Raises:
         LockDirectoryError: the lock file cannot be used.
@@ -69,29 +68,29 @@ def give(directory: LockDirectory, name: str, to: Grant) -> int | None:
 
 
 def grant_of(directory: LockDirectory, names: Iterable[str]) -> dict[str, Grant | None]:
-    """Those of *names* whose lock is held, and to whom it was given; None: taken by root, or nobody can tell.
+    """Those of *names* whose lock is held, and to whom it was given; None: locked by root, or unknown.
 
-    The caller has the gate.  After that nobody can take what is not named here with a descriptor that he has kept.
+    The caller has the gate.  After that nobody can lock what is not named here with a descriptor that was kept.
     """
-    found: dict[str, Grant | None] = {}
+    grants: dict[str, Grant | None] = {}
     for name in names:
         if not os.path.lexists(directory.lock_path(name)):
             continue
         try:
             descriptor = open_lock(directory, name)
         except LockDirectoryError:
-            found[name] = None  # it is not what it should be: nobody gets it
+            grants[name] = None  # it is not what it should be: nobody gets it
             continue
         try:
             if not renew(directory, name, descriptor):
-                found[name] = _grant_in(descriptor)
+                grants[name] = _grant_in(descriptor)
         finally:
             os.close(descriptor)
-    return found
+    return grants
 
 
 def renew(directory: LockDirectory, name: str, descriptor: int) -> bool:
-    """Whether the lock is free for sure: a file that somebody else may have open is replaced by a new one."""
+    """Whether the lock is free for sure: a file that another process may have open is replaced by a new one."""
     if not try_flock(descriptor) or not is_same_file(descriptor, directory.lock_path(name)):
         return False
     if os.fstat(descriptor).st_size:
@@ -103,7 +102,7 @@ def renew(directory: LockDirectory, name: str, descriptor: int) -> bool:
 
 
 def replace_file(directory: LockDirectory, name: str) -> None:
-    """Put a new file in the place of one, whoever has it locked; for those that no claim rests on.
+    """Put a new file in the place of one, locked or not; for those that no claim rests on.
 
     Raises:
         OSError: it cannot be made.
@@ -113,7 +112,7 @@ def replace_file(directory: LockDirectory, name: str) -> None:
 
 
 def granted(directory: LockDirectory) -> dict[str, Grant | None] | None:
-    """As look(), for all locks that are held, by the word of the daemon; None: it does not answer."""
+    """As grant_of(), for all locks that are held, by the word of the daemon; None: it does not answer."""
     try:
         answer, _ = exchange(directory, {"do": "claims"})
         names, rows = ("uid", "claim", "memory", "most"), answer["held"].items()

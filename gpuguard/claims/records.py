@@ -1,38 +1,69 @@
 """Claim records: one small JSON file per claim that tells people who holds what and why.
 
 The lock is the truth, the record is a comment: it counts only while it is itself locked (by the descriptors that the
-job inherits, so it dies with the claim), its owner is the file's uid and never its content, and devices that it
-names without their locks being held are left out.  Unreadable means "claimed, no details".
+job inherits, so it dies with the claim), its owner is the file's uid and never its content.  Unreadable means "claimed,
+no details".
+
+Behind the record of a living claim stand release requests, each a line of JSON, and what became of them.  Its owner and
+root can write there, and a user who may look into the owner's processes; the kernel sees to that.  The claim has the
+file open, so it reads what is meant for this very claim even when the path is gone, and nobody can plant or flood it.
+
+    released    it is decided: the locks are being released, and every reader of this finishes what was begun
+    yield       please release the devices, the job may live on       stop    please end the job
+    refused     no, and why                                           ending  the job is being ended
+
+Does not say which locks are held (see probe), and releases nothing (see claim and release).
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
+import json
 import os
-from dataclasses import replace
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, open_lock, try_flock
-from gpuguard.claims.holders import held_by_no_process, holders_of, remembered
-from gpuguard.claims.slots import locked_slots
-from gpuguard.errors import LockDirectoryError, shortage
-from gpuguard.files import create_file, exists_in_place, open_regular, status_in_place, write_all
+from gpuguard.claims.directory import LockDirectory, is_same_file, try_flock
+from gpuguard.errors import ClaimError, shortage
+from gpuguard.files import create_file, open_regular, status_in_place, write_all
 from gpuguard.jsonio import loads
 from gpuguard.model import ClaimRecord
 from gpuguard.users import parties, user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
     from typing import Any
-
-    from gpuguard.claims.grants import Grant
 
 MAX_BYTES = 4096
 LARGEST = 2**50  # of a number in a record: a time, or the bytes of a device
 MOST_OF_ONE = 500  # records of one user that are read: claims beyond them have no details
-_NOBODY = -1
 _EXPECTED = b', "expected": '  # the last value of a record, behind which there is room for a time
 _ROOM = b" " * 12
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+
+RELEASED, YIELD, STOP, REFUSED, ENDING = "released", "yield", "stop", "refused", "ending"
+_REQUESTS = frozenset({YIELD, STOP})
+_WORDS = frozenset({RELEASED, YIELD, STOP, REFUSED, ENDING})
+LONGEST = 400  # characters of a reason: there is one, and it is for people
+READ_BYTES = 16_384  # from the end: a record has 4 KiB, a request less than 3
+FULL_BYTES = 65_536
+
+
+def record_path(directory: LockDirectory, uid: int, claim_id: str) -> str:
+    """Where the record of a claim lies."""
+    return f"{directory.records}/{directory.prefix}claim.{uid}.{claim_id}.json"
+
+
+def unfinished_path(directory: LockDirectory) -> str:
+    """Where a file is written that gets its name when it is whole.
+
+    Random, because a user who knew it could make a file of that name just before, and keep the finished one away.
+    """
+    return f"{directory.records}/{directory.prefix}unfinished.{os.urandom(8).hex()}.new"
 
 
 def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: int | None = None) -> tuple[str, int]:
@@ -41,7 +72,7 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
     Args:
         directory: of the claims.
         content: with the id of the claim.
-        owner: uid of whose it is, where root writes it for him.
+        owner: uid of whose it is, where root writes it for another user.
 
     Returns:
         The path of the record and its locked descriptor (close-on-exec).
@@ -52,9 +83,9 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
     try:
         try_flock(descriptor)
         write_all(descriptor, _encoded(content))
-        _put_there(unfinished, path)  # readers see it whole, and already locked
+        _rename(unfinished, path)  # readers see it whole, and already locked
     except BaseException:
-        for name in (unfinished, path):  # who is interrupted may have given it its name already
+        for name in (unfinished, path):  # an interruption may come when it has its name already
             if is_same_file(descriptor, name):
                 os.unlink(name)
         os.close(descriptor)
@@ -62,34 +93,18 @@ def write_record(directory: LockDirectory, content: Mapping[str, Any], owner: in
     return path, descriptor
 
 
-def unfinished_path(directory: LockDirectory) -> str:
-    """Where a file is written that gets its name when it is whole.
-
-    Nobody learns that name from it: who makes a file of that name just before keeps the finished one away.
-    """
-    return f"{directory.records}/{directory.prefix}unfinished.{os.urandom(8).hex()}.new"
-
-
-def _put_there(unfinished: str, path: str) -> None:
-    """Give a file its name; what somebody has put there makes way for root's."""
+def _rename(unfinished: str, path: str) -> None:
+    """Give a file its name; a directory that was put there makes way for it."""
     try:
         os.rename(unfinished, path)
     except IsADirectoryError:
-        import ctypes
-
         library = ctypes.CDLL(None, use_errno=True)
-        if library.renameat2(-100, os.fsencode(unfinished), -100, os.fsencode(path), 2):  # AT_FDCWD, RENAME_EXCHANGE
+        names = (_AT_FDCWD, os.fsencode(unfinished), _AT_FDCWD, os.fsencode(path))
+        if library.renameat2(*names, _RENAME_EXCHANGE):
             raise
 
 
-def record_path(directory: LockDirectory, uid: int, claim_id: str) -> str:
-    """Where the record of a claim lies."""
-    return f"{directory.records}/{directory.prefix}claim.{uid}.{claim_id}.json"
-
-
 def _encoded(content: Mapping[str, Any]) -> bytes:
-    import json
-
     content = dict(content)
     # The command line is the one part that may be long; the claim is worth more than its last arguments.
     while len(encoded := json.dumps({**content, "expected": None}).encode()) > MAX_BYTES - len(_ROOM):
@@ -106,8 +121,8 @@ def write_expected(descriptor: int, when: float) -> None:
     record = os.pread(descriptor, MAX_BYTES, 0).partition(b"\n")[0]
     place = record.rfind(_EXPECTED) + len(_EXPECTED)
     room = len(record) - len(b"}") - place
-    if _EXPECTED in record and len(told := b"%.3f" % when) <= room:
-        os.pwrite(descriptor, told.ljust(room), place)
+    if _EXPECTED in record and len(text := b"%.3f" % when) <= room:
+        os.pwrite(descriptor, text.ljust(room), place)
 
 
 def read_records(directory: LockDirectory) -> list[ClaimRecord]:
@@ -122,35 +137,35 @@ def read_records(directory: LockDirectory) -> list[ClaimRecord]:
     return sorted(records, key=lambda record: (record.since or 0, record.id))
 
 
+def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecord | None:
+    """The record of one living claim of one user; None when there is none."""
+    if directory.is_missing():
+        return None
+    path = record_path(directory, uid, claim_id)
+    root = os.lstat(directory.records).st_uid
+    return _read_record(path, os.path.basename(path), f"{directory.prefix}claim.", root)
+
+
 def first_of_each(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], dict[int, int]]:
     """Of each user's files the first *most*, and uid -> how many there are beyond; root's are not counted.
 
-    Everybody reads them all (30 us each), and anybody can make any number.
+    Everybody reads them all, and any user can make any number.
     """
     if len(names) <= most:
         return names, {}
-    found = []
+    files = []
     for name in names:
         try:
             status = status_in_place(f"{directory.records}/{name}")
         except OSError:
             continue  # it has just ended
-        found.append((status.st_uid, status.st_ctime, name))
-    whose = parties({uid for uid, _, _ in found})
+        files.append((status.st_uid, status.st_ctime, name))
+    whose = parties({uid for uid, _, _ in files})
     of_user: dict[int, list[tuple[float, str]]] = {}
-    for uid, since, name in found:
+    for uid, since, name in files:
         of_user.setdefault(whose[uid], []).append((since, name))
     beyond = {uid: len(own) - most for uid, own in of_user.items() if uid and len(own) > most}
     return [name for uid, own in of_user.items() for _, name in sorted(own)[: most if uid else None]], beyond
-
-
-def read_record(directory: LockDirectory, uid: int, claim_id: str) -> ClaimRecord | None:
-    """The record of one living claim of one user; None when there is none."""
-    if directory.is_missing():
-        return None
-    start = f"{directory.prefix}claim."
-    path = record_path(directory, uid, claim_id)
-    return _read_record(path, os.path.basename(path), start, os.lstat(directory.records).st_uid)
 
 
 def _read_record(path: str, name: str, start: str, root: int) -> ClaimRecord | None:
@@ -164,11 +179,11 @@ def _read_record(path: str, name: str, start: str, root: int) -> ClaimRecord | N
         if try_flock(descriptor, fcntl.LOCK_SH):
             _remove_stale(path, descriptor, status.st_uid)
             return None
-        place = name[len(start) : -len(".json")]
+        key = name[len(start) : -len(".json")]
         # Or it stands where that of another user is looked for.  In a namespace of users all others look like one.
-        if place.partition(".")[0] != str(status.st_uid) and status.st_uid != root:
+        if key.partition(".")[0] != str(status.st_uid) and status.st_uid != root:
             return None
-        return _decoded(os.read(descriptor, MAX_BYTES + 1), status.st_uid, place)
+        return _decoded(os.read(descriptor, MAX_BYTES + 1), status.st_uid, key)
     finally:
         os.close(descriptor)
 
@@ -178,23 +193,23 @@ def _remove_stale(path: str, descriptor: int, uid: int) -> None:
         try:
             os.unlink(path)
         except OSError:
-            return  # somebody else was quicker
+            return  # another reader was quicker
 
 
-def _decoded(encoded: bytes, uid: int, name: str) -> ClaimRecord:
-    encoded = encoded.partition(b"\n")[0]  # behind it are letters: see wishes
+def _decoded(encoded: bytes, uid: int, key: str) -> ClaimRecord:
+    encoded = encoded.partition(b"\n")[0]  # behind it are release requests
     try:
         content = loads(encoded) if len(encoded) <= MAX_BYTES else None
     except ValueError:
         content = None
     if not isinstance(content, dict):
         content = {}
-    command, devices, slots = content.get("command"), content.get("devices"), content.get("slots")
+    command = content.get("command")
     return ClaimRecord(
-        id=name.partition(".")[2],
+        id=key.partition(".")[2],
         uid=uid,
         user=user_name(uid),
-        devices=tuple(each for each in devices if isinstance(each, str)) if isinstance(devices, list) else (),
+        devices=_texts(content.get("devices")),
         pid=_number(content.get("pid"), int),
         since=_number(content.get("since"), (int, float)),
         note=note if isinstance(note := content.get("note"), str) else None,
@@ -202,186 +217,104 @@ def _decoded(encoded: bytes, uid: int, name: str) -> ClaimRecord:
         ends=_number(content.get("ends"), (int, float)),
         expected=_number(content.get("expected"), (int, float)),
         memory=_number(content.get("memory"), int),
-        slots=tuple(each for each in slots if isinstance(each, str)) if isinstance(slots, list) else (),
+        slots=_texts(content.get("slots")),
         most=_number(content.get("most"), int),
     )
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(text for text in value if isinstance(text, str)) if isinstance(value, list) else ()
+
+
 def _number(value: Any, kind: type | tuple[type, ...]) -> Any:
-    """*value* if others can calculate with it: one that is no float could end whoever subtracts it from a time."""
+    """*value* if others can calculate with it: an endless one would end the reader that subtracts it from a time."""
     if not isinstance(value, kind) or isinstance(value, bool):
         return None
     number: Any = value
     return number if 0 <= number <= LARGEST else None
 
 
-def probe(
-    directory: LockDirectory, uuids: Iterable[str], *, known: Sequence[ClaimRecord] = ()
-) -> tuple[ClaimRecord, ...]:
-    """Who claims which of the devices now: the locks that are held, each with its record where there is one.
+@dataclass(frozen=True)
+class ReleaseRequest:
+    """One line behind a record: a request, or the answer to one.
 
     Args:
-        directory: of the claims.
-        uuids: of the devices to look at.
-        known: claims that were found a moment ago.  Of those that still live the holders are believed, less who has
-            ended since: to look for them anew takes longer than all the rest (12 ms with 300 processes).
-
-    Returns:
-        One record per claim, devices and slots limited to those really locked.  A lock without a record comes as a
-        record of user "unknown".
+        what: RELEASED, YIELD, STOP, REFUSED or ENDING.
+        by: who wrote it: "root", "alice", "the policy idle-claims".
+        why: for people.
+        at: unix time.
     """
-    with Gate(directory):
-        locked, given = _read_one(directory, uuids)
-    return _probed(directory, locked, given, known)
+
+    what: str
+    by: str
+    why: str = ""
+    at: float = 0.0
+
+    def in_words(self) -> str:
+        """``"by root at 15:04: somebody waits"``."""
+        when = time.strftime(" at %H:%M", time.localtime(self.at)) if self.at else ""
+        return f"by {self.by}{when}" + (f": {self.why}" if self.why else "")
 
 
-def probe_in_gate(directory: LockDirectory, uuids: Iterable[str], *, holders: bool = False) -> tuple[ClaimRecord, ...]:
-    """As probe(), for who has the gate already; *holders*: ask every process of the machine what it holds, too."""
-    locked, given = _read_one(directory, uuids)
-    if holders or not locked:
-        return _probed(directory, locked, given)
-    return _joined(locked, read_records(directory), {}, given)
+def write_request(descriptor: int, request: ReleaseRequest) -> None:
+    """Write a request or an answer behind a record.
 
-
-def locks_held(directory: LockDirectory, uuids: Iterable[str]) -> frozenset[str]:
-    """The names of all locks that are held on these devices, of whole ones and of shares."""
-    with Gate(directory):
-        return frozenset(_held_locks(directory, uuids))
-
-
-def _probed(
-    directory: LockDirectory,
-    locked: Mapping[str, str],
-    given: Mapping[str, Grant | None],
-    known: Sequence[ClaimRecord] = (),
-) -> tuple[ClaimRecord, ...]:
-    if not locked:
-        return ()
-    records = read_records(directory)
-    holders = remembered(known, records)
-    if locked.keys() <= holders.keys():
-        return _joined(locked, records, holders, given)
-    uids = {record.uid for record in records}
-    holders = holders_of(directory, set(locked), lambda uid: uid in uids)
-    if lost := locked.keys() - holders.keys():  # a lock without a record, or with somebody else's
-        holders.update(holders_of(directory, lost, lambda uid: uid not in uids))
-    claims = _joined(locked, records, holders, given)
-    ownerless = {name for one in claims if one.uid == _NOBODY for name in one.slots or one.devices}
-    hidden = held_by_no_process(directory, ownerless - holders.keys())
-    return tuple(replace(one, hidden=True) if hidden & {*one.slots, *one.devices} else one for one in claims)
-
-
-def _joined(
-    locked: Mapping[str, str],
-    records: Sequence[ClaimRecord],
-    holders: Mapping[str, Mapping[int, int]],
-    given: Mapping[str, Grant | None],
-) -> tuple[ClaimRecord, ...]:
-    """The records with what is really theirs of the locks that are held (name -> uuid), and one for each other lock.
-
-    What the daemon has given is known to it, whatever a record says.
+    Raises:
+        ClaimError: it is full of them; a decision finds room, whatever its owner has written there.
+        OSError: it cannot be written.
     """
-    claims = []
-    explained: set[str] = set()
-    for record in records:
-        names = {
-            name
-            for name, uuid in locked.items()
-            if uuid in record.devices
-            # Who shares a device holds a slot; whoever names one does not have the device alone.
-            and (name in record.slots if name != uuid else not record.slots)
-            and _may_hold(record, holders.get(name, {}), given.get(name))
-        }
-        held = {locked[name] for name in names}
-        devices = tuple(uuid for uuid in record.devices if uuid in held)
-        if devices or not record.devices:
-            pids = {pid for name in names for pid, uid in holders.get(name, {}).items()}
-            for grant in filter(None, map(given.get, names)):
-                record = grant.confirmed(record)
-            slots = tuple(sorted(names - held))
-            claims.append(replace(record, devices=devices, slots=slots, holders=tuple(sorted(pids))))
-            explained |= names
-    unexplained: dict[str, ClaimRecord] = {}
-    for name in sorted(locked.keys() - explained):
-        found = _without_record(name, locked[name], holders.get(name, {}), given.get(name))
-        same = unexplained.get(found.id, found)  # several devices that were given to one claim
-        devices, slots = (*same.devices, *found.devices), (*same.slots, *found.slots)
-        unexplained[found.id] = replace(found, devices=tuple(dict.fromkeys(devices)), slots=tuple(dict.fromkeys(slots)))
-    claims += unexplained.values()
-    return tuple(claims)
+    end = os.fstat(descriptor).st_size
+    if end > FULL_BYTES and request.what == RELEASED:
+        end = MAX_BYTES  # of the record itself
+        os.ftruncate(descriptor, end)
+    if end > FULL_BYTES:
+        raise ClaimError("the record of this claim is full of release requests: end its processes instead.")
+    content = {
+        "what": request.what,
+        "by": request.by[:LONGEST],
+        "why": request.why[:LONGEST],
+        "at_unix_seconds": round(request.at or time.time(), 3),
+    }
+    line = b"\n" + json.dumps(content).encode("ascii") + b"\n"
+    if os.pwrite(descriptor, line, end) < len(line):
+        raise OSError(errno.ENOSPC, "no space left for a release request")
 
 
-def _without_record(name: str, uuid: str, holders: Mapping[int, int], grant: Grant | None) -> ClaimRecord:
-    uids = set(holders.values())
-    uid = grant.uid if grant else uids.pop() if len(uids) == 1 else _NOBODY
-    user = user_name(uid) if uid >= 0 else "unknown"
-    slots = (name,) if name != uuid else ()
-    claim_id = grant.claim if grant else f"no-record-{uuid[:12]}{name[len(uuid) :].replace('.', '-')}"
-    record = ClaimRecord(claim_id, uid, user, (uuid,), holders=tuple(sorted(holders)), slots=slots)
-    return grant.confirmed(record) if grant else record
+def read_requests(descriptor: int) -> tuple[ReleaseRequest, ...]:
+    """What stands behind a record, oldest first; a line that cannot be read counts for nothing."""
+    size = os.fstat(descriptor).st_size
+    tail = os.pread(descriptor, READ_BYTES, max(0, size - READ_BYTES))
+    lines = tail.split(b"\n")[1:]  # the first one is the record, or a piece of a request
+    return tuple(request for line in lines if line and (request := _decode_request(line)))
 
 
-def locked_devices(directory: LockDirectory, uuids: Iterable[str]) -> set[str]:
-    """Those of *uuids* (or other names of locks) whose lock somebody holds, alone or as one who shares it.
-
-    Asked under the gate, so that nobody is disturbed by the asking.  A GPU of which only MIG instances are claimed is
-    not among them: its lock is held shared.
-    """
-    with Gate(directory):
-        return set(_held_locks(directory, uuids).values())
+def released_by(descriptor: int) -> ReleaseRequest | None:
+    """The decision that this claim is released, if there is one."""
+    try:
+        return next((request for request in read_requests(descriptor) if request.what == RELEASED), None)
+    except OSError:
+        return None  # the program has closed our descriptor
 
 
-def _read_one(directory: LockDirectory, uuids: Iterable[str]) -> tuple[dict[str, str], Mapping[str, Grant | None]]:
-    """The locks that are held, as below, and to whom the daemon gave them, where it does."""
-    if directory.keeper is None:
-        return _held_locks(directory, uuids), {}
-    from gpuguard.claims import grants
-
-    if directory.closed:
-        wanted, given = set(uuids), grants.granted(directory)
-        if given is None:  # no daemon: nobody can claim now, and those who do say so themselves
-            said = [(one, uuid) for one in read_records(directory) for uuid in one.devices if uuid in wanted]
-            return {name: uuid for one, uuid in said for name in one.slots or (uuid,) if uuid in name}, {}
-        names = [(name, name if name in wanted else name.rpartition(".slot")[0]) for name in given]
-        return {name: uuid for name, uuid in names if uuid in wanted}, given
-    locked = _held_locks(directory, uuids)
-    return locked, grants.grant_of(directory, locked)
+def pending_request(descriptor: int) -> ReleaseRequest | None:
+    """The last request, if it was not answered yet."""
+    try:
+        requests = read_requests(descriptor)
+    except OSError:
+        return None
+    return requests[-1] if requests and requests[-1].what in _REQUESTS else None
 
 
-def _held_locks(directory: LockDirectory, uuids: Iterable[str]) -> dict[str, str]:
-    """The locks that are held, name -> uuid: that of a device where one has it alone, else its locked slots."""
-    if directory.closed:
-        return _read_one(directory, uuids)[0]
-    found = {}
-    for uuid in uuids:
-        if not exists_in_place(directory.lock_path(uuid)):
-            continue
-        try:
-            descriptor = open_lock(directory, uuid)
-        except LockDirectoryError:
-            found[uuid] = uuid  # planted: nobody can claim it until root has looked at it
-            continue
-        try:
-            if not try_flock(descriptor, fcntl.LOCK_SH):
-                found[uuid] = uuid
-            elif slots := locked_slots(directory, uuid):
-                found.update(dict.fromkeys(slots, uuid))
-            elif directory.keeper is not None and not _is_free(directory, uuid, descriptor):
-                found[uuid] = uuid
-        finally:
-            os.close(descriptor)
-    return found
-
-
-def _is_free(directory: LockDirectory, name: str, descriptor: int) -> bool:
-    """Whether nobody can have kept a descriptor of it; what somebody may have is made anew."""
-    from gpuguard.claims.grants import renew
-
-    return renew(directory, name, descriptor) or not os.fstat(descriptor).st_size  # not given: root shares it
-
-
-def _may_hold(record: ClaimRecord, holders: Mapping[int, int], grant: Grant | None) -> bool:
-    """False for a record that names a device which visibly is somebody else's."""
-    if grant:
-        return (record.uid, record.id.partition(".")[0]) == (grant.uid, grant.claim)
-    return not holders or record.uid in holders.values()
+def _decode_request(line: bytes) -> ReleaseRequest | None:
+    try:
+        content = loads(line)
+    except ValueError:
+        return None
+    what = content.get("what") if isinstance(content, dict) else None
+    if not isinstance(what, str) or what not in _WORDS:
+        return None
+    at, by, why = content.get("at_unix_seconds"), content.get("by"), content.get("why")
+    number = float(at) if isinstance(at, int | float) and not isinstance(at, bool) and 0 <= at < 2**40 else 0.0
+    return ReleaseRequest(
+        what, by[:LONGEST] if isinstance(by, str) else "", why[:LONGEST] if isinstance(why, str) else "", number
+    )

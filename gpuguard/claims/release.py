@@ -1,16 +1,19 @@
-"""Giving up the locks of a claim whose job lives on, from outside: no signal, and nothing broken by age or by pid.
+"""Releasing the locks of a claim whose job lives on, from outside: no signal, and nothing broken by age or by pid.
 
-A lock belongs to an open file, which every process of the job shares.  pidfd_getfd(2) lends us that very file, to those
-whom the kernel lets look into the process: its owner (unless Yama forbids it) and CAP_SYS_PTRACE.  Unlocking it there
-frees the device for all of them at once.  The decision is written behind the record first (see wishes), so that a claim
-which was given up is not taken again, and whoever comes after a killed releaser finishes what he began.
+A lock belongs to an open file, which every process of the job shares.  pidfd_getfd(2) lends us that very file, where
+the kernel lets us look into the process: its owner may (unless Yama forbids it), and CAP_SYS_PTRACE.  Unlocking it
+there frees the device for all of them at once.  The decision is written behind the record first, so that a claim which
+was released is not locked again, and whatever a killed releaser has begun is finished.
 Which files these are says the kernel; what the record says of it only adds to that.  Where the daemon gives the locks
-it makes their files anew as well, so nobody need lend them, and whoever locks his old one again has nothing.
-Does not decide whether a claim may be released: see vacancy, and the command release.
+it makes their files anew as well, so nobody need lend them, and an old descriptor that is locked again has nothing.
+
+Does not decide whether a claim may be released (see enforcement.preflight and daemon.release), but says by in_use()
+whether somebody computes under it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import signal
@@ -22,21 +25,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from gpuguard.claims import grants
 from gpuguard.claims.directory import Gate, LockDirectory, is_same_file, try_flock
 from gpuguard.claims.holders import as_written, hangs, inode_of, locked_by
-from gpuguard.claims.records import MAX_BYTES, probe, read_record, record_path
-from gpuguard.claims.release_requests import ReleaseRequest, write
+from gpuguard.claims.probe import probe
+from gpuguard.claims.records import MAX_BYTES, ReleaseRequest, read_record, record_path, write_request
 from gpuguard.deadline import in_time
 from gpuguard.device_state import Processes, claim_of, may_compute
 from gpuguard.errors import ClaimError
 from gpuguard.files import open_in_place
 from gpuguard.jsonio import loads
 from gpuguard.model import ClaimRecord, GpuProcess, Snapshot, claim_named
-from gpuguard.procfs import status_words, uid_behind
+from gpuguard.procfs import process_facts, start_time, status_words, uid_behind
+from gpuguard.sanitize import neutral_command
+from gpuguard.units import format_bytes, format_duration
 
 MOST_LOCKS = 256  # of one claim: a record says what its owner likes
-SEARCH_SECONDS = 2.0  # among the owner's processes, of which he can have any number
-LEND_TIMES = 4  # as long as another look, for a file to be looked at
+SEARCH_SECONDS = 2.0  # among the owner's processes, of which there can be any number
+LEND_TIMES = 4  # as long as another look, for a file to be checked
+COMMAND_CHARACTERS = 60
 
 _PIDFD_GETFD = 438  # the same number on every architecture: include/uapi/asm-generic/unistd.h
 
@@ -55,7 +62,7 @@ class LockHandle:
         locks: descriptors of its lock files.
         holder: pid of the process that lent the record; 0: none.
         pidfd: of that process.
-        given: takes back what this daemon has given to the claim.
+        renew_granted: makes the lock files anew that this daemon has given to the claim.
     """
 
     record: int
@@ -63,7 +70,48 @@ class LockHandle:
     locks: tuple[int, ...]
     holder: int
     pidfd: int
-    given: Callable[[], object] | None = None
+    renew_granted: Callable[[], object] | None = None
+
+
+def computing_under(
+    claim: ClaimRecord, snapshot: Snapshot, facts: Processes
+) -> tuple[tuple[GpuProcess, ...], str | None]:
+    """The processes that compute under *claim*, and why that is unknown (None: it is known).
+
+    A process of the claim's owner counts as the claim's, and so does one whose owner is unknown.
+    """
+    users: dict[int, GpuProcess] = {}
+    for uuid in claim.devices:
+        parts = [device for device in snapshot.devices if uuid in (device.uuid, device.parent_uuid)]
+        if not parts:
+            return (), "the driver does not show one of its devices"
+        for device in parts:
+            if device.processes is None or not device.processes_plausible:
+                return (), f"the driver gives no list of the processes on device {device.index} that could be believed"
+            for process in filter(may_compute, device.processes):
+                if not process.uid or process.uid == claim.uid or claim_of(process, (claim,), facts):
+                    users[process.pid] = process
+    return tuple(users.values()), None
+
+
+def in_use(claim: ClaimRecord, snapshot: Snapshot) -> str | None:
+    """Which processes compute under *claim*, in words, or why that is unknown; None when none does."""
+    snapshot = replace(snapshot, claims=(claim,))
+    snapshot = replace(snapshot, claims=(claim,))
+    users, unknown = computing_under(claim, snapshot, process_facts(snapshot))
+    if unknown:
+        return f"whether it is used cannot be seen: {unknown}"
+    return ", ".join(computing_text(process, snapshot.clock) for process in users) or None
+
+
+def computing_text(process: GpuProcess, clock: float) -> str:
+    """``"pid 4711 (python train.py) computes for 3h12m with 10GiB"``; *clock* is CLOCK_BOOTTIME."""
+    started = process.start_time if process.start_time is not None else start_time(process.pid)
+    since = f" for {format_duration(round(clock - started))}" if started is not None else ""
+    memory = f" with {format_bytes(process.memory_used)}" if process.memory_used is not None else ""
+    command = neutral_command(process.command, brief=True) if process.command else ""
+    shortened = command if len(command) <= COMMAND_CHARACTERS else f"{command[:COMMAND_CHARACTERS]}..."
+    return f"pid {process.pid}{f' ({shortened})' * bool(command)} computes{since}{memory}"
 
 
 @contextmanager
@@ -75,74 +123,54 @@ def lock_handle(directory: LockDirectory, claim: ClaimRecord) -> Iterator[LockHa
         ClaimError: they cannot be found.
     """
     path = record_path(directory, claim.uid, claim.id)
-    named, given = _descriptors_of(directory, claim.uid, claim.id), _given(directory, claim)
-    if named is None and not given:
+    named, granted = _descriptors_of(path, claim.uid), _granted_locks(directory, claim)
+    if named is None and not granted:
         raise ClaimError(f"the claim {claim.id} has ended, or it has no record: end its processes instead.")
     borrowed: list[int] = []
     try:
         try:
-            grip = _borrow(directory, claim, path, frozenset(named or ()), borrowed)
+            handle = _borrow(directory, claim, frozenset(named or ()), borrowed)
         except ClaimError:
-            if not given:
+            if not granted:
                 raise
-            grip = LockHandle(-1, path, (), 0, -1)
-        yield replace(grip, given=partial(_relock, directory, claim) if given else None)
+            handle = LockHandle(-1, path, (), 0, -1)
+        yield replace(handle, renew_granted=partial(_renew_granted, directory, claim) if granted else None)
     finally:
         for descriptor in borrowed:
             os.close(descriptor)
 
 
-def let_go(grip: LockHandle, letter: ReleaseRequest) -> None:
-    """Give the claim up for good; the order matters.
+def release_locks(handle: LockHandle, decision: ReleaseRequest) -> None:
+    """Release the claim for good; the order matters.
 
     Raises:
         OSError: the decision could not be written down, so nothing was done.
     """
-    if grip.record >= 0:
-        write(grip.record, letter)
-    for descriptor in grip.locks:
+    if handle.record >= 0:
+        write_request(handle.record, decision)
+    for descriptor in handle.locks:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-    if grip.given:
-        grip.given()
-    if grip.record < 0:
+    if handle.renew_granted:
+        handle.renew_granted()
+    if handle.record < 0:
         return
     with suppress(OSError):  # only its owner and root may; a record that is not locked counts for nothing
-        if is_same_file(grip.record, grip.path):
-            os.unlink(grip.path)
-    fcntl.flock(grip.record, fcntl.LOCK_UN)
+        if is_same_file(handle.record, handle.path):
+            os.unlink(handle.path)
+    fcntl.flock(handle.record, fcntl.LOCK_UN)
 
 
-def listens(pid: int) -> bool:
-    """Whether that process waits for SIGURG, as `gpuguard run` does: it looks at its claim then, and tells its user."""
+def is_supervisor(pid: int) -> bool:
+    """Whether that process waits for SIGURG, as `gpuguard run` does: it reads its claim then, and informs its user."""
     caught = status_words(pid, b"SigCgt")
     return bool(caught and int(caught[0], 16) >> (signal.SIGURG - 1) & 1)
 
 
-def users_of(claim: ClaimRecord, snapshot: Snapshot, seen: Processes) -> tuple[tuple[GpuProcess, ...], str | None]:
-    """Who computes under *claim*, and why that cannot be told (None: it can).
-
-    Whose process it is counts as the claim's as soon as nobody can tell otherwise.
-    """
-    found: dict[int, GpuProcess] = {}
-    for uuid in claim.devices:
-        places = [device for device in snapshot.devices if uuid in (device.uuid, device.parent_uuid)]
-        if not places:
-            return (), "the driver does not show one of its devices"
-        for device in places:
-            if device.processes is None or not device.processes_plausible:
-                return (), f"the driver gives no list of the processes on device {device.index} that could be believed"
-            for process in filter(may_compute, device.processes):
-                if not process.uid or process.uid == claim.uid or claim_of(process, (claim,), seen):
-                    found[process.pid] = process
-    return tuple(found.values()), None
-
-
-def _descriptors_of(directory: LockDirectory, uid: int, claim_id: str) -> tuple[int, ...] | None:
+def _descriptors_of(path: str, uid: int) -> tuple[int, ...] | None:
     """The numbers under which the processes of a living claim have its locks open, as its record says; None: it ended.
 
     () where the record says nothing that could be such numbers.
     """
-    path = record_path(directory, uid, claim_id)
     try:
         descriptor = open_in_place(path)
     except OSError:
@@ -152,7 +180,7 @@ def _descriptors_of(directory: LockDirectory, uid: int, claim_id: str) -> tuple[
             return None
         content = loads(os.read(descriptor, MAX_BYTES + 1).partition(b"\n")[0])
         numbers = content["descriptors"]
-        sound = type(numbers) is list and all(type(each) is int and 0 <= each < 2**20 for each in numbers)
+        sound = type(numbers) is list and all(type(number) is int and 0 <= number < 2**20 for number in numbers)
         return tuple(numbers) if sound else ()
     except (ValueError, TypeError, KeyError):
         return ()
@@ -160,126 +188,137 @@ def _descriptors_of(directory: LockDirectory, uid: int, claim_id: str) -> tuple[
         os.close(descriptor)
 
 
-def _given(directory: LockDirectory, claim: ClaimRecord) -> tuple[str, ...]:
+def _granted_locks(directory: LockDirectory, claim: ClaimRecord) -> tuple[str, ...]:
     """The names of the locks that the daemon has given to *claim*, if this process is that daemon, or root."""
     if directory.keeper is None or directory.closed:
         return ()
-    from gpuguard.claims import grants
-
     with Gate(directory):
         held = grants.grant_of(directory, grants.names_of(directory))
-    return tuple(name for name, to in held.items() if to and (to.uid, to.claim) == (claim.uid, claim.id))
+    return tuple(name for name, grant in held.items() if grant and (grant.uid, grant.claim) == (claim.uid, claim.id))
 
 
-def _relock(directory: LockDirectory, claim: ClaimRecord) -> None:
-    from gpuguard.claims import grants
-
-    for name in _given(directory, claim):  # asked again: it may be somebody else's by now
+def _renew_granted(directory: LockDirectory, claim: ClaimRecord) -> None:
+    for name in _granted_locks(directory, claim):  # read again: it may be another claim's by now
         with Gate(directory):
-            to = grants.grant_of(directory, [name]).get(name)
-            if to and (to.uid, to.claim) == (claim.uid, claim.id):
+            grant = grants.grant_of(directory, [name]).get(name)
+            if grant and (grant.uid, grant.claim) == (claim.uid, claim.id):
                 grants.replace_file(directory, name)
 
 
-def _borrow(
-    directory: LockDirectory, claim: ClaimRecord, path: str, named: frozenset[int], borrowed: list[int]
-) -> LockHandle:
-    grip: LockHandle | None = None
-    record, missing = inode_of(path), _held(directory, claim)
+def _borrow(directory: LockDirectory, claim: ClaimRecord, named: frozenset[int], borrowed: list[int]) -> LockHandle:
+    """The files of *claim*; fills *borrowed* with the descriptors to close, also where it fails."""
+    handle: LockHandle | None = None
+    path = record_path(directory, claim.uid, claim.id)
+    record, missing = inode_of(path), _locked_inodes(directory, claim)
     wanted, locks = set(named if len(named) <= MOST_LOCKS else ()), list[int]()
 
     def is_record(descriptor: int) -> bool:
         # The path may name another claim by now; the file that is locked is what counts.
         return is_same_file(descriptor, path) and os.fstat(descriptor).st_uid == claim.uid
 
-    for pid, found in _holders(claim, {record, *missing}):
+    for pid, descriptors in _holders(claim, {record, *missing}):
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
             continue  # it has ended
         borrowed.append(pidfd)
-        has_record = next((number for number, inode in found.items() if inode == record), None)
-        numbers = {number for number, inode in found.items() if inode in missing}
-        for each in sorted(numbers if has_record is None else numbers | wanted):
-            if (lock := _lent(claim, pid, pidfd, each, partial(_is_lock, directory))) is not None:
+        has_record = next((number for number, inode in descriptors.items() if inode == record), None)
+        numbers = {number for number, inode in descriptors.items() if inode in missing}
+        for number in sorted(numbers if has_record is None else numbers | wanted):
+            if (lock := _lend(claim, pid, pidfd, number, partial(_is_lock, directory))) is not None:
                 borrowed.append(lock)
                 locks.append(lock)
-                wanted.discard(each)
+                wanted.discard(number)
                 missing.discard(as_written(lock))
-        if grip is None and has_record is not None:
-            lent = _lent(claim, pid, pidfd, has_record, is_record)
+        if handle is None and has_record is not None:
+            lent = _lend(claim, pid, pidfd, has_record, is_record)
             if lent is not None:
                 borrowed.append(lent)
-                grip = LockHandle(lent, path, (), pid, pidfd)
-        if grip and not missing and not wanted:
+                handle = LockHandle(lent, path, (), pid, pidfd)
+        if handle and not missing and not wanted:
             break
-        if grip is None or grip.pidfd != pidfd:  # one could have so many processes that we have no descriptors left
+        if handle is None or handle.pidfd != pidfd:  # with many processes we would have no descriptors left
             os.close(borrowed.pop(borrowed.index(pidfd)))
-    if grip and not missing:
-        return replace(grip, locks=tuple(locks))
-    raise ClaimError(_why_not_found(claim))
-
-
-def _why_not_found(claim: ClaimRecord) -> str:
+    if handle and not missing:
+        return replace(handle, locks=tuple(locks))
     if hangs(claim.uid):
-        return (
-            f"an open file of {claim.user}'s does not answer who looks for the locks of the claim {claim.id}: end its "
-            "processes instead."
+        raise ClaimError(
+            f"an open file of {claim.user}'s does not answer while the locks of the claim {claim.id} are looked for: "
+            "end its processes instead."
         )
-    return f"no process has the locks of the claim {claim.id} open: it is just ending.  Look again."
+    raise ClaimError(f"no process has the locks of the claim {claim.id} open: it is just ending.  Look again.")
 
 
-def _held(directory: LockDirectory, claim: ClaimRecord) -> set[str]:
+def _locked_inodes(directory: LockDirectory, claim: ClaimRecord) -> set[str]:
     """The lock files that it alone has locked, as the kernel writes them, whatever its record says of descriptors."""
     outer = claim.id.partition(".")[0]
     if outer != claim.id and read_record(directory, claim.uid, outer):
         return set()  # inside of another one, whose the locks of these devices are
-    seen = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
-    if seen is None:
+    current = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
+    if current is None:
         return set()
-    shared = {name.partition(".slot")[0] for name in seen.slots}
-    names = [*seen.slots, *(uuid for uuid in seen.devices if uuid not in shared)]
+    shared = {name.partition(".slot")[0] for name in current.slots}
+    names = [*current.slots, *(uuid for uuid in current.devices if uuid not in shared)]
     return {inode for name in names if (inode := inode_of(directory.lock_path(name)))}
 
 
-def _lent(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
+def _holders(claim: ClaimRecord, inodes: set[str]) -> Iterator[tuple[int, dict[int, str]]]:
+    """The processes of its owner that have one of *inodes* locked: pid, and by which descriptor; first its supervisor.
+
+    In effect they may be root: a program with the set-user-ID bit keeps what its user has open.
+    """
+    until, own = time.monotonic() + SEARCH_SECONDS, os.getpid()  # we have what we borrowed
+    pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {own}
+    for pid in sorted(pids, key=lambda pid: pid != claim.pid):
+        descriptors: dict[int, str] = {}
+        with suppress(OSError):
+            if (os.stat(f"/proc/{pid}").st_uid or uid_behind(pid)) == claim.uid:
+                if (left := until - time.monotonic()) <= 0:
+                    return
+                files = locked_by(pid, claim.uid, left)
+                descriptors = {number: inode for number, inode in files.items() if inode in inodes}
+        if descriptors:
+            yield pid, descriptors
+
+
+def _lend(claim: ClaimRecord, pid: int, pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
     """A copy of a descriptor of another process if it is open and the right one.
 
-    Looked at apart: a file of FUSE may be anything's but a lock's, and even closing our copy of it waits for as long as
-    its owner likes.
+    Checked in a thread: a file of FUSE may be anything's but a lock's, and even closing our copy of it waits for as
+    long as its owner likes.
 
     Raises:
         NotPermitted: the kernel does not allow it.
         ClaimError: a file of that user's cannot be closed.
     """
-    found: list[int | NotPermitted | None] = []
+    outcomes: list[int | NotPermitted | None] = []
     deciding, late = threading.Lock(), threading.Event()
 
-    def look() -> None:
+    def copy() -> None:
         try:
-            lent: int | NotPermitted | None = _checked(pidfd, number, is_wanted)
+            outcome: int | NotPermitted | None = _copy_if_wanted(pidfd, number, is_wanted)
         except NotPermitted as error:
-            lent = error
+            outcome = error
         with deciding:
-            if late.is_set() and isinstance(lent, int):
-                os.close(lent)
-            found.append(lent)
+            if late.is_set() and isinstance(outcome, int):
+                os.close(outcome)
+            outcomes.append(outcome)
 
-    in_time(pid, "lent", look, LEND_TIMES)
+    in_time(pid, "lent", copy, LEND_TIMES)
     with deciding:
-        if not found:
+        if not outcomes:
             late.set()
             if not os.path.exists(f"/proc/{pid}"):
                 return None
             raise ClaimError(
                 f"a file that the claim {claim.id} names as its own does not answer: end its processes instead."
             )
-    if isinstance(found[0], NotPermitted):
-        raise found[0]
-    return found[0]
+    if isinstance(outcomes[0], NotPermitted):
+        raise outcomes[0]
+    return outcomes[0]
 
 
-def _checked(pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
+def _copy_if_wanted(pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int | None:
     with suppress(OSError):  # closed meanwhile, or the process has ended
         descriptor = _getfd(pidfd, number)
         try:
@@ -291,32 +330,13 @@ def _checked(pidfd: int, number: int, is_wanted: Callable[[int], bool]) -> int |
     return None
 
 
-def _holders(claim: ClaimRecord, inodes: set[str]) -> Iterator[tuple[int, dict[int, str]]]:
-    """The processes of its owner that have one of *inodes* locked: pid, and by which descriptor; first its supervisor.
-
-    In effect they may be root: whoever runs a program with the set-user-ID bit keeps what he has open.
-    """
-    until, own = time.monotonic() + SEARCH_SECONDS, os.getpid()  # we have what we borrowed
-    pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {own}
-    for pid in sorted(pids, key=lambda pid: pid != claim.pid):
-        found: dict[int, str] = {}
-        with suppress(OSError):
-            if (os.stat(f"/proc/{pid}").st_uid or uid_behind(pid)) == claim.uid:
-                if (left := until - time.monotonic()) <= 0:
-                    return
-                files = locked_by(pid, claim.uid, left)
-                found = {number: inode for number, inode in files.items() if inode in inodes}
-        if found:
-            yield pid, found
-
-
 def _is_lock(directory: LockDirectory, descriptor: int) -> bool:
     """Whether a borrowed file is one of the lock files of *directory*: what a record says is its owner's word."""
-    named = os.readlink(f"/proc/self/fd/{descriptor}")
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
     start = f"{os.path.realpath(directory.locks)}/{directory.prefix}"
-    if not named.startswith(start) or "/" in named[len(start) :]:
+    if not path.startswith(start) or "/" in path[len(start) :]:
         return False
-    return stat.S_ISREG(os.fstat(descriptor).st_mode) and is_same_file(descriptor, named)
+    return stat.S_ISREG(os.fstat(descriptor).st_mode) and is_same_file(descriptor, path)
 
 
 def _getfd(pidfd: int, number: int) -> int:
@@ -326,8 +346,6 @@ def _getfd(pidfd: int, number: int) -> int:
         NotPermitted: the kernel does not allow it.
         OSError: it has no such descriptor, or has ended.
     """
-    import ctypes
-
     descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, number, 0))
     if descriptor >= 0:
         return descriptor  # close-on-exec: the kernel makes it so

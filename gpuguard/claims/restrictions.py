@@ -1,26 +1,29 @@
-"""Marks: what was decided about users and devices, in files that everybody can read and only root or the daemon write.
+"""Restrictions: what was decided about users and devices, in files that only root or the daemon can write.
 
     denied.json         users who get no new claims, by uid
     quarantined.json    devices that nobody gets, by uuid
-    kept.json           whom the daemon leaves alone: "UID", or "UID UUID" on one device
-    set-back.json       tickets, and users by uid, that stand at the end of the queue: see services.broker
+    kept.json           exemptions: processes that the daemon leaves alone, "UID", or "UID UUID" on one device
+    set-back.json       tickets, and users by uid, that stand at the end of the queue: see daemon.broker
 
-What root decides lies in the directory of the claims, what the daemon decides among the daemon's files; both count,
-hold without a daemon, and end by themselves when their time is over.  A file that somebody else could have written
-counts for nothing.  Where anybody may make files (the sticky fallback) there are no marks.  Does not say who may ask
-for one: see door, and the commands deny and quarantine.
+Everybody can read them.  What root decides lies in the directory of the claims, what the daemon decides among the
+daemon's files; both count, hold without a daemon, and end by themselves when their time is over.  A file that another
+user could have written counts for nothing.  Where any user may make files (the sticky fallback) there are no
+restrictions.  Does not say who may ask for one: see daemon.requests, and the commands deny and quarantine.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, open_lock_file, try_flock
+from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, make_lock_file
 from gpuguard.errors import LockDirectoryError, shortage
 from gpuguard.files import read_file, write_file
+from gpuguard.jsonio import loads
 from gpuguard.procfs import boot_clock, boot_id
 from gpuguard.sanitize import neutralise
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 DENIED, QUARANTINED, KEPT, SET_BACK = "denied", "quarantined", "kept", "set-back"
 ADMINISTRATOR = "the administrator"
 MAX_BYTES = 512 * 1024
-MAX_MARKS = 1000
+MAX_RESTRICTIONS = 1000
 MAX_REASON = 200  # characters
 WRITE_SECONDS = 5.0  # for another writer to finish
 STEP_SECONDS = 1.0  # less of it is no step: the clock is led a little faster or slower all the time
@@ -47,9 +50,9 @@ class Restriction:
     """One decision.
 
     Args:
-        name: whom or what it is about: a uid or a uuid.
+        name: what it is about: a uid or a uuid.
         since: unix time.
-        until: unix time at which it ends by itself; None: when somebody ends it.
+        until: unix time at which it ends by itself; None: when it is ended.
         reason: for people.
         by: who decided: "the administrator", "the policy hot-cards", or a user.
         user: name of the user, if it is about one.
@@ -68,83 +71,104 @@ class Restriction:
 
 
 def read_restrictions(directory: LockDirectory, kind: str, now: float) -> dict[str, Restriction]:
-    """The marks of a kind that hold at *now* (unix time); none when there is no file that can be trusted.
+    """The restrictions of a kind that hold at *now* (unix time); none when there is no file that can be trusted.
 
     Raises:
         OSError: no further file can be opened to look.
     """
-    return _marks_in(_places(directory, kind), kind, now)
+    return _read_all(_folders(directory, kind), kind, now)
 
 
-def against(directory: LockDirectory, uuids: Sequence[str], uid: int | None, now: float) -> dict[str, str]:
-    """uuid -> why nobody, or not this user, gets it; uid None asks for nobody in particular."""
+def restrictions_against(directory: LockDirectory, uuids: Sequence[str], uid: int | None, now: float) -> dict[str, str]:
+    """uuid -> why nobody, or not this user, gets it; uid None asks for no user in particular."""
+    if not any(map(os.path.lexists, restriction_files(directory))):
+        return {}
     denied = None if uid is None else read_restrictions(directory, DENIED, now).get(str(uid))
-    found = dict.fromkeys(uuids, denial(denied)) if denied else {}
-    marks = read_restrictions(directory, QUARANTINED, now)
-    return found | {uuid: quarantine(marks[uuid]) for uuid in uuids if uuid in marks}
+    reasons = dict.fromkeys(uuids, denial_text(denied)) if denied else {}
+    quarantined = read_restrictions(directory, QUARANTINED, now)
+    return reasons | {uuid: quarantine_text(quarantined[uuid]) for uuid in uuids if uuid in quarantined}
 
 
-def denial(mark: Restriction) -> str:
+def restriction_files(directory: LockDirectory) -> tuple[str, ...]:
+    """Where restrictions may lie that decide who may claim, and when."""
+    kinds = (DENIED, QUARANTINED, SET_BACK)
+    return tuple(_path(files, kind) for kind in kinds for files in _folders(directory, kind))
+
+
+def denial_text(restriction: Restriction) -> str:
     """``"new claims of bob are denied by the administrator until 11-20 20:15: too many jobs"``."""
-    return f"new claims of {neutralise(mark.user or f'uid {mark.name}')} are denied {_tail(mark)}"
+    user = neutralise(restriction.user or f"uid {restriction.name}")
+    return f"new claims of {user} are denied {_decision(restriction)}"
 
 
-def quarantine(mark: Restriction) -> str:
+def quarantine_text(restriction: Restriction) -> str:
     """``"quarantined by the administrator: XID 79, being replaced"``."""
-    return f"quarantined {_tail(mark)}"
+    return f"quarantined {_decision(restriction)}"
 
 
 def change(
     directory: LockDirectory, kind: str, update: Callable[[dict[str, Restriction]], object]
 ) -> dict[str, Restriction]:
-    """Let *update* change the marks of a kind; readers see the old ones or the new ones, whole, whenever we die.
+    """Let *update* change the restrictions of a kind; readers see the old ones or the new ones, whole.
 
     Returns:
-        The marks after that.
+        The restrictions after that.
 
     Raises:
-        LockDirectoryError: this user or this directory cannot have marks, or there are too many.
+        LockDirectoryError: this user or this directory cannot have restrictions, or there are too many.
     """
     if directory.owner is None:
         raise LockDirectoryError(_NOT_HERE)
-    places = _places(directory, kind)
-    mine = [each for each in places if os.geteuid() in (0, each.owner)] or list(places[:1])
-    path = _path(mine[0], kind)
+    folders = _folders(directory, kind)
+    writable = [files for files in folders if os.geteuid() in (0, files.owner)] or list(folders[:1])
+    path = _path(writable[0], kind)
     try:
-        with _alone(mine):
-            marks = _marks_in(mine, kind, time.time())
-            update(marks)
-            if marks:
-                _write(path, kind, marks)
-            # Without a file nobody who starts a job has anything to read.  Root takes over what the daemon decided.
-            for each in mine[bool(marks) :]:
-                if os.path.lexists(_path(each, kind)):
-                    os.unlink(_path(each, kind))
+        with _only_writer(writable):
+            restrictions = _read_all(writable, kind, time.time())
+            update(restrictions)
+            if restrictions:
+                _write(path, kind, restrictions)
+            # Without a file a command that starts a job has nothing to read.  Root takes over what the daemon decided.
+            for files in writable[bool(restrictions) :]:
+                if os.path.lexists(_path(files, kind)):
+                    os.unlink(_path(files, kind))
     except OSError as error:
         root = "" if os.geteuid() == 0 else "  Only the owner of the directory can: run it with sudo."
         raise LockDirectoryError(f"{path} cannot be written: {error.strerror}.{root}") from error
-    return marks
+    return restrictions
 
 
-def prolong(marks: dict[str, Restriction], mark: Restriction) -> None:
-    """Add *mark*, unless there is one about the same that lasts longer."""
-    before = marks.get(mark.name)
-    if before is None or (before.until is not None and (mark.until is None or mark.until > before.until)):
-        marks[mark.name] = replace(mark, reason=mark.reason[:MAX_REASON])
+def extend(restrictions: dict[str, Restriction], restriction: Restriction) -> None:
+    """Add *restriction*, unless there is one about the same that lasts longer."""
+    before = restrictions.get(restriction.name)
+    longer = before is None or (
+        before.until is not None and (restriction.until is None or restriction.until > before.until)
+    )
+    if longer:
+        restrictions[restriction.name] = replace(restriction, reason=restriction.reason[:MAX_REASON])
 
 
-def _tail(mark: Restriction) -> str:
-    until = "" if mark.until is None else time.strftime(" until %m-%d %H:%M", time.localtime(mark.until))
-    return f"by {neutralise(mark.by)}{until}" + (f": {neutralise(mark.reason)}" if mark.reason else "")
+def to_json(restriction: Restriction) -> dict[str, str | float | None]:
+    """What stands in the file, and what `--json` prints."""
+    return {
+        "name": restriction.name,
+        "user": restriction.user,
+        "since_unix_seconds": restriction.since,
+        "until_unix_seconds": restriction.until,
+        "reason": restriction.reason,
+        "by": restriction.by,
+    }
 
 
-def mark_files(directory: LockDirectory) -> tuple[str, ...]:
-    """Where marks may lie that decide who may claim, and when."""
-    return tuple(_path(place, kind) for kind in (DENIED, QUARANTINED, SET_BACK) for place in _places(directory, kind))
+def _decision(restriction: Restriction) -> str:
+    until = restriction.until
+    when = "" if until is None else time.strftime(" until %m-%d %H:%M", time.localtime(until))
+    reason = f": {neutralise(restriction.reason)}" if restriction.reason else ""
+    return f"by {neutralise(restriction.by)}{when}{reason}"
 
 
-def _places(directory: LockDirectory, kind: str) -> tuple[DaemonFiles, ...]:
-    """Where marks of a kind may lie, root's first."""
+def _folders(directory: LockDirectory, kind: str) -> tuple[DaemonFiles, ...]:
+    """Where restrictions of a kind may lie, root's first."""
     if directory.owner is None:
         return ()
     daemons = daemon_files(directory)
@@ -153,28 +177,26 @@ def _places(directory: LockDirectory, kind: str) -> tuple[DaemonFiles, ...]:
     return (DaemonFiles(directory.path, directory.owner), daemons)
 
 
-def _path(place: DaemonFiles, kind: str) -> str:
-    return place.file(f"{kind}.json")
+def _path(files: DaemonFiles, kind: str) -> str:
+    return files.file(f"{kind}.json")
 
 
-def _marks_in(places: Sequence[DaemonFiles], kind: str, now: float) -> dict[str, Restriction]:
-    found: dict[str, Restriction] = {}
-    for place in places:
+def _read_all(folders: Sequence[DaemonFiles], kind: str, now: float) -> dict[str, Restriction]:
+    restrictions: dict[str, Restriction] = {}
+    for files in folders:
         try:
-            for mark in [mark for mark in _read(place, kind) if mark.holds(now)]:
-                prolong(found, mark)
+            for restriction in [restriction for restriction in _read(files, kind) if restriction.holds(now)]:
+                extend(restrictions, restriction)
         except OSError as error:
             if shortage(error):  # it is there: it would be overlooked, and lost at the next change
                 raise
         except (ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
             continue
-    return found
+    return restrictions
 
 
-def _read(place: DaemonFiles, kind: str) -> Iterator[Restriction]:
-    from gpuguard.jsonio import loads
-
-    content = loads(read_file(_path(place, kind), MAX_BYTES, place.owners()))
+def _read(files: DaemonFiles, kind: str) -> Iterator[Restriction]:
+    content = loads(read_file(_path(files, kind), MAX_BYTES, files.owners()))
     step = _step_since(content)
     for entry in content["marks"]:
         yield Restriction(
@@ -188,7 +210,7 @@ def _read(place: DaemonFiles, kind: str) -> Iterator[Restriction]:
 
 
 def _step_since(content: Mapping[str, Any]) -> float:
-    """By how many seconds the clock was set since that was written: what is left of a mark stays as long as it was."""
+    """By how many seconds the clock was set since that was written: what is left of it stays as long as it was."""
     step = _booted() - content.get("booted_unix_seconds", 0.0) if content.get("boot") == boot_id() != "" else 0.0
     return step if abs(step) > STEP_SECONDS else 0.0
 
@@ -204,52 +226,27 @@ def _moment(value: float) -> float:
     return float(value)
 
 
-def to_json(mark: Restriction) -> dict[str, str | float | None]:
-    """What stands in the file, and what `--json` prints."""
-    return {
-        "name": mark.name,
-        "user": mark.user,
-        "since_unix_seconds": mark.since,
-        "until_unix_seconds": mark.until,
-        "reason": mark.reason,
-        "by": mark.by,
-    }
-
-
-def _write(path: str, kind: str, marks: dict[str, Restriction]) -> None:
-    import json
-
+def _write(path: str, kind: str, restrictions: dict[str, Restriction]) -> None:
     facts = {"schema": 1, "boot": boot_id(), "booted_unix_seconds": _booted()}
-    content = json.dumps({**facts, "marks": [to_json(mark) for mark in marks.values()]}, indent=1).encode("ascii")
-    if len(marks) > MAX_MARKS or len(content) >= MAX_BYTES:
+    entries = [to_json(restriction) for restriction in restrictions.values()]
+    content = json.dumps({**facts, "marks": entries}, indent=1).encode("ascii")
+    if len(restrictions) > MAX_RESTRICTIONS or len(content) >= MAX_BYTES:
         raise LockDirectoryError(f"{path} would become too long: end some of what is {kind} first.")
     write_file(path, content, sync=True)
 
 
-class _alone:  # noqa: N801  a context manager, written out because contextlib costs 4 ms of import
-    """The only writer of these places for as long as the block lasts."""
+@contextmanager
+def _only_writer(folders: Sequence[DaemonFiles]) -> Iterator[None]:
+    """Be the only writer of these folders for as long as the block lasts."""
+    from filelock import FileLock, Timeout  # takes over 10 ms to load, and `gpuguard run` only reads restrictions
 
-    def __init__(self, places: Sequence[DaemonFiles]) -> None:
-        self._places, self._held = places, list[int]()
-
-    def __enter__(self) -> None:
-        deadline = time.monotonic() + WRITE_SECONDS
-        try:
-            for place in self._places:
-                self._take(place, deadline)
-        except BaseException:  # a daemon would keep what it has
-            self.__exit__()
-            raise
-
-    def _take(self, place: DaemonFiles, deadline: float) -> None:
-        descriptor = open_lock_file(place, "marks.lock")
-        self._held.append(descriptor)
-        while not try_flock(descriptor):
-            if time.monotonic() >= deadline:
-                path = place.file("marks.lock")
-                raise LockDirectoryError(f"{path} is held by another command that does not end.  Try again.")
-            time.sleep(0.01)
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._held:
-            os.close(descriptor)
+    deadline = time.monotonic() + WRITE_SECONDS
+    with ExitStack() as held:
+        for files in folders:
+            path = make_lock_file(files, "marks.lock")
+            try:
+                held.enter_context(FileLock(path, timeout=max(0.0, deadline - time.monotonic())))
+            except Timeout:
+                text = f"{path} is held by another command that does not end.  Try again."
+                raise LockDirectoryError(text) from None
+        yield

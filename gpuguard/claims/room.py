@@ -1,7 +1,7 @@
-"""How much room there is for the files that users write beside each other's claims, and who has taken it.
+"""How much room there is for the files that users write beside each other's claims, and who uses it.
 
-`gpuguard setup` gives the directory of the records a small file system of its own, so that who fills it fills nothing
-else: see cli/setup_room.  Claims need none of these files.  Makes no room: root decides whose files go.
+`gpuguard setup` gives the directory of the records a small file system of its own, so that a user who fills it fills
+nothing else.  Claims need none of these files.  Makes no room: root decides whose files go.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpuguard.units import format_bytes
 from gpuguard.users import user_name
 
 MOST_FILES = 100_000  # that are counted, where the number is not bounded
-SCARCE = 0.8  # taken of what there is: then it is time to look who has it
+SCARCE = 0.8  # used of what there is: then it is time to see who has it
 _PAGE = 4096  # without one no record can be written
 
 
@@ -31,7 +31,7 @@ class RoomUsage:
 
 @dataclass(frozen=True)
 class Room:
-    """*own*: it is a file system of its own.  Sizes in bytes; *taken*: whoever has most of it first."""
+    """*own*: it is a file system of its own.  Sizes in bytes; *taken*: the user with most of it first."""
 
     path: str
     own: bool
@@ -43,14 +43,14 @@ class Room:
 
     @property
     def used(self) -> float:
-        """The part that is taken, of files or of bytes: whichever is scarcer; 1.0: nobody can write a record."""
+        """The part that is used, of files or of bytes: whichever is scarcer; 1.0: no record can be written."""
         if (self.files and not self.files_free) or self.size_free < _PAGE:
             return 1.0
         return max(_part(self.files - self.files_free, self.files), _part(self.size - self.size_free, self.size))
 
     @property
     def who(self) -> RoomUsage | None:
-        """Whoever has most of it, where it is scarce and he has at least half of what is taken."""
+        """The user with most of it, where it is scarce and that is at least half of what is used."""
         most = next(iter(self.taken), None)
         return most if most and self.used >= SCARCE and self._of(most) >= self.used / 2 else None
 
@@ -61,9 +61,9 @@ class Room:
                 f"{user_name(most.uid)} has {most.files:,} of {self.files:,} files and {self._sizes(most.size)} there"
             )
         files, size = self.files - self.files_free, self.size - self.size_free
-        said = f"{files:,} of {self.files:,} files and {self._sizes(size)} are taken"
-        lost = size - sum(each.size for each in self.taken)
-        return f"{said}, {format_bytes(lost)} by files without a name" if lost > self.size / 2 else said
+        text = f"{files:,} of {self.files:,} files and {self._sizes(size)} are taken"
+        lost = size - sum(usage.size for usage in self.taken)
+        return f"{text}, {format_bytes(lost)} by files without a name" if lost > self.size / 2 else text
 
     def _sizes(self, size: int) -> str:
         return f"{format_bytes(size)} of {format_bytes(self.size)}"
@@ -76,27 +76,27 @@ def room_for_records(directory: LockDirectory) -> Room:
     """What there is, and who has it.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: it cannot be read.
     """
     path = directory.records
-    found = os.statvfs(path)
+    status = os.statvfs(path)
     own = os.lstat(path).st_dev != os.lstat(os.path.dirname(path)).st_dev
-    size, free = found.f_blocks * found.f_frsize, found.f_bfree * found.f_frsize
-    room = Room(path, own, size, free, found.f_files, found.f_ffree, tuple(_biggest_users(path)))
-    taken = sorted(room.taken, key=lambda each: (-room._of(each), each.uid))
+    size, free = status.f_blocks * status.f_frsize, status.f_bfree * status.f_frsize
+    room = Room(path, own, size, free, status.f_files, status.f_ffree, tuple(_biggest_users(path)))
+    taken = sorted(room.taken, key=lambda usage: (-room._of(usage), usage.uid))
     return replace(room, taken=tuple(taken))
 
 
 def why_full(directory: LockDirectory, error: OSError) -> str:
-    """What *error* says; where no room is left, also who has it, if that can be told."""
-    said = error.strerror or str(error)
+    """What *error* says; where no room is left, also who uses it, if that is known."""
+    text = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return said
+        return text
     try:
         room = room_for_records(directory)
     except OSError:
-        return said
-    return f"{said}: {room.in_words()}" if room.own else said
+        return text
+    return f"{text}: {room.in_words()}" if room.own else text
 
 
 def _part(some: int, whole: int) -> float:
@@ -104,7 +104,7 @@ def _part(some: int, whole: int) -> float:
 
 
 def _biggest_users(path: str) -> list[RoomUsage]:
-    """What each user has, also in folders that he made there; what cannot be looked at counts for nobody."""
+    """What each user has, also in folders that they made there; what cannot be read counts for no user."""
     files: dict[int, int] = {}
     sizes: dict[int, int] = {}
     counted, folders = 0, [path]

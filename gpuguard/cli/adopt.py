@@ -5,10 +5,10 @@ gpuguard adopt 4711 --tree           and what it started and will start, until t
 gpuguard adopt 4711 4712             one claim for both
 sudo gpuguard adopt 4711             anybody's: the claim belongs to the owner of the job
 
-A small process in the background holds the claim (13 MB; it sleeps until a process of the job ends).  If that
-is killed the claim is gone, and the job runs on; the job itself does not notice anything.  All or nothing: refused when
-a GPU of the job is claimed already, or somebody else computes on it too.  A process that the job starts after this and
-that leaves its session is found only while its parent lives.
+A small process in the background holds the claim (it sleeps until a process of the job ends).  If that is killed the
+claim is gone, and the job runs on; the job itself does not notice anything.  All or nothing: refused when a GPU of the
+job is claimed already, or another process computes on it too.  A process that the job starts after this and that
+leaves its session is found only while its parent lives.
 Exit codes: 0 claimed, 1 it cannot be and why, 2 usage, 4 no driver.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pwd
 import signal
 import sys
 import time
@@ -24,8 +25,7 @@ from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
 from gpuguard.errors import ClaimLost, InvalidRequest
 from gpuguard.history import audit_log
-from gpuguard.jobs import adopt as background
-from gpuguard.jobs.adopt import ProcessFamily, adopt
+from gpuguard.jobs.adopt import ProcessFamily, adopt, detach, wake_pipe
 from gpuguard.model import Event
 from gpuguard.procfs import uid_of
 from gpuguard.views.text import json_text, put
@@ -45,26 +45,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     _become_owner(args.pids)
     if args.foreground:
-        claim, family = _claimed(args)
-        woken, _ = background.read_result(_ENDING)
-        _show(args, claim, family)
+        claim, family = _adopt(args)
+        woken, _ = wake_pipe(_ENDING)
+        _print(args, claim, family)
         return _hold(claim, family, woken, detached=False)
-    ready, says_ready = os.pipe()
+    ready, report_ready = os.pipe()
     holder = os.fork()
     if holder:
-        os.close(says_ready)
+        os.close(report_ready)
         if os.read(ready, 1):
             return 0
         code = os.waitstatus_to_exitcode(os.waitpid(holder, 0)[1])
         return code if code >= 0 else 128 - code
     os.close(ready)
-    claim, family = _claimed(args)
-    woken, wake = background.read_result(_ENDING)  # before anybody knows whom he could end
-    _show(args, claim, family)
+    claim, family = _adopt(args)
+    woken, wake = wake_pipe(_ENDING)  # before its pid is printed
+    _print(args, claim, family)
     sys.stdout.flush()
-    background.detach({*claim.pass_fds, *family.descriptors, says_ready, woken, wake})
-    os.write(says_ready, b"!")
-    os.close(says_ready)
+    detach({*claim.pass_fds, *family.descriptors, report_ready, woken, wake})
+    os.write(report_ready, b"!")
+    os.close(report_ready)
     os._exit(_hold(claim, family, woken, detached=True))
 
 
@@ -75,14 +75,12 @@ def _pid(text: str) -> int:
 
 
 def _become_owner(pids: list[int]) -> None:
-    """As root: go on as the user of the jobs, so that the claim is his, with no more rights than he has."""
+    """As root: go on as the user of the jobs, so that the claim is that user's, with no more rights than they have."""
     owners = {uid for pid in pids if (uid := uid_of(pid)) is not None}
     if os.geteuid() != 0 or owners <= {0}:
         return
     if len(owners) > 1:
         raise InvalidRequest("these processes belong to several users: adopt those of each by themselves.")
-    import pwd
-
     [uid] = owners
     try:
         entry = pwd.getpwuid(uid)
@@ -96,17 +94,17 @@ def _become_owner(pids: list[int]) -> None:
     os.environ.update(HOME=home, USER=name, LOGNAME=name)
 
 
-def _claimed(args: argparse.Namespace) -> tuple[Claim, ProcessFamily]:
+def _adopt(args: argparse.Namespace) -> tuple[Claim, ProcessFamily]:
     backend = backend_of(args)
     try:
         claim, family = adopt(backend, directory_of(args, make=True), args.pids, tree=args.tree, note=args.note)
     finally:
         backend.close()
-    _write_down("claim", "adopted", claim, list(family.members))
+    _log("claim", "adopted", claim, list(family.members))
     return claim, family
 
 
-def _show(args: argparse.Namespace, claim: Claim, family: ProcessFamily) -> None:
+def _print(args: argparse.Namespace, claim: Claim, family: ProcessFamily) -> None:
     indices = [device.index for device in claim]
     if args.json:
         answer = {
@@ -127,28 +125,28 @@ def _show(args: argparse.Namespace, claim: Claim, family: ProcessFamily) -> None
 
 
 def _hold(claim: Claim, family: ProcessFamily, woken: int, *, detached: bool) -> int:
-    """Keep the claim until the last of the family has ended, or somebody ends this process."""
+    """Keep the claim until the last of the family has ended, or this process is asked to end."""
     while family.wait(woken):
         try:
             number = os.read(woken, 1)[0]
         except BlockingIOError:
             continue
-        _give_back(claim, "given back")
+        _release(claim, "given back")
         return 0 if detached else 128 + number
-    _give_back(claim, "job ended")
+    _release(claim, "job ended")
     return 0
 
 
-def _give_back(claim: Claim, outcome: str) -> None:
+def _release(claim: Claim, outcome: str) -> None:
     try:
         claim.reassert()
     except ClaimLost:
-        outcome = "was not held any more"  # somebody had released it
+        outcome = "was not held any more"  # it was released from outside
     claim.release()
-    _write_down("release", outcome, claim, [])
+    _log("release", outcome, claim, [])
 
 
-def _write_down(kind: str, outcome: str, claim: Claim, pids: list[int]) -> None:
+def _log(kind: str, outcome: str, claim: Claim, pids: list[int]) -> None:
     audit_log.append(
         Event(
             time=time.time(),

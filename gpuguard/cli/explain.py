@@ -15,7 +15,7 @@ import sys
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
 from gpuguard.clusters import outer_devices
-from gpuguard.lock import outer_claim, sample_closely, someone_waits
+from gpuguard.lock import Allocator, has_queue, outer_claim
 from gpuguard.model import Snapshot
 from gpuguard.queue.explain import new_ticket, position_text, read_queue
 from gpuguard.queue.settings import read_queue_settings
@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     request, directory = request_of(args), directory_of(args)
     backend = backend_of(args)
     try:
-        snapshot, choice = sample_closely(backend, request, directory)
+        snapshot, choice = Allocator(backend, directory, [request]).preview(with_reasons=True)
     finally:
         backend.close()
     turn = turn_of(directory, snapshot, request)
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
 def turn_of(directory: LockDirectory, snapshot: Snapshot, request: Request) -> tuple[bool, str] | None:
     """(whether it could start now, where it would stand in the queue and why); None where no request waits."""
-    if not someone_waits(directory) or outer_claim(directory):
+    if not has_queue(directory) or outer_claim(directory):
         return None
     mine = new_ticket([request])
     line = read_queue(directory, snapshot, read_queue_settings().rules, mine)

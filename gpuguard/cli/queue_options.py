@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
+    from gpuguard.claims.claim import JobDetails
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.cli.terminal import WaitProgress
     from gpuguard.request import Request
@@ -118,14 +119,7 @@ def expectation_of(command: Sequence[str]) -> Callable[[], float | None]:
     return expected
 
 
-def follow(
-    args: argparse.Namespace,
-    directory: LockDirectory,
-    ways: Sequence[Request],
-    time_limit: float | None,
-    priority: int,
-    command: Sequence[str],
-) -> None:
+def follow(args: argparse.Namespace, directory: LockDirectory, requests: Sequence[Request], job: JobDetails) -> None:
     """Wait for the end of what --after names, if it names anything."""
     if args.after is None:
         return
@@ -133,8 +127,7 @@ def follow(
     from gpuguard.queue.explain import new_ticket
     from gpuguard.queue.waiter import wait_until_over
 
-    note = getattr(args, "note", None)
-    ticket = new_ticket(ways, time_limit=time_limit, priority=priority, note=note, command=command)
+    ticket = new_ticket(requests, time_limit=job.time_limit, priority=job.priority, note=job.note, command=job.command)
     telling = WaitProgress(args.quiet)
     try:
         wait_until_over(
@@ -146,7 +139,7 @@ def follow(
 
 def _has_ended(what: str, directory: LockDirectory, quiet: bool) -> bool:
     """Whether there was a claim with that id, by all events that this user may read, and it has ended."""
-    from gpuguard.claims.records import probe
+    from gpuguard.claims.probe import probe
     from gpuguard.cli.events import read_events
     from gpuguard.cli.terminal import print_notice
     from gpuguard.files import exists_in_place

@@ -1,13 +1,13 @@
-"""Give a claim back that nobody computes under, although its shell, notebook or job lives on.
+"""Release a claim under which no process computes, although its shell, notebook or job lives on.
 
 gpuguard release              your claims, and which of them can be released
 gpuguard release 1f2e         the claim whose id begins like that (`gpuguard who` shows ids, too)
 gpuguard release 1f2e --stop  although its job computes: the job is asked to end first
 sudo gpuguard release 1f2e    anybody's
 
-Nobody is signalled without --stop, and a claim under which a process computes is left alone.  With --stop the
+No process is signalled without --stop, and a claim under which a process computes is left alone.  With --stop the
 `gpuguard run` of the job ends it as a time limit would: its checkpoint signal, SIGTERM, and after its --grace SIGKILL.
-Whoever loses a claim this way is told by his `gpuguard run`; a program that called grab_gpus() learns it by reassert().
+The owner of the claim learns it from their `gpuguard run`; a program that called grab_gpus() learns it by reassert().
 Exit codes: 0 the devices are free, 1 they are not and why, 2 usage, 4 no driver.
 """
 
@@ -19,9 +19,17 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from gpuguard.claims.records import YIELD, ReleaseRequest
 from gpuguard.cli import deny
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.daemon import release
 from gpuguard.errors import InvalidRequest
+from gpuguard.history import audit_log
+from gpuguard.model import Event
+from gpuguard.sanitize import neutralise
+from gpuguard.units import format_count
+from gpuguard.users import user_name
+from gpuguard.views.text import json_text, put, table
 
 if TYPE_CHECKING:
     from gpuguard.claims.directory import LockDirectory
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("claim", metavar="ID", nargs="?", help="of the claim, or how it begins; without it, show yours")
     parser.add_argument("--stop", action="store_true", help="end the job first, if it has a `gpuguard run`")
-    parser.add_argument("--reason", metavar="TEXT", help="told to whoever loses the claim")
+    parser.add_argument("--reason", metavar="TEXT", help="shown to the owner of the claim")
     parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
     add_source_options(parser)
 
@@ -41,25 +49,18 @@ def main(args: argparse.Namespace) -> int:
     if args.claim is None:
         if args.stop or args.reason:
             raise InvalidRequest("which one?  Name a claim: `gpuguard release ID`.")
-        return _show(args, directory)
-    from gpuguard.claims.release_requests import ReleaseRequest
-    from gpuguard.daemon import release
-    from gpuguard.sanitize import neutralise
-    from gpuguard.units import format_count
-    from gpuguard.users import user_name
-    from gpuguard.views.text import json_text, put
-
+        return _print_claims(args, directory)
     claim = release.find_claim(directory, args.claim, os.geteuid())
-    letter = ReleaseRequest("yield", user_name(os.geteuid()), deny.reason_of(args), time.time())
+    request = ReleaseRequest(YIELD, user_name(os.geteuid()), deny.reason_of(args), time.time())
     if args.stop:
-        how = release.stop(directory, claim, letter, report=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
+        how = release.stop(directory, claim, request, report=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
     else:
         backend = backend_of(args)
         try:
-            how = release.release(directory, claim, letter, backend)
+            how = release.release(directory, claim, request, backend)
         finally:
             backend.close()
-    _write_down(args, claim, how)
+    _log(args, claim, how)
     if args.json:
         content = {"schema": 1, "claim": claim.id, "uid": claim.uid, "devices": list(claim.devices), "how": how}
         put([json_text(content)], sys.stdout)
@@ -69,11 +70,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(args: argparse.Namespace, directory: LockDirectory) -> int:
-    from gpuguard.daemon import release
-    from gpuguard.sanitize import neutralise
-    from gpuguard.views.text import json_text, put, table
-
+def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
     claims = release.own_claims(directory, os.geteuid())
     backend = backend_of(args)
     try:
@@ -87,9 +84,9 @@ def _show(args: argparse.Namespace, directory: LockDirectory) -> int:
         ]
         put([json_text({"schema": 1, "claims": content})], sys.stdout)
     elif not rows:
-        put(["no claim is yours." if os.geteuid() else "nobody has a claim."], sys.stdout)
+        put(["no claim is yours." if os.geteuid() else "there is no claim."], sys.stdout)
     else:
-        free = "nobody computes: can be released"
+        free = "no process computes: can be released"
         cells = [
             (claim.id, neutralise(claim.user), str(len(claim.devices)), neutralise(why or free)) for claim, why in rows
         ]
@@ -97,10 +94,7 @@ def _show(args: argparse.Namespace, directory: LockDirectory) -> int:
     return 0
 
 
-def _write_down(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
-    from gpuguard.history import audit_log
-    from gpuguard.model import Event
-
+def _log(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
     deny.choose_log(args)
     facts = (("uid", claim.uid), ("by_uid", os.getuid()))
     message = f"{how}: {args.reason}" if args.reason else how

@@ -86,7 +86,7 @@ def _now(args: argparse.Namespace) -> ReservationCalendar:
 
 
 def _reserved(directory: LockDirectory, snapshot: Snapshot) -> ReservationCalendar:
-    from gpuguard.claims.records import probe
+    from gpuguard.claims.probe import probe
 
     uuids = [device.uuid for device in snapshot.devices]
     return reservation_calendar(directory, uuids, probe(directory, uuids), time.time())
@@ -169,7 +169,7 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     Raises:
         ImpossibleRequest: there are too few on this machine.
     """
-    from gpuguard.claims.restrictions import QUARANTINED, quarantine, read_restrictions
+    from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_restrictions
     from gpuguard.select import choose, not_enough, possible
 
     choice = choose(snapshot, request, {})
@@ -182,7 +182,7 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     parts = [device.uuid for device in could if device.parent_uuid is not None]
     kind = whole if len(whole) >= request.num_gpus else parts
     if len(kind) < request.num_gpus:
-        reasons = "; ".join(sorted({quarantine(mark) for mark in marks.values()}))
+        reasons = "; ".join(sorted({quarantine_text(mark) for mark in marks.values()}))
         raise GpuguardError(
             f"too few devices are in service then ({reasons or 'whole GPUs and instances do not mix'})."
         )

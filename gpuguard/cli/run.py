@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpuguard.claims.claim import JobDetails
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, quantity, request_of
 from gpuguard.cli.queue_options import (
     add_queue_options,
@@ -32,11 +34,13 @@ from gpuguard.cli.queue_options import (
 from gpuguard.cli.terminal import WaitProgress, is_terminal, print_notice
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.jobs.meter import JobEnd
 from gpuguard.jobs.spawn import become_subreaper
-from gpuguard.lock import acquire
-from gpuguard.run import exec_command, run
+from gpuguard.lock import Allocator
+from gpuguard.model import ClaimRecord
+from gpuguard.procfs import in_first_pid_namespace
+from gpuguard.run import JobEnd, JobSettings, exec_command, run
 from gpuguard.units import format_bytes, format_duration, parse_celsius, parse_duration
+from gpuguard.users import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,8 +85,8 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "limits of the job",
         "A job that reaches one is ended: SIGTERM, and SIGKILL to all of it a --grace later.  If it then ends\n"
-        "with 0, the exit code is 124.  Only its own processes count, and no others are ever touched; who else\n"
-        "computes on its GPUs is said.",
+        "with 0, the exit code is 124.  Only its own processes count, and no others are ever touched; if others\n"
+        "compute on its GPUs, you are told.",
     )
     group.add_argument("--time-limit", metavar="DURATION", help="it has run for so long, as in 4h; exit 124")
     group.add_argument(
@@ -107,38 +111,50 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True)
+class JobRequest:
+    """A command, and the devices that it waits for."""
+
+    args: argparse.Namespace
+    command: Sequence[str]
+    requests: Sequence[Request]  # the best liked first
+    directory: LockDirectory
+    backend: Backend
+    wait: float | None  # seconds; None: for ever
+    time_limit: float | None  # seconds
+
+
 def main(args: argparse.Namespace) -> int:
     wait, time_limit, grace = durations_of(args)  # first: --wait may have taken the command for its value
     command = command_of(args)
     policies, checkpoint = limits_of(args, time_limit)
-    request, *ways = request_of(args), *alternatives_of(args)
+    requests = (request_of(args), *alternatives_of(args))
     pass_on_sources(args)
     directory = directory_of(args, make=True)
     backend = backend_of(args)
     if not args.exec:
         become_subreaper()
     chatty = not args.quiet and is_terminal()
-    claim = claim_for(args, command, (request, *ways), directory, backend, wait, time_limit)
+    claim = claim_for(JobRequest(args, command, requests, directory, backend, wait, time_limit))
     # Not in a `with`: if something goes wrong from here on while the job runs, the job keeps the claim.
-    place = isolated(claim, backend, directory, args.visible) if args.isolate else None
+    isolation = _isolate(claim, backend, directory, args.visible) if args.isolate else None
     if chatty:
         print_notice(started_line(claim, backend.simulated))
     if args.exec:
-        return become(command, claim, backend, args.visible, place)
-    ended = run(
-        command,
-        claim,
-        backend,
+        status, message = exec_command(command, claim, backend, visible=args.visible, isolation=isolation)
+        print_notice(message)
+        return status
+    settings = JobSettings(
         visible=args.visible,
         time_limit=time_limit,
         grace=grace,
         checkpoint=checkpoint,
-        limits=limits_for(policies, claim, request, backend),
-        tolerance=request.tolerance,
-        isolation=place,
-        later=partial(preload_for_job, claim, None if time_limit else command),
-        say=print_notice,
+        limits=_limits_for(policies, claim, requests[0], backend) if policies or args.share else None,
+        tolerance=requests[0].tolerance,
+        isolation=isolation,
     )
+    later = partial(_preload_for_job, claim, None if time_limit else command)
+    ended = run(command, claim, backend, settings, later=later, notify=print_notice)
     if chatty:
         print_notice(summary_line(claim, ended))
     backend.close()
@@ -147,22 +163,40 @@ def main(args: argparse.Namespace) -> int:
     return ended.status
 
 
-def isolated(claim: Claim, backend: Backend, directory: LockDirectory, visible: str) -> Isolation:
-    """A place for the job; the claim is given back when there is none."""
-    from gpuguard.jobs.isolation import isolate
+def claim_for(job: JobRequest, on_wait: Callable[[NotEnoughGpus], None] | None = None) -> Claim:
+    """Wait for the devices, and report what is missing, or let *on_wait* report it."""
+    args = job.args
+    if args.isolate:
+        from gpuguard.jobs import isolation  # for --isolate alone
+
+        isolation.check(job.backend)
+    progress = WaitProgress(args.quiet)
+    details = JobDetails(args.note, job.command, job.time_limit, expectation_of(job.command), priority_of(args))
+    former = stand_aside_when_stopped(progress)
+    try:
+        follow(args, job.directory, job.requests, details)
+        on_wait = on_wait or progress.missing
+        claim = Allocator(job.backend, job.directory, job.requests, job=details, on_wait=on_wait).acquire(job.wait)
+    except KeyboardInterrupt:
+        progress.done()
+        signals.die_of(signal.SIGINT)  # or else the loop of a shell script would go on
+    finally:
+        signal.signal(signal.SIGTSTP, former)
+        progress.done()
+    if claim.warning:
+        print_notice(claim.warning)
+    return claim
+
+
+def _isolate(claim: Claim, backend: Backend, directory: LockDirectory, visible: str) -> Isolation:
+    """The isolation of the job; the claim is released when there can be none."""
+    from gpuguard.jobs.isolation import isolate  # for --isolate alone
 
     try:
         return isolate(claim, backend, directory, visible=visible)
     except GpuguardError:
         claim.release()
         raise
-
-
-def become(command: Sequence[str], claim: Claim, backend: Backend, visible: str, place: Isolation | None) -> int:
-    """The exit code, only when the command cannot be started."""
-    status, message = exec_command(command, claim, backend, visible=visible, isolation=place)
-    print_notice(message)
-    return status
 
 
 def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, float]:
@@ -173,7 +207,7 @@ def durations_of(args: argparse.Namespace) -> tuple[float | None, float | None, 
     if time_limit == 0:
         raise InvalidRequest("--time-limit 0s leaves the job no time: leave the option out for no limit.")
     if args.exec and time_limit is not None:
-        raise InvalidRequest("--time-limit needs somebody who watches: drop --exec, or use `timeout 4h CMD`.")
+        raise InvalidRequest("--time-limit needs a supervisor: drop --exec, or use `timeout 4h CMD`.")
     return wait, time_limit, grace
 
 
@@ -182,7 +216,7 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
     policies: tuple[Policy, ...] = ()
     checkpoint = None
     if (args.memory_limit, args.temperature_limit, args.idle_limit) != (None, None, None):
-        # Here, because no other job should pay for it.
+        # The rules of the guard take over 10 ms to load.
         from gpuguard.jobs.limits import policies_of
         from gpuguard.policies.amounts import parse_memory_amount
 
@@ -199,26 +233,19 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
         if not policies and time_limit is None:
             raise InvalidRequest("--checkpoint-signal is sent when a limit is reached: add one, as in --time-limit 4h.")
     if args.exec and policies:
-        raise InvalidRequest("the limits of a job need somebody who watches: drop --exec.")
+        raise InvalidRequest("the limits of a job need a supervisor: drop --exec.")
     return policies, checkpoint
 
 
-def limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, backend: Backend) -> JobLimits | None:
-    """What run() judges the job by, after a word about what it cannot judge here; None without limits."""
+def _limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, backend: Backend) -> JobLimits:
+    """What run() judges the job by, after a notice about what it cannot judge here."""
+    from gpuguard.jobs.limits import JobLimits, StandIn, share_policy, used_before  # for jobs with limits alone
+
     if claim.memory is not None:
-        from gpuguard.jobs.limits import share_policy
-
         policies = (*policies, share_policy(claim.memory))
-    if not policies:
-        return None
-    from gpuguard.jobs.limits import JobLimits, StandIn, used_before
-    from gpuguard.model import ClaimRecord
-    from gpuguard.procfs import in_first_pid_namespace
-    from gpuguard.users import user_name
-
     present = {process.pid for device in claim for process in device.processes or ()}
-    uuids = tuple(device.uuid for device in claim)
-    record = ClaimRecord(claim.id, os.getuid(), user_name(os.getuid()), uuids, memory=claim.memory)
+    uid, uuids = os.getuid(), tuple(device.uuid for device in claim)
+    record = ClaimRecord(claim.id, uid, user_name(uid), uuids, memory=claim.memory)
     is_nested = "." in claim.id  # then the outer job uses the devices too
     alone = not (is_nested or request.share or request.max_processes or request.mine_as_free)
     pids_known = backend.simulated or in_first_pid_namespace() is not False
@@ -228,68 +255,23 @@ def limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, bac
     return JobLimits(policies, record, present, stand_in)
 
 
-def claim_for(
-    args: argparse.Namespace,
-    command: Sequence[str],
-    ways: Sequence[Request],
-    directory: LockDirectory,
-    backend: Backend,
-    wait: float | None,
-    time_limit: float | None,
-    on_wait: Callable[[NotEnoughGpus], None] | None = None,
-) -> Claim:
-    """Wait for the devices, and say so or let *on_wait* say it."""
-    import json  # noqa: F401  (for the record; imports are for free while the driver initialises in the other process)
-
-    if args.isolate:
-        from gpuguard.jobs import isolation
-
-        isolation.check(backend)
-    telling, priority = WaitProgress(args.quiet), priority_of(args)
-    former = stand_aside_when_stopped(telling)
+def _preload_for_job(claim: Claim, command: Sequence[str] | None) -> None:
+    """Load what a job of days may need yet, as gpuguard may be upgraded under it; write how long *command* takes."""
     try:
-        follow(args, directory, ways, time_limit, priority, command)
-        claim = acquire(
-            backend,
-            ways[0],
-            directory,
-            alternatives=ways[1:],
-            wait=wait,
-            note=args.note,
-            command=command,
-            time_limit=time_limit,
-            expected=expectation_of(command),
-            priority=priority,
-            on_wait=on_wait or telling.missing,
-        )
-    except KeyboardInterrupt:
-        telling.done()
-        signals.die_of(signal.SIGINT)  # or else the loop of a shell script would go on
-    finally:
-        signal.signal(signal.SIGTSTP, former)
-        telling.done()
-    if claim.warning:
-        print_notice(claim.warning)
-    return claim
-
-
-def preload_for_job(claim: Claim, command: Sequence[str] | None) -> None:
-    """Load what a job of days may need yet, as gpuguard may be upgraded under it; say_how_long() a *command* takes."""
-    try:
-        from gpuguard.jobs import escalation  # noqa: F401
+        from gpuguard.claims import release  # noqa: F401
         from gpuguard.views import text  # noqa: F401
 
         if command:
             write_expected_end(claim, command)
-    except ImportError:  # it was while we waited in line
+    except ImportError:  # it was upgraded while this one waited
         return
 
 
 def write_expected_end(claim: Claim, command: Sequence[str]) -> None:
-    """Write into the record of the claim when the job should end, for those who wait behind it."""
-    lasts = expectation_of(command)()
-    if lasts is not None and claim.since is not None:
-        claim.expect(claim.since + lasts)
+    """Write into the record of the claim when the job should end, for the requests that wait for it."""
+    seconds = expectation_of(command)()
+    if seconds is not None and claim.since is not None:
+        claim.expect_end(claim.since + seconds)
 
 
 def command_of(args: argparse.Namespace) -> list[str]:
@@ -331,7 +313,7 @@ def summary_line(devices: Sequence[Device], ended: JobEnd) -> str:
 
 def gpus(devices: Sequence[Device]) -> str:
     """``"GPU 2,3"``, a MIG instance as ``"0[3g.40gb]"``."""
-    names = [f"{each.index}[{each.mig_profile}]" if each.parent_uuid else str(each.index) for each in devices]
+    names = [f"{device.index}[{device.mig_profile}]" if device.parent_uuid else str(device.index) for device in devices]
     return f"GPU {','.join(names)}"
 
 

@@ -30,7 +30,7 @@ from gpuguard.cli.options import (
 )
 from gpuguard.clusters.visible_devices import names_of
 from gpuguard.errors import InvalidRequest
-from gpuguard.lock import sample_and_lock, sample_closely
+from gpuguard.lock import Allocator
 from gpuguard.model import MODEL, Device
 from gpuguard.request import Request
 from gpuguard.select import not_enough
@@ -95,9 +95,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _chosen(backend: Backend, request: Request, directory: LockDirectory) -> tuple[Device, ...]:
     """The devices; the reasons, which need more of the driver, are asked for only when there are too few."""
-    _, choice = sample_and_lock(backend, request, directory)
+    allocator = Allocator(backend, directory, [request])
+    _, choice = allocator.preview()
     if not choice.devices:
-        snapshot, choice = sample_closely(backend, request, directory)
+        snapshot, choice = allocator.preview(with_reasons=True)
         if not choice.devices:  # else one has been released just now
             raise not_enough(snapshot, request, choice)
     return choice.devices

@@ -188,7 +188,7 @@ def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) 
 
     try:
         claim = _claimed(args, given, wait)
-        woken, wake = adopt.read_result((*slurm_claim.ENDING, slurm_claim.WAKING))
+        woken, wake = adopt.wake_pipe((*slurm_claim.ENDING, slurm_claim.WAKING))
         _write_down("claim", "slurm job", given, claim, f"job {given.job} has GPUs {','.join(given.gpus)} of this node")
         os.write(tells, b"!")
     except GpuguardError as error:
@@ -203,18 +203,20 @@ def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) 
 
 
 def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
+    from gpuguard.claims.claim import JobDetails
     from gpuguard.jobs import slurm_claim
 
     directory, backend = directory_of(args, make=True), backend_of(args)
     if slurm_claim.find(directory, given):  # an epilog that did not run, of a job that was put back
-        slurm_claim.drop(directory, given)
+        slurm_claim.end_claim(directory, given)
     try:
         claim = slurm_claim.claim_for_job(backend, directory, given, wait=wait)
     finally:
         backend.close()
     name = os.environ.get("SLURM_JOB_NAME", "")
     # As root: the number of a job is no secret, and anybody can put a file where its record is looked for.
-    claim.explain(directory, f"Slurm job {given.job}" + (f": {name}" if name else ""), (), owner=given.uid)
+    note = f"Slurm job {given.job}" + (f": {name}" if name else "")
+    claim.write_record(directory, JobDetails(note=note), owner=given.uid)
     slurm_claim.become(given.uid)
     return claim
 
@@ -236,7 +238,7 @@ def _epilog(args: argparse.Namespace) -> int:
     given = slurm_jobs.allocation(os.environ)
     _only_root("epilog")
     deny.choose_log(args)
-    if slurm_claim.drop(directory_of(args), given) is None and given.gpus:
+    if slurm_claim.end_claim(directory_of(args), given) is None and given.gpus:
         time.sleep(FORGOTTEN_SECONDS)
     return 0
 

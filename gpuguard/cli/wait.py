@@ -17,6 +17,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from gpuguard.claims.claim import JobDetails
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
 from gpuguard.cli.queue_options import (
     add_queue_options,
@@ -29,7 +30,7 @@ from gpuguard.cli.queue_options import (
 from gpuguard.cli.terminal import WaitProgress, print_notice
 from gpuguard.enforcement import signals
 from gpuguard.errors import InvalidRequest
-from gpuguard.lock import acquire
+from gpuguard.lock import Allocator
 
 if TYPE_CHECKING:
     from gpuguard.notify.sender import Target
@@ -65,18 +66,10 @@ def main(args: argparse.Namespace) -> int:
     telling, priority = WaitProgress(args.quiet), priority_of(args)
     former = stand_aside_when_stopped(telling)
     try:
-        follow(args, directory, [request, *ways], None, priority, _WORDS)
+        job = JobDetails(command=_WORDS, priority=priority)
+        follow(args, directory, [request, *ways], job)
         # For a moment it is claimed: so the answer is what `run` would have got, and not a guess.
-        claim = acquire(
-            backend,
-            request,
-            directory,
-            alternatives=ways,
-            wait=wait,
-            command=_WORDS,
-            priority=priority,
-            on_wait=telling.missing,
-        )
+        claim = Allocator(backend, directory, [request, *ways], job=job, on_wait=telling.missing).acquire(wait)
         devices = claim.devices
         claim.release()
     except KeyboardInterrupt:

@@ -29,10 +29,9 @@ from typing import Any
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import Gate, LockDirectory, open_lock, try_flock
 from gpuguard.claims.grants import Grant, give, grant_of, names_of, replace_file
-from gpuguard.claims.records import probe_in_gate
-from gpuguard.claims.restrictions import SET_BACK, Restriction, against, change, read_restrictions
+from gpuguard.claims.probe import probe_in_gate, slot_names
+from gpuguard.claims.restrictions import SET_BACK, Restriction, change, read_restrictions, restrictions_against
 from gpuguard.claims.shares import sharing_of
-from gpuguard.claims.slots import slot_names
 from gpuguard.daemon.client import MAX_DESCRIPTORS, GrantReply, close_all
 from gpuguard.daemon.server import DescriptorReply, Reply
 from gpuguard.enforcement import identity
@@ -152,7 +151,7 @@ class Broker:
         ticket = self._ticket(uid, names, message)
         if not ticket.requests:
             return _refusal(dict.fromkeys(names, "that is not what you wait for"))
-        refused = against(self._directory, names, uid, time.time())
+        refused = restrictions_against(self._directory, names, uid, time.time())
         if not refused:
             with Gate(self._directory):
                 shared = any(request.share for request in ticket.requests)

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.restrictions import KEPT, MAX_MARKS, MAX_REASON, Restriction, change, read_restrictions
+from gpuguard.claims.restrictions import KEPT, MAX_REASON, MAX_RESTRICTIONS, Restriction, change, read_restrictions
 from gpuguard.daemon.client import EndedReply, ExemptionReply
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -82,7 +82,7 @@ class Exemptions:
             if len(own) > MAX_PER_USER:
                 raise GpuguardError("there is too much that you keep: end some of it with `gpuguard keep --end`.")
             # A user with user namespaces has 65536 uids without a name: they must not fill the file of all others.
-            if len(exemptions) > MAX_MARKS // 2 and exemption.by == str(uid):
+            if len(exemptions) > MAX_RESTRICTIONS // 2 and exemption.by == str(uid):
                 raise GpuguardError(f"very much is kept here already, and nobody knows who uid {uid} is.")
 
         self._apply(change(self._directory, KEPT, add))

@@ -14,24 +14,31 @@ from dataclasses import replace
 
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory, is_same_file
-from gpuguard.claims.records import probe, read_record, read_records, record_path
-from gpuguard.claims.release import NotPermitted, listens, lock_handle, users_of
-from gpuguard.claims.release_requests import ENDING, REFUSED, RELEASED, STOP, YIELD, ReleaseRequest, read, write
+from gpuguard.claims.probe import probe
+from gpuguard.claims.records import (
+    ENDING,
+    REFUSED,
+    RELEASED,
+    STOP,
+    YIELD,
+    ReleaseRequest,
+    read_record,
+    read_records,
+    read_requests,
+    record_path,
+    write_request,
+)
+from gpuguard.claims.release import NotPermitted, in_use, is_supervisor, lock_handle
 from gpuguard.daemon.client import ReleasedReply, query_daemon
 from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.identity import has_ended
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.files import open_in_place
-from gpuguard.model import WHO_FIELDS, ClaimRecord, GpuProcess, claim_named
-from gpuguard.procfs import boot_clock, process_facts, start_time
-from gpuguard.sanitize import neutral_command
-from gpuguard.units import format_bytes, format_duration
+from gpuguard.model import WHO_FIELDS, ClaimRecord, claim_named
 
 ANSWER_SECONDS = 5.0  # a run looks at once when it is woken; it asks the driver before it answers
 POLL_SECONDS = 0.02
 REPORT_SECONDS = 5.0
-
-MAX_COMMAND = 60
 
 BY_JOB = "by the gpuguard run of its job"
 FROM_HERE = "from here"
@@ -74,11 +81,7 @@ def current_use(directory: LockDirectory, claim: ClaimRecord, backend: Backend) 
     """
     fresh = backend.sample(WHO_FIELDS, list(claim.devices))
     current = claim_named(probe(directory, claim.devices), claim.uid, claim.id)
-    snapshot = replace(fresh, claims=(current,) if current else ())
-    processes, unknown = users_of(current or claim, snapshot, process_facts(snapshot))
-    if unknown:
-        return f"whether it is used cannot be seen: {unknown}"
-    return ", ".join(map(_describe, processes)) or None
+    return in_use(current or claim, fresh)
 
 
 def release(directory: LockDirectory, claim: ClaimRecord, request: ReleaseRequest, backend: Backend) -> str:
@@ -156,7 +159,7 @@ class SupervisorChannel:
 
     def __enter__(self) -> SupervisorChannel | None:
         pid = self._claim.pid
-        if pid is None or pid not in _holders(self._directory, self._claim) or not listens(pid):
+        if pid is None or pid not in _holders(self._directory, self._claim) or not is_supervisor(pid):
             return None
         path = record_path(self._directory, self._claim.uid, self._claim.id)
         try:
@@ -179,14 +182,14 @@ class SupervisorChannel:
         """What it says to *request*; None when it says nothing in time."""
         path = record_path(self._directory, self._claim.uid, self._claim.id)
         try:
-            before = len(read(self._record))
-            write(self._record, request)
+            before = len(read_requests(self._record))
+            write_request(self._record, request)
         except OSError:
             return None
         signals.forward(self._pidfd, signals.CHECK_CLAIM)
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
-            for answer in read(self._record)[before + 1 :]:
+            for answer in read_requests(self._record)[before + 1 :]:
                 if answer.what != RELEASED or not is_same_file(self._record, path):
                     return answer  # a release is over when the record is gone
             time.sleep(POLL_SECONDS)
@@ -209,13 +212,3 @@ def _by_daemon(directory: LockDirectory, claim: ClaimRecord, request: ReleaseReq
             f"`sudo gpuguard release {claim.id}`."
         ) from refused
     return BY_DAEMON
-
-
-def _describe(process: GpuProcess) -> str:
-    started = process.start_time if process.start_time is not None else start_time(process.pid)
-    since = f" for {format_duration(round(boot_clock() - started))}" if started is not None else ""
-    memory = f" with {format_bytes(process.memory_used)}" if process.memory_used is not None else ""
-    command = neutral_command(process.command, brief=True) if process.command else ""
-    if len(command) > MAX_COMMAND:
-        command = f"{command[:MAX_COMMAND]}..."
-    return f"pid {process.pid}{f' ({command})' if command else ''} computes{since}{memory}"

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.release import lock_handle, users_of
-from gpuguard.claims.release_requests import RELEASED, ReleaseRequest
+from gpuguard.claims.records import RELEASED, ReleaseRequest
+from gpuguard.claims.release import computing_under, lock_handle
 from gpuguard.claims.restrictions import DENIED, MAX_REASON, QUARANTINED, Restriction, change
 from gpuguard.daemon.client import MAX_REQUEST_BYTES, PolicyStatusReply, ReleasedReply, ReloadReply, StatusReply
 from gpuguard.daemon.exemptions import MAX_SECONDS_OF_ROOT, Exemptions
@@ -121,7 +121,7 @@ def _release(context: RequestContext, uid: int, request: Request) -> Reply:
     if boot_clock() - snapshot.clock > INTERVALS * context.interval():
         raise ClaimError("the daemon does not see the devices now, so nobody knows whether they are used.  Try again.")
     known = claim_named(snapshot.claims, claim.uid, claim.id) or claim
-    processes, unknown = users_of(known, snapshot, process_facts(snapshot))
+    processes, unknown = computing_under(known, snapshot, process_facts(snapshot))
     if processes or unknown:
         raise ClaimError(unknown or f"pid {processes[0].pid} computes under it: end it first.")
     by, reason = user_name(uid), _reason(request)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from gpuguard.claims import release, restrictions
+from gpuguard.claims.records import RELEASED, ReleaseRequest
 from gpuguard.claims.release import LockHandle
-from gpuguard.claims.release_requests import RELEASED, ReleaseRequest
 from gpuguard.clusters import slurm_jobs
 from gpuguard.enforcement import identity, preflight, signals
 from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
@@ -172,8 +172,8 @@ def _release(target: Preflight) -> Result:
 
 def release_claim(locks: LockHandle, request: ReleaseRequest) -> None:
     """Give a claim up; `gpuguard run` then tells its user now, not at its next tick.  Raises as claims.release does."""
-    release.let_go(locks, request)
-    if release.listens(locks.holder):
+    release.release_locks(locks, request)
+    if release.is_supervisor(locks.holder):
         signals.forward(locks.pidfd, signals.CHECK_CLAIM)
 
 
@@ -333,7 +333,7 @@ def _restrict(verdict: Verdict, context: ActionContext, kind: str, name: str, us
     until = None if seconds is None else now + float(seconds)
     mark = restrictions.Restriction(name, now, until, verdict.finding.why, f"the policy {verdict.policy}", user)
     try:
-        restrictions.change(context.directory, kind, lambda found: restrictions.prolong(found, mark))
+        restrictions.change(context.directory, kind, lambda found: restrictions.extend(found, mark))
     except LockDirectoryError as error:
         return _logged(verdict, context, FAILED, str(error))
     return ActionOutcome(DONE)

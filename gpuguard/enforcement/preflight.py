@@ -18,8 +18,9 @@ from typing import Protocol
 from gpuguard import capabilities, procfs
 from gpuguard.backends import Backend
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.records import probe, read_record
-from gpuguard.claims.release import LockHandle, NotPermitted, lock_handle, users_of
+from gpuguard.claims.probe import probe
+from gpuguard.claims.records import read_record
+from gpuguard.claims.release import LockHandle, NotPermitted, computing_under, lock_handle
 from gpuguard.clusters import slurm_jobs
 from gpuguard.deadline import in_time
 from gpuguard.device_state import idle_limit
@@ -509,7 +510,7 @@ def _claim(target: Preflight) -> str | None:
 
 def _unused(target: Preflight) -> str | None:
     assert target.claim and target.fresh
-    users, unknown = users_of(target.claim, target.fresh, process_facts(target.fresh))
+    users, unknown = computing_under(target.claim, target.fresh, process_facts(target.fresh))
     if unknown:
         return unknown
     if users:

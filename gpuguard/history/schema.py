@@ -11,7 +11,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import claim_of, claims_on, claims_readable, hides_use, is_idle, may_compute, usable_devices
+from gpuguard.device_state import (
+    claim_of,
+    claims_on,
+    claims_readable,
+    hides_use,
+    is_idle,
+    may_compute,
+    mean_watts,
+    usable_devices,
+)
 from gpuguard.model import Device, GpuProcess, Snapshot
 
 if TYPE_CHECKING:
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
 
 
 WIDTH = 10  # seconds
-MOST_WATTS = 10_000.0  # no device draws as much: a counter that says so is another one, or began anew
 
 # What is averaged over time, from a device, in the unit in which it is stored.
 GAUGES: dict[str, Callable[[Device], float | None]] = {
@@ -113,7 +121,7 @@ def rates_of(before: Snapshot, now: Snapshot) -> Slot:
     for device in now.devices:
         former = formers.get(device.uuid)
         if former is not None:
-            energy = _energy(former, device, now.clock - before.clock)
+            energy = mean_watts(former, device, now.clock - before.clock)
             around = claims_on(now, device)
             rates.devices[device.uuid] = _device_row(device, energy, bool(around) if readable else None)
             if readable:
@@ -177,14 +185,6 @@ def _works(device: Device, listed: list[GpuProcess] | None, *, divided: bool) ->
 def _hides_use(device: Device, listed: list[GpuProcess] | None) -> bool:
     """Whether memory tells of processes that the list does not."""
     return not listed and not is_idle(device) and hides_use(device)
-
-
-def _energy(before: Device, now: Device, seconds: float) -> float | None:
-    """Watts, by the driver's counter."""
-    if before.total_energy is None or now.total_energy is None:
-        return None
-    watts = (now.total_energy - before.total_energy) / seconds
-    return watts if 0 <= watts <= MOST_WATTS else None
 
 
 def _waiting(wanted: Wanted | None) -> dict[int, tuple[float, ...]]:

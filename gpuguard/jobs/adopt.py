@@ -1,8 +1,14 @@
 """A claim for a job that runs already: the devices that it uses, for as long as it lives.
 
-The locks cannot be put into a running process, so another one holds them and watches the job: see family.  The two-key
-rule holds but for the job itself: its devices look busy because of it, and must because of nobody else.
-Does not detach the holder: see the command adopt.
+The locks cannot be put into a running process, so another one holds them and watches the job.  The two-key rule holds
+but for the job itself: its devices look busy because of it, and must because of no other process.
+
+A process is named by a pidfd, so a pid that is used again is another process, and nothing wakes the holder until one
+ends.  Then /proc is read once more: what living members have started since belongs to the job too, and so does every
+process in a process group or session that a member leads, even if its parent is gone.  A grandchild that left both and
+whose parents ended in between is missed.
+
+Starts no holder: see the commands adopt and slurm, which use detach() and wake_pipe().
 """
 
 from __future__ import annotations
@@ -13,31 +19,25 @@ import resource
 import select
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.claim import Claim, unlock
+from gpuguard.claims.claim import Claim, JobDetails, lock_parts, unlock
 from gpuguard.claims.directory import Gate, LockDirectory
-from gpuguard.claims.records import probe
-from gpuguard.claims.shares import lock_parts
+from gpuguard.claims.probe import probe
+from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.device_state import may_compute, usable_devices
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
 from gpuguard.procfs import Stat, in_first_pid_namespace, processes, stats_of, uid_of
 from gpuguard.request import ANY_MEMORY, Request
+from gpuguard.users import user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Lock
 
-# Processes that did not start here, and those that they start: who belongs to a job, until the last one has ended.
-#
-# A process is named by a pidfd, so a pid that is used again is somebody else.  Nothing wakes us while nobody ends.
-# When one ends /proc is read once more: what living members have started since belongs to them too, and so does
-# everybody in a process group or session that a member leads, even if its parent is gone.  A grandchild that left
-# both and whose parents ended while nobody looked is missed.
+_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, HEALTH})  # HEALTH shows MIG instances
 
 
 class ProcessFamily:
@@ -61,7 +61,7 @@ class ProcessFamily:
         if soft != hard:  # one descriptor per process
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         for pid in pids:
-            if not self._join(pid):
+            if not self._add(pid):
                 self.close()
                 raise GpuguardError(f"there is no process {pid}, or it has ended.")
         self.grow()
@@ -71,28 +71,33 @@ class ProcessFamily:
         """The pidfds."""
         return tuple(self._pids)
 
+    def includes(self, process: GpuProcess) -> bool:
+        """Whether a process that the driver lists is a member, and not another one with its pid."""
+        started = self.members.get(process.pid)
+        return started is not None and process.start_time == started
+
     def grow(self) -> None:
-        """Find who belongs to the family by now."""
+        """Find which processes belong to the family by now."""
         while self.tree:
             try:
-                everybody = {pid: stat for pid, stat in processes().items() if stat.lives}
+                everything = {pid: stat for pid, stat in processes().items() if stat.lives}
             except OSError:  # no descriptor is left now: they are found at the next look
                 return
-            living = {number for stat in everybody.values() for number in (stat.group, stat.session)}
+            living = {number for stat in everything.values() for number in (stat.group, stat.session)}
             self._led = {leader: started for leader, started in self._led.items() if leader in living}
-            found = [pid for pid, stat in everybody.items() if pid not in self.members and self._is_ours(stat)]
+            new = [pid for pid, stat in everything.items() if pid not in self.members and self._is_ours(stat)]
             # Once more after each: a child may have had a child before its pidfd was open.
-            if not [pid for pid in found if self._join(pid, everybody[pid].start_time)]:
+            if not [pid for pid in new if self._add(pid, everything[pid].start_time)]:
                 return
 
     def wait(self, also: int) -> bool:
-        """Sleep until members have ended, forget them and look who belongs to the others.
+        """Sleep until members have ended, forget them and find which processes belong to the others.
 
         Args:
             also: a descriptor that ends the sleep when it can be read.
 
         Returns:
-            Whether anybody is left; True when *also* ended the sleep.
+            Whether any member is left; True when *also* ended the sleep.
         """
         self._poll.register(also, select.POLLIN)
         ready = [descriptor for descriptor, _ in self._poll.poll()] if self._pids else []
@@ -102,12 +107,12 @@ class ProcessFamily:
         return bool(self.members)
 
     def refresh(self) -> None:
-        """Forget who has ended and find who has come, without waiting."""
+        """Forget the members that have ended and find new ones, without waiting."""
         self._forget(descriptor for descriptor, _ in self._poll.poll(0))
         self.grow()
 
     def close(self) -> None:
-        """Forget them."""
+        """Forget them all."""
         for descriptor in self._pids:
             os.close(descriptor)
         self._pids, self.members, self._poll = {}, {}, select.poll()
@@ -123,7 +128,7 @@ class ProcessFamily:
             return True
         return any(stat.start_time >= self._led.get(number, math.inf) for number in (stat.group, stat.session))
 
-    def _join(self, pid: int, started: float | None = None) -> bool:
+    def _add(self, pid: int, started: float | None = None) -> bool:
         if pid == os.getpid():  # in the tree of the shell that called us: we would wait for ourselves
             return False
         try:
@@ -146,11 +151,8 @@ def _living(pid: int) -> Stat | None:
     return stat if stat and stat.lives else None
 
 
-# A process that stays behind when the command that started it has ended: to hold a claim, for one.
-
-
 def detach(keep: Collection[int]) -> None:
-    """Leave the terminal, the directory and every descriptor but those of *keep*."""
+    """Leave the terminal, the directory and every descriptor but those of *keep*: to stay behind, holding a claim."""
     os.setsid()
     os.chdir("/")
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -164,18 +166,15 @@ def detach(keep: Collection[int]) -> None:
                 continue  # the one of listdir itself
 
 
-def read_result(signals: Iterable[int]) -> tuple[int, int]:
-    """From now on each of *signals* is written into a pipe as one byte, and does nothing else: the pipe's two ends."""
+def wake_pipe(signums: Iterable[int]) -> tuple[int, int]:
+    """From now on each of *signums* is written into a pipe as one byte, and does nothing else: the pipe's two ends."""
     woken, wake = os.pipe()
     for descriptor in (woken, wake):
         os.set_blocking(descriptor, False)
     signal.set_wakeup_fd(wake)
-    for signum in signals:
+    for signum in signums:
         signal.signal(signum, lambda number, frame: None)
     return woken, wake
-
-
-_FIELDS = frozenset({MEMORY, PROCESSES, PROCESS_DETAILS, HEALTH})  # HEALTH shows MIG instances
 
 
 def adopt(
@@ -191,7 +190,7 @@ def adopt(
         note: for people.
 
     Returns:
-        The claim, held by this process, and whom it is for: release it when they have ended.
+        The claim, held by this process, and the processes that it is for: release it when they have ended.
 
     Raises:
         ClaimError: it cannot be, and why; nothing is claimed.
@@ -205,20 +204,20 @@ def adopt(
     try:
         command = _check_owners(pids)
         snapshot = backend.sample(_FIELDS)
-        devices = _used(snapshot, family, pids)
+        devices = _used_by(family, snapshot, pids)
         _check_restrictions(directory, devices)
-        given = _from_daemon(directory, snapshot, devices, held) if directory.closed else None
+        granted = _from_daemon(directory, snapshot, devices, held) if directory.closed else None
         with Gate(directory):
-            refused = next((device for device in devices if not given and not _lock(directory, device, held)), None)
+            refused = None if granted else _lock_all(directory, devices, held)
             if refused is None:
-                # Whatever happened between the look and the lock shows now.
+                # Whatever happened between the first sample and the locks shows now.
                 again = backend.sample(_FIELDS, [device.uuid for device in devices])
-                family.refresh()  # behind the look: a pid in it that is another process by now is nobody's
+                family.refresh()  # behind the sample: a pid in it that is another process by now is no member's
                 devices = _confirmed(again, devices, family)
         if refused:
-            raise ClaimError(_claimed(directory, refused))
-        claim = Claim(given or os.urandom(4).hex(), devices, tuple(held))
-        claim.explain(directory, note, command)
+            raise ClaimError(_claimed_text(directory, refused))
+        claim = Claim(granted or os.urandom(4).hex(), devices, tuple(held))
+        claim.write_record(directory, JobDetails(note, command))
     except BaseException:
         unlock(held)
         family.close()
@@ -228,8 +227,6 @@ def adopt(
 
 def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
     """The command line of the first; refuse those of others."""
-    from gpuguard.users import user_name
-
     commands = []
     for pid in pids:
         uid = uid_of(pid)
@@ -243,86 +240,79 @@ def _check_owners(pids: Iterable[int]) -> tuple[str, ...]:
     return tuple(commands[0])
 
 
-def _used(snapshot: Snapshot, family: ProcessFamily, pids: Sequence[int]) -> tuple[Device, ...]:
-    """The devices that the family uses, its own alone."""
-    devices = tuple(
-        device for device in usable_devices(snapshot) if any(_is_member(one, family) for one in _on(device))
-    )
+def _used_by(family: ProcessFamily, snapshot: Snapshot, pids: Sequence[int]) -> tuple[Device, ...]:
+    """The devices that the family uses, and no other process."""
+    devices = tuple(device for device in usable_devices(snapshot) if any(map(family.includes, _computing(device))))
     if devices:
         _refuse_others(devices, family)
         return devices
-    who = f"process {pids[0]}" if len(pids) == 1 else "none of these processes"
-    what = f"{who} {'uses no GPU' if len(pids) == 1 else 'uses a GPU'} now"
+    what = f"process {pids[0]} uses no GPU now" if len(pids) == 1 else "none of these processes uses a GPU now"
     if not family.tree:
         whole = ProcessFamily(pids, tree=True)
-        children = sorted(
-            {one.pid for device in usable_devices(snapshot) for one in _on(device) if _is_member(one, whole)}
-        )
+        on_devices = [process for device in usable_devices(snapshot) for process in _computing(device)]
+        children = sorted({process.pid for process in on_devices if whole.includes(process)})
         whole.close()
         if children:
             raise ClaimError(f"{what}, but what it started does (pid {', '.join(map(str, children))}): add --tree.")
     unknown = [device.label for device in usable_devices(snapshot) if device.processes is None]
     if unknown:
-        raise ClaimError(f"{what}, as far as can be seen: the driver does not list the processes on {_gpus(unknown)}.")
+        gpus = f"GPU {', '.join(unknown)}"
+        raise ClaimError(f"{what}, as far as can be seen: the driver does not list the processes on {gpus}.")
     raise ClaimError(f"{what}: adopt it when it does, or start such a job with `gpuguard run`.")
 
 
-def _on(device: Device) -> tuple[GpuProcess, ...]:
-    return tuple(process for process in device.processes or () if may_compute(process))
-
-
-def _is_member(process: GpuProcess, family: ProcessFamily) -> bool:
-    started = family.members.get(process.pid)
-    return started is not None and process.start_time == started
+def _computing(device: Device) -> list[GpuProcess]:
+    return [process for process in device.processes or () if may_compute(process)]
 
 
 def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:
     for device in devices:
         if not device.processes_plausible:
             raise ClaimError(f"the driver's list of the processes on GPU {device.index} contradicts itself: try again.")
-        for process in _on(device):
-            if _is_member(process, family):
+        for process in _computing(device):
+            if family.includes(process):
                 continue
-            whose = process.user or "somebody"
             if process.uid == os.geteuid():
                 hint = " adopt both (several pids can be named), or --tree if one started the other."
                 raise ClaimError(f"process {process.pid} of yours computes on GPU {device.index} too:{hint}")
-            raise ClaimError(f"{whose} computes on GPU {device.index} too (pid {process.pid}): it is not yours alone.")
+            user = process.user or "somebody"
+            raise ClaimError(f"{user} computes on GPU {device.index} too (pid {process.pid}): it is not yours alone.")
 
 
 def _check_restrictions(directory: LockDirectory, devices: Sequence[Device]) -> None:
-    if directory.owner is None:
-        return
-    from gpuguard.claims.restrictions import against
-
-    barred = against(directory, [device.uuid for device in devices], os.geteuid(), time.time())
+    reasons = restrictions_against(directory, [device.uuid for device in devices], os.geteuid(), time.time())
     for device in devices:
-        if device.uuid in barred:
-            raise ClaimError(f"GPU {device.index} cannot be claimed: {barred[device.uuid]}.")
+        if device.uuid in reasons:
+            raise ClaimError(f"GPU {device.index} cannot be claimed: {reasons[device.uuid]}.")
 
 
-def _lock(directory: LockDirectory, device: Device, held: list[Lock]) -> bool:
-    locks = lock_parts(directory, device, Request(), None)
-    held.extend(locks or ())
-    return locks is not None
+def _lock_all(directory: LockDirectory, devices: Iterable[Device], held: list[Lock]) -> Device | None:
+    """Lock them, into *held*; the first that cannot be had, or None."""
+    for device in devices:
+        locks = lock_parts(directory, device, Request(), None)
+        if locks is None:
+            return device
+        held.extend(locks)
+    return None
 
 
 def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence[Device], held: list[Lock]) -> str:
     """The id of a claim of *devices* that the daemon gave; fills *held* with its locks.
 
-    The daemon sees for itself that no process of anybody else is on them, and whose turn it is.
+    The daemon sees for itself that no process of others is on them, and whose turn it is in the queue.
     """
-    from gpuguard.daemon.broker_client import request_grant
+    from gpuguard.daemon.broker_client import request_grant  # only where the daemon gives the locks
 
     uuids = tuple(device.uuid for device in devices)
     # The memory that the job uses is no reason against it.
-    way = Request(num_gpus=len(uuids), devices=uuids, mine_as_free=frozenset({os.geteuid()}), tolerance=ANY_MEMORY)
+    own = frozenset({os.geteuid()})
+    request = Request(num_gpus=len(uuids), devices=uuids, mine_as_free=own, tolerance=ANY_MEMORY)
     taken: dict[str, str] = {}
-    claim = request_grant(snapshot, way, directory, None, taken, None)
+    claim = request_grant(snapshot, request, directory, None, taken, None)
     if claim is None:
         for device in devices:
             if "claimed" in taken.get(device.uuid, ""):
-                raise ClaimError(_claimed(directory, device))
+                raise ClaimError(_claimed_text(directory, device))
             if device.uuid in taken:
                 raise ClaimError(f"GPU {device.index} cannot be claimed: {taken[device.uuid]}.")
         raise ClaimError("the GPUs of this job cannot be claimed now: `gpuguard explain` says why.")
@@ -330,25 +320,21 @@ def _from_daemon(directory: LockDirectory, snapshot: Snapshot, devices: Sequence
     return claim.id
 
 
-def _claimed(directory: LockDirectory, device: Device) -> str:
+def _claimed_text(directory: LockDirectory, device: Device) -> str:
     """Who has the device."""
     uuids = [device.uuid, *([device.parent_uuid] if device.parent_uuid else [])]
     for record in probe(directory, uuids):
         note = f" ({record.note})" if record.note else ""
-        whose = "you" if record.uid == os.geteuid() else record.user
-        return f"GPU {device.index} is claimed already, by {whose}: claim {record.id}{note}.  `gpuguard who` shows it."
-    return f"GPU {device.index} was being claimed by somebody else at this moment: try again."
+        user = "you" if record.uid == os.geteuid() else record.user
+        return f"GPU {device.index} is claimed already, by {user}: claim {record.id}{note}.  `gpuguard who` shows it."
+    return f"GPU {device.index} was being claimed by another command at this moment: try again."
 
 
 def _confirmed(again: Snapshot, devices: Sequence[Device], family: ProcessFamily) -> tuple[Device, ...]:
     """The devices as they are now, if nothing has changed that matters."""
     fresh = [again.device(device.uuid) for device in devices]
-    found = tuple(device for device in fresh if device and any(_is_member(one, family) for one in _on(device)))
-    if len(found) < len(devices):
+    used = tuple(device for device in fresh if device and any(map(family.includes, _computing(device))))
+    if len(used) < len(devices):
         raise ClaimError("the job ended, or left one of its devices, while it was adopted: nothing is claimed.")
-    _refuse_others(found, family)
-    return found
-
-
-def _gpus(indices: Sequence[str]) -> str:
-    return f"GPU {', '.join(indices)}"
+    _refuse_others(used, family)
+    return used

@@ -1,8 +1,9 @@
 """How a job is ended: one signal after the other, each when it is due, until nothing of the job is left.
 
-The ladder of a time limit stands from the start of the job on, and its checkpoint signal comes before the time is over;
-any other limit that is reached puts up one that begins at once.  Whichever begins first is climbed to its end.
-Does not judge limits (see limits), and says and records nothing: see run.
+The escalation of a time limit is known from the start of the job on, and its checkpoint signal comes before the time is
+over; any other limit that is reached, and a request to stop, begins one at once.  The first that begins goes on to its
+end.  Also what `gpuguard run` does about a release request behind the record of its claim.
+Does not judge limits (see limits), and prints and records nothing: see run.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.release_requests import ENDING, REFUSED, RELEASED, STOP, ReleaseRequest
-from gpuguard.device_state import may_compute
+from gpuguard.claims.records import ENDING, REFUSED, RELEASED, STOP, ReleaseRequest
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError
 from gpuguard.jobs.drain import descendants, patiently
-from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES
+from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, ClaimRecord
 from gpuguard.procfs import read_stat
 from gpuguard.units import format_duration
+from gpuguard.users import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +33,7 @@ NEVER = float("inf")
 KILL_SECONDS = 5.0  # for how long killing a tree is repeated, because its members can fork meanwhile
 
 TIME_LIMIT = "time limit"
+_SELF = "gpuguard run"  # as the author of an answer
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class EscalationStep:
     pause: float  # seconds until the next one is due
     kind: str  # of its event
     why: str
-    said: str  # the same for its owner, who has heard it before
+    short_why: str  # for the owner, who has read the whole before
     limit: str | None = None  # "memory-limit"
 
     @property
@@ -53,8 +55,8 @@ class EscalationStep:
     @property
     def words(self) -> str:
         """For the owner of the job."""
-        whom = "the job and all its processes" if self.signum == signal.SIGKILL else "the job"
-        return f"{self.said}: {self.name} to {whom}."
+        target = "the job and all its processes" if self.signum == signal.SIGKILL else "the job"
+        return f"{self.short_why}: {self.name} to {target}."
 
 
 class Escalation:
@@ -75,7 +77,7 @@ class Escalation:
         if time_limit is None:
             return
         over = "the time limit is over"
-        self.due, self._ahead = began + time_limit, _last(TIME_LIMIT, over, over, grace)
+        self.due, self._ahead = began + time_limit, self._last_steps(TIME_LIMIT, over, over)
         if checkpoint:
             # Never at once: a job in its first moments has no handler yet, and would end of the signal.
             early = min(grace, time_limit / 2)
@@ -84,30 +86,29 @@ class Escalation:
             self._ahead = (EscalationStep(checkpoint, early, TIME_LIMIT, soon, soon), *self._ahead)
 
     def begin(self, now: float, kind: str, why: str, limit: str | None = None) -> None:
-        """Put up a ladder that begins at once, unless another one is climbed already."""
+        """Begin an escalation at once, unless another one goes on already."""
         if self.why is not None:
             return
-        said = "the grace is over" if self._checkpoint else why
-        self.due, self._ahead = now, _last(kind, why, said, self._grace, limit)
+        short_why = "the grace is over" if self._checkpoint else why
+        self.due, self._ahead = now, self._last_steps(kind, why, short_why, limit)
         if self._checkpoint:
             self._ahead = (EscalationStep(self._checkpoint, self._grace, kind, why, why, limit), *self._ahead)
 
-    def take(self, now: float) -> EscalationStep | None:
+    def next_step(self, now: float) -> EscalationStep | None:
         """The next signal if it is due."""
         if now < self.due:
             return None
-        rung, *ahead = self._ahead
-        self._ahead, self.due, self.why = tuple(ahead), now + rung.pause, rung.why
-        return rung
+        step, *ahead = self._ahead
+        self._ahead, self.due, self.why = tuple(ahead), now + step.pause, step.why
+        return step
 
-
-def _last(
-    kind: str, why: str, said: str, grace: float, limit: str | None = None
-) -> tuple[EscalationStep, EscalationStep]:
-    return (
-        EscalationStep(signal.SIGTERM, grace, kind, why, said, limit),
-        EscalationStep(signal.SIGKILL, NEVER, kind, why, "the grace is over too", limit),
-    )
+    def _last_steps(
+        self, kind: str, why: str, short_why: str, limit: str | None = None
+    ) -> tuple[EscalationStep, EscalationStep]:
+        return (
+            EscalationStep(signal.SIGTERM, self._grace, kind, why, short_why, limit),
+            EscalationStep(signal.SIGKILL, NEVER, kind, why, "the grace is over too", limit),
+        )
 
 
 def is_stopped(pid: int) -> bool:
@@ -146,52 +147,41 @@ def kill_tree(reap: Callable[[], None]) -> None:
         reap()
 
 
-# What `gpuguard run` does about a wish behind the record of its claim: end the job, or give the devices up without.
-#
-# Who may write there is decided by the kernel (see wishes).  Devices are given up only while no process of the job
-# computes on them, by a look of our own; what cannot be seen counts as a process.  Does not unlock: see Claim.reassert.
-
-
-_MYSELF = "gpuguard run"
-
-
-def obey_release_request(
-    wish: ReleaseRequest, claim: Claim, backend: Backend, ending: Escalation, say: Callable[[str], None]
+def answer_release_request(
+    request: ReleaseRequest, claim: Claim, backend: Backend, escalation: Escalation, notify: Callable[[str], None]
 ) -> None:
-    """Answer *wish*; what is promised is done by the next reassert() of the claim, or by the ladder of *ending*."""
-    if wish.what == STOP:
-        answer = ReleaseRequest(ENDING, _MYSELF)
-    elif against := in_use(claim, backend):
-        answer = ReleaseRequest(REFUSED, _MYSELF, against)
+    """Answer *request*: end the job, or release the devices without.
+
+    Who may write there is decided by the kernel (see claims.records).  Devices are released only while no process of
+    the job computes on them, by a sample of our own; what cannot be seen counts as a process.  What is promised is done
+    by the next reassert() of the claim, or by *escalation*.
+    """
+    if request.what == STOP:
+        answer = ReleaseRequest(ENDING, _SELF)
+    elif reason := _in_use(claim, backend):
+        answer = ReleaseRequest(REFUSED, _SELF, reason)
     else:
-        answer = ReleaseRequest(RELEASED, wish.by, wish.why)
+        answer = ReleaseRequest(RELEASED, request.by, request.why)
     try:
         claim.answer(answer)
     except (OSError, ClaimError) as error:
-        say(f"a wish to release the claim {wish.in_words()} could not be answered: {error}")
+        notify(f"a request to release the claim {request.in_words()} could not be answered: {error}")
         return
     if answer.what == ENDING:
-        ending.begin(time.monotonic(), "release", f"to be released {wish.in_words()}")
+        escalation.begin(time.monotonic(), "release", f"to be released {request.in_words()}")
     elif answer.what == REFUSED:
-        say(f"the claim was to be released {wish.in_words()}.  Refused: {answer.why}.")
+        notify(f"the claim was to be released {request.in_words()}.  Refused: {answer.why}.")
 
 
-def in_use(claim: Claim, backend: Backend) -> str | None:
-    """Why the devices cannot be given up now: a process of the job computes there, or that cannot be seen."""
-    fields = {MEMORY, PROCESSES, PROCESS_DETAILS} | ({HEALTH} if any(each.parent_uuid for each in claim) else set())
-    uuids = {device.uuid for device in claim}
+def _in_use(claim: Claim, backend: Backend) -> str | None:
+    """Why the devices cannot be released now: a process of the job computes there, or that is unknown."""
+    from gpuguard.claims.release import in_use  # of `run` only a job whose claim is asked for needs it
+
+    fields = {MEMORY, PROCESSES, PROCESS_DETAILS} | ({HEALTH} if any(device.parent_uuid for device in claim) else set())
+    uuids, uid = tuple(device.uuid for device in claim), os.geteuid()
     try:
         snapshot = backend.sample(fields, list(uuids))
     except BackendError as error:
-        return f"whether the job computes cannot be seen: {error}"
-    here = [each for each in snapshot.devices if each.uuid in uuids or each.parent_uuid in uuids]
-    if uuids - {each.uuid for each in here}:
-        return "the driver does not show one of the devices"
-    family = descendants()
-    for device in here:
-        if device.processes is None or not device.processes_plausible:
-            return f"the driver gives no list of the processes on device {device.index} that could be believed"
-        for process in filter(may_compute, device.processes):
-            if process.pid in family or not process.uid or process.uid == os.geteuid():
-                return f"pid {process.pid} computes on device {device.index}"
-    return None
+        return f"whether it is used cannot be seen: {error}"
+    holders = (os.getpid(), *descendants())
+    return in_use(ClaimRecord(claim.id, uid, user_name(uid), uuids, pid=os.getpid(), holders=holders), snapshot)

@@ -1,16 +1,18 @@
 """The limits of a job: what its owner has set for it, judged by the rules of the guard on the job alone.
 
-Nobody but the job can exceed them: whoever else is on its devices is taken out of the sample before it is judged, and
-his memory never counts; only where the driver does not tell who is who, the devices count as they are (see standin).
-Once a limit is reached the job is ended, and that is all that follows: see run for how.
-Pure; a job without such a limit does not even load this file.
+Only the job can exceed them: processes of others on its devices are taken out of the sample before it is judged, and
+their memory never counts.  Where the driver does not tell whose processes are whose (in a container with pids of its
+own, and where the driver lists no processes), one process stands for all of the job: a device that is claimed for the
+job alone is the job's with all the memory that is in use above what was before; where others may use it too, the memory
+of the job is unknown.  Heat and rest are the device's in any case.
+
+Once a limit is reached the job is ended, and that is all that follows: see run for how.  Reads nothing itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
 from gpuguard.device_state import IDLE_TOLERANCE, computes
@@ -39,21 +41,15 @@ from gpuguard.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from gpuguard.policies import Rule
 
-# A job on devices whose driver does not tell whose processes are whose: one process stands for all of the job.
-#
-# That is so in a container with pids of its own (the driver's are the host's), and where the driver lists no
-# processes. A device that is claimed for the job alone is the job's with all the memory that is in use above what was
-# before; where others may use it too, the memory of the job is unknown.  Heat and rest are the device's in any case.
-# Pure: see limits.
-
-
 MEMORY_LIMITS = ("memory", "memory-limit")  # the share of a device, and what ends a job
-_HERE = "this is a pid namespace of its own (a container), where the driver's pids name nobody"
+_HERE = "this is a pid namespace of its own (a container), where the driver's pids name no process"
 
 
 def used_before(devices: Sequence[Device]) -> dict[str, int]:
-    """uuid -> bytes that were in use before the job, of those of *devices* that were nobody's."""
-    return {one.uuid: one.memory_used for one in devices if one.memory_used is not None and not one.processes}
+    """uuid -> bytes that were in use before the job, of those of *devices* without a process."""
+    return {
+        device.uuid: device.memory_used for device in devices if device.memory_used is not None and not device.processes
+    }
 
 
 @dataclass
@@ -101,21 +97,17 @@ class StandIn:
         if self.pids_known:
             return
         open_to_others = [str(device.index) for device in devices if device.uuid not in self.before]
-        kept = [f"--{one}" for one in limits if one not in MEMORY_LIMITS or len(open_to_others) < len(devices)]
-        unkept = [f"--{one}" for one in limits if one in MEMORY_LIMITS and open_to_others]
+        all_open = len(open_to_others) == len(devices)
+        kept = [f"--{limit}" for limit in limits if limit not in MEMORY_LIMITS or not all_open]
+        unkept = [f"--{limit}" for limit in limits if limit in MEMORY_LIMITS and open_to_others]
         if kept:
             are = "are" if len(kept) > 1 else "is"
-            yield f"{_HERE}: {', '.join(kept)} {are} judged by the whole GPU, whoever else uses it."
+            yield f"{_HERE}: {', '.join(kept)} {are} judged by the whole GPU, with all that others do there."
         if unkept:
             yield (
                 f"{', '.join(unkept)} cannot be kept on GPU {','.join(open_to_others)}: {_HERE}, and others may use "
                 "that GPU too.  Claim it for this job alone, or start the container with its host's pids (--pid=host)."
             )
-
-
-def hidden(device: Device) -> str:
-    """What the owner of the job should know when it turns out only now."""
-    return f"the driver lists no processes on GPU {device.index}: the limits of the job are judged by the whole GPU."
 
 
 TEMPERATURE_SECONDS = 30.0  # a device passes its limit for a moment whenever the load changes
@@ -138,7 +130,7 @@ _GROUPS = {"memory": MEMORY, "memory-limit": MEMORY, "temperature-limit": THERMA
 
 
 @dataclass(frozen=True)
-class Reached:
+class ReachedLimit:
     """A limit that the job has reached."""
 
     limit: str  # "memory-limit"
@@ -152,7 +144,7 @@ class LimitFinding:
 
     strangers: tuple[str, ...] = ()
     blind: tuple[str, ...] = ()
-    reached: Reached | None = None
+    reached: ReachedLimit | None = None
     over: tuple[str, ...] = ()  # of a job that shares its devices: it uses more than its share
     used: int | None = None  # bytes, of all its processes together on the device where they use most
 
@@ -186,8 +178,10 @@ def share_policy(memory: int) -> Policy:
 
 
 def _policy(name: str, rule: Rule, hold: float, steps: tuple[Step, ...] = _SECOND_SAMPLE) -> Policy:
-    many = 10**9  # a job may have any number of processes, and all of them are meant
-    return Policy(name, (rule,), hold=hold, steps=steps, at_most_users=many, at_most_processes=many, enforce=True)
+    unbounded = 10**9  # a job may have any number of processes, and all of them are meant
+    return Policy(
+        name, (rule,), hold=hold, steps=steps, at_most_users=unbounded, at_most_processes=unbounded, enforce=True
+    )
 
 
 @dataclass
@@ -197,7 +191,7 @@ class JobLimits:
     Args:
         policies: from policies_of().
         claim: that of the job, with its devices.
-        present: pids that were on the devices before the job; their owners were there first.
+        present: pids that were on the devices before the job: their owners need no warning.
         stand_in: what the job is judged by where the driver does not tell which processes are its own.
     """
 
@@ -206,18 +200,18 @@ class JobLimits:
     present: Collection[int] = ()
     stand_in: StandIn = field(default_factory=StandIn)
     _memory: EngineMemory = field(default_factory=EngineMemory)
-    _told: set[object] = field(default_factory=set)
+    _reported: set[object] = field(default_factory=set)
     _unknown: set[tuple[str, str]] = field(default_factory=set)  # (limit, uuid) in the last sample
 
     def __post_init__(self) -> None:
         everywhere = len(self.claim.devices)  # a job that uses one of its two devices is not idle
         self.policies = [
-            replace_fields(one, devices_at_least=everywhere) if one.name == "idle-limit" else one
-            for one in self.policies
+            replace(policy, devices_at_least=everywhere) if policy.name == "idle-limit" else policy
+            for policy in self.policies
         ]
-        if not self.stand_in.pids_known:  # said before the start: see StandIn.caveats
+        if not self.stand_in.pids_known:  # reported before the start: see StandIn.caveats
             unkept = set(self.claim.devices) - self.stand_in.before.keys()
-            self._told |= {(limit, uuid) for limit in MEMORY_LIMITS for uuid in unkept}
+            self._reported |= {(limit, uuid) for limit in MEMORY_LIMITS for uuid in unkept}
 
     @property
     def fields(self) -> frozenset[str]:
@@ -235,65 +229,87 @@ class JobLimits:
             interval: seconds between samples.
             pid: of the command itself, as long as it lives.
         """
-        own, texts = self._stood_in(snapshot, self._own(snapshot, family), family, pid)
+        own, texts = self._with_stand_in(snapshot, self._own(snapshot, family), family, pid)
         judgement = engine.evaluate(own, self.policies, self._memory, interval=interval)
         last = {policy.name: len(policy.steps) - 1 for policy in self.policies}
-        due = [one for one in judgement.verdicts if one.step == last[one.policy] and one.policy != "memory"]
-        known = [one for one in own.devices if not _is_unknown(one, "memory")]
-        self._told -= {("memory", one.uuid) for one in known if (_used(one) or 0) <= (self.claim.memory or 0)}
-        over = [one for one in judgement.verdicts if one.policy == "memory" and _level(one) not in self._told]
-        self._told |= {_level(one) for one in over}
-        reached = self._reached(due[0]) if due else None
-        blind = (*texts, *self._blind(own))
-        return LimitFinding(tuple(self._strangers(snapshot, family)), blind, reached, _over(over), _most_used(own))
+        due = [verdict for verdict in judgement.verdicts if verdict.step == last[verdict.policy]]
+        due = [verdict for verdict in due if verdict.policy != "memory"]
+        return LimitFinding(
+            strangers=tuple(self._strangers(snapshot, family)),
+            blind=(*texts, *self._blind(own)),
+            reached=self._reached(due[0]) if due else None,
+            over=self._over_share(own, judgement.verdicts),
+            used=max((used for device in own.devices if (used := _used(device)) is not None), default=None),
+        )
+
+    def _over_share(self, own: Snapshot, verdicts: Sequence[Verdict]) -> tuple[str, ...]:
+        """A warning for each device on which the job uses more than its share, until it has used less again."""
+        known = [device for device in own.devices if not _is_unknown(device, "memory")]
+        within = {device.uuid for device in known if (_used(device) or 0) <= (self.claim.memory or 0)}
+        self._reported -= {("memory", uuid) for uuid in within}
+        texts = []
+        for verdict in verdicts:
+            key = (verdict.policy, verdict.finding.subject.device)
+            if verdict.policy == "memory" and key not in self._reported:
+                self._reported.add(key)
+                advice = "its neighbours can run out of memory.  --memory-limit ends such a job"
+                texts.append(f"the job {verdict.finding.why} (--memory): {advice}.")
+        return tuple(texts)
 
     def _own(self, snapshot: Snapshot, family: Mapping[int, float]) -> Snapshot:
-        """The job's devices with the job's processes and its claim, and nothing of anybody else."""
+        """The job's devices with the job's processes and its claim, and nothing of others."""
         claimed = set(self.claim.devices)
         parents = {device.parent_uuid for device in snapshot.devices if device.uuid in claimed}
         devices = [
-            self._with_own(device, family)
+            replace(device, processes=self._own_processes(device, family))
             for device in snapshot.devices
             if device.uuid in claimed | parents or device.parent_uuid in claimed
         ]
         return replace(snapshot, devices=tuple(devices), claims=(self.claim,))
 
-    def _with_own(self, device: Device, family: Mapping[int, float]) -> Device:
+    def _own_processes(self, device: Device, family: Mapping[int, float]) -> tuple[GpuProcess, ...] | None:
         if device.processes is None:
-            return device
-        return replace(device, processes=tuple(one for one in device.processes if self._is_own(one, family)))
+            return None
+        return tuple(process for process in device.processes if self._is_own(process, family))
 
     def _is_own(self, process: GpuProcess, family: Mapping[int, float]) -> bool:
         started = family.get(process.pid)
         return started is not None and process.start_time == started  # else the pid was given to another process
 
-    def _stood_in(
+    def _with_stand_in(
         self, snapshot: Snapshot, own: Snapshot, family: Mapping[int, float], pid: int | None
     ) -> tuple[Snapshot, list[str]]:
-        """*own* with one process for the job where nobody can tell which are its own, and what is to be said of it."""
+        """*own* with one process for the job where it is unknown which are its own, and what the owner should know."""
         started = family.get(pid) if pid is not None else None
         process = None if pid is None or started is None else (pid, started)
         if process is None and self.stand_in.pids_known:
             return own, []
-        needed = self.stand_in.needed([one for one in snapshot.devices if one.uuid in self.claim.devices])
-        devices = [self.stand_in.put_on(one, process, self.claim) if one.uuid in needed else one for one in own.devices]
-        new = [one for one in devices if one.uuid in needed and self.stand_in.pids_known and one.uuid not in self._told]
-        self._told |= {one.uuid for one in new}
-        return replace(own, devices=tuple(devices)), [hidden(one) for one in new]
+        claimed = [device for device in snapshot.devices if device.uuid in self.claim.devices]
+        needed = self.stand_in.needed(claimed)
+        devices = [
+            self.stand_in.put_on(device, process, self.claim) if device.uuid in needed else device
+            for device in own.devices
+        ]
+        texts = []
+        for device in devices:
+            if device.uuid in needed and self.stand_in.pids_known and device.uuid not in self._reported:
+                self._reported.add(device.uuid)
+                what = f"the driver lists no processes on GPU {device.index}"
+                texts.append(f"{what}: the limits of the job are judged by the whole GPU.")
+        return replace(own, devices=tuple(devices)), texts
 
-    def _reached(self, verdict: Verdict) -> Reached:
+    def _reached(self, verdict: Verdict) -> ReachedLimit:
         why = verdict.finding.why
         if verdict.policy == "memory-limit":
             why = f"the job {why}"
         if verdict.policy == "idle-limit":
             hold = next(policy.hold for policy in self.policies if policy.name == verdict.policy)
             why = f"{why}, for {format_duration(hold)}"
-        return Reached(
-            verdict.policy, f"{why} (--{verdict.policy})", tuple(one.pid for one in verdict.finding.processes)
-        )
+        pids = tuple(process.pid for process in verdict.finding.processes)
+        return ReachedLimit(verdict.policy, f"{why} (--{verdict.policy})", pids)
 
     def _strangers(self, snapshot: Snapshot, family: Mapping[int, float]) -> list[str]:
-        """Somebody else's processes that came to a device of the job; those without a known owner are left alone."""
+        """Processes of others that came to a device of the job; those without a known owner are left alone."""
         texts: list[str] = []
         if not self.stand_in.pids_known or self.claim.memory is not None:  # neighbours are no strangers
             return texts
@@ -301,8 +317,8 @@ class JobLimits:
             for process in judged_processes(device) if device.uuid in self.claim.devices else ():
                 mark = (device.uuid, process.pid, process.start_time)
                 known = process.pid in family or process.pid in self.present or process.uid == self.claim.uid
-                if not known and computes(process) and mark not in self._told:
-                    self._told.add(mark)
+                if not known and computes(process) and mark not in self._reported:
+                    self._reported.add(mark)
                     who = process.user or f"uid {process.uid}"
                     texts.append(
                         f"{who} (pid {process.pid}) computes on GPU {device.index} too, which you have claimed."
@@ -317,27 +333,14 @@ class JobLimits:
             for device in own.devices
             if device.uuid in self.claim.devices and _is_unknown(device, policy.name)
         }
-        lasting = (unknown & self._unknown) - self._told
+        lasting = (unknown & self._unknown) - self._reported
         self._unknown = unknown
-        self._told |= lasting
+        self._reported |= lasting
         index = {device.uuid: device.index for device in own.devices}
         return [
             f"--{limit} cannot be kept on GPU {index[uuid]} now: the driver does not tell what it is judged by."
             for limit, uuid in sorted(lasting)
         ]
-
-
-def _level(verdict: Verdict) -> object:
-    return verdict.policy, verdict.finding.subject.device
-
-
-def _over(verdicts: Sequence[Verdict]) -> tuple[str, ...]:
-    advice = "its neighbours can run out of memory.  --memory-limit ends such a job"
-    return tuple(f"the job {one.finding.why} (--memory): {advice}." for one in verdicts)
-
-
-def _most_used(own: Snapshot) -> int | None:
-    return max((used for device in own.devices if (used := _used(device)) is not None), default=None)
 
 
 def _used(device: Device) -> int | None:

@@ -1,13 +1,13 @@
 """The claim of a Slurm job: what Slurm has given to it on this node, its owner's by gpuguard's locks too.
 
 A process of its own holds the locks.  It starts before the first process of the job (the prolog waits for it) and
-lives until the epilog asks for them.  If no epilog comes the slurmstepd of the job tell it: it has a pidfd of each, and
-when none is left it goes.  With the machine everything ends at once.  It acts as the job's owner, so that the claim is
-his, but stays root's by its real user: `pkill python` does not take a claim away.  No file names its pid.
+lives until the epilog releases them.  If no epilog comes, it ends when no slurmstepd of the job is left: it has a pidfd
+of each.  It acts as the job's owner, whose claim it is, but stays root's by its real user: `pkill python` does not take
+a claim away.  No file names its pid.
 
-    prolog   take() what Slurm names, all or nothing, by both keys: unlocked, and nobody on it
-    holder   hold() until drop(), or until no slurmstepd of the job lives
-    epilog   drop()
+    prolog   claim_for_job(): what Slurm names, all or nothing, by both keys: unlocked, and no process on it
+    holder   hold() until end_claim(), or until no slurmstepd of the job lives
+    epilog   end_claim()
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gpuguard.backends import Backend
-from gpuguard.claims import restrictions
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.claims.records import read_record
+from gpuguard.claims.records import RELEASED, ReleaseRequest, read_record
 from gpuguard.claims.release import lock_handle
-from gpuguard.claims.release_requests import RELEASED, ReleaseRequest
+from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.clusters import slurm_jobs
 from gpuguard.clusters.slurm_jobs import Allocation
 from gpuguard.enforcement import actions, signals
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
-from gpuguard.lock import lock_best, someone_waits, why_not
+from gpuguard.lock import Allocator, has_queue
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
 from gpuguard.queue.explain import reservation_start
 from gpuguard.request import Request, fields_needed
+from gpuguard.select import refusal_text
 
-LOOK_SECONDS = 0.25  # between two looks for the first slurmstepd
+POLL_SECONDS = 0.25  # between two searches for the first slurmstepd
 ALONE_SECONDS = 2.0  # without any: one step may end before the next one is started
 UNSEEN_SECONDS = 60.0  # for the first one; then the controller is asked.  With PrologFlags=Contain it comes at once
-ASK_SECONDS = 60.0
-DROP_SECONDS = 10.0
-WAKING = signals.CHECK_CLAIM  # "look at your claim"
+CONTROLLER_SECONDS = 60.0
+END_SECONDS = 10.0
+WAKING = signals.CHECK_CLAIM
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_DUMPABLE = 4
 
 
 def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation, *, wait: float = 0.0) -> Claim:
-    """Claim the devices of *given*, all of them or none, for whoever calls; its record is not written yet.
+    """Claim the devices of *given*, all of them or none, for this process; its record is not written yet.
 
     Args:
         backend: of the node.
         directory: of the claims.
         given: names at least one device.
-        wait: seconds for whoever has one of them to be gone.
+        wait: seconds for the earlier users of one of them to be gone.
 
     Raises:
         ClaimError: one of them is claimed, reserved, in use or out of service, and why.
@@ -65,22 +65,22 @@ def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation,
         wanted = slurm_jobs.devices_of(given.gpus, snapshot.devices)
         uuids = tuple(device.uuid for device in wanted)
         request = Request(num_gpus=len(uuids), devices=uuids)
-        is_reserved = someone_waits(directory, ("reserve.",))
+        is_reserved = has_queue(directory, ("reserve.",))
         taken = reservation_start(backend, directory, snapshot, request) if is_reserved else {}
-        if directory.owner is not None:
-            taken |= restrictions.against(directory, uuids, given.uid, time.time())
-        if claim := lock_best(backend, snapshot, request, directory, None, taken):
+        taken |= restrictions_against(directory, uuids, given.uid, time.time())
+        allocator = Allocator(backend, directory, [request], environ={})
+        if claim := allocator.lock_best(request, snapshot, taken, with_record=False):
             claim.id = given.claim
             return claim
         if time.monotonic() >= deadline:
-            raise ClaimError(in_words(why_not(backend, snapshot, request, directory, None, taken)))
-        time.sleep(LOOK_SECONDS)
+            raise ClaimError(_in_words(allocator.why_not(request, snapshot, taken)))
+        time.sleep(POLL_SECONDS)
 
 
-def in_words(error: NotEnoughGpus) -> str:
-    """Why Slurm's devices cannot be had, in one line: ``"GPU 2: claimed by bob, 5m ago: python train.py"``."""
+def _in_words(error: NotEnoughGpus) -> str:
+    """Why Slurm's devices cannot be had, in one line: ``"device 2: claimed by bob, 5m ago: python train.py"``."""
     texts = [
-        f"GPU {refusal.device.index}: {'; '.join(reason.text for reason in refusal.reasons)}"
+        refusal_text(refusal)
         for refusal in error.refused
         if not any(reason.option == "--gpus" for reason in refusal.reasons)
     ]
@@ -88,26 +88,27 @@ def in_words(error: NotEnoughGpus) -> str:
 
 
 def become(uid: int) -> None:
-    """Act as *uid* from now on; root stays the real user, so that he cannot signal this process or look into it."""
+    """Act as *uid* from now on; root stays the real user, so that *uid* cannot signal this process or look into it."""
     import pwd
 
     with suppress(KeyError):
         os.setegid(pwd.getpwuid(uid).pw_gid)
     os.setgroups([])
     os.seteuid(uid)
-    # /proc/PID belongs to root after that, and whoever asks who holds the lock would be told that it is root.
+    # /proc/PID would belong to root after that, and with it the lock, for every program that looks for its holder.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 @dataclass
-class _Steps:
-    """The slurmstepd of a job, by pidfds."""
+class JobSteps:
+    """The slurmstepd processes of a Slurm job, by pidfds."""
 
     job: str
     pidfds: dict[int, int] = field(default_factory=dict)  # pidfd -> pid
     contained: bool = False  # whether there was one that lives as long as the job: PrologFlags=Contain
 
-    def look(self) -> None:
+    def refresh(self) -> None:
+        """Find those that have started since."""
         for pid, (_, step) in slurm_jobs.steps(self.job).items():
             if pid in self.pidfds.values():
                 continue
@@ -121,42 +122,43 @@ class _Steps:
                 self.contained |= step == "extern"
 
     def forget(self, pidfd: int) -> None:
+        """Close the pidfd of one that has ended."""
         del self.pidfds[pidfd]
         os.close(pidfd)
 
 
 def hold(claim: Claim, given: Allocation, woken: int) -> str:
-    """Keep *claim* until it is taken back or the job is over.
+    """Keep *claim* until it is released from outside or the job is over.
 
     Args:
         claim: with its record.
         given: whose.
-        woken: a pipe of background.listen().
+        woken: a pipe of wake_pipe().
 
     Returns:
         What ended it, in words.
     """
-    steps, began = _Steps(given.job), time.monotonic()
-    alone_since, ask_at = began, began + UNSEEN_SECONDS
+    steps, began = JobSteps(given.job), time.monotonic()
+    alone_since, check_at = began, began + UNSEEN_SECONDS
     while True:
-        steps.look()
+        steps.refresh()
         alone = not steps.pidfds
         poll = select.poll()
         for descriptor in (woken, *steps.pidfds):
             poll.register(descriptor, select.POLLIN)
-        for descriptor, _ in poll.poll(None if steps.pidfds and steps.contained else LOOK_SECONDS * 1000):
+        for descriptor, _ in poll.poll(None if steps.pidfds and steps.contained else POLL_SECONDS * 1000):
             if descriptor != woken:
                 steps.forget(descriptor)
             elif ended := _woken(claim, woken):
                 return ended
-        steps.look()
+        steps.refresh()
         now = time.monotonic()
         if steps.pidfds or not alone:
-            alone_since, ask_at = now, now + ASK_SECONDS
+            alone_since, check_at = now, now + CONTROLLER_SECONDS
         elif steps.contained and now >= alone_since + ALONE_SECONDS:
             return "the job has no slurmstepd any more, and no epilog came"
-        elif now >= ask_at:
-            ask_at = now + ASK_SECONDS
+        elif now >= check_at:
+            check_at = now + CONTROLLER_SECONDS
             if slurm_jobs.is_over(given):
                 return "the job is over, says Slurm, and no epilog came"
             if slurm_jobs.contains():
@@ -178,11 +180,11 @@ def find(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
     return read_record(directory, given.uid, given.claim)
 
 
-def drop(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
-    """Take the claim of the job back, and see it gone.
+def end_claim(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
+    """Release the claim of the job, and see it gone.
 
     Returns:
-        What was taken back; None when there was none.
+        What was released; None when there was none.
 
     Raises:
         ClaimError: it cannot be.
@@ -191,12 +193,12 @@ def drop(directory: LockDirectory, given: Allocation) -> ClaimRecord | None:
     if claim is None:
         return None
     try:
-        with lock_handle(directory, claim) as grip:
-            actions.release_claim(grip, ReleaseRequest(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
+        with lock_handle(directory, claim) as handle:
+            actions.release_claim(handle, ReleaseRequest(RELEASED, "Slurm's epilog", f"job {given.job} is over"))
     except (ClaimError, OSError) as error:
         if find(directory, given):
-            raise ClaimError(f"the claim {claim.id} cannot be taken back: {error}") from error
-    deadline = time.monotonic() + DROP_SECONDS
+            raise ClaimError(f"the claim {claim.id} cannot be released: {error}") from error
+    deadline = time.monotonic() + END_SECONDS
     while find(directory, given) and time.monotonic() < deadline:
         time.sleep(0.01)
     return claim

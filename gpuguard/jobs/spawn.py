@@ -5,6 +5,7 @@ As a child, or in place of this process.  Does not watch it afterwards: see run.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -49,12 +50,12 @@ def start(
         environment: all of it.
         pass_fds: descriptors that the program inherits.
         blocked: signals that are blocked here from before the fork on; the program does not see that.
-        enter: called in the new process; leads it to the place where the program shall run.
+        enter: called in the new process; puts it into its namespaces or cgroup.
 
     Returns:
-        Its pid, and a descriptor on which it says, as a number in ASCII, with which errno exec failed.
+        Its pid, and a descriptor from which the errno of a failed exec can be read, as a number in ASCII.
     """
-    report, child_report = patiently(os.pipe)  # who has waited for hours shall not lose his devices for that
+    report, child_report = patiently(os.pipe)  # a user who has waited for hours shall not lose the devices for that
     # An ignored SIGCHLD would make the kernel reap the job and keep its exit status to itself.
     children_ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -88,7 +89,7 @@ def execute(
         for descriptor in pass_fds:
             os.set_inheritable(descriptor, True)
         if enter is not None:
-            _go(enter)
+            _enter(enter)
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if not command[0]:
@@ -98,7 +99,7 @@ def execute(
         return error.errno or errno.EINVAL
 
 
-def _go(enter: Callable[[], None]) -> None:
+def _enter(enter: Callable[[], None]) -> None:
     """Enter, or end: a job that was to be isolated is never started without it."""
     try:
         enter()
@@ -135,6 +136,4 @@ def failure(program: str, code: int) -> tuple[int, str]:
 
 def become_subreaper() -> None:
     """Adopt what the job leaves behind, so that a process that outlives it can be seen and waited for."""
-    import ctypes
-
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -14,10 +14,17 @@ from dataclasses import replace as replace_noun
 from functools import partial
 
 from gpuguard.backends import Backend
-from gpuguard.claims.claim import Claim
+from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import Gate, LockDirectory
-from gpuguard.claims.records import probe_in_gate
-from gpuguard.claims.restrictions import DENIED, QUARANTINED, SET_BACK, mark_files, quarantine, read_restrictions
+from gpuguard.claims.probe import probe_in_gate
+from gpuguard.claims.restrictions import (
+    DENIED,
+    QUARANTINED,
+    SET_BACK,
+    quarantine_text,
+    read_restrictions,
+    restriction_files,
+)
 from gpuguard.claims.room import why_full
 from gpuguard.errors import BackendError, GpuguardError, ImpossibleRequest, LockDirectoryError, NotEnoughGpus
 from gpuguard.history.queries import query_store, store_path
@@ -32,6 +39,7 @@ from gpuguard.queue.state import QueueFacts, QueueState, queue_state, reserved_f
 from gpuguard.queue.tickets import write_served
 from gpuguard.queue.waiter import Waiter
 from gpuguard.request import Request, fields_needed
+from gpuguard.select import waiting_error
 from gpuguard.units import format_duration
 from gpuguard.users import user_name
 
@@ -72,20 +80,16 @@ class WaitingRequest:
         priority, time_limit, expected, note, command: of the request, see lock.acquire.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        directory: LockDirectory,
-        priority: int,
-        time_limit: float | None,
-        expected: Callable[[], float | None] | None,
-        note: str | None,
-        command: Sequence[str],
-    ) -> None:
+    def __init__(self, backend: Backend, directory: LockDirectory, job: JobDetails) -> None:
         self._backend, self._directory = backend, directory
-        lasts = expected() if expected and time_limit is None else None
+        lasts = job.expected() if job.expected and job.time_limit is None else None
         self._ticket = partial(
-            new_ticket, priority=priority, time_limit=time_limit, expected=lasts, note=note, command=command
+            new_ticket,
+            priority=job.priority,
+            time_limit=job.time_limit,
+            expected=lasts,
+            note=job.note,
+            command=job.command,
         )
         self._rules = read_queue_settings().rules
         self._waiter: Waiter | None = None
@@ -128,7 +132,7 @@ class WaitingRequest:
         ways: Sequence[Request],
         deadline: float | None,
         error: NotEnoughGpus,
-        on_wait: Callable[[NotEnoughGpus], None] | None,
+        on_wait: Callable[[NotEnoughGpus], object] | None,
     ) -> NotEnoughGpus:
         """Wait until it is worth to try again, or until the *deadline* (monotonic); returns why it had to wait."""
         if self._waiter is None:
@@ -154,7 +158,9 @@ class WaitingRequest:
         write_served(self._directory)
         # The end of a job on other devices is no sign of that: it would bring back a reservation that is over.
         devices = {device.uuid for device in claim}
-        claim.arrivals = arrive(self._directory, [one for one in self._bookings if not devices.isdisjoint(one.devices)])
+        claim.arrival_files = arrive(
+            self._directory, [one for one in self._bookings if not devices.isdisjoint(one.devices)]
+        )
 
     def stand_aside(self) -> None:
         """Let another process lead the queue; the position stays."""
@@ -243,12 +249,10 @@ class QueueAnswer:
         """*error* with queue position and estimated start; one that waiting cannot help is returned as it is."""
         if self.place is None or isinstance(error, ImpossibleRequest):
             return error
-        count, where = self.place.ticket.num_gpus, position_text(self.place, self.line)
+        where = position_text(self.place, self.line)
         if not self.place.ticket.id and not self.place.ticket.after:  # not queued, but could be
             where = f"not now; it would be {where}"
-        _, *others = str(error).split("\n")
-        first = f"wanted {count} GPU{'s' * (count > 1)}: {where}."
-        return NotEnoughGpus("\n".join([first, *others]), error.wanted, error.available, error.refused)
+        return waiting_error(self.place.ticket.num_gpus, where, error)
 
 
 def new_ticket(
@@ -296,14 +300,14 @@ def _facts(directory: LockDirectory, snapshot: Snapshot, rules: QueueRules) -> Q
     booked = reservation_calendar(directory, uuids, claims, now)
     return QueueFacts(
         claims=claims,
-        quarantined={uuid: quarantine(marks[uuid]) for uuid in uuids if uuid in marks},
+        quarantined={uuid: quarantine_text(marks[uuid]) for uuid in uuids if uuid in marks},
         denied=frozenset(int(uid) for uid in denials if uid.isdecimal() and len(uid) <= 10),
         usage=_usage(directory, rules) if rules.fair_share else {},
         set_back=frozenset(set_back),
         reservations=booked.reservations,
         reserved=booked,
         changes_at=min([*ends, booked.changes_at]),
-        mark_files=mark_files(directory) if marks or denials or set_back else (),
+        mark_files=restriction_files(directory) if marks or denials or set_back else (),
     )
 
 
