@@ -37,7 +37,7 @@ class _Within(threading.local):
     seconds, waits = 0.0, 0
 
 
-class _Reader:
+class _ReadingThread:
     """A thread that reads for others, again and again."""
 
     def __init__(self) -> None:
@@ -67,9 +67,9 @@ class _Reader:
 
 
 _within = _Within()
-_free: list[_Reader] = []
+_free: list[_ReadingThread] = []
 Key = tuple[int, str]  # uid, kind of the look
-_hanging: dict[Key, _Reader] = {}  # readers that still wait for something of that user
+_hanging: dict[Key, _ReadingThread] = {}  # readers that still wait for something of that user
 _spent: dict[Key, tuple[float, float]] = {}  # seconds that slow reads took, and when; SHARE of the time pays it off
 
 
@@ -96,8 +96,8 @@ def in_time(pid: int, kind: str, read: Callable[[], T], times: int = 1) -> T | N
     if left <= 0:
         return None
     try:
-        reader = _free.pop() if _free else _Reader()
-        reader = reader if reader.pid == os.getpid() else _Reader()
+        reader = _free.pop() if _free else _ReadingThread()
+        reader = reader if reader.pid == os.getpid() else _ReadingThread()
     except (IndexError, RuntimeError):  # another thread was quicker; there are too many threads
         return None
     reader.read = read

@@ -15,9 +15,9 @@ from gpuguard.claims.room import Room, RoomUsage
 from gpuguard.cli import run_command_line
 from gpuguard.errors import BackendError, DriverMismatch, DriverNotFound, DriverUnresponsive
 from gpuguard.sanitize import display_width
-from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, MachineFacts, checks, to_json, to_text, worst
+from gpuguard.views.doctor import CHECKS, FAULT, OK, WARNING, DoctorFacts, checks, to_json, to_text, worst
 
-HEALTHY = MachineFacts(
+HEALTHY = DoctorFacts(
     host="node1",
     backend="nvml",
     uid=1001,

@@ -24,7 +24,7 @@ from gpuguard.model import CLOCKS, WHO_FIELDS, Snapshot
 from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.source import hidepid_in
 from gpuguard.views import doctor
-from gpuguard.views.doctor import FAULT, MachineFacts
+from gpuguard.views.doctor import FAULT, DoctorFacts
 from gpuguard.views.text import json_text, put, style
 
 PACKAGES = ("gpuguard", "nvidia-ml-py", "psutil")
@@ -48,10 +48,10 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_NO if doctor.worst(found) == FAULT else 0
 
 
-def collect_facts(args: argparse.Namespace, environ: Mapping[str, str]) -> MachineFacts:
+def collect_facts(args: argparse.Namespace, environ: Mapping[str, str]) -> DoctorFacts:
     """Everything that the checks want to know, read now."""
     driver = _driver(args)
-    return MachineFacts(
+    return DoctorFacts(
         host=os.uname().nodename,
         backend=args.backend,
         uid=os.geteuid(),

@@ -96,12 +96,12 @@ def encrypting(trusted: ssl.SSLContext, limits: ConnectionLimits) -> ssl.SSLCont
     """*trusted*, whose connections count what is said in them, too."""
     import ssl
 
-    class Encrypted(_Limited, ssl.SSLSocket):
+    class LimitedTls(_Limited, ssl.SSLSocket):
         def do_handshake(self, block: bool = False) -> None:
             self.limits.begin()
             self.settimeout(self.limits.seconds())
             super().do_handshake(block)
 
-    Encrypted.limits = limits
-    trusted.sslsocket_class = Encrypted
+    LimitedTls.limits = limits
+    trusted.sslsocket_class = LimitedTls
     return trusted

@@ -167,19 +167,19 @@ def _connected(target: Email) -> smtplib.SMTP:
 
     port, limits = target.port or _PORTS[target.security], ConnectionLimits(target.timeout)
 
-    class Plain(smtplib.SMTP):
+    class PlainSmtp(smtplib.SMTP):
         def _get_socket(self, host: str, port: int, _: float) -> socket.socket:
             return connected(host, port, limits)
 
-    class Encrypted(smtplib.SMTP_SSL, Plain):
+    class EncryptedSmtp(smtplib.SMTP_SSL, PlainSmtp):
         pass
 
     if target.security == "none":
-        return Plain(target.server, port, timeout=target.timeout)
+        return PlainSmtp(target.server, port, timeout=target.timeout)
     trusted = encrypting(ssl.create_default_context(cafile=target.ca_file or None), limits)
     if target.security == "tls":
-        return Encrypted(target.server, port, timeout=target.timeout, context=trusted)
-    server = Plain(target.server, port, timeout=target.timeout)
+        return EncryptedSmtp(target.server, port, timeout=target.timeout, context=trusted)
+    server = PlainSmtp(target.server, port, timeout=target.timeout)
     try:
         server.starttls(context=trusted)  # raises when the server has none: nothing goes out in clear text
     except (OSError, ValueError):

@@ -54,24 +54,24 @@ def _opener(proxy: object, limits: ConnectionLimits, ca_file: str) -> OpenerDire
     def connection(address: tuple[str, int], *_: object) -> Any:
         return connected(*address, limits)
 
-    class Plain(HTTPConnection):
+    class PlainHttp(HTTPConnection):
         def __init__(self, *where: Any, **how: Any) -> None:
             super().__init__(*where, **how)
             self._create_connection = connection
 
-    class Encrypted(HTTPSConnection):
+    class EncryptedHttp(HTTPSConnection):
         def __init__(self, *where: Any, **how: Any) -> None:
             super().__init__(*where, **how)
             self._create_connection = connection
 
     class Http(HTTPHandler):
         def http_open(self, request: Any) -> Any:
-            return self.do_open(Plain, request)
+            return self.do_open(PlainHttp, request)
 
     class Https(HTTPSHandler):
         def https_open(self, request: Any) -> Any:
             trusted = encrypting(ssl.create_default_context(cafile=ca_file or None), limits)
-            return self.do_open(Encrypted, request, context=trusted)
+            return self.do_open(EncryptedHttp, request, context=trusted)
 
     return build_opener(proxy, Http(), Https(), _no_redirects())  # type: ignore[arg-type]
 

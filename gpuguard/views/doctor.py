@@ -26,7 +26,7 @@ _SIMULATE = "To try gpuguard without a GPU: `gpuguard sim start`, then give ever
 
 
 @dataclass(frozen=True)
-class MachineFacts:
+class DoctorFacts:
     """What was found on the machine.  None: could not be told."""
 
     host: str
@@ -84,7 +84,7 @@ class Check:
 Finding = tuple[str, str, str | None]  # status, found, advice
 
 
-def checks(facts: MachineFacts) -> tuple[Check, ...]:
+def checks(facts: DoctorFacts) -> tuple[Check, ...]:
     """Every check that applies, in the order of CHECKS."""
     findings = ((name, check(facts)) for name, check in CHECKS.items())
     return tuple(Check(name, *finding) for name, finding in findings if finding)
@@ -95,7 +95,7 @@ def worst(found: Sequence[Check]) -> str:
     return max((check.status for check in found), key=(OK, WARNING, FAULT).index, default=OK)
 
 
-def _library(facts: MachineFacts) -> Finding | None:
+def _library(facts: DoctorFacts) -> Finding | None:
     if facts.simulated or facts.backend.startswith(("smi", "replay")):
         return None  # it is not needed
     if facts.library_error is None:
@@ -114,7 +114,7 @@ def _library(facts: MachineFacts) -> Finding | None:
     return FAULT, "libnvidia-ml.so.1 is not installed", None
 
 
-def _driver(facts: MachineFacts) -> Finding:
+def _driver(facts: DoctorFacts) -> Finding:
     if facts.error is None and facts.snapshot:
         seconds = "" if facts.answer_seconds is None else f", answers in {facts.answer_seconds:.2f} s"
         if facts.simulated:
@@ -131,7 +131,7 @@ def _driver(facts: MachineFacts) -> Finding:
     return FAULT, str(facts.error), "`sudo dmesg | grep -i -e nvrm -e xid` may say why." if hangs else None
 
 
-def _versions(facts: MachineFacts) -> Finding | None:
+def _versions(facts: DoctorFacts) -> Finding | None:
     if facts.simulated or facts.recorded:
         return None
     if isinstance(facts.error, DriverMismatch):
@@ -149,7 +149,7 @@ def _versions(facts: MachineFacts) -> Finding | None:
     return OK, f"library and kernel module are both {library}", None
 
 
-def _devices(facts: MachineFacts) -> Finding | None:
+def _devices(facts: DoctorFacts) -> Finding | None:
     if facts.snapshot is None:
         return None
     whole = [device for device in facts.snapshot.devices if not device.parent_uuid]
@@ -166,7 +166,7 @@ def _devices(facts: MachineFacts) -> Finding | None:
     return OK, f"{len(whole)} healthy{f', and {instances} MIG instances' if instances else ''}", None
 
 
-def _processes(facts: MachineFacts) -> Finding | None:
+def _processes(facts: DoctorFacts) -> Finding | None:
     devices = facts.snapshot.devices if facts.snapshot else ()
     if not devices:
         return None
@@ -181,7 +181,7 @@ def _processes(facts: MachineFacts) -> Finding | None:
     return OK, "the driver lists the processes of every device", None
 
 
-def _persistence(facts: MachineFacts) -> Finding | None:
+def _persistence(facts: DoctorFacts) -> Finding | None:
     devices = facts.snapshot.devices if facts.snapshot else ()
     modes = [device.persistence_mode for device in devices if not device.parent_uuid]
     if facts.simulated or not modes or all(mode is None for mode in modes):
@@ -195,7 +195,7 @@ def _persistence(facts: MachineFacts) -> Finding | None:
     return OK, "on", None
 
 
-def _lock_directory(facts: MachineFacts) -> Finding | None:
+def _lock_directory(facts: DoctorFacts) -> Finding | None:
     if facts.recorded:
         return None
     if facts.lock_error:
@@ -221,7 +221,7 @@ def _lock_directory(facts: MachineFacts) -> Finding | None:
     return WARNING, f"{facts.lock_path}, files of all users in a sticky directory", advice
 
 
-def _room(facts: MachineFacts) -> Finding | None:
+def _room(facts: DoctorFacts) -> Finding | None:
     room = facts.room
     if room is None or facts.lock_owner != 0 or facts.lock_path != ADMIN_DIRECTORY or facts.simulated:
         return None
@@ -243,14 +243,14 @@ def _room(facts: MachineFacts) -> Finding | None:
     return (FAULT if room.used >= 1 else WARNING), found, advice
 
 
-def _daemon(facts: MachineFacts) -> Finding | None:
+def _daemon(facts: DoctorFacts) -> Finding | None:
     if facts.daemon_fault is None:
         return None
     found = f"{facts.daemon_fault}: what the daemon writes there counts for nothing"
     return FAULT, found, "Remove it, and run `sudo gpuguard setup` again."
 
 
-def _waiting_line(facts: MachineFacts) -> Finding | None:
+def _waiting_line(facts: DoctorFacts) -> Finding | None:
     if facts.line_path is None:
         return None
     if not facts.line_faults:
@@ -260,13 +260,13 @@ def _waiting_line(facts: MachineFacts) -> Finding | None:
     return FAULT, found, f"None of {facts.line_path} counts until they are mended: the defaults hold."
 
 
-def _file_system(facts: MachineFacts) -> Finding | None:
+def _file_system(facts: DoctorFacts) -> Finding | None:
     if facts.lock_error or facts.file_system is None:
         return None
     return OK, f"{facts.file_system}: locks are kept by this kernel", None
 
 
-def _pid_namespace(facts: MachineFacts) -> Finding | None:
+def _pid_namespace(facts: DoctorFacts) -> Finding | None:
     if facts.first_pid_namespace is None:
         return None
     if facts.first_pid_namespace:
@@ -277,7 +277,7 @@ def _pid_namespace(facts: MachineFacts) -> Finding | None:
     return WARNING, "of a container", advice
 
 
-def _hidepid(facts: MachineFacts) -> Finding | None:
+def _hidepid(facts: DoctorFacts) -> Finding | None:
     if facts.hidepid in (None, "", "0", "off"):
         return OK, "/proc shows the processes of all users", None
     if facts.uid == 0:
@@ -286,7 +286,7 @@ def _hidepid(facts: MachineFacts) -> Finding | None:
     return WARNING, f"/proc is mounted with hidepid={facts.hidepid}", advice
 
 
-def _environment(facts: MachineFacts) -> Finding:
+def _environment(facts: DoctorFacts) -> Finding:
     names = ", ".join(f"{name}={value}" for name, value in facts.environ.items())
     if facts.outer and facts.outer[0] == 0:
         advice = "No GPU can be had in this shell.  Unset the variable, or ask the outer scheduler for GPUs."
@@ -299,7 +299,7 @@ def _environment(facts: MachineFacts) -> Finding:
     return OK, names or "no variable limits the devices", None
 
 
-def _container(facts: MachineFacts) -> Finding | None:
+def _container(facts: DoctorFacts) -> Finding | None:
     if facts.container is None or facts.simulated or facts.recorded:
         return None
     if (facts.lock_path or "").startswith("/run/gpuguard"):
@@ -311,7 +311,7 @@ def _container(facts: MachineFacts) -> Finding | None:
     return WARNING, f"{facts.container}, without the host's /run/gpuguard", advice
 
 
-def _kernel(facts: MachineFacts) -> Finding | None:
+def _kernel(facts: DoctorFacts) -> Finding | None:
     if facts.protected_hardlinks == 0:
         advice = "`sudo sysctl -w fs.protected_hardlinks=1`, and the same in /etc/sysctl.d."
         return WARNING, "fs.protected_hardlinks=0: a link to a lock file keeps its device from everybody", advice
@@ -321,7 +321,7 @@ def _kernel(facts: MachineFacts) -> Finding | None:
     return OK, f"fs.protected_regular={facts.protected_regular}: {meaning}", None
 
 
-def _versions_of_python(facts: MachineFacts) -> Finding:
+def _versions_of_python(facts: DoctorFacts) -> Finding:
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in facts.packages.items())
     found = f"Python {facts.python}, {packages}"
     missing = [name for name, version in facts.packages.items() if version is None]
@@ -330,7 +330,7 @@ def _versions_of_python(facts: MachineFacts) -> Finding:
     return OK, found, None
 
 
-CHECKS: Mapping[str, Callable[[MachineFacts], Finding | None]] = {
+CHECKS: Mapping[str, Callable[[DoctorFacts], Finding | None]] = {
     "library": _library,
     "driver": _driver,
     "versions": _versions,
@@ -352,7 +352,7 @@ CHECKS: Mapping[str, Callable[[MachineFacts], Finding | None]] = {
 
 
 def to_text(
-    facts: MachineFacts, found: Sequence[Check], *, width: int | None = None, paint: Paint = lambda text, _: text
+    facts: DoctorFacts, found: Sequence[Check], *, width: int | None = None, paint: Paint = lambda text, _: text
 ) -> list[str]:
     """A line per check, what to do behind an arrow below it, and the sum of it all."""
     kind = "SIMULATED node on " if facts.simulated else ""
@@ -369,7 +369,7 @@ def to_text(
     return [*lines, "", f"{' and '.join(told)}." if told else "Everything is fine."]
 
 
-def to_json(facts: MachineFacts, found: Sequence[Check]) -> dict[str, Any]:
+def to_json(facts: DoctorFacts, found: Sequence[Check]) -> dict[str, Any]:
     """The object that docs/json.md describes."""
     return {
         "schema": 1,
