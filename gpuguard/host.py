@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 
-import psutil
-
 from gpuguard import procfs
 from gpuguard.model import GpuProcess, Snapshot
 from gpuguard.policies.view import HostUse
@@ -38,6 +36,8 @@ class HostNumbers:
 
     def host(self) -> dict[str, float | None]:
         """``"cpu (%)"`` of the whole machine since the sample before, ``"memory_used (MiB)"``, ..."""
+        import psutil  # not above: man pages are made of the commands where no package is installed
+
         times, memory = psutil.cpu_times(), psutil.virtual_memory()
         whole = sum(times[:8])  # what guests use is counted as use of their host, too
         busy, before = whole - times.idle - times.iowait, self._cpu

@@ -12,11 +12,13 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import yaml
+from typing import TYPE_CHECKING
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.sanitize import display_width, neutralise
+
+if TYPE_CHECKING:
+    import yaml
 
 # What is wrong with a file, and where.  Finds nothing itself: see yaml_nodes and decoding.
 
@@ -172,6 +174,8 @@ class YamlSource:
         """The root of the file; None when there is none, and then a fault says why."""
         if not self._visible():
             return None
+        import yaml  # not above: man pages are made of the commands where no package is installed
+
         try:
             events = yaml.parse(self.text, Loader=yaml.BaseLoader)
             return self._document(events)
@@ -204,6 +208,8 @@ class YamlSource:
         return good
 
     def _document(self, events: Iterator[yaml.Event]) -> YamlNode | None:
+        import yaml
+
         root = None
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):
@@ -221,6 +227,8 @@ class YamlSource:
         return root
 
     def _node(self, event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> YamlNode | None:
+        import yaml
+
         line, column = _mark(event)
         if isinstance(event, yaml.AliasEvent):
             self.fault((line, column), f"an alias (*{event.anchor}) is not allowed.", "Write it out.")
