@@ -17,12 +17,13 @@ from claimholders import Holder, a_holder
 from guarded import SOMEBODY, Listing
 from nodes import remove
 
+from gpuguard import procfs
 from gpuguard.claims import release as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.probe import locked_devices, probe
 from gpuguard.claims.records import FULL_BYTES, record_path
 from gpuguard.clusters import slurm_jobs
-from gpuguard.enforcement import actions, identity, signals
+from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.enforcement.preflight import ActionContext
 from gpuguard.errors import ClaimError
@@ -181,7 +182,7 @@ def test_whatever_is_not_exactly_as_it_was_judged_is_left_alone(claimed, holder,
 
 
 def test_gpuguard_releases_no_claim_that_it_runs_in(claimed, holder, monkeypatch):
-    monkeypatch.setattr(identity, "ancestors", lambda pid: frozenset({holder.pid}))
+    monkeypatch.setattr(procfs, "ancestors", lambda pid: frozenset({holder.pid}))
     outcome = claimed.act(holder)
 
     assert (outcome.word, [each.check for each in outcome.failed]) == (actions.REFUSED, ["family"])
@@ -308,7 +309,7 @@ def test_a_claim_that_cannot_be_let_go_is_a_failure(claimed, holder, monkeypatch
     def fail(*of: object) -> None:
         raise ClaimError("no room for the letter")
 
-    monkeypatch.setattr(releasing, "let_go", fail)
+    monkeypatch.setattr(releasing, "release_locks", fail)
 
     assert claimed.act(holder).word == actions.FAILED
     assert [event.outcome for event in claimed.events] == ["about to", "failed"]
@@ -319,7 +320,7 @@ def test_a_claim_that_cannot_be_let_go_is_a_failure(claimed, holder, monkeypatch
 def test_whoever_waits_for_the_signal_that_his_claim_has_changed_gets_it(claimed, holder, monkeypatch, listens):
     sent: list[int] = []
     monkeypatch.setattr(signals, "forward", lambda pidfd, signum: sent.append(signum) or "sent")
-    monkeypatch.setattr(releasing, "listens", lambda pid: listens and pid == holder.pid)
+    monkeypatch.setattr(releasing, "is_supervisor", lambda pid: listens and pid == holder.pid)
     claimed.act(holder)
 
     assert sent == [signals.CHECK_CLAIM] * listens

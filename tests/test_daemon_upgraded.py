@@ -19,13 +19,13 @@ class Gone:
         if name.startswith("gpuguard."):
             raise ModuleNotFoundError(name)
 from gpuguard.daemon import service as daemon
-open_door = daemon.Daemon._open_door
+open_socket = daemon.Daemon.open_socket
 def opened(self):
     try:
-        return open_door(self)
+        return open_socket(self)
     finally:
         sys.meta_path.insert(0, Gone)
-daemon.Daemon._open_door = opened
+daemon.Daemon.open_socket = opened
 from gpuguard.cli import main
 main(sys.argv[sys.argv.index("daemon"):])
 """

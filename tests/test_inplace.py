@@ -49,15 +49,15 @@ served.note(directory, 1)
 print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]))
 asking._holders, asking.listens = lambda *_: (os.getpid(),), lambda pid: True
 with asking.SupervisorChannel(directory, ClaimRecord("a", 1, "eve", (), pid=os.getpid())) as nobody:
-    print(setup_remove.lock_all(sys.argv[1], []), nobody, releasing._descriptors_of(directory, 1, "a"))
+    print(setup_remove.lock_all(sys.argv[1], []), nobody, releasing._descriptors_of(records.record_path(directory, 1, "a"), 1))
 """
 # Where setup was never run: the first who needs a lock file makes it, for all.
 STICKY = """
 from gpuguard import source as state
-from gpuguard.claims import directory as daemonfiles, holders, directory as lockfiles, records
+from gpuguard.claims import directory as daemonfiles, holders, directory as lockfiles, probe
 lockfiles.FALLBACK_DIRECTORIES, lockfiles.ADMIN_DIRECTORY = (sys.argv[1],), "/none"
 directory = lockfiles.lock_directory()
-print(sorted(records.locked_devices(directory, ["GPU-a", "GPU-b", "GPU-c"])))
+print(sorted(probe.locked_devices(directory, ["GPU-a", "GPU-b", "GPU-c"])))
 print(holders.holders_of(directory, {"GPU-a"}, lambda uid: True), holders.inode_of(sys.argv[2]) == "")
 print(state.read_state(directory, 1.0, simulated=False), state.was_written_lately(directory))
 print(state.daemon_lives(directory))

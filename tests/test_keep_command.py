@@ -191,7 +191,7 @@ def test_nobody_fills_the_file(directory):
 
 
 def test_uids_that_nobody_knows_leave_room_for_those_who_have_a_name(directory, monkeypatch):
-    monkeypatch.setattr(exemptions, "MAX_MARKS", 8)
+    monkeypatch.setattr(exemptions, "MAX_RESTRICTIONS", 8)
     for uid in range(200_000, 200_004):
         Granting(directory)(uid)
 

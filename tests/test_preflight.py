@@ -310,7 +310,7 @@ def test_gpuguard_and_what_it_stands_on_are_never_hit(scene, monkeypatch, who):
 
 def test_whoever_is_in_our_process_group_is_never_hit(monkeypatch):
     with a_scene(session=False) as scene:
-        monkeypatch.setattr(identity, "ancestors", lambda pid: frozenset())
+        monkeypatch.setattr(procfs, "ancestors", lambda pid: frozenset())
         scene.context(jobs=frozenset())
 
         assert scene.against() == {"family"}

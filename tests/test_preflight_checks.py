@@ -140,7 +140,7 @@ def test_where_there_is_no_driver_file_there_is_nothing_to_hold_on_to(target, mo
 
 
 def test_whoever_is_no_relative_is_hit_unless_he_is_in_our_group_or_cannot_be_seen(target, monkeypatch):
-    monkeypatch.setattr(identity, "ancestors", lambda pid: frozenset())
+    monkeypatch.setattr(procfs, "ancestors", lambda pid: frozenset())
 
     assert CHECKS["family"](in_another_group(target)) is None
     assert CHECKS["family"](facts(group=os.getpgrp())(target)) == "it is in gpuguard's process group"

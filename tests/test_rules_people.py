@@ -214,7 +214,7 @@ def test_the_reason_names_user_and_group():
 
 
 def test_a_rule_that_names_nobody_is_refused():
-    with pytest.raises(InvalidRequest, match="name somebody"):
+    with pytest.raises(InvalidRequest, match="nobody is named"):
         UsersRule()
 
 

@@ -37,13 +37,13 @@ class Gone:
     def find_spec(name, path=None, target=None):
         if name.startswith("gpuguard."):
             raise ModuleNotFoundError(name)
-settle_in = run.settle_in
+preload = run._preload_for_job
 def settled(*given):
     if "--no-wait" not in sys.argv:
-        settle_in(*given)
+        preload(*given)
     sys.meta_path.insert(0, Gone)
-    settle_in(*given)
-run.settle_in = settled
+    preload(*given)
+run._preload_for_job = settled
 main(sys.argv[1:])
 """
 

@@ -119,8 +119,8 @@ def test_where_pids_are_ours_nothing_is_said():
 
 def test_it_is_said_what_the_limits_are_judged_by():
     assert caveats("memory-limit", "idle-limit") == [
-        "this is a pid namespace of its own (a container), where the driver's pids name nobody: --memory-limit, "
-        "--idle-limit are judged by the whole GPU, whoever else uses it."
+        "this is a pid namespace of its own (a container), where the driver's pids name no process: --memory-limit, "
+        "--idle-limit are judged by the whole GPU, with all that others do there."
     ]
 
 
@@ -222,7 +222,7 @@ def test_in_a_container_the_memory_limit_is_kept_by_the_memory_of_the_device(fak
         fake.devices[0].memory_used = 0
         rest = wrapper.communicate(timeout=30)[1]
 
-    assert "where the driver's pids name nobody: --memory-limit is judged by the whole GPU" in first
+    assert "where the driver's pids name no process: --memory-limit is judged by the whole GPU" in first
     assert (
         ended == "gpuguard: the job uses 40.0GiB of device 0, 30GiB is allowed (--memory-limit): SIGTERM to the job.\n"
     )

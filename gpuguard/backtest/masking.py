@@ -15,7 +15,7 @@ _HARMLESS = re.compile(r"[a-z ]{1,40}")  # "lost", "reset required": what backen
 _FIELDS_OF = {
     "snapshot": (
         "backend taken_at clock simulated driver_version nvml_version cuda_version recorded",
-        "host devices gaps topology claims",
+        "host devices gaps topology claims quarantined reserved",
     ),
     "device": (
         "index name minor_number numa_node cpu_affinity memory_total memory_used memory_free memory_reserved "
@@ -31,7 +31,7 @@ _FIELDS_OF = {
         "uid user command executable container working_directory conda_environment",
     ),
     "claim": (
-        "alive pid since holders ends expected memory most",
+        "alive pid since holders ends expected memory most hidden",
         "id uid user devices note command slots",
     ),
     "host": ("cpu memory network traced", "terminal"),
@@ -52,6 +52,8 @@ class Mask:
             "gaps": lambda value: [self._gap(one) for one in value],
             "topology": lambda value: [[self._uuid(one), self._uuid(other), how] for one, other, how in value],
             "claims": lambda value: [self._noun("claim", one) for one in value],
+            "quarantined": lambda value: [],  # joined by source.py for views, with names of users: no part of a recording
+            "reserved": lambda value: [],
             "uuid": self._uuid,
             "parent_uuid": self._uuid,
             "pci_bus_id": self._bus_id,
