@@ -376,7 +376,7 @@ helds = [Held(directory, ticket_content(ticket)) for ticket in wanted]
 print("waits", flush=True)
 while True:  # it hears that it may start, and does not
     for held in helds:
-        held.hush()
+        held.drain()
     time.sleep(0.05)
 """
 

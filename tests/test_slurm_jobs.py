@@ -129,8 +129,8 @@ def test_numbers_that_slurm_or_gpuguard_wrote_for_the_whole_machine_stay():
     assert chosen({**CONSTRAINED, "CUDA_VISIBLE_DEVICES": "3", "GPUGUARD_CLAIM": "slurm12.ab12"}) == [3]
 
 
-def test_nonsense_in_the_list_leaves_it_to_cuda():
-    assert chosen({**CONSTRAINED, "CUDA_VISIBLE_DEVICES": "0,,1"}) == [0]
+def test_a_list_that_breaks_off_is_read_as_cuda_reads_it_among_what_the_job_sees():
+    assert chosen({**CONSTRAINED, "CUDA_VISIBLE_DEVICES": "0,,1"}) == [2]
 
 
 def test_a_claim_in_a_job_bears_its_number_also_where_no_prolog_claims(tmp_path, fake):

@@ -394,7 +394,7 @@ def test_what_rules_judge_by_is_read(place):
     }
     identity = set.intersection(*groups.values())
     for name, kind in RULES.items():
-        text = inspect.getsource(inspect.getmodule(kind)) + (
+        text = inspect.getsource(kind) + (
             inspect.getsource(expression_language) if name == "expression" else ""
         )
         words = set(re.findall(r"[a-z_]+", text))
