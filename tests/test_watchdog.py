@@ -394,9 +394,7 @@ def test_what_rules_judge_by_is_read(place):
     }
     identity = set.intersection(*groups.values())
     for name, kind in RULES.items():
-        text = inspect.getsource(kind) + (
-            inspect.getsource(expression_language) if name == "expression" else ""
-        )
+        text = inspect.getsource(kind) + (inspect.getsource(expression_language) if name == "expression" else "")
         words = set(re.findall(r"[a-z_]+", text))
         rule = (
             HealthRule(throttle_reasons=("*",), retired_pages_above=0) if kind is HealthRule else object.__new__(kind)

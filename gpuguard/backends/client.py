@@ -179,8 +179,8 @@ class WorkerBackend:
     def _abandon(self) -> None:
         if self._channel:
             channel, self._channel, self._ready, self._sent = self._channel, None, False, {}
+            _abandoned.append(channel.process)  # first, so that it is reaped whatever interrupts this
             channel.close()
-            _abandoned.append(channel.process)
         # Never a blocking wait: a worker in an uninterruptible driver call ends only when the driver lets it.
         _abandoned[:] = [process for process in _abandoned if process.poll() is None]
 
