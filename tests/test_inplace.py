@@ -49,7 +49,8 @@ served.note(directory, 1)
 print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]))
 asking._holders, asking.listens = lambda *_: (os.getpid(),), lambda pid: True
 with asking.SupervisorChannel(directory, ClaimRecord("a", 1, "eve", (), pid=os.getpid())) as nobody:
-    print(setup_remove.lock_all(sys.argv[1], []), nobody, releasing._descriptors_of(records.record_path(directory, 1, "a"), 1))
+    path = records.record_path(directory, 1, "a")
+    print(setup_remove.lock_all(sys.argv[1], []), nobody, releasing._descriptors_of(path, 1))
 """
 # Where setup was never run: the first who needs a lock file makes it, for all.
 STICKY = """

@@ -52,7 +52,8 @@ class Mask:
             "gaps": lambda value: [self._gap(one) for one in value],
             "topology": lambda value: [[self._uuid(one), self._uuid(other), how] for one, other, how in value],
             "claims": lambda value: [self._noun("claim", one) for one in value],
-            "quarantined": lambda value: [],  # joined by source.py for views, with names of users: no part of a recording
+            # Joined by source.py for views, with names of users: no part of a recording.
+            "quarantined": lambda value: [],
             "reserved": lambda value: [],
             "uuid": self._uuid,
             "parent_uuid": self._uuid,
