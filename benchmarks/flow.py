@@ -4,7 +4,7 @@
     python benchmarks/flow.py --list     and which files, with the calls into each
 
 Counted by sys.setprofile in the process of the command: a file counts when a function of it runs (what an import runs
-does not), a move is a call from a function of one file into a function of another.
+does not, bodies of classes among it), a move is a call from a function of one file into a function of another.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -32,14 +33,22 @@ class Flow:
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """As sys.setprofile() wants it."""
         name = frame.f_code.co_filename
-        if event != "call" or not name.startswith(ROOT) or frame.f_code.co_name == "<module>":
+        if event != "call" or not name.startswith(ROOT):
+            return
+        callers = [frame, *_callers(frame)]
+        if any(caller.f_code.co_name == "<module>" for caller in callers):
             return
         self.calls[name.removeprefix(ROOT)] += 1
-        caller = frame.f_back
-        while caller and not caller.f_code.co_filename.startswith(ROOT):
-            caller = caller.f_back
-        if caller and caller.f_code.co_filename != name and caller.f_code.co_name != "<module>":
-            self.moves += 1
+        self.moves += len(callers) > 1 and callers[1].f_code.co_filename != name
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    """The frames of gpuguard below *frame*, the nearest first."""
+    caller = frame.f_back
+    while caller:
+        if caller.f_code.co_filename.startswith(ROOT):
+            yield caller
+        caller = caller.f_back
 
 
 def flow_of(words: list[str]) -> Flow:

@@ -1,7 +1,12 @@
-"""Why a device will not do for a request: all reasons, each a text that says who or what stands in the way.
+"""Which devices will do for a request, and why the others will not: who or what stands in the way, in words.
 
 The two-key rule: the device is not claimed, *and* it looks free (no compute process of others, hardly any memory in
-use, healthy).  Unknown never satisfies a condition.  Does not rank: see select.
+use, healthy).  Unknown never satisfies a condition.
+
+Of a device that is shared, a share counts with what it was promised or with what its user's processes hold, whichever
+is more; all other memory in use counts as strangers'.  No claim can join a share whose record cannot be believed.
+
+Does not rank (see select) and reads nothing (see claims.shares for who shares a device).
 """
 
 from __future__ import annotations
@@ -10,10 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuguard.device_state import hides_use, idle_limit, may_compute, occupants, unlisted_memory, user_label
-from gpuguard.model import Device, GpuProcess, Snapshot
+from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot
 from gpuguard.request import SHARE_MAX_UTIL, Request, resolve
 from gpuguard.sanitize import neutralise
-from gpuguard.sharing import UNSHARED, Sharing, capacity, memory_left, shared_by, slots_left
 from gpuguard.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -49,6 +53,33 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """Who shares a device.
+
+    Args:
+        claims: one per locked slot, the ones that can be believed.
+        unknown: locked slots of which no record tells in a way that can be believed.
+        owners: pid -> uid of the share that the process belongs to.
+    """
+
+    claims: tuple[ClaimRecord, ...] = ()
+    unknown: int = 0
+    owners: Mapping[int, int] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many share it."""
+        return len(self.claims) + self.unknown
+
+    def belongs(self, pid: int) -> bool:
+        """Whether the process belongs to one of the shares."""
+        return pid in (self.owners or {})
+
+
+UNSHARED = Sharing()
+
+
+@dataclass(frozen=True)
 class Terms:
     """A request whose selectors are resolved on one machine, and who has claimed what there."""
 
@@ -76,6 +107,7 @@ def terms_of(
     """
     devices = snapshot.devices
     preferred = resolve(request.prefer, devices, "--prefer")
+    parents = [device.parent_uuid for device in devices if device.parent_uuid]
     return Terms(
         request,
         snapshot,
@@ -83,37 +115,76 @@ def terms_of(
         None if request.devices is None else frozenset(resolve(request.devices, devices, "--gpus")),
         frozenset(resolve(request.exclude, devices, "--exclude")),
         {uuid: place for place, uuid in enumerate(preferred)},
-        _instances(devices),
+        {uuid: parents.count(uuid) for uuid in parents},
         sharing or {},
     )
 
 
-def _instances(devices: Sequence[Device]) -> dict[str, int]:
-    parents = [device.parent_uuid for device in devices if device.parent_uuid]
-    return {uuid: parents.count(uuid) for uuid in parents}
+@dataclass(frozen=True)
+class EligibleDevice:
+    """A device that will do, with what its rank goes by.
+
+    Args:
+        others: how many processes make it busy for this request.
+        in_use: something uses it, or nothing says that nothing does.
+        has_list: the driver gives a list of its processes; one that was not read yet is taken for a good one.
+        room: bytes; of an idle device all that it has.
+        share_left: bytes that a further share can have.
+        shares: how many claims share it already.
+    """
+
+    device: Device
+    others: int
+    in_use: bool
+    has_list: bool
+    room: int
+    share_left: int
+    shares: int
 
 
-def reasons_against(device: Device, terms: Terms) -> tuple[Reason, ...]:
-    """All reasons why *device* will not do; empty when it will."""
-    return tuple(reason for rule in RULES for reason in rule(device, terms))
+def sort_out(terms: Terms) -> tuple[list[EligibleDevice], list[Refusal]]:
+    """The devices that will do, and the others with all reasons why not; both in the order of the snapshot."""
+    eligible, refused = [], []
+    for device in terms.snapshot.devices:
+        if reasons := tuple(reason for rule in RULES for reason in rule(device, terms)):
+            refused.append(Refusal(device, reasons))
+            continue
+        others, used, tolerance = len(_foreign(device, terms)), device.memory_used, terms.request.tolerance
+        sharing = terms.sharing_of(device)
+        # What an idle device holds differs by some MiB from day to day: it counts as empty, so that noise never
+        # decides.
+        is_empty = used is not None and used <= idle_limit(device, tolerance)
+        eligible.append(
+            EligibleDevice(
+                device,
+                others,
+                in_use=bool(others) or used is None or hides_use(device, tolerance),
+                has_list=not _has_no_list(device, terms),
+                room=(device.memory_total if is_empty else None) or device.memory_free or 0,
+                share_left=(memory_left(device, sharing) or 0) if terms.request.share else 0,
+                shares=sharing.count,
+            )
+        )
+    return eligible, refused
 
 
-def foreign(device: Device, terms: Terms) -> tuple[GpuProcess, ...]:
+def _foreign(device: Device, terms: Terms) -> list[GpuProcess]:
     """The processes that make it busy for this request: not those of the shares that this one would join."""
     request, sharing = terms.request, terms.sharing_of(device)
-    return tuple(
-        p
-        for p in device.processes or ()
-        if may_compute(p, request.tolerance) and p.uid not in request.mine_as_free and not sharing.belongs(p.pid)
+    return [
+        process
+        for process in device.processes or ()
+        if may_compute(process, request.tolerance)
+        and process.uid not in request.mine_as_free
+        and not sharing.belongs(process.pid)
+    ]
+
+
+def _has_no_list(device: Device, terms: Terms) -> bool:
+    """Whether its list of processes cannot be read; one that was not read yet is taken for a good one."""
+    return device.processes is None and any(
+        (gap.device, gap.field) == (device.uuid, "processes") for gap in terms.snapshot.gaps
     )
-
-
-def util_limit(device: Device, terms: Terms) -> float | None:
-    """Percent that the device may be busy: what was asked for, else what leaves two jobs their speed."""
-    limit = terms.request.max_util
-    if limit is None and terms.sharing_of(device).count:
-        return SHARE_MAX_UTIL
-    return None if terms.request.share and limit is not None and limit >= 100 else limit
 
 
 def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -140,9 +211,18 @@ def no_share_left(device: Device, terms: Terms) -> Iterator[Reason]:
 
 def used_by(processes: Sequence[GpuProcess], clock: float) -> str:
     """``"bob (pid 812, python train.py, 3h12m) and 2 more"``."""
-    biggest = sorted(processes, key=lambda p: (-(p.memory_used or 0), p.pid))
-    more = f" and {len(biggest) - 2} more" if len(biggest) > 2 else ""
-    return ", ".join(_process(process, clock) for process in biggest[:2]) + more
+    biggest = sorted(processes, key=lambda process: (-(process.memory_used or 0), process.pid))
+    texts = []
+    for process in biggest[:2]:
+        facts = [f"pid {process.pid}"]
+        if process.command:
+            facts.append(shown(" ".join(process.command), 40))
+        if process.start_time is not None:
+            facts.append(format_duration(clock - process.start_time))
+        text = ", ".join(facts)
+        is_owned = process.user is not None or process.uid is not None
+        texts.append(f"{shown(user_label(process.user, process.uid))} ({text})" if is_owned else text)
+    return ", ".join(texts) + (f" and {len(biggest) - 2} more" if len(biggest) > 2 else "")
 
 
 def shown(text: str, width: int = 60) -> str:
@@ -161,58 +241,51 @@ def _out_of_scope(device: Device, terms: Terms) -> Iterator[Reason]:
         yield Reason(request.within_reason or "outside the devices that are allowed here", True, OUTER)
 
 
-def _divided(device: Device, terms: Terms) -> Iterator[Reason]:
-    if not device.mig_mode or device.parent_uuid is not None:
-        return
-    count = terms.instances.get(device.uuid, 0)
-    if count:
+def _wrongly_divided(device: Device, terms: Terms) -> Iterator[Reason]:
+    wanted, count = terms.request.mig, terms.instances.get(device.uuid, 0)
+    if device.parent_uuid is None and device.mig_mode and count:
         yield Reason(f"divided into {count} MIG instance{'s' * (count != 1)}: they are chosen instead", True)
-    else:
+    elif device.parent_uuid is None and device.mig_mode:
         yield Reason("MIG mode is on, but it has no MIG instance (an administrator makes them: nvidia-smi mig)", True)
-
-
-def _wrong_profile(device: Device, terms: Terms) -> Iterator[Reason]:
-    wanted = terms.request.mig
-    if wanted is None:
+    elif wanted is None:
         return
-    if device.parent_uuid is None:
-        if not device.mig_mode:
-            yield Reason("not divided into MIG instances", True, "--mig")
+    elif device.parent_uuid is None:
+        yield Reason("not divided into MIG instances", True, "--mig")
     elif device.mig_profile is None:
         yield Reason(_unknown(device, "mig_profile", "its profile", terms), True, "--mig")
     elif device.mig_profile.lower() != wanted.lower():
         yield Reason(f"its profile is {shown(device.mig_profile)}", True, "--mig")
 
 
-def _wrong_kind(device: Device, terms: Terms) -> Iterator[Reason]:
-    request = terms.request
-    if request.models and device.name is None:
+def _wrong_model(device: Device, terms: Terms) -> Iterator[Reason]:
+    globs = terms.request.models
+    if globs and device.name is None:
         yield Reason(_unknown(device, "name", "its model", terms), True, "--model")
-    elif request.models and not any(is_model(device.name or "", glob) for glob in request.models):
+    elif globs and not any(is_model(device.name or "", glob) for glob in globs):
         yield Reason(f"its model is {shown(device.name or '')}", True, "--model")
-    room = capacity(device)
-    if request.min_total is not None and device.memory_total is None:
+
+
+def _too_small(device: Device, terms: Terms) -> Iterator[Reason]:
+    request, room, free, total = terms.request, capacity(device), device.memory_free, device.memory_total
+    if request.min_total is not None and total is None:
         yield Reason(_unknown(device, "memory_total", "its memory", terms), True, "--min-total")
-    elif request.min_total is not None and (device.memory_total or 0) < request.min_total:
-        yield Reason(f"has {format_bytes(device.memory_total)} of memory in all", True, "--min-total")
+    elif request.min_total is not None and (total or 0) < request.min_total:
+        yield Reason(f"has {format_bytes(total)} of memory in all", True, "--min-total")
+
     if request.min_free is not None and room is not None and room < request.min_free:
         yield Reason(f"has {format_bytes(room)} of memory even when it is empty", True, "--min-free")
-    elif request.min_free is not None and device.memory_free is None:
+    elif request.min_free is not None and free is None:
         yield Reason(_unknown(device, "memory_free", "its free memory", terms), False, "--min-free")
-    elif request.min_free is not None and (device.memory_free or 0) < request.min_free:
-        yield Reason(f"only {format_bytes(device.memory_free)} free", False, "--min-free")
+    elif request.min_free is not None and (free or 0) < request.min_free:
+        yield Reason(f"only {format_bytes(free)} free", False, "--min-free")
 
-
-def _too_full(device: Device, terms: Terms) -> Iterator[Reason]:
-    wanted, room, free = terms.request.min_free_fraction, capacity(device), device.memory_free
-    if wanted is None:
-        return
-    if room is None:
+    fraction = request.min_free_fraction
+    if fraction is not None and room is None:
         yield Reason(_unknown(device, "memory_total", "its memory", terms))
-    elif free is None:
+    elif fraction is not None and free is None:
         yield Reason(_unknown(device, "memory_free", "its free memory", terms))
-    elif free < wanted * room:
-        yield Reason(f"only {free / room:.1%} of its memory is free, less than {wanted:.1%}")
+    elif fraction is not None and room is not None and free is not None and free < fraction * room:
+        yield Reason(f"only {free / room:.1%} of its memory is free, less than {fraction:.1%}")
 
 
 def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
@@ -224,8 +297,7 @@ def _unhealthy(device: Device, terms: Terms) -> Iterator[Reason]:
         yield Reason(shown(problem, 200) + why, not problem.lower().startswith(_PASSING))
     if device.compute_mode == "prohibited" and not any("prohibited" in problem for problem in device.problems or ()):
         yield Reason("its compute mode is prohibited (an administrator permits work: nvidia-smi -c DEFAULT)", True)
-    owners = occupants(device)
-    if device.compute_mode == "exclusive_process" and owners:
+    if device.compute_mode == "exclusive_process" and (owners := occupants(device)):
         yield Reason(f"in exclusive-process mode and taken by {used_by(owners, terms.snapshot.clock)}")
 
 
@@ -240,7 +312,7 @@ def _claimed(device: Device, terms: Terms) -> Iterator[Reason]:
 
 
 def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
-    request, others = terms.request, foreign(device, terms)
+    request, others = terms.request, _foreign(device, terms)
     allowed, shared = request.max_processes or 0, terms.sharing_of(device).count
     if not device.processes_plausible and occupants(device, request.tolerance):
         yield Reason("its process list is not plausible, so who uses it is unknown")
@@ -253,29 +325,15 @@ def _busy(device: Device, terms: Terms) -> Iterator[Reason]:
         limit = f" ({len(others)} processes)" if allowed else ""
         whose = ", whose share is unknown" if shared else ""
         yield Reason(f"{memory}used by {used_by(others, terms.snapshot.clock)}{limit}{whose}")
-    elif not allowed:
-        yield from _memory_in_use(device, terms)
-
-
-def _memory_in_use(device: Device, terms: Terms) -> Iterator[Reason]:
-    request = terms.request
-    if device.memory_used is None:
+    elif not allowed and device.memory_used is None:
         if device.processes is None and not device.problems:
             yield Reason("neither its processes nor its memory in use are known, so nothing says that it is free")
-        return
-    if hides_use(device, request.tolerance):
-        rest, limit = unlisted_memory(device, request.tolerance), idle_limit(device, request.tolerance)
+    elif not allowed and hides_use(device, request.tolerance):
+        rest, most = unlisted_memory(device, request.tolerance), idle_limit(device, request.tolerance)
         whose = "" if device.processes is None else ", by no process that is visible"
-        whose = ", the driver gives no list of processes" if has_no_list(device, terms) else whose
-        allowed = f"an idle device may hold {format_bytes(limit)} (--tolerance)"
-        yield Reason(f"{format_bytes(rest)} in use{whose}; {allowed}", False, MEMORY_IN_USE)
-
-
-def has_no_list(device: Device, terms: Terms) -> bool:
-    """Whether its list of processes cannot be read; one that was not read yet is taken for a good one."""
-    return device.processes is None and any(
-        (gap.device, gap.field) == (device.uuid, "processes") for gap in terms.snapshot.gaps
-    )
+        whose = ", the driver gives no list of processes" if _has_no_list(device, terms) else whose
+        holds = f"an idle device may hold {format_bytes(most)} (--tolerance)"
+        yield Reason(f"{format_bytes(rest)} in use{whose}; {holds}", False, MEMORY_IN_USE)
 
 
 # option, the request's limit, the device's value, what it is, its unit
@@ -287,12 +345,14 @@ _LIMITS = (
 
 
 def _above_limit(device: Device, terms: Terms) -> Iterator[Reason]:
+    request = terms.request
     for option, limit_name, field, what, unit in _LIMITS:
-        limit, value = getattr(terms.request, limit_name), getattr(device, field)
+        limit, value = getattr(request, limit_name), getattr(device, field)
         bound = ""
-        if option == "--max-util":
-            bound = ", too much to share it (--max-util)" * (limit is None)
-            limit = util_limit(device, terms)
+        if option == "--max-util" and limit is None and terms.sharing_of(device).count:
+            limit, bound = SHARE_MAX_UTIL, ", too much to share it (--max-util)"  # what leaves two jobs their speed
+        elif option == "--max-util" and request.share and limit is not None and limit >= 100:
+            limit = None
         if limit is None:
             continue
         if value is None:
@@ -303,10 +363,9 @@ def _above_limit(device: Device, terms: Terms) -> Iterator[Reason]:
 
 RULES: tuple[Callable[[Device, Terms], Iterator[Reason]], ...] = (
     _out_of_scope,
-    _divided,
-    _wrong_profile,
-    _wrong_kind,
-    _too_full,
+    _wrongly_divided,
+    _wrong_model,
+    _too_small,
     _unhealthy,
     _claimed,
     no_share_left,
@@ -361,18 +420,71 @@ def _is_one_of(letters: str, letter: str) -> bool:
     return found != other
 
 
-def _process(process: GpuProcess, clock: float) -> str:
-    facts = [f"pid {process.pid}"]
-    if process.command:
-        facts.append(shown(" ".join(process.command), 40))
-    if process.start_time is not None:
-        facts.append(format_duration(clock - process.start_time))
-    if process.user is None and process.uid is None:
-        return ", ".join(facts)
-    return f"{shown(user_label(process.user, process.uid))} ({', '.join(facts)})"
-
-
 def _unknown(device: Device, field: str, what: str, terms: Terms) -> str:
     gaps = (gap for gap in terms.snapshot.gaps if gap.device == device.uuid and field.startswith(gap.field))
     why = next((f" ({shown(gap.reason)})" for gap in gaps), "")
     return f"{what} is unknown{why}"
+
+
+# What is left of a device that several claims share.
+
+
+def is_share_of(record: ClaimRecord, uuid: str) -> bool:
+    """Whether the claim shares the device instead of having it alone."""
+    return any(slot.startswith(f"{uuid}.") for slot in record.slots)
+
+
+def sharing_on(device: Device, claims: Sequence[ClaimRecord], owners: Mapping[int, int] | None = None) -> Sharing:
+    """Who shares *device*, of living *claims* whose slots are locked.
+
+    Of several records that name one slot the greatest counts: a small lie beside it changes nothing.
+    """
+    of_slot: dict[str, list[ClaimRecord]] = {}
+    for record in claims:
+        for slot in record.slots:
+            if slot.startswith(f"{device.uuid}."):
+                of_slot.setdefault(slot, []).append(record)
+    best = [max(records, key=lambda record: _believed(record, device)) for records in of_slot.values()]
+    known = tuple(record for record in best if _believed(record, device))
+    return Sharing(known, len(best) - len(known), owners)
+
+
+def capacity(device: Device) -> int | None:
+    """Bytes that the claims on it can have together; None when that is unknown."""
+    return None if device.memory_total is None else device.memory_total - (device.memory_reserved or 0)
+
+
+def memory_left(device: Device, sharing: Sharing) -> int | None:
+    """Bytes that a further share can have; None when that is unknown."""
+    room = capacity(device)
+    if room is None or device.memory_used is None:
+        return None
+    used: dict[int, int] = {}
+    for process in device.processes or ():
+        if (owner := (sharing.owners or {}).get(process.pid)) is not None:
+            used[owner] = used.get(owner, 0) + (process.memory_used or 0)
+    promised: dict[int, int] = {}
+    for record in sharing.claims:
+        promised[record.uid] = promised.get(record.uid, 0) + (record.memory or 0)
+    strangers = max(0, device.memory_used - sum(used.values()))
+    return room - strangers - sum(max(count, used.get(uid, 0)) for uid, count in promised.items())
+
+
+def slots_left(sharing: Sharing, slots: int) -> int:
+    """How many further claims can share it; each of those that do may have set a bound."""
+    bounds = [record.most for record in sharing.claims if record.most is not None and record.most > 0]
+    return max(0, min([slots, *bounds]) - sharing.count)
+
+
+def shared_by(sharing: Sharing) -> str:
+    """``"alice (10GiB) and bob (20GiB)"``."""
+    names = [f"{neutralise(record.user)} ({format_bytes(record.memory)})" for record in sharing.claims]
+    names += [f"{sharing.unknown} without a record"] if sharing.unknown else []
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def _believed(record: ClaimRecord, device: Device) -> int:
+    """The bytes of a share; 0 when its record says nothing that can be true of this device."""
+    if record.memory is None or record.memory <= 0:
+        return 0
+    return record.memory if device.memory_total is None or record.memory <= device.memory_total else 0

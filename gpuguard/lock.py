@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from gpuguard.backends import Backend
     from gpuguard.claims.claim import Lock
     from gpuguard.claims.directory import LockDirectory
+    from gpuguard.eligibility import Sharing
     from gpuguard.queue.explain import QueueAnswer, WaitingRequest
     from gpuguard.queue.priority import Ticket
-    from gpuguard.sharing import Sharing
 
     HeldLocks = dict[str, tuple[Lock, ...]]  # by the uuid of their device
 

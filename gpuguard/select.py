@@ -9,32 +9,33 @@ Does not claim anything, so what it says may be over a moment later: see lock.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
-from gpuguard.device_state import device_title, hides_use, idle_limit
+from gpuguard.device_state import device_title
 from gpuguard.eligibility import (
     MEMORY_IN_USE,
     OUTER,
+    EligibleDevice,
     Reason,
     Refusal,
+    Sharing,
     Terms,
-    foreign,
-    has_no_list,
-    reasons_against,
+    is_share_of,
     shown,
+    sort_out,
     terms_of,
 )
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.request import Request, fields_needed, fields_to_verify, options_of, resolve, spelled
-from gpuguard.sharing import Sharing, is_share_of, memory_left
 from gpuguard.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 __all__ = [
     "Choice",
@@ -90,12 +91,11 @@ def choose(
         InvalidRequest: a selector names no device of this machine.
     """
     terms = terms_of(snapshot, request, taken, sharing)
-    against = {device.uuid: reasons_against(device, terms) for device in snapshot.devices}
-    candidates = [device for device in snapshot.devices if not against[device.uuid]]
-    crowds = _crowds(candidates)
-    tiers = {device.uuid: _tier(device, terms, crowds) for device in candidates}
-    eligible = sorted(candidates, key=lambda device: (tiers[device.uuid], _tie(device)))
-    refused = [Refusal(device, against[device.uuid]) for device in snapshot.devices if against[device.uuid]]
+    candidates, refused = sort_out(terms)
+    nodes = Counter(candidate.device.numa_node for candidate in candidates)
+    tiers = {candidate.device.uuid: _tier(candidate, terms, nodes) for candidate in candidates}
+    eligible = [candidate.device for candidate in candidates]
+    eligible.sort(key=lambda device: (tiers[device.uuid], _tie(device)))
     usable = _usable(eligible, request)
     chosen: list[Device] = []
     if len(usable) >= request.num_gpus:
@@ -191,56 +191,51 @@ def claimed_by(claims: Sequence[ClaimRecord], now: float) -> dict[str, str]:
     return {uuid: f"shared by {', '.join(users)}" for uuid, users in shares.items()} | taken
 
 
-def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
-    """Those that one job can use together: CUDA sees either whole GPUs or MIG instances, never both."""
-    if request.most == 1:
-        return devices
+def usable_together(devices: Sequence[Device], wanted: int, free: Collection[str] | None = None) -> Sequence[Device]:
+    """Those of *devices* that one job can use together: CUDA sees either whole GPUs or MIG instances, never both.
+
+    The kind of which *wanted* are free now, else of which there are as many at all; then the kind of the first device,
+    then the one with more.
+
+    Args:
+        free: uuids of those that are free now; None: all are.
+    """
     kinds = [[device for device in devices if bool(device.parent_uuid) is divided] for divided in (False, True)]
-    return max(kinds, key=lambda kind: (len(kind) >= request.num_gpus, bool(kind) and kind[0] is devices[0], len(kind)))
+
+    def rank(kind: Sequence[Device]) -> tuple[bool, bool, bool, int]:
+        free_now = len(kind) if free is None else sum(device.uuid in free for device in kind)
+        return free_now >= wanted, len(kind) >= wanted, bool(kind) and kind[0] is devices[0], len(kind)
+
+    return max(kinds, key=rank)
 
 
-def _tier(device: Device, terms: Terms, crowds: Mapping[int, int]) -> tuple[float, ...]:
-    """Devices of one tier are equally good for this request; the smaller the better."""
-    request = terms.request
-    nothing_known = device.memory_free is None
-    preferred = min(
-        (terms.preferred[uuid] for uuid in (device.uuid, device.parent_uuid or "") if uuid in terms.preferred),
-        default=len(terms.preferred),
-    )
+def _usable(devices: Sequence[Device], request: Request) -> Sequence[Device]:
+    return devices if request.most == 1 else usable_together(devices, request.num_gpus)
+
+
+def _tier(candidate: EligibleDevice, terms: Terms, nodes: Mapping[int | None, int]) -> tuple[float, ...]:
+    """Devices of one tier are equally good for this request; the smaller the better.
+
+    Args:
+        nodes: NUMA node -> how many eligible devices it has.
+    """
+    device, request = candidate.device, terms.request
+    nothing_known, last = device.memory_free is None, len(terms.preferred)
+    preferred = min(terms.preferred.get(uuid, last) for uuid in (device.uuid, device.parent_uuid or ""))
     if request.strategy == "first":
-        return (nothing_known, preferred, device.index)
+        return nothing_known, preferred, device.index
     load = (device.utilization is None, (device.utilization or 0) // _UTILIZATION_GRAIN)
     if request.share:
-        return (nothing_known, preferred, *_share_tier(device, terms, load))
-    room = _room(device, request) // _GRAIN
+        # Between equally idle devices the one that is shared already, so that whole devices stay whole.
+        left, unshared = candidate.share_left // _GRAIN, not candidate.shares
+        in_pack, spread = (unshared, left, *load), (*load, unshared, -left)
+        return nothing_known, preferred, *(in_pack if request.strategy == "pack" else spread)
+    room = candidate.room // _GRAIN
     if request.strategy == "pack":
-        crowd = (
-            crowds.get(device.numa_node, len(crowds)) if device.numa_node is not None else len(terms.snapshot.devices)
-        )
-        return (nothing_known, preferred, room, *load, crowd)
-    others = foreign(device, terms)
-    working = bool(others) or device.memory_used is None or hides_use(device, request.tolerance)
-    return (nothing_known, preferred, load[0], working, -room, load[1], has_no_list(device, terms), len(others))
-
-
-def _share_tier(device: Device, terms: Terms, load: tuple[float, float]) -> tuple[float, ...]:
-    sharing = terms.sharing_of(device)
-    left = (memory_left(device, sharing) or 0) // _GRAIN
-    # Between equally idle devices the one that is shared already, so that whole devices stay whole.
-    if terms.request.strategy == "pack":
-        return (not sharing.count, left, *load)
-    return (*load, not sharing.count, -left)
-
-
-def _room(device: Device, request: Request) -> int:
-    # What an idle device holds differs by some MiB from day to day: it counts as empty, so that noise never decides.
-    empty = device.memory_used is not None and device.memory_used <= idle_limit(device, request.tolerance)
-    return (device.memory_total if empty else None) or device.memory_free or 0
-
-
-def _crowds(candidates: Sequence[Device]) -> dict[int, int]:
-    nodes = [device.numa_node for device in candidates if device.numa_node is not None]
-    return {node: nodes.count(node) for node in nodes}
+        crowd = len(terms.snapshot.devices) if device.numa_node is None else nodes[device.numa_node]
+        return nothing_known, preferred, room, *load, crowd
+    others, in_use, has_no_list = candidate.others, candidate.in_use, not candidate.has_list
+    return nothing_known, preferred, load[0], in_use, -room, load[1], has_no_list, others
 
 
 def _tie(device: Device) -> tuple[float, float, float, tuple[int, int, int, int, str]]:

@@ -12,13 +12,12 @@ from builders import GIB, MIB, a_claim_record, a_device, a_mig_instance, a_proce
 
 from gpuguard import model
 from gpuguard.device_state import device_title
-from gpuguard.eligibility import glob_matches, is_model, used_by
+from gpuguard.eligibility import Sharing, glob_matches, is_model, used_by
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Gap
 from gpuguard.queue.tickets import as_json, as_request
 from gpuguard.request import SLOTS, Request, fields_needed, fields_to_verify, resolve
 from gpuguard.select import choose, claimed_by
-from gpuguard.sharing import Sharing
 
 INSTANCE = a_mig_instance(a_device(mig_mode=True))
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)

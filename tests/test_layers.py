@@ -12,7 +12,7 @@ from sources import PACKAGE, ROOT, imports, module_name, modules, tree
 
 ORDER = (
     "errors", "units", "users", "capabilities", "sanitize", "files", "jsonio", "model", "device_state", "deadline",
-    "procfs", "clusters.visible_devices", "backends", "clusters", "request", "sharing", "eligibility", "select",
+    "procfs", "clusters.visible_devices", "backends", "clusters", "request", "eligibility", "select",
     "policies", "claims.directory", "daemon.client", "claims", "history", "queue", "source", "daemon.broker_client",
     "lock", "api", "ray", "notify", "enforcement", "policies.files.keys", "policies.files.checks",
     "policies.files.loader", "backtest", "host", "watchdog", "training_log", "jobs", "run", "daemon", "fleet",
@@ -124,7 +124,7 @@ IMPURE = {
 }  # fmt: skip
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval"}
 
-NAMES = ("request", "sharing", "eligibility", "select", "queue/priority", "queue/backfill")
+NAMES = ("request", "eligibility", "select", "queue/priority", "queue/backfill")
 CHOOSING = [PACKAGE / f"{name}.py" for name in NAMES]
 PURE = [*CHOOSING, *sorted((PACKAGE / "policies").glob("*.py"))]
 

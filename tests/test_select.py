@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from dataclasses import replace
@@ -13,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvml_child import gaps_of, sampled
 
+from gpuguard.eligibility import UNSHARED, Sharing
 from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import Gap
+from gpuguard.queue.state import QueueFacts, fit
 from gpuguard.request import ANY_MEMORY, Request, spelled
 from gpuguard.select import choose, not_enough, possible
-from gpuguard.sharing import UNSHARED, Sharing
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
 
@@ -130,6 +132,22 @@ def test_several_devices_are_whole_gpus_or_instances_but_never_both():
     assert chosen(machine, Request(4)) == []
     assert isinstance(error(machine, Request(4)), ImpossibleRequest)
     assert "3 of them are MIG instances" in str(error(machine, Request(4)))
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3])
+@pytest.mark.parametrize("divided", [(), (0,), (1,), (0, 1)])
+def test_the_plan_of_the_queue_is_about_the_devices_that_would_be_chosen(divided, wanted):
+    """Decided twice, a request could wait for whole GPUs while it would be given instances."""
+    gpus = [a_device(index, mig_mode=index in divided) for index in range(4)]
+    usable = [gpu for gpu in gpus if not gpu.mig_mode]
+    usable += [a_mig_instance(gpus[index], number) for index in divided for number in range(2)]
+    for busy in itertools.product((False, True), repeat=len(usable)):
+        devices = [replace(one, processes=(BOB,)) if hit else one for one, hit in zip(usable, busy, strict=True)]
+        snapshot, request = a_snapshot(*(gpus[index] for index in divided), *devices), Request(wanted)
+        planned, choice = fit(snapshot, request, QueueFacts()), choose(snapshot, request, {})
+
+        assert planned.open.issuperset(device.uuid for device in choice.devices)
+        assert bool(choice.devices) == (len(planned.open) >= wanted)
 
 
 # Messages

@@ -17,11 +17,11 @@ from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.claims.probe import locked_devices, locked_slots, probe
 from gpuguard.claims.records import write_record
+from gpuguard.eligibility import UNSHARED, Sharing, memory_left, sharing_on, slots_left
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.request import Request
 from gpuguard.select import Choice, choose
-from gpuguard.sharing import UNSHARED, Sharing, memory_left, sharing_on, slots_left
 
 ALICE, BOB = 1001, 1002
 DEVICE = a_device(0, memory_used=0)

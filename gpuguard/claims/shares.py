@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from gpuguard.claims.probe import probe_in_gate
 from gpuguard.device_state import started_by
-from gpuguard.eligibility import no_share_left, terms_of
+from gpuguard.eligibility import Sharing, is_share_of, no_share_left, sharing_on, terms_of
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.procfs import process_facts
-from gpuguard.sharing import Sharing, is_share_of, sharing_on
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -170,7 +170,7 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
         ImpossibleRequest: there are too few on this machine.
     """
     from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_restrictions
-    from gpuguard.select import choose, not_enough, possible
+    from gpuguard.select import choose, not_enough, possible, usable_together
 
     choice = choose(snapshot, request, {})
     error = not_enough(snapshot, request, choice)
@@ -178,15 +178,14 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
         raise error
     marks = read_restrictions(directory, QUARANTINED, when)
     could = [device for device in possible(choice).devices if device.uuid not in marks]
-    whole = [device.uuid for device in could if device.parent_uuid is None]
-    parts = [device.uuid for device in could if device.parent_uuid is not None]
-    kind = whole if len(whole) >= request.num_gpus else parts
+    could.sort(key=lambda device: device.parent_uuid is not None)  # between equals whole GPUs
+    kind = usable_together(could, request.num_gpus)
     if len(kind) < request.num_gpus:
         reasons = "; ".join(sorted({quarantine_text(mark) for mark in marks.values()}))
         raise GpuguardError(
             f"too few devices are in service then ({reasons or 'whole GPUs and instances do not mix'})."
         )
-    return tuple(kind)
+    return tuple(device.uuid for device in kind)
 
 
 def _tell(args: argparse.Namespace, status: ReservationStatus, snapshot: Snapshot, now: float) -> int:

@@ -34,6 +34,7 @@ from gpuguard.claims.restrictions import SET_BACK, Restriction, change, read_res
 from gpuguard.claims.shares import sharing_of
 from gpuguard.daemon.client import MAX_DESCRIPTORS, GrantReply, close_all
 from gpuguard.daemon.server import DescriptorReply, Reply
+from gpuguard.eligibility import Sharing
 from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.model import MEMORY, PROCESSES, Event, Snapshot
@@ -46,7 +47,6 @@ from gpuguard.queue.state import QueueState
 from gpuguard.queue.tickets import as_request, note, read_tickets, wake
 from gpuguard.request import Request, fields_needed, fields_to_verify
 from gpuguard.select import choose
-from gpuguard.sharing import Sharing
 from gpuguard.units import format_count
 from gpuguard.users import user_name
 

@@ -22,7 +22,7 @@ from gpuguard.queue.priority import QueueRules, Ticket, order
 from gpuguard.queue.reservations import ReservationCalendar
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
 from gpuguard.request import Request
-from gpuguard.select import choose, claimed_by, possible
+from gpuguard.select import choose, claimed_by, possible, usable_together
 from gpuguard.users import parties
 
 UNRESPONSIVE_SECONDS = 15.0  # a ticket whose bell is not read for so long is passed over
@@ -189,19 +189,12 @@ def fit(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Fit:
         return Fit((), frozenset())
     opened = {device.uuid for device in choice.eligible}
     others = [device for device in possible(choice).devices if device.uuid not in opened]
-    kind = _one_kind([*choice.eligible, *others], opened, request)
+    kind: Sequence[Device] = [*choice.eligible, *others]
+    if request.num_gpus > 1:
+        kind = usable_together(kind, request.num_gpus, opened)
     return Fit(
         tuple(device.uuid for device in kind), frozenset(device.uuid for device in kind if device.uuid in opened)
     )
-
-
-def _one_kind(devices: Sequence[Device], opened: Collection[str], request: Request) -> Sequence[Device]:
-    """A job can use whole GPUs or MIG instances, never both: those of which there are enough now, else some day."""
-    if request.num_gpus == 1:
-        return devices
-    kinds = [[each for each in devices if bool(each.parent_uuid) is divided] for divided in (False, True)]
-    wanted = request.num_gpus
-    return max(kinds, key=lambda kind: (sum(each.uuid in opened for each in kind) >= wanted, len(kind) >= wanted))
 
 
 def ends_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:

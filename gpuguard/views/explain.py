@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpuguard.device_state import device_title
+from gpuguard.eligibility import UNSHARED, Sharing, memory_left, shared_by, slots_left
 from gpuguard.errors import ImpossibleRequest
 from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS, Request, spelled
 from gpuguard.sanitize import neutralise
 from gpuguard.select import Choice, not_enough
-from gpuguard.sharing import UNSHARED, Sharing, memory_left, shared_by, slots_left
 from gpuguard.units import format_bytes
 from gpuguard.views.text import Paint, table
 

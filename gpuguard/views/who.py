@@ -21,10 +21,10 @@ from gpuguard.device_state import (
     model_name,
     user_label,
 )
+from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
 from gpuguard.model import Device, Gap, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sanitize import neutral_command, neutralise
-from gpuguard.sharing import Sharing, memory_left, sharing_on, slots_left
 from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views.text import Paint, shorten, table
 
