@@ -14,8 +14,17 @@ from fake_nvml import FakeNvml
 from nodes import Gpuguard, eventually, start
 from shells import Shell, needed
 
-from gpuguard.cli.completion import DIRECTORY, FILE, JOB, SHELLS, kind_of, values_of, whole_parser
-from gpuguard.cli.completion_values import VALUES
+from gpuguard.cli.completion import (
+    DIRECTORY,
+    FILE,
+    JOB,
+    SHELLS,
+    VALUES,
+    completions,
+    kind_of,
+    values_of,
+    whole_parser,
+)
 
 # What is typed, and the words of the command line then; ^ is TAB.
 TYPED = {
@@ -191,9 +200,7 @@ def test_hosts_are_those_that_ssh_knows_by_name(tmp_path):
 
 
 def test_names_of_strangers_that_a_shell_would_take_apart_are_not_offered(tmp_path, monkeypatch):
-    from gpuguard.cli import completion_values
-
     nasty = ["$(reboot)", "a b", "x;y", "new\nline", "esc\x1b[2J", "`id`", "alice"]
     monkeypatch.setitem(VALUES, "users", (lambda _: [(name, "\x1b[31m\t\nred") for name in nasty], False))
 
-    assert list(completion_values._completions("users", "")) == ["alice\t\\x1b[31m\\t\\nred"]
+    assert list(completions("users", "")) == ["alice\t\\x1b[31m\\t\\nred"]
