@@ -127,25 +127,17 @@ def inner_words(args: argparse.Namespace) -> list[str]:
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         if value is True:
             words.append(flag)
-        elif isinstance(value, list):
-            words += [word for text in value for word in _option(flag, text)]
         elif value not in (None, False, DEFAULTS.get(name)):
-            words += _option(flag, str(value))
+            for text in value if isinstance(value, list) else [str(value)]:
+                # As a word of its own one with a dash would be an option.
+                words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return words
-
-
-def _option(flag: str, value: str) -> list[str]:
-    return [f"{flag}={value}"] if value.startswith("-") else [flag, value]  # as a word it would be an option
 
 
 # --via ray: `ray job submit`, with `gpuguard run` in front of the command on the worker.  Ray keeps output and errors
 # of a job in one stream.  It sends SIGTERM to end a job, and SIGKILL STOP_SECONDS later.
 
 STOP_SECONDS = 30  # Ray's own 3 s are short for saving a state; so much has a job under Slurm
-
-# Words of --with: those of `ray job submit`, and the Python that has gpuguard on the worker.
-_WORDS = ("--address", "--entrypoint-num-cpus", "--entrypoint-memory", "--entrypoint-resources", "--runtime-env-json")
-
 
 _RAY_ADVICE = """\
 RAY_API_SERVER_ADDRESS=http://head:8265 or --with '--address http://head:8265' names its dashboard; RAY_AUTH_TOKEN,
@@ -164,18 +156,35 @@ def submit_to_ray(args: argparse.Namespace) -> int:
     more = engine_words(args.engine_words)
     job = job_of(args, more)
     if args.print:
-        put([shlex.join(ray_words(job, more))], sys.stdout)
+        put([shlex.join(["ray", *ray_words(job, more)])], sys.stdout)
         return 0
+
+    beside = os.path.join(os.path.dirname(sys.executable), "ray")
+    program = beside if os.access(beside, os.X_OK) else shutil.which("ray")
+    if program is None:
+        raise InvalidRequest(f"Ray is not installed here: {HOW_TO_INSTALL}.")
+    environment = dict(os.environ)
+    has_token = bool({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys())
+    if has_token or (Path.home() / ".ray" / "auth_token").exists():
+        environment.setdefault("RAY_AUTH_MODE", "token")  # only then `ray` sends it
     name = f"raysubmit_{os.urandom(8).hex()}"  # chosen here, so that it is known when this is interrupted
-    end = f"`ray job stop {name}` ends it"
-    words = ray_words(job, more, "--submission-id", name, *([] if args.attach else ["--no-wait"]))
-    words[0] = program = ray_program()
+    words = [program, *ray_words(job, more, "--submission-id", name, *([] if args.attach else ["--no-wait"]))]
+
     if args.attach:
-        return _follow_ray_job(words, [program, "job", "stop", *_address(more), name], name)
+        print_notice(f"Ray job {name}")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL) as child:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                print_notice(f"asking Ray to end the job {name}.")
+                address = ["--address", more.address] if more.address else []
+                subprocess.run([program, "job", "stop", *address, name], env=environment, check=False)
+                return 128 + signal.SIGINT
+
+    end = f"`ray job stop {name}` ends it"
     try:
-        done = subprocess.run(
-            words, env=ray_environment(), capture_output=True, text=True, errors="replace", check=False
-        )
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, errors="replace", check=False)
     except KeyboardInterrupt:
         print_notice(f"Ray may have the job all the same: {end}.")
         raise
@@ -189,104 +198,62 @@ def submit_to_ray(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow_ray_job(submit: list[str], stop: list[str], name: str) -> int:
-    """The exit code of `ray job submit`, which shows the output; Ctrl-C and SIGTERM end the job."""
-    print_notice(f"Ray job {name}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with subprocess.Popen(submit, env=ray_environment(), stdin=subprocess.DEVNULL) as child:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            print_notice(f"asking Ray to end the job {name}.")
-            subprocess.run(stop, env=ray_environment(), check=False)
-            return 128 + signal.SIGINT
-
-
-def _address(more: argparse.Namespace) -> list[str]:
-    return ["--address", more.address] if more.address else []
-
-
-def ray_program() -> str:
-    """The path of `ray`.
-
-    Raises:
-        InvalidRequest: it is not installed.
-    """
-    beside = os.path.join(os.path.dirname(sys.executable), "ray")
-    program = beside if os.access(beside, os.X_OK) else shutil.which("ray")
-    if program is None:
-        raise InvalidRequest(f"Ray is not installed here: {HOW_TO_INSTALL}.")
-    return program
-
-
-def ray_environment() -> dict[str, str]:
-    """Of `ray`, which sends a token only in this mode, whatever token there is."""
-    environment = dict(os.environ)
-    token = Path.home() / ".ray" / "auth_token"
-    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys() or token.exists():
-        environment.setdefault("RAY_AUTH_MODE", "token")
-    return environment
-
-
 def engine_words(texts: list[str]) -> argparse.Namespace:
-    """The words of --with.
+    """The words of --with: those of `ray job submit`, and the Python that has gpuguard on the worker.
 
     Raises:
         InvalidRequest: there is no such word, or its value is no JSON.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for word in _WORDS:
-        parser.add_argument(word)
+    parser.add_argument("--address")
+    parser.add_argument("--entrypoint-num-cpus", type=_number)
+    parser.add_argument("--entrypoint-memory", type=_number)
+    parser.add_argument("--entrypoint-resources", type=_json_object, default={})
+    parser.add_argument("--runtime-env-json", type=_json_object, default={})
     parser.add_argument("--python", default=sys.executable)
-    known = ", ".join((*_WORDS, "--python"))
+    known = ", ".join(f"--{name.replace('_', '-')}" for name in vars(parser.parse_args([])))
     try:
         found, unknown = parser.parse_known_args([word for text in texts for word in shlex.split(text)])
-        found.entrypoint_num_cpus = number("--entrypoint-num-cpus", found.entrypoint_num_cpus)
-        found.entrypoint_memory = number("--entrypoint-memory", found.entrypoint_memory)
-        found.entrypoint_resources = table("--entrypoint-resources", found.entrypoint_resources)
-        found.runtime_env_json = table("--runtime-env-json", found.runtime_env_json)
         if not isinstance(found.runtime_env_json.get("env_vars", {}), dict):
             raise ValueError("env_vars of --runtime-env-json is no JSON object")
     except (argparse.ArgumentError, ValueError) as fault:
-        raise InvalidRequest(f"--with: {fault}.  Ray is given {known}.") from None
+        raise InvalidRequest(f"--with: {str(fault).removeprefix('argument ')}.  Ray is given {known}.") from None
     if unknown:
         raise InvalidRequest(f"--with: there is no word {unknown[0]} for Ray, only {known}.")
     return found
 
 
-def number(word: str, text: str | None) -> float | None:
-    """A number of *word*."""
+def _number(text: str) -> float:
     try:
-        found = None if text is None else float(text)
-        if found is not None and not 0 <= found < 2**63:
-            raise ValueError
-        return found
+        found = float(text)
     except ValueError:
-        raise InvalidRequest(f"{word} {text!r} is no number") from None
+        found = -1.0
+    if not 0 <= found < 2**63:  # nor is it NaN
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+    return found
 
 
-def table(word: str, text: str | None) -> dict[str, object]:
-    """A JSON object of *word*."""
+def _json_object(text: str) -> dict[str, object]:
     try:
-        found = loads((text or "{}").encode())
+        found = loads(text.encode())
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise InvalidRequest(f"{word} {text!r} is no JSON object, as in '{{\"a\": 1}}'")
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, as in '{{\"a\": 1}}'")
     return found
 
 
 def job_of(args: argparse.Namespace, more: argparse.Namespace) -> dict[str, object]:
     """The arguments of submit_job() of Ray's client."""
-    environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)}
     given = more.runtime_env_json
+    environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS), **given.get("env_vars", {})}
     job: dict[str, object] = {
         "entrypoint": entrypoint(args, more.python, "working_dir" in given),
         "entrypoint_num_gpus": int(args.num_gpus or 1),
         "entrypoint_num_cpus": more.entrypoint_num_cpus,
         "entrypoint_memory": None if more.entrypoint_memory is None else int(more.entrypoint_memory),
         "entrypoint_resources": more.entrypoint_resources,
-        "runtime_env": {**given, "env_vars": {**environment, **given.get("env_vars", {})}},
+        "runtime_env": {**given, "env_vars": environment},
         "metadata": {"job_name": args.name or os.path.basename(args.command[0])},
     }
     return {name: value for name, value in job.items() if value not in (None, {})}
@@ -310,8 +277,8 @@ def entrypoint(args: argparse.Namespace, python: str, brings: bool) -> str:
 
 
 def ray_words(job: dict[str, object], more: argparse.Namespace, *further: str) -> list[str]:
-    """The words of `ray job submit`."""
-    words = ["ray", "job", "submit", *further, *_address(more)]
+    """The words behind `ray`."""
+    words = ["job", "submit", *further, *(["--address", more.address] if more.address else [])]
     for key, value in job.items():
         if key.startswith("entrypoint_"):
             words += [f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
@@ -323,10 +290,11 @@ def ray_words(job: dict[str, object], more: argparse.Namespace, *further: str) -
 # of them is checked by `gpuguard run` where the job runs, and the limits are kept there.  Slurm's own time limit stands
 # behind that of the job, so that it ends as its options say.
 
-LATER_SECONDS = 90.0  # after the last signal of gpuguard's own ladder
+LATER_SECONDS = 90.0  # after the last signal of gpuguard's own escalation
+# With these srun ends where the job did not start, so that the codes are those of `gpuguard run`.
 NOT_NOW, TIMED_OUT, FAILED = "75", "124", "125"
 
-_ADVICE = "Does `sinfo` answer here?  `gpuguard submit --print ...` shows what was asked of Slurm."
+_SLURM_ADVICE = "Does `sinfo` answer here?  `gpuguard submit --print ...` shows what was asked of Slurm."
 
 
 def submit_to_slurm(args: argparse.Namespace) -> int:
@@ -347,19 +315,22 @@ def submit_to_slurm(args: argparse.Namespace) -> int:
             f"there is no {words[0]} here: install Slurm's commands (apt install slurm-client), or log in where they "
             "are.  `gpuguard run` needs no Slurm."
         )
+    environment = {"SLURM_EXIT_ERROR": FAILED, "SLURM_EXIT_IMMEDIATE": NOT_NOW if args.no_wait else TIMED_OUT}
+    environment = {**os.environ, **environment}
     if args.attach:
         sys.stdout.flush()
-        os.execvpe(words[0], words, environment(args))
+        os.execvpe(words[0], words, environment)
+
     try:
         done = subprocess.run(
-            words, env=environment(args), capture_output=True, text=True, errors="backslashreplace", check=False
+            words, env=environment, capture_output=True, text=True, errors="backslashreplace", check=False
         )
     except KeyboardInterrupt:
         print_notice("the job may be queued all the same: `squeue --me` shows it.")
         raise
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"sbatch ended with {done.returncode}"])[-1]
-        raise GpuguardError(f"Slurm refuses: {re.sub('^sbatch: (error|fatal): ', '', why)}\n{_ADVICE}")
+        raise GpuguardError(f"Slurm refuses: {re.sub('^sbatch: (error|fatal): ', '', why)}\n{_SLURM_ADVICE}")
     # With a cluster behind it, and what a wrapper of the site's says before; people type it behind scancel.
     found = re.search(r"^([0-9]+)(;\S*)?\s*\Z", done.stdout, re.MULTILINE)
     if found is None:
@@ -391,19 +362,9 @@ def command_line(args: argparse.Namespace) -> list[str]:
             words += shlex.split(more)
         except ValueError as fault:
             raise InvalidRequest(f"--with: {more[:60]!r} cannot be split into words: {fault}.") from None
-    inner = [*gpuguard_words(), "run", *inner_words(args), "--", *args.command]
-    # exec: what Slurm sends to the job reaches gpuguard run, which passes it on.
-    return [*words, *inner] if args.attach else [*words, "--parsable", f"--wrap=exec {shlex.join(inner)}"]
-
-
-def gpuguard_words() -> list[str]:
-    """The words that start this very gpuguard on another machine of the same kind."""
+    # This very gpuguard, on another machine of the same kind.
     program = os.path.abspath(sys.argv[0])
-    if os.path.basename(program) == "gpuguard" and os.access(program, os.X_OK):
-        return [program]
-    return python_words("gpuguard")
-
-
-def environment(args: argparse.Namespace) -> dict[str, str]:
-    """With the exit codes that srun has when the job did not start, so that they are those of `gpuguard run`."""
-    return {**os.environ, "SLURM_EXIT_ERROR": FAILED, "SLURM_EXIT_IMMEDIATE": NOT_NOW if args.no_wait else TIMED_OUT}
+    is_script = os.path.basename(program) == "gpuguard" and os.access(program, os.X_OK)
+    run = [*([program] if is_script else python_words("gpuguard")), "run", *inner_words(args), "--", *args.command]
+    # exec: what Slurm sends to the job reaches gpuguard run, which passes it on.
+    return [*words, *run] if args.attach else [*words, "--parsable", f"--wrap=exec {shlex.join(run)}"]
