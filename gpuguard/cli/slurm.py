@@ -20,120 +20,26 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from gpuguard.backends.driver_files import DEVICE_NODE
+from gpuguard.claims.claim import Claim, JobDetails
+from gpuguard.claims.records import read_record
 from gpuguard.cli import deny
 from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
 from gpuguard.cli.parser import SubcommandRow, add_actions
 from gpuguard.clusters import slurm_jobs
 from gpuguard.clusters.slurm_jobs import Allocation
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.model import HEALTH, MEMORY, MODEL, Device
+from gpuguard.history import audit_log
+from gpuguard.jobs import adopt, slurm_claim
+from gpuguard.model import HEALTH, MEMORY, MODEL, Device, Event
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
+from gpuguard.users import user_name
 from gpuguard.views.text import put
-
-if TYPE_CHECKING:
-    from gpuguard.claims.claim import Claim
-
-# `gpuguard slurm setup --print`: what Slurm's files need on this machine.  Writes nothing.
-
 
 PLACE = "/etc/slurm"
 SCRIPTS = {"prolog": "Prolog", "epilog": "Epilog", "task-prolog": "TaskProlog"}
-
-
-def _setup_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--print", action="store_true", help="show them (needed: nothing is written by this command)")
-    parser.add_argument("--place", metavar="PATH", default=PLACE, help="of the scripts (default: %(default)s)")
-    parser.add_argument("--wait", metavar="DURATION", help="as in `gpuguard slurm prolog`")
-    add_source_options(parser)
-
-
-def _setup(args: argparse.Namespace) -> int:
-    if not args.print:
-        raise InvalidRequest("Slurm's files are yours: `gpuguard slurm setup --print` shows what they need.")
-    backend = backend_of(args)
-    try:
-        devices = [each for each in backend.sample({MEMORY, MODEL, HEALTH}).devices if each.parent_uuid is None]
-    finally:
-        backend.close()
-    host = socket.gethostname().partition(".")[0]
-    put(map(neutralise, lines(host, devices, args.place, _command(args), args.wait)), sys.stdout)
-    return 0
-
-
-def lines(host: str, devices: Sequence[Device], place: str, command: Sequence[str], wait: str | None) -> list[str]:
-    """The text, in the order in which an admin needs it."""
-    rows = sorted(devices, key=lambda device: _minor(device))
-    kinds = [(kind, list(of_kind)) for kind, of_kind in groupby(rows, key=_kind)]
-    names = [kind for kind, _ in kinds]
-    gres = ",".join(f"gpu:{kind}:{sum(_kind(each) == kind for each in rows)}" for kind in dict.fromkeys(names))
-    mixed = len(set(names)) > 1
-    return [
-        f"# {place}/gres.conf",
-        *(f"NodeName={host} Name=gpu Type={kind} File={_files(each)}" for kind, each in kinds),
-        *(["# GPUs of several types: the rule outside_scheduler of gpuguard's daemon says nothing here"] * mixed),
-        "",
-        f"# {place}/cgroup.conf",
-        "ConstrainDevices=yes",
-        "",
-        f"# {place}/slurm.conf, the same on all machines",
-        "GresTypes=gpu",
-        f"NodeName={host} Gres={gres or '(null)'}  # add it to the line of this node",
-        "SelectType=select/cons_tres",
-        "ProctrackType=proctrack/cgroup",
-        "TaskPlugin=task/cgroup,task/affinity",
-        "PrologFlags=Alloc,Contain  # the prolog before the job, and a slurmstepd that lives as long as the job",
-        "SchedulerParameters=nohold_on_prolog_fail  # add it to yours",
-        *(f"{key}={place}/gpuguard-{name}" for name, key in SCRIPTS.items()),
-        *(line for name in SCRIPTS for line in _script(name, place, command, wait)),
-    ]
-
-
-def _script(name: str, place: str, command: Sequence[str], wait: str | None) -> list[str]:
-    more = ["--wait", wait] if wait and name == "prolog" else []
-    return [
-        "",
-        f"# {place}/gpuguard-{name}: of root, mode 755",
-        "#!/bin/sh",
-        "export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        f"exec {shlex.join([command[0], 'slurm', name, *command[1:], *more])}",
-    ]
-
-
-def _command(args: argparse.Namespace) -> list[str]:
-    """The program, and where it looks if not at the usual places."""
-    program = os.path.abspath(sys.argv[0])
-    words = [program if os.path.basename(program) == "gpuguard" else "/usr/bin/gpuguard"]
-    words += ["--backend", args.backend] if args.backend != "nvml" else []
-    return [*words, *(["--dir", args.dir] if args.dir else [])]
-
-
-def _minor(device: Device) -> int:
-    return device.index if device.minor_number is None else device.minor_number
-
-
-def _kind(device: Device) -> str:
-    """``"h100_80gb_hbm3"``: a type as Slurm takes it."""
-    name = re.sub(r"^NVIDIA\s+", "", device.name or "gpu")
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "gpu"
-
-
-def _files(devices: Sequence[Device]) -> str:
-    """``"/dev/nvidia[0-2,5]"``."""
-    numbers = [_minor(device) for device in devices]
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    if len(numbers) == 1:
-        return f"{DEVICE_NODE}{numbers[0]}"
-    return f"{DEVICE_NODE}[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)}]"
-
 
 KILLED_SECONDS = 0.5  # until slurmd knows that a job that was put back must not start
 # Slurm starts it again as soon as slurmd may forget the order to end it, counted from just before the epilog; but it
@@ -148,6 +54,98 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     return ACTIONS[args.action].main(args)
+
+
+# `gpuguard slurm setup --print`: what Slurm's files need on this machine.  Writes nothing.
+
+
+def _setup_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--print", action="store_true", help="show them (needed: nothing is written by this command)")
+    parser.add_argument("--place", metavar="PATH", default=PLACE, help="of the scripts (default: %(default)s)")
+    parser.add_argument("--wait", metavar="DURATION", help="as in `gpuguard slurm prolog`")
+    add_source_options(parser)
+
+
+def _setup(args: argparse.Namespace) -> int:
+    if not args.print:
+        raise InvalidRequest("Slurm's files are yours: `gpuguard slurm setup --print` shows what they need.")
+    backend = backend_of(args)
+    try:
+        snapshot = backend.sample({MEMORY, MODEL, HEALTH})
+    finally:
+        backend.close()
+    devices = [device for device in snapshot.devices if device.parent_uuid is None]
+    # The program, and where it looks if not at the usual places.
+    program = os.path.abspath(sys.argv[0])
+    command = [program if os.path.basename(program) == "gpuguard" else "/usr/bin/gpuguard"]
+    command += ["--backend", args.backend] if args.backend != "nvml" else []
+    command += ["--dir", args.dir] if args.dir else []
+    host = socket.gethostname().partition(".")[0]
+    put(map(neutralise, lines(host, devices, args.place, command, args.wait)), sys.stdout)
+    return 0
+
+
+def lines(host: str, devices: Sequence[Device], place: str, command: Sequence[str], wait: str | None) -> list[str]:
+    """The text, in the order in which an admin needs it."""
+    rows = sorted(devices, key=_minor)
+    kinds = [(kind, list(of_kind)) for kind, of_kind in groupby(rows, key=_kind)]
+    names = [_kind(device) for device in rows]
+    gres = ",".join(f"gpu:{kind}:{names.count(kind)}" for kind in dict.fromkeys(names))
+    text = [
+        f"# {place}/gres.conf",
+        *(f"NodeName={host} Name=gpu Type={kind} File={_files(of_kind)}" for kind, of_kind in kinds),
+        *(["# GPUs of several types: the rule outside_scheduler of gpuguard's daemon says nothing here"]
+          if len(set(names)) > 1 else []),
+        "",
+        f"# {place}/cgroup.conf",
+        "ConstrainDevices=yes",
+        "",
+        f"# {place}/slurm.conf, the same on all machines",
+        "GresTypes=gpu",
+        f"NodeName={host} Gres={gres or '(null)'}  # add it to the line of this node",
+        "SelectType=select/cons_tres",
+        "ProctrackType=proctrack/cgroup",
+        "TaskPlugin=task/cgroup,task/affinity",
+        "PrologFlags=Alloc,Contain  # the prolog before the job, and a slurmstepd that lives as long as the job",
+        "SchedulerParameters=nohold_on_prolog_fail  # add it to yours",
+        *(f"{key}={place}/gpuguard-{name}" for name, key in SCRIPTS.items()),
+    ]  # fmt: skip
+    for name in SCRIPTS:
+        more = ["--wait", wait] if wait and name == "prolog" else []
+        text += [
+            "",
+            f"# {place}/gpuguard-{name}: of root, mode 755",
+            "#!/bin/sh",
+            "export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            f"exec {shlex.join([command[0], 'slurm', name, *command[1:], *more])}",
+        ]
+    return text
+
+
+def _minor(device: Device) -> int:
+    return device.index if device.minor_number is None else device.minor_number
+
+
+def _kind(device: Device) -> str:
+    """``"h100_80gb_hbm3"``: a type as Slurm takes it."""
+    name = re.sub(r"^NVIDIA\s+", "", device.name or "gpu")
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "gpu"
+
+
+def _files(devices: Sequence[Device]) -> str:
+    """``"/dev/nvidia[0-2,5]"``."""
+    spans: list[list[int]] = []
+    for number in map(_minor, devices):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    if len(devices) == 1:
+        return f"{DEVICE_NODE}{spans[0][0]}"
+    return f"{DEVICE_NODE}[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)}]"
+
+
+# What Slurm calls before and after a job.
 
 
 def _prolog_options(parser: argparse.ArgumentParser) -> None:
@@ -166,30 +164,31 @@ def _prolog(args: argparse.Namespace) -> int:
     wait = quantity("--wait", args.wait, parse_duration) or 0.0
     if not given.gpus:
         return 0
-    _only_root("prolog")
-    deny.choose_log(args)
-    told, tells = os.pipe()
+    _refuse_other_than_root(args)
+    report, tells = os.pipe()
     holder = os.fork()
     if holder == 0:
-        os.close(told)
+        os.close(report)
         _hold(args, given, wait, tells)
     os.close(tells)
-    with os.fdopen(told, encoding="utf-8") as said:
-        reason = said.read()
+    with os.fdopen(report, encoding="utf-8") as file:
+        reason = file.read()
     if reason == "!":
         return 0
     os.waitpid(holder, 0)
-    return _refuse(given, reason or "the process that should hold its claim ended")
+    reason = " ".join((reason or "the process that should hold its claim ended").split())
+    outcome, was_put_back = _put_back(given, reason)
+    print(f"gpuguard: job {given.job} does not start here: {reason} ({outcome}).", file=sys.stderr)
+    time.sleep(KILLED_SECONDS)
+    return 0 if was_put_back else 1
 
 
 def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) -> None:
     """In a process of its own: claim, tell the prolog, and stay."""
-    from gpuguard.jobs import adopt, slurm_claim
-
     try:
         claim = _claimed(args, given, wait)
         woken, wake = adopt.wake_pipe((*slurm_claim.ENDING, slurm_claim.WAKING))
-        _write_down("claim", "slurm job", given, claim, f"job {given.job} has GPUs {','.join(given.gpus)} of this node")
+        _log("claim", "slurm job", given, f"job {given.job} has GPUs {','.join(given.gpus)} of this node", claim)
         os.write(tells, b"!")
     except GpuguardError as error:
         os.write(tells, str(error).encode())
@@ -198,14 +197,11 @@ def _hold(args: argparse.Namespace, given: Allocation, wait: float, tells: int) 
     outcome = slurm_claim.hold(claim, given, woken)
     claim.release()
     os.seteuid(0)
-    _write_down("release", "slurm job", given, claim, outcome)
+    _log("release", "slurm job", given, outcome, claim)
     os._exit(0)
 
 
 def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
-    from gpuguard.claims.claim import JobDetails
-    from gpuguard.jobs import slurm_claim
-
     directory, backend = directory_of(args, make=True), backend_of(args)
     if slurm_claim.find(directory, given):  # an epilog that did not run, of a job that was put back
         slurm_claim.end_claim(directory, given)
@@ -221,23 +217,9 @@ def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
     return claim
 
 
-def _refuse(given: Allocation, reason: str) -> int:
-    """Have the job put back, with the reason where its owner and the admin look for it."""
-    reason = " ".join(reason.split())
-    done = slurm_jobs.put_back(given, reason)
-    outcome = done or "not put back"
-    _write_down("slurm", outcome, given, None, reason)
-    print(f"gpuguard: job {given.job} does not start here: {reason} ({outcome}).", file=sys.stderr)
-    time.sleep(KILLED_SECONDS)
-    return 0 if done else 1
-
-
 def _epilog(args: argparse.Namespace) -> int:
-    from gpuguard.jobs import slurm_claim
-
     given = slurm_jobs.allocation(os.environ)
-    _only_root("epilog")
-    deny.choose_log(args)
+    _refuse_other_than_root(args)
     if slurm_claim.end_claim(directory_of(args), given) is None and given.gpus:
         time.sleep(FORGOTTEN_SECONDS)
     return 0
@@ -245,8 +227,6 @@ def _epilog(args: argparse.Namespace) -> int:
 
 def _task_prolog(args: argparse.Namespace) -> int:
     """What is printed here, slurmstepd reads: `export NAME=VALUE` for the environment, `print TEXT` for the user."""
-    from gpuguard.claims.records import read_record
-
     job = os.environ.get("SLURM_JOB_ID", "")
     if not job.isdecimal() or not any(name in os.environ for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS")):
         return 0
@@ -254,26 +234,28 @@ def _task_prolog(args: argparse.Namespace) -> int:
     if claim is None:
         # Another job may have them: no prolog ran, or its claim was taken away.
         reason = f"the GPUs of job {job} are not claimed for it, so nothing starts on them"
-        given = Allocation(job, os.geteuid(), ())
-        done = slurm_jobs.put_back(given, reason)
-        _write_down("slurm", done or "not put back", given, None, reason)
-        print(f"print gpuguard: {reason} ({done or 'not put back'}).")
+        outcome, _ = _put_back(Allocation(job, os.geteuid(), ()), reason)
+        print(f"print gpuguard: {reason} ({outcome}).")
         return 1
-    for name, value in (("GPUGUARD_CLAIM", claim.id), ("GPUGUARD_GPUS", ",".join(claim.devices))):
-        print(f"export {name}={value}")
+    print(f"export GPUGUARD_CLAIM={claim.id}\nexport GPUGUARD_GPUS={','.join(claim.devices)}")
     return 0
 
 
-def _only_root(what: str) -> None:
+def _refuse_other_than_root(args: argparse.Namespace) -> None:
     if os.geteuid() != 0:
-        raise GpuguardError(f"slurmd calls `gpuguard slurm {what}` as root.")
+        raise GpuguardError(f"slurmd calls `gpuguard slurm {args.action}` as root.")
+    deny.choose_log(args)
 
 
-def _write_down(kind: str, outcome: str, given: Allocation, claim: Claim | None, message: str) -> None:
-    from gpuguard.history import audit_log
-    from gpuguard.model import Event
-    from gpuguard.users import user_name
+def _put_back(given: Allocation, reason: str) -> tuple[str, bool]:
+    """Have the job put back, with the reason where its owner and the admin look for it: (what was done, whether)."""
+    done = slurm_jobs.put_back(given, reason)
+    outcome = done or "not put back"
+    _log("slurm", outcome, given, reason)
+    return outcome, bool(done)
 
+
+def _log(kind: str, outcome: str, given: Allocation, message: str, claim: Claim | None = None) -> None:
     facts = (("uid", given.uid), ("slurm_job", given.job))
     devices = tuple(device.uuid for device in claim or ())
     event = Event(time.time(), kind, outcome, user_name(given.uid), devices, None, given.claim, message[:1000], facts)
