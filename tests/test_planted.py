@@ -176,7 +176,9 @@ def test_without_that_care_the_planted_module_would_run(module, planted, tmp_pat
     """The test above could fail: with `python -m gpuguard` the same module runs as the user who submits."""
     for other in {"gpuguard", "yaml", "runpy"} - {module}:
         (planted / f"{other}.py").unlink()
-    program = [*submit.python_words("gpuguard"), "policy", "check", "absent.yaml"]
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("version: 1\n")
+    program = [*submit.python_words("gpuguard"), "policy", "check", str(policy)]
     gpuguard = Gpuguard(tmp_path, fake)
 
     run_job(gpuguard, shlex.join(program), planted)

@@ -12,17 +12,21 @@ Several terminals see one node, in $GPUGUARD_SIM_DIR (default: a directory of th
 from __future__ import annotations
 
 import argparse
+import difflib
+import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Sized
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import Any
 
+from gpuguard.backends import simulated, simulated_node
+from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, WorkPattern, new_node
 from gpuguard.clusters.visible_devices import is_restricted
 from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.model import Device
 from gpuguard.units import format_bytes, parse_bytes, parse_celsius, parse_duration, parse_percent
-
-if TYPE_CHECKING:
-    from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, WorkPattern
 
 SCHEMA = 1
 FAULTS = {
@@ -51,25 +55,20 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace) -> int:
-    from gpuguard.backends import simulated_node
-    from gpuguard.backends.simulated_node import new_node
-
-    place = _place(args)
-    clock = time.clock_gettime(time.CLOCK_BOOTTIME)
-    made = new_node(args.spec, place, clock)
+    place = _directory(args)
+    made = new_node(args.spec, place, time.clock_gettime(time.CLOCK_BOOTTIME))
     node, new = simulated_node.create(place, lambda: made, replace=args.force)
     if not new:
         raise GpuguardError(
             f"a simulated node ({node.spec}) runs in {place} already: `gpuguard sim stop` ends it, --force replaces it."
         )
+    backend = "simulated" if place == simulated.directory("") else shlex.quote(f"simulated:{place}")
     print(f"SIMULATED node of {device_count(node.devices)} ({node.spec}) in {place}")
-    print(f"Try: gpuguard run --backend {_named(place)} -n 1 -- gpuguard sim use --memory 10GiB --for 30s")
+    print(f"Try: gpuguard run --backend {backend} -n 1 -- gpuguard sim use --memory 10GiB --for 30s")
     return 0
 
 
 def _use(args: argparse.Namespace) -> int:
-    from gpuguard.backends import simulated
-
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if args.device is None and not is_restricted(os.environ):
         raise InvalidRequest(
@@ -86,7 +85,12 @@ def _use(args: argparse.Namespace) -> int:
         spec=_spec(args),
     )
     if command:
-        return _become(command)
+        try:
+            os.execvp(command[0], command)
+        except FileNotFoundError:
+            raise InvalidRequest(f"there is no command {command[0]!r}: is it installed, and in PATH?") from None
+        except OSError as error:
+            raise InvalidRequest(f"{command[0]!r} cannot be run: {error.strerror}.") from None
     until = f"for {args.lasting:g} s" if args.lasting is not None else "until Ctrl-C"
     print(
         f"SIMULATED: pid {os.getpid()} uses {format_bytes(args.memory)} on {device_count(uuids)} {until}.", flush=True
@@ -95,20 +99,7 @@ def _use(args: argparse.Namespace) -> int:
     return 0
 
 
-def _become(command: list[str]) -> int:
-    try:
-        os.execvp(command[0], command)
-    except FileNotFoundError:
-        raise InvalidRequest(f"there is no command {command[0]!r}: is it installed, and in PATH?") from None
-    except OSError as error:
-        raise InvalidRequest(f"{command[0]!r} cannot be run: {error.strerror}.") from None
-
-
 def _set(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from gpuguard.backends import simulated, simulated_node
-
     change: dict[str, object] = {
         name: _course(getattr(args, name), parse, args.over)
         for name, parse in (("temperature", parse_celsius), ("utilization", parse_percent), ("memory", parse_bytes))
@@ -126,43 +117,39 @@ def _set(args: argparse.Namespace) -> int:
             state = replace(state, release_delay=args.release_delay)
         return simulated_node.changed(state, simulated_node.find(state, args.device), change) if change else state
 
-    simulated_node.update(_place(args), set_it)
+    simulated_node.update(_directory(args), set_it)
     return 0
+
+
+def _course(text: str, parse: Callable[[str], float], over: float) -> WorkPattern | None:
+    if text == "auto":
+        return None
+    start, _, end = text.partition("..")
+    if over and not end:
+        raise InvalidRequest(f"--over needs a start and an end: write '{text}' as A..B, for instance '40C..95C'.")
+    return WorkPattern(parse(start), parse(end or start), time.clock_gettime(time.CLOCK_BOOTTIME), over)
 
 
 def _fault(args: argparse.Namespace) -> int:
-    from gpuguard.backends import simulated_node
-
+    not_unknown = ("index", "uuid", "processes_plausible")
+    unknown = [f"na:{field.name}" for field in fields(Device) if field.name not in not_unknown]
     for fault in args.faults:
-        _check_fault(fault)
+        known = unknown if fault.startswith("na:") else [*FAULTS, "none"]
+        if fault not in known:
+            near = difflib.get_close_matches(fault, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join([*FAULTS, 'na:FIELD', 'none'])}."
+            raise InvalidRequest(f"there is no fault {fault!r}: {hint}")
 
     def fail(state: SimulatedNode) -> SimulatedNode:
         named = simulated_node.find(state, args.device)
-        simulated_node.changed(state, named, {})
-        for uuid in named:
-            device = next(device for device in state.devices if device.uuid == uuid)
-            state = simulated_node.changed(state, (uuid,), _with_faults(device, args.faults))
+        simulated_node.changed(state, named, {})  # refuses instances
+        for device in state.devices:
+            if device.uuid in named:
+                state = simulated_node.changed(state, (device.uuid,), _with_faults(device, args.faults))
         return state
 
-    simulated_node.update(_place(args), fail)
+    simulated_node.update(_directory(args), fail)
     return 0
-
-
-def _check_fault(fault: str) -> None:
-    import difflib
-    from dataclasses import fields
-
-    from gpuguard.model import Device
-
-    known = [*FAULTS, "none"]
-    if fault.startswith("na:"):
-        known = [
-            f"na:{field.name}" for field in fields(Device) if field.name not in ("index", "uuid", "processes_plausible")
-        ]
-    if fault not in known:
-        near = difflib.get_close_matches(fault, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join([*FAULTS, 'na:FIELD', 'none'])}."
-        raise InvalidRequest(f"there is no fault {fault!r}: {hint}")
 
 
 def _with_faults(device: NodeDevice, faults: list[str]) -> dict[str, object]:
@@ -178,21 +165,25 @@ def _with_faults(device: NodeDevice, faults: list[str]) -> dict[str, object]:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from gpuguard.backends import simulated
-
-    place = _place(args)
+    place = _directory(args)
     state = simulated.current(place)
     rows = [_facts(state, device) for device in state.devices]
     if args.json:
-        import json
-
         print(
             json.dumps({"schema": SCHEMA, "simulated": True, "directory": place, "spec": state.spec, "devices": rows})
         )
         return 0
     print(f"SIMULATED node {state.spec} in {place}")
     for row in rows:
-        print(_line(row))
+        used, total = format_bytes(row["memory_used_bytes"]), format_bytes(row["memory_total_bytes"])
+        odd = [*row["faults"], *(f"MIG {instance['mig_profile']}" for instance in row["instances"])]
+        odd += [f"latency {row['latency_seconds']:g} s"] if row["latency_seconds"] else []
+        odd += [row["compute_mode"]] if row["compute_mode"] != "default" else []
+        line = (
+            f"{row['index']:>3}  {row['name']:<26}  {used:>8} of {total:>8}  {row['utilization_percent']:>3.0f}%  "
+            f"{row['temperature_celsius']:>3.0f}C  {row['power_draw_watts']:>4.0f}W  {', '.join(odd)}"
+        )
+        print(line.rstrip())
         for process in row["processes"]:
             memory, percent = format_bytes(process["memory_used_bytes"]), process["utilization_percent"]
             print(f"       pid {process['pid']}  {memory}  {percent:.0f}%")
@@ -200,8 +191,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _facts(state: SimulatedNode, device: NodeDevice) -> dict[str, Any]:
-    from gpuguard.backends import simulated_node
-
     clock = time.clock_gettime(time.CLOCK_BOOTTIME)
     return {
         "index": device.index,
@@ -215,7 +204,7 @@ def _facts(state: SimulatedNode, device: NodeDevice) -> dict[str, Any]:
         "faults": [*device.faults, *(f"na:{name}" for name in device.unknown)],
         "latency_seconds": device.latency,
         "compute_mode": device.compute_mode,
-        "instances": [{"uuid": each.uuid, "mig_profile": each.profile} for each in device.instances],
+        "instances": [{"uuid": part.uuid, "mig_profile": part.profile} for part in device.instances],
         "processes": [
             {
                 "pid": use.pid,
@@ -230,38 +219,11 @@ def _facts(state: SimulatedNode, device: NodeDevice) -> dict[str, Any]:
     }
 
 
-def _line(row: dict[str, Any]) -> str:
-    used, total = format_bytes(row["memory_used_bytes"]), format_bytes(row["memory_total_bytes"])
-    odd = [*row["faults"], *(f"MIG {each['mig_profile']}" for each in row["instances"])]
-    odd += [f"latency {row['latency_seconds']:g} s"] if row["latency_seconds"] else []
-    odd += [row["compute_mode"]] if row["compute_mode"] != "default" else []
-    return (
-        f"{row['index']:>3}  {row['name']:<26}  {used:>8} of {total:>8}  {row['utilization_percent']:>3.0f}%  "
-        f"{row['temperature_celsius']:>3.0f}C  {row['power_draw_watts']:>4.0f}W  {', '.join(odd)}"
-    ).rstrip()
-
-
 def _stop(args: argparse.Namespace) -> int:
-    from gpuguard.backends import simulated_node
-
-    place = _place(args)
-    print(
-        f"The simulated node in {place} is gone."
-        if simulated_node.remove(place)
-        else f"No simulated node was in {place}."
-    )
+    place = _directory(args)
+    was_there = simulated_node.remove(place)
+    print(f"The simulated node in {place} is gone." if was_there else f"No simulated node was in {place}.")
     return 0
-
-
-def _course(text: str, parse: Callable[[str], float], over: float) -> WorkPattern | None:
-    from gpuguard.backends.simulated_node import WorkPattern
-
-    if text == "auto":
-        return None
-    start, _, end = text.partition("..")
-    if over and not end:
-        raise InvalidRequest(f"--over needs a start and an end: write '{text}' as A..B, for instance '40C..95C'.")
-    return WorkPattern(parse(start), parse(end or start), time.clock_gettime(time.CLOCK_BOOTTIME), over)
 
 
 def _spec(args: argparse.Namespace) -> str:
@@ -272,24 +234,13 @@ def _spec(args: argparse.Namespace) -> str:
     return spec if kind == "simulated" else ""
 
 
-def _place(args: argparse.Namespace) -> str:
-    from gpuguard.backends.simulated import directory
-
-    return directory(_spec(args))
+def _directory(args: argparse.Namespace) -> str:
+    return simulated.directory(_spec(args))
 
 
 def device_count(devices: Sized) -> str:
     """``"1 device"``, ``"8 devices"``."""
     return f"{len(devices)} device{'s' * (len(devices) != 1)}"
-
-
-def _named(place: str) -> str:
-    """What --backend calls the node in *place*."""
-    import shlex
-
-    from gpuguard.backends.simulated import directory
-
-    return "simulated" if place == directory("") else shlex.quote(f"simulated:{place}")
 
 
 def _quantity(parse: Callable[[str], object], metavar: str, help: str, **more: Any) -> Options:
