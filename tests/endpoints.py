@@ -26,8 +26,7 @@ import pytest
 from builders import a_device, a_process, a_snapshot
 
 from gpuguard.model import Finding, Subject, Verdict
-from gpuguard.notify.mail import Email
-from gpuguard.notify.secrets import Secret
+from gpuguard.notify.targets import Email, Secret
 from gpuguard.notify.templates import message_for
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from sources import ROOT
 
 from gpuguard.enforcement.actions import ACTION_KEYS
-from gpuguard.notify.sender import TARGETS
+from gpuguard.notify.targets import TARGETS
 from gpuguard.policies.files.decoder import implied, keys_of
 from gpuguard.policies.rules import RULES
 from gpuguard.views.policy import first_sentence

@@ -17,9 +17,8 @@ from endpoints import a_certificate, a_mail_server, a_message, by_smtp
 from gpuguard.errors import GpuguardError
 from gpuguard.metrics.influx import InfluxClient
 from gpuguard.notify.connections import MOST_BYTES
-from gpuguard.notify.mail import Email
 from gpuguard.notify.sender import attempt
-from gpuguard.notify.webhook import Webhook
+from gpuguard.notify.targets import Email, Webhook
 
 LONG = 200 * MOST_BYTES  # what a peer says at most, so that a test without a bound ends as well
 PIECES = 80  # of a slow peer, likewise
@@ -116,13 +115,16 @@ def test_a_web_server_that_answers_a_byte_at_a_time_has_its_time_and_no_more():
 
 
 @pytest.mark.parametrize(
-    ("talk", "why"),
-    [(without_end(ENDLESS["http"]), "it answers without end"), (slowly(b"HTTP/1.1 200 OK"), "no answer in time")],
+    ("talk", "timeout", "why"),
+    [
+        (without_end(ENDLESS["http"]), 10.0, "it answers without end"),
+        (slowly(b"HTTP/1.1 200 OK"), 0.5, "no answer in time"),
+    ],
 )
-def test_it_is_the_same_behind_tls(tmp_path, talk, why):
+def test_it_is_the_same_behind_tls(tmp_path, talk, timeout, why):
     certificate, context = a_certificate(tmp_path)
     with a_peer(talk, context) as port:
-        target = Webhook(f"https://localhost:{port}/", ca_file=str(certificate), timeout=0.5)
+        target = Webhook(f"https://localhost:{port}/", ca_file=str(certificate), timeout=timeout)
         assert attempt(target, a_message()) == (False, why)
     with a_peer(without_end(ENDLESS["smtp"]), context) as port:
         mail = Email("a@b.c", server="localhost", port=port, security="tls", ca_file=str(certificate))

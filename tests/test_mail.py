@@ -26,13 +26,9 @@ from endpoints import (
 )
 
 from gpuguard.errors import InvalidRequest
-from gpuguard.notify.apprise import Apprise
-from gpuguard.notify.hook import Hook
-from gpuguard.notify.mail import Email
-from gpuguard.notify.secrets import Secret
 from gpuguard.notify.sender import Sender, attempt, problems
+from gpuguard.notify.targets import Apprise, Email, Hook, Secret, Webhook
 from gpuguard.notify.templates import Template, message_for
-from gpuguard.notify.webhook import Webhook
 
 
 def test_a_mail_arrives_with_subject_and_text():

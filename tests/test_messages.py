@@ -238,7 +238,7 @@ def sent(pace: Pace, start: float, seconds: int) -> list[tuple[float, int]]:
     found = []
     for tick in range(seconds * 2):
         now = start + tick / 2
-        while batch := pace.take(now):
+        while batch := pace.pop_due(now):
             pace.succeeded(batch, now)
             found.append((now, batch.joined().count))
     return found
@@ -249,7 +249,7 @@ def test_the_messages_of_one_moment_go_out_as_one_with_their_number():
     for _ in range(40):
         assert pace.put(a_message_of(), 0.0)
 
-    assert pace.take(0.0) is None
+    assert pace.pop_due(0.0) is None
     assert sent(pace, 0.0, 10) == [(SETTLE, 40)]
 
 
@@ -283,7 +283,7 @@ def test_what_is_about_one_user_is_never_joined_to_what_goes_to_another():
             pace.put(a_message_of(user=user), 0.0)
 
     assert sorted(count for _, count in sent(common, 0.0, 2)) == [3]
-    batches = [personal.take(SETTLE), personal.take(SETTLE)]
+    batches = [personal.pop_due(SETTLE), personal.pop_due(SETTLE)]
     assert [{message.user for message in batch.messages} for batch in batches] == [{"alice"}, {"bob"}]
 
 
@@ -293,7 +293,7 @@ def test_at_the_end_each_user_gets_his_own():
         for policy in ("a", "b"):
             pace.put(a_message_of(policy, user), 0.0)
 
-    batches = pace.take_all()
+    batches = pace.pop_all()
     assert [(batch.count, {message.user for message in batch.messages}) for batch in batches] == [
         (2, {"alice"}), (2, {"bob"}), (2, {None}),
     ]  # fmt: skip
@@ -305,7 +305,7 @@ def test_a_target_that_fails_is_left_alone_for_a_time_that_doubles_up_to_a_limit
     pace.put(a_message_of(), now)
     for _ in range(20):
         now += pace.wait(now) or 0.0
-        batch = pace.take(now)
+        batch = pace.pop_due(now)
         pace.failed(batch, now)
         pauses.append(pace.wait(now))
 
@@ -316,12 +316,12 @@ def test_a_target_that_fails_is_left_alone_for_a_time_that_doubles_up_to_a_limit
 def test_nothing_is_lost_while_a_target_fails():
     pace = Pace()
     pace.put(a_message_of("a"), 0.0)
-    batch = pace.take(SETTLE)
+    batch = pace.pop_due(SETTLE)
     pace.put(a_message_of("a"), 2.0)
     pace.put(a_message_of("b"), 2.0)
     pace.failed(batch, 3.0)
 
-    assert pace.take(3.0 + FIRST_PAUSE - 0.1) is None
+    assert pace.pop_due(3.0 + FIRST_PAUSE - 0.1) is None
     assert [count for _, count in sent(pace, 3.0 + FIRST_PAUSE, 5)] == [1, 2]
     assert pace.pause == 0.0
 
@@ -333,7 +333,7 @@ def test_a_message_that_always_fails_does_not_keep_the_others_back():
     for second in range(3600):
         if second % 120 == 60:
             pace.put(a_message_of(f"good {second}"), float(second))
-        if batch := pace.take(float(second)):
+        if batch := pace.pop_due(float(second)):
             good = batch.key[0] != "bad"
             (pace.succeeded if good else pace.failed)(batch, float(second))
             out.append(good)
@@ -346,13 +346,13 @@ def test_a_message_that_never_can_go_out_is_told_once_a_minute_and_stops_nothing
     pace, dropped = Pace(personal=True), 0
     for second in range(600):
         pace.put(a_message_of("p", None), float(second))
-        if batch := pace.take(float(second)):
+        if batch := pace.pop_due(float(second)):
             pace.dropped(batch, float(second))
             dropped += 1
     pace.put(a_message_of("p", "alice"), 600.0)
 
     assert dropped == 10
-    assert ("p", "alice") in [pace.take(600.0 + SETTLE).key for _ in range(2)]
+    assert ("p", "alice") in [pace.pop_due(600.0 + SETTLE).key for _ in range(2)]
 
 
 def test_a_full_queue_refuses_what_is_new_and_still_counts_what_it_knows():
@@ -370,7 +370,7 @@ def test_a_flood_takes_no_memory_but_its_number():
     for _ in range(10_000):
         pace.put(a_message_of(), 0.0)
 
-    batch = pace.take(SETTLE)
+    batch = pace.pop_due(SETTLE)
     assert batch.count == 10_000
     assert len(batch.messages) < 30
     assert len(batch.joined().body) < 10_000
@@ -387,8 +387,8 @@ def test_whatever_happens_every_message_is_counted_once(personal, steps):
     for policy, user, seconds, works in steps:
         now += seconds
         put += pace.put(a_message_of(policy, user), now)
-        if batch := pace.take(now):
+        if batch := pace.pop_due(now):
             out += batch.count if works else 0
             (pace.succeeded if works else pace.failed)(batch, now)
 
-    assert out + sum(batch.count for batch in pace.take_all()) == put
+    assert out + sum(batch.count for batch in pace.pop_all()) == put

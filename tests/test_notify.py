@@ -30,12 +30,9 @@ from sources import ROOT
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Event
-from gpuguard.notify.apprise import Apprise
-from gpuguard.notify.hook import Hook
-from gpuguard.notify.mail import Email
-from gpuguard.notify.sender import CAPACITY, DELIVER, STUCK, TARGETS, Sender, attempt, problems
+from gpuguard.notify.sender import CAPACITY, DELIVER, STUCK, Sender, attempt, problems
+from gpuguard.notify.targets import TARGETS, Apprise, Email, Hook, Webhook
 from gpuguard.notify.templates import NAMES, Template, message_for
-from gpuguard.notify.webhook import Webhook
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from policy_page import PAGE, with_tables
 from test_policyfile import EVERY_KEY
 
 from gpuguard.enforcement.actions import ACTION_KEYS, ACTIONS
-from gpuguard.notify.sender import TARGETS
+from gpuguard.notify.targets import TARGETS
 from gpuguard.policies.files.decoder import keys_of
 from gpuguard.policies.files.keys import (
     BreakerKeys,

@@ -31,7 +31,7 @@ from gpuguard.metrics.facts import MachineFacts, MetricFacts
 from gpuguard.metrics.families import metric_families
 from gpuguard.metrics.influx import InfluxClient, to_influx
 from gpuguard.metrics.server import ADDRESS, PageServer, host_names, listening_address, pages
-from gpuguard.notify.secrets import Secret, Undelivered
+from gpuguard.notify.targets import Secret, Undelivered
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_duration
 

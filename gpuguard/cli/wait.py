@@ -33,7 +33,7 @@ from gpuguard.errors import InvalidRequest
 from gpuguard.lock import Allocator
 
 if TYPE_CHECKING:
-    from gpuguard.notify.sender import Target
+    from gpuguard.notify.targets import Target
 
 _TERMINAL = "terminal"
 _WORDS = ("gpuguard", "wait")  # what others see of it
@@ -109,11 +109,7 @@ def _target(where: str | None) -> str | Target | None:
 
 
 def _meant(where: str) -> Target:
-    from gpuguard.notify.apprise import Apprise
-    from gpuguard.notify.hook import Hook
-    from gpuguard.notify.mail import Email
-    from gpuguard.notify.secrets import Secret
-    from gpuguard.notify.webhook import Webhook
+    from gpuguard.notify.targets import Apprise, Email, Hook, Secret, Webhook
 
     if where.startswith("env:"):
         return Apprise(Secret(env=where[4:]))

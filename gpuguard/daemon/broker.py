@@ -79,6 +79,13 @@ class Broker:
             f"again, and see that the service has ReadWritePaths={self._directory.locks}."
         )
 
+    def remove_leftovers(self) -> None:
+        """Remove the unfinished files of a broker that was killed: call it before any lock is given."""
+        with Gate(self._directory):
+            for name in os.listdir(self._directory.locks):
+                if name.endswith(".new"):
+                    os.unlink(os.path.join(self._directory.locks, name))
+
     def tend(self) -> None:
         """Make anew what was given away and is free again."""
         with Gate(self._directory):

@@ -254,8 +254,11 @@ class Daemon:
         if self._directory.owner is None:
             self._report("`gpuguard keep` does not work without a directory of root's: run `sudo gpuguard setup` once.")
             return None
-        if self._broker and (trouble := self._broker.trouble()):
-            self._report(trouble)
+        if self._broker:
+            if trouble := self._broker.trouble():
+                self._report(trouble)
+            with suppress(GpuguardError, OSError):  # they lock nothing, so they do no harm
+                self._broker.remove_leftovers()
         watchdog = self.watchdog
         context = RequestContext(
             self._directory,

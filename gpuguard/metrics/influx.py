@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.metrics.exposition import format_number
 from gpuguard.metrics.families import Labels, MetricFamily
-from gpuguard.notify.webhook import LOOPBACK, posted
+from gpuguard.notify.targets import LOOPBACK
+from gpuguard.notify.webhook import post
 from gpuguard.sanitize import neutralise
 
 # InfluxDB keeps the numbers of one subject in one line.
@@ -119,7 +120,7 @@ class InfluxClient:
     def _answer(self, body: bytes, headers: dict[str, str]) -> tuple[int | None, str]:
         """The code of a refusal, and what is said about it; None: it was taken."""
         try:
-            posted(self._url, body, headers, self._timeout).close()
+            post(self._url, body, headers, self._timeout).close()
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read(_MAX_READ).decode("utf-8", "replace")

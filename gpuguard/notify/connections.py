@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import errno
 import socket
+import ssl
 import time
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import ssl
+from typing import Any
 
 MOST_BYTES = 256 * 1024  # of all answers of a connection; the longest honest one has some 10 KiB
 
@@ -29,7 +27,7 @@ class ConnectionLimits:
         self._until = time.monotonic() + self._seconds
 
     def seconds(self) -> float:
-        """So long may it still take.
+        """How long the answer may still take.
 
         Raises:
             TimeoutError: it took too long.
@@ -40,7 +38,7 @@ class ConnectionLimits:
         return left
 
     def count(self, bytes_read: int) -> None:
-        """So much has come.
+        """Count what has come.
 
         Raises:
             OSError: that is too much.
@@ -50,7 +48,7 @@ class ConnectionLimits:
             raise OSError(errno.EMSGSIZE, "it answers without end")
 
 
-class _Limited(socket.socket):
+class _LimitedSocket(socket.socket):
     limits: ConnectionLimits
 
     def recv_into(self, *into: Any, **how: Any) -> int:
@@ -70,7 +68,7 @@ class _Limited(socket.socket):
         return super().send(*what, **how)
 
 
-def connected(host: str, port: int, limits: ConnectionLimits) -> socket.socket:
+def connect(host: str, port: int, limits: ConnectionLimits) -> socket.socket:
     """A connection to the first of its addresses that takes one.
 
     Raises:
@@ -78,30 +76,29 @@ def connected(host: str, port: int, limits: ConnectionLimits) -> socket.socket:
     """
     limits.begin()
     fault: OSError = OSError(errno.EHOSTUNREACH, "it has no address")
-    for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        made = _Limited(family, kind, protocol)
-        made.limits = limits
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        connection = _LimitedSocket(family, kind, protocol)
+        connection.limits = limits
         try:
-            made.settimeout(limits.seconds())
-            made.connect(where)
+            connection.settimeout(limits.seconds())
+            connection.connect(address)
         except OSError as error:
-            made.close()
+            connection.close()
             fault = error
         else:
-            return made
+            return connection
     raise fault
 
 
-def encrypting(trusted: ssl.SSLContext, limits: ConnectionLimits) -> ssl.SSLContext:
-    """*trusted*, whose connections count what is said in them, too."""
-    import ssl
+def limit_tls(context: ssl.SSLContext, limits: ConnectionLimits) -> ssl.SSLContext:
+    """*context*, whose connections count what is said in them, too."""
 
-    class LimitedTls(_Limited, ssl.SSLSocket):
+    class LimitedTlsSocket(_LimitedSocket, ssl.SSLSocket):
         def do_handshake(self, block: bool = False) -> None:
             self.limits.begin()
             self.settimeout(self.limits.seconds())
             super().do_handshake(block)
 
-    LimitedTls.limits = limits
-    trusted.sslsocket_class = LimitedTls
-    return trusted
+    LimitedTlsSocket.limits = limits
+    context.sslsocket_class = LimitedTlsSocket
+    return context

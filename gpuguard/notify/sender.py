@@ -6,35 +6,31 @@
 
 Nothing here raises for what an endpoint does: each delivery that went out or failed is one Event for *report*, which is
 called in the thread of the target.
+
+The first message waits SETTLE for the others of the same moment.  After that a policy gets one message per INTERVAL,
+and what comes meanwhile is joined; a target gets at most MOST_PER_INTERVAL in all.  A target that fails is left alone
+for a time that doubles, and nothing of what is waiting gets lost over that.  What has failed goes behind what has not:
+it may be the message that cannot be delivered, and not the target that is away.
 """
 
 from __future__ import annotations
 
 import os
+import ssl
+import subprocess
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from typing import Any
 
 from gpuguard.model import Event, Snapshot, Verdict
-from gpuguard.notify import apprise, hook, mail, webhook
-from gpuguard.notify.apprise import Apprise
-from gpuguard.notify.hook import Hook
-from gpuguard.notify.mail import Email
-from gpuguard.notify.secrets import Secret, Undeliverable, Undelivered
+from gpuguard.notify import mail, programs, webhook
+from gpuguard.notify.targets import Apprise, Email, Hook, Secret, Target, Undeliverable, Undelivered, Webhook
 from gpuguard.notify.templates import MOST_LINES, TEMPLATES, Message, Template, joined, message_for
-from gpuguard.notify.webhook import Webhook
 from gpuguard.sanitize import neutralise
-
-# How fast messages to one target may follow each other, and what is joined into one.  Pure: time is an argument.
-#
-# The first message waits SETTLE for the others of the same moment.  After that a policy gets one message per
-# INTERVAL, and what comes meanwhile is joined; a target gets at most MOST_PER_INTERVAL in all.  A target that fails
-# is left alone for a time that doubles, and nothing of what is waiting gets lost over that.  What has failed goes
-# behind what has not: it may be the message that cannot be delivered, and not the target that is away.
-
 
 SETTLE = 1.0  # seconds
 INTERVAL = 60.0
@@ -43,6 +39,14 @@ CAPACITY = 100  # policies (times users, for personal targets) that can wait; a 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 900.0  # after a failure
 
 Key = tuple[str, str | None]  # the policy, and the user where the target is personal
+
+
+DELIVER: dict[type, Callable[[Any, Message], str | None]] = {
+    Email: mail.deliver,
+    Webhook: webhook.deliver,
+    Hook: programs.run_hook,
+    Apprise: programs.send_by_apprise,
+}
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,16 @@ class Batch:
         """The one message."""
         return joined(self.messages, self.count)
 
-    def with_more(self, later: Batch) -> Batch:
+    def with_more(self, later: Batch | None) -> Batch:
         """This one and a later one."""
+        if later is None:
+            return self
         messages = (self.messages + later.messages)[: MOST_LINES + 1]
         return replace(self, messages=messages, count=self.count + later.count)
 
 
 class Pace:
-    """What waits for one target, and when it may go."""
+    """What waits for one target, and when it may go.  Pure: time is an argument."""
 
     def __init__(self, *, personal: bool = False) -> None:
         self.personal = personal
@@ -82,58 +88,53 @@ class Pace:
         """Let *message* wait; False when the queue is full."""
         # What is about one user must never be joined to what goes to another one.
         key = (message.key, message.user if self.personal else None)
-        if key not in self.waiting and len(self.waiting) >= CAPACITY:
+        before = self.waiting.get(key)
+        if before is None and len(self.waiting) >= CAPACITY:
             return False
-        self._add(Batch(key, (message,), message.count, now))
+        batch = Batch(key, (message,), message.count, now)
+        self.waiting[key] = before.with_more(batch) if before else batch
         return True
 
-    def take(self, now: float) -> Batch | None:
+    def pop_due(self, now: float) -> Batch | None:
         """The batch that may go now, or None."""
-        due = [batch for batch in self.waiting.values() if self._time_of(batch) <= now]
+        due = [batch for batch in self.waiting.values() if self._due_time(batch) <= now]
         return self.waiting.pop(min(due, key=lambda batch: (batch.failures, batch.since)).key) if due else None
 
-    def take_all(self) -> list[Batch]:
+    def pop_all(self) -> list[Batch]:
         """Everything, in one batch for each recipient, without regard to the pace: for the end."""
-        for_whom: dict[str | None, Batch] = {}
+        by_user: dict[str | None, Batch] = {}
         for batch in sorted(self.waiting.values(), key=lambda batch: batch.since):
-            before = for_whom.get(batch.key[1])
-            for_whom[batch.key[1]] = before.with_more(batch) if before else batch
+            _, user = batch.key
+            by_user[user] = by_user[user].with_more(batch) if user in by_user else batch
         self.waiting.clear()
-        return list(for_whom.values())
+        return list(by_user.values())
 
     def wait(self, now: float) -> float | None:
         """Seconds until something may go; None when nothing waits."""
-        times = [self._time_of(batch) for batch in self.waiting.values()]
+        times = [self._due_time(batch) for batch in self.waiting.values()]
         return max(0.0, min(times) - now) if times else None
 
     def succeeded(self, batch: Batch, now: float) -> None:
         """*batch* has gone out."""
         self.failures, self.pause, self._not_before = 0, 0.0, 0.0
-        self._done(batch, now)
+        self.dropped(batch, now)
         self._sent.append(now)
 
     def dropped(self, batch: Batch, now: float) -> None:
         """*batch* can never go out, which says nothing about the target."""
-        self._done(batch, now)
+        self._last = {key: then for key, then in self._last.items() if then > now - INTERVAL} | {batch.key: now}
 
     def failed(self, batch: Batch, now: float) -> None:
         """*batch* has not gone out: it waits again, before what came meanwhile."""
-        own = _pause(batch.failures)
-        self._not_before = now + _pause(self.failures)
-        self.pause = max(own, _pause(self.failures))
+        own, of_target = (
+            min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 20)) for failures in (batch.failures, self.failures)
+        )
+        self._not_before, self.pause = now + of_target, max(own, of_target)
         self.failures += 1
-        later = self.waiting.pop(batch.key, None)
         failed = replace(batch, failures=batch.failures + 1, again=now + own)
-        self.waiting[batch.key] = failed.with_more(later) if later else failed
+        self.waiting[batch.key] = failed.with_more(self.waiting.pop(batch.key, None))
 
-    def _done(self, batch: Batch, now: float) -> None:
-        self._last = {key: then for key, then in self._last.items() if then > now - INTERVAL} | {batch.key: now}
-
-    def _add(self, batch: Batch) -> None:
-        before = self.waiting.get(batch.key)
-        self.waiting[batch.key] = before.with_more(batch) if before else batch
-
-    def _time_of(self, batch: Batch) -> float:
+    def _due_time(self, batch: Batch) -> float:
         times = [batch.since + SETTLE, batch.again, self._not_before]
         if batch.key in self._last:
             times.append(self._last[batch.key] + INTERVAL)
@@ -142,45 +143,33 @@ class Pace:
         return max(times)
 
 
-def _pause(failures: int) -> float:
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 20))
-
-
-# One delivery: the function of each kind of target, and the border at which foreign errors become words of ours.
-#
-# No text of an answer or of an exception gets through that could hold a secret: only codes, and what the system says.
-
-
-Target = Email | Webhook | Hook | Apprise
-
-TARGETS: Mapping[str, type[Target]] = {"email": Email, "webhook": Webhook, "hook": Hook, "apprise": Apprise}
-DELIVER: dict[type, Callable[[Any, Message], str | None]] = {
-    Email: mail.deliver,
-    Webhook: webhook.deliver,
-    Hook: hook.deliver,
-    Apprise: apprise.deliver,
-}
-
-
 def attempt(target: Target, message: Message) -> tuple[bool | None, str]:
-    """Deliver *message* now: whether it went out (None: it never will), and what there is to say about that."""
-    import subprocess
-    from http.client import HTTPException
+    """Deliver *message* now: whether it went out (None: it never will), and what there is to say about that.
 
+    No text of an answer or of an exception gets through that could hold a secret: only codes, and what the system says.
+    """
     try:
         return True, DELIVER[type(target)](target, message) or ""
     except Undelivered as error:
         return None if isinstance(error, Undeliverable) else False, neutralise(str(error))
-    except (TimeoutError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
         return False, "no answer in time"
     except OSError as error:
-        return False, neutralise(_of_the_system(error))
+        wrapped = getattr(error, "reason", None)  # urllib wraps what happened to the socket
+        cause = wrapped if isinstance(wrapped, OSError) else error
+        if isinstance(cause, TimeoutError):
+            return False, "no answer in time"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            # Behind a comma stands for which name it is not, and that may be the secret.
+            reason = neutralise(cause.verify_message.partition(",")[0])
+            return False, f"the certificate is not to be trusted: {reason}"
+        return False, neutralise(cause.strerror or f"no connection ({type(cause).__name__})")
     except (HTTPException, ValueError, subprocess.SubprocessError) as error:
         return False, f"the answer makes no sense ({type(error).__name__})"
 
 
 def problems(targets: Mapping[str, Target]) -> Iterator[str]:
-    """What can be known to be wrong without sending anything; nothing here is said at the first alarm only."""
+    """What can be known to be wrong without sending anything, so that it is not first said at the first alarm."""
     for name, target in targets.items():
         for key, value in vars(target).items():
             if isinstance(value, Secret):
@@ -188,32 +177,17 @@ def problems(targets: Mapping[str, Target]) -> Iterator[str]:
                     value.read()
                 except Undelivered as error:
                     yield f"{name}: {key}: {error}"
-        program = _program(target)
+        program = None
+        if isinstance(target, Hook):
+            program = target.command[0]
+        elif isinstance(target, Email) and not target.server:
+            program = target.sendmail
         if program and not os.access(program, os.X_OK):
             yield f"{name}: {program} cannot be run"
-        if isinstance(target, Hook) and (problem := hook.problem(target)):
+        if isinstance(target, Hook) and (problem := programs.hook_problem(target)):
             yield f"{name}: {problem}"
-        if isinstance(target, Apprise) and not apprise.installed():
-            yield f"{name}: {apprise.INSTALL}"
-
-
-def _program(target: Target) -> str | None:
-    if isinstance(target, Hook):
-        return target.command[0]
-    return target.sendmail if isinstance(target, Email) and not target.server else None
-
-
-def _of_the_system(error: OSError) -> str:
-    import ssl
-
-    wrapped = getattr(error, "reason", None)  # urllib wraps what happened to the socket
-    cause = wrapped if isinstance(wrapped, OSError) else error
-    if isinstance(cause, TimeoutError):
-        return "no answer in time"
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        # Behind a comma stands for which name it is not, and that may be the secret.
-        return f"the certificate is not to be trusted: {cause.verify_message.partition(',')[0]}"
-    return cause.strerror or f"no connection ({type(cause).__name__})"
+        if isinstance(target, Apprise) and not programs.apprise_installed():
+            yield f"{name}: {programs.INSTALL_APPRISE}"
 
 
 QUEUED = "queued"
@@ -249,7 +223,7 @@ class Sender:
         self._lanes = {name: _Lane(name, target, report, clock) for name, target in targets.items()}
 
     def notify(self, name: str, verdict: Verdict, snapshot: Snapshot) -> str:
-        """Tell the target *name* about *verdict*, in its language; returns at once what became of that."""
+        """Send the target *name* a message about *verdict*, in its language; returns at once what became of that."""
         if name not in self._targets:
             return UNKNOWN
         target = self._targets[name]
@@ -339,9 +313,9 @@ class _Lane:
         with self._changed:
             while True:
                 if self._hurried:
-                    work, self._hurried = self._pace.take_all(), False
+                    work, self._hurried = self._pace.pop_all(), False
                 else:
-                    due = None if self._closed else self._pace.take(self.clock())
+                    due = None if self._closed else self._pace.pop_due(self.clock())
                     work = [due] if due else []
                 if work:
                     self._busy = True
@@ -373,8 +347,5 @@ class _Lane:
             ("retry_after_seconds", pause if pause and not given_up else None),
         )
         devices = tuple(str(value) for name, value in message.facts if name == "device_uuid" and value)
-        self.report(
-            Event(
-                time.time(), "notify", outcome, user=message.user, devices=devices, message=remark or None, facts=facts
-            )
-        )
+        about = message.user, devices, None, None, remark or None, facts
+        self.report(Event(time.time(), "notify", outcome, *about))

@@ -15,24 +15,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import Device, GpuProcess, Snapshot, Verdict
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_bytes, format_duration
 
-# The words of messages, one Words per language; a new language is one more row of WORDS.
-#
-# ``{braces}`` are filled by messages.py with our own text, ``$names`` of subject and body with what was seen.
-
-
 ENGLISH = "en"
 
 
 @dataclass(frozen=True)
 class Words:
-    """Everything that is said in one language."""
+    """The texts of one language: {braces} are filled with our own text, $names with what was seen."""
 
     subject: str
     body: str
@@ -274,14 +269,10 @@ def joined(messages: Sequence[Message], count: int | None = None) -> Message:
     left = count - 1 - len(others)
     if left > 0:
         lines.append("  " + words.left_out.format(count=left))
-    return Message(
+    return replace(
+        first,
         subject=f"{words.times.format(count=count)} {first.subject}"[:LONGEST_SUBJECT],
         body=f"{first.body}\n" + "\n".join(lines) + "\n",
-        facts=first.facts,
-        language=first.language,
-        line=first.line,
-        key=first.key,
-        user=first.user,
         count=count,
         further=tuple(message.facts for message in others),
     )

@@ -15,7 +15,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from gpuguard.enforcement.actions import ACTION_KEYS, parse_checkpoint_signal, parse_niceness
-from gpuguard.notify.sender import TARGETS
+from gpuguard.notify.targets import TARGETS
 from gpuguard.policies.amounts import parse_memory_amount, parse_power_amount, parse_rate
 from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, implied, keys_of, text_key
 from gpuguard.policies.files.keys import (

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.errors import InvalidRequest
-from gpuguard.notify.sender import TARGETS
+from gpuguard.notify.targets import TARGETS
 from gpuguard.notify.templates import Template
 from gpuguard.policies import Rule
 from gpuguard.policies.files.decoder import GROUP, USER, Tagged, TaggedChoice, TaggedValue

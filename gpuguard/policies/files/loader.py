@@ -25,7 +25,7 @@ from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, read_file
 from gpuguard.policies.policy import Policy, Scope, Step
 
 if TYPE_CHECKING:
-    from gpuguard.notify.sender import Target
+    from gpuguard.notify.targets import Target
 
 READ_SECONDS = 20.0  # systemd starts a daemon anew that shows no sign of life for 60
 TOO_LONG = (

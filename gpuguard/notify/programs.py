@@ -1,0 +1,127 @@
+"""Programs that are started with a message: hooks of the administrator, and apprise for chat and push services.
+
+A hook is run as it is written: no shell, and nothing of the message among its words.  It gets the message as JSON on
+its standard input, and in its environment GPUGUARD_SUBJECT, GPUGUARD_BODY and GPUGUARD_POLICY, _USER, _DEVICE_UUID ...
+for each fact that is known.
+
+apprise (Slack, DingTalk, Feishu, WeCom, ntfy, Telegram ...) runs in a process of its own: it has no bound for the
+whole, neither of time nor of memory, and the daemon need not carry it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+from gpuguard.notify.targets import Apprise, Hook, Undelivered
+from gpuguard.notify.templates import Message
+from gpuguard.notify.webhook import to_json
+
+INSTALL_APPRISE = "apprise is missing: pip install 'gpuguard[notify]'"
+_GRACE_SECONDS = 5.0  # for timeout to do its work
+_MAX_MEMORY = 512 * 2**20  # bytes, of apprise: 2 MB of an answer can be packed so that they are 2 GiB
+_MISSING, _NO_SERVICE, _REFUSED = 10, 11, 12
+_ENDS = {
+    _MISSING: INSTALL_APPRISE,
+    _NO_SERVICE: "apprise knows no service with such an address",
+    _REFUSED: "the service did not take the message",
+}
+# The address comes by standard input: a command line can be read by everybody.
+_APPRISE_PROGRAM = f"""
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, ({_MAX_MEMORY}, {_MAX_MEMORY}))
+order = json.load(sys.stdin)
+sys.path[:] = order["path"]
+try:
+    import apprise
+except ImportError:
+    sys.exit({_MISSING})
+service = apprise.Apprise()
+if not service.add(order["url"]):
+    sys.exit({_NO_SERVICE})
+sent = service.notify(title=order["title"], body=order["body"], body_format=apprise.NotifyFormat.TEXT)
+sys.exit(0 if sent else {_REFUSED})
+"""
+
+
+def run_hook(target: Hook, message: Message) -> None:
+    """Run the program of *target* now.
+
+    Raises:
+        Undelivered: and why.
+    """
+    name, deadline = target.command[0], time.monotonic() + target.timeout
+    # coreutils' timeout ends what the program has started, too: a script whose curl hangs would leave one each time.
+    command = ["timeout", "-s", "KILL", f"{target.timeout:.3f}", *target.command]
+    # Our own environment stays here: it may hold the secrets of other targets.
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        **{f"GPUGUARD_{fact.upper()}": str(value) for fact, value in message.facts if value is not None},
+        "GPUGUARD_SUBJECT": message.subject,
+        "GPUGUARD_BODY": message.body,
+        "GPUGUARD_COUNT": str(message.count),
+    }
+    # Only root can become another user, and a service that could (CAP_SETUID) could become root as well.  So without
+    # root the program runs as the service's user, from whom the daemon has taken all capabilities for its children:
+    # it can signal nobody but that user's processes, and cannot look into the daemon, which has more rights than it.
+    uid, gid = _identity(target.user)
+    try:
+        os.stat(name)
+        ended = subprocess.run(
+            command, input=to_json(message), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            timeout=target.timeout + _GRACE_SECONDS, check=False, cwd="/", env=environment,
+            start_new_session=True, user=uid, group=gid, extra_groups=None if uid is None else [],
+        )  # fmt: skip
+    except OSError as error:
+        raise Undelivered(f"{name} cannot be run: {error.strerror}") from None
+    if ended.returncode and time.monotonic() >= deadline:
+        raise Undelivered(f"{name} was not done in time")
+    if ended.returncode:
+        raise Undelivered(f"{name} ends with status {ended.returncode}")
+
+
+def hook_problem(target: Hook) -> str | None:
+    """What is wrong with the user as whom it would run."""
+    if os.geteuid() != 0 and target.user != "nobody":
+        return f"only root can run a program as {target.user!r}: it will run as gpuguard's own user"
+    try:
+        _identity(target.user)
+    except Undelivered as error:
+        return str(error)
+    return None
+
+
+def _identity(user: str) -> tuple[int | None, int | None]:
+    if os.geteuid() != 0:
+        return None, None
+    try:
+        entry = pwd.getpwnam(user)
+    except KeyError:
+        raise Undelivered(f"there is no user {user!r} to run a hook as") from None
+    return entry.pw_uid, entry.pw_gid
+
+
+def apprise_installed() -> bool:
+    """Whether apprise can be imported."""
+    return find_spec("apprise") is not None
+
+
+def send_by_apprise(target: Apprise, message: Message) -> None:
+    """Send *message* now.
+
+    Raises:
+        Undelivered: and why.
+    """
+    order = {"path": sys.path, "url": target.url.read(), "title": message.subject, "body": message.body}
+    ended = subprocess.run(
+        [sys.executable, "-I", "-c", _APPRISE_PROGRAM], input=json.dumps(order).encode("ascii"), cwd="/",
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=target.timeout, check=False,
+    )  # fmt: skip
+    if ended.returncode:
+        raise Undelivered(_ENDS.get(ended.returncode, f"apprise ends with status {ended.returncode}"))
