@@ -201,6 +201,8 @@ _hidden: dict[bytes, bool] = {}  # what the last mountinfo says
 def lock_daemon(directory: LockDirectory) -> int | None:
     """Become the one daemon of this directory, until the returned descriptor is closed; None: another one is.
 
+    Not by filelock: this is the file of that owner and no link, and no lock is left behind where flock is missing.
+
     Raises:
         LockDirectoryError: the lock file cannot be used.
     """

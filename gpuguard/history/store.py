@@ -96,7 +96,8 @@ def lock(path: str) -> int:
         GpuguardError: another process is.
     """
     _make_place(os.path.dirname(path))
-    # Not for others, who could keep the daemon away with it.
+    # Not for others, who could keep the daemon away with it.  filelock makes the file open to all before its version
+    # 3.10, and on a file system without flock it takes a lock that outlives a daemon that is killed.
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

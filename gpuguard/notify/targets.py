@@ -40,7 +40,7 @@ class Secret:
     Args:
         file: root's or our own, mode 0400 or 0600, one line; 0440 if it is root's and of our group, as
             root:gpuguard for the service.
-        env: a variable of the daemon's environment.
+        env: a variable of the daemon's environment, such as GPUGUARD_SMTP_PASSWORD.
     """
 
     file: str = ""
