@@ -199,7 +199,7 @@ def test_a_claim_on_an_instance_leaves_its_sibling_free(node):
         node.gpuguard("run", "--no-wait", "--gpus", uuid, "--", "true").returncode
         for uuid in (*node.instances(), parent)
     ]
-    assert codes[:2] == [75, 0] and codes[2] != 0
+    assert codes == [75, 0, 0]  # who names the whole GPU means its instances
 
 
 def test_several_processes_share_one_claim_until_the_last_has_ended(node):

@@ -41,7 +41,7 @@ def actions_done(scene: Scene, *, ago: float, count: int = 1, **fields: Any) -> 
     for number in range(count):
         facts = {
             "action": "terminate",
-            "process": (2 + number, 1.0),
+            "process": (2 + number, scene.snapshot.clock - ago - 60),
             "devices": (f"GPU-of-{number}",),
             "live": True,
             **fields,
@@ -55,7 +55,7 @@ def own_signature(scene: Scene) -> str:
 
 def restarts(scene: Scene, *, times: int = 2) -> None:
     """The program of the scene was ended so often within the hour, and was started again after each end."""
-    started = 1.0
+    started = scene.snapshot.clock - 4000  # below 0 on a machine that has just been started, and still the order of all
     for number in range(times):
         ago = 3000.0 - 900 * number
         actions_done(scene, ago=ago, process=(2 + number, started), signature=own_signature(scene))
@@ -128,7 +128,7 @@ def test_a_limit_spares_and_without_it_the_innocent_is_hit(scene, monkeypatch, l
         (lambda scene: actions_done(scene, ago=20, devices=(scene.subject.device,)), "terminate"),  # pid 2 has ended
         (lambda scene: actions_done(scene, ago=31, process=(scene.pid, scene.process.start_time)), "kill"),
         (lambda scene: restarts(scene, times=1), "terminate"),
-        (lambda scene: actions_done(scene, ago=1800, count=2, signature=own_signature(scene)), "terminate"),
+        (lambda scene: actions_done(scene, ago=61, count=2, signature=own_signature(scene)), "terminate"),
         (lambda scene: actions_done(scene, ago=10, count=10, live=False), "terminate"),
     ],
     ids=[

@@ -115,11 +115,12 @@ def test_what_ray_refuses_is_said_in_its_words(tmp_path):
     assert "Ray refuses: no such resource" in done.stderr
 
 
-def test_where_there_is_no_ray_it_is_said_how_to_install_it(tmp_path):
-    done = Gpuguard(tmp_path, None, PATH="/nonexistent")("submit", "--via", "ray", "--", "ls")
+def test_where_there_is_no_ray_it_is_said_how_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
-    assert done.returncode == 125
-    assert "pip install 'gpuguard[ray]'" in done.stderr
+    with pytest.raises(InvalidRequest, match=r"pip install 'gpuguard\[ray\]'"):
+        submit.submit_to_ray(options("--", "ls"))
 
 
 @pytest.mark.parametrize("code", [0, 1])

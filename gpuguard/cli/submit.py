@@ -159,8 +159,8 @@ def submit_to_ray(args: argparse.Namespace) -> int:
         put([shlex.join(["ray", *ray_words(job, more)])], sys.stdout)
         return 0
 
-    beside = os.path.join(os.path.dirname(sys.executable), "ray")
-    program = beside if os.access(beside, os.X_OK) else shutil.which("ray")
+    # That of PATH, as in the user's shell; in a virtual environment that is not activated, the one beside gpuguard.
+    program = shutil.which("ray") or shutil.which("ray", path=os.path.dirname(sys.executable))
     if program is None:
         raise InvalidRequest(f"Ray is not installed here: {HOW_TO_INSTALL}.")
     environment = dict(os.environ)
