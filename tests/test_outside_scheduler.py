@@ -13,6 +13,7 @@ from slurm_answers import BOB, Controller, a_job
 from gpuguard.claims.directory import lock_directory
 from gpuguard.clusters import slurm_node
 from gpuguard.clusters.slurm_node import SlurmNode
+from gpuguard.daemon import service
 from gpuguard.daemon.service import Daemon, DaemonSettings
 from gpuguard.model import Event
 from gpuguard.policies.idle import IdleRule
@@ -94,7 +95,7 @@ def test_the_daemon_asks_slurm_on_its_nodes(tmp_path, monkeypatch, here):
     controller = Controller()
     monkeypatch.setattr(slurm_node, "is_here", lambda: here)
     monkeypatch.setattr(slurm_node, "TICKS_SECONDS", 0.0)
-    monkeypatch.setattr(slurm_node, "SlurmNode", lambda say: SlurmNode(controller, "n1", is_root=True, say=say))
+    monkeypatch.setattr(service, "SlurmNode", lambda say: SlurmNode(controller, "n1", is_root=True, say=say))
     place, file = str(tmp_path / "node"), tmp_path / "policy.yaml"
     file.write_text(POLICY)
     backend, events = start(place), list[Event]()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from builders import GIB, a_device, a_process, a_snapshot
@@ -21,14 +22,16 @@ from gpuguard.claims.directory import lock_directory
 from gpuguard.enforcement import actions
 from gpuguard.enforcement.actions import ActionOutcome
 from gpuguard.errors import DriverUnresponsive
-from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS
+from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Finding
 from gpuguard.notify.templates import message_for
-from gpuguard.policies import expression_language
+from gpuguard.policies import Rule, expression_language
 from gpuguard.policies.amounts import parse_memory_amount
+from gpuguard.policies.expression import ExpressionRule
 from gpuguard.policies.idle import IdleRule
 from gpuguard.policies.policy import Policy, Step
 from gpuguard.policies.rules import RULES, needs_of
 from gpuguard.policies.thresholds import HealthRule, MemoryRule
+from gpuguard.policies.view import RuleView, device_subject
 from gpuguard.request import Request
 from gpuguard.watchdog import Watchdog, pace
 
@@ -385,24 +388,49 @@ def test_what_no_rule_judges_by_is_not_read(rule, further):
     assert needs_of([Policy("p", (rule,), steps=(Step("log"),))]).fields == WHO_FIELDS | further
 
 
+def source_of(noun: Any, seen: set[object]) -> str:
+    """The source of a rule, and of all functions and classes of rules that it names, and that those name."""
+    seen.add(noun)
+    text, names = inspect.getsource(noun), vars(inspect.getmodule(noun))
+    for word in set(re.findall(r"\w+", text)) & names.keys():
+        found = names[word]
+        home = found.__module__ if inspect.isfunction(found) or inspect.isclass(found) else ""
+        if home and found not in seen and (home.startswith("gpuguard.policies.") or home == noun.__module__):
+            text += source_of(found, seen)
+    return text
+
+
+def judged_by_and_not_read(kind: type[Rule], groups: dict[str, set[str]]) -> set[str]:
+    """The fields of a device that a rule names, though they are in no group that is asked for when there is one."""
+    identity = set.intersection(*groups.values())
+    text = source_of(kind, set()) + (inspect.getsource(expression_language) if kind is ExpressionRule else "")
+    rule = HealthRule(throttle_reasons=("*",), retired_pages_above=0) if kind is HealthRule else object.__new__(kind)
+    asked = needs_of([Policy("p", (rule,), steps=(Step("log"),))]).fields
+    known = set().union(*(groups[group] for group in asked))
+    named = set(re.findall(r"[a-z_]+", text)) & (set(vars(a_device())) - identity) & set().union(*groups.values())
+    return named - known
+
+
+class SlowRule:
+    """A planted fault: the body that it may share with others judges by what is not read for it."""
+
+    def check(self, view: RuleView) -> list[Finding]:
+        return slow_devices(view)
+
+
+def slow_devices(view: RuleView) -> list[Finding]:
+    return [Finding("slow", device_subject(device), "is slow") for device in view.snapshot.devices if device.clock_sm]
+
+
 def test_what_rules_judge_by_is_read(place):
-    """Every field of a device that a rule names is in a group that is asked for when there is such a rule."""
     backend = start(place, "1xA100-80GB")
     groups = {
         group: {name for name, value in vars(one(backend, 0, {group})).items() if value is not None}
         for group in ALL_FIELDS
     }
-    identity = set.intersection(*groups.values())
-    for name, kind in RULES.items():
-        text = inspect.getsource(kind) + (inspect.getsource(expression_language) if name == "expression" else "")
-        words = set(re.findall(r"[a-z_]+", text))
-        rule = (
-            HealthRule(throttle_reasons=("*",), retired_pages_above=0) if kind is HealthRule else object.__new__(kind)
-        )
-        asked = needs_of([Policy("p", (rule,), steps=(Step("log"),))]).fields
-        known = set().union(*(groups[group] for group in asked))
 
-        assert words & (set(vars(a_device())) - identity) & set().union(*groups.values()) <= known, name
+    assert {name for name, kind in RULES.items() if judged_by_and_not_read(kind, groups)} == set()
+    assert judged_by_and_not_read(SlowRule, groups) == {"clock_sm"}
 
 
 def test_the_host_is_looked_at_only_while_a_policy_judges_by_it():

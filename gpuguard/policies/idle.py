@@ -13,7 +13,6 @@ from gpuguard.policies.amounts import Rate, parse_rate
 from gpuguard.policies.series import recent
 from gpuguard.policies.view import (
     RuleView,
-    claim_here,
     claim_subject,
     computing,
     computing_processes,
@@ -21,8 +20,6 @@ from gpuguard.policies.view import (
     process_subject,
 )
 from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration, parse_percent
-
-Held = tuple[Subject, float | None, tuple[GpuProcess, ...]]  # by whom, for how many seconds, whom an action would mean
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,10 @@ class IdleRule:
         """Who holds a device that rests."""
         for device in usable_devices(view.snapshot):
             resting = self._resting(view, device)
-            if resting is None or not self._quiet(view, device):
-                continue
-            for subject, seconds, processes in self._held(view, device):
-                if self.over is None or (seconds is not None and seconds >= self.over):
-                    yield Finding("idle", subject, f"device {device.index} {resting}", processes)
+            if resting is not None and (not self.looks_at_host or self._host_rests(view, device)):
+                for subject, seconds, processes in self._held(view, device):
+                    if self.over is None or (seconds is not None and seconds >= self.over):
+                        yield Finding("idle", subject, f"device {device.index} {resting}", processes)
 
     def _resting(self, view: RuleView, device: Device) -> str | None:
         """Why the device counts as resting, None if it does not."""
@@ -94,10 +90,8 @@ class IdleRule:
             f"(utilization at most {self.below:g}%), {self.share:g}% is too much"
         )
 
-    def _quiet(self, view: RuleView, device: Device) -> bool:
+    def _host_rests(self, view: RuleView, device: Device) -> bool:
         """Whether the processes rest beside the GPU too, as far as that was asked for."""
-        if not self.looks_at_host:
-            return True
         if not device.processes_plausible or device.processes is None:
             return False
         for process in filter(may_compute, device.processes):
@@ -109,8 +103,8 @@ class IdleRule:
                 return False
         return True
 
-    def _held(self, view: RuleView, device: Device) -> Iterator[Held]:
-        """Who holds the device: its processes, claims without a process, or nobody that is known."""
+    def _held(self, view: RuleView, device: Device) -> Iterator[tuple[Subject, float | None, tuple[GpuProcess, ...]]]:
+        """By whom, for how many seconds, and whom an action would mean: processes, claims without one, or nobody."""
         claims = claims_on(view.snapshot, device)
         if not claims and (device.memory_used is None or device.memory_used <= self.memory_above):
             return
@@ -123,7 +117,7 @@ class IdleRule:
         for claim in claims:
             if claim.uid >= 0 and claim not in used:
                 since = None if claim.since is None else view.snapshot.taken_at - claim.since
-                yield claim_here(device, claim), since, ()
+                yield claim_subject(claim, device), since, ()
         if not claims and not present:
             yield device_subject(device), None, ()
 
@@ -153,29 +147,23 @@ class AgeRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device, and one per claim."""
-        if self.run_time_above is not None:
-            yield from self._processes(view, self.run_time_above)
-        if self.claim_without_process_above is not None:
-            yield from self._claims(view, self.claim_without_process_above)
-
-    def _processes(self, view: RuleView, limit: float) -> Iterator[Finding]:
-        now = view.clock
+        endless = float("inf")
+        allowed = endless if self.run_time_above is None else self.run_time_above
         for device, process in computing_processes(view):
-            assert process.start_time is not None  # judged() leaves out the others
-            run_time = now - process.start_time
-            if run_time > limit:
-                why = f"has run for {format_duration(run_time)}, {format_duration(limit)} are allowed"
+            assert process.start_time is not None  # judged_processes() leaves out the others
+            run_time = view.clock - process.start_time
+            if run_time > allowed:
+                why = f"has run for {format_duration(run_time)}, {format_duration(allowed)} are allowed"
                 yield Finding("age", process_subject(device, process), why, (process,))
-
-    def _claims(self, view: RuleView, limit: float) -> Iterator[Finding]:
-        for record in view.snapshot.claims:
-            if not record.alive or record.uid < 0 or record.since is None or not record.devices:
+        allowed = endless if self.claim_without_process_above is None else self.claim_without_process_above
+        for claim in view.snapshot.claims:
+            if not claim.alive or claim.uid < 0 or claim.since is None or not claim.devices:
                 continue
-            held = view.snapshot.taken_at - record.since
-            devices = [view.snapshot.device(uuid) for uuid in record.devices]
-            if held > limit and all(device and _unused(device, view, limit) for device in devices):
-                why = f"held for {format_duration(held)}, the last {format_duration(limit)} without a process"
-                yield Finding("age", claim_subject(record), why)
+            held = view.snapshot.taken_at - claim.since
+            devices = [view.snapshot.device(uuid) for uuid in claim.devices]
+            if held > allowed and all(device and _unused(device, view, allowed) for device in devices):
+                why = f"held for {format_duration(held)}, the last {format_duration(allowed)} without a process"
+                yield Finding("age", claim_subject(claim), why)
 
 
 def _unused(device: Device, view: RuleView, seconds: float) -> bool:

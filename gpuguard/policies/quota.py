@@ -47,8 +47,17 @@ class QuotaRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per claim, or process without one, that is in excess."""
-        found: dict[int, Finding] = {}  # someone in two groups is found once
-        for owner, uids, held in self._accounts(view):
+        of_user = _holdings(view)
+        # Name, uids and holdings of everybody who has the quota, the oldest holding first.
+        accounts: list[tuple[str, Iterable[int], Sequence[_Holding]]] = []
+        if not self.shared_by:
+            accounts = [(user_label(held[0].subject.user, uid), (uid,), held) for uid, held in of_user.items()]
+        for group in self.shared_by:
+            members = [uid for uid, groups in view.groups.items() if group in groups]
+            together = [holding for uid in members for holding in of_user.get(uid, ())]
+            accounts.append((f"group {group}", members, sorted(together, key=lambda holding: holding.since)))
+        found: dict[int, Finding] = {}  # a user in two groups is found once
+        for owner, uids, held in accounts:
             reasons: dict[int, list[str]] = {}
             for count, why in self._excesses(view, uids, held):
                 for place in range(len(held) - count, len(held)):
@@ -59,26 +68,17 @@ class QuotaRule:
                 found.setdefault(id(holding), finding)
         yield from found.values()
 
-    def _accounts(self, view: RuleView) -> Iterator[tuple[str, frozenset[int], Sequence[Holding]]]:
-        """Name, uids and holdings of everybody who has the quota, the oldest holding first."""
-        of_user = holdings(view)
-        for uid, held in of_user.items() if not self.shared_by else ():
-            yield user_label(held[0].subject.user, uid), frozenset([uid]), held
-        for group in self.shared_by:
-            members = frozenset(uid for uid, groups in view.groups.items() if group in groups)
-            together = [holding for uid in members for holding in of_user.get(uid, ())]
-            yield f"group {group}", members, sorted(together, key=lambda holding: holding.since)
-
-    def _excesses(self, view: RuleView, uids: frozenset[int], held: Sequence[Holding]) -> Iterator[tuple[int, str]]:
+    def _excesses(self, view: RuleView, uids: Iterable[int], held: Sequence[_Holding]) -> Iterator[tuple[int, str]]:
         """(how many of the newest holdings, why) for each limit that is passed."""
-        if self.devices is not None and (count := excess(held, devices, self.devices)):
-            yield count, f"has {devices(held):.0f} devices, {self.devices} are allowed"
-        if self.claims is not None and (count := excess(held, claims, self.claims)):
-            yield count, f"has {claims(held):.0f} claims, {self.claims} are allowed"
-        total = _memory_total(view)
-        if self.memory is not None and total and (count := excess(held, memory, self.memory / 100 * total)):
-            share = 100 * memory(held) / total
-            uses = f"uses {format_bytes(memory(held))}, {share:.3g}% of the memory of all devices"
+        if self.devices is not None and (count := _excess(held, _devices, self.devices)):
+            yield count, f"has {_devices(held):.0f} devices, {self.devices} are allowed"
+        if self.claims is not None and (count := _excess(held, _claims, self.claims)):
+            yield count, f"has {_claims(held):.0f} claims, {self.claims} are allowed"
+        sizes = [device.memory_total for device in view.snapshot.devices if device.parent_uuid is None]
+        total = 0 if None in sizes else sum(size for size in sizes if size is not None)
+        if self.memory is not None and total and (count := _excess(held, _memory, self.memory / 100 * total)):
+            share = 100 * _memory(held) / total
+            uses = f"uses {format_bytes(_memory(held))}, {share:.3g}% of the memory of all devices"
             yield count, f"{uses}, {self.memory:g}% is allowed"
         if self.gpu_hours is not None and self.within is not None and held:
             known = (view.gpu_seconds.get(uid, {}).get(self.within) for uid in uids)
@@ -94,19 +94,7 @@ def windows_of(policies: Iterable[Policy]) -> frozenset[float]:
     return frozenset(rule.within for rule in rules if rule.gpu_hours is not None and rule.within is not None)
 
 
-def _memory_total(view: RuleView) -> int | None:
-    totals = [device.memory_total for device in view.snapshot.devices if device.parent_uuid is None]
-    known = [total for total in totals if total is not None]
-    return sum(known) if len(known) == len(totals) else None
-
-
-# What a user has: claims, each with its processes, and the processes without a claim; the oldest first.  Root has
-# nothing: a process of root is a container or a service, and nobody can say whose.
-
-ALWAYS = float("-inf")  # nobody knows since when: then it is older than everything, and the last to be in excess
-
-
-class Holding(NamedTuple):  # a dataclass takes three times as long to make, and these are made by the hundred
+class _Holding(NamedTuple):  # a dataclass takes three times as long to make, and these are made by the hundred
     """A claim, or a process without one."""
 
     subject: Subject
@@ -116,36 +104,43 @@ class Holding(NamedTuple):  # a dataclass takes three times as long to make, and
     processes: tuple[GpuProcess, ...] = ()
 
 
-def holdings(view: RuleView) -> dict[int, list[Holding]]:
-    """The holdings of each user, the oldest first."""
-    found: dict[object, Holding] = {}
+def _holdings(view: RuleView) -> dict[int, list[_Holding]]:
+    """What each user has, the oldest first: claims, each with its processes, and the processes without a claim.
+
+    Root has nothing: a process of root is a container or a service, and nobody can say whose.
+    """
+    found: dict[object, _Holding] = {}
     boot = view.snapshot.taken_at - view.clock  # unix time at which the clock was 0
-    for record in view.snapshot.claims:
-        if record.alive and record.uid > 0:
-            since = ALWAYS if record.since is None else record.since - boot
-            found[record.uid, record.id] = Holding(claim_subject(record), since, frozenset(record.devices))
+    for claim in view.snapshot.claims:
+        if claim.alive and claim.uid > 0:
+            # Of unknown age: older than everything, and the last to be in excess.
+            since = float("-inf") if claim.since is None else claim.since - boot
+            found[claim.uid, claim.id] = _Holding(claim_subject(claim), since, frozenset(claim.devices))
     for device in usable_devices(view.snapshot):
         here = claims_on(view.snapshot, device)
         for process in computing(device):
             if not process.uid or process.start_time is None:
                 continue
-            own = [record for record in here if record.uid == process.uid]
-            claim = claim_of(process, own, view.seen) if own else None
+            own = [claim for claim in here if claim.uid == process.uid]
+            under = claim_of(process, own, view.seen) if own else None
             # By its owner, too: an id alone could be copied, to have the processes of its claim counted as another's.
-            key: object = (claim.uid, claim.id) if claim else (process.pid, process.start_time)
-            held = found.get(key)
-            if held is None:
-                here_only = process_subject(device, process), process.start_time, frozenset((device.uuid,))
-                found[key] = Holding(*here_only, process.memory_used or 0, (process,))
-            else:
-                found[key] = _with(held, process, device.uuid)
-    of_user: dict[int, list[Holding]] = {}
-    for holding in sorted(found.values(), key=lambda each: (each.since, key_of(each.subject))):
+            key: object = (under.uid, under.id) if under else (process.pid, process.start_time)
+            subject = process_subject(device, process)
+            held = found.get(key) or _Holding(subject, process.start_time, frozenset())
+            listed = any(process.pid == other.pid for other in held.processes)
+            found[key] = held._replace(
+                # The devices of a claim are those that it names: its job may use them as instances of one.
+                devices=held.devices if held.subject.kind == "claim" else held.devices | {device.uuid},
+                memory_used=held.memory_used + (process.memory_used or 0),
+                processes=held.processes if listed else (*held.processes, process),
+            )
+    of_user: dict[int, list[_Holding]] = {}
+    for holding in sorted(found.values(), key=lambda holding: (holding.since, key_of(holding.subject))):
         of_user.setdefault(holding.subject.uid or 0, []).append(holding)
     return of_user
 
 
-def excess(oldest_first: Sequence[Holding], measure: Callable[[Iterable[Holding]], float], limit: float) -> int:
+def _excess(oldest_first: Sequence[_Holding], measure: Callable[[Iterable[_Holding]], float], limit: float) -> int:
     """How many of the newest holdings must go, so that what is left measures at most *limit*."""
     kept = len(oldest_first)
     while kept and measure(oldest_first[:kept]) > limit:
@@ -153,29 +148,13 @@ def excess(oldest_first: Sequence[Holding], measure: Callable[[Iterable[Holding]
     return len(oldest_first) - kept
 
 
-def devices(held: Iterable[Holding]) -> float:
-    """How many devices these are, together."""
+def _devices(held: Iterable[_Holding]) -> float:
     return len(frozenset[str]().union(*(holding.devices for holding in held)))
 
 
-def claims(held: Iterable[Holding]) -> float:
-    """How many of these are claims."""
+def _claims(held: Iterable[_Holding]) -> float:
     return sum(holding.subject.kind == "claim" for holding in held)
 
 
-def memory(held: Iterable[Holding]) -> float:
-    """Bytes in use, at least."""
+def _memory(held: Iterable[_Holding]) -> float:
     return sum(holding.memory_used for holding in held)
-
-
-def _with(holding: Holding, process: GpuProcess, uuid: str) -> Holding:
-    """*holding* with one more process, or the same one on one more device."""
-    known = any(process.pid == other.pid for other in holding.processes)
-    return Holding(
-        holding.subject,
-        holding.since,
-        # The devices of a claim are those that it names: its job may use them as instances of one.
-        devices=holding.devices if holding.subject.kind == "claim" else holding.devices | {uuid},
-        memory_used=holding.memory_used + (process.memory_used or 0),
-        processes=holding.processes if known else (*holding.processes, process),
-    )

@@ -14,27 +14,20 @@ from gpuguard.device_state import claims_on, usable_devices
 from gpuguard.errors import InvalidRequest
 from gpuguard.model import CLOCKS, ECC, Device, Finding, GpuProcess, Subject, claim_named
 from gpuguard.policies.amounts import Amount, parse_memory_amount, parse_power_amount
-from gpuguard.policies.view import USES, RuleView, computing, device_subject, whole_devices
+from gpuguard.policies.view import RuleView, computing, device_subject, findings_where, uses_of
 from gpuguard.units import format_bytes, parse_celsius, parse_percent
 
-Why = Callable[[Device, Subject, "int | None", "tuple[GpuProcess, ...]"], "str | None"]
 
-
-def _per_place(rule: str, view: RuleView, per: str, why: Why) -> Iterator[Finding]:
-    """A finding for each subject of the kind *per* on each device for which *why* says something."""
-    for device in usable_devices(view.snapshot):
-        for subject, memory, processes in USES[per](view, device):
-            if text := why(device, subject, memory, processes):
+def _findings_of_whole(rule: str, view: RuleView, per: str, why: Callable[[Device], str | None]) -> Iterator[Finding]:
+    """As findings_where(), for readings that a device has as a whole: an instance is judged by those of its device."""
+    uuids, usable = {device.uuid for device in view.snapshot.devices}, usable_devices(view.snapshot)
+    for whole in view.snapshot.devices:
+        if whole.parent_uuid in uuids or not (text := why(whole)):
+            continue
+        parts = [part for part in usable if whole.uuid in (part.uuid, part.parent_uuid)]
+        for part in parts if per == "process" else (whole,):
+            for subject, _, processes in uses_of(view, part, per):
                 yield Finding(rule, subject, text, processes)
-
-
-def _per_whole(rule: str, view: RuleView, per: str, why: Callable[[Device], str | None]) -> Iterator[Finding]:
-    """The same for readings that only a whole device has, not its instances: *why* is asked of that."""
-    for device, parts in whole_devices(view):
-        if text := why(device):
-            for part in parts if per == "process" else (device,):
-                for subject, _, processes in USES[per](view, part):
-                    yield Finding(rule, subject, text, processes)
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,10 @@ class MemoryRule:
         """Whose use is above the limit."""
 
         def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
-            share = self._share_of(subject, device, view)
+            claim = None
+            if self.above.promised:
+                claim = claim_named(claims_on(view.snapshot, device), subject.uid, subject.claim)
+            share = claim.memory if claim else None
             limit = self.above.of(device.memory_total) if share is None else share
             if memory is None or limit is None or not memory > limit >= 0:
                 return None
@@ -66,13 +62,7 @@ class MemoryRule:
             allowed = f"its share of {format_bytes(share)}" if self.above.promised else self.above.text
             return f"uses {format_bytes(memory)} of device {device.index}, {allowed}{whole} is allowed"
 
-        return _per_place("memory", view, self.per, why)
-
-    def _share_of(self, subject: Subject, device: Device, view: RuleView) -> int | None:
-        if not self.above.promised:
-            return None
-        claim = claim_named(claims_on(view.snapshot, device), subject.uid, subject.claim)
-        return claim.memory if claim else None
+        return findings_where("memory", view, self.per, why)
 
 
 @dataclass(frozen=True)
@@ -99,7 +89,7 @@ class TemperatureRule:
                 return None
             return f"device {device.index} has {device.temperature:.0f}C, {self.above:g}C is allowed"
 
-        return _per_whole("temperature", view, self.per, why)
+        return _findings_of_whole("temperature", view, self.per, why)
 
 
 @dataclass(frozen=True)
@@ -125,7 +115,7 @@ class PowerRule:
             whole = f" of {device.power_limit:.0f}W" if self.above.relative else ""
             return f"device {device.index} draws {device.power_draw:.0f}W, {self.above.text}{whole} is allowed"
 
-        return _per_whole("power", view, self.per, why)
+        return _findings_of_whole("power", view, self.per, why)
 
 
 @dataclass(frozen=True)
@@ -162,7 +152,7 @@ class UtilizationRule:
                 return f"{seen}, at least {self.below:g}% is expected"
             return None
 
-        return _per_place("utilization", view, self.per, why)
+        return findings_where("utilization", view, self.per, why)
 
 
 @dataclass(frozen=True)
@@ -189,7 +179,7 @@ class ProcessesRule:
                 return None
             return f"{count} processes compute on device {device.index}, {self.above} processes are allowed"
 
-        return _per_place("processes", view, self.per, why)
+        return findings_where("processes", view, self.per, why)
 
 
 @dataclass(frozen=True)
@@ -224,30 +214,21 @@ class HealthRule:
     @property
     def further_fields(self) -> frozenset[str]:
         """The groups that it judges by and that nobody else needs: 15 driver calls per device and sample."""
-        slowed = {CLOCKS} if self.throttle_reasons else set()
-        return frozenset(slowed | ({ECC} if self._limits() else set()))
+        return frozenset([CLOCKS] * bool(self.throttle_reasons) + [ECC] * bool(self._limits()))
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per device."""
         for device in view.snapshot.devices:
-            faults = [*self._names(device), *self._counts(device)]
+            problems = _named(device.problems, self.problems)
+            slowed = _named(device.throttle_reasons, self.throttle_reasons)
+            faults = [problems] * bool(problems) + [f"slowed down by {slowed}"] * bool(slowed)
+            for field, what, limit in self._limits():
+                count = getattr(device, field)
+                if count is not None and count > limit:
+                    faults.append(f"{count} {what}, {limit} are allowed")
             if faults:
                 processes = computing(device) if self.with_processes else ()
                 yield Finding("health", device_subject(device), "; ".join(faults), processes)
-
-    def _names(self, device: Device) -> Iterator[str]:
-        problems = [name for name in device.problems or () if _is_one(name, self.problems)]
-        slowed = [name for name in device.throttle_reasons or () if _is_one(name, self.throttle_reasons)]
-        if problems:
-            yield ", ".join(problems)
-        if slowed:
-            yield f"slowed down by {', '.join(slowed)}"
-
-    def _counts(self, device: Device) -> Iterator[str]:
-        for field, what, limit in self._limits():
-            count = getattr(device, field)
-            if count is not None and count > limit:
-                yield f"{count} {what}, {limit} are allowed"
 
     def _limits(self) -> list[tuple[str, str, int]]:
         rows = (
@@ -259,5 +240,5 @@ class HealthRule:
         return [(field, what, limit) for field, what, limit in rows if limit is not None]
 
 
-def _is_one(name: str, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs)
+def _named(names: tuple[str, ...] | None, globs: tuple[str, ...]) -> str:
+    return ", ".join(name for name in names or () if any(fnmatchcase(name, glob) for glob in globs))

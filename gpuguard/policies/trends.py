@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
 
-from gpuguard.device_state import usable_devices
 from gpuguard.model import Device, Finding, GpuProcess, Subject
 from gpuguard.policies.amounts import Rate, parse_rate
 from gpuguard.policies.series import clock_of, covers
-from gpuguard.policies.view import USES, RuleView, key_of
+from gpuguard.policies.view import RuleView, findings_where, key_of
 from gpuguard.units import format_bytes, format_duration, parse_duration, parse_percent
 
-POINTS = 24  # 276 pairs: about 50 us per series; all pairs of 600 samples would take 30 ms
+POINTS = 24  # 276 pairs
 GOLDEN = 0.618034  # samples are taken at uneven distances, so that they keep no pace with what rises and falls
 
 
@@ -32,7 +31,7 @@ def slopes(view: RuleView, subject: Subject, field: str, seconds: float) -> list
     series, begin = view.past.get((key_of(subject), field), ()), view.clock - seconds
     if not series or series[-1][0] < begin:
         return []
-    # First of all, as it is so for most processes most of the time: a third of all the time that judging took.
+    # First of all, as it is so for most processes most of the time.
     if getattr(series, "unchanged_since", float("inf")) <= max(begin, series[0][0]):
         return [0.0]
     first = bisect_left(series, begin, key=clock_of)
@@ -68,17 +67,6 @@ def _places(count: int) -> Sequence[int]:
     return [int((k + k * GOLDEN % 1) * count / POINTS) for k in range(POINTS)]
 
 
-Trend = tuple[Device, Subject, "tuple[GpuProcess, ...]", "list[float]"]  # the slopes of memory in use
-
-
-def _memory_trends(view: RuleView, per: str, seconds: float) -> Iterator[Trend]:
-    """The trend of memory in use of each subject of the kind *per*, where it is known."""
-    for device in usable_devices(view.snapshot):
-        for subject, memory, processes in USES[per](view, device):
-            if memory is not None and (rates := slopes(view, subject, "memory_used", seconds)):
-                yield device, subject, processes, rates
-
-
 @dataclass(frozen=True)
 class MemoryGrowthRule:
     """Memory in use grows faster than allowed, by a robust trend: one jump is no growth.
@@ -100,14 +88,18 @@ class MemoryGrowthRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Whose memory grows too fast."""
-        for device, subject, processes, rates in _memory_trends(view, self.per, self.over):
-            if sure(rates) > self.above.per_second:
-                grown = f"{format_bytes(middle(rates) * self.above.seconds)} in {format_duration(self.above.seconds)}"
-                why = (
-                    f"memory on device {device.index} grows by {grown} (trend over {format_duration(self.over)}), "
-                    f"{self.above.text} is allowed"
-                )
-                yield Finding("memory_growth", subject, why, processes)
+
+        def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
+            rates = slopes(view, subject, "memory_used", self.over)
+            if memory is None or not rates or sure(rates) <= self.above.per_second:
+                return None
+            grown = f"{format_bytes(middle(rates) * self.above.seconds)} in {format_duration(self.above.seconds)}"
+            return (
+                f"memory on device {device.index} grows by {grown} (trend over {format_duration(self.over)}), "
+                f"{self.above.text} is allowed"
+            )
+
+        return findings_where("memory_growth", view, self.per, why)
 
 
 @dataclass(frozen=True)
@@ -134,23 +126,21 @@ class ForecastRule:
 
     def check(self, view: RuleView) -> Iterator[Finding]:
         """Where memory will be full."""
-        for device, subject, processes, rates in _memory_trends(view, self.per, self.over):
-            if (free := _free(device)) is None:
-                continue
+
+        def why(device: Device, subject: Subject, memory: int | None, processes: tuple[GpuProcess, ...]) -> str | None:
+            free = device.memory_free
+            if free is None and device.memory_total is not None and device.memory_used is not None:
+                free = max(device.memory_total - device.memory_used - (device.memory_reserved or 0), 0)
+            rates = slopes(view, subject, "memory_used", self.over)
+            if memory is None or free is None or not rates or (rate := middle(rates)) <= 0:
+                return None
             confidence = 100 * sum(free <= rate * self.full_within for rate in rates) / len(rates)
-            rate = middle(rates)
-            if confidence >= self.confidence and rate > 0:
-                why = (
-                    f"memory of device {device.index} is full in about {format_duration(free / rate)}: "
-                    f"{format_bytes(free)} is free and {format_bytes(rate * 60)} more is used each minute "
-                    f"(confidence {confidence:.0f}%); less than {format_duration(self.full_within)} is not enough"
-                )
-                yield Finding("forecast", subject, why, processes)
+            if confidence < self.confidence:
+                return None
+            return (
+                f"memory of device {device.index} is full in about {format_duration(free / rate)}: "
+                f"{format_bytes(free)} is free and {format_bytes(rate * 60)} more is used each minute "
+                f"(confidence {confidence:.0f}%); less than {format_duration(self.full_within)} is not enough"
+            )
 
-
-def _free(device: Device) -> int | None:
-    if device.memory_free is not None:
-        return device.memory_free
-    if device.memory_total is None or device.memory_used is None:
-        return None
-    return max(device.memory_total - device.memory_used - (device.memory_reserved or 0), 0)
+        return findings_where("forecast", view, self.per, why)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from gpuguard.device_state import claim_of, claims_on, claims_readable, usable_devices, user_label
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import Finding, GpuProcess
+from gpuguard.model import Finding
 from gpuguard.policies.view import RuleView, computing, computing_processes, process_subject
 from gpuguard.units import format_bytes, parse_bytes
 
@@ -75,9 +75,6 @@ class TrespassRule:
                     yield Finding("trespass", process_subject(device, process), why, (process,))
 
 
-# Who may compute here at all.
-
-
 @dataclass(frozen=True)
 class UsersRule:
     """A user computes who may not: one who is denied, or, where users are allowed by name, any other.
@@ -104,25 +101,21 @@ class UsersRule:
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
         for device, process in computing_processes(view):
-            reason = self._against(process, view)
-            if reason:
-                used = format_bytes(process.memory_used)
-                why = f"{user_label(process.user, process.uid)} {reason} and uses {used}"
-                yield Finding("users", process_subject(device, process), why, (process,))
-
-    def _against(self, process: GpuProcess, view: RuleView) -> str | None:
-        assert process.uid is not None  # judged() leaves out the others
-        groups = view.groups.get(process.uid)
-        denied = sorted(groups.intersection(self.deny_groups)) if groups is not None else []
-        if process.uid in self.deny:
-            return "is denied"
-        if denied:
-            return f"is in the group {denied[0]}, which is denied,"
-        if not (self.allow or self.allow_groups) or process.uid in self.allow:
-            return None
-        if self.allow_groups and (groups is None or groups.intersection(self.allow_groups)):
-            return None
-        return "is not among those who are allowed"
+            assert process.uid is not None  # judged_processes() leaves out the others
+            groups = view.groups.get(process.uid)
+            denied = sorted(groups.intersection(self.deny_groups)) if groups is not None else []
+            by_name = process.uid in self.allow or not (self.allow or self.allow_groups)
+            by_group = self.allow_groups and (groups is None or groups.intersection(self.allow_groups))
+            if process.uid in self.deny:
+                reason = "is denied"
+            elif denied:
+                reason = f"is in the group {denied[0]}, which is denied,"
+            elif not by_name and not by_group:
+                reason = "is not among those who are allowed"
+            else:
+                continue
+            why = f"{user_label(process.user, process.uid)} {reason} and uses {format_bytes(process.memory_used)}"
+            yield Finding("users", process_subject(device, process), why, (process,))
 
 
 LONGEST = 4096  # characters of a command line that are read: its user writes as many as they like
@@ -155,21 +148,19 @@ class CommandRule:
     def check(self, view: RuleView) -> Iterator[Finding]:
         """A finding per process and device."""
         for device, process in computing_processes(view):
-            if process.executable and self._means(process, process.executable.removesuffix(_DELETED)):
-                why = f"runs {process.executable} and uses {format_bytes(process.memory_used)}"
-                yield Finding("command", process_subject(device, process), why, (process,))
-
-    def _means(self, process: GpuProcess, path: str) -> bool:
-        if self.executables and not _is_one(path, self.executables):
-            return False
-        if self.executables_other_than and _is_one(path, self.executables_other_than):
-            return False
-        if not self.arguments:
-            return True
-        return process.command is not None and _is_one(" ".join(process.command), self.arguments)
+            path = (process.executable or "").removesuffix(_DELETED)
+            if not path or (self.executables and not _matches(path, self.executables)):
+                continue
+            if self.executables_other_than and _matches(path, self.executables_other_than):
+                continue
+            command = None if process.command is None else " ".join(process.command)
+            if self.arguments and (command is None or not _matches(command, self.arguments)):
+                continue
+            why = f"runs {process.executable} and uses {format_bytes(process.memory_used)}"
+            yield Finding("command", process_subject(device, process), why, (process,))
 
 
-def _is_one(text: str, globs: tuple[str, ...]) -> bool:
+def _matches(text: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatchcase(text[:LONGEST], glob) for glob in globs)
 
 

@@ -5,12 +5,12 @@ Time comes from the snapshot.  Nothing in here reads anything: watchdog and back
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 
 from gpuguard.device_state import Processes, claim_of, claims_on, computes, started_by, usable_devices
-from gpuguard.model import ClaimRecord, Device, GpuProcess, Snapshot, Subject
+from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Snapshot, Subject
 
 Sample = tuple[float, float]  # (clock, value)
 _FEW = 64  # subjects of ended processes that may be kept on any machine
@@ -80,25 +80,20 @@ def process_subject(device: Device, process: GpuProcess) -> Subject:
     return _process_subject(device.uuid, process.pid, process.start_time, process.uid, process.user)
 
 
-@cache  # every rule makes the same ones at every sample: a fifth of all the time that judging takes
+@cache  # every rule makes the same ones at every sample
 def _process_subject(uuid: str, pid: int, start_time: float | None, uid: int | None, user: str | None) -> Subject:
     return Subject("process", device=uuid, pid=pid, start_time=start_time, uid=uid, user=user)
 
 
-def forget_subjects(living: int) -> None:
-    """Forget those of processes that have ended, once they are more than those of the *living* ones."""
-    if _process_subject.cache_info().currsize > 2 * living + _FEW:
-        _process_subject.cache_clear()
-
-
 def device_subject(device: Device) -> Subject:
     """A device as such."""
-    return _device_subject(device.uuid)
+    return Subject("device", device=device.uuid)
 
 
-@lru_cache(maxsize=256)
-def _device_subject(uuid: str) -> Subject:
-    return Subject("device", device=uuid)
+def claim_subject(record: ClaimRecord, device: Device | None = None) -> Subject:
+    """A claim, on all of its devices or on one of them."""
+    uuid = device.uuid if device else None
+    return Subject("claim", device=uuid, uid=record.uid, claim=record.id, user=record.user)
 
 
 def judged_processes(device: Device) -> tuple[GpuProcess, ...]:
@@ -114,9 +109,6 @@ def judged_processes(device: Device) -> tuple[GpuProcess, ...]:
     return device.processes
 
 
-# Who computes on a device and who holds it: only processes that may be judged at all, and never a desktop.
-
-
 def computing(device: Device) -> tuple[GpuProcess, ...]:
     """The processes of *device* that may be judged and that surely compute there; no desktops."""
     return tuple([process for process in judged_processes(device) if computes(process)])
@@ -129,76 +121,56 @@ def computing_processes(view: RuleView) -> Iterator[tuple[Device, GpuProcess]]:
             yield device, process
 
 
-def claim_subject(record: ClaimRecord) -> Subject:
-    """A claim, on all of its devices."""
-    return Subject("claim", uid=record.uid, claim=record.id, user=record.user)
-
-
 SubjectUse = tuple[Subject, int | None, tuple[GpuProcess, ...]]  # who, bytes of memory, whom an action would mean
 
 
-def whole_devices(view: RuleView) -> Iterator[tuple[Device, tuple[Device, ...]]]:
-    """Each device that is no part of another one here, with the places on it: its instances, else itself."""
-    uuids, parts = {device.uuid for device in view.snapshot.devices}, usable_devices(view.snapshot)
-    for whole in view.snapshot.devices:
-        if whole.parent_uuid not in uuids:
-            yield whole, tuple(one for one in parts if whole.uuid in (one.uuid, one.parent_uuid))
-
-
-def per_device(view: RuleView, device: Device) -> Iterator[SubjectUse]:
-    """The device as such: nobody in particular is to blame."""
-    yield device_subject(device), device.memory_used, ()
-
-
-def per_process(view: RuleView, device: Device) -> Iterator[SubjectUse]:
-    """Each process that computes there."""
-    for process in computing(device):
-        yield process_subject(device, process), process.memory_used, (process,)
-
-
-def per_user(view: RuleView, device: Device) -> Iterator[SubjectUse]:
-    """Each user of the device with all processes there."""
-    of_user: dict[int | None, list[GpuProcess]] = {}
-    for process in computing(device):
-        of_user.setdefault(process.uid, []).append(process)
-    for processes in of_user.values():
-        subject = Subject("user", device=device.uuid, uid=processes[0].uid, user=processes[0].user)
-        yield subject, known_sum(processes), tuple(processes)
-
-
-def per_claim(view: RuleView, device: Device) -> Iterator[SubjectUse]:
-    """Each claim with its processes there.
+def uses_of(view: RuleView, device: Device, per: str) -> Iterator[SubjectUse]:
+    """Each subject of the kind *per* on *device*: the device itself, a process, a user, or a claim with its processes.
 
     Where a user has two claims nobody knows which is whose, unless they share the device and were started below them.
     """
-    claims = claims_on(view.snapshot, device)
-    for claim in claims:
-        if claim.uid < 0:
-            continue
-        if sum(other.uid == claim.uid for other in claims) == 1:
-            found = tuple(one for one in computing(device) if claim_of(one, claims, view.seen) == claim)
-            yield claim_here(device, claim), known_sum(found), found
-        elif claim.slots:
-            found = tuple(one for one in computing(device) if started_by(one, claims, view.seen) == claim)
-            yield claim_here(device, claim), known_sum(found), found
+    if per == "device":
+        yield device_subject(device), device.memory_used, ()
+        return
+    processes = computing(device)
+    if per == "process":
+        for process in processes:
+            yield process_subject(device, process), process.memory_used, (process,)
+    elif per == "user":
+        of_user: dict[int | None, list[GpuProcess]] = {}
+        for process in processes:
+            of_user.setdefault(process.uid, []).append(process)
+        for own in of_user.values():
+            subject = Subject("user", device=device.uuid, uid=own[0].uid, user=own[0].user)
+            yield subject, _known_memory(own), tuple(own)
+    else:
+        claims = claims_on(view.snapshot, device)
+        for claim in claims:
+            alone = sum(other.uid == claim.uid for other in claims) == 1
+            if claim.uid >= 0 and (alone or claim.slots):
+                made_by = claim_of if alone else started_by
+                own = [process for process in processes if made_by(process, claims, view.seen) == claim]
+                yield claim_subject(claim, device), _known_memory(own), tuple(own)
 
 
-def claim_here(device: Device, claim: ClaimRecord) -> Subject:
-    """A claim, on one of its devices."""
-    return Subject("claim", device=device.uuid, uid=claim.uid, claim=claim.id, user=claim.user)
-
-
-def known_sum(processes: Sequence[GpuProcess]) -> int | None:
+def _known_memory(processes: Sequence[GpuProcess]) -> int | None:
     """The memory that is known to be used: never too much, so it accuses nobody wrongly."""
     known = [process.memory_used for process in processes if process.memory_used is not None]
     return sum(known) if known else None
 
 
-USES = {"process": per_process, "user": per_user, "claim": per_claim, "device": per_device}
+def findings_where(
+    rule: str,
+    view: RuleView,
+    per: str,
+    why: Callable[[Device, Subject, int | None, tuple[GpuProcess, ...]], str | None],
+) -> Iterator[Finding]:
+    """A finding for each subject of the kind *per* on each device for which *why* says something."""
+    for device in usable_devices(view.snapshot):
+        for subject, memory, processes in uses_of(view, device, per):
+            if text := why(device, subject, memory, processes):
+                yield Finding(rule, subject, text, processes)
 
-
-# One sample, laid out so that everything about a device, a process, a claim or a user is found at once.  Only what may
-# be judged is in it: plausible lists, processes whose identity is known, claims that live.
 
 ProcessIdentity = tuple[int, float]  # of a process: pid, start_time
 SubjectIdentity = tuple[str, str | None, int | None, float | None, int | None, str | None]
@@ -206,7 +178,9 @@ SubjectIdentity = tuple[str, str | None, int | None, float | None, int | None, s
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """A view with its indexes.
+    """A view, laid out so that everything about a device, a process, a claim or a user is found at once.
+
+    Only what may be judged is in it: plausible lists, processes whose identity is known, claims that live.
 
     Args:
         view: what was seen.
@@ -255,7 +229,9 @@ def index_sample(view: RuleView, zone: float = 0.0) -> SampleIndex:
             assert process.start_time is not None and process.uid is not None  # judged() leaves out the others
             processes.setdefault((process.pid, process.start_time), {})[device.uuid] = process
             territory.setdefault(process.uid, set()).add(device.uuid)
-    forget_subjects(sum(map(len, processes.values())))
+    # Subjects of ended processes are forgotten once they are more than those of the living.
+    if _process_subject.cache_info().currsize > 2 * sum(map(len, processes.values())) + _FEW:
+        _process_subject.cache_clear()
     # A claim without a readable record has no owner: nobody is judged by it.
     claims = {(claim.uid, claim.id): claim for claim in snapshot.claims if claim.alive and claim.uid >= 0}
     claims_on: dict[str, tuple[ClaimRecord, ...]] = {}
