@@ -17,9 +17,9 @@ from worlds import CLOCK, a_bad_day, shown
 from gpuguard.backtest.backtest import rehearse
 from gpuguard.model import ClaimRecord, Device, Finding, GpuProcess, Subject
 from gpuguard.policies import engine, escalation, scope, view
-from gpuguard.policies.engine import _note_order, evaluate, still_holds
+from gpuguard.policies.engine import evaluate, still_holds
 from gpuguard.policies.escalation import EngineMemory
-from gpuguard.policies.policy import ON_PROCESSES, Note, Policy, Scope, Step, why_inapplicable
+from gpuguard.policies.policy import ON_PROCESSES, Policy, Scope, Step, why_inapplicable
 from gpuguard.policies.rules import RULES
 from gpuguard.policies.view import HostUse, RuleView, computing_processes, process_subject
 
@@ -94,12 +94,6 @@ def test_a_cancelled_ladder_says_whether_its_policy_was_changed_or_is_gone():
         texts += [note.text for note in watch.sees(busy(90)).notes]
 
     assert texts == ["the policy was changed, its steps are cancelled", "the policy is gone, its steps are cancelled"]
-
-
-def test_the_order_of_notes_is_policy_kind_subject_text():
-    first, second, third = Note("gap", "b", None), Note("z", "a", "p"), Note("a", "a", "q")
-
-    assert sorted((third, second, first), key=_note_order) == [first, second, third]
 
 
 # The engine: whom a finding means, and for whom a condition still holds.
@@ -368,7 +362,7 @@ FAULTS = {
         test_restraint.test_the_breaker_lets_nobody_be_hit_when_too_many_users_would_be,
     ),
     "the effect is not awaited": (
-        escalation, "_await_effect", nothing,
+        escalation, "EFFECT_SECONDS", 0.0,
         lambda: test_restraint.test_one_process_per_device_is_hit_until_its_effect_is_seen(True),
     ),
     "an effect is taken for seen": (
@@ -380,11 +374,11 @@ FAULTS = {
         test_restraint.test_nothing_destructive_happens_on_a_device_whose_processes_cannot_be_seen,
     ),
     "exemptions are ignored": (
-        scope, "_is_spared", lambda *_: False,
+        scope, "_is_in", lambda *_, unknown: not unknown,
         test_scope.test_those_who_are_exempt_are_left_out_with_a_note,
     ),
     "marks are ignored": (
-        scope, "_attributes", lambda *_: iter(()),
+        scope, "_marks", lambda *_: iter(()),
         lambda: test_scope.test_who_asked_to_be_kept_is_left_alone({"uid": 1001}),
     ),
     "hours are ignored": (

@@ -25,7 +25,9 @@ LADDER = a_policy("warn", "terminate", Step("kill", KILL_AFTER), cooldown=1000)
 
 def steps(watch: Watch) -> list[tuple[str | None, str | None, float | None]]:
     """(last step, next one, when) of everything that stands."""
-    return [(one.last, one.next, one.due and one.due - START) for one in policy_status(watch.policies, watch.memory)]
+    return [
+        (one.last, one.next, one.due and one.due - START) for one in policy_status(watch.policies, watch.memory, {})
+    ]
 
 
 def test_before_the_first_step_it_is_known_when_that_comes():
@@ -169,12 +171,12 @@ def test_the_oldest_stands_first_and_nobody_who_is_well_behaved():
     watch = Watch(LADDER, calm)
     watch.until(10, a_device(processes=(a_process(1),)))
     watch.until(20, a_device(processes=(a_process(1), a_process(2))), begin=20)
-    found = policy_status(watch.policies, watch.memory)
+    found = policy_status(watch.policies, watch.memory, {})
 
     assert [(one.policy, one.subject.pid, one.since - START) for one in found] == [
         ("p", 1, 0.0), ("calm", 1, 0.0), ("p", 2, 20.0), ("calm", 2, 20.0),
     ]  # fmt: skip
-    assert policy_status((calm,), Watch().memory) == ()
+    assert policy_status((calm,), Watch().memory, {}) == ()
 
 
 # What rules can look back on.

@@ -20,7 +20,6 @@ from gpuguard.policies.escalation import (
     advance,
     allowed_steps,
     next_step,
-    skip_step,
 )
 from gpuguard.policies.policy import Judgement, Note, Policy, why_inapplicable
 from gpuguard.policies.scope import drop_protected, on_enough_devices, outside_schedule
@@ -67,7 +66,7 @@ def evaluate(
     index = index_sample(replace(view, past=memory.past), zone)
     due: list[DueStep] = []
     for policy in policies:
-        judged = isolate(policy.name, partial(_judged, policy, index, memory))
+        judged = isolate(policy.name, partial(_judge, policy, index, memory))
         if judged is None:
             memory.states.pop(policy.name, None)
             memory.finished.pop(policy.name, None)
@@ -75,17 +74,21 @@ def evaluate(
         else:
             due += judged[0]
             notes += judged[1]
-    bundles = _bundled(due)
+    # Steps that mean the same: a process on eight devices is warned once.  The oldest speaks for the others.
+    bundles: dict[object, list[DueStep]] = {}
+    for step in sorted(due, key=lambda step: step.order):
+        bundles.setdefault(_victim(step), []).append(step)
     taken, against = allowed_steps([bundle[0] for bundle in bundles.values()], index, memory)
     notes += against
     verdicts = []
-    for one in taken:
-        bundle = bundles[_victim(one)]
-        verdicts.append(_verdict(one, len(bundle) - 1))
+    for step in taken:
+        bundle = bundles[_victim(step)]
+        verdicts.append(_verdict(step, len(bundle) - 1))
         for member in bundle:
-            advance(member.state, member.policy, memory, member.identity, view.clock)
+            advance(member, memory, view.clock)
     memory.index = index
-    return Judgement(tuple(verdicts), tuple(sorted(notes, key=_note_order)))
+    notes.sort(key=lambda note: (note.policy or "", note.kind, key_of(note.subject) if note.subject else "", note.text))
+    return Judgement(tuple(verdicts), tuple(notes))
 
 
 def still_holds(policy: Policy, subject: Subject, view: RuleView, memory: EngineMemory, *, zone: float = 0.0) -> bool:
@@ -95,7 +98,7 @@ def still_holds(policy: Policy, subject: Subject, view: RuleView, memory: Engine
 
 
 def _pin(policies: Sequence[Policy], memory: EngineMemory) -> list[Note]:
-    """Cancel the ladders of policies that are not what they were at the last sample."""
+    """Cancel the escalations of policies that are not what they were at the last sample."""
     notes = []
     now = {policy.name: policy for policy in policies}
     for name, before in memory.policies.items():
@@ -120,15 +123,10 @@ def _resample(view: RuleView, policies: Sequence[Policy], memory: EngineMemory, 
         notes.append(Note("resampling", f"{clock - rhythm.clock:.1f}s since the last sample: all durations start anew"))
         memory.start_anew(clock)
     rhythm.beat(clock)
-    memory.forget_what_is_over(clock)
+    memory.kept = {mark: until for mark, until in memory.kept.items() if until > clock}
+    memory.cooling = {name: until for name, until in memory.cooling.items() if until > clock}
     memory.past.record(view.snapshot, windows_of(rule for policy in policies for rule in policy.rules), largest)
     return notes
-
-
-def _judged(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
-    found, against = _condition(policy, index, memory)
-    notes = [*against]
-    return _held_long_enough(policy, found, against, index, memory, notes), notes
 
 
 def _condition(policy: Policy, index: SampleIndex, memory: EngineMemory) -> tuple[Sequence[Finding], list[Note]]:
@@ -142,24 +140,30 @@ def _condition(policy: Policy, index: SampleIndex, memory: EngineMemory) -> tupl
     return enough, [*notes, *more]
 
 
-def _held_long_enough(
-    policy: Policy,
-    found: Iterable[Finding],
-    against: Sequence[Note],
-    index: SampleIndex,
-    memory: EngineMemory,
-    notes: list[Note],
-) -> list[DueStep]:
-    """Count this sample for those in *found*, cancel what ended, and say which steps are due."""
-    clock, due = index.view.clock, []
+def _judge(policy: Policy, index: SampleIndex, memory: EngineMemory) -> Judged:
+    """Count this sample for those in whom the policy finds its condition, cancel what ended, and see what is due."""
+    findings, notes = _condition(policy, index, memory)
+    current: dict[SubjectIdentity, Finding] = {}  # what several rules have against the same subject is said together
+    for finding in findings:
+        before = current.get(identity_of(finding.subject))
+        if before is not None:
+            others = (process for process in finding.processes if process not in before.processes)
+            why = f"{before.why}; {finding.why}"
+            finding = replace(before, why=why, processes=(*before.processes, *others))
+        current[identity_of(finding.subject)] = finding
+
     states = memory.states.setdefault(policy.name, {})
-    current = _one_each(found)
     memory.found[policy.name] = frozenset(current)
+    left_out = {note.subject for note in notes}  # of whom it is said already why nothing is found
     for identity in [identity for identity in states if identity not in current]:
-        notes += _cancel(policy, states.pop(identity), against, index, memory)
+        ended = states.pop(identity)
+        if left_out.isdisjoint((None, ended.subject)):
+            notes += _cancelled(policy, ended, index, memory)
     if spent := memory.finished.pop(policy.name, None):
-        left = {name: one for name, one in spent.items() if name in current and (policy.name, name) in memory.cooling}
+        left = {key: state for key, state in spent.items() if key in current and (policy.name, key) in memory.cooling}
         memory.finished.update({policy.name: left} if left else {})
+
+    clock, due = index.view.clock, []
     for identity, finding in current.items():
         if memory.cooling and (policy.name, identity) in memory.cooling:
             notes.append(Note("cooldown", "the last step is not long ago", policy.name, finding.subject))
@@ -169,38 +173,17 @@ def _held_long_enough(
             state = states[identity] = EscalationState(finding.subject, clock)
         state.samples += 1
         state.processes = finding.processes
-        step = next_step(state, policy, clock)
-        if step is None:
+        if (step := next_step(state, policy, clock)) is None:
             continue
         state.reach = reach_of(finding.subject, finding.processes, index)
+        due_step = DueStep(policy, identity, finding, state, *step)
         nobody = why_inapplicable(step[0], finding)
         if nobody and not any(map(index.blindness, state.reach)):
             notes.append(Note("nobody", nobody, policy.name, finding.subject))
-            skip_step(state, policy, memory, identity, clock)
+            advance(due_step, memory, clock, skipped=True)
         else:
-            due.append(DueStep(policy, identity, finding, state, *step))
-    return due
-
-
-def _one_each(findings: Iterable[Finding]) -> dict[SubjectIdentity, Finding]:
-    """One finding per subject: what several rules have against the same one is said together."""
-    current: dict[SubjectIdentity, Finding] = {}
-    for finding in findings:
-        identity = identity_of(finding.subject)
-        before = current.get(identity)
-        if before is not None:
-            processes = (*before.processes, *(each for each in finding.processes if each not in before.processes))
-            finding = replace(before, why=f"{before.why}; {finding.why}", processes=processes)
-        current[identity] = finding
-    return current
-
-
-def _bundled(due: Sequence[DueStep]) -> dict[object, list[DueStep]]:
-    """Steps that mean the same: a process on eight devices is warned once.  The oldest speaks for the others."""
-    bundles: dict[object, list[DueStep]] = {}
-    for one in sorted(due, key=lambda one: one.order):
-        bundles.setdefault(_victim(one), []).append(one)
-    return bundles
+            due.append(due_step)
+    return due, notes
 
 
 def _victim(due: DueStep) -> object:
@@ -209,18 +192,13 @@ def _victim(due: DueStep) -> object:
     return (due.policy.name, due.state.done, whom)
 
 
-def _cancel(
-    policy: Policy, ended: EscalationState, against: Sequence[Note], index: SampleIndex, memory: EngineMemory
-) -> list[Note]:
+def _cancelled(policy: Policy, ended: EscalationState, index: SampleIndex, memory: EngineMemory) -> Iterator[Note]:
     """Why a condition that held a sample ago does not hold now."""
-    if any(note.subject in (None, ended.subject) for note in against):
-        return []  # that is said already
     gap = _gap(ended, index, memory.index) if memory.index else None
     if gap is not None:
-        return [Note("gap", f"{gap}: the time starts anew", policy.name, ended.subject)]
-    if ended.done:
-        return [Note("cleared", "the condition holds no more, its steps are cancelled", policy.name, ended.subject)]
-    return []
+        yield Note("gap", f"{gap}: the time starts anew", policy.name, ended.subject)
+    elif ended.done:
+        yield Note("cleared", "the condition holds no more, its steps are cancelled", policy.name, ended.subject)
 
 
 def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str | None:
@@ -231,16 +209,13 @@ def _gap(ended: EscalationState, index: SampleIndex, before: SampleIndex) -> str
         if blind is not None:
             return blind
     for place in (*reach, None):
+        device = before.devices.get(place) if place else None
         for field, reason in index.gaps.get(place, {}).items():
-            if _was_known(place, field, before):
+            # Some fields are only asked for when a scrape wants them: before, they were no gap either.
+            known_before = getattr(device, field, "a group of fields") is not None
+            if known_before and field not in before.gaps.get(place, {}):
                 return f"{field} could not be read, {reason}"
     return None
-
-
-def _was_known(place: str | None, field: str, before: SampleIndex) -> bool:
-    # Some fields are only asked for when a scrape wants them: before, they were no gap either.
-    device = before.devices.get(place) if place else None
-    return field not in before.gaps.get(place, {}) and getattr(device, field, "a group of fields") is not None
 
 
 def _verdict(due: DueStep, further: int) -> Verdict:
@@ -261,26 +236,22 @@ def _verdict(due: DueStep, further: int) -> Verdict:
     )
 
 
-def _note_order(note: Note) -> tuple[str, str, str, str]:
-    return (note.policy or "", note.kind, key_of(note.subject) if note.subject else "", note.text)
-
-
-# Several rules in one condition: `any` unites their findings, `all` joins them on what they share.
-#
-#     process p on device d   +  device d            the process p
-#     process p of user u     +  user u              the process p
-#     device d                +  claim c             the claim c, if it holds d
-#     device d                +  user u              the device d for u, if u computes or has a claim there
-#     anything                +  node                that thing
-#
-# What comes out is of the narrower kind and means the processes that both sides mean: a side that names none means all
-# that fit it.  Two sides that name no process in common do not meet.
-
 NARROWEST_FIRST = ("process", "claim", "device", "user", "node")
 
 
 def findings_of(policy: Policy, index: SampleIndex) -> Sequence[Finding]:
-    """For whom the whole condition of *policy* holds now.  Every rule is asked, so that none loses a sample."""
+    """For whom the whole condition of *policy* holds now: `any` unites the findings of its rules, `all` joins them.
+
+        process p on device d   +  device d            the process p
+        process p of user u     +  user u              the process p
+        device d                +  claim c             the claim c, if it holds d
+        device d                +  user u              the device d for u, if u computes or has a claim there
+        anything                +  node                that thing
+
+    What comes out is of the narrower kind and means the processes that both sides mean: a side that names none means
+    all that fit it.  Two sides that name no process in common do not meet.
+    """
+    # Every rule is asked, so that none loses a sample.
     found = [list(rule.check(index.view)) for rule in policy.rules]
     joined = found[0]
     for further in found[1:]:
@@ -306,10 +277,14 @@ def _meet(left: Finding, right: Finding, index: SampleIndex) -> Finding | None:
     subject = _both(left.subject, right.subject)
     if subject is None or not _is_so(subject, index):
         return None
-    processes = _common(left.processes, right.processes, subject, index)
+    if left.processes and right.processes:
+        named = {(process.pid, process.start_time) for process in right.processes}
+        processes = [process for process in left.processes if (process.pid, process.start_time) in named]
+    else:
+        processes = [process for process in left.processes or right.processes if _fits(process, subject, index)]
     if not processes and (left.processes or right.processes):
         return None
-    return Finding(left.rule, subject, f"{left.why}; {right.why}", processes)
+    return Finding(left.rule, subject, f"{left.why}; {right.why}", tuple(processes))
 
 
 def _both(left: Subject, right: Subject) -> Subject | None:
@@ -341,15 +316,6 @@ def _is_so(subject: Subject, index: SampleIndex) -> bool:
     if subject.device is not None and subject.uid is not None and claim is None:
         return subject.device in index.territory.get(subject.uid, ())
     return True
-
-
-def _common(
-    left: Sequence[GpuProcess], right: Sequence[GpuProcess], subject: Subject, index: SampleIndex
-) -> tuple[GpuProcess, ...]:
-    if left and right:
-        named = {(process.pid, process.start_time) for process in right}
-        return tuple(process for process in left if (process.pid, process.start_time) in named)
-    return tuple(process for process in left or right if _fits(process, subject, index))
 
 
 def _fits(process: GpuProcess, subject: Subject, index: SampleIndex) -> bool:

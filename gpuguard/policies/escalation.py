@@ -24,7 +24,7 @@ MEMORY_SLACK = 512 * 2**20  # bytes by which others may grow meanwhile
 
 @dataclass
 class EscalationState:
-    """A condition that holds for a subject, sample after sample, and how far up the ladder that has led."""
+    """A condition that holds for a subject, sample after sample, and how many steps that has led to."""
 
     subject: Subject
     since: float  # clock
@@ -64,11 +64,6 @@ class EngineMemory:
     found: dict[str, frozenset[SubjectIdentity]] = field(default_factory=dict)  # in the last sample, by policy
     index: SampleIndex | None = None  # of the last sample
 
-    def forget_what_is_over(self, clock: float) -> None:
-        """Drop what can have no consequence any more."""
-        self.kept = {mark: until for mark, until in self.kept.items() if until > clock}
-        self.cooling = {name: until for name, until in self.cooling.items() if until > clock}
-
     def start_anew(self, clock: float) -> None:
         """Drop what was seen before a pause: nobody knows what happened in it."""
         self.past.clear()
@@ -82,47 +77,21 @@ class EngineMemory:
 
 
 def next_step(state: EscalationState, policy: Policy, clock: float) -> tuple[Step, float] | None:
-    """The step of the ladder that is due now, and since when it is; None when none is."""
+    """The step of the escalation that is due now, and since when it is; None when none is."""
     if state.done >= len(policy.steps) or state.samples < FEWEST_SAMPLES or clock - state.since < policy.hold:
         return None
+    due = _due(policy, state)
+    return None if due is None or clock < due else (policy.steps[state.done], due)
+
+
+def _due(policy: Policy, state: EscalationState) -> float | None:
+    """The clock at which the next step comes while the condition holds; None for a kill before a terminate."""
     step = policy.steps[state.done]
     due = (state.stepped_at if state.done else state.since + policy.hold) + step.after
-    if step.action == "kill":
-        # The policy was checked for this when it was made; a SIGKILL too early cannot be taken back.
-        if state.terminated_at is None:
-            return None
-        due = max(due, state.terminated_at + KILL_AFTER)
-    return (step, due) if clock >= due else None
-
-
-def advance(
-    state: EscalationState, policy: Policy, memory: EngineMemory, identity: SubjectIdentity, clock: float
-) -> None:
-    """The step that was due is asked for; the last one ends the ladder and begins its cooldown."""
-    if policy.steps[state.done].action == "terminate":
-        state.terminated_at = clock
-    state.done += 1
-    _step_taken(state, policy, memory, identity, clock)
-
-
-def skip_step(
-    state: EscalationState, policy: Policy, memory: EngineMemory, identity: SubjectIdentity, clock: float
-) -> None:
-    """The step that was due means nobody here; nor does a kill that would come after a terminate of nobody."""
-    state.done += 1
-    if state.terminated_at is None:
-        while state.done < len(policy.steps) and policy.steps[state.done].action == "kill":
-            state.done += 1
-    _step_taken(state, policy, memory, identity, clock)
-
-
-def _step_taken(
-    state: EscalationState, policy: Policy, memory: EngineMemory, identity: SubjectIdentity, clock: float
-) -> None:
-    state.stepped_at = clock
-    if state.done == len(policy.steps):
-        memory.finished.setdefault(policy.name, {})[identity] = memory.states[policy.name].pop(identity)
-        memory.cooling[policy.name, identity] = clock + policy.cooldown
+    if step.action != "kill":
+        return due
+    # The policy was checked for this when it was made; a SIGKILL too early cannot be taken back.
+    return None if state.terminated_at is None else max(due, state.terminated_at + KILL_AFTER)
 
 
 @dataclass(frozen=True)
@@ -138,53 +107,94 @@ class DueStep:
 
     @property
     def order(self) -> tuple[float, float, str, str]:
-        """Whoever waits longest comes first; the rest is there so that no order of policies or rules matters."""
+        """Who waits longest comes first; the rest is there so that no order of policies or rules matters."""
         return (self.since, self.state.since, self.policy.name, str(self.identity))
 
 
-def allowed_steps(due: Sequence[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[list[DueStep], list[Note]]:
+def advance(due: DueStep, memory: EngineMemory, clock: float, *, skipped: bool = False) -> None:
+    """The step that was due is asked for, or *skipped* because it means nobody here.
+
+    The last one ends the escalation and begins its cooldown.  A kill after a terminate of nobody is skipped, too.
+    """
+    state, policy = due.state, due.policy
+    if due.step.action == "terminate" and not skipped:
+        state.terminated_at = clock
+    state.done += 1
+    if skipped and state.terminated_at is None:
+        while state.done < len(policy.steps) and policy.steps[state.done].action == "kill":
+            state.done += 1
+    state.stepped_at = clock
+    if state.done == len(policy.steps):
+        memory.finished.setdefault(policy.name, {})[due.identity] = memory.states[policy.name].pop(due.identity)
+        memory.cooling[policy.name, due.identity] = clock + policy.cooldown
+
+
+def allowed_steps(due: Iterable[DueStep], index: SampleIndex, memory: EngineMemory) -> tuple[list[DueStep], list[Note]]:
     """Those steps that may be taken now, in their order, and why the others may not."""
-    _forget_seen_effects(index, memory)
+    clock = index.view.clock
+    for key, effect in list(memory.effects.items()):
+        if not 0 <= clock - effect.at < EFFECT_SECONDS or _is_seen(effect, key[1], index):
+            del memory.effects[key]
+    due = sorted(due, key=lambda due: due.order)
     stopped, notes = _breaker(due)
     allowed = []
-    for one in sorted(due, key=lambda one: one.order):
-        if (one.policy.name, one.identity) in stopped:
+    for step in due:
+        if (step.policy.name, step.identity) in stopped:
             continue
-        if one.step.action not in DESTRUCTIVE:
-            allowed.append(one)
-        else:
-            against = _obstacle(one, index, memory)
-            if against is None:
-                _await_effect(one, index, memory)
-                allowed.append(one)
-            else:
-                notes.append(Note(*against, one.policy.name, one.finding.subject))
+        if step.step.action in DESTRUCTIVE:
+            against = _obstacle(step, index, memory)
+            if against is not None:
+                notes.append(Note(*against, step.policy.name, step.finding.subject))
+                continue
+            # A rehearsed step has no effect to wait for, but it must delay what a real one would delay; and it must
+            # not delay the steps of policies that are enforced.  Hence two sets of effects.
+            victims, claim = _victims(step.finding), step.finding.subject.claim
+            for uuid in step.state.reach:
+                below = _memory_without(index.devices[uuid], victims)
+                effect = Effect(step.policy.name, step.identity, clock, victims, claim, below)
+                memory.effects[step.policy.enforce, uuid] = effect
+        allowed.append(step)
     return allowed, notes
 
 
+def _obstacle(due: DueStep, index: SampleIndex, memory: EngineMemory) -> tuple[str, str] | None:
+    for uuid in due.state.reach:
+        blind = index.blindness(uuid)
+        if blind is not None:
+            return "gap", blind
+        effect = memory.effects.get((due.policy.enforce, uuid))
+        if effect is not None and (effect.policy, effect.subject) != (due.policy.name, due.identity):
+            return "waiting", f"a step of {effect.policy} on the same device has not shown its effect yet"
+    return None
+
+
 def _breaker(due: Iterable[DueStep]) -> tuple[set[tuple[str, SubjectIdentity]], list[Note]]:
-    """The steps that are not taken because their policy would hit too many, and a note on each such policy."""
+    """The steps that are not taken because their policy would hit too many, and a note on each such policy.
+
+    *due* is sorted: the oldest breach first.
+    """
     by_policy: dict[str, list[DueStep]] = {}
-    for one in due:
-        if one.step.action in COUNTED:
-            by_policy.setdefault(one.policy.name, []).append(one)
+    for step in due:
+        if step.step.action in COUNTED:
+            by_policy.setdefault(step.policy.name, []).append(step)
     stopped, notes = set(), []
-    for name, all_due in by_policy.items():
-        policy = all_due[0].policy
-        users, processes = _hit_by(all_due)
-        if not _is_too_many(users, processes, policy):
+    for name, steps in by_policy.items():
+        policy = steps[0].policy
+        if not _are_too_many(steps, policy):
             continue
         allowed: list[DueStep] = []
-        for one in sorted(all_due, key=lambda one: one.order) if policy.some_beyond else ():
-            if not _is_too_many(*_hit_by([*allowed, one]), policy):
-                allowed.append(one)
-        stopped |= {(name, one.identity) for one in all_due} - {(name, one.identity) for one in allowed}
+        for step in steps:
+            if policy.some_beyond and not _are_too_many([*allowed, step], policy):
+                allowed.append(step)
+            else:
+                stopped.add((name, step.identity))
+        users, processes = _hit_by(steps)
         text = (
             f"{len(users)} users with {len(processes)} processes would be acted on at once, more than"
             f" {policy.at_most_users} users or {policy.at_most_processes} processes:"
             f" {f'only {len(allowed)} are, the oldest breach first' if allowed else 'nobody is'}"
         )
-        alone = _alone_too_many(all_due, policy)
+        alone = _alone_too_many(steps, policy)
         if alone and not policy.some_beyond:
             text += (
                 f".  {alone.user or f'uid {alone.uid}'} alone has more than that.  `at_most: {{processes: "
@@ -194,24 +204,25 @@ def _breaker(due: Iterable[DueStep]) -> tuple[set[tuple[str, SubjectIdentity]], 
     return stopped, notes
 
 
+def _are_too_many(due: Iterable[DueStep], policy: Policy) -> bool:
+    users, processes = _hit_by(due)
+    return len(users) > policy.at_most_users or len(processes) > policy.at_most_processes
+
+
 def _hit_by(due: Iterable[DueStep]) -> tuple[set[int], set[ProcessIdentity]]:
     """The users and the processes that these steps would hit."""
-    users, processes = set(), set[ProcessIdentity]()
-    for one in due:
-        processes |= _victims(one.finding)
-        users |= {process.uid for process in one.finding.processes} | {one.finding.subject.uid}
+    users, processes = set[int | None](), set[ProcessIdentity]()
+    for step in due:
+        processes |= _victims(step.finding)
+        users |= {step.finding.subject.uid, *(process.uid for process in step.finding.processes)}
     return {uid for uid in users if uid is not None}, processes
-
-
-def _is_too_many(users: set[int], processes: set[ProcessIdentity], policy: Policy) -> bool:
-    return len(users) > policy.at_most_users or len(processes) > policy.at_most_processes
 
 
 def _alone_too_many(due: Iterable[DueStep], policy: Policy) -> Subject | None:
     """The user whose processes alone are more than *policy* allows."""
     of_user: dict[int, set[ProcessIdentity]] = {}
     names: dict[int, str | None] = {}
-    for process in (process for one in due for process in one.finding.processes):
+    for process in (process for step in due for process in step.finding.processes):
         if process.uid is not None and process.start_time is not None:
             of_user.setdefault(process.uid, set()).add((process.pid, process.start_time))
             names[process.uid] = process.user
@@ -219,33 +230,6 @@ def _alone_too_many(due: Iterable[DueStep], policy: Policy) -> Subject | None:
     if most is None or len(of_user[most]) <= policy.at_most_processes:
         return None
     return Subject("user", uid=most, user=names[most])
-
-
-def _obstacle(one: DueStep, index: SampleIndex, memory: EngineMemory) -> tuple[str, str] | None:
-    for uuid in one.state.reach:
-        blind = index.blindness(uuid)
-        if blind is not None:
-            return "gap", blind
-        effect = memory.effects.get((one.policy.enforce, uuid))
-        if effect is not None and (effect.policy, effect.subject) != (one.policy.name, one.identity):
-            return "waiting", f"a step of {effect.policy} on the same device has not shown its effect yet"
-    return None
-
-
-def _await_effect(one: DueStep, index: SampleIndex, memory: EngineMemory) -> None:
-    # A rehearsed step has no effect to wait for, but it must delay what a real one would delay; and it must not
-    # delay the steps of policies that are enforced.  Hence two sets of effects.
-    victims = _victims(one.finding)
-    for uuid in one.state.reach:
-        below = _memory_without(index.devices[uuid], victims)
-        effect = Effect(one.policy.name, one.identity, index.view.clock, victims, one.finding.subject.claim, below)
-        memory.effects[one.policy.enforce, uuid] = effect
-
-
-def _forget_seen_effects(index: SampleIndex, memory: EngineMemory) -> None:
-    for place, effect in list(memory.effects.items()):
-        if not 0 <= index.view.clock - effect.at < EFFECT_SECONDS or _is_seen(effect, place[1], index):
-            del memory.effects[place]
 
 
 def _is_seen(effect: Effect, uuid: str, index: SampleIndex) -> bool:
@@ -275,7 +259,8 @@ def _memory_without(device: Device, victims: frozenset[ProcessIdentity]) -> floa
 
 
 def _victims(finding: Finding) -> frozenset[ProcessIdentity]:
-    return frozenset((each.pid, each.start_time) for each in finding.processes if each.start_time is not None)
+    known = ((process.pid, process.start_time) for process in finding.processes)
+    return frozenset((pid, start_time) for pid, start_time in known if start_time is not None)
 
 
 @dataclass(frozen=True)
@@ -304,9 +289,9 @@ class PolicyStatus:
 def policy_status(
     policies: Sequence[Policy],
     memory: EngineMemory,
-    put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]] | None = None,
+    put_off: Mapping[tuple[str, SubjectIdentity], tuple[int, float]],
 ) -> tuple[PolicyStatus, ...]:
-    """Everything that stands, the oldest first.
+    """Every condition that holds, the oldest first.
 
     Args:
         policies: that were judged by.
@@ -317,21 +302,15 @@ def policy_status(
     found = []
     for policy in policies:
         name, steps = policy.name, policy.steps
-        for identity, one in (*memory.states.get(name, {}).items(), *memory.finished.get(name, {}).items()):
-            done, due = (put_off or {}).get((name, identity)) or (one.done, _due(policy, one))
+        for identity, state in (*memory.states.get(name, {}).items(), *memory.finished.get(name, {}).items()):
+            done, due = state.done, None
+            if (name, identity) in put_off:
+                done, due = put_off[name, identity]
+            elif state.done < len(steps):
+                due = _due(policy, state)
+            elif steps:
+                due = state.stepped_at + policy.cooldown + policy.hold + steps[0].after
             last = steps[done - 1].action if done else None
             following = steps[done % len(steps)].action if steps else None
-            found.append(PolicyStatus(name, one.subject, one.since, last, following, due, policy.enforce))
-    return tuple(sorted(found, key=lambda one: one.since))
-
-
-def _due(policy: Policy, state: EscalationState) -> float | None:
-    if not policy.steps:
-        return None
-    if state.done == len(policy.steps):
-        return state.stepped_at + policy.cooldown + policy.hold + policy.steps[0].after
-    step = policy.steps[state.done]
-    due = (state.stepped_at if state.done else state.since + policy.hold) + step.after
-    if step.action == "kill":
-        return None if state.terminated_at is None else max(due, state.terminated_at + KILL_AFTER)
-    return due
+            found.append(PolicyStatus(name, state.subject, state.since, last, following, due, policy.enforce))
+    return tuple(sorted(found, key=lambda status: status.since))
