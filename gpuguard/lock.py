@@ -474,5 +474,5 @@ def _new_id(outer: ClaimRecord | None) -> str:
     own = os.urandom(4).hex()
     if outer:
         return f"{outer.id}.{own}"
-    job = os.environ.get("SLURM_JOB_ID", "")  # of a cluster whose prolog claims nothing: see clusters.slurm_jobs
+    job = os.environ.get("SLURM_JOB_ID", "")  # of a cluster whose prolog claims nothing: see clusters.slurm
     return f"slurm{job}-{own}" if job.isdecimal() and len(job) < 12 else own

@@ -27,7 +27,7 @@ from nodes import beginning_with
 from pid_reuse import Everybody
 
 from gpuguard import users
-from gpuguard.backends import client, nvml, nvml_processes, nvml_reading, worker
+from gpuguard.backends import client, nvml, nvml_calls, nvml_fields, worker
 from gpuguard.enforcement import actions, identity, limits, signals
 from gpuguard.model import ALL_FIELDS, CLOCKS, ECC, WHO_FIELDS, Gap, Snapshot
 from gpuguard.policies import Rule
@@ -361,16 +361,16 @@ CAMPAIGNS = {one.__name__: one for one in (every_code, the_last_look, values, li
 
 
 def believe_every_list() -> None:
-    nvml_processes.implausibility = lambda *_, **__: None
+    nvml_fields.implausibility = lambda *_, **__: None
 
 
 def take_unknown_for_zero() -> None:
-    def gap(reading: nvml_reading.Reading, name: str, reason: str) -> None:
-        reading.gaps.append(Gap(reading.place.uuid, name, reason))
+    def gap(reading: nvml_calls.Reading, name: str, reason: str) -> None:
+        reading.gaps.append(Gap(reading.device.uuid, name, reason))
         if name == "utilization":
             reading.values[name] = 0
 
-    setattr(nvml_reading.Reading, "gap", gap)  # noqa: B010
+    setattr(nvml_calls.Reading, "gap", gap)  # noqa: B010
 
 
 FAULTS: dict[str, Callable[[], None]] = {one.__name__: one for one in (believe_every_list, take_unknown_for_zero)}

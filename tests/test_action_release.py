@@ -22,7 +22,7 @@ from gpuguard.claims import release as releasing
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock
 from gpuguard.claims.probe import locked_devices, probe
 from gpuguard.claims.records import FULL_BYTES, record_path
-from gpuguard.clusters import slurm_jobs
+from gpuguard.clusters import slurm
 from gpuguard.enforcement import actions, signals
 from gpuguard.enforcement.limits import ActionLimits, PastAction
 from gpuguard.enforcement.preflight import ActionContext
@@ -294,8 +294,8 @@ def test_what_was_released_counts_for_the_limits_of_the_guard(claimed, holder):
 
 
 def test_whose_share_of_the_hour_is_used_up_has_his_job_of_slurm_live(claimed, holder, monkeypatch):
-    monkeypatch.setattr(slurm_jobs, "against_cancelling", lambda job, uid: None)
-    monkeypatch.setattr(slurm_jobs, "cancel", lambda job: pytest.fail("it was cancelled"))
+    monkeypatch.setattr(slurm, "against_cancelling", lambda job, uid: None)
+    monkeypatch.setattr(slurm, "cancel", lambda job: pytest.fail("it was cancelled"))
     claimed.facts["limits"], now = ActionLimits(), claimed.snapshot.clock
     for pid in range(2, 7):
         claimed.facts["limits"].record(PastAction(now - 600, "terminate", (pid, 1.0), (), True, uid=SOMEBODY))
@@ -336,8 +336,8 @@ def test_whoever_waits_for_the_signal_that_his_claim_has_changed_gets_it(claimed
 )
 def test_cancel_ends_the_job_of_an_idle_claim_and_nothing_else(claimed, monkeypatch, name, answer, word, asked):
     cancelled: list[str] = []
-    monkeypatch.setattr(slurm_jobs, "against_cancelling", lambda job, uid: None)
-    monkeypatch.setattr(slurm_jobs, "cancel", lambda job: cancelled.append(job) or answer)
+    monkeypatch.setattr(slurm, "against_cancelling", lambda job, uid: None)
+    monkeypatch.setattr(slurm, "cancel", lambda job: cancelled.append(job) or answer)
     with a_holder(claimed.directory, claimed.uuids[0], uid=SOMEBODY, name=name) as one:
         verdict = replace(claimed.verdict(one), action="cancel")
         [outcome] = actions.act(verdict, claimed.machine.sample((), None), ActionContext(**claimed.facts))

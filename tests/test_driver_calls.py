@@ -22,7 +22,7 @@ from nodes import Gpuguard
 from nvml_child import answer_of
 
 from gpuguard.backends.nvml_calls import NOT_SUPPORTED
-from gpuguard.backends.nvml_processes import MPS_SERVER
+from gpuguard.backends.nvml_fields import MPS_SERVER
 from gpuguard.claims.directory import lock_directory
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.model import HEALTH, IDLE_PROCESSES, PROCESSES, Device, Gap, Snapshot

@@ -18,7 +18,7 @@ from guarded import SOMEBODY, Scene, a_scene
 from gpuguard import procfs
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.restrictions import DENIED, read_restrictions
-from gpuguard.clusters import slurm_jobs
+from gpuguard.clusters import slurm
 from gpuguard.enforcement import actions, identity, limits, preflight, signals
 from gpuguard.enforcement.limits import HOUR, REMEMBERED, PastAction
 from gpuguard.model import Event, Finding, Subject, Verdict
@@ -355,9 +355,9 @@ def test_the_user_of_a_verdict_is_denied_by_his_name_else_the_only_one_of_its_pr
 
 @pytest.mark.parametrize(("answer", "word"), [(None, "sent"), ("scancel fails", "failed")])
 def test_a_job_that_slurm_does_not_cancel_is_a_failure(scene, monkeypatch, answer, word):
-    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
-    monkeypatch.setattr(slurm_jobs, "against_cancelling", lambda job, uid: None)
-    monkeypatch.setattr(slurm_jobs, "cancel", lambda job: answer)
+    monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
+    monkeypatch.setattr(slurm, "against_cancelling", lambda job, uid: None)
+    monkeypatch.setattr(slurm, "cancel", lambda job: answer)
 
     assert scene.act("cancel").word == word
 

@@ -469,5 +469,5 @@ def readers_of_events(sources: Mapping[str, str]) -> set[str]:
 def test_nobody_else_reads_the_log():
     sources = {module_name(path): path.read_text() for path in modules()}
 
-    assert readers_of_events(sources) == {"gpuguard.history.audit_log", "gpuguard.backends.recording"}  # of its own
+    assert readers_of_events(sources) == {"gpuguard.history.audit_log", "gpuguard.backends.replay"}  # of its own
     assert readers_of_events({"planted": 'open(f"{path}.1")'}) == {"planted"}

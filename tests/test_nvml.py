@@ -242,7 +242,7 @@ def test_sm_utilization_is_asked_since_the_last_time_and_kept_for_the_next_look(
 
 OTHER_PROCESS = "procfs.parse_stat = lambda line, parse=procfs.parse_stat: parse(line)._replace(start_time=1.0)"
 UTILIZATION = """
-from gpuguard.backends import nvml_processes as nvml_usage
+from gpuguard.backends import nvml_fields
 from gpuguard import procfs
 backend = nvml.open()
 utilization = lambda: backend.sample(WHO_FIELDS).devices[0].processes[0].utilization
@@ -254,7 +254,7 @@ row = fake._state.devices[0].processes[0]
     ("event", "known"),
     [
         ("pass", 30),
-        ("nvml_usage.KEPT_SECONDS = -1.0", None),  # too long ago
+        ("nvml_fields.KEPT_SECONDS = -1.0", None),  # too long ago
         (
             "procfs.parse_stat = lambda line, parse=procfs.parse_stat: parse(line)._replace(start_time=1.0)",
             None,

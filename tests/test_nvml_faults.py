@@ -371,12 +371,12 @@ def test_whatever_one_call_answers_the_other_devices_are_read_and_nothing_unknow
 
 def test_the_sweep_catches_an_unknown_that_is_shown_as_zero(tmp_path: Path) -> None:
     broken = """
-from gpuguard.backends import nvml_reading
+from gpuguard.backends import nvml_calls
 def gap(reading, name, reason):
-    reading.gaps.append(Gap(reading.place.uuid, name, reason))
+    reading.gaps.append(Gap(reading.device.uuid, name, reason))
     if name == "temperature":
         reading.values[name] = 0
-nvml_reading.Reading.gap = gap
+nvml_calls.Reading.gap = gap
 """
     with FakeNvml(tmp_path, devices=3) as fake:
         _, wrong = answer_of(fake, broken + SWEEP.replace("CODES = (1, 2, 3", "CODES = (3,) or (1, 2, 3"))

@@ -21,7 +21,7 @@ from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_record, read_records, record_path, write_record
 from gpuguard.cli import submit
-from gpuguard.clusters.slurm_jobs import Allocation
+from gpuguard.clusters.slurm import Allocation
 from gpuguard.jobs import slurm_claim
 from gpuguard.queue import reservation_store, tickets
 

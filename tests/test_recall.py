@@ -18,7 +18,7 @@ from fake_nvml import GIB, FakeNvml
 from guarded import Scene, a_child, a_scene
 
 from gpuguard.claims.restrictions import boot_id
-from gpuguard.clusters import slurm_jobs
+from gpuguard.clusters import slurm
 from gpuguard.enforcement import actions, limits
 from gpuguard.enforcement.limits import (
     HOUR,
@@ -202,7 +202,7 @@ def test_damage_without_end_is_no_worse_than_a_log_that_cannot_be_read(log: Path
 
 def test_every_action_that_is_counted_has_its_deed_in_its_line(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in (("job_of", "7"), ("against_cancelling", None), ("cancel", None)):
-        monkeypatch.setattr(slurm_jobs, name, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(slurm, name, lambda *_, answer=answer: answer)
     on_processes = {name for name, action in actions.ACTIONS.items() if action.on_process} - {"checkpoint", "kill"}
     for action in sorted(on_processes):
         with a_scene() as scene:

@@ -18,7 +18,7 @@ from sources import ROOT
 from test_tape import SECRETS, a_view
 
 from gpuguard import model
-from gpuguard.backends.recording import TapeWriter
+from gpuguard.backends.replay import TapeWriter
 from gpuguard.backtest.masking import KEPT, MASKED, Mask
 from gpuguard.backtest.recording import pack, views
 from gpuguard.policies.view import HostUse

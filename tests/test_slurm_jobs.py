@@ -15,9 +15,8 @@ from nodes import Gpuguard
 from gpuguard.cli import build_parser
 from gpuguard.cli import slurm as slurm_setup
 from gpuguard.cli.submit import command_line
-from gpuguard.clusters import outer_devices, slurm_jobs
-from gpuguard.clusters import slurm as slurm_queue
-from gpuguard.clusters.slurm_jobs import Allocation, allocation, devices_of
+from gpuguard.clusters import outer_devices, slurm
+from gpuguard.clusters.slurm import Allocation, allocation, devices_of
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.views import queue as views
 
@@ -49,7 +48,7 @@ class Programs:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return Programs(tmp_path)
 
@@ -95,7 +94,7 @@ def test_a_divided_gpu_is_not_given_away_as_a_whole():
     ],
 )
 def test_the_job_stands_in_the_id_of_its_claim(claim, job):
-    assert slurm_jobs.job_of_claim(claim) == job
+    assert slurm.job_of_claim(claim) == job
 
 
 # Inside a job.
@@ -136,7 +135,7 @@ def test_a_list_that_breaks_off_is_read_as_cuda_reads_it_among_what_the_job_sees
 def test_a_claim_in_a_job_bears_its_number_also_where_no_prolog_claims(tmp_path, fake):
     gpuguard = Gpuguard(tmp_path, fake, SLURM_JOB_ID="12", CUDA_VISIBLE_DEVICES="1")
     done = gpuguard("run", "--no-wait", "--", "sh", "-c", "echo $GPUGUARD_CLAIM")
-    assert slurm_jobs.job_of_claim(done.stdout.strip()) == "12", done.stderr
+    assert slurm.job_of_claim(done.stdout.strip()) == "12", done.stderr
     assert done.stdout.startswith("slurm12-")
     [started, *_] = (tmp_path / "events.jsonl").read_text().splitlines()
     assert '"claim": "slurm12-' in started
@@ -148,11 +147,11 @@ def test_a_claim_in_a_job_bears_its_number_also_where_no_prolog_claims(tmp_path,
 def test_a_process_belongs_to_the_job_of_its_slurmstepd():
     script = 'exec -a "slurmstepd: [12.batch]" sleep 600'
     with subprocess.Popen(["bash", "-c", script]) as step:
-        until(lambda: slurm_jobs.step_of(step.pid))
-        assert slurm_jobs.step_of(step.pid) == ("12", "batch")
-        assert slurm_jobs.steps("12") == {step.pid: ("12", "batch")}
-        assert slurm_jobs.job_of((os.getpid(), step.pid)) == "12"
-        assert slurm_jobs.job_of((os.getpid(),)) is None
+        until(lambda: slurm.step_of(step.pid))
+        assert slurm.step_of(step.pid) == ("12", "batch")
+        assert slurm.steps("12") == {step.pid: ("12", "batch")}
+        assert slurm.job_of((os.getpid(), step.pid)) == "12"
+        assert slurm.job_of((os.getpid(),)) is None
         step.kill()
 
 
@@ -167,7 +166,7 @@ def test_who_only_calls_himself_slurmstepd_is_none(tmp_path, program):
         try:
             until(lambda: b"slurmstepd" in Path(f"/proc/{somebody.pid}/cmdline").read_bytes())
             assert os.stat(f"/proc/{somebody.pid}").st_uid == (0 if "root" in program else 20001)
-            assert slurm_jobs.step_of(somebody.pid) is None
+            assert slurm.step_of(somebody.pid) is None
         finally:
             somebody.kill()
 
@@ -181,9 +180,9 @@ GIVEN = Allocation("12", 1001, ("0",), 1)
     ("state", "restarts", "over"),
     [("RUNNING", 1, False), ("COMPLETING", 1, False), ("PENDING", 1, True), ("RUNNING", 2, True), ("FAILED", 1, True)],
 )
-def test_a_job_is_over_when_slurm_says_that_this_run_of_it_is(slurm, state, restarts, over):
-    slurm.say("scontrol", JOB.format(name="x", uid=1001, state=state, restarts=restarts))
-    assert slurm_jobs.is_over(GIVEN) is over
+def test_a_job_is_over_when_slurm_says_that_this_run_of_it_is(programs, state, restarts, over):
+    programs.say("scontrol", JOB.format(name="x", uid=1001, state=state, restarts=restarts))
+    assert slurm.is_over(GIVEN) is over
 
 
 @pytest.mark.parametrize(
@@ -197,43 +196,43 @@ def test_a_job_is_over_when_slurm_says_that_this_run_of_it_is(slurm, state, rest
     ],
 )
 @pytest.mark.parametrize("where", ["in front", "behind"])
-def test_no_word_of_its_owners_says_whether_a_job_is_over(slurm, state, written, over, where):
+def test_no_word_of_its_owners_says_whether_a_job_is_over(programs, state, written, over, where):
     """In front stands its name, behind it command, directory and comment.  The last one was believed."""
     name, comment = (written, "") if where == "in front" else ("x", f" Comment={written}")
-    slurm.say("scontrol", JOB.format(name=name, uid=1001, state=state, restarts=1) + comment)
-    assert slurm_jobs.is_over(GIVEN) is over
+    programs.say("scontrol", JOB.format(name=name, uid=1001, state=state, restarts=1) + comment)
+    assert slurm.is_over(GIVEN) is over
 
 
-def test_nobody_knows_whether_a_job_is_over_when_slurm_does_not_answer(slurm):
-    slurm.say("scontrol", status=1)
-    assert slurm_jobs.is_over(GIVEN) is None
+def test_nobody_knows_whether_a_job_is_over_when_slurm_does_not_answer(programs):
+    programs.say("scontrol", status=1)
+    assert slurm.is_over(GIVEN) is None
 
 
-def test_a_job_is_put_back_with_the_reason_and_cancelled_where_that_cannot_be(slurm):
-    assert slurm_jobs.put_back(GIVEN, "GPU 3: claimed by bob") == "requeued"
-    assert slurm.called() == [
+def test_a_job_is_put_back_with_the_reason_and_cancelled_where_that_cannot_be(programs):
+    assert slurm.put_back(GIVEN, "GPU 3: claimed by bob") == "requeued"
+    assert programs.called() == [
         "scontrol show job -o 12",
         "scontrol update JobId=12 AdminComment=gpuguard: GPU 3: claimed by bob",
         "scontrol requeue 12",
     ]
-    (slurm.place / "requeue").write_text("1")
-    assert slurm_jobs.put_back(GIVEN, "GPU 3: claimed by bob") == "cancelled"
-    assert slurm.called()[-2:] == ["scontrol notify 12 gpuguard: GPU 3: claimed by bob", "scancel 12"]
+    (programs.place / "requeue").write_text("1")
+    assert slurm.put_back(GIVEN, "GPU 3: claimed by bob") == "cancelled"
+    assert programs.called()[-2:] == ["scontrol notify 12 gpuguard: GPU 3: claimed by bob", "scancel 12"]
 
 
 # Cancelling, as an action of a policy.
 
 
-def a_job(slurm: Programs, uid: int, *, state: str = "RUNNING", name: str = "x") -> None:
-    slurm.say("scontrol", JOB.format(name=name, uid=uid, state=state, restarts=0))
+def a_job(programs: Programs, uid: int, *, state: str = "RUNNING", name: str = "x") -> None:
+    programs.say("scontrol", JOB.format(name=name, uid=uid, state=state, restarts=0))
 
 
-def test_cancel_ends_the_job_of_the_process_and_writes_that_down_before(slurm, monkeypatch):
-    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
+def test_cancel_ends_the_job_of_the_process_and_writes_that_down_before(programs, monkeypatch):
+    monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
     with a_scene() as scene:
-        a_job(slurm, scene.process.uid or 0)
+        a_job(programs, scene.process.uid or 0)
         assert scene.act("cancel").word == "sent"
-        assert slurm.called() == [*["scontrol show job -o 12"] * 2, "scancel 12"]
+        assert programs.called() == [*["scontrol show job -o 12"] * 2, "scancel 12"]
         assert [(event.kind, event.outcome) for event in scene.events] == [("cancel", "about to")]
 
 
@@ -248,11 +247,11 @@ DENIED = "scancel: error: Kill job error on job id 12: Access/permission denied"
         ("\x1b[2Jnothing\n", r"\x1b[2Jnothing"),
     ],
 )
-def test_a_job_that_slurm_does_not_cancel_is_no_success_and_says_why(slurm, monkeypatch, fault, why):
-    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
-    slurm.say("scancel", status=1, fault=fault)
+def test_a_job_that_slurm_does_not_cancel_is_no_success_and_says_why(programs, monkeypatch, fault, why):
+    monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
+    programs.say("scancel", status=1, fault=fault)
     with a_scene() as scene:
-        a_job(slurm, scene.process.uid or 0)
+        a_job(programs, scene.process.uid or 0)
         outcome = scene.act("cancel")
 
         assert (outcome.word, outcome.why) == ("failed", f"scancel fails ({why}): try `scancel 12` by hand")
@@ -260,30 +259,30 @@ def test_a_job_that_slurm_does_not_cancel_is_no_success_and_says_why(slurm, monk
         assert (scene.events[-1].message or "").endswith(outcome.why)
 
 
-def test_where_slurm_does_not_say_which_task_is_meant_nothing_is_cancelled(slurm):
-    slurm.say("scontrol", status=1)
+def test_where_slurm_does_not_say_which_task_is_meant_nothing_is_cancelled(programs):
+    programs.say("scontrol", status=1)
 
-    assert "by hand" in (slurm_jobs.cancel("12") or "")
-    assert slurm.called() == ["scontrol show job -o 12"]
+    assert "by hand" in (slurm.cancel("12") or "")
+    assert programs.called() == ["scontrol show job -o 12"]
 
 
-def test_a_job_that_ends_before_it_is_cancelled_is_told(slurm, monkeypatch):
+def test_a_job_that_ends_before_it_is_cancelled_is_told(programs, monkeypatch):
     found = iter(("12", None))
-    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: next(found))
+    monkeypatch.setattr(slurm, "job_of", lambda pids: next(found))
     with a_scene() as scene:
-        a_job(slurm, scene.process.uid or 0)
+        a_job(programs, scene.process.uid or 0)
         outcome = scene.act("cancel")
 
         assert (outcome.word, outcome.why) == ("failed", "its job has ended")
-        assert slurm.called() == ["scontrol show job -o 12"]
+        assert programs.called() == ["scontrol show job -o 12"]
 
 
-def test_a_dry_run_of_cancel_leaves_out_the_last_call(slurm, monkeypatch):
-    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
+def test_a_dry_run_of_cancel_leaves_out_the_last_call(programs, monkeypatch):
+    monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
     with a_scene() as scene:
-        a_job(slurm, scene.process.uid or 0)
+        a_job(programs, scene.process.uid or 0)
         assert scene.act("cancel", enforce=False).word == "dry run"
-        assert slurm.called() == ["scontrol show job -o 12"]
+        assert programs.called() == ["scontrol show job -o 12"]
         assert [(event.kind, event.outcome) for event in scene.events] == [("cancel", "dry run")]
 
 
@@ -296,21 +295,21 @@ def test_a_dry_run_of_cancel_leaves_out_the_last_call(slurm, monkeypatch):
         (None, "RUNNING", "x JobState=FAILED", "does not run"),
     ],
 )
-def test_cancel_means_a_running_job_of_the_same_user_only(slurm, monkeypatch, uid, state, name, why):
-    monkeypatch.setattr(slurm_jobs, "job_of", lambda pids: "12")
+def test_cancel_means_a_running_job_of_the_same_user_only(programs, monkeypatch, uid, state, name, why):
+    monkeypatch.setattr(slurm, "job_of", lambda pids: "12")
     with a_scene() as scene:
-        a_job(slurm, uid or scene.process.uid or 0, state=state, name=name)
+        a_job(programs, uid or scene.process.uid or 0, state=state, name=name)
         outcome = scene.act("cancel")
         assert (outcome.word, why in outcome.why) == ("refused", True), outcome
-        assert "scancel 12" not in slurm.called()
+        assert "scancel 12" not in programs.called()
 
 
-def test_who_belongs_to_no_job_is_not_cancelled_but_left_alone(slurm):
+def test_who_belongs_to_no_job_is_not_cancelled_but_left_alone(programs):
     with a_scene() as scene:
         outcome = scene.act("cancel")
         assert (outcome.word, outcome.why) == ("refused", "it belongs to no Slurm job")
         assert scene.lives()
-        assert slurm.called() == []
+        assert programs.called() == []
 
 
 # What is written for Slurm.
@@ -363,7 +362,7 @@ def test_submit_with_attach_is_srun():
 def squeue(*rows: dict[str, str]) -> str:
     lines = []
     for row in rows:
-        cells = ((row.get(name, "N/A").encode(), width) for name, width in slurm_queue._COLUMNS.items())
+        cells = ((row.get(name, "N/A").encode(), width) for name, width in slurm._COLUMNS.items())
         lines.append(b"".join(text[:width].ljust(width) for text, width in cells))
     return b"\n".join(lines).decode(errors="replace")
 
@@ -378,9 +377,11 @@ RUNS = {
 }  # fmt: skip
 
 
-def test_the_queue_shows_slurms_jobs_with_gpus_and_why_they_wait(slurm):
-    slurm.say("squeue", squeue(WAITS, RUNS, {"JobArrayID": "14", "UserName": "eve", "State": "RUNNING", "Name": "cpu"}))
-    found = slurm_queue.jobs()
+def test_the_queue_shows_slurms_jobs_with_gpus_and_why_they_wait(programs):
+    programs.say(
+        "squeue", squeue(WAITS, RUNS, {"JobArrayID": "14", "UserName": "eve", "State": "RUNNING", "Name": "cpu"})
+    )
+    found = slurm.jobs()
     assert not isinstance(found, str)
     waits, runs = found
     assert (waits.job, waits.gpus, waits.reason, waits.start) == ("13_[1-4]", 2, "Priority", None)
@@ -392,8 +393,8 @@ def test_the_queue_shows_slurms_jobs_with_gpus_and_why_they_wait(slurm):
     assert "\x1b" not in text
 
 
-def test_a_slurm_that_does_not_answer_is_said_and_is_unknown_to_programs(slurm):
-    slurm.say("squeue", status=1)
-    found = slurm_queue.jobs()
+def test_a_slurm_that_does_not_answer_is_said_and_is_unknown_to_programs(programs):
+    programs.say("squeue", status=1)
+    found = slurm.jobs()
     assert views.slurm_text(found, 0.0) == ["Slurm does not say who waits there: it fails"]
     assert views.slurm_json(found) is None

@@ -290,7 +290,7 @@ def test_a_program_that_takes_its_time_is_waited_for(program):
     try:
         assert backend.sample(WHO_FIELDS).devices
         (program / "hang").touch()
-        released = time.monotonic() + 2.5  # longer than a single silent call may take: isolated.DEVICE_SECONDS
+        released = time.monotonic() + 2.5  # longer than a single silent call may take: client.DEVICE_SECONDS
         threading.Timer(2.5, (program / "hang").unlink).start()
         assert backend.sample(WHO_FIELDS).devices
         assert time.monotonic() >= released - 0.1

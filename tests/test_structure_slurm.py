@@ -20,13 +20,13 @@ from test_slurm_jobs import RUNS, squeue
 from gpuguard.cli import build_parser, submit
 from gpuguard.cli.run import command_of
 from gpuguard.cli.submit import command_line
-from gpuguard.clusters import slurm, slurm_jobs
-from gpuguard.clusters.slurm_jobs import Allocation, ScontrolReply
+from gpuguard.clusters import slurm
+from gpuguard.clusters.slurm import Allocation, SlurmReply
 from gpuguard.views import queue as views
 
 ME, OTHER = 1001, 1002
 ROW = "JobId={id} {array}JobName={name} UserId=u({uid}) JobState={state} Restarts=0 NodeList=n1 Comment={name}"
-NOWHERE = ScontrolReply(1, "", "slurm_load_jobs error: Invalid job id specified")
+NOWHERE = SlurmReply(1, "", "slurm_load_jobs error: Invalid job id specified")
 
 
 @dataclass
@@ -55,17 +55,17 @@ class Controller:
     ended: set[int] = field(default_factory=set)
     called: list[tuple[str, ...]] = field(default_factory=list)
 
-    def ask(self, *words: str, seconds: float = 0.0) -> ScontrolReply:
+    def ask(self, *words: str, seconds: float = 0.0) -> SlurmReply:
         self.called.append(words)
         meant = [job for job in self.jobs if job.is_meant(words[-1])]
         if words[:2] in (("scontrol", "update"), ("scontrol", "notify")):
-            return ScontrolReply(0, "", "")
+            return SlurmReply(0, "", "")
         if not meant:
             return NOWHERE
         if words[1] == "show":
-            return ScontrolReply(0, "".join(f"{job.row} \n" for job in meant), "")
+            return SlurmReply(0, "".join(f"{job.row} \n" for job in meant), "")
         self.ended |= {job.id for job in meant}
-        return ScontrolReply(0, "", "")
+        return SlurmReply(0, "", "")
 
 
 @pytest.fixture
@@ -73,26 +73,26 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     """A task of an array that bears its number, two more of it, and somebody else's array."""
     jobs = [Job(12, 12, 2), Job(13, 12, 0), Job(14, 12, 1), Job(77, 77, 2, OTHER), Job(78, 77, 1, OTHER), Job(20)]
     made = Controller(jobs)
-    monkeypatch.setattr(slurm_jobs, "run_scontrol", made.ask)
+    monkeypatch.setattr(slurm, "run_slurm", made.ask)
     return made
 
 
 @pytest.mark.parametrize("job", [12, 13, 14, 20])
 def test_of_an_array_the_one_task_is_ended_or_put_back(controller, job):
-    assert slurm_jobs.against_cancelling(str(job), ME) is None
-    assert slurm_jobs.cancel(str(job)) is None
+    assert slurm.against_cancelling(str(job), ME) is None
+    assert slurm.cancel(str(job)) is None
     assert controller.ended == {job}
 
     controller.ended.clear()
-    assert slurm_jobs.put_back(Allocation(str(job), ME, ("0",)), "why") == "requeued"
+    assert slurm.put_back(Allocation(str(job), ME, ("0",)), "why") == "requeued"
     assert controller.ended == {job}
 
 
 def test_of_an_array_the_one_task_runs_or_is_over(controller):
     controller.jobs[1].state = controller.jobs[2].state = "COMPLETED"
-    over = [slurm_jobs.is_over(Allocation(job, ME, ())) for job in ("12", "13", "20", "99")]
+    over = [slurm.is_over(Allocation(job, ME, ())) for job in ("12", "13", "20", "99")]
     assert over == [False, True, False, True]
-    assert slurm_jobs.against_cancelling("12", ME) is None
+    assert slurm.against_cancelling("12", ME) is None
 
 
 def words_of_users() -> Iterator[str]:
@@ -111,10 +111,10 @@ def test_whatever_a_user_calls_his_jobs_no_other_is_ended_or_put_back(controller
             job.name = name if job.uid == ME else "x"
         for job in (12, 20):
             controller.ended.clear()
-            if slurm_jobs.against_cancelling(str(job), ME) is None:
-                slurm_jobs.cancel(str(job))
+            if slurm.against_cancelling(str(job), ME) is None:
+                slurm.cancel(str(job))
                 assert controller.ended <= {job}, repr(name)
-            slurm_jobs.put_back(Allocation(str(job), ME, ("0",)), "why")
+            slurm.put_back(Allocation(str(job), ME, ("0",)), "why")
             assert controller.ended <= mine, repr(name)
     assert not any(word.startswith("-") for words in controller.called for word in words if word != "-o")
 
@@ -132,7 +132,7 @@ def test_a_job_whose_number_somebody_else_got_meanwhile_is_not_cancelled(control
                 os.waitid(os.P_PID, scene.process.pid, os.WEXITED | os.WNOWAIT)
             return job
 
-        monkeypatch.setattr(slurm_jobs, "job_of", job_of)
+        monkeypatch.setattr(slurm, "job_of", job_of)
         outcome = scene.act("cancel")
 
     assert (outcome.word, outcome.why, controller.ended) == ("failed", "its job has ended", set())
@@ -143,7 +143,7 @@ def test_no_name_of_a_job_makes_another_one(monkeypatch):
     forged = "".join(text.ljust(width) for text, width in cells)
     rows = [RUNS | {"Name": f"x{end}{forged}"} for end in ("\n", "\r", "\x0b", "\x85", "\u2028")]
     rows += [RUNS | {"UserName": "zoë", "Name": "字" * 100}, RUNS | {"StartTime": "0001-01-01T00:00:00"}]
-    monkeypatch.setattr(slurm_jobs, "run_scontrol", lambda *words, seconds: ScontrolReply(0, squeue(*rows), ""))
+    monkeypatch.setattr(slurm, "run_slurm", lambda *words, seconds: SlurmReply(0, squeue(*rows), ""))
     found = slurm.jobs()
     assert not isinstance(found, str)
     assert [(one.job, one.user, one.gpus, one.nodes) for one in found] == [

@@ -20,7 +20,7 @@ from nodes import Gpuguard, eventually
 from gpuguard import model
 from gpuguard.backends import open_backend
 from gpuguard.backends.client import open_worker
-from gpuguard.backends.recording import TapeWriter, read_tape
+from gpuguard.backends.replay import TapeWriter, read_tape
 from gpuguard.backtest.backtest import backtest, rehearse
 from gpuguard.backtest.csv_series import people, read_any
 from gpuguard.backtest.recording import pack, unpack, views

@@ -25,7 +25,7 @@ from gpuguard.queue.tickets import read_tickets
 IMPATIENT = """
 import os, sys
 from gpuguard.queue import leader as leading, waiter as waiting, explain as turn
-from gpuguard.backends import client as isolated
+from gpuguard.backends import client
 for name, seconds in [each.split("=") for each in os.environ["WAITERS"].split()]:
     module = next(module for module in (waiting, leading, turn) if hasattr(module, name))
     setattr(module, name, float(seconds))
@@ -35,12 +35,12 @@ if os.environ.get("NO_INOTIFY"):
     def refused(self, path):
         raise OSError(28, "No space left on device")
     leading.DirectoryWatch.__init__ = refused
-sample = isolated.WorkerBackend.sample
+sample = client.WorkerBackend.sample
 def noted(self, *words):
     with open(os.environ["SAMPLES"], "a") as notes:
         notes.write(f"{os.getpid()}\\n")
     return sample(self, *words)
-isolated.WorkerBackend.sample = noted
+client.WorkerBackend.sample = noted
 from gpuguard.cli import main
 sys.exit(main(sys.argv[1:]))
 """

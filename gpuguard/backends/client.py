@@ -30,11 +30,8 @@ DEVICE_SECONDS = 1.5  # a device is a few dozen calls of 0.003 to 4.5 ms (RTX 40
 NEXT_DEVICE_SECONDS = 0.4  # once one device hangs: eight dead ones still answer within 5 s
 STARVED_SECONDS = 6.0  # a worker that is runnable and not running is no driver's fault
 RETRY_SECONDS = 60.0  # when an unresponsive device is tried again
-LEAVING_SECONDS = 0.5  # a worker that hangs in the driver never leaves
 
 _SILENT = "a driver call did not come back"
-
-_abandoned: list[subprocess.Popen[bytes]] = []  # to reap, also of backends that are closed
 
 
 def open_worker(name: str, *, on_slow: Callable[[str], None] | None = None) -> WorkerBackend:
@@ -99,10 +96,10 @@ class WorkerBackend:
         """The same within another program: its next os.wait() is for a child of its own, so ours is gone by then."""
         process = self._channel and self._channel.process
         self.close()
-        if process in _abandoned:
-            with suppress(subprocess.TimeoutExpired):  # a worker that hangs in the driver never ends
-                process.wait(LEAVING_SECONDS)
-            self._abandon()
+        if process:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(worker.LEAVING_SECONDS)
+            worker.reap()
 
     def __enter__(self) -> WorkerBackend:
         return self
@@ -179,10 +176,8 @@ class WorkerBackend:
     def _abandon(self) -> None:
         if self._channel:
             channel, self._channel, self._ready, self._sent = self._channel, None, False, {}
-            _abandoned.append(channel.process)  # first, so that it is reaped whatever interrupts this
             channel.close()
-        # Never a blocking wait: a worker in an uninterruptible driver call ends only when the driver lets it.
-        _abandoned[:] = [process for process in _abandoned if process.poll() is None]
+        worker.reap()
 
 
 class _Stuck(Exception):

@@ -2,7 +2,7 @@
 
 The driver library is initialised once per process, and again in a forked child.  Handles and facts that never change
 are kept; everything else is read when it is asked for.  A device that fails alone becomes a problem of that device.
-A call may hang or crash in the driver: run this behind isolated.
+A call may hang or crash in the driver: run this in a worker, see client.
 """
 
 from __future__ import annotations
@@ -16,10 +16,27 @@ from typing import TYPE_CHECKING
 
 from gpuguard import model
 from gpuguard.backends import nvml_fields
-from gpuguard.backends.nvml_calls import BAD_TEXT, LOST, NOT_FOUND, PROBLEMS, CallResult, call, start
-from gpuguard.backends.nvml_fields import READERS, ROWS, read_rows
-from gpuguard.backends.nvml_processes import list_processes, read_idle_processes, read_memory, read_processes
-from gpuguard.backends.nvml_reading import DeviceCache, DeviceLost, Reading
+from gpuguard.backends.nvml_calls import (
+    BAD_TEXT,
+    LOST,
+    NOT_FOUND,
+    PROBLEMS,
+    CallResult,
+    DeviceLost,
+    KnownDevice,
+    Reading,
+    call,
+    start,
+)
+from gpuguard.backends.nvml_fields import (
+    READERS,
+    ROWS,
+    list_processes,
+    read_idle_processes,
+    read_memory,
+    read_processes,
+    read_rows,
+)
 from gpuguard.backends.plausibility import OF_THE_BOARD, is_uuid
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.model import IDLE_PROCESSES, PROCESSES, Device, Gap, Snapshot
@@ -30,12 +47,12 @@ if TYPE_CHECKING:
 
 # How old what ask_seldom() tells may be for who looks at all devices again and again: limits and modes, which an
 # administrator sets, fans, and replaced rows, for which nobody is stopped; and that nobody draws or is a client of MPS.
-# Less where somebody new computes: nvml_usage._forget.  Whoever names devices is about to act on what he sees, so he is
-# told what is true now.
+# Less where another process computes: nvml_fields._forget.  A caller that names devices is about to act on what it
+# sees, so it is told what is true of them now.
 SETTINGS_SECONDS = 10.0
 # How old temperature and power draw may be for a person before a screen, who wants BRIEF: power takes 365 us of a real
 # driver, and is a mean of a second.  Who looks every 2 s, as `who --watch` does, sees those of now.
-LATELY_SECONDS = 1.5
+RECENT_SECONDS = 1.5
 SLOW_SECONDS = 0.0005  # for the first device; below that the others are read before threads have begun
 MOST_DEVICES = 1024  # of a machine: each that is counted takes a call, a number without a meaning takes hours
 _TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
@@ -65,6 +82,7 @@ class Nvml:
         self.skip: Collection[int] = ()
         self.ahead = False
         self._pid = 0
+        self._settings_read = self._recent_read = float("-inf")
         self._start()
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
@@ -75,14 +93,18 @@ class Nvml:
         versions = self._versions(fields) if model.MODEL in fields else {}
         found: list[Device] = []
         gaps: list[Gap] = []
-        if devices is not None or clock - self._settings_read > SETTINGS_SECONDS:
-            self._forget_settings(clock)
-        if devices is not None or clock - self._lately_read > LATELY_SECONDS:
-            self._forget_lately(clock)
+        if clock - self._settings_read > SETTINGS_SECONDS:
+            self._settings_read = clock
+            for known in self._devices.values():
+                known.settings.clear()
+        if clock - self._recent_read > RECENT_SECONDS:
+            self._recent_read = clock
+            for known in self._devices.values():
+                known.recent.clear()
         seek = None if devices is None else frozenset(devices)
         if any(map(_is_mig, seek or ())):
             fields = {*fields, model.HEALTH}  # which is what finds instances
-        for device, missing in self._devices(fields, seek):
+        for device, missing in self._read_all(fields, seek):
             found.append(device)
             gaps += missing
         topology = None
@@ -114,33 +136,23 @@ class Nvml:
             self._nvml = start()
             self._pid = os.getpid()
             self._count: int | None = None
-            self._places: dict[int, DeviceCache] = {}
+            self._devices: dict[int, KnownDevice] = {}
             self._owners: dict[str, int] = {}  # of uuids: index
             self._asked: Ahead | None = None
-            self._settings_read = self._lately_read = float("-inf")
+            self._settings_read = self._recent_read = float("-inf")
             self._static: dict[str, str | None] = {}
             self._ancestors: dict[tuple[int, int], CallResult] = {}
 
-    def _forget_settings(self, clock: float) -> None:
-        self._settings_read = clock
-        for place in self._places.values():
-            place.settings.clear()
-
-    def _forget_lately(self, clock: float) -> None:
-        self._lately_read = clock
-        for place in self._places.values():
-            place.lately.clear()
-
-    def _devices(self, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
+    def _read_all(self, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
         """The devices with their gaps, in index order; of the uuids to *seek* those and their families."""
         found: list[_Read] = []
         count, begun = self._device_count(), time.monotonic()
         for index in range(count):
-            place = self._places.get(index)
+            opened = self._devices.get(index)
             # Never the first one: what the binding makes only when it is needed is not made for several threads.
-            if index == 1 and self.ahead and seek is None and not place and time.monotonic() - begun > SLOW_SECONDS:
+            if index == 1 and self.ahead and seek is None and not opened and time.monotonic() - begun > SLOW_SECONDS:
                 self._asked = self._ask_ahead(fields)
-            if seek is not None and not (self._may_be(place, seek) if place else self._unknown(seek)):
+            if seek is not None and not (self._may_be(opened, seek) if opened else self._unknown(seek)):
                 continue
             readings = self._read(index, fields, seek)
             if seek is None or any(device.uuid in seek for device, _ in readings):
@@ -150,29 +162,32 @@ class Nvml:
 
     def _read(self, index: int, fields: Collection[str], seek: Set[str] | None) -> list[_Read]:
         """A device and its MIG instances; nothing when it turns out not to be one of *seek*."""
-        known = self._places.get(index)
+        known = self._devices.get(index)
         uuid = known.uuid if known and self._owners.get(known.uuid) == index else f"unknown-{index}"
         if index in self.skip:
             gap = Gap(uuid, "device", "a driver call did not come back")
             return [(Device(index, uuid, problems=("unresponsive",)), [gap])]
         self.progress(index)
         asked = self._asked and self._asked.of(index)
-        place = known or asked or self._place(index)
-        if isinstance(place, DeviceCache) and self._owners.get(place.uuid) != index:
-            place = self._named(place)
-        if isinstance(place, CallResult):
-            problem = PROBLEMS.get(place.code, f"cannot be opened: {place.reason}")
-            return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", place.reason)])]
-        if seek is not None and not self._may_be(place, seek):
-            return []
-        reading = Reading(self._nvml, place, fields)
+        opened = known or asked or self._opened(index)
+        if isinstance(opened, KnownDevice) and self._owners.get(opened.uuid) != index:
+            opened = self._named(opened)
+        if isinstance(opened, CallResult):
+            problem = PROBLEMS.get(opened.code, f"cannot be opened: {opened.reason}")
+            return [(Device(index, uuid, problems=(problem,)), [Gap(uuid, "device", opened.reason)])]
+        if seek is not None:
+            if not self._may_be(opened, seek):
+                return []
+            opened.settings.clear()
+            opened.recent.clear()
+        reading = Reading(self._nvml, opened, fields)
         try:
             nvml_fields.read(reading)
             parts = self._own(list(instances(reading)), reading) if reading.values.get("mig_mode") else []
         except DeviceLost:
-            return [_lost(place, fields)]
+            return [_lost(opened, fields)]
         finally:
-            place.ahead.clear()
+            opened.ahead.clear()
         return [(_device(reading), reading.gaps), *parts]
 
     def _own(self, instances: list[_Read], reading: Reading) -> list[_Read]:
@@ -185,30 +200,30 @@ class Nvml:
                 reading.gap("mig instances", f"device {owner} has {instance.uuid}, too")
         return found
 
-    def _named(self, place: DeviceCache) -> DeviceCache | CallResult:
-        """*place*, or why nobody can claim it: by its uuid nobody is told from others."""
-        owner = self._owners.setdefault(place.uuid, place.index) if is_uuid(place.uuid) else None
-        if owner == place.index:
-            return place
-        self._places.pop(place.index, None)
-        same = f"device {owner} has the same uuid" if owner is not None else f"its uuid is {place.uuid!r:.40}"
+    def _named(self, opened: KnownDevice) -> KnownDevice | CallResult:
+        """*opened*, or why nobody can claim it: by its uuid nobody is told from others."""
+        owner = self._owners.setdefault(opened.uuid, opened.index) if is_uuid(opened.uuid) else None
+        if owner == opened.index:
+            return opened
+        self._devices.pop(opened.index, None)
+        same = f"device {owner} has the same uuid" if owner is not None else f"its uuid is {opened.uuid!r:.40}"
         return CallResult(None, BAD_TEXT, same)
 
     def _ask_ahead(self, fields: Collection[str]) -> Ahead:
-        def ask(index: int) -> DeviceCache | CallResult:
-            place = self._place(index)
-            if isinstance(place, DeviceCache):
-                prefetch_all(Prefetch(self._nvml, place, fields))
-            return place
+        def ask(index: int) -> KnownDevice | CallResult:
+            opened = self._opened(index)
+            if isinstance(opened, KnownDevice):
+                prefetch_all(Prefetch(self._nvml, opened, fields))
+            return opened
 
         return Ahead([index for index in range(1, self._device_count()) if index not in self.skip], ask)
 
-    def _may_be(self, place: DeviceCache, seek: Set[str]) -> bool:
+    def _may_be(self, opened: KnownDevice, seek: Set[str]) -> bool:
         """Whether the device is one of *seek*, or may have an instance that is: which has been seen nowhere yet."""
-        return not seek.isdisjoint({place.uuid, *place.instances}) or any(map(_is_mig, self._unknown(seek)))
+        return not seek.isdisjoint({opened.uuid, *opened.instances}) or any(map(_is_mig, self._unknown(seek)))
 
     def _unknown(self, seek: Set[str]) -> Set[str]:
-        return seek - {uuid for place in self._places.values() for uuid in (place.uuid, *place.instances)}
+        return seek - {uuid for opened in self._devices.values() for uuid in (opened.uuid, *opened.instances)}
 
     def _device_count(self) -> int:
         if self._count is None:
@@ -220,15 +235,15 @@ class Nvml:
             self._count = int(answer.value)
         return self._count
 
-    def _place(self, index: int) -> DeviceCache | CallResult:
+    def _opened(self, index: int) -> KnownDevice | CallResult:
         handle = call(self._nvml, "nvmlDeviceGetHandleByIndex", index)
         if handle.code:
             return handle
         uuid = call(self._nvml, "nvmlDeviceGetUUID", handle.value)
         if uuid.code:
             return uuid
-        self._places[index] = DeviceCache(index, handle.value, uuid.value)
-        return self._places[index]
+        self._devices[index] = KnownDevice(index, handle.value, uuid.value)
+        return self._devices[index]
 
     def _versions(self, fields: Collection[str]) -> dict[str, str | None]:
         if "driver_version" not in self._static:
@@ -241,7 +256,7 @@ class Nvml:
 
     def _connections(self, devices: list[Device]) -> tuple[tuple[tuple[str, str, str], ...], list[Gap]]:
         """Snapshot.topology of the devices that can be asked, and what could not be learned."""
-        healthy = [device for device in devices if device.index in self._places and not device.parent_uuid]
+        healthy = [device for device in devices if device.index in self._devices and not device.parent_uuid]
         healthy = [device for device in healthy if not {"lost", "unresponsive"} & set(device.problems or ())]
         linked = any(device.nvlink_links for device in healthy)
         buses = {device.uuid: self._bus_id(device) if linked else None for device in healthy}
@@ -260,7 +275,7 @@ class Nvml:
     def _ancestor(self, one: int, other: int) -> CallResult:
         if (one, other) not in self._ancestors:
             self.progress(one)
-            handles = (self._places[one].handle, self._places[other].handle)
+            handles = (self._devices[one].handle, self._devices[other].handle)
             answer = call(self._nvml, "nvmlDeviceGetTopologyCommonAncestor", *handles)
             if answer.code:
                 return answer
@@ -268,7 +283,7 @@ class Nvml:
         return self._ancestors[one, other]
 
     def _bus_id(self, device: Device) -> str | None:
-        reading = Reading(self._nvml, self._places[device.index], ())
+        reading = Reading(self._nvml, self._devices[device.index], ())
         try:
             nvml_fields.read_row(reading, nvml_fields.PCI_BUS_ID)
         except DeviceLost:
@@ -292,15 +307,15 @@ def _is_mig(uuid: str) -> bool:
 def _device(reading: Reading) -> Device:
     complete = model.HEALTH in reading.fields
     problems = tuple(reading.problems) if complete or reading.problems else None
-    return Device(reading.place.index, reading.place.uuid, problems=problems, **reading.values)
+    return Device(reading.device.index, reading.device.uuid, problems=problems, **reading.values)
 
 
-def _lost(place: DeviceCache, fields: Collection[str]) -> tuple[Device, list[Gap]]:
+def _lost(opened: KnownDevice, fields: Collection[str]) -> tuple[Device, list[Gap]]:
     """A device that was lost before or while it was read: nothing that was just read counts."""
     reason = "the device is lost"
-    name = next((answer.value for key, answer in place.static.items() if key.startswith("name ")), None)
-    device = Device(place.index, place.uuid, name=name, problems=("lost",))
-    return device, [Gap(place.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF})]
+    name = next((answer.value for key, answer in opened.static.items() if key.startswith("name ")), None)
+    device = Device(opened.index, opened.uuid, name=name, problems=("lost",))
+    return device, [Gap(opened.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF})]
 
 
 # The first look at many devices: several threads ask the driver ahead, while the devices are read one after the other.
@@ -362,9 +377,9 @@ class Prefetch(Reading):
 
     def ask(self, function: str, *arguments: Any) -> CallResult:
         """As Reading.ask()."""
-        answer = call(self.nvml, function, self.place.handle, *arguments)
+        answer = call(self.nvml, function, self.device.handle, *arguments)
         asked = (function, *arguments)
-        self.place.ahead[asked] = answer
+        self.device.ahead[asked] = answer
         if answer.code == LOST:
             raise DeviceLost
         return answer
@@ -389,16 +404,16 @@ def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
         if handle.code:
             parent.gap("mig instances", f"instance {number}: {handle.reason}")
             continue
-        instance = Reading(parent.nvml, DeviceCache(parent.place.index, handle.value, ""), parent.fields)
+        instance = Reading(parent.nvml, KnownDevice(parent.device.index, handle.value, ""), parent.fields)
         uuid = instance.ask("nvmlDeviceGetUUID")
         sound = not uuid.code and uuid.value.startswith("MIG-") and is_uuid(uuid.value)
         if not sound or uuid.value in uuids:
             parent.gap("mig instances", f"instance {number}: {uuid.reason or f'its uuid is {uuid.value!r:.40}'}")
             continue
-        instance.place.uuid = uuid.value
+        instance.device.uuid = uuid.value
         uuids.append(uuid.value)
         yield _read(instance, parent), instance.gaps
-    parent.place.instances = frozenset(uuids)
+    parent.device.instances = frozenset(uuids)
 
 
 def _read(instance: Reading, parent: Reading) -> Device:
@@ -420,7 +435,7 @@ def _read(instance: Reading, parent: Reading) -> Device:
         if gap.field in OF_THE_BOARD:
             instance.gap(gap.field, gap.reason)
     values = {key: parent.values[key] for key in OF_THE_BOARD if key in parent.values} | instance.values
-    device = Device(parent.place.index, instance.place.uuid, parent_uuid=parent.place.uuid, **values)
+    device = Device(parent.device.index, instance.device.uuid, parent_uuid=parent.device.uuid, **values)
     return replace(device, mig_profile=profile, problems=tuple(dict.fromkeys([*parent.problems, *instance.problems])))
 
 

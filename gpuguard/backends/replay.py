@@ -1,27 +1,244 @@
-"""A recording, shown again as it happened.
+"""A recording: how it is written and read, and the backend that shows one again as it happened.
 
     replay:FILE                   from its beginning on, as fast as it was
     replay:FILE?speed=60&at=10m   an hour per minute, from ten minutes behind the beginning on; at=end: the last sample
 
 The first sample() is the beginning; each later one is as far behind it as time has passed since, times the speed.
 At the end the last sample stays.  Its snapshots say that they are of another time: see Snapshot.recorded.
+
+The file is gzip, one JSON object per line and sample; whatever was written whole can be read.  The first line is the
+head, {"gpuguard_recording": 1, ...}.  Each further one is a sample: now and then a whole one, {"whole": {...}}, in
+between what has changed since the one before, {"changed": {...}}.  Each whole sample begins a gzip member and each line
+is flushed, so a killed recorder loses at most the line that it was writing, and a file that was cut off is read up to
+there.
 """
 
 from __future__ import annotations
 
+import builtins
+import json
+import os
 import time
+import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.backends.recording import read_tape, unpack
 from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.jsonio import decode, loads
+from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 from gpuguard.units import parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from typing import Any
 
-    from gpuguard.model import Snapshot
+VERSION = 1
+WHOLE_EVERY = 60  # samples
+MAX_LINE = 16 * 2**20  # bytes of one sample: 1,000 times that of a large machine
+_CHUNK = 2**16
+_GZIP = 31  # window bits of zlib that mean gzip
+
+# The marks of a change; no key of a sample looks like them.
+_SET, _ITEMS, _GONE = "=", "#", "-"
+
+
+class TapeWriter:
+    """Writes one recording, and a further one beside it when it grows too large."""
+
+    def __init__(self, path: str, head: dict[str, Any], *, most: int | None = None, append: bool = False) -> None:
+        """Open *path*.
+
+        Args:
+            path: of a new file; it is readable by this user alone, because command lines are in it.
+            head: what else the first line says.
+            most: bytes after which it becomes PATH.1, in the place of an older one, and a new file begins; None: never.
+            append: go on behind what a former recorder has written.
+
+        Raises:
+            InvalidRequest: it is there already, or cannot be written.
+        """
+        self.path, self._head, self._most = path, {"gpuguard_recording": VERSION, **head}, most
+        self._before: Any = None
+        self._count = 0
+        self._size, self._squeeze = 0, zlib.compressobj(9, zlib.DEFLATED, _GZIP)
+        self._descriptor = self._open(append)
+        self._begin()
+
+    def write(self, sample: dict[str, Any]) -> None:
+        """Add one sample; it is in the file afterwards.  Raises OSError."""
+        if self._most is not None and self._size >= self._most:
+            self.close()
+            os.replace(self.path, f"{self.path}.1")
+            self._descriptor = self._open(append=False)
+            self._begin()
+        whole = self._before is None or self._count % WHOLE_EVERY == 0
+        if whole and self._count:
+            self._put(self._squeeze.flush(zlib.Z_FINISH))
+            self._squeeze = zlib.compressobj(9, zlib.DEFLATED, _GZIP)
+        line = {"whole": sample} if whole else {"changed": _change(self._before, sample)}
+        self._line(line)
+        self._before, self._count = sample, self._count + 1
+
+    def close(self) -> None:
+        """End the file.  Idempotent."""
+        if self._descriptor >= 0:
+            self._put(self._squeeze.flush(zlib.Z_FINISH))
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _open(self, append: bool) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_APPEND if append else os.O_EXCL)
+        try:
+            return os.open(self.path, flags, 0o600)
+        except FileExistsError:
+            raise InvalidRequest(f"{self.path} is there already: name another file, or add --append.") from None
+        except OSError as error:
+            raise InvalidRequest(f"{self.path} cannot be written: {error.strerror}.") from error
+
+    def _begin(self) -> None:
+        self._size = os.fstat(self._descriptor).st_size
+        self._squeeze = zlib.compressobj(9, zlib.DEFLATED, _GZIP)
+        self._before, self._count = None, 0
+        self._line(self._head)
+
+    def _line(self, line: dict[str, Any]) -> None:
+        text = json.dumps(line, separators=(",", ":"), ensure_ascii=True).encode("ascii") + b"\n"
+        self._put(self._squeeze.compress(text) + self._squeeze.flush(zlib.Z_SYNC_FLUSH))
+
+    def _put(self, piece: bytes) -> None:
+        self._size += len(piece)
+        left = memoryview(piece)
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+
+
+def read_tape(path: str) -> Iterator[dict[str, Any]]:
+    """The samples of a recording, the oldest first, up to where it was cut off.
+
+    Raises:
+        BackendError: it cannot be read, is no recording, or of a version that is not known here.
+    """
+    before: Any = None
+    for place, line in enumerate(_lines(path)):
+        try:
+            content = loads(line)
+            if not isinstance(content, dict):
+                raise ValueError("it is no object")
+            if place == 0 and "gpuguard_recording" not in content:
+                raise BackendError(f"{path} is no recording: `gpuguard record {path}` would make one.")
+            if "gpuguard_recording" in content:
+                _check_version(path, content["gpuguard_recording"])
+                before = None
+                continue
+            before = content["whole"] if "whole" in content else _changed(before, content["changed"])
+            if not isinstance(before, dict):
+                raise ValueError("it is no object")
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise BackendError(f"{path}, line {place + 1}: this is no sample: {error!r:.100}.") from None
+        yield before
+
+
+def _check_version(path: str, version: object) -> None:
+    if version != VERSION:
+        raise BackendError(f"{path} is of version {version!r:.20}, and this gpuguard reads {VERSION}: update it.")
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    """The whole lines of a gzip file of any number of members; ends where it is cut off or damaged."""
+    rest = b""
+    try:
+        with builtins.open(path, "rb") as file:
+            for piece in _unzipped(path, file):
+                *lines, rest = (rest + piece).split(b"\n")
+                yield from lines
+                if len(rest) > MAX_LINE:
+                    raise BackendError(f"{path}: a line is longer than any sample.")
+    except OSError as error:
+        raise BackendError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _unzipped(path: str, file: Any) -> Iterator[bytes]:
+    unzip, started = zlib.decompressobj(_GZIP), False
+    data = file.read(_CHUNK)
+    while data:
+        try:
+            piece = unzip.decompress(data, MAX_LINE)
+        except zlib.error as error:
+            if not started:
+                raise BackendError(f"{path} is no recording, which is a gzip file: {error}.") from None
+            return
+        started = True
+        if piece:
+            yield piece
+        data = unzip.unconsumed_tail
+        if unzip.eof:
+            data, unzip = unzip.unused_data, zlib.decompressobj(_GZIP)
+        data = data or file.read(_CHUNK)
+    if not started:
+        raise BackendError(f"{path} is empty: nothing was recorded.")
+
+
+def _change(before: Any, after: Any) -> Any:
+    """What makes *after* of *before*; only for values that differ, or for whole samples."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        change = {key: _change(before.get(key), value) for key, value in after.items() if _differs(before, key, value)}
+        gone = [key for key in before if key not in after]
+        return {**change, _GONE: gone} if gone else change
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        places = (place for place, one in enumerate(after) if one != before[place])
+        return {_ITEMS: {str(place): _change(before[place], after[place]) for place in places}}
+    return {_SET: after} if isinstance(after, dict | list) else after
+
+
+def _differs(before: dict[str, Any], key: str, value: Any) -> bool:
+    # 1 == 1.0 == True for Python, and not for whoever reads the file.
+    return key not in before or before[key] != value or type(before[key]) is not type(value)
+
+
+def _changed(before: Any, change: Any) -> Any:
+    if not isinstance(change, dict):
+        return change
+    if _SET in change:
+        return change[_SET]
+    if _ITEMS in change:
+        items = list(before)
+        for place, one in change[_ITEMS].items():
+            items[int(place)] = _changed(items[int(place)], one)
+        return items
+    whole = {key: value for key, value in before.items() if key not in change.get(_GONE, ())}
+    return whole | {key: _changed(before.get(key), one) for key, one in change.items() if key != _GONE}
+
+
+# Snapshots as plain JSON values and back; what comes from a file is checked field by field.
+#
+# A recording may come from anybody: a text where a number should be must not reach a view or a rule.
+
+
+_NOUNS = (GpuProcess, Device, Gap, ClaimRecord)
+
+
+def pack(noun: object) -> dict[str, Any]:
+    """A noun of the model as plain values, without those that are what they are when nobody says anything."""
+    kind = type(noun)
+    return {name: _plain(value) for name, value in vars(noun).items() if value != getattr(kind, name, _NOTHING)}
+
+
+_NOTHING = object()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return pack(value) if type(value) in _NOUNS else value
+
+
+def unpack(packed: object) -> Snapshot:
+    """The snapshot that pack() made plain, as one of another time.  Raises BackendError."""
+    try:
+        snapshot = decode(Snapshot, packed)
+    except ValueError as error:
+        raise BackendError(f"this recording is damaged: {error}.") from None
+    return replace(snapshot, recorded=True)
 
 
 def open(spec: str = "") -> Replay:

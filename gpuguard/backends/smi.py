@@ -116,7 +116,7 @@ def _anybody(_pid: int) -> bool:
 _Told = tuple[Device, list[Gap]]
 
 PROGRAM_SECONDS = 20.0  # without persistence mode each device is woken up first: 1 to 2 s each
-_ALIVE_SECONDS = 0.4  # how often we say that the program still runs: see isolated.DEVICE_SECONDS
+_ALIVE_SECONDS = 0.4  # how often we say that the program still runs: see client.DEVICE_SECONDS
 _NO_PROGRAM = "there is no program nvidia-smi in the PATH: install the driver, or choose another --backend."
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _READERS: dict[str, Callable[[Sheet], None]] = {

@@ -11,6 +11,7 @@ long.  Does not decide what is too long: see client.
 
 from __future__ import annotations
 
+import atexit
 import marshal
 import os
 import subprocess
@@ -18,8 +19,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any, NoReturn
+from weakref import finalize
 
 from gpuguard import __version__, capabilities
 from gpuguard.backends import open_backend
@@ -27,24 +29,60 @@ from gpuguard.errors import CROWDED, BackendError, GpuguardError
 from gpuguard.model import ClaimRecord, Device, Gap, GpuProcess, Snapshot
 
 LONGEST = 2**26  # bytes of a frame: as a length any four letters are more
+LEAVING_SECONDS = 0.5  # a worker that hangs in the driver never leaves
 
 SentProcesses = dict[str, tuple[GpuProcess, ...]]  # by uuid: the processes of a device that were sent last
 Mark = tuple["int | None", float]  # the index of the device that is read, None: none; and since when (monotonic)
 
 
-@dataclass(frozen=True)
-class Channel:
-    """A worker, and the client's descriptors."""
+_workers: dict[subprocess.Popen[bytes], finalize[..., Any]] = {}  # not reaped yet -> what ends it
 
-    process: subprocess.Popen[bytes]
-    requests: int  # to write to
-    replies: int  # to read from
-    mark: int  # in which the worker marks what it reads
-    life: int  # never written to: when it is closed, the worker ends
+
+class Channel:
+    """A worker, and the client's descriptors.  One that is forgotten or left over at the end of the program is closed.
+
+    Args:
+        process: the worker.
+        requests: to write to.
+        replies: to read from.
+        mark: in which the worker marks what it reads.
+        life: never written to: when it is closed, the worker ends.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], requests: int, replies: int, mark: int, life: int) -> None:
+        self.process, self.requests, self.replies, self.mark = process, requests, replies, mark
+        self._end = finalize(self, os.close, life)
+        self._close = finalize(self, close_all, (requests, replies, mark))
+        self._close.atexit = False  # a thread may still read from them while the program ends
+        if not _workers:
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)
+        _workers[process] = self._end
 
     def close(self) -> None:
-        """End the worker, unless it hangs in the driver; the process is still to be reaped."""
-        close_all((self.requests, self.replies, self.mark, self.life))
+        """End the worker, unless it hangs in the driver; reap() takes note of its end."""
+        self._close()
+        self._end()
+
+
+def reap() -> None:
+    """Reap the workers that have ended.
+
+    Never a blocking wait: a worker in an uninterruptible driver call ends only when the driver lets it.
+    """
+    for process in tuple(_workers):
+        if process.poll() is not None:
+            _workers.pop(process, None)
+
+
+def _end_all() -> None:
+    """End what is left when the program ends, and reap what ends in time."""
+    until = time.monotonic() + LEAVING_SECONDS
+    for end in tuple(_workers.values()):
+        end()
+    for process in tuple(_workers):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until - time.monotonic()))
 
 
 def start(name: str) -> Channel:
@@ -69,8 +107,9 @@ def start(name: str) -> Channel:
     except OSError:
         close_all(opened)
         raise
+    channel = Channel(process, request_write, reply_read, mark, life_write)
     close_all((request_read, reply_write, life_read))
-    return Channel(process, request_write, reply_read, mark, life_write)
+    return channel
 
 
 def start_interpreter(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpuguard.backends.recording import pack as pack_noun
-from gpuguard.backends.recording import read_tape
-from gpuguard.backends.recording import unpack as unpack_snapshot
+from gpuguard.backends.replay import pack as pack_noun
+from gpuguard.backends.replay import read_tape
+from gpuguard.backends.replay import unpack as unpack_snapshot
 from gpuguard.errors import BackendError
 from gpuguard.model import ProcessStat
 from gpuguard.policies.view import HostUse, RuleView

@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _record(args: argparse.Namespace, backend: Backend, every: float, lasting: float | None, most: int | None,
             stop: threading.Event) -> int:  # fmt: skip
-    from gpuguard.backends.recording import TapeWriter
+    from gpuguard.backends.replay import TapeWriter
     from gpuguard.backtest.masking import Mask
     from gpuguard.backtest.recording import pack
     from gpuguard.watchdog import ViewReader

@@ -27,8 +27,8 @@ from gpuguard.claims.records import read_record
 from gpuguard.cli import deny
 from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
 from gpuguard.cli.parser import SubcommandRow, add_actions
-from gpuguard.clusters import slurm_jobs
-from gpuguard.clusters.slurm_jobs import Allocation
+from gpuguard.clusters import slurm
+from gpuguard.clusters.slurm import Allocation
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history import audit_log
 from gpuguard.jobs import adopt, slurm_claim
@@ -160,7 +160,7 @@ def _prolog_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _prolog(args: argparse.Namespace) -> int:
-    given = slurm_jobs.allocation(os.environ)
+    given = slurm.allocation(os.environ)
     wait = quantity("--wait", args.wait, parse_duration) or 0.0
     if not given.gpus:
         return 0
@@ -218,7 +218,7 @@ def _claimed(args: argparse.Namespace, given: Allocation, wait: float) -> Claim:
 
 
 def _epilog(args: argparse.Namespace) -> int:
-    given = slurm_jobs.allocation(os.environ)
+    given = slurm.allocation(os.environ)
     _refuse_other_than_root(args)
     if slurm_claim.end_claim(directory_of(args), given) is None and given.gpus:
         time.sleep(FORGOTTEN_SECONDS)
@@ -230,7 +230,7 @@ def _task_prolog(args: argparse.Namespace) -> int:
     job = os.environ.get("SLURM_JOB_ID", "")
     if not job.isdecimal() or not any(name in os.environ for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS")):
         return 0
-    claim = read_record(directory_of(args), os.geteuid(), slurm_jobs.claim_id(job))
+    claim = read_record(directory_of(args), os.geteuid(), slurm.claim_id(job))
     if claim is None:
         # Another job may have them: no prolog ran, or its claim was taken away.
         reason = f"the GPUs of job {job} are not claimed for it, so nothing starts on them"
@@ -249,7 +249,7 @@ def _refuse_other_than_root(args: argparse.Namespace) -> None:
 
 def _put_back(given: Allocation, reason: str) -> tuple[str, bool]:
     """Have the job put back, with the reason where its owner and the admin look for it: (what was done, whether)."""
-    done = slurm_jobs.put_back(given, reason)
+    done = slurm.put_back(given, reason)
     outcome = done or "not put back"
     _log("slurm", outcome, given, reason)
     return outcome, bool(done)

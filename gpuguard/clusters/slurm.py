@@ -1,8 +1,13 @@
-"""Slurm: a job gets what Slurm gave it; a job that got no GPU must not take what is there.
+"""Slurm: what a job may use, what programs on a node are told about jobs, and Slurm's queue.
 
-CUDA_VISIBLE_DEVICES says which, where it is set (see cuda).  SLURM_STEP_GPUS and SLURM_JOB_GPUS carry the numbers of
-the whole machine, so they are read only where the job sees more devices than it was given: where Slurm hides the
-others (ConstrainDevices), the visible ones are numbered from 0 again and all of them are the job's.
+A job gets what Slurm gave it; a job that got no GPU must not take what is there.  CUDA_VISIBLE_DEVICES says which,
+where it is set (see visible_devices).  SLURM_STEP_GPUS and SLURM_JOB_GPUS carry the numbers of the whole machine, so
+they are read only where the job sees more devices than it was given: where Slurm hides the others (ConstrainDevices),
+the visible ones are numbered from 0 again and all of them are the job's.
+
+Who belongs to a job is told by its slurmstepd: a process of root's, which Slurm starts for each step on each node and
+which ends after the last process of the step.  A process's environment is its owner's, and says nothing.
+Does not claim anything: see jobs/slurm_claim.  For the whole node see slurm_node.
 """
 
 from __future__ import annotations
@@ -11,17 +16,25 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from gpuguard.clusters import slurm_jobs, slurm_node, visible_devices
+from gpuguard.clusters import slurm_node, visible_devices
+from gpuguard.clusters.slurm_node import OVER, SECONDS, SlurmReply, run_slurm
+from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.model import Device
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from gpuguard.procfs import read_proc, uid_behind
 
 _MOST = 1024  # GPUs of a node
 GPU_VARIABLES = (visible_devices.CUDA_VARIABLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
+_TITLE = re.compile(rb"slurmstepd: \[(\d+)(?:\+\d+)?\.([\w+]+)\]")
+QUEUE_SECONDS = 5.0  # people wait for it
+_COLUMNS = {
+    "JobArrayID": 40, "UserName": 40, "State": 20, "tres-per-node": 60, "tres-per-job": 60, "Reason": 60,
+    "SubmitTime": 24, "StartTime": 24, "NodeList": 60, "Name": 200,
+}  # fmt: skip
+# What follows a line break in a name is shorter than all that stands before the name, and no line of a job's.
+_LEAST = sum(_COLUMNS.values()) - _COLUMNS["Name"]
 
 
 def allowed(environ: Mapping[str, str], devices: Sequence[Device]) -> tuple[tuple[str, ...], str] | None:
@@ -79,18 +92,192 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) < 10  # Python makes none of 5,000 digits
 
 
-# The jobs that want or have GPUs by Slurm, as `squeue` lists them: to show them beside the line and the claims.
-#
-# Does not order or judge them: that is Slurm's.
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm has given to a job on this node, as it tells a prolog.
+
+    Args:
+        job: its number.
+        uid: of its owner.
+        gpus: numbers of device files, or uuids of MIG instances.
+        restarts: how often it was put back into the queue.
+    """
+
+    job: str
+    uid: int
+    gpus: tuple[str, ...]
+    restarts: int = 0
+
+    @property
+    def claim(self) -> str:
+        """The id of its claim."""
+        return claim_id(self.job)
 
 
-SECONDS = 5.0  # people wait for it
-_COLUMNS = {
-    "JobArrayID": 40, "UserName": 40, "State": 20, "tres-per-node": 60, "tres-per-job": 60, "Reason": 60,
-    "SubmitTime": 24, "StartTime": 24, "NodeList": 60, "Name": 200,
-}  # fmt: skip
-# What follows a line break in a name is shorter than all that stands before the name, and no line of a job's.
-_LEAST = sum(_COLUMNS.values()) - _COLUMNS["Name"]
+def claim_id(job: str) -> str:
+    """``"slurm12"``: of the claim for the devices of job 12."""
+    return f"slurm{job}"
+
+
+def job_of_claim(claim: str) -> str | None:
+    """The number of the job whose claim has that id, or in which it was made; None for claims of no job.
+
+    ``slurm12`` is the prolog's, ``slurm12.5f0e`` lies inside of it, and a program made ``slurm12-5f0e`` without one.
+    """
+    found = re.fullmatch(r"slurm([0-9]{1,10})(?:[.-][\w.]+)?", claim)
+    return found[1] if found else None
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation:
+    """What the environment of a prolog or an epilog says.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    job, uid = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_JOB_UID", environ.get("SLURM_UID", ""))
+    if not job.isdecimal() or not uid.isdecimal():
+        raise InvalidRequest(
+            "SLURM_JOB_ID and SLURM_JOB_UID are not set: slurmd calls this, as Prolog= and Epilog= in slurm.conf.  "
+            "`gpuguard slurm setup --print` shows the lines."
+        )
+    gpus = tuple(part for part in environ.get("SLURM_JOB_GPUS", "").split(",") if part)
+    restarts = environ.get("SLURM_JOB_RESTART_COUNT", "0")
+    return Allocation(job, int(uid), gpus, int(restarts) if restarts.isdecimal() else 0)
+
+
+def devices_of(gpus: Sequence[str], devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices that Slurm means: its numbers are those of the files /dev/nvidiaN.
+
+    Raises:
+        ClaimError: one cannot be found.
+    """
+    whole = [device for device in devices if device.parent_uuid is None]
+    by_file = all(device.minor_number is not None for device in whole)
+    named = {str(device.minor_number if by_file else device.index): device for device in whole}
+    named |= {device.uuid: device for device in devices}
+    found = []
+    for gpu in gpus:
+        if gpu not in named:
+            shown = ", ".join(sorted(name for name in named if name.isdecimal())) or "none"
+            raise ClaimError(f"Slurm's GPU {gpu} is none of the driver's ({shown}): do gres.conf and machine agree?")
+        found.append(named[gpu])
+    divided = {device.parent_uuid for device in devices}
+    if whole_one := next((device for device in found if device.uuid in divided), None):
+        raise ClaimError(f"GPU {whole_one.index} is divided into MIG instances, and Slurm does not say which it means.")
+    return tuple(found)
+
+
+def steps(job: str | None = None) -> dict[int, tuple[str, str]]:
+    """pid -> (job, step) of the living slurmstepd, of one job or of all; the step is "0", "batch", "extern" ..."""
+    found = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        step = step_of(int(name))
+        if step and job in (None, step[0]):
+            found[int(name)] = step
+    return found
+
+
+def step_of(pid: int) -> tuple[str, str] | None:
+    """The job and the step for which a process is slurmstepd; None when it is none."""
+    # Its title is written over its command line.  Only root's counts: anybody can call himself so, and a program of
+    # root's with the set-user-ID bit, too.
+    if uid_behind(pid) not in (0, os.getuid()):
+        return None
+    title = _TITLE.match(read_proc(f"/proc/{pid}/cmdline", 200) or b"")
+    return (title[1].decode(), title[2].decode()) if title else None
+
+
+def told(job: str) -> tuple[str, SlurmReply | None]:
+    """The word by which Slurm means this job alone, and what it says of it; None where that is not certain.
+
+    One task of an array bears the number of the array: `scancel 12` ends all tasks, `scancel 12_3` that one.
+    """
+    answer = run_slurm("scontrol", "show", "job", "-o", job)
+    if answer is None or answer.status:
+        return job, answer
+    # Of an array all tasks are told.  What users write into their jobs can only add lines, and then none is certain.
+    rows = set(re.findall(rf"^JobId={job} (?:ArrayJobId=(\S+) ArrayTaskId=(\S+) )?", answer.output, re.MULTILINE))
+    if len(rows) != 1:
+        return job, None
+    array, task = rows.pop()
+    if not array:
+        return job, answer
+    answer = run_slurm("scontrol", "show", "job", "-o", f"{array}_{task}")
+    return f"{array}_{task}", answer if answer and answer.output.startswith(f"JobId={job} ") else None
+
+
+def is_over(given: Allocation) -> bool | None:
+    """Whether the controller knows that the job does not have its devices any more; None: it does not say."""
+    _, answer = told(given.job)
+    if answer is None:
+        return None
+    if answer.status:
+        return True if "Invalid job id" in answer.fault else None
+    # What users write into their jobs can only add to these, and then nothing is certain.
+    states, restarts = (set(re.findall(rf"(?:^|\s){name}=(\w+)", answer.output)) for name in ("JobState", "Restarts"))
+    if len({state in OVER for state in states}) != 1 or len(restarts) > 1:
+        return None
+    return states <= OVER or (restarts or {"0"}) != {str(given.restarts)}
+
+
+def job_of(pids: Sequence[int]) -> str | None:
+    """The job of a process, by the first slurmstepd among it and its ancestors, or by its cgroup; None: of no job."""
+    for pid in pids:
+        if step := step_of(pid):
+            return step[0]
+    try:
+        with open(f"/proc/{pids[0]}/cgroup", encoding="utf-8", errors="replace") as lines:
+            found = re.search(r"/slurm[^\n]*/job_(\d+)(?:/|$)", lines.read(), re.MULTILINE)
+    except (OSError, IndexError):
+        return None
+    return found[1] if found else None
+
+
+def against_cancelling(job: str | None, uid: int | None) -> str | None:
+    """Why the job must not be cancelled for what a user does; None when it is his and runs."""
+    if job is None:
+        return "it belongs to no Slurm job"
+    _, answer = told(job)
+    if answer is None or answer.status:
+        return f"Slurm says nothing certain about job {job}: {answer.reason if answer else 'it does not answer'}"
+    # What users write into their jobs can only add to these, and then nobody is meant.
+    if set(re.findall(r"(?:^|\s)UserId=\S*\((\d+)\)", answer.output)) != {str(uid)}:
+        return f"job {job} is not the one of uid {uid}"
+    states = set(re.findall(r"(?:^|\s)JobState=(\w+)", answer.output))
+    return None if states == {"RUNNING"} else f"job {job} does not run"
+
+
+def cancel(job: str) -> str | None:
+    """End a job; None when Slurm does it, else why not."""
+    word, known = told(job)
+    answer = run_slurm("scancel", word) if known and not known.status else None
+    if answer is None:
+        return f"Slurm cannot be called, or does not answer in {SECONDS:.0f} s: try `scancel {word}` by hand"
+    return f"scancel fails ({answer.reason}): try `scancel {word}` by hand" if answer.status else None
+
+
+def contains() -> bool:
+    """Whether each job has a slurmstepd from its first to its last moment on a node: PrologFlags=Contain."""
+    answer = run_slurm("scontrol", "show", "config")
+    return bool(answer and re.search(r"^PrologFlags\s*=.*\bContain\b", answer.output, re.MULTILINE))
+
+
+def put_back(given: Allocation, reason: str) -> str | None:
+    """Have a job that must not start here put back into the queue, or ended where Slurm cannot do that (srun, salloc).
+
+    The reason stands in its AdminComment then.
+
+    Returns:
+        "requeued" or "cancelled"; None when Slurm did neither.
+    """
+    job, _ = told(given.job)
+    run_slurm("scontrol", "update", f"JobId={job}", f"AdminComment=gpuguard: {reason}"[:1000])
+    answer = run_slurm("scontrol", "requeue", job)
+    if answer and answer.status == 0:
+        return "requeued"
+    run_slurm("scontrol", "notify", job, f"gpuguard: {reason}"[:1000])
+    answer = run_slurm("scancel", job)
+    return "cancelled" if answer and answer.status == 0 else None
 
 
 @dataclass(frozen=True)
@@ -116,9 +303,9 @@ def is_here() -> bool:
 def jobs() -> tuple[Queued, ...] | str:
     """Those that want or have GPUs, as Slurm orders them; or why it does not tell."""
     columns = ",".join(f"{name}:{width}" for name, width in _COLUMNS.items())
-    answer = slurm_jobs.run_scontrol("squeue", "-h", "-a", "-O", columns, seconds=SECONDS)
+    answer = run_slurm("squeue", "-h", "-a", "-O", columns, seconds=QUEUE_SECONDS)
     if answer is None or answer.status:
-        return (answer.fault.splitlines() or ["it fails"])[-1] if answer else f"no answer in {SECONDS:.0f}s"
+        return (answer.fault.splitlines() or ["it fails"])[-1] if answer else f"no answer in {QUEUE_SECONDS:.0f}s"
     return tuple(job for line in answer.output.split("\n") if (job := _job(line.encode())))
 
 

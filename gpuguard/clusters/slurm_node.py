@@ -22,19 +22,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gpuguard.model import Device, Snapshot
+from gpuguard.sanitize import neutralise
 
 # A node has one of these; the last is that of a cluster whose nodes fetch their configuration.
 TRACES = (
     "/run/slurmd.pid", "/run/slurm/slurmd.pid", "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf",
     "/run/slurm/conf/slurm.conf", "/var/spool/slurmd/conf-cache/slurm.conf",
 )  # fmt: skip
+SECONDS = 20.0  # for an answer of the controller
 ASK_SECONDS = 30.0  # between two questions; the controller answers with all jobs of the cluster
 REST = 50.0  # and at least so many times as long as the last answer took: a large cluster is asked more rarely
-TIMEOUT_SECONDS = 15.0
+TIMEOUT_SECONDS = 15.0  # and for one with all jobs
 STALE_SECONDS = 180.0  # after which an answer says nothing any more
 TICKS_SECONDS = 2.0  # a process that started so shortly before the question may be of a job that was not in it
 
-_OVER = frozenset({
+OVER = frozenset({
     "PENDING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
     "OUT_OF_MEMORY", "REVOKED", "SPECIAL_EXIT", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED",
 })  # fmt: skip
@@ -94,7 +96,7 @@ def jobs_on(text: str, node: str) -> tuple[Job, ...]:
         states = re.findall(r"(?:^|\s)JobState=(\w+)", line)
         listed = any(is_in(node, found) for found in re.findall(r"(?:^|\s)NodeList=(\S+)", line))
         details = [gres for found, gres in _DETAIL.findall(line) if is_in(node, found)]
-        if (not details and not listed) or (states and _OVER.issuperset(states)):
+        if (not details and not listed) or (states and OVER.issuperset(states)):
             continue
         told = [numbers for gres in details for numbers in _gpus_in(gres)]
         known = bool(details) and None not in told
@@ -177,25 +179,46 @@ def is_here(root: str = "/") -> bool:
     return any(os.path.exists(os.path.join(root, trace.lstrip("/"))) for trace in TRACES)
 
 
-def scontrol(*words: str) -> str | None:
-    """What `scontrol` answers; None when it does not."""
+@dataclass(frozen=True)
+class SlurmReply:
+    """What a command of Slurm's said."""
 
-    program = shutil.which("scontrol") or shutil.which("scontrol", path="/usr/local/bin:/opt/slurm/bin")
+    status: int
+    output: str
+    fault: str
+
+    @property
+    def reason(self) -> str:
+        """Why it failed: the first line of what it complained of, made harmless."""
+        return neutralise(self.fault.partition("\n")[0]) or f"it ends with {self.status}"
+
+
+def run_slurm(*words: str, seconds: float = SECONDS) -> SlurmReply | None:
+    """What a command of Slurm's answers; None when it cannot be started, or hangs."""
+    program = shutil.which(words[0]) or shutil.which(words[0], path="/usr/bin:/usr/local/bin:/opt/slurm/bin")
     if program is None:
         return None
     environment = {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
     try:
         done = subprocess.run(
-            [program, *words],
-            env={**environment, "LC_ALL": "C.UTF-8"},
+            [program, *words[1:]],
+            env={"PATH": os.defpath, **environment, "LC_ALL": "C.UTF-8"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=TIMEOUT_SECONDS,
+            timeout=seconds,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+    return SlurmReply(
+        done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip()
+    )
+
+
+def scontrol(*words: str) -> str | None:
+    """What `scontrol` answers; None when it does not."""
+    reply = run_slurm("scontrol", *words, seconds=TIMEOUT_SECONDS)
+    return reply.output if reply and reply.status == 0 else None
 
 
 class SlurmNode:

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 from gpuguard.claims import release, restrictions
 from gpuguard.claims.records import RELEASED, ReleaseRequest
 from gpuguard.claims.release import LockHandle
-from gpuguard.clusters import slurm_jobs
+from gpuguard.clusters import slurm
 from gpuguard.enforcement import identity, preflight, signals
 from gpuguard.enforcement.limits import HOUR, LIMITS, UNKILLABLE_SECONDS, FailedCheck, PastAction, facts_of
 from gpuguard.enforcement.preflight import CHECKPOINT_SIGNALS, ActionContext, Preflight, ProcessTarget
@@ -189,7 +189,7 @@ def _cancel(target: Preflight) -> Result:
     job = preflight.slurm_job(target)
     # Asked after that: as long as it lives no other process has its pid.
     ended = job is None or (target.process is not None and identity.has_ended(target.pidfd))
-    fault = "its job has ended" if ended or job is None else slurm_jobs.cancel(job)
+    fault = "its job has ended" if ended or job is None else slurm.cancel(job)
     return (FAILED, fault) if fault else (SENT if target.process else DONE, "")
 
 

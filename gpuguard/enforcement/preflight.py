@@ -21,7 +21,7 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.probe import probe
 from gpuguard.claims.records import read_record
 from gpuguard.claims.release import LockHandle, NotPermitted, computing_under, lock_handle
-from gpuguard.clusters import slurm_jobs
+from gpuguard.clusters import slurm
 from gpuguard.deadline import in_time
 from gpuguard.device_state import idle_limit
 from gpuguard.enforcement import identity
@@ -224,9 +224,9 @@ def checkpoint_signal(verdict: Verdict) -> int:
 def slurm_job(target: Preflight) -> str | None:
     """The Slurm job that the process or the claim belongs to."""
     if target.claim:
-        return slurm_jobs.job_of_claim(target.claim.id)
+        return slurm.job_of_claim(target.claim.id)
     pid = target.identity[0]
-    return slurm_jobs.job_of((pid, *procfs.ancestors(pid)))
+    return slurm.job_of((pid, *procfs.ancestors(pid)))
 
 
 @contextmanager
@@ -497,7 +497,7 @@ def _catches(target: Preflight) -> str | None:
 def _slurm(target: Preflight) -> str | None:
     if target.verdict.action != "cancel":
         return None
-    return slurm_jobs.against_cancelling(slurm_job(target), target.uid)
+    return slurm.against_cancelling(slurm_job(target), target.uid)
 
 
 def _claim(target: Preflight) -> str | None:

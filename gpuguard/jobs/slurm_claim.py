@@ -26,8 +26,8 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.records import RELEASED, ReleaseRequest, read_record
 from gpuguard.claims.release import lock_handle
 from gpuguard.claims.restrictions import restrictions_against
-from gpuguard.clusters import slurm_jobs
-from gpuguard.clusters.slurm_jobs import Allocation
+from gpuguard.clusters import slurm
+from gpuguard.clusters.slurm import Allocation
 from gpuguard.enforcement import actions, signals
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
 from gpuguard.lock import Allocator, has_queue
@@ -62,7 +62,7 @@ def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation,
     deadline = time.monotonic() + wait
     while True:
         snapshot = backend.sample({PROCESSES, PROCESS_DETAILS, HEALTH, MODEL} | fields_needed(Request()))
-        wanted = slurm_jobs.devices_of(given.gpus, snapshot.devices)
+        wanted = slurm.devices_of(given.gpus, snapshot.devices)
         uuids = tuple(device.uuid for device in wanted)
         request = Request(num_gpus=len(uuids), devices=uuids)
         is_reserved = has_queue(directory, ("reserve.",))
@@ -109,13 +109,13 @@ class JobSteps:
 
     def refresh(self) -> None:
         """Find those that have started since."""
-        for pid, (_, step) in slurm_jobs.steps(self.job).items():
+        for pid, (_, step) in slurm.steps(self.job).items():
             if pid in self.pidfds.values():
                 continue
             with suppress(OSError):
                 pidfd = os.pidfd_open(pid)
                 # Read behind the pidfd: it is the one that the pidfd means.
-                if slurm_jobs.step_of(pid) != (self.job, step):
+                if slurm.step_of(pid) != (self.job, step):
                     os.close(pidfd)
                     continue
                 self.pidfds[pidfd] = pid
@@ -159,9 +159,9 @@ def hold(claim: Claim, given: Allocation, woken: int) -> str:
             return "the job has no slurmstepd any more, and no epilog came"
         elif now >= check_at:
             check_at = now + CONTROLLER_SECONDS
-            if slurm_jobs.is_over(given):
+            if slurm.is_over(given):
                 return "the job is over, says Slurm, and no epilog came"
-            if slurm_jobs.contains():
+            if slurm.contains():
                 return "the job has got no slurmstepd, and no epilog came"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpuguard import device_state
-from gpuguard.clusters.slurm_jobs import job_of_claim
+from gpuguard.clusters.slurm import job_of_claim
 from gpuguard.device_state import DeviceUse, claims_readable, computes
 from gpuguard.metrics.facts import ECC_FIELDS, ERROR_FIELDS, Action, MetricFacts
 from gpuguard.model import Device, Snapshot

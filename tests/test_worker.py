@@ -1,24 +1,27 @@
-"""The process border: a driver that hangs or crashes costs one device, never the reader."""
+"""The worker that reads the devices: a driver that hangs or crashes costs one device, never the client."""
 
 from __future__ import annotations
 
+import errno
 import marshal
 import os
+import select
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
-from nodes import beginning_with, eventually
+from nodes import beginning_with, change, eventually, start
 
 from gpuguard.backends import client, open_backend, worker
 from gpuguard.backends.client import WorkerBackend, open_worker
-from gpuguard.errors import BackendError, InvalidRequest
+from gpuguard.errors import BackendError, DriverUnresponsive, InvalidRequest
 from gpuguard.model import ALL_FIELDS, MEMORY, SELECT_FIELDS, WHO_FIELDS, Gap, Snapshot
 
 SIM = [sys.executable, "-m", "gpuguard", "sim"]
@@ -233,7 +236,7 @@ def test_a_device_is_not_late_because_those_before_it_were_slow(
 
 
 @pytest.mark.parametrize("index", [0, 3])
-def test_a_sampler_that_is_killed_while_it_reads_costs_the_device_that_it_read(node: str, index: int) -> None:
+def test_a_worker_that_is_killed_while_it_reads_costs_the_device_that_it_read(node: str, index: int) -> None:
     sim("fault", "--device", str(index), "hang")
     source = open_worker(node)
     channel = source._channel
@@ -252,15 +255,15 @@ def test_a_sampler_that_is_killed_while_it_reads_costs_the_device_that_it_read(n
 
 @pytest.fixture
 def silent() -> Iterator[worker.Channel]:
-    """A sampler that says nothing: a process that sleeps."""
+    """A worker that says nothing: a process that sleeps."""
     process = subprocess.Popen(["sleep", "600"])
     requests, replies = os.pipe()
     place = os.memfd_create("place")
-    yield worker.Channel(process, replies, requests, place, -1)
+    channel = worker.Channel(process, replies, requests, place, os.dup(place))
+    yield channel
     process.kill()
     process.wait()
-    for each in (requests, replies, place):
-        os.close(each)
+    channel.close()
 
 
 def test_who_marks_a_device_in_time_is_waited_for(silent: worker.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +289,7 @@ def test_a_mark_that_was_read_half_blames_nobody_and_holds_up_nobody(
     assert client._overdue(silent, 0.01) == (2, begun)
 
 
-def test_a_device_is_not_blamed_when_the_sampler_goes_on_to_the_next_while_it_is_judged(
+def test_a_device_is_not_blamed_when_the_worker_goes_on_to_the_next_while_it_is_judged(
     silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, moment = time.monotonic(), [1, 1, 2]
@@ -295,7 +298,7 @@ def test_a_device_is_not_blamed_when_the_sampler_goes_on_to_the_next_while_it_is
     assert client._overdue(silent, 0.01) == (2, begun)
 
 
-def test_a_sampler_that_gets_no_cpu_has_a_grace_and_no_more(
+def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(
     silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "STARVED_SECONDS", 0.5)
@@ -326,29 +329,16 @@ def test_a_mark_says_which_device_and_since_when(silent: worker.Channel, index: 
     assert (told[0], before <= told[1] <= time.monotonic()) == (index, True)
 
 
-def test_one_look_wakes_the_reader_once(node: str) -> None:
-    """The others go on in the time that it has waited; each wake-up costs a tenth of a millisecond."""
-    source = open_worker(node)
-    source.sample(WHO_FIELDS)
-    channel = source._channel
-    assert channel
-    worker.send(channel.requests, (tuple(WHO_FIELDS), None, (), False))
-    kind = worker.receive(channel.replies)[0]
-    source.close()
-
-    assert kind == "snapshot"
-
-
 @pytest.mark.parametrize("hang", [False, True])
-def test_the_sampler_ends_with_its_reader_however_that_ends_even_while_a_call_hangs(node: str, hang: bool) -> None:
+def test_the_worker_ends_with_its_reader_however_that_ends_even_while_a_call_hangs(node: str, hang: bool) -> None:
     if hang:
         sim("fault", "--device", "0", "hang")
     code = (
-        "import sys; from gpuguard.backends.client import open_worker as open_isolated\n"
-        "source = open_isolated(sys.argv[1])\n"
+        "import sys; from gpuguard.backends.client import open_worker\n"
+        "source = open_worker(sys.argv[1])\n"
         "print(source._channel.process.pid, flush=True)\n"
-        "from gpuguard.backends import worker as sampler\n"
-        "sampler.send(source._channel.requests, (('memory',), None, ()))\n"
+        "from gpuguard.backends import worker\n"
+        "worker.send(source._channel.requests, (('memory',), None, ()))\n"
         "input()"
     )
     reader = subprocess.Popen(
@@ -362,7 +352,7 @@ def test_the_sampler_ends_with_its_reader_however_that_ends_even_while_a_call_ha
     assert eventually(lambda: not runs(child))
 
 
-def test_the_sampler_holds_nothing_of_its_parent(node: str) -> None:
+def test_the_worker_holds_nothing_of_its_parent(node: str) -> None:
     held, other = os.pipe()
     os.set_inheritable(held, True)
     source = open_worker(node)
@@ -399,3 +389,158 @@ def test_who_looks_again_and_again_leaves_no_zombies(node: str) -> None:
 
     left = [pid for pid in samplers if Path(f"/proc/{pid}").exists()]
     assert left == samplers[-1:] or left == []
+
+
+def test_workers_that_nobody_closes_are_reaped_when_the_program_ends(node: str) -> None:
+    code = (
+        "import sys; from gpuguard.backends.client import open_worker\n"
+        "kept, forgotten = open_worker(sys.argv[1]), open_worker(sys.argv[1])\n"
+        "kept.sample(('memory',))\n"
+        "print(kept._channel.process.pid, forgotten._channel.process.pid)\n"
+        "del forgotten"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code, node], capture_output=True, text=True, check=True
+    )
+
+    assert done.stderr == ""
+    assert not any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split())
+
+
+# Before a worker is ready it is asked already, and may end, be of another version, or never be.
+
+
+@pytest.mark.parametrize("told", [("ready",), ("ready", "9.9")], ids=["before it was told", "9.9"])
+def test_a_worker_of_another_version_is_not_believed(told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    requests_read, requests = os.pipe()
+    replies, replies_write = os.pipe()
+    life, life_held = os.pipe()
+    worker.send(replies_write, told)
+    channel = worker.Channel(subprocess.Popen(["true"]), requests, replies, os.memfd_create("mark"), life_held)
+    monkeypatch.setattr(worker, "start", lambda name: channel)
+    source = WorkerBackend("nvml")
+
+    with pytest.raises(BackendError, match=r"was installed while.*Start it again; the guard by `systemctl restart"):
+        source.sample(SELECT_FIELDS)
+    channel.process.wait()
+    assert os.read(life, 1) == b""  # which ends a worker
+    for each in (requests_read, replies_write, life):
+        os.close(each)
+
+
+def test_a_worker_that_has_ended_before_it_is_asked_has_said_why() -> None:
+    source = open_worker("nothing")
+    assert source._channel
+    end = os.pidfd_open(source._channel.process.pid)
+    assert select.select([end], [], [], 30)[0]
+    os.close(end)
+
+    with pytest.raises(InvalidRequest, match="no backend 'nothing'"):
+        source.sample(SELECT_FIELDS)
+
+
+def test_a_worker_that_never_becomes_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(client, "INIT_SECONDS", 0.2)
+    told: list[str] = []
+    reply, _hold = os.pipe()
+    requests, write = os.pipe()
+    place = os.memfd_create("place")
+    channel = worker.Channel(subprocess.Popen(["sleep", "600"]), write, reply, place, os.dup(place))
+    monkeypatch.setattr(worker, "start", lambda name: channel)
+    source = WorkerBackend("nvml", told.append)
+    with pytest.raises(DriverUnresponsive, match="did not initialise"):
+        source.sample(SELECT_FIELDS)
+    os.close(requests)
+    os.close(_hold)
+    channel.process.kill()
+    channel.process.wait()
+
+    assert len(told) == 1
+
+
+def full(*_: object, **__: object) -> None:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def test_a_worker_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard tries it again and again; with all descriptors gone it was blind for good."""
+    monkeypatch.setattr(subprocess, "Popen", full)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(BlockingIOError):
+        worker.start("simulated")
+
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_worker_that_cannot_be_started_again_is_a_driver_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job of a `gpuguard run` lost its wrapper, with its limits, and who waited his place in line."""
+    start(str(tmp_path / "node"))
+    with open_worker(f"simulated:{tmp_path / 'node'}") as source:
+        assert samples(source)
+        source.close()  # as when it has died
+        with monkeypatch.context() as crowded:
+            crowded.setattr(subprocess, "Popen", full)
+            with pytest.raises(BackendError, match=r"no further process.*see `ulimit -u`"):
+                source.sample({MEMORY})
+
+        assert samples(source)
+
+
+def test_a_worker_that_may_start_no_thread_does_not_blame_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowded = (
+        'import threading\ndef full(*_):\n    raise RuntimeError("can\'t start new thread")\n'
+        "threading.Thread.start = full"
+    )
+    monkeypatch.setattr(worker, "interpreter", beginning_with(crowded))
+
+    with open_worker("simulated") as source, pytest.raises(BackendError, match="see `ulimit -u`"):
+        source.sample(SELECT_FIELDS)
+
+
+@contextmanager
+def a_library_that_prints(place: Path, text: bytes) -> Iterator[WorkerBackend]:
+    """A source that has answered, and *text* in front of its next answer."""
+    start(str(place / "node"))
+    with open_worker(f"simulated:{place / 'node'}") as source:
+        assert source.sample({MEMORY}).devices and source._channel
+        with open(f"/proc/{source._channel.process.pid}/fd/1", "wb", buffering=0) as out:
+            out.write(text)
+        yield source
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"ok\n\x00",
+        b"\x00",
+        b"\x00\x00\x00\x02",
+        b"Loading the driver ...\n",
+        b"\x09\x00\x00\x00garbage..",
+        b"\x02\x00\x00\x00((more",
+    ],
+)
+def test_what_a_library_prints_into_the_pipe_blinds_nobody_for_long(tmp_path: Path, text: bytes) -> None:
+    with a_library_that_prints(tmp_path, text) as source:
+        with suppress(BackendError):
+            source.sample({MEMORY})
+
+        assert eventually(lambda: samples(source))
+
+
+def samples(source: WorkerBackend) -> bool:
+    try:
+        # The device that was just being read is suspected of it, and left out for a while.
+        return sum(device.memory_used is not None for device in source.sample({MEMORY}).devices) >= 3
+    except BackendError:
+        return False
+
+
+@pytest.mark.parametrize("text", [b".", b"\x10\x00\x00\x00half"])
+def test_a_driver_that_prints_and_then_hangs_keeps_nobody_waiting(tmp_path: Path, text: bytes) -> None:
+    with a_library_that_prints(tmp_path, text) as source:
+        change(str(tmp_path / "node"), 0, faults=("hang",))
+
+        assert source.sample({MEMORY}).devices[0].problems == ("unresponsive",)
