@@ -103,12 +103,12 @@ def test_a_shared_job_ends_at_once_although_a_neighbour_leaves_its_memory_behind
 
 def test_the_share_of_a_killed_wrapper_lasts_as_long_as_its_job(node: Node) -> None:
     with node.job(60, 10) as wrapper:
-        job = children(wrapper.pid)
+        job = job_of(wrapper.pid)
         wrapper.kill()
         wrapper.wait()
         refused = node.gpuguard("run", "--no-wait", "--share", "--memory", "30GiB", "--", "true")
         fits = node.gpuguard("run", "--no-wait", "--share", "--memory", "5GiB", "--", "true")
-        os.kill(job[0], signal.SIGKILL)
+        os.kill(job, signal.SIGKILL)
         alone = until(lambda: node.gpuguard("run", "--no-wait", "--", "true").returncode == 0)
 
     assert (refused.returncode, fits.returncode, alone) == (75, 0, True)
@@ -148,10 +148,11 @@ def test_the_summary_tells_what_the_job_used_and_not_what_its_neighbours_did(nod
     assert (facts["peak_memory_bytes"], facts.get("mean_utilization_percent")) == (3 * GIB, None)
 
 
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    names = {int(task): Path(f"/proc/{task}/cmdline").read_bytes() for task in tasks}
-    return [task for task, name in names.items() if b"--share" not in name]
+def job_of(wrapper: int) -> int:
+    """The child that is the job: the other one reads the devices."""
+    children = Path(f"/proc/{wrapper}/task/{wrapper}/children").read_text().split()
+    (job,) = (pid for pid in children if b"sim\0use" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return int(job)
 
 
 # Two users
