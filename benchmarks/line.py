@@ -34,17 +34,17 @@ WAITER = """
 import os, sys
 from dataclasses import replace
 from gpuguard.claims import claim as hold
-from gpuguard.queue import leader as leading, backfill as plan, explain as turn, waiter as waiting
-read = turn.read_queue_settings
+from gpuguard.queue import leader as leading, backfill as plan, waiter as waiting
+read = waiting.read_queue_settings
 def impatient():
     site = read()
     return replace(site, rules=replace(site.rules, bound=float(os.environ["BOUND"])))
-turn.read_queue_settings = impatient
+waiting.read_queue_settings = impatient
 def none(*words): return None
 PLANTED = {
     "": lambda: None,
     "no-exclusion": lambda: setattr(hold, "try_flock", lambda *words: True),
-    "no-ring": lambda: (setattr(leading, "wake", none), setattr(waiting, "OWN_LOOK_SECONDS", 600.0)),
+    "no-ring": lambda: (setattr(leading, "wake", none), setattr(waiting, "OWN_CHECK_SECONDS", 600.0)),
     "any-fit": lambda: setattr(plan._Planner, "_held_back_by", none),
 }
 PLANTED[os.environ["VARIANT"]]()

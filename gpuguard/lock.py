@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from gpuguard.claims.claim import Lock
     from gpuguard.claims.directory import LockDirectory
     from gpuguard.eligibility import Sharing
-    from gpuguard.queue.explain import QueueAnswer, WaitingRequest
     from gpuguard.queue.priority import Ticket
+    from gpuguard.queue.waiter import QueueAnswer, WaitingRequest
 
     HeldLocks = dict[str, tuple[Lock, ...]]  # by the uuid of their device
 
@@ -91,7 +91,7 @@ def pause_waiting() -> bool:
 def go_on_waiting() -> None:
     """After pause_waiting(): lead the queue again, unless another process does by now."""
     for waiting in _waiting:
-        waiting.go_on()
+        waiting.resume()
 
 
 class Allocator:
@@ -177,9 +177,9 @@ class Allocator:
         taken |= self._restricted(snapshot)
         if is_reserved:
             # The queue takes over 10 ms to load.
-            from gpuguard.queue.explain import reservation_start
+            from gpuguard.queue.explain import reserved_for_others
 
-            taken |= reservation_start(self.backend, self.directory, snapshot, request)
+            taken |= reserved_for_others(self.backend, self.directory, snapshot, request)
         verified: set[str] = set()
         while True:
             choice = choose(snapshot, request, taken, self._sharing(request, snapshot, claims))
@@ -222,7 +222,7 @@ class Allocator:
                 if with_record:
                     claim.write_record(self.directory, self.job)
                     if self._queued:
-                        self._queued.served(claim)
+                        self._queued.started(claim)
                 return claim
         except BaseException:  # a lock that nobody knows of would be held as long as this process runs
             if claim is None:
@@ -259,12 +259,12 @@ class Allocator:
                 if self._queued is None and self.outer is None and (error or has_queue(self.directory)):
                     self._join_queue()
                 requests, snapshot = self._sample_all(list_processes=bool(self._queued))
-                turn = self._queued.turn(snapshot, requests) if self._queued else None
-                taken = self._restricted(snapshot) | (turn.kept if turn else {})
-                claim = self._lock_first(turn.ways if turn else requests, snapshot, taken, turn)
+                answer = self._queued.check(snapshot, requests) if self._queued else None
+                taken = self._restricted(snapshot) | (answer.kept if answer else {})
+                claim = self._lock_first(answer.startable if answer else requests, snapshot, taken, answer)
                 if claim is not None:
                     return claim
-                error = self._why_not_now(requests, snapshot, taken, turn)
+                error = self._why_not_now(requests, snapshot, taken, answer)
                 failures.clear()
                 if isinstance(error, ImpossibleRequest) or not may_wait:
                     raise error
@@ -279,24 +279,24 @@ class Allocator:
                 raise WaitTimeout.after(error)
 
     def _lock_first(
-        self, requests: Sequence[Request], snapshot: Snapshot, taken: dict[str, str], turn: QueueAnswer | None
+        self, requests: Sequence[Request], snapshot: Snapshot, taken: dict[str, str], answer: QueueAnswer | None
     ) -> Claim | None:
-        """A claim for the first of *requests* that can be had; in the queue these are those whose turn it is."""
-        ticket = turn.place.ticket if turn and turn.place else None
+        """A claim for the first of *requests* that can be had; in the queue these are those that may start now."""
+        ticket = answer.position.ticket if answer and answer.position else None
         for request in requests:
             if (claim := self.lock_best(request, snapshot, taken, ticket)) is not None:
                 return claim
         return None
 
     def _why_not_now(
-        self, requests: Sequence[Request], snapshot: Snapshot, taken: dict[str, str], turn: QueueAnswer | None
+        self, requests: Sequence[Request], snapshot: Snapshot, taken: dict[str, str], answer: QueueAnswer | None
     ) -> NotEnoughGpus:
-        if turn and turn.is_later and self._queued and self._queued.waits:
-            return turn.explained(waiting_error(requests[0].num_gpus))
-        surely = turn is not None and turn.is_impossible
+        if answer and answer.is_later and self._queued and self._queued.waits:
+            return answer.explained(waiting_error(requests[0].num_gpus))
+        surely = answer is not None and answer.is_impossible
         errors = [self.why_not(request, snapshot, taken, read_claimed=surely) for request in requests]
         error = next((error for error in errors if not isinstance(error, ImpossibleRequest)), errors[0])
-        return turn.explained(error) if turn else error
+        return answer.explained(error) if answer else error
 
     def _lock_and_verify(
         self, request: Request, snapshot: Snapshot, taken: dict[str, str], held: HeldLocks
@@ -413,7 +413,7 @@ class Allocator:
 
     def _join_queue(self) -> None:
         # The queue takes over 10 ms to load, and most jobs find free devices.
-        from gpuguard.queue.explain import WaitingRequest
+        from gpuguard.queue.waiter import WaitingRequest
 
         self._queued = WaitingRequest(self.backend, self.directory, self.job)
         _waiting.append(self._queued)
@@ -437,7 +437,7 @@ class Allocator:
         if not waits or not why:
             raise fault
         if self._queued:
-            self._queued.stand_aside()
+            self._queued.resign()
         error = waiting_error(
             self.requests[0].num_gpus, f"what is free cannot be seen now, and is tried again: {why.rstrip('.')}"
         )

@@ -29,7 +29,7 @@ from gpuguard.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-ANY_MEMORY = 2**63  # the tolerance inside a claim, whose own processes use its devices
+ANY_MEMORY = 2**53  # bytes, as many as JSON can say: the tolerance inside a claim, whose own processes use its devices
 # Real pairs of jobs whose utilization adds up to at most 50 % run at 0.998 of their speed alone; above 90 % at 0.82,
 # the worst of them at 0.51 (Lucid).
 SHARE_MAX_UTIL = 50.0

@@ -176,8 +176,8 @@ def with_reservations(snapshot: Snapshot, directory: LockDirectory) -> Snapshot:
         if not any(name.startswith(f"{directory.prefix}reserve.") for name in directory.names()):
             return snapshot
         # They bring the reader of the site's rules along, which is worth it only where something is reserved.
+        from gpuguard.queue.explain import reserved_now
         from gpuguard.queue.reservations import reservation_calendar
-        from gpuguard.queue.state import reserved_now
 
         uuids = [device.uuid for device in snapshot.devices]
         calendar = reservation_calendar(directory, uuids, snapshot.claims, time.time())

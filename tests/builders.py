@@ -14,8 +14,7 @@ from typing import Any
 from gpuguard.model import ClaimRecord, Device, Event, Finding, GpuProcess, Snapshot, Subject
 from gpuguard.policies import Rule
 from gpuguard.policies.view import RuleView, Sample, device_subject, key_of, process_subject
-from gpuguard.queue.reservation_store import Reservation
-from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
+from gpuguard.queue.reservations import Reservation, ReservationCalendar, ReservationStatus
 
 MIB = 2**20
 GIB = 2**30

@@ -22,11 +22,11 @@ from gpuguard.queue.calendar import (
     calendar,
     can_be_met,
     clear_at,
-    clock_text,
     in_the_way,
-    reservation_text,
 )
+from gpuguard.queue.explain import reservation_text
 from gpuguard.queue.priority import QueueRules, Ticket, order
+from gpuguard.queue.reservations import clock_text
 from gpuguard.request import Request
 
 HOUR = 3600.0
@@ -43,12 +43,12 @@ def a_booking(
 
 
 def kept(
-    reservations: list[PlannedReservation], position_text: DeviceAvailability = FREE, liked: tuple[str, ...] = NAMES
+    reservations: list[PlannedReservation], availability: DeviceAvailability = FREE, liked: tuple[str, ...] = NAMES
 ) -> dict[str, set[int]]:
     """uuid -> for whom."""
     last = {uuid: float(place) for place, uuid in enumerate(reversed(liked), 1)}
-    found = calendar(reservations, position_text, 0.0, last)
-    return {uuid: {span.booking.uid for span in spans} for uuid, spans in found.items()}
+    found = calendar(reservations, availability, 0.0, last)
+    return {uuid: {span.reservation.uid for span in spans} for uuid, spans in found.items()}
 
 
 def test_as_many_devices_are_kept_as_are_reserved_and_those_that_are_liked_least() -> None:

@@ -368,8 +368,7 @@ def test_what_is_reserved_for_somebody_else_is_not_given(broker):
 
 TICKETS = """
 import threading
-from gpuguard.queue.tickets import OwnTicket as Held, ticket_content
-from gpuguard.queue.explain import new_ticket
+from gpuguard.queue.tickets import OwnTicket as Held, new_ticket, ticket_content
 from gpuguard.request import Request
 wanted = [new_ticket([Request(num_gpus=int(number))], time_limit=3600.0) for number in sys.argv[1:]]
 helds = [Held(directory, ticket_content(ticket)) for ticket in wanted]

@@ -45,7 +45,7 @@ from gpuguard.metrics.exposition import prometheus_text
 from gpuguard.metrics.facts import MetricFacts
 from gpuguard.model import ALL_FIELDS, ClaimRecord, Event, Snapshot
 from gpuguard.procfs import process_facts
-from gpuguard.queue import estimates, reservation_store, tickets
+from gpuguard.queue import estimates, reservations, tickets
 from gpuguard.queue.priority import Ticket
 from gpuguard.request import Request
 from gpuguard.top.feed import SceneFeed
@@ -308,7 +308,7 @@ def of_reservations(place: Path, encoded: bytes) -> None:
     directory = directory_in(place)
     path = Path(f"{directory.records}/{directory.prefix}reserve.{os.geteuid()}.abcd.json")
     path.write_bytes(encoded)
-    found, ignored, _ = reservation_store.read(directory, NOW)
+    found, ignored, _ = reservations.read_reservations(directory, NOW)
     path.unlink(missing_ok=True)
     assert len(found) + len(ignored) <= 1
     assert all(type(one.num_gpus) is int and one.begins < one.ends for one in found), found
@@ -377,7 +377,7 @@ def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonio, "_checked", lambda value, *kinds: value)
     monkeypatch.setattr(jsonio, "_number", lambda value, *kinds: value)
     monkeypatch.setattr(records, "_number", lambda value, *_: value)
-    monkeypatch.setattr(tickets, "whole", lambda value, *_: value)
+    monkeypatch.setattr(tickets, "checked_number", lambda value, *_: value)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from gpuguard.backends.simulated import Simulated
 from gpuguard.claims import records
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.queue import reservation_store, tickets
+from gpuguard.queue import reservations, tickets
 from gpuguard.queue.priority import Ticket
-from gpuguard.queue.reservation_store import Reservation
+from gpuguard.queue.reservations import Reservation
 from gpuguard.queue.tickets import ticket_content
 from gpuguard.request import Request
 
@@ -252,7 +252,7 @@ def test_a_ticket_stops_nobody_and_hides_no_other(scene):
 def test_a_reservation_stops_nobody_and_hides_no_other(scene):
     now = time.time()
     wanted = Reservation("", ME, ME, "", 1, now + 9000, now + 9900, (scene.uuids[-1],), note="sound")
-    sound = reservation_store.write(scene.directory, wanted)
+    sound = reservations.write_reservation(scene.directory, wanted)
     path = Path(f"{scene.directory.records}/{scene.directory.prefix}reserve.{ME}.{sound.id}.json")
 
     def judge(words: tuple[str, ...], done: Any) -> str | None:
@@ -271,7 +271,7 @@ def test_a_ticket_that_stops_everybody_is_found_and_named(scene, monkeypatch):
     """A fault is planted: what a ticket says is a number is believed."""
     place = Path(scene.gpuguard.environment["GPUGUARD_DIR"]).parent / "planted"
     place.mkdir()
-    (place / "sitecustomize.py").write_text("import gpuguard.queue.tickets as t\nt.whole = lambda value, *_: value\n")
+    (place / "sitecustomize.py").write_text("import gpuguard.jsonio as j\nj._number = lambda value, *_: value\n")
     monkeypatch.setitem(scene.gpuguard.environment, "PYTHONPATH", str(place))
     content = tickets.ticket_content(Ticket("x", ME, "", 0.0, (Request(num_gpus=2),)))
     wrong = [one for one in mutants(content, brief=True) if one[0].startswith("requests.0.num_gpus =")]

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from gpuguard.fleet.answers import DEPTH, reply_of
 from gpuguard.fleet.ssh import Reply
 from gpuguard.history import audit_log
 from gpuguard.jsonio import DEEPEST, loads
-from gpuguard.queue import reservation_store, tickets
+from gpuguard.queue import reservations, tickets
 
 TEXTS = st.text('{}[],:"\\a é\n', max_size=60)
 VALUES = st.recursive(
@@ -89,11 +90,16 @@ def in_a_file(read: Callable[[int], object]) -> Callable[[bytes], object]:
         descriptor = os.memfd_create("file")
         try:
             os.write(descriptor, encoded)
+            os.lseek(descriptor, 0, os.SEEK_SET)
             return read(descriptor)
         finally:
             os.close(descriptor)
 
     return reading
+
+
+def document_of(parse: Callable[..., object]) -> Callable[[int], object]:
+    return lambda descriptor: tickets.read_document(descriptor, f"{os.geteuid()}.x", "x", 4096, parse)
 
 
 HERE = os.stat(__file__)
@@ -109,8 +115,8 @@ KINDS: dict[str, tuple[dict[str, object], Callable[[bytes], object]]] = {
     "record": ({"devices": ["GPU-1"]}, lambda encoded: records._decoded(encoded, 7, "7.x").devices),
     "letter": ({"what": "stop"}, records._decode_request),
     "grant": ({"uid": 7, "claim": "x"}, in_a_file(grants._grant_in)),
-    "ticket": ({"requests": [{"num_gpus": 1}]}, lambda encoded: tickets._decoded(encoded, HERE, "x")),
-    "reservation": (RESERVATION, lambda encoded: reservation_store._decoded(encoded, HERE, "x")),
+    "ticket": ({"requests": [{"num_gpus": 1}]}, in_a_file(document_of(partial(tickets._ticket_of, ticket_id="x")))),
+    "reservation": (RESERVATION, in_a_file(document_of(partial(reservations._reservation_of, number="x")))),
     "request": ({"do": "x"}, lambda encoded: isinstance(server._decoded(encoded), dict)),
     "deed": (DEED, lambda encoded: limits._action_of(encoded, "b", 2.0, 2.0)),
     "event": ({"schema": 1, "time_unix_seconds": 1.0}, lambda encoded: audit_log.decoded([encoded])[0]),

@@ -38,14 +38,15 @@ ADMINS = """
 from gpuguard.claims import records, release as releasing, room
 from gpuguard.claims.directory import is_same_file, lock_directory
 from gpuguard.cli import setup_remove
-from gpuguard.queue import reservation_store as reservefiles, tickets as served, tickets
+from gpuguard.queue import reservations, tickets
 from gpuguard.model import ClaimRecord
 from gpuguard.daemon import release as asking
-records.MOST_OF_ONE = reservefiles.MOST_OF_ONE = 1
+records.MOST_OF_ONE = reservations.MOST_OF_ONE = 1
 directory = lock_directory(sys.argv[1])
 print([one.note for one in records.read_records(directory)])
-print(tickets.read_tickets(directory)[0], reservefiles.read(directory, 0.0)[0], served.last_served(directory, 1))
-served.note(directory, 1)
+print(tickets.read_tickets(directory)[0], reservations.read_reservations(directory, 0.0)[0])
+print(tickets.last_served(directory, 1))
+tickets.record_start(directory, 1)
 print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]))
 asking._holders, asking.listens = lambda *_: (os.getpid(),), lambda pid: True
 with asking.SupervisorChannel(directory, ClaimRecord("a", 1, "eve", (), pid=os.getpid())) as nobody:

@@ -29,11 +29,18 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.probe import locks_held, probe
 from gpuguard.errors import LockDirectoryError, NotEnoughGpus
 from gpuguard.lock import Allocator
-from gpuguard.queue.explain import read_queue
+from gpuguard.queue.explain import kept_for_others
 from gpuguard.queue.priority import QueueRules
-from gpuguard.queue.reservation_store import Reservation, arrive, remove, write
-from gpuguard.queue.reservations import reservation_calendar, what_if
+from gpuguard.queue.reservations import (
+    Reservation,
+    record_arrival,
+    remove_reservation,
+    reservation_calendar,
+    what_if,
+    write_reservation,
+)
 from gpuguard.queue.settings import QueueSettings
+from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import OwnTicket, ticket_content
 from gpuguard.request import Request
 from gpuguard.select import choose
@@ -78,7 +85,7 @@ class LineMachine(RuleBasedStateMachine):
         # Names in order: several tickets may have one time of arrival, and then their names decide.
         numbers = itertools.count(1)
         self.world.enter_context(mock.patch("os.urandom", lambda size: next(numbers).to_bytes(size, "big")))
-        self.world.enter_context(mock.patch("gpuguard.queue.explain.read_queue_settings", lambda: QueueSettings(RULES)))
+        self.world.enter_context(mock.patch("gpuguard.queue.waiter.read_queue_settings", lambda: QueueSettings(RULES)))
         name = self.place.name
         self.directory = LockDirectory(name, name, name, prefix="gpuguard.")  # as without `gpuguard setup`
         self.machine = Machine(*DEVICES)
@@ -147,7 +154,7 @@ class LineMachine(RuleBasedStateMachine):
         refused = what_if(wanted, self.seen(), UUIDS)
         assert self.model.permitted(kept) == (not refused), (refused, self.model)
         if not refused:
-            made = write(self.directory, wanted)
+            made = write_reservation(self.directory, wanted)
             self.reservations[made.key], self.model.kept[made.key] = made, kept
             self.serve()
 
@@ -157,7 +164,7 @@ class LineMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.model.kept)))
         self.world.user = user
         try:
-            remove(self.directory, self.reservations[key])
+            remove_reservation(self.directory, self.reservations[key])
         except LockDirectoryError:
             assert user not in (0, self.model.kept[key].maker)
         else:
@@ -180,8 +187,8 @@ class LineMachine(RuleBasedStateMachine):
         """Everybody whose turn it is claims, as the line would wake them."""
         while True:
             snapshot = self.machine.sample(())
-            line = read_queue(self.directory, snapshot, RULES)
-            meant = [place for place in line.places if place.now]
+            line = read_queue(self.directory, snapshot, rules=RULES)
+            meant = [place for place in line.positions if place.now]
             fitting = [held.id for held, job in self.waiting if self.model.fits(job)]
             assert fitting or not meant, (meant, self.model)
             assert meant or not fitting or not self.nobody_is_put_off(), (fitting, self.model)
@@ -190,17 +197,17 @@ class LineMachine(RuleBasedStateMachine):
             for place in meant:
                 held, job = next(each for each in self.waiting if each[0].id == place.ticket.id)
                 fits = self.model.fits(job)
-                kept = line.kept_for_others(held.id)
+                kept = kept_for_others(line, held.id)
                 self.world.user = job.user
                 claim = Allocator(self.machine, self.directory, [job.request]).lock_best(
                     job.request, snapshot, dict(kept), with_record=False
                 )
                 assert claim or not fits or job.request.share or kept
                 if claim:
-                    arrive(self.directory, line.facts.reservations)
+                    record_arrival(self.directory, line.facts.reservations)
                     devices = {each.uuid for each in claim}
                     here = [one for one in line.facts.reservations if not devices.isdisjoint(one.devices)]
-                    claim.arrival_files = arrive(self.directory, here)
+                    claim.arrival_files = record_arrival(self.directory, here)
                     claim.write_record(self.directory, JobDetails(time_limit=job.limit))
                     self.waiting.remove((held, job))
                     held.leave()
@@ -271,11 +278,11 @@ PLANTED = {
     "gpuguard.queue.calendar.calendar": lambda *_: {},
     "gpuguard.queue.reservations._beyond": lambda *_: "",
     "gpuguard.queue.reservations.can_be_met": lambda *_: True,
-    "gpuguard.queue.reservation_store._arrivals": lambda *_: {},
+    "gpuguard.queue.reservations._arrivals": lambda *_: {},
 }
 
 
-SLOW = "gpuguard.queue.reservation_store._arrivals"  # a fault that many examples do not show
+SLOW = "gpuguard.queue.reservations._arrivals"  # a fault that many examples do not show
 
 
 @pytest.mark.parametrize("where", [pytest.param(one, marks=IN_CAMPAIGNS) if one == SLOW else one for one in PLANTED])

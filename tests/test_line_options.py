@@ -22,8 +22,8 @@ from gpuguard.cli.parser import Parser
 from gpuguard.cli.queue_options import MOST_ALTERNATIVES, PRIORITY_NAMES, alternatives_of, priority_of, wait_of
 from gpuguard.errors import InvalidRequest
 from gpuguard.queue import tickets, waiter
-from gpuguard.queue.explain import new_ticket
 from gpuguard.queue.priority import PRIORITIES
+from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request, spelled
 
 LOOK = ("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"')
@@ -170,7 +170,7 @@ def test_the_beginning_of_an_id_is_enough_unless_it_could_be_two(directory, foll
 
 def test_a_whole_id_is_never_ambiguous(directory, follow, monkeypatch):
     found = []
-    monkeypatch.setattr(waiter, "_until_claim_ends", lambda claim, *_: found.append(claim.id))
+    monkeypatch.setattr(waiter, "_wait_for_claim", lambda claim, *_: found.append(claim.id))
     with a_holder(directory, "GPU-a", name="abcd1111"), a_holder(directory, "GPU-b", name="abcd1111.0badcafe"):
         follow("abcd1111")
 
@@ -179,7 +179,7 @@ def test_a_whole_id_is_never_ambiguous(directory, follow, monkeypatch):
 
 @pytest.mark.parametrize("own", ["abcd1111", "abcd1111.0badcafe"])
 def test_nobody_waits_for_the_claim_that_he_runs_in(directory, follow, monkeypatch, own):
-    monkeypatch.setattr(waiter, "_until_claim_ends", lambda *_: None)  # or else it would, if it were not refused
+    monkeypatch.setattr(waiter, "_wait_for_claim", lambda *_: None)  # or else it would, if it were not refused
     message = "--after abcd is the claim that this runs in: it would wait for itself"
     with a_holder(directory, "GPU-a", name="abcd1111"), pytest.raises(InvalidRequest, match=message):
         follow("abcd", GPUGUARD_CLAIM=own)

@@ -18,10 +18,10 @@ from gpuguard.claims.probe import locked_devices
 from gpuguard.errors import ClaimError, ImpossibleRequest, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator
 from gpuguard.model import HEALTH, IDLE_PROCESSES
-from gpuguard.queue import reservation_store, tickets
-from gpuguard.queue.leader import YOUR_TURN
+from gpuguard.queue import reservations, tickets
+from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import Ticket
-from gpuguard.queue.reservation_store import Reservation
+from gpuguard.queue.reservations import Reservation
 from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, wake
 from gpuguard.request import Request
 
@@ -62,7 +62,7 @@ def test_whoever_is_called_before_his_turn_takes_nothing_and_goes_on_waiting(
 
     def call(error: NotEnoughGpus) -> None:
         if len(told) < 3:
-            wake(directory, read_tickets(directory)[0], YOUR_TURN)
+            wake(directory, read_tickets(directory)[0], MAY_START)
         told.append(str(error))
 
     call.tell_every = 0.1  # type: ignore[attr-defined]
@@ -88,12 +88,12 @@ def test_a_look_leaves_out_what_is_reserved_for_somebody_else(directory: LockDir
     wanted = Reservation(
         "", os.geteuid(), os.geteuid() + 1, "bob", 1, now - 1, now + HOUR, (machine.devices[1].uuid,), now
     )
-    made = reservation_store.write(directory, wanted)
+    made = reservations.write_reservation(directory, wanted)
     _, choice = preview(machine, Request(), directory)
     assert [device.index for device in choice.devices] == [0]
     assert "'s reservation until " in choice.refused[0].reasons[0].text
 
-    reservation_store.remove(directory, made)
+    reservations.remove_reservation(directory, made)
     _, choice = preview(machine, Request(), directory)
     assert [device.index for device in choice.devices] == [1]
 

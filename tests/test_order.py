@@ -7,10 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lines import a_ticket
 
-from gpuguard.queue.backfill import Fit, Machine, PlannedStart, QueuePosition, _Alternative
-from gpuguard.queue.explain import QueueAnswer
 from gpuguard.queue.priority import PRIORITIES, QueueRules, ReservationKeys, Ticket, due_at, order, overdue, permitted
-from gpuguard.queue.state import QueueFacts, QueueState
 from gpuguard.request import Request
 
 NOW = 1_000_000.0
@@ -134,27 +131,6 @@ def test_a_higher_class_goes_first_and_in_it_the_same_order():
     assert ids(tickets, rules=QueueRules(highest=1), now=NOW + 10) == [
         "high 1", "high 2", "normal 1", "normal 2", "low 1", "low 2",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "noun",
-    [
-        Ticket,
-        QueueRules,
-        ReservationKeys,
-        Fit,
-        Machine,
-        QueuePosition,
-        PlannedStart,
-        _Alternative,
-        QueueFacts,
-        QueueState,
-        QueueAnswer,
-    ],
-    ids=lambda noun: noun.__name__,
-)
-def test_what_the_line_is_made_of_never_changes(noun):
-    assert noun.__dataclass_params__.frozen
 
 
 # Who stands where in the waiting line.

@@ -22,11 +22,10 @@ from gpuguard.claims.probe import locked_devices
 from gpuguard.claims.records import read_records
 from gpuguard.errors import BackendError, DriverNotFound, DriverUnresponsive, NotEnoughGpus, WaitTimeout
 from gpuguard.lock import Allocator
-from gpuguard.queue import explain, reservation_store, waiter
-from gpuguard.queue.explain import new_ticket
-from gpuguard.queue.reservation_store import Reservation
+from gpuguard.queue import reservations, waiter
+from gpuguard.queue.reservations import Reservation
 from gpuguard.queue.settings import read_queue_settings
-from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content
+from gpuguard.queue.tickets import OwnTicket, new_ticket, read_tickets, ticket_content
 from gpuguard.queue.waiter import Waiter, wait_until_over
 from gpuguard.request import Request
 
@@ -124,7 +123,7 @@ def test_who_gets_no_place_in_line_after_his_first_look_is_told_so(directory, mo
     def no_place(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(explain, "WaitingRequest", no_place)
+    monkeypatch.setattr(waiter, "WaitingRequest", no_place)
     machine = Machine(a_device(0))
     with acquire(machine, Request(), directory), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         acquire(machine, Request(), directory, wait=60)
@@ -245,7 +244,7 @@ def test_who_waits_for_the_end_of_a_claim_and_cannot_see_it_goes_on(directory, m
             claim.release()
         failing.armed = True
 
-    monkeypatch.setattr(waiter, "_pause", lambda: 0.01)
+    monkeypatch.setattr(waiter, "LOG_SECONDS", 0.01)
     wait_until_over(claim.id, directory, new_ticket([Request()]), tell)
 
     assert failing.left < 0 and len(said) == 2
@@ -258,13 +257,13 @@ def test_what_cannot_be_opened_now_is_not_taken_for_nothing(directory, monkeypat
     rules = tmp_path / "line.yaml"
     rules.write_text("fair_share: false\n")
     now, wanted = time.time(), Reservation("", 0, os.geteuid(), "", 1, time.time(), time.time() + 60, ("GPU-1",))
-    mine = reservation_store.write(directory, wanted)
-    reservation_store.arrive(directory, [mine.booking()])
+    mine = reservations.write_reservation(directory, wanted)
+    reservations.record_arrival(directory, [mine.planned()])
     held = OwnTicket(directory, ticket_content(new_ticket([Request()])))
     read = {
         "tickets": lambda: [each.id for each in read_tickets(directory)[0]],
-        "reservations": lambda: reservation_store.read(directory, now)[0],
-        "who came": lambda: reservation_store.read(directory, now)[2],
+        "reservations": lambda: reservations.read_reservations(directory, now)[0],
+        "who came": lambda: reservations.read_reservations(directory, now)[2],
         "rules": lambda: read_queue_settings(str(rules)).rules,
     }[what]
     known = read()

@@ -23,7 +23,7 @@ from gpuguard.claims.records import read_record, read_records, record_path, writ
 from gpuguard.cli import submit
 from gpuguard.clusters.slurm import Allocation
 from gpuguard.jobs import slurm_claim
-from gpuguard.queue import reservation_store, tickets
+from gpuguard.queue import reservations, tickets
 
 ALICE, MALLORY = 20001, 20002
 JOB = Allocation("7", ALICE, ("0",))
@@ -95,7 +95,9 @@ def test_nobody_learns_the_name_of_a_file_before_it_is_there(directory, monkeypa
     monkeypatch.setattr(os, "rename", rename)
     Claim("c0ffee", (), ()).write_record(directory)
     tickets.OwnTicket(directory, {"requests": [{}]}).leave()
-    reservation_store.write(directory, reservation_store.Reservation("", 0, os.geteuid(), "", 1, 1.0, 2.0, ("GPU-a",)))
+    reservations.write_reservation(
+        directory, reservations.Reservation("", 0, os.geteuid(), "", 1, 1.0, 2.0, ("GPU-a",))
+    )
 
     assert dict(before[:2]) == {"claim": [], "bell": []}
     assert before[3] == ("reserve", [])
@@ -104,13 +106,15 @@ def test_nobody_learns_the_name_of_a_file_before_it_is_there(directory, monkeypa
 @pytest.mark.root
 def test_nobody_keeps_another_user_from_being_seen_to_come_to_his_reservation(directory):
     """The file by which he says so had a name that everybody knows: whoever made it first had him counted as absent."""
-    made = reservation_store.write(directory, reservation_store.Reservation("", 0, 0, "", 1, 1.0, 2.0**33, ("GPU-a",)))
+    made = reservations.write_reservation(
+        directory, reservations.Reservation("", 0, 0, "", 1, 1.0, 2.0**33, ("GPU-a",))
+    )
     planted = f"{directory.records}/arrived.0.{made.key}"
     Path(planted).touch()
     os.chown(planted, MALLORY, MALLORY)
 
-    [noted] = reservation_store.arrive(directory, [made.booking()])
-    *_, arrivals = reservation_store.read(directory, 2.0**32)
+    [noted] = reservations.record_arrival(directory, [made.planned()])
+    *_, arrivals = reservations.read_reservations(directory, 2.0**32)
     assert os.stat(noted).st_uid == 0 and noted != planted
     assert arrivals == {(0, made.key): pytest.approx(os.stat(noted).st_ctime)}
 
@@ -121,7 +125,7 @@ def test_who_lets_nobody_open_a_file_of_his_by_a_lease_ends_no_look_of_others(di
     leased = a_locked_file(Path(f"{directory.records}/{kind}.{os.geteuid()}.abc.json"))
     fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
 
-    ignored = [*tickets.read_tickets(directory)[1], *reservation_store.read(directory, 0.0)[1]]
+    ignored = [*tickets.read_tickets(directory)[1], *reservations.read_reservations(directory, 0.0)[1]]
 
     assert read_records(directory) == []
     assert ["has a lease on it" in one.reason for one in ignored] == [True] * (kind in ("ticket", "reserve"))

@@ -20,8 +20,17 @@ from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.lock import has_queue
 from gpuguard.model import ClaimRecord
 from gpuguard.queue.priority import ReservationKeys
-from gpuguard.queue.reservation_store import Reservation, arrive, read, remove, write
-from gpuguard.queue.reservations import ReservationStatus, judge, reservation_calendar, what_if
+from gpuguard.queue.reservations import (
+    Reservation,
+    ReservationStatus,
+    judge,
+    read_reservations,
+    record_arrival,
+    remove_reservation,
+    reservation_calendar,
+    what_if,
+    write_reservation,
+)
 from gpuguard.request import Request
 from gpuguard.views.queue import state
 
@@ -142,7 +151,7 @@ def test_the_end_of_a_job_elsewhere_does_not_bring_it_back(tmp_path):
     machine, directory = Machine(), LockDirectory(*[str(tmp_path)] * 3)
     uuids = [each.uuid for each in machine.devices]
     with Pretended(NOW, user=1) as world:
-        write(directory, a_reservation(begins=0.0, hours=9, devices=tuple(uuids[:1])))
+        write_reservation(directory, a_reservation(begins=0.0, hours=9, devices=tuple(uuids[:1])))
         claim = acquire(machine, Request(devices=("3",)), directory)
         world.clock += NO_SHOW
         before = reservation_calendar(directory, uuids, (), world.clock).statuses
@@ -181,8 +190,8 @@ def a_wish(**fields: Any) -> Reservation:
 
 
 def test_what_is_written_is_read(directory):
-    made = write(directory, a_wish(gpus=2, note="course"))
-    found, ignored, arrivals = read(directory, time.time())
+    made = write_reservation(directory, a_wish(gpus=2, note="course"))
+    found, ignored, arrivals = read_reservations(directory, time.time())
 
     assert (found, ignored, arrivals) == ([made], [], {})
     assert (made.num_gpus, made.devices, made.note, made.maker) == (2, UUIDS, "course", os.geteuid())
@@ -191,29 +200,29 @@ def test_what_is_written_is_read(directory):
 
 
 def test_one_that_has_ended_is_removed_with_all_that_belongs_to_it(directory):
-    made = write(directory, a_wish())
-    (path,) = arrive(directory, [made.booking()])
+    made = write_reservation(directory, a_wish())
+    (path,) = record_arrival(directory, [made.planned()])
 
-    assert read(directory, made.ends)[0] == []
+    assert read_reservations(directory, made.ends)[0] == []
     assert not has_queue(directory)
-    read(directory, time.time())
+    read_reservations(directory, time.time())
     assert os.path.exists(path)  # a moment ago: the next look may still need it
 
 
 def test_an_arrival_is_noted_for_its_user_alone(directory):
-    made = write(directory, a_wish())
-    other = replace(made.booking(), uid=os.geteuid() + 1)
+    made = write_reservation(directory, a_wish())
+    other = replace(made.planned(), uid=os.geteuid() + 1)
 
-    assert arrive(directory, [other]) == ()
-    arrive(directory, [made.booking()])
-    _, _, arrivals = read(directory, time.time())
+    assert record_arrival(directory, [other]) == ()
+    record_arrival(directory, [made.planned()])
+    _, _, arrivals = read_reservations(directory, time.time())
     assert list(arrivals) == [(os.geteuid(), made.key)]
 
 
 def test_cancelling_twice_is_no_fault(directory):
-    made = write(directory, a_wish())
-    remove(directory, made)
-    remove(directory, made)
+    made = write_reservation(directory, a_wish())
+    remove_reservation(directory, made)
+    remove_reservation(directory, made)
 
     assert reservation_calendar(directory, UUIDS, (), time.time()).statuses == ()
 
@@ -222,7 +231,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path):
     nowhere = LockDirectory(str(tmp_path), str(tmp_path), str(tmp_path / "missing"))
 
     with pytest.raises(LockDirectoryError, match="no reservation can be made"):
-        write(nowhere, a_wish())
+        write_reservation(nowhere, a_wish())
 
 
 VALID = {
@@ -245,7 +254,7 @@ WRONG: list[bytes] = [
 def test_a_file_that_cannot_be_understood_is_reported_and_counts_for_nobody(directory, content):
     path = Path(directory.records) / f"reserve.{os.geteuid()}.abc.json"
     path.write_bytes(content)
-    found, ignored, _ = read(directory, time.time())
+    found, ignored, _ = read_reservations(directory, time.time())
 
     assert (found, [one.id for one in ignored]) == ([], ["abc"])
 
@@ -253,7 +262,7 @@ def test_a_file_that_cannot_be_understood_is_reported_and_counts_for_nobody(dire
 def test_the_same_file_counts_when_nothing_is_wrong_with_it(directory):
     (Path(directory.records) / f"reserve.{os.geteuid()}.abc.json").write_text(json.dumps({**VALID, "more": [1]}))
 
-    assert [one.id for one in read(directory, time.time())[0]] == ["abc"]
+    assert [one.id for one in read_reservations(directory, time.time())[0]] == ["abc"]
 
 
 def test_links_pipes_and_names_of_others_do_not_count(directory, tmp_path):
@@ -266,7 +275,7 @@ def test_links_pipes_and_names_of_others_do_not_count(directory, tmp_path):
     (records / f"reserve.{own}.folder.json").mkdir()
     (records / f"reserve.{own + 1}.other.json").write_text(json.dumps(VALID))
     (records / f"reserve.{own}.a-b.json").write_text(json.dumps(VALID))
-    found, ignored, _ = read(directory, time.time())
+    found, ignored, _ = read_reservations(directory, time.time())
 
     assert (found, len(ignored)) == ([], 6)
 
@@ -274,10 +283,10 @@ def test_links_pipes_and_names_of_others_do_not_count(directory, tmp_path):
 def test_what_a_killed_command_left_is_removed_later(directory):
     left = Path(directory.records) / f"reserve.{os.geteuid()}.abc.json.new"
     left.write_text("{")
-    read(directory, time.time())
+    read_reservations(directory, time.time())
     assert left.exists()
     os.utime(left, (0, 0))
-    read(directory, time.time())
+    read_reservations(directory, time.time())
 
     assert not left.exists()
 

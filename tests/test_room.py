@@ -147,9 +147,9 @@ def test_a_file_for_which_there_is_only_half_the_room_is_not_written(tmp_path, p
         import time
         from gpuguard.claims import records
         from gpuguard.errors import ClaimError
-        from gpuguard.queue import reservation_store as reservefiles, tickets
+        from gpuguard.queue import reservations, tickets
 
-        records.MAX_BYTES = reservefiles.MAX_BYTES = 8192
+        records.MAX_BYTES = reservations.MAX_BYTES = 8192
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "tiny", str(claims)], check=True)
         now, long = time.time(), tuple("GPU-" + 99 * str(number % 10) for number in range(60))
         try:
@@ -158,7 +158,8 @@ def test_a_file_for_which_there_is_only_half_the_room_is_not_written(tmp_path, p
             elif sys.argv[2] == "record":
                 records.write_record(directory, {"id": "abcd", "devices": long})
             else:
-                reservefiles.write(directory, reservefiles.Reservation("", 0, 0, "", 1, now, now + 900, long, now))
+                wanted = reservations.Reservation("", 0, 0, "", 1, now, now + 900, long, now)
+                reservations.write_reservation(directory, wanted)
         except (OSError, ClaimError) as error:
             told["error"] = str(error)
         told["left"] = os.listdir(claims)

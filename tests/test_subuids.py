@@ -24,7 +24,7 @@ from gpuguard.queue import tickets
 from gpuguard.queue.backfill import planned_for
 from gpuguard.queue.priority import QueueRules, ReservationKeys, order
 from gpuguard.queue.reservations import ReservationStatus, judge, what_if
-from gpuguard.queue.state import QueueFacts, _together, queue_state
+from gpuguard.queue.state import QueueFacts, queue_state, usage_of_owners
 from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content
 from gpuguard.users import parties
 
@@ -137,7 +137,7 @@ def test_a_user_with_many_uids_stands_in_line_as_one(directory, monkeypatch):
     by([FIRST + number for number in range(20)] + [ALICE.pw_uid], wait)
     found, ignored = read_tickets(directory)
     line = order(found, {}, QueueRules(), found[0].since + 60.0)
-    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), QueueFacts(), QueueRules()).places
+    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), QueueFacts(), QueueRules()).positions
     for one in held:
         one.leave()
 
@@ -153,7 +153,7 @@ def test_who_only_asks_where_he_would_stand_stands_as_one_too(directory):
     held: list[OwnTicket] = []
     by([ALICE.pw_uid], lambda uid: held.append(OwnTicket(directory, ticket_content(a_ticket()))))
     facts, mine = QueueFacts(usage={FIRST + 2: 1e6}), a_ticket(FIRST + 1, since=time.time() - 1.0)
-    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, QueueRules(), mine).places
+    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, QueueRules(), mine).positions
     held[0].leave()
 
     assert [place.ticket.uid for place in places] == [ALICE.pw_uid, FIRST + 1]
@@ -164,7 +164,7 @@ def test_what_one_of_his_uids_has_had_puts_the_others_behind_her(directory):
     held: list[OwnTicket] = []
     by([FIRST + 1, ALICE.pw_uid], lambda uid: held.append(OwnTicket(directory, ticket_content(a_ticket()))))
     facts = QueueFacts(usage={FIRST + 2: 1e6})
-    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, QueueRules()).places
+    places = queue_state(directory, Snapshot("h", "b", 0.0, 0.0, ()), facts, QueueRules()).positions
     for one in held:
         one.leave()
 
@@ -172,7 +172,7 @@ def test_what_one_of_his_uids_has_had_puts_the_others_behind_her(directory):
 
 
 def test_what_was_had_by_one_of_the_uids_counts_for_the_others():
-    assert _together({FIRST: 10.0, FIRST + 7: 20.0, MORE: 1.0, 1001: 5.0}) == {FIRST: 31.0, 1001: 5.0}
+    assert usage_of_owners({FIRST: 10.0, FIRST + 7: 20.0, MORE: 1.0, 1001: 5.0}) == {FIRST: 31.0, 1001: 5.0}
 
 
 def test_all_uids_of_one_user_reserve_as_much_as_one():

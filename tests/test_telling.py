@@ -212,7 +212,7 @@ MINUTES = """
 import sys
 from gpuguard.cli import terminal as telling
 from gpuguard.queue import waiter as waiting
-telling.WAITING_LINE_SECONDS = waiting.OWN_LOOK_SECONDS = 0.2
+telling.WAITING_LINE_SECONDS = waiting.OWN_CHECK_SECONDS = 0.2
 from gpuguard.cli import run_command_line
 sys.exit(run_command_line(sys.argv[1:]))
 """

@@ -28,17 +28,17 @@ from gpuguard.queue import tickets
 from gpuguard.queue.priority import PRIORITIES, Ticket
 from gpuguard.queue.tickets import (
     MAX_BYTES,
-    MOST_UNHEARD,
+    MOST_UNREAD,
     IgnoredFile,
     OwnTicket,
     last_heartbeat,
     read_tickets,
+    record_start,
     ticket_content,
     unread_since,
     waiting_tickets,
     wake,
     wanted,
-    write_served,
 )
 from gpuguard.request import Request
 
@@ -197,10 +197,9 @@ def check(found: Ticket | IgnoredFile) -> None:
     for request in found.requests:
         for name, value in vars(request).items():
             kind = type(blank[name])
-            known = {"devices": tuple, "within": tuple, "mig": str}.get(name) or (
-                float if name in tickets._NUMBERS else int
-            )
-            assert value is None or type(value) in (kind, known), (name, value)
+            known = {"devices": tuple, "within": tuple, "mig": str}.get(name, int)
+            fractional = name in ("min_free_fraction", "max_util", "max_memory_util", "max_temperature")
+            assert value is None or type(value) in (kind, known, *[float] * fractional), (name, value)
             if isinstance(value, tuple):
                 assert all(isinstance(each, str) for each in value)
         hash(request)
@@ -293,7 +292,7 @@ def test_nobody_rings_on_and_on_at_somebody_who_does_not_listen(directory: LockD
     wake(directory, [ticket], b".")
 
     assert unread_since(directory, ticket) == since
-    assert held.drain() == b"." * MOST_UNHEARD
+    assert held.drain() == b"." * MOST_UNREAD
 
 
 def test_a_bell_that_is_full_holds_up_nobody(directory: LockDirectory, held: OwnTicket) -> None:
@@ -342,7 +341,7 @@ def test_a_sign_of_life_can_be_seen(directory: LockDirectory, held: OwnTicket) -
 
 def test_who_was_served_is_known_to_the_others(directory: LockDirectory, held: OwnTicket) -> None:
     assert read_tickets(directory)[0][0].served is None
-    write_served(directory)
+    record_start(directory, ME)
 
     assert abs((read_tickets(directory)[0][0].served or 0.0) - time.time()) < 60.0
 
@@ -358,7 +357,7 @@ def test_what_a_user_wants_is_the_sum_of_his_requests(directory):
 
 
 def test_a_ticket_that_asks_for_more_than_there_can_be_counts_for_no_more(directory):
-    held = OwnTicket(directory, ticket_content(a_ticket(gpus=2**62)))
+    held = OwnTicket(directory, ticket_content(a_ticket(gpus=2**50)))
     found = wanted(waiting_tickets(directory))
     held.leave()
 

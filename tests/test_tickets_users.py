@@ -19,9 +19,9 @@ from lines import a_ticket
 from users import ALICE, BOB
 
 from gpuguard.claims.directory import LockDirectory, lock_directory
-from gpuguard.queue import reservation_store, tickets
-from gpuguard.queue.state import has_waker
-from gpuguard.queue.tickets import OwnTicket, read_tickets, ticket_content, unread_since, wake, write_served
+from gpuguard.queue import reservations, tickets
+from gpuguard.queue.state import is_responsive
+from gpuguard.queue.tickets import OwnTicket, read_tickets, record_start, ticket_content, unread_since, wake
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 
@@ -139,12 +139,12 @@ def test_any_number_of_tickets_of_one_user_costs_the_others_a_bounded_time(
 def test_any_number_of_reservations_of_one_user_costs_the_others_a_bounded_time(
     directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservation_store, "MOST_OF_ONE", 3)
+    monkeypatch.setattr(reservations, "MOST_OF_ONE", 3)
     now = time.time()
-    as_user(BOB, lambda: [reservation_store.write(directory, a_reservation(BOB.pw_uid)) for _ in range(7)])
+    as_user(BOB, lambda: [reservations.write_reservation(directory, a_reservation(BOB.pw_uid)) for _ in range(7)])
     for _ in range(5):
-        reservation_store.write(directory, a_reservation(ALICE.pw_uid))
-    found, ignored, _ = reservation_store.read(directory, now)
+        reservations.write_reservation(directory, a_reservation(ALICE.pw_uid))
+    found, ignored, _ = reservations.read_reservations(directory, now)
 
     assert Counter(one.maker for one in found) == {0: 5, BOB.pw_uid: 3}, "root may have any number"
     assert [(one.uid, one.id) for one in ignored] == [(BOB.pw_uid, "4 more")]
@@ -154,7 +154,7 @@ def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(
     directory: LockDirectory, alice: int
 ) -> None:
     (ticket,) = read_tickets(directory)[0]
-    assert has_waker(directory, ticket)
+    assert is_responsive(directory, ticket)
     (name,) = (name for name in os.listdir(directory.records) if name.endswith(".json"))
     os.kill(alice, 9)
     # Whoever opened the file before can lock it now: the kernel does not mind whose it is.
@@ -169,7 +169,7 @@ def test_a_dead_ticket_that_a_stranger_keeps_locked_is_waited_for_by_nobody(
     os.close(ghost)
 
     assert [one.id for one in found] == [ticket.id]
-    assert not has_waker(directory, ticket)
+    assert not is_responsive(directory, ticket)
 
 
 def test_a_mark_of_having_been_served_that_somebody_else_made_does_not_count(
@@ -178,6 +178,6 @@ def test_a_mark_of_having_been_served_that_somebody_else_made_does_not_count(
     as_user(BOB, lambda: Path(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}").touch())
     assert read_tickets(directory)[0][0].served is None
     os.unlink(f"{directory.records}/{directory.prefix}served.{ALICE.pw_uid}")
-    as_user(ALICE, lambda: write_served(directory))
+    as_user(ALICE, lambda: record_start(directory, ALICE.pw_uid))
 
     assert read_tickets(directory)[0][0].served is not None

@@ -96,7 +96,7 @@ def test_whoever_waits_starts_when_the_quarantine_of_the_device_is_over(room: Ro
 
 
 def test_whoever_waits_for_a_device_that_does_not_work_starts_when_its_work_is_done(tmp_path: Path) -> None:
-    room = Room(tmp_path, times="OWN_LOOK_SECONDS=300 LOOK_SECONDS=300 SAMPLE_SECONDS=0.5")
+    room = Room(tmp_path, times="OWN_CHECK_SECONDS=300 HEALTH_SECONDS=300 SAMPLE_SECONDS=0.5")
     change(f"{tmp_path}/node", 0, utilization=WorkPattern(90.0, 90.0))
     with room.wait("--max-util", "10%") as waiter:
         assert eventually(lambda: room.looks() > 4, LONG)
@@ -189,7 +189,7 @@ def test_a_program_that_only_holds_the_lock_of_the_queue_is_passed(room: Room) -
 
 
 def test_where_a_program_holds_the_lock_of_the_deputy_too_the_others_look_for_themselves(tmp_path: Path) -> None:
-    room = Room(tmp_path, times="OWN_LOOK_SECONDS=1 LOOK_SECONDS=300")
+    room = Room(tmp_path, times="OWN_CHECK_SECONDS=1 HEALTH_SECONDS=300")
     Path(room.directory.lock_path("queue")).touch(0o444)
     with room.job() as holder, contextlib.ExitStack() as stack:
         for path in (room.directory.lock_path("queue"), room.directory.locks):
@@ -260,7 +260,7 @@ def test_whoever_goes_on_after_a_stop_is_served_although_nothing_else_happens(tm
 
 
 def test_a_request_that_became_impossible_while_waiting_is_refused(tmp_path: Path) -> None:
-    room = Room(tmp_path, devices=2, times="OWN_LOOK_SECONDS=300 LOOK_SECONDS=0.5")
+    room = Room(tmp_path, devices=2, times="OWN_CHECK_SECONDS=300 HEALTH_SECONDS=0.5")
     with room.job(), room.wait("-n", "2") as first, room.wait("-n", "2") as second:
         room.suffer(0, "lost")
 
@@ -294,7 +294,7 @@ def test_where_no_start_is_planned_a_small_job_may_go_first(tmp_path: Path) -> N
 
 
 def test_without_inotify_one_looks_now_and_then(tmp_path: Path) -> None:
-    room = Room(tmp_path, times="POLL_SECONDS=0.2 OWN_LOOK_SECONDS=300", NO_INOTIFY="1")
+    room = Room(tmp_path, times="POLL_SECONDS=0.2 OWN_CHECK_SECONDS=300", NO_INOTIFY="1")
     with room.job() as holder, room.wait() as waiter:
         looked = calmly(room)
         time.sleep(1.0)
@@ -306,7 +306,7 @@ def test_without_inotify_one_looks_now_and_then(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_ticket_that_somebody_removed_is_made_again_and_served(tmp_path: Path, count: int) -> None:
-    room = Room(tmp_path, times="OWN_LOOK_SECONDS=0.5")
+    room = Room(tmp_path, times="OWN_CHECK_SECONDS=0.5")
     with room.job() as holder, contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(room.wait()) for _ in range(count)]
         for name in os.listdir(room.directory.records):

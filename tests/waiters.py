@@ -24,10 +24,10 @@ from gpuguard.queue.tickets import read_tickets
 # The command line with shorter times, and with a note of each look at the devices.
 IMPATIENT = """
 import os, sys
-from gpuguard.queue import leader as leading, waiter as waiting, explain as turn
+from gpuguard.queue import leader as leading, waiter as waiting, state
 from gpuguard.backends import client
 for name, seconds in [each.split("=") for each in os.environ["WAITERS"].split()]:
-    module = next(module for module in (waiting, leading, turn) if hasattr(module, name))
+    module = next(module for module in (waiting, leading, state) if hasattr(module, name))
     setattr(module, name, float(seconds))
     if hasattr(leading, name) and hasattr(waiting, name):
         setattr(leading, name, float(seconds))
@@ -44,7 +44,7 @@ client.WorkerBackend.sample = noted
 from gpuguard.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-STEADY = "OWN_LOOK_SECONDS=300 LOOK_SECONDS=300"
+STEADY = "OWN_CHECK_SECONDS=300 HEALTH_SECONDS=300"
 
 
 class Waiter:

@@ -23,7 +23,7 @@ from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.records import read_records
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESS_DETAILS, PROCESSES, Device, Snapshot
-from gpuguard.queue.reservation_store import read
+from gpuguard.queue.reservations import read_reservations
 from gpuguard.sanitize import neutral_command, neutralise
 from gpuguard.source import SnapshotSource
 from gpuguard.units import format_bytes
@@ -370,7 +370,7 @@ def _claims(_: str) -> Values:
 def _reservations(_: str) -> Values:
     """Own reservations, for root everybody's."""
     uid = os.geteuid()
-    reservations, _torn, _arrived = read(_directory(), time.time())
+    reservations, _torn, _arrived = read_reservations(_directory(), time.time())
     return [
         (kept.id, f"{kept.user} {time.strftime('%a %H:%M', time.localtime(kept.begins))} {kept.note or ''}")
         for kept in reservations

@@ -17,8 +17,9 @@ from gpuguard.cli.options import add_choice_options, add_source_options, backend
 from gpuguard.clusters import outer_devices
 from gpuguard.lock import Allocator, has_queue, outer_claim
 from gpuguard.model import Snapshot
-from gpuguard.queue.explain import new_ticket, position_text, read_queue
-from gpuguard.queue.settings import read_queue_settings
+from gpuguard.queue.explain import position_text
+from gpuguard.queue.state import read_queue
+from gpuguard.queue.tickets import new_ticket
 from gpuguard.request import Request
 from gpuguard.views import explain as view
 from gpuguard.views.text import json_text, put, style
@@ -52,8 +53,6 @@ def turn_of(directory: LockDirectory, snapshot: Snapshot, request: Request) -> t
     if not has_queue(directory) or outer_claim(directory):
         return None
     mine = new_ticket([request])
-    line = read_queue(directory, snapshot, read_queue_settings().rules, mine)
-    place = line.of(mine.id)
-    if place is None:
-        return None
-    return place.now, position_text(place, line)
+    queue = read_queue(directory, snapshot, mine)
+    position = queue.of(mine.id)
+    return None if position is None else (position.now, position_text(position, queue))

@@ -33,8 +33,8 @@ def main(args: argparse.Namespace) -> int:
 
         return fleet.queue(args)
     from gpuguard.clusters import slurm as slurm_queue
-    from gpuguard.queue.explain import read_queue
     from gpuguard.queue.settings import read_queue_settings
+    from gpuguard.queue.state import read_queue
     from gpuguard.views import queue
     from gpuguard.views import queue as slurm
     from gpuguard.views.text import json_text, put, style
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
         snapshot, _ = source.sample()
     finally:
         source.close()
-    line = read_queue(directory, snapshot, site.rules)
+    line = read_queue(directory, snapshot, rules=site.rules)
     jobs = slurm_queue.jobs() if slurm_queue.is_here() else ()
     if args.json:
         put([json_text(queue.to_json(line, site, jobs))], sys.stdout)

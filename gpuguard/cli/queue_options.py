@@ -124,7 +124,7 @@ def follow(args: argparse.Namespace, directory: LockDirectory, requests: Sequenc
     if args.after is None:
         return
     from gpuguard.cli.terminal import WaitProgress
-    from gpuguard.queue.explain import new_ticket
+    from gpuguard.queue.tickets import new_ticket
     from gpuguard.queue.waiter import wait_until_over
 
     ticket = new_ticket(requests, time_limit=job.time_limit, priority=job.priority, note=job.note, command=job.command)

@@ -32,8 +32,17 @@ from gpuguard.cli.options import (
 from gpuguard.cli.times import parse_when
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
 from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Snapshot
-from gpuguard.queue.reservation_store import MOST_NOTE, Reservation, remove, write
-from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, reservation_calendar, what_if
+from gpuguard.queue.reservations import (
+    MOST_NOTE,
+    Reservation,
+    ReservationCalendar,
+    ReservationStatus,
+    clock_text,
+    remove_reservation,
+    reservation_calendar,
+    what_if,
+    write_reservation,
+)
 from gpuguard.request import Request
 from gpuguard.sanitize import neutralise
 from gpuguard.units import parse_bytes, parse_duration
@@ -113,14 +122,14 @@ def _make(args: argparse.Namespace) -> int:
     wanted = Reservation("", os.geteuid(), uid, user, request.num_gpus, begins, ends, devices, now, args.note)
     if why := what_if(wanted, _reserved(directory, snapshot), [device.uuid for device in snapshot.devices]):
         raise GpuguardError(f"this cannot be reserved: {why}.\n`gpuguard reserve` shows what is reserved already.")
-    made = write(directory, wanted)
+    made = write_reservation(directory, wanted)
     try:
         # Somebody may have done the same at the same moment: then whoever came first has it.
         status = next((one for one in _reserved(directory, snapshot).statuses if one.reservation.key == made.key), None)
         if status is None or status.why_not:
             raise GpuguardError(f"this cannot be reserved: {status.why_not if status else 'its file is gone'}.")
     except BaseException:  # also where that cannot be seen: nobody would know that it is there
-        remove(directory, made)
+        remove_reservation(directory, made)
         raise
     _write_down(args, "made", made)
     return _tell(args, status, snapshot, now)
@@ -192,7 +201,6 @@ def _tell(args: argparse.Namespace, status: ReservationStatus, snapshot: Snapsho
     if args.json:
         put([json_text({"schema": 1, "reservations": [view.reservation_json(status, now)]})], sys.stdout)
         return 0
-    from gpuguard.queue.calendar import clock_text
 
     it = status.reservation
     gpus = f"{it.num_gpus} GPU{'s' * (it.num_gpus != 1)}"
@@ -223,7 +231,7 @@ def _cancel(args: argparse.Namespace) -> int:
         raise GpuguardError(f"there is no reservation {args.cancel}: `gpuguard reserve` shows those that there are.")
     if len(mine) > 1:
         raise GpuguardError(f"several users have a reservation {args.cancel}: run this as one of them.")
-    remove(directory, mine[0].reservation)
+    remove_reservation(directory, mine[0].reservation)
     _write_down(args, "cancelled", mine[0].reservation)
     if args.json:
         put([json_text({"schema": 1, "reservations": [view.reservation_json(mine[0], found.now)]})], sys.stdout)

@@ -120,14 +120,13 @@ def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> list[who.QueuedReq
     directory = _directory_with(args, "ticket.")
     if directory is None:
         return []
-    from gpuguard.queue.explain import read_queue
-    from gpuguard.queue.settings import read_queue_settings
+    from gpuguard.queue.state import read_queue
 
     try:
-        places = read_queue(directory, snapshot, read_queue_settings().rules).places
+        positions = read_queue(directory, snapshot).positions
     except (GpuguardError, OSError):
         return []  # the claims are missing too, and that is said
-    tickets = [place.ticket for place in places if not args.user or place.ticket.user in args.user]
+    tickets = [position.ticket for position in positions if not args.user or position.ticket.user in args.user]
     return [
         who.QueuedRequest(ticket.user, ticket.pid, ticket.num_gpus, ticket.since, ticket.note, ticket.command)
         for ticket in tickets

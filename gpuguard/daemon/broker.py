@@ -39,12 +39,11 @@ from gpuguard.enforcement import identity
 from gpuguard.errors import GpuguardError, InvalidRequest, LockDirectoryError
 from gpuguard.model import MEMORY, PROCESSES, Event, Snapshot
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.explain import new_ticket, read_queue, start_text
-from gpuguard.queue.leader import YOUR_TURN
+from gpuguard.queue.explain import kept_for_others, start_text
+from gpuguard.queue.leader import MAY_START
 from gpuguard.queue.priority import PRIORITIES, Ticket
-from gpuguard.queue.settings import read_queue_settings
-from gpuguard.queue.state import QueueState
-from gpuguard.queue.tickets import as_request, note, read_tickets, wake
+from gpuguard.queue.state import QueueState, read_queue
+from gpuguard.queue.tickets import as_request, new_ticket, read_tickets, record_start, wake
 from gpuguard.request import Request, fields_needed, fields_to_verify
 from gpuguard.select import choose
 from gpuguard.units import format_count
@@ -100,10 +99,10 @@ class Broker:
         Returns:
             What was done.
         """
-        queue, now = read_queue(self._directory, snapshot, read_queue_settings().rules), time.monotonic()
-        offered = [position for position in queue.places if position.now]
+        queue, now = read_queue(self._directory, snapshot), time.monotonic()
+        offered = [position for position in queue.positions if position.now]
         # The leader may be hostile, and an offer that is not heard of cannot be taken.
-        wake(self._directory, [position.ticket for position in offered], YOUR_TURN)
+        wake(self._directory, [position.ticket for position in offered], MAY_START)
         since = {position.ticket.id: self._offers.get(position.ticket.id, now) for position in offered}
         refused = [position for position in offered if now - since[position.ticket.id] >= OFFER_SECONDS]
         self._offers = {name: now if now - began >= OFFER_SECONDS else began for name, began in since.items()}
@@ -168,14 +167,14 @@ class Broker:
         snapshot = self._sample(ticket)
         if unknown := [name for name in names if snapshot.device(name) is None]:
             return _refusal(dict.fromkeys(unknown, "the driver does not show it"))
-        queue = read_queue(self._directory, snapshot, read_queue_settings().rules, ticket)
+        queue = read_queue(self._directory, snapshot, ticket)
         request, refused = _due(queue, names, ticket)
         if refused:
             return _refusal(refused)
         reply = self._grant(uid, names, request, snapshot)
         self._offers.pop(ticket.id, None)  # it has tried to take its offer
-        if isinstance(reply, DescriptorReply) and len(queue.places) > 1:
-            note(self._directory, uid, by_daemon=True)
+        if isinstance(reply, DescriptorReply) and len(queue.positions) > 1:
+            record_start(self._directory, uid, by_daemon=True)
         return reply
 
     def _grant(self, uid: int, names: list[str], request: Request, snapshot: Snapshot) -> Reply:
@@ -272,7 +271,7 @@ def _due(queue: QueueState, names: list[str], ticket: Ticket) -> tuple[Request, 
     if position is None or not position.now or position.request is None:
         why = f"it is not your turn: {start_text(position, queue)}" if position else "it is not your turn"
         return ticket.requests[0], dict.fromkeys(names, why)
-    kept = queue.kept_for_others(ticket.id)
+    kept = kept_for_others(queue, ticket.id)
     return position.request, {name: kept[name] for name in names if name in kept}
 
 

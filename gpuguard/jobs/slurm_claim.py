@@ -32,7 +32,7 @@ from gpuguard.enforcement import actions, signals
 from gpuguard.errors import ClaimError, ClaimLost, NotEnoughGpus
 from gpuguard.lock import Allocator, has_queue
 from gpuguard.model import HEALTH, MODEL, PROCESS_DETAILS, PROCESSES, ClaimRecord
-from gpuguard.queue.explain import reservation_start
+from gpuguard.queue.explain import reserved_for_others
 from gpuguard.request import Request, fields_needed
 from gpuguard.select import refusal_text
 
@@ -66,7 +66,7 @@ def claim_for_job(backend: Backend, directory: LockDirectory, given: Allocation,
         uuids = tuple(device.uuid for device in wanted)
         request = Request(num_gpus=len(uuids), devices=uuids)
         is_reserved = has_queue(directory, ("reserve.",))
-        taken = reservation_start(backend, directory, snapshot, request) if is_reserved else {}
+        taken = reserved_for_others(backend, directory, snapshot, request) if is_reserved else {}
         taken |= restrictions_against(directory, uuids, given.uid, time.time())
         allocator = Allocator(backend, directory, [request], environ={})
         if claim := allocator.lock_best(request, snapshot, taken, with_record=False):

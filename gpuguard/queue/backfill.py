@@ -1,14 +1,14 @@
 """Backfill: which tickets of the queue start now, which later and when, and why not earlier.
 
-Each request in turn is planned on the devices that will do and are free first; what becomes of it is its *planned
-start*.  Whoever joins the line is promised that start plus a quarter of the wait until then.  Shorter jobs may go first
-as long as everybody still starts by his promise, and nobody whose user had more than you can put yours off.  Where no
-start can be planned, because nobody knows when the jobs end, small requests pass a big one until it has waited for the
-bound of the site; from then on the devices that it could use stay empty until they suffice.
+Each request in the order of the queue is planned on the devices that will do and are free first: its *planned start*.
+A request that joins the queue is promised that start plus a quarter of the wait until then.  Shorter jobs may go first
+as long as all others still start as promised, and a user who had more GPU time cannot put off one who had less.  Where
+no start can be planned, because it is unknown when the jobs end, small requests pass a big one until it has waited for
+the bound of the site; from then on the devices that it could use stay empty until they suffice.
 
 On 92 days of a full server (Philly, 356 jobs) this has a mean wait of 37 h and a longest one of 386 h, against 162 and
-463 in order of arrival: benchmarks/replay.py.  Nothing is held for anybody who waits; and a plan claims nothing.
-What is kept for a reservation nobody else gets, and its user gets it without waiting for others: see booking.
+463 in order of arrival: benchmarks/replay.py.  A plan claims nothing.  What is kept for a reservation goes to no other
+user, and to its user without waiting for others: see calendar.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ from gpuguard.queue.calendar import (
 from gpuguard.queue.priority import QueueRules, Ticket, due_at, overdue
 from gpuguard.request import Request
 
-# What a plan consists of: planned starts, and until when devices are busy by them.
-#
-# Does not decide who starts when: see plan.
-
-
-UNKNOWN = float("inf")  # some day
+UNKNOWN = float("inf")  # a time that will come some day
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ NEVER = PlannedStart(UNKNOWN)
 
 
 class BusyDevices:
-    """Until when the devices of a plan are busy: for whoever wants one alone, and for whoever shares."""
+    """Until when the devices of a plan are busy: for a job that wants one alone, and for one that shares it."""
 
     def __init__(self, alone: dict[str, float] | None = None, shared: dict[str, float] | None = None) -> None:
         self._alone, self._shared = alone or {}, shared or {}
@@ -63,15 +58,15 @@ class BusyDevices:
         """uuid -> unix time, of those on which something is planned."""
         return self._shared if shared else self._alone
 
-    def add(self, it: PlannedStart, lasts: float | None, relatives: Mapping[str, tuple[str, ...]]) -> None:
-        """Something runs on its devices from its start on."""
-        if it.request is None:
+    def add(self, planned: PlannedStart, lasts: float | None, relatives: Mapping[str, tuple[str, ...]]) -> None:
+        """A job runs on its devices from its start on."""
+        if planned.request is None:
             return
-        until = UNKNOWN if lasts is None else it.start + lasts
-        for uuid in it.devices:
-            for each in (uuid, *relatives.get(uuid, ())):
-                for taken in (self._alone,) if it.request.share else (self._alone, self._shared):
-                    taken[each] = max(until, taken.get(each, until))
+        until = UNKNOWN if lasts is None else planned.start + lasts
+        for uuid in planned.devices:
+            for related in (uuid, *relatives.get(uuid, ())):
+                for busy in (self._alone,) if planned.request.share else (self._alone, self._shared):
+                    busy[related] = max(until, busy.get(related, until))
 
 
 MOST_PLANNED = 256  # tickets; those behind them get no planned start yet
@@ -99,10 +94,10 @@ class Machine:
     Args:
         fits: request -> its devices, for all requests of the queue.
         ends: uuid -> unix time at which its claim will end; without the devices for which that is unknown.
-        kin: uuid -> uuids that cannot be used beside it: a GPU and its MIG instances.
-        bookings: that are not over.
+        relatives: uuid -> uuids that cannot be used beside it: a GPU and its MIG instances.
+        reservations: that are not over.
         free: uuids that are not in use, for the reservations.
-        limits: uuid -> unix time at which a time limit ends its last claim, for the bookings.
+        limits: uuid -> unix time at which a time limit ends its last claim, for the reservations.
     """
 
     fits: Mapping[Request, Fit]
@@ -118,14 +113,14 @@ class QueuePosition:
     """The position of a ticket in the queue, and its planned start.
 
     Args:
-        ticket: whose place it is.
+        ticket: of the request.
         number: 1 is the first.
         start: unix time of its planned start, None: unknown.
         in_order: the same if no ticket behind it started first.
         now: whether it may start now.
-        request: the way that is planned; None: it can never start on this machine.
+        request: the alternative that is planned; None: it can never start on this machine.
         devices: uuids that are planned for it.
-        passes: id of the ticket that it would have to pass, or of the reservation.
+        held_back_by: id of the ticket that it would have to pass, or of the reservation.
         kept: uuid -> the reservation for which it must leave the device alone.
     """
 
@@ -140,53 +135,62 @@ class QueuePosition:
     kept: Mapping[str, PlannedReservation] = field(default_factory=dict)
 
 
-def promise(place: QueuePosition, rules: QueueRules, now: float) -> float | None:
+def promise(position: QueuePosition, rules: QueueRules, now: float) -> float | None:
     """By when the job starts at the latest, if the time limits before it are kept; None where that is unknown.
 
     A quarter more than planned: of 0 to 40 % that gave the least mean wait within the longest one of FIFO.
     """
-    return None if place.in_order is None else now + (1 + rules.patience) * (place.in_order - now)
+    return None if position.in_order is None else now + (1 + rules.patience) * (position.in_order - now)
 
 
 def plan(
-    line: Sequence[Ticket], machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float
+    queue: Sequence[Ticket], machine: Machine, usage: Mapping[int, float], rules: QueueRules, now: float
 ) -> list[QueuePosition]:
-    """The positions of *line*, which is in order.
+    """The positions of *queue*, which is in order.
 
     Args:
-        line: see line.order.
+        queue: see priority.order.
         machine: its devices.
         usage: uid -> recent GPU-seconds.
         rules: of the site.
         now: unix time.
     """
-    waiting = planned_for(line)
-    late = overdue([ticket for ticket in line if ticket.since + rules.bound < now], rules, now)
-    plans = _Planner(machine, usage, rules, now, late)
-    in_order = plans.schedule(waiting)
+    waiting = planned_for(queue)
+    late = overdue([ticket for ticket in queue if ticket.since + rules.bound < now], rules, now)
+    planner = _Planner(machine, usage, rules, now, late)
+    in_order = planner.schedule(waiting)
     starting: dict[str, PlannedStart] = {}
-    while chosen := plans.next_to_start(waiting):
+    while chosen := planner.next_to_start(waiting):
         starting[chosen[0].id] = chosen[1]
         waiting.remove(chosen[0])
-    planned = plans.schedule(waiting) if starting else in_order
-    places = []
-    for number, ticket in enumerate(line, 1):
-        first = _known(in_order.get(ticket.id, NEVER).start)
-        now = ticket.id in starting
-        it = starting.get(ticket.id) or planned.get(ticket.id) or PlannedStart(UNKNOWN, ticket.requests[0])
+    later = planner.schedule(waiting) if starting else in_order
+    positions = []
+    for number, ticket in enumerate(queue, 1):
+        starts_now = ticket.id in starting
+        planned = starting.get(ticket.id) or later.get(ticket.id) or PlannedStart(UNKNOWN, ticket.requests[0])
         # A ticket that fits now is held back for another one: until when is unknown.
-        held = None if now else plans.held_back.get(ticket.id)
-        start = None if held and held not in plans.reserved else _known(it.start)
-        kept = plans.kept_for_others(ticket, it) if machine.reservations else {}
-        places.append(QueuePosition(ticket, number, start, first, now, it.request, it.devices, held, kept))
-    return places
+        held_back_by = None if starts_now else planner.held_back.get(ticket.id)
+        positions.append(
+            QueuePosition(
+                ticket,
+                number,
+                start=None if held_back_by and held_back_by not in planner.reserved else _known(planned.start),
+                in_order=_known(in_order.get(ticket.id, NEVER).start),
+                now=starts_now,
+                request=planned.request,
+                devices=planned.devices,
+                held_back_by=held_back_by,
+                kept=planner.kept_for_others(ticket, planned) if machine.reservations else {},
+            )
+        )
+    return positions
 
 
-def planned_for(line: Sequence[Ticket]) -> list[Ticket]:
-    """Those of *line* that get a planned start."""
+def planned_for(queue: Sequence[Ticket]) -> list[Ticket]:
+    """Those of *queue* that get a planned start."""
     waiting: list[Ticket] = []
     of_user: dict[int, int] = {}
-    for ticket in line:
+    for ticket in queue:
         if ticket.after is None:
             of_user[ticket.owner] = of_user.get(ticket.owner, 0) + 1
             if len(waiting) < MOST_PLANNED or of_user[ticket.owner] <= FIRST_OF_USER:
@@ -204,7 +208,7 @@ class _Alternative:
 
     request: Request
     fit: Fit
-    first: list[float]
+    free_at: list[float]
 
 
 class _Planner:
@@ -217,147 +221,176 @@ class _Planner:
         self.machine, self.usage, self.rules, self.now, self.late = machine, usage, rules, now, late
         self.busy = BusyDevices()
         self.started: list[StartingJob] = []
-        self.reserved = tuple(booking.id for booking in machine.reservations)
+        self.reserved = tuple(reservation.id for reservation in machine.reservations)
         free_at = {uuid: end for uuid, end in machine.limits.items() if end > now} | dict.fromkeys(machine.free, now)
         self.calendars = Calendars(machine.reservations, DeviceAvailability(free_at, relatives=machine.relatives), now)
         self.calendar: Calendar = {}  # what is kept for reservations, as the schedule of the queue has it
         self.liked = max((fit.eligible for fit in machine.fits.values()), key=len, default=())
         # id of a ticket that fits now -> the id of the one that it would have to pass
         self.held_back: dict[str, str] = {}
-        self._kinds: dict[
-            Request, _Alternative | None
-        ] = {}  # a request is long to hash, and asked for a thousand times
-        self._ways: dict[str, tuple[_Alternative, ...]] = {}  # id of a ticket -> its ways that are possible
+        # A request is long to hash, and wanted a thousand times.
+        self._kinds: dict[Request, _Alternative | None] = {}
+        self._alternatives: dict[str, tuple[_Alternative, ...]] = {}  # id of a ticket -> those that are possible
 
     def schedule(self, waiting: Sequence[Ticket]) -> dict[str, PlannedStart]:
         """The planned start of each ticket when all start in order."""
         busy = self.busy.copy()
         self.calendar = self.calendars.after(self.started, self.liked)
-        planned = {}
+        schedule = {}
         for ticket in waiting:
-            it = planned[ticket.id] = self.earliest(ticket, busy, self.calendar)
-            busy.add(it, ticket.lasts, self.machine.relatives)
-        return planned
+            planned = schedule[ticket.id] = self.earliest(ticket, busy, self.calendar)
+            busy.add(planned, ticket.lasts, self.machine.relatives)
+        return schedule
 
     def earliest(self, ticket: Ticket, busy: BusyDevices, kept: Calendar | None = None) -> PlannedStart:
-        """The earliest start of one ticket in any of its ways; without a calendar as if it started next."""
+        """The earliest start of one ticket by any of its alternatives; without a calendar as if it started next."""
         best = NEVER
-        for way in self.ways(ticket):
-            uuids, taken = way.fit.eligible, busy.until(shared=way.request.share)
-            free = way.first
+        lasts = surely_over_after(ticket)
+        for alternative in self.alternatives(ticket):
+            uuids, request = alternative.fit.eligible, alternative.request
+            taken = busy.until(shared=request.share)
+            free_at = alternative.free_at
             if taken:  # one that shares may be over before those that are there already
-                free = [max(first, taken.get(uuid, first)) for uuid, first in zip(uuids, free, strict=True)]
-            spans = self.calendars.reserved_beside(self.started, uuids, ticket.uid) if kept is None else kept
-            places, start = _soonest(ticket, free, uuids, spans, way.request.num_gpus)
+                free_at = [max(free, taken.get(uuid, free)) for uuid, free in zip(uuids, free_at, strict=True)]
+            calendar = self.calendars.reserved_beside(self.started, uuids, ticket.uid) if kept is None else kept
+            spans = [calendar.get(uuid, ()) for uuid in uuids] if calendar else []
+            while True:
+                clear = free_at
+                if spans:
+                    clear = [
+                        clear_at(reserved, ticket.uid, free, lasts)
+                        for reserved, free in zip(spans, free_at, strict=True)
+                    ]
+                chosen = sorted(range(len(clear)), key=clear.__getitem__)[: request.num_gpus]
+                start = clear[chosen[-1]]
+                # By the time that the last of them is free, the first may be reserved.
+                if not spans or all(clear_at(spans[index], ticket.uid, start, lasts) == start for index in chosen):
+                    break
+                free_at = [max(start, free) for free in free_at]
             if best.request is None or start < best.start:
-                best = PlannedStart(start, way.request, tuple([uuids[place] for place in places]))
+                best = PlannedStart(start, request, tuple([uuids[index] for index in chosen]))
         return best
 
-    def ways(self, ticket: Ticket) -> tuple[_Alternative, ...]:
+    def alternatives(self, ticket: Ticket) -> tuple[_Alternative, ...]:
         """Those of its requests that can be met some day."""
-        if ticket.id not in self._ways:
-            self._kinds |= {each: self._way(each) for each in ticket.requests if each not in self._kinds}
-            self._ways[ticket.id] = tuple(way for each in ticket.requests if (way := self._kinds[each]))
-        return self._ways[ticket.id]
+        if ticket.id not in self._alternatives:
+            for request in ticket.requests:
+                if request not in self._kinds:
+                    self._kinds[request] = self._alternative(request)
+            possible = [self._kinds[request] for request in ticket.requests]
+            self._alternatives[ticket.id] = tuple(filter(None, possible))
+        return self._alternatives[ticket.id]
 
-    def _way(self, request: Request) -> _Alternative | None:
+    def _alternative(self, request: Request) -> _Alternative | None:
         fit = self.machine.fits.get(request)
         if fit is None or len(fit.eligible) < request.num_gpus:
             return None
         ends = self.machine.ends
         # A job that should have ended: its end is unknown.
-        first = [
+        free_at = [
             self.now if uuid in fit.open else end if (end := ends.get(uuid, UNKNOWN)) > self.now else UNKNOWN
             for uuid in fit.eligible
         ]
-        return _Alternative(request, fit, first)
-
-    def _fits_now(self, way: _Alternative) -> bool:
-        taken = self.busy.until(shared=way.request.share)
-        return sum(uuid not in taken for uuid in way.fit.open) >= way.request.num_gpus
+        return _Alternative(request, fit, free_at)
 
     def next_to_start(self, waiting: Sequence[Ticket]) -> tuple[Ticket, PlannedStart] | None:
         """The next ticket that starts now; it counts as started from here on."""
         self.held_back = {}
-        fitting = {id(way) for way in self._kinds.values() if way and self._fits_now(way)}
-        fits = [one for one in waiting if any(id(way) in fitting for way in self.ways(one))] if fitting else []
+        fits = self._fitting_now(waiting)
         if not fits:
             return None
         base = self.schedule(waiting)
-        stands = self._behind_how_many(waiting)
-        # The shortest first, in each class; of those of unknown length the first in order.
-        fits.sort(
-            key=lambda one: (
-                one.set_back,
-                not self.calendars.begun_for(one.uid),
-                -one.priority,
-                UNKNOWN if one.lasts is None else one.lasts,
-            )
-        )
+        overdue_before, count = dict[str, int](), 0  # id -> how many overdue tickets are before it
+        for ticket in waiting:
+            overdue_before[ticket.id] = count
+            count += ticket.id in self.late
         refused: dict[tuple[object, ...], str] = {}
         for ticket in fits:
             # Many are alike; and after so many, where a shorter one had to wait, a longer one has to.
-            ways = tuple(map(id, self.ways(ticket)))
-            alike = (ways, ticket.uid, ticket.priority, ticket.time_limit is None, stands[ticket.id])
-            kind = (*alike, ticket.lasts) if len(refused) < MOST_TRIED else alike
-            it = self.earliest(ticket, self.busy)
-            held_back = refused.get(kind) if it.start <= self.now < base[ticket.id].start else None
-            held_back = held_back or self._held_back_by(ticket, it, waiting, base)
+            kinds = tuple(map(id, self.alternatives(ticket)))
+            alike = (kinds, ticket.uid, ticket.priority, ticket.time_limit is None, overdue_before[ticket.id])
+            key = (*alike, ticket.lasts) if len(refused) < MOST_TRIED else alike
+            planned = self.earliest(ticket, self.busy)
+            held_back = refused.get(key) if planned.start <= self.now < base[ticket.id].start else None
+            held_back = held_back or self._held_back_by(ticket, planned, waiting, base)
             if held_back is None:
-                return self._start(ticket, it)
-            refused[kind] = refused[alike] = self.held_back[ticket.id] = held_back
+                return self._start(ticket, planned)
+            refused[key] = refused[alike] = self.held_back[ticket.id] = held_back
         # Reservations move with a start, so two can be held back for each other: then the first of them in the queue
         # starts, if it would in order.  Otherwise it waits for an end that is to come, after which they may both be in
         # time.
-        in_turn = [one for one in waiting if base[one.id].start <= self.now]
-        stuck = next((one for one in in_turn if self._in_circle(one.id)), None)
-        return self._start(stuck, self.earliest(stuck, self.busy)) if stuck else None
+        for ticket in waiting:
+            if base[ticket.id].start <= self.now and self._in_circle(ticket.id):
+                return self._start(ticket, self.earliest(ticket, self.busy))
+        return None
 
-    def _start(self, ticket: Ticket, it: PlannedStart) -> tuple[Ticket, PlannedStart]:
-        self.busy.add(it, ticket.lasts, self.machine.relatives)
-        self.started.append(self._starting(ticket, it))
-        return ticket, it
+    def _fitting_now(self, waiting: Sequence[Ticket]) -> list[Ticket]:
+        """Those for which enough devices are free: the shortest first, in each class; of those of unknown length the
+        first in order."""
+        fitting = set()
+        for alternative in filter(None, self._kinds.values()):
+            taken = self.busy.until(shared=alternative.request.share)
+            if sum(uuid not in taken for uuid in alternative.fit.open) >= alternative.request.num_gpus:
+                fitting.add(id(alternative))
+        if not fitting:
+            return []
+        return sorted(
+            (
+                ticket
+                for ticket in waiting
+                if any(id(alternative) in fitting for alternative in self.alternatives(ticket))
+            ),
+            key=lambda ticket: (
+                ticket.set_back,
+                not self.calendars.begun_for(ticket.uid),
+                -ticket.priority,
+                UNKNOWN if ticket.lasts is None else ticket.lasts,
+            ),
+        )
 
-    def _in_circle(self, name: str) -> bool:
+    def _start(self, ticket: Ticket, planned: PlannedStart) -> tuple[Ticket, PlannedStart]:
+        self.busy.add(planned, ticket.lasts, self.machine.relatives)
+        self.started.append(self._starting(ticket, planned))
+        return ticket, planned
+
+    def _in_circle(self, ticket_id: str) -> bool:
         """Whether it is held back for a ticket that is held back for it, perhaps over others."""
-        chain = [name]
+        chain = [ticket_id]
         while (other := self.held_back.get(chain[-1])) and other not in chain:
             chain.append(other)
-        return other == name
-
-    def _behind_how_many(self, waiting: Sequence[Ticket]) -> dict[str, int]:
-        """id -> how many overdue tickets stand before it."""
-        stands, count = {}, 0
-        for ticket in waiting:
-            stands[ticket.id] = count
-            count += ticket.id in self.late
-        return stands
+        return other == ticket_id
 
     def _held_back_by(
-        self, ticket: Ticket, it: PlannedStart, waiting: Sequence[Ticket], base: Mapping[str, PlannedStart]
+        self, ticket: Ticket, planned: PlannedStart, waiting: Sequence[Ticket], base: Mapping[str, PlannedStart]
     ) -> str | None:
         """The id of a ticket that its start would postpone further than allowed; None: it may start."""
-        if it.start > self.now:
-            mine = {uuid for way in self.ways(ticket) for uuid in way.fit.eligible}
-            kept = [booking for uuid, booking in self.kept_for_others(ticket, it).items() if uuid in mine]
-            return min(kept, key=lambda booking: booking.begins).id if kept else next(iter(self.reserved))
-        if self.calendars.uses_own_reservations(ticket.uid, it.devices, self.started):
+        if planned.start > self.now:
+            mine = {uuid for alternative in self.alternatives(ticket) for uuid in alternative.fit.eligible}
+            kept = self.kept_for_others(ticket, planned)
+            blocking = [reservation for uuid, reservation in kept.items() if uuid in mine]
+            return min(blocking, key=lambda reservation: reservation.begins).id if blocking else self.reserved[0]
+        if self.calendars.uses_own_reservations(ticket.uid, planned.devices, self.started):
             return None
         busy, calendar = self.busy.copy(), self.calendar
-        busy.add(it, ticket.lasts, self.machine.relatives)
-        if not calendar.keys().isdisjoint(it.devices):  # others are kept in their place
-            calendar = self.calendars.after([*self.started, self._starting(ticket, it)], self.liked)
-        behind = False  # whether the others in the loop stand behind this one
+        busy.add(planned, ticket.lasts, self.machine.relatives)
+        if not calendar.keys().isdisjoint(planned.devices):  # others are kept instead
+            calendar = self.calendars.after([*self.started, self._starting(ticket, planned)], self.liked)
+        is_behind = False  # whether the others in the loop are behind this one
         for other in waiting:
             if other is ticket:
-                behind = True
+                is_behind = True
                 continue
             again = self.earliest(other, busy, calendar)
             busy.add(again, other.lasts, self.machine.relatives)
             if again.start > self._limit(other, ticket, base[other.id].start) + 1e-3:
                 return other.id
-            if other.id in self.late and not behind and self._takes_from(other, ticket, it, base[other.id]):
-                return other.id
+            if other.id in self.late and not is_behind:
+                # It has waited long enough: no device that it could use is taken, unless a time limit, which gpuguard
+                # keeps, frees that before its planned start.
+                is_in_time = base[other.id].start != UNKNOWN and ticket.time_limit is not None
+                fits = [self.machine.fits[request] for request in other.requests if request in self.machine.fits]
+                if not is_in_time and any(uuid in fit.eligible for uuid in planned.devices for fit in fits):
+                    return other.id
         return None
 
     def _limit(self, other: Ticket, passing: Ticket, planned: float) -> float:
@@ -367,47 +400,18 @@ class _Planner:
             return planned
         return max(planned, due_at(other, self.rules))
 
-    def _takes_from(self, other: Ticket, passing: Ticket, it: PlannedStart, planned: PlannedStart) -> bool:
-        """Whether it takes a device that *other*, who has waited long enough, could use."""
-        if planned.start != UNKNOWN and passing.time_limit is not None:
-            return False  # it will be off the device in time: gpuguard sees to that
-        return any(
-            uuid in self.machine.fits[way].eligible
-            for uuid in it.devices
-            for way in other.requests
-            if way in self.machine.fits
-        )
-
-    def kept_for_others(self, ticket: Ticket, it: PlannedStart) -> dict[str, PlannedReservation]:
+    def kept_for_others(self, ticket: Ticket, planned: PlannedStart) -> dict[str, PlannedReservation]:
         """uuid -> the reservation for which this ticket must leave the device alone if it starts now."""
-        fit = self.machine.fits.get(it.request or ticket.requests[0])
+        fit = self.machine.fits.get(planned.request or ticket.requests[0])
         others = [job for job in self.started if job.id != ticket.id]
-        spans = self.calendars.reserved_beside(others, fit.eligible if fit else (), ticket.uid)
+        calendar = self.calendars.reserved_beside(others, fit.eligible if fit else (), ticket.uid)
         lasts = surely_over_after(ticket)
-        found = {uuid: in_the_way(each, ticket.uid, self.now, lasts) for uuid, each in spans.items()}
-        return {uuid: booking for uuid, booking in found.items() if booking}
+        kept = {uuid: in_the_way(spans, ticket.uid, self.now, lasts) for uuid, spans in calendar.items()}
+        return {uuid: reservation for uuid, reservation in kept.items() if reservation}
 
-    def _starting(self, ticket: Ticket, it: PlannedStart) -> StartingJob:
+    def _starting(self, ticket: Ticket, planned: PlannedStart) -> StartingJob:
         until = UNKNOWN if ticket.time_limit is None else self.now + ticket.time_limit
-        return StartingJob(ticket.id, ticket.uid, it.devices, until)
-
-
-def _soonest(
-    ticket: Ticket, free: list[float], uuids: Sequence[str], kept: Calendar, count: int
-) -> tuple[list[int], float]:
-    """The places of so many of the devices, and when all of them can be had; *free* says when their jobs have ended."""
-    lasts = surely_over_after(ticket)
-    while True:
-        clear = free
-        if kept:
-            spans = [kept.get(uuid, ()) for uuid in uuids]
-            clear = [clear_at(each, ticket.uid, since, lasts) for each, since in zip(spans, free, strict=True)]
-        places = sorted(range(len(clear)), key=clear.__getitem__)[:count]
-        start = clear[places[-1]]
-        # By the time that the last of them is free, the first may be reserved.
-        if not kept or all(clear_at(spans[place], ticket.uid, start, lasts) == start for place in places):
-            return places, start
-        free = [max(start, since) for since in free]
+        return StartingJob(ticket.id, ticket.uid, planned.devices, until)
 
 
 def surely_over_after(ticket: Ticket) -> float:

@@ -25,10 +25,15 @@ def expected_seconds(command: Sequence[str], path: str | None = None) -> float |
         command: of the job that is to be started.
         path: of the audit log; the user's own by default.
     """
-    wanted = program(_as_logged(command))
+    # The audit log has the words with a blank between them, and of very long lines the beginning.
+    wanted = program(" ".join(command)[:1000].split(" "))
     commands: dict[str, str] = {}
     lasted: list[float] = []
-    for line in _newest_lines(path or events_path()):
+    try:
+        lines = list(read_log(path or events_path(), TAIL_BYTES))
+    except OSError:
+        return None
+    for line in lines:
         try:
             event = loads(line)
             claim, kind = event.get("claim"), event["kind"]
@@ -50,15 +55,3 @@ def program(command: Sequence[str]) -> str:
     rest = [word for word in words[1:FIRST_WORDS] if not word.startswith("-")]
     scripts = [word for word in rest if word.endswith(SCRIPTS)]
     return f"{name} {os.path.basename([*scripts, *rest][0])}" if rest else name
-
-
-def _as_logged(command: Sequence[str]) -> list[str]:
-    """The audit log has the words with a blank between them, and of very long lines the beginning."""
-    return " ".join(command)[:1000].split(" ")
-
-
-def _newest_lines(path: str) -> list[bytes]:
-    try:
-        return list(read_log(path, TAIL_BYTES))
-    except OSError:
-        return []

@@ -1,12 +1,16 @@
-"""The leader of the queue: hears what may change it, samples once for all, and wakes the requests that may start.
+"""The leader of the queue: learns what may change it, samples once for all, and wakes the requests that may start.
 
-The driver is read only after something ended that matters: a claim, a ticket, a process without a claim.  Where the
-kernel reports nothing (no inotify left, memory that is still being freed, a utilization that must fall) it samples
-again after a while, less and less often.  Does not decide which process leads: see waiter.
+The driver is read only after something ended that matters: a claim, a ticket, a process without a claim.  The kernel
+reports when the last holder of a file that was open for writing closes it, however that dies (inotify, IN_CLOSE_WRITE);
+readers do not count.  So the records of claims and the tickets wake a process that watches the directory of both, and
+reading them wakes none.  Where the kernel reports nothing (no inotify left, memory that is still being freed, a
+utilization that must fall) the leader samples again after a while, less and less often.  Does not decide which process
+leads: see waiter.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
@@ -20,18 +24,20 @@ from gpuguard.claims.directory import LockDirectory
 from gpuguard.claims.holders import as_written
 from gpuguard.claims.probe import locks_held
 from gpuguard.device_state import idle_limit
-from gpuguard.model import Device
-from gpuguard.queue.backfill import QueuePosition
 from gpuguard.queue.priority import Ticket
-from gpuguard.queue.state import QueueState, has_waker
+from gpuguard.queue.state import QueueState, is_responsive
 from gpuguard.queue.tickets import wake
 
-# Being woken by the kernel: when a claim or a ticket ends, when a process ends, when a bell is written to.
-#
-# The kernel reports when the last holder of a file that was open for writing closes it, however that dies (inotify,
-# IN_CLOSE_WRITE); readers do not count.  So the records of claims and the tickets wake a process that watches the
-# directory of both, and reading them wakes none.
-
+MAY_START = b"."  # the byte by which a process is woken that may start
+HEALTH_SECONDS = 300.0  # between two checks whether devices were lost, or came back
+SAMPLE_SECONDS = 10.0  # while a request waits for what the kernel does not report
+SETTLE_SECONDS = 0.25  # at first, while an unclaimed device is not empty yet; then twice that, and so on
+CHECK_SECONDS = (0.02, 0.2, 2.0)  # after a file was closed: its lock is given up a moment later
+POLL_SECONDS = 2.0  # between two checks of the locks and the tickets where inotify is not available
+CLAIM_SECONDS = 0.002  # the locks of one claim are given up one after the other
+START_SECONDS = 0.5  # a request that was woken starts within so long, or is woken again
+PART = 4  # at most one in so many parts of the time is spent on samples because of tickets that come and go
+MOST_WATCHED = 64  # processes without a claim whose end is awaited
 
 # linux/inotify.h
 _ATTRIB, _CLOSE_WRITE, _MOVED_TO, _DELETE, _DELETE_SELF, _OVERFLOW = 0x4, 0x8, 0x80, 0x200, 0x400, 0x4000
@@ -47,8 +53,6 @@ class DirectoryWatch:
     """
 
     def __init__(self, path: str) -> None:
-        import ctypes
-
         self._libc = libc = ctypes.CDLL(None, use_errno=True)
         self.descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self.descriptor < 0:
@@ -66,18 +70,17 @@ class DirectoryWatch:
 
     def names(self) -> set[str]:
         """The names of changed files since the last call; "" when some were lost."""
-        found: set[str] = set()
+        changed: set[str] = set()
         while True:
             try:
                 events = os.read(self.descriptor, 65536)
             except BlockingIOError:
-                return found
-            at = 0
-            while at < len(events):
-                watch, mask, _, length = _HEAD.unpack_from(events, at)
-                name = os.fsdecode(events[at + _HEAD.size : at + _HEAD.size + length].rstrip(b"\0"))
-                found.add("" if mask & _OVERFLOW else name if watch == self._directory else REPLACED)
-                at += _HEAD.size + length
+                return changed
+            while events:
+                watch, mask, _, length = _HEAD.unpack_from(events)
+                name = os.fsdecode(events[_HEAD.size : _HEAD.size + length].rstrip(b"\0"))
+                changed.add("" if mask & _OVERFLOW else name if watch == self._directory else REPLACED)
+                events = events[_HEAD.size + length :]
 
     def close(self) -> None:
         """Watch no longer."""
@@ -92,19 +95,19 @@ class ProcessWatch:
 
     def watch(self, pids: Iterable[int]) -> set[int]:
         """Wait for exactly these from now on; returns those that cannot be watched, or have ended already."""
-        wanted, unresponsive = set(pids), set()
+        wanted, unwatched = set(pids), set()
         for pid in self._open.keys() - wanted:
             os.close(self._open.pop(pid))
         for pid in wanted - self._open.keys():
             try:
                 self._open[pid] = os.pidfd_open(pid)
             except (OSError, OverflowError):  # ended, of another namespace, no descriptors left; or it is no pid at all
-                unresponsive.add(pid)
+                unwatched.add(pid)
         ended = wait_for(self._open.values(), 0.0)
         for pid in [pid for pid, descriptor in self._open.items() if descriptor in ended]:
             os.close(self._open.pop(pid))
-            unresponsive.add(pid)
-        return unresponsive
+            unwatched.add(pid)
+        return unwatched
 
     @property
     def descriptors(self) -> list[int]:
@@ -126,28 +129,16 @@ def wait_for(descriptors: Collection[int], seconds: float | None) -> set[int]:
 
 def flock_holder(descriptor: int) -> int | None:
     """The pid of the process that took the flock on this file, as the kernel says, or None."""
-    place = re.compile(rf"FLOCK +ADVISORY +WRITE +(\d+) +{as_written(descriptor)} ")
+    entry = re.compile(rf"FLOCK +ADVISORY +WRITE +(\d+) +{as_written(descriptor)} ")
     try:
         with open("/proc/locks", encoding="ascii", errors="replace") as locks:
             for line in locks:
-                if "->" not in line and (found := place.search(line)):
-                    return int(found[1]) or None  # 0: in another pid namespace
+                if "->" not in line and (holder := entry.search(line)):
+                    return int(holder[1]) or None  # 0: in another pid namespace
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES):
             raise
     return None
-
-
-YOUR_TURN = b"."
-LOOK_SECONDS = 300.0  # between two checks whether devices were lost, or came back
-SAMPLE_SECONDS = 10.0  # while a request waits for what the kernel does not report
-SETTLE_SECONDS = 0.25  # at first, while an unclaimed device is not empty yet; then twice that, and so on
-CHECK_SECONDS = (0.02, 0.2, 2.0)  # after a file was closed: its lock is given up a moment later
-POLL_SECONDS = 2.0  # between two checks of the locks and the tickets where inotify is not available
-CLAIM_SECONDS = 0.002  # the locks of one claim are given up one after the other
-RING_SECONDS = 0.5  # a request that was woken starts within so long, or is woken again
-PART = 4  # at most one in so many parts of the time is spent on samples because of tickets that come and go
-STRANGERS = 64  # processes without a claim whose end is awaited
 
 
 class Leader:
@@ -156,48 +147,54 @@ class Leader:
     Args:
         directory: of the claims.
         uuids: of the machine's devices.
-        look: samples the machine and the queue, for all that wait; with health now and then, and where a request
+        read: samples the machine and the queue, for all that wait; with health now and then, and where a request
             that was woken did not start.
     """
 
-    def __init__(self, directory: LockDirectory, uuids: Sequence[str], look: Callable[[bool], QueueState]) -> None:
-        self._directory, self._uuids, self._look = directory, tuple(uuids), look
-        self._strangers = ProcessWatch()
+    def __init__(self, directory: LockDirectory, uuids: Sequence[str], read: Callable[[bool], QueueState]) -> None:
+        self._directory, self._uuids, self._read = directory, tuple(uuids), read
+        self._processes = ProcessWatch()  # those without a claim
         self._watch: DirectoryWatch | None = None
         with suppress(OSError):  # none left: then the files are checked now and then
             self._watch = DirectoryWatch(directory.records)
-        self._seen: frozenset[str] = frozenset()  # names of the tickets, where there is no watch
+        self._tickets: frozenset[str] = frozenset()  # their names, where there is no watch
         self._locked: frozenset[str] = frozenset()  # names of the locks that were held before the last sample
-        self._told: list[Ticket] = []  # those that could start at the last sample
-        self._rung: dict[str, float] = {}  # id of a ticket -> when it was woken, monotonic
-        self._deaf: list[Ticket] = []  # those that do not respond
+        self._startable: list[Ticket] = []  # those that could start at the last sample
+        self._woken_at: dict[str, float] = {}  # id of a ticket -> when it was woken, monotonic
+        self._unresponsive: list[Ticket] = []
         self._checks: list[float] = []  # monotonic times at which the locks are checked
-        self._look_at = 0.0  # and when the driver is read although nothing is known to have ended
-        self._pause = RING_SECONDS  # until the same ones are woken again
-        self._settling = SETTLE_SECONDS
-        self._closely_at = time.monotonic() + LOOK_SECONDS  # when the health of the devices is read next
+        self._sample_at = 0.0  # and when the driver is read although nothing is known to have ended
+        self._start_pause = START_SECONDS  # until the same requests are woken again
+        self._settle_pause = SETTLE_SECONDS
+        self._health_at = time.monotonic() + HEALTH_SECONDS  # when the health of the devices is read next
         self._cost = 0.0  # seconds that the last sample took
 
     @property
     def descriptors(self) -> list[int]:
         """Readable when something has happened."""
-        return [*([self._watch.descriptor] if self._watch else []), *self._strangers.descriptors]
+        return [*([self._watch.descriptor] if self._watch else []), *self._processes.descriptors]
 
     @property
     def until(self) -> float:
         """When to come back at the latest, monotonic."""
-        return min([self._look_at, *self._checks])
+        return min([self._sample_at, *self._checks])
 
-    def must_look(self, ready: Collection[int]) -> bool:
+    def must_sample(self, ready: Collection[int]) -> bool:
         """Whether it is time to sample; *ready* are the descriptors that are readable."""
+        now = time.monotonic()
         if self._watch and self._watch.descriptor in ready:
-            self._hear(self._watch.names())
-        if not set(self._strangers.descriptors).isdisjoint(ready) or self._something_ended():
-            self._settling = SETTLE_SECONDS
+            names = self._watch.names()
+            kinds = {name.removeprefix(self._directory.prefix).partition(".")[0] for name in names}
+            if kinds & {"claim", ""}:  # its lock may be free in a moment
+                self._checks = [now, *(now + after for after in CHECK_SECONDS)]
+            if kinds & {"ticket", "reserve", REPLACED, ""}:
+                self._sample_soon(now)
+        if not set(self._processes.descriptors).isdisjoint(ready) or self._was_lock_released():
+            self._settle_pause = SETTLE_SECONDS
             return True
-        return time.monotonic() >= self._look_at
+        return time.monotonic() >= self._sample_at
 
-    def look(self, own: str) -> bool:
+    def sample(self, own: str) -> bool:
         """Sample once for all and wake the requests that may start, or never can; whether *own* is one of them.
 
         *own* is given each time: the leader may have had to make its ticket anew.
@@ -205,102 +202,102 @@ class Leader:
         began = time.monotonic()
         self._locked = locks_held(self._directory, self._uuids)
         if not self._watch:
-            self._seen = self._tickets()
-        closely = began >= self._closely_at or any(self._waits_in_vain(ticket) for ticket in self._told)
-        line = self._look(closely)
+            self._tickets = self._ticket_names()
+        with_health = began >= self._health_at or any(
+            began - self._woken_at.get(ticket.id, 0.0) >= START_SECONDS and is_responsive(self._directory, ticket)
+            for ticket in self._startable  # it was woken, and has not started
+        )
+        queue = self._read(with_health)
         now = time.monotonic()
         self._cost = now - began
-        if closely:
-            self._closely_at = now + LOOK_SECONDS
-        self._uuids = tuple(device.uuid for device in line.snapshot.devices)
-        meant = [place.ticket for place in line.places if _concerns(place)]
-        called = [one for one in meant if one.id != own and now - self._rung.get(one.id, 0.0) > RING_SECONDS]
-        wake(self._directory, called, YOUR_TURN)
-        self._told, known = meant, set(self._rung)
-        self._rung = {one.id: now if one in called else self._rung.get(one.id, now) for one in meant}
-        self._pause = min(SAMPLE_SECONDS, self._pause * 2) if known == set(self._rung) else RING_SECONDS
-        self._deaf = [place.ticket for place in line.places if place.ticket.id in line.unresponsive]
-        self._look_at = now + self._next_look(line, told=any(place.now for place in line.places))
+        if with_health:
+            self._health_at = now + HEALTH_SECONDS
+        self._uuids = tuple(device.uuid for device in queue.snapshot.devices)
+        # A request that cannot be met any more is woken, too, and finds that out for itself.
+        self._startable = [
+            position.ticket
+            for position in queue.positions
+            if position.now or (position.request is None and position.ticket.after is None)
+        ]
+        woken = [
+            ticket
+            for ticket in self._startable
+            if ticket.id != own and now - self._woken_at.get(ticket.id, 0.0) > START_SECONDS
+        ]
+        wake(self._directory, woken, MAY_START)
+        before = set(self._woken_at)
+        self._woken_at = {
+            ticket.id: now if ticket in woken else self._woken_at.get(ticket.id, now) for ticket in self._startable
+        }
+        is_same = before == set(self._woken_at)
+        self._start_pause = min(SAMPLE_SECONDS, self._start_pause * 2) if is_same else START_SECONDS
+        self._unresponsive = [
+            position.ticket for position in queue.positions if position.ticket.id in queue.unresponsive
+        ]
+        self._sample_at = now + self._pause(queue)
         self._checks = self._checks or self._poll(now)
         if self._watch:
-            self._watch.follow(line.facts.mark_files)
-        return any(one.id == own for one in meant)
+            self._watch.follow(queue.facts.restriction_files)
+        return any(ticket.id == own for ticket in self._startable)
 
     def close(self) -> None:
         """Lead no longer."""
-        self._strangers.close()
+        self._processes.close()
         if self._watch:
             self._watch.close()
 
-    def _waits_in_vain(self, told: Ticket) -> bool:
-        long_ago = time.monotonic() - self._rung.get(told.id, 0.0) >= RING_SECONDS
-        return long_ago and has_waker(self._directory, told)
-
-    def _hear(self, names: set[str]) -> None:
-        """These files changed: sample at once where no lock is about it, else when the lock can be free."""
-        kinds = {name.removeprefix(self._directory.prefix).partition(".")[0] for name in names}
-        now = time.monotonic()
-        if kinds & {"claim", ""}:
-            self._checks = [now, *(now + after for after in CHECK_SECONDS)]
-        if kinds & {"ticket", "reserve", REPLACED, ""}:
-            self._look_soon(now)
-
-    def _look_soon(self, now: float) -> None:
-        self._look_at = min(self._look_at, now + max(CHECK_SECONDS[0], (PART - 1) * self._cost))
+    def _sample_soon(self, now: float) -> None:
+        self._sample_at = min(self._sample_at, now + max(CHECK_SECONDS[0], (PART - 1) * self._cost))
 
     def _poll(self, now: float) -> list[float]:
-        return [] if self._watch and not self._deaf else [now + POLL_SECONDS]
+        return [] if self._watch and not self._unresponsive else [now + POLL_SECONDS]
 
-    def _tickets(self) -> frozenset[str]:
+    def _ticket_names(self) -> frozenset[str]:
         start = f"{self._directory.prefix}ticket."
         return frozenset(name for name in os.listdir(self._directory.records) if name.startswith(start))
 
-    def _something_ended(self) -> bool:
+    def _was_lock_released(self) -> bool:
         """Whether a lock was released, as far as it is time to check that."""
         now = time.monotonic()
         if not self._checks or now < self._checks[0]:
             return False
         self._checks = [after for after in self._checks if after > now] or self._poll(now)
-        if any(has_waker(self._directory, ticket) for ticket in self._deaf):
-            self._look_soon(now)
-        if not self._watch and self._tickets() != self._seen:
-            self._look_soon(now)
+        if any(is_responsive(self._directory, ticket) for ticket in self._unresponsive):
+            self._sample_soon(now)
+        if not self._watch and self._ticket_names() != self._tickets:
+            self._sample_soon(now)
         if locks_held(self._directory, self._uuids) >= self._locked:
             return False
         time.sleep(CLAIM_SECONDS)
         return True
 
-    def _next_look(self, line: QueueState, *, told: bool) -> float:
+    def _pause(self, queue: QueueState) -> float:
         """Seconds until the driver is read although nothing is known to have ended."""
-        if not line.places:
+        if not queue.positions:
             return SAMPLE_SECONDS  # the driver did not answer
-        claimed = {uuid for claim in line.facts.claims for uuid in claim.devices}
-        unclaimed = [device for device in line.snapshot.devices if device.uuid not in claimed]
+        claimed = {uuid for claim in queue.facts.claims for uuid in claim.devices}
+        unclaimed = [device for device in queue.snapshot.devices if device.uuid not in claimed]
         pids = [process.pid for device in unclaimed for process in device.processes or ()]
-        unresponsive = self._strangers.watch(pids[:STRANGERS])
-        ways = [way for place in line.places for way in place.ticket.requests]
-        pause = LOOK_SECONDS
+        unwatched = self._processes.watch(pids[:MOST_WATCHED])
+        requests = [request for position in queue.positions for request in position.ticket.requests]
+        pause = HEALTH_SECONDS
         if (
-            unresponsive
-            or len(pids) > STRANGERS
-            or any(way.max_util is not None or way.max_temperature is not None or way.share for way in ways)
-            or any(claim.since is None for claim in line.facts.claims)  # no record: its end is not reported
+            unwatched
+            or len(pids) > MOST_WATCHED
+            or any(
+                request.max_util is not None or request.max_temperature is not None or request.share
+                for request in requests
+            )
+            or any(claim.since is None for claim in queue.facts.claims)  # no record: its end is not reported
         ):
             pause = SAMPLE_SECONDS
-        if unresponsive or any(_is_settling(device) for device in unclaimed):
-            pause = min(pause, self._settling)
-            self._settling = min(SAMPLE_SECONDS, self._settling * 2)
-        pause = min(pause, max(0.0, line.facts.changes_at - line.now) + CHECK_SECONDS[0])
-        return min(pause, self._pause) if told else pause
-
-
-def _concerns(place: QueuePosition) -> bool:
-    """Whether its process should check: it may start, or its request cannot be met any more."""
-    return place.now or (place.request is None and place.ticket.after is None)
-
-
-def _is_settling(device: Device) -> bool:
-    """Whether a device is in use by no process that can be watched: mostly memory of a job that was killed just now."""
-    if device.processes is None:
-        return True
-    return not device.processes and (device.memory_used is None or device.memory_used > idle_limit(device))
+        # A device in use by no process that can be watched: mostly memory of a job that was killed just now.
+        if unwatched or any(
+            device.processes is None
+            or (not device.processes and (device.memory_used is None or device.memory_used > idle_limit(device)))
+            for device in unclaimed
+        ):
+            pause = min(pause, self._settle_pause)
+            self._settle_pause = min(SAMPLE_SECONDS, self._settle_pause * 2)
+        pause = min(pause, max(0.0, queue.facts.changes_at - queue.now) + CHECK_SECONDS[0])
+        return min(pause, self._start_pause) if any(position.now for position in queue.positions) else pause

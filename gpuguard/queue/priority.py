@@ -2,9 +2,9 @@
 
 The order is: requests that are not set back; priority class; then the oldest request of each user who has waited longer
 than promised and got nothing for as long as the site permits; then fair share, in which the user with the least recent
-GPU time has the next place, and each place of a user counts as if it were used already, so that 500 tickets get no
-further than one; then who was served longest ago; then arrival.  Does not say who starts when: see plan.  Reads
-nothing: see tickets.
+GPU time is next, and each request of a user counts as if it had run already, so that 500 tickets get no further than
+one; then who started a job longest ago; then arrival.  Does not decide who starts when: see backfill.  Reads nothing:
+see tickets.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ class Ticket:
     priority: int = 0
     time_limit: float | None = None  # seconds, kept by gpuguard
     expected: float | None = None  # seconds, from what the user's jobs have taken before
-    promise: float | None = None  # unix time, see plan.promise
+    promise: float | None = None  # unix time, see backfill.promise
     owner_uid: int | None = None  # the uid that its uid belongs to, see users.parties; None: its own
     served: float | None = None  # unix time at which a request of its user last got a claim
     set_back: bool = False  # at the end, because what was offered to it, or to its user, was not taken
-    after: str | None = None  # it waits for that first, and has no place yet
+    after: str | None = None  # it waits for that before it enters the queue
     pid: int | None = None
     note: str | None = None
     command: tuple[str, ...] | None = None
 
     @property
     def lasts(self) -> float | None:
-        """Seconds that the job will take, as far as anybody can tell."""
+        """Seconds that the job will take, as far as that is known."""
         return self.expected if self.time_limit is None else self.time_limit
 
     @property
     def owner(self) -> int:
-        """Who takes turns: a user with thousands of uids has no more of them."""
+        """The uid for which it counts in fair share: a user with thousands of uids has no more than one."""
         return self.uid if self.owner_uid is None else self.owner_uid
 
     @property
     def num_gpus(self) -> int:
-        """Of the way that is liked best."""
+        """Of the alternative that is liked best."""
         return self.requests[0].num_gpus
 
 
@@ -96,7 +96,7 @@ class ReservationKeys:
 
 
 def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: QueueRules, now: float) -> list[Ticket]:
-    """All tickets in the order of the queue.
+    """All tickets in the order of the queue, each with the priority that the site permits.
 
     Args:
         tickets: in any order.
@@ -109,16 +109,16 @@ def order(tickets: Collection[Ticket], usage: Mapping[int, float], rules: QueueR
         for ticket in tickets
     ]
     # Of 500 tickets of one user some are always old: they count as overdue only if none of them started for as long.
-    hungry = [one for one in tickets if one.served is None or one.served + rules.bound <= now]
-    late = overdue(hungry, rules, now) if rules.fair_share else frozenset()
-    line: list[Ticket] = []
+    starved = [ticket for ticket in tickets if ticket.served is None or ticket.served + rules.bound <= now]
+    late = overdue(starved, rules, now) if rules.fair_share else frozenset()
+    queue: list[Ticket] = []
     for set_back, negative in sorted({(ticket.set_back, -ticket.priority) for ticket in tickets}):
-        alike = [one for one in tickets if (one.set_back, -one.priority) == (set_back, negative)]
+        alike = [ticket for ticket in tickets if (ticket.set_back, -ticket.priority) == (set_back, negative)]
         members = sorted(alike, key=_arrival)
-        line += [one for one in members if one.id in late]
-        others = [one for one in members if one.id not in late]
-        line += _fairly(others, usage) if rules.fair_share else others
-    return line
+        queue += [ticket for ticket in members if ticket.id in late]
+        others = [ticket for ticket in members if ticket.id not in late]
+        queue += _by_fair_share(others, usage) if rules.fair_share else others
+    return queue
 
 
 def permitted(ticket: Ticket, rules: QueueRules) -> int:
@@ -127,7 +127,7 @@ def permitted(ticket: Ticket, rules: QueueRules) -> int:
 
 
 def overdue(tickets: Collection[Ticket], rules: QueueRules, now: float) -> frozenset[str]:
-    """The ids of those who have waited longer than they should; of each user the oldest one only that could start."""
+    """The ids of those that have waited longer than they should; of each user only the oldest that could start."""
     oldest: dict[int, Ticket] = {}
     for ticket in tickets:
         if ticket.after is not None or ticket.set_back or due_at(ticket, rules) >= now:
@@ -142,29 +142,29 @@ def due_at(ticket: Ticket, rules: QueueRules) -> float:
     return ticket.since + rules.bound if ticket.promise is None else max(ticket.since, ticket.promise)
 
 
-def _fairly(tickets: Sequence[Ticket], usage: Mapping[int, float]) -> list[Ticket]:
-    """By turns: next is the user who is charged least, then the one whose last start is longest ago.
+def _by_fair_share(tickets: Sequence[Ticket], usage: Mapping[int, float]) -> list[Ticket]:
+    """Next is the user who is charged least, then the one whose last start is longest ago.
 
-    Where nobody counts what users had, and the claim that just ended was the only one, all have had nothing: a flood of
-    one user, who came first, would be served to its end.
+    Where usage is not counted, and the claim that just ended was the only one, all have had nothing: without the last
+    start a flood of one user, who came first, would be served to its end.
     """
     of_user: dict[int, list[Ticket]] = {}
     for ticket in reversed(tickets):  # so that pop() gives the oldest
         of_user.setdefault(ticket.owner, []).append(ticket)
-    served = {uid: max(one.served or 0.0 for one in own) for uid, own in of_user.items()}
-    turns = [(usage.get(uid, 0.0), served[uid], _arrival(own[-1]), uid) for uid, own in of_user.items()]
-    heapq.heapify(turns)
-    line = []
-    while turns:
-        charged, _, _, uid = heapq.heappop(turns)
+    served = {uid: max(ticket.served or 0.0 for ticket in own) for uid, own in of_user.items()}
+    users = [(usage.get(uid, 0.0), served[uid], _arrival(own[-1]), uid) for uid, own in of_user.items()]
+    heapq.heapify(users)
+    queue = []
+    while users:
+        charged, _, _, uid = heapq.heappop(users)
         ticket = of_user[uid].pop()
-        line.append(ticket)
+        queue.append(ticket)
         if of_user[uid]:
             # A ticket that is not queued yet, or stopped, holds back no other ticket of its user.
             if ticket.after is None:
                 charged += ticket.num_gpus * (TYPICAL_SECONDS if ticket.lasts is None else ticket.lasts)
-            heapq.heappush(turns, (charged, served[uid], _arrival(of_user[uid][-1]), uid))
-    return line
+            heapq.heappush(users, (charged, served[uid], _arrival(of_user[uid][-1]), uid))
+    return queue
 
 
 def _arrival(ticket: Ticket) -> tuple[float, str]:

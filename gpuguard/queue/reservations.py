@@ -1,28 +1,98 @@
-"""Reservations: which of them count, which devices they keep, and until when.
+"""Reservations: their files, which of them count, which devices they keep, and until when.
+
+    reserve.UID.ID.json        of its maker: of users for themselves, of root for anybody
+    arrived.UID.MAKER.ID       of the user it is for: its time says when a claim of theirs last began or ended; also
+                               with .RANDOM behind it, where another user has made a file of that name
+
+The files outlive their maker, and are removed by the maker or by root when they have ended.  Whose a file is and when
+it was made says the file system, never its content; one that cannot be understood is reported.
 
 What users may reserve is checked by each reader: what is too much does not count, the last made first; root's
 always counts if there is room for it.  One is over at its end, or when its user has had no claim for as long as the
-site says.  Does not say which devices are kept from whom: see booking.
+site says.  Does not decide which devices are kept from whom: see calendar.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+import os
+import stat
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from gpuguard.backends import Backend
-from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.directory import LockDirectory, is_same_file
+from gpuguard.claims.records import unfinished_path
+from gpuguard.claims.room import why_full
+from gpuguard.errors import InvalidRequest, LockDirectoryError, shortage
+from gpuguard.files import open_or_create, remove_leftover, status_in_place, write_file
+from gpuguard.jsonio import decode
 from gpuguard.model import HEALTH, MEMORY, PROCESSES, ClaimRecord, Snapshot
-from gpuguard.queue.calendar import PlannedReservation, can_be_met, clock_text
+from gpuguard.queue.calendar import PlannedReservation, can_be_met
 from gpuguard.queue.priority import ReservationKeys
-from gpuguard.queue.reservation_store import Reservation, read
 from gpuguard.queue.settings import read_queue_settings
-from gpuguard.queue.tickets import IgnoredFile
+from gpuguard.queue.tickets import (
+    LAST_TIME,
+    IgnoredFile,
+    checked_number,
+    first_of_each_user,
+    open_document,
+    read_document,
+)
 from gpuguard.units import format_duration
-from gpuguard.users import parties
+from gpuguard.users import parties, user_name
 
+MAX_BYTES = 4096
+MOST_OF_ONE = 100  # of a user; a quota counts their devices, but only once all of them were read
+MOST_NOTE = 200  # characters
 MOST_COUNTED = 256  # with more, planning would take too long
+MOST_GPUS = 4096
+
+Arrivals = Mapping[tuple[int, str], float]  # (uid, key of a reservation) -> when its user last began or ended a claim
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """One reservation as its file says.
+
+    Args:
+        id: unique among those of its maker.
+        maker: uid of the owner of the file.
+        uid: for whom it is.
+        user: the name of *uid*.
+        num_gpus: how many devices.
+        begins: unix time; likewise *ends*.
+        devices: uuids of those that will do.
+        made: unix time, from the file system, so that it cannot be backdated.
+        note: for people.
+    """
+
+    id: str
+    maker: int
+    uid: int
+    user: str
+    num_gpus: int
+    begins: float
+    ends: float
+    devices: tuple[str, ...]
+    made: float = 0.0
+    note: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Unique among all."""
+        return f"{self.maker}.{self.id}"
+
+    def planned(self, held: tuple[str, ...] = ()) -> PlannedReservation:
+        """What the plan of the queue needs of it; *held* are the devices that its user has now."""
+        return PlannedReservation(
+            self.key, self.uid, self.user, self.num_gpus, self.begins, self.ends, self.devices, held
+        )
 
 
 @dataclass(frozen=True)
@@ -54,8 +124,8 @@ class ReservationCalendar:
     """All reservations at one moment.
 
     Args:
-        judged: those that have not ended, the first made first.
-        torn: files that cannot be understood.
+        statuses: of those that have not ended, the first made first.
+        ignored: files that cannot be understood.
         now: unix time of that moment.
     """
 
@@ -66,19 +136,30 @@ class ReservationCalendar:
     @property
     def reservations(self) -> tuple[PlannedReservation, ...]:
         """Those that count."""
-        return tuple(one.reservation.booking(one.held) for one in self.statuses if one.counts)
+        return tuple(status.reservation.planned(status.held) for status in self.statuses if status.counts)
 
     @property
     def changes_at(self) -> float:
         """Unix time at which the next of them begins or is over by itself."""
         times = [
             when
-            for one in self.statuses
-            if one.counts
-            for when in (one.reservation.begins, one.reservation.ends, one.no_show_at)
+            for status in self.statuses
+            if status.counts
+            for when in (status.reservation.begins, status.reservation.ends, status.no_show_at)
             if when is not None and when > self.now
         ]
         return min(times, default=math.inf)
+
+
+@dataclass(frozen=True)
+class _ReservationContent:
+    """What a file of a reservation says."""
+
+    uid: int
+    num_gpus: int
+    begins_unix_seconds: float
+    ends_unix_seconds: float
+    devices: tuple[str, ...]
 
 
 def reservation_calendar(
@@ -92,12 +173,11 @@ def reservation_calendar(
         claims: that live.
         now: unix time.
     """
-    start = f"{directory.prefix}reserve."
-    if not any(name.startswith(start) for name in directory.names()):
+    if not _has_reservations(directory):
         return ReservationCalendar(now=now)
-    found, ignored, arrivals = read(directory, now)
+    reservations, ignored, arrivals = read_reservations(directory, now)
     keys = read_queue_settings().reservations
-    return ReservationCalendar(tuple(judge(found, uuids, claims, arrivals, keys, now)), tuple(ignored), now)
+    return ReservationCalendar(tuple(judge(reservations, uuids, claims, arrivals, keys, now)), tuple(ignored), now)
 
 
 def with_reserved_instances(backend: Backend, directory: LockDirectory, snapshot: Snapshot) -> Snapshot:
@@ -106,88 +186,256 @@ def with_reserved_instances(backend: Backend, directory: LockDirectory, snapshot
     Raises:
         BackendError: the driver does not answer.
     """
-    start = f"{directory.prefix}reserve."
-    if not any(name.startswith(start) for name in directory.names()):
+    if not _has_reservations(directory):
         return snapshot
-    seen = {device.uuid for device in snapshot.devices}
-    named = {uuid for one in read(directory, snapshot.taken_at)[0] for uuid in one.devices if uuid.startswith("MIG-")}
-    return snapshot if named <= seen else snapshot.updated(backend.sample({MEMORY, PROCESSES, HEALTH}))
+    shown = {device.uuid for device in snapshot.devices}
+    reservations, *_ = read_reservations(directory, snapshot.taken_at)
+    reserved = {uuid for reservation in reservations for uuid in reservation.devices if uuid.startswith("MIG-")}
+    return snapshot if reserved <= shown else snapshot.updated(backend.sample({MEMORY, PROCESSES, HEALTH}))
+
+
+def _has_reservations(directory: LockDirectory) -> bool:
+    start = f"{directory.prefix}reserve."
+    return any(name.startswith(start) for name in directory.names())
 
 
 def judge(
-    found: Sequence[Reservation],
+    reservations: Sequence[Reservation],
     uuids: Collection[str],
     claims: Sequence[ClaimRecord],
-    arrivals: Mapping[tuple[int, str], float],
+    arrivals: Arrivals,
     keys: ReservationKeys,
     now: float,
 ) -> list[ReservationStatus]:
-    """Which of them count.
-
-    Args:
-        arrivals: (uid, key of a reservation) -> unix time at which that user last began or ended a claim.
-    """
+    """Which of them count."""
     statuses: list[ReservationStatus] = []
     counted: list[PlannedReservation] = []
-    owner, quota = parties(one.maker for one in found), dict[int, int]()
-    for one in sorted(found, key=lambda each: (each.made, each.key)):
-        if one.ends <= now:
+    owners, reserved = parties(reservation.maker for reservation in reservations), dict[int, int]()
+    for reservation in sorted(reservations, key=lambda reservation: (reservation.made, reservation.key)):
+        if reservation.ends <= now:
             continue
-        own = [claim for claim in claims if claim.uid == one.uid and not set(claim.devices).isdisjoint(one.devices)]
-        held = tuple(uuid for uuid in one.devices if any(uuid in claim.devices for claim in own))
-        deadline = max(one.begins, one.made, arrivals.get((one.uid, one.key), 0.0)) + keys.no_show
+        own = [
+            claim
+            for claim in claims
+            if claim.uid == reservation.uid and not set(claim.devices).isdisjoint(reservation.devices)
+        ]
+        held = tuple(uuid for uuid in reservation.devices if any(uuid in claim.devices for claim in own))
+        arrival = arrivals.get((reservation.uid, reservation.key), 0.0)
+        deadline = max(reservation.begins, reservation.made, arrival) + keys.no_show
         # A claim that came later does not bring back what others were promised meanwhile.
         present = any(claim.since is None or claim.since < deadline for claim in own)
         if now >= deadline and not present:
-            statuses.append(ReservationStatus(one, held=held, no_show_at=deadline, over=True))
+            statuses.append(ReservationStatus(reservation, held=held, no_show_at=deadline, over=True))
             continue
-        booking = one.booking()
-        why_not = "" if one.maker == 0 else _beyond(one, keys, quota.get(owner[one.maker], 0))
-        if not why_not and not can_be_met(booking, counted, uuids):
-            why_not = _no_room(booking, uuids)
+        owner, planned = owners[reservation.maker], reservation.planned()
+        why_not = "" if reservation.maker == 0 else _beyond(reservation, keys, reserved.get(owner, 0))
+        if not why_not and not can_be_met(planned, counted, uuids):
+            why_not = _no_room(planned, uuids)
         if not why_not and len(counted) >= MOST_COUNTED:
             why_not = f"there are more than {MOST_COUNTED} already"
         if not why_not:
-            counted.append(booking)
-            quota[owner[one.maker]] = quota.get(owner[one.maker], 0) + one.num_gpus
-        statuses.append(ReservationStatus(one, why_not, held, None if present and now >= one.begins else deadline))
+            counted.append(planned)
+            reserved[owner] = reserved.get(owner, 0) + reservation.num_gpus
+        no_show_at = None if present and now >= reservation.begins else deadline
+        statuses.append(ReservationStatus(reservation, why_not, held, no_show_at))
     return statuses
 
 
-def what_if(wanted: Reservation, found: ReservationCalendar, uuids: Collection[str]) -> str:
+def what_if(wanted: Reservation, known: ReservationCalendar, uuids: Collection[str]) -> str:
     """Why a new reservation would not count; "" when it would.  Says when there would be room for it."""
     keys = read_queue_settings().reservations
-    others = found.reservations
-    earlier = [one.reservation for one in found.statuses if one.counts]
-    owner = parties((wanted.maker, *(one.maker for one in earlier)))
-    own = sum(one.num_gpus for one in earlier if owner[one.maker] == owner[wanted.maker])
-    booking = wanted.booking()
-    why_not = "" if wanted.maker == 0 else _beyond(wanted, keys, own)
-    if why_not or can_be_met(booking, others, uuids):
+    others = known.reservations
+    earlier = [status.reservation for status in known.statuses if status.counts]
+    owners = parties((wanted.maker, *(reservation.maker for reservation in earlier)))
+    reserved = sum(reservation.num_gpus for reservation in earlier if owners[reservation.maker] == owners[wanted.maker])
+    planned = wanted.planned()
+    why_not = "" if wanted.maker == 0 else _beyond(wanted, keys, reserved)
+    if why_not or can_be_met(planned, others, uuids):
         return why_not
-    why_not = _no_room(booking, uuids)
-    for begins in sorted(one.ends for one in others if one.ends > booking.begins):
-        moved = replace(booking, begins=begins, ends=begins + booking.ends - booking.begins)
+    why_not = _no_room(planned, uuids)
+    for begins in sorted(other.ends for other in others if other.ends > planned.begins):
+        moved = replace(planned, begins=begins, ends=begins + planned.ends - planned.begins)
         if can_be_met(moved, others, uuids):
-            return f"{why_not}, and enough from {clock_text(begins, found.now)} on"
+            return f"{why_not}, and enough from {clock_text(begins, known.now)} on"
     return why_not
 
 
-def _beyond(one: Reservation, keys: ReservationKeys, before: int) -> str:
+def _beyond(reservation: Reservation, keys: ReservationKeys, before: int) -> str:
     """Why a user may not have this one beside so many devices in earlier ones; "" when it is allowed."""
-    if before + one.num_gpus > keys.devices:
+    if before + reservation.num_gpus > keys.devices:
         beside = f" ({before} of them in earlier ones)" if before else ""
         gpus = f"{keys.devices} GPU{'s' * (keys.devices != 1)}" if keys.devices else "no GPUs"
         return f"users may reserve {gpus} at a time here{beside}, all their reservations together"
-    if one.ends - one.begins > keys.longest + 1:
+    if reservation.ends - reservation.begins > keys.longest + 1:
         return f"users may reserve for {format_duration(keys.longest)} at most here"
-    if one.begins - one.made > keys.ahead + 1:
+    if reservation.begins - reservation.made > keys.ahead + 1:
         return f"users may reserve {format_duration(keys.ahead)} ahead at most here"
     return ""
 
 
-def _no_room(booking: PlannedReservation, uuids: Collection[str]) -> str:
-    there = len(set(booking.devices) & set(uuids))
-    if there < booking.num_gpus:
+def _no_room(planned: PlannedReservation, uuids: Collection[str]) -> str:
+    there = len(set(planned.devices) & set(uuids))
+    if there < planned.num_gpus:
         return f"only {there} of its devices {'is' if there == 1 else 'are'} there"
     return "earlier reservations leave too few devices at that time"
+
+
+def clock_text(when: float, now: float) -> str:
+    """A time for people: ``"09:00"`` today, else ``"Sat 21 Nov 09:00"``."""
+    there = time.localtime(when)
+    return time.strftime("%H:%M" if there[:3] == time.localtime(now)[:3] else "%a %d %b %H:%M", there)
+
+
+def read_reservations(directory: LockDirectory, now: float) -> tuple[list[Reservation], list[IgnoredFile], Arrivals]:
+    """All that have not ended, in no order; the files that cannot be understood; and which users came when."""
+    names, start = directory.names(), f"{directory.prefix}reserve."
+    finished, ignored = first_of_each_user(directory, start, names, MOST_OF_ONE)
+    reservations: list[Reservation] = []
+    for name in finished:
+        reservation = _read_reservation(directory, name, name[len(start) : -len(".json")], now)
+        if isinstance(reservation, Reservation):
+            reservations.append(reservation)
+        elif reservation:
+            ignored.append(reservation)
+    for name in names:
+        is_unfinished = name.startswith(start) and not name.endswith(".json")
+        if is_unfinished or name.startswith(f"{directory.prefix}unfinished."):
+            remove_leftover(f"{directory.records}/{name}")
+    return reservations, ignored, _arrivals(directory, names, {reservation.key for reservation in reservations}, now)
+
+
+def write_reservation(directory: LockDirectory, wanted: Reservation) -> Reservation:
+    """Make the file of a reservation, whole or not at all; returns it as it was made.
+
+    Raises:
+        InvalidRequest: it is too long.
+        LockDirectoryError: it cannot be written.
+    """
+    content = {
+        "schema": 1,
+        "uid": wanted.uid,
+        "num_gpus": wanted.num_gpus,
+        "begins_unix_seconds": wanted.begins,
+        "ends_unix_seconds": wanted.ends,
+        "devices": list(wanted.devices),
+        "note": wanted.note and wanted.note[:MOST_NOTE],
+    }
+    encoded = json.dumps(content).encode()
+    if len(encoded) > MAX_BYTES:
+        raise InvalidRequest("the reservation is too long to be written: name fewer devices with --gpus.")
+    number = os.urandom(4).hex()
+    path = _path(directory, os.geteuid(), number)
+    try:
+        write_file(path, encoded, unfinished=unfinished_path(directory))
+        return _reservation_of(content, status_in_place(path), number)
+    except OSError as error:
+        why = why_full(directory, error)
+        raise LockDirectoryError(f"no reservation can be made in {directory.records}: {why}.") from error
+
+
+def remove_reservation(directory: LockDirectory, reservation: Reservation) -> None:
+    """End a reservation.
+
+    Raises:
+        LockDirectoryError: it is another user's.
+    """
+    try:
+        os.unlink(_path(directory, reservation.maker, reservation.id))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        who = f"{user_name(reservation.maker)} or root" if reservation.maker else "root"
+        raise LockDirectoryError(f"reservation {reservation.id}: only {who} can cancel it.") from error
+
+
+def record_arrival(directory: LockDirectory, reservations: Iterable[PlannedReservation]) -> tuple[str, ...]:
+    """Record a claim of this user now, for each of *reservations* that is theirs; the files to touch when it ends."""
+    uid, paths = os.geteuid(), []
+    for reservation in reservations:
+        if reservation.uid != uid:
+            continue
+        path = f"{directory.records}/{directory.prefix}arrived.{uid}.{reservation.id}"
+        for own in (path, f"{path}.{os.urandom(4).hex()}"):  # the second, if another user has made the first
+            if _touched(own, uid):
+                paths.append(own)
+                break  # without either only a living claim shows that the user came
+    return tuple(paths)
+
+
+def _touched(path: str, uid: int) -> bool:
+    """Whether the file belongs to *uid*, and its time is now."""
+    with suppress(OSError):
+        descriptor = open_or_create(path, os.O_RDONLY | os.O_NONBLOCK, 0o644)
+        try:
+            if os.fstat(descriptor).st_uid == uid:
+                os.utime(descriptor)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _path(directory: LockDirectory, maker: int, number: str) -> str:
+    return f"{directory.records}/{directory.prefix}reserve.{maker}.{number}.json"
+
+
+def _read_reservation(directory: LockDirectory, name: str, key: str, now: float) -> Reservation | IgnoredFile | None:
+    path, number = f"{directory.records}/{name}", key.partition(".")[2]
+    descriptor = open_document(path, key)
+    if not isinstance(descriptor, int):
+        return descriptor
+    try:
+        reservation = read_document(descriptor, key, number, MAX_BYTES, partial(_reservation_of, number=number))
+        if isinstance(reservation, Reservation) and reservation.ends <= now:
+            if os.geteuid() in (reservation.maker, 0) and is_same_file(descriptor, path):
+                with suppress(OSError):
+                    os.unlink(path)
+            return None
+        return reservation
+    finally:
+        os.close(descriptor)
+
+
+def _reservation_of(content: dict[str, Any], status: os.stat_result, number: str) -> Reservation:
+    said, note = decode(_ReservationContent, content), content.get("note")
+    begins, ends = said.begins_unix_seconds, said.ends_unix_seconds
+    for when in (begins, ends):
+        checked_number(when, 0, LAST_TIME)
+    if not begins < ends:
+        raise ValueError("it ends before it begins")
+    if status.st_uid not in (said.uid, 0):
+        raise ValueError("only root can reserve for others")
+    return Reservation(
+        id=number,
+        maker=status.st_uid,
+        uid=checked_number(said.uid, 0, 2**32 - 2),
+        user=user_name(said.uid),
+        num_gpus=checked_number(said.num_gpus, 1, MOST_GPUS),
+        begins=float(begins),
+        ends=float(ends),
+        devices=tuple(dict.fromkeys(said.devices)),
+        made=status.st_ctime,
+        note=note[:MOST_NOTE] if isinstance(note, str) else None,
+    )
+
+
+def _arrivals(directory: LockDirectory, names: Sequence[str], known: Collection[str], now: float) -> Arrivals:
+    start = f"{directory.prefix}arrived."
+    arrivals: dict[tuple[int, str], float] = {}
+    for name in names:
+        if not name.startswith(start):
+            continue
+        uid, *words = name[len(start) :].split(".")
+        key, path = ".".join(words[:2]), f"{directory.records}/{name}"
+        if key not in known:
+            remove_leftover(path)
+            continue
+        try:
+            status = status_in_place(path)
+        except OSError as error:
+            if shortage(error):
+                raise
+            continue
+        if stat.S_ISREG(status.st_mode) and uid == str(status.st_uid):
+            arrivals[status.st_uid, key] = max(arrivals.get((status.st_uid, key), 0.0), min(now, status.st_ctime))
+    return arrivals

@@ -15,17 +15,13 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from gpuguard.errors import InvalidRequest, shortage
 from gpuguard.policies.files.decoder import GROUP, USER, Accounts, Broken, Decoder
-from gpuguard.policies.files.source import Fault, YamlSource
+from gpuguard.policies.files.source import LARGEST, Fault, YamlSource, read_file
 from gpuguard.queue.priority import PRIORITIES, QueueRules, ReservationKeys
 from gpuguard.units import parse_duration, parse_percent
-
-if TYPE_CHECKING:
-    from gpuguard.policies.files.decoder import Accounts
-    from gpuguard.policies.files.source import Fault
 
 PATH = "/etc/gpuguard/line.yaml"
 
@@ -45,37 +41,6 @@ class QueueSettings:
     reservations: ReservationKeys = field(default_factory=ReservationKeys)
     faults: tuple[Fault, ...] = ()
     path: str = PATH
-
-
-def read_queue_settings(path: str | None = None, *, accounts: Accounts | None = None) -> QueueSettings:
-    """The site's file, or the one that $GPUGUARD_LINE names; never raises for what stands in it."""
-    path = path or os.environ.get("GPUGUARD_LINE") or PATH
-    return replace(_read(path, accounts), path=path)
-
-
-def _read(path: str, accounts: Accounts | None) -> QueueSettings:
-    if not os.path.lexists(path):
-        return QueueSettings()
-    from gpuguard.policies.files.decoder import Accounts
-    from gpuguard.policies.files.source import LARGEST, Fault, read_file
-
-    try:
-        # Root may not have chosen what the variable names, and faults are shown with the words that stand there.
-        content = read_file(path, LARGEST, only_root=path == PATH, only_public=os.geteuid() == 0 and path != PATH)
-    except FileNotFoundError:
-        return QueueSettings()
-    except OSError as error:
-        if shortage(error):  # which says nothing of the file: the site's rules hold
-            raise
-        return QueueSettings(faults=(Fault(0, 0, f"the file cannot be read: {error.strerror or error}."),))
-    except InvalidRequest as error:
-        text, _, hint = str(error).partition("\n")
-        return QueueSettings(faults=(Fault(0, 0, text, hint),))
-    rules, reservations, faults = parse(content, accounts or Accounts())
-    return QueueSettings(rules, reservations, faults)
-
-
-# The keys of line.yaml.
 
 
 @dataclass(frozen=True)
@@ -109,6 +74,31 @@ class QueueKeys:
             raise InvalidRequest("half_life must be more than 0: write fair_share: false to count nothing.")
 
 
+def read_queue_settings(path: str | None = None, *, accounts: Accounts | None = None) -> QueueSettings:
+    """The site's file, or the one that $GPUGUARD_LINE names; never raises for what stands in it."""
+    path = path or os.environ.get("GPUGUARD_LINE") or PATH
+    return replace(_read(path, accounts), path=path)
+
+
+def _read(path: str, accounts: Accounts | None) -> QueueSettings:
+    if not os.path.lexists(path):
+        return QueueSettings()
+    try:
+        # Root may not have chosen what the variable names, and faults are shown with the words that stand there.
+        content = read_file(path, LARGEST, only_root=path == PATH, only_public=os.geteuid() == 0 and path != PATH)
+    except FileNotFoundError:
+        return QueueSettings()
+    except OSError as error:
+        if shortage(error):  # which says nothing of the file: the site's rules hold
+            raise
+        return QueueSettings(faults=(Fault(0, 0, f"the file cannot be read: {error.strerror or error}."),))
+    except InvalidRequest as error:
+        text, _, hint = str(error).partition("\n")
+        return QueueSettings(faults=(Fault(0, 0, text, hint),))
+    rules, reservations, faults = parse(content, accounts or Accounts())
+    return QueueSettings(rules, reservations, faults)
+
+
 def parse(content: bytes, accounts: Accounts) -> tuple[QueueRules, ReservationKeys, tuple[Fault, ...]]:
     """What *content* says; with faults, what holds without it."""
     try:
@@ -116,23 +106,20 @@ def parse(content: bytes, accounts: Accounts) -> tuple[QueueRules, ReservationKe
     except UnicodeDecodeError:
         return QueueRules(), ReservationKeys(), (Fault(0, 0, "this is not UTF-8.", "Save the file as UTF-8."),)
     root = source.tree()
-    if root is None:
-        return QueueRules(), ReservationKeys(), tuple(source.faults)
     decoder = Decoder(source, {USER: accounts.user, GROUP: accounts.group})
-    with suppress(Broken):
-        decoder.value(root, QueueKeys)
+    if root is not None:
+        with suppress(Broken):
+            decoder.value(root, QueueKeys)
     keys: QueueKeys | None = decoder.values.get(())
     if keys is None or source.faults:
         return QueueRules(), ReservationKeys(), tuple(source.faults)
-    highest_of = dict.fromkeys(keys.priority.high, PRIORITIES["high"]) | dict.fromkeys(
-        keys.priority.low, PRIORITIES["low"]
-    )
+    priority = keys.priority
     rules = QueueRules(
         fair_share=keys.fair_share,
         half_life=keys.half_life,
         patience=keys.patience / 100,
         bound=keys.bound,
-        highest=PRIORITIES[keys.priority.everybody],
-        highest_of=highest_of,
+        highest=PRIORITIES[priority.everybody],
+        highest_of=dict.fromkeys(priority.high, PRIORITIES["high"]) | dict.fromkeys(priority.low, PRIORITIES["low"]),
     )
     return rules, keys.reservations, ()

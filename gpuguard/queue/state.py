@@ -1,6 +1,7 @@
 """The queue at one moment: the tickets, the machine, and the plan that follows from both.
 
-Reads neither the driver nor the locks: it gets a snapshot and what is known of the claims.  Does not wait: see waiter.
+Reads the tickets, claims, restrictions, recent use and the site's rules, but not the driver.  Does not wait: see
+waiter.  Does not put it in words: see explain.
 """
 
 from __future__ import annotations
@@ -8,24 +9,37 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from dataclasses import replace as replace_noun
 
-from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.directory import Gate, LockDirectory
+from gpuguard.claims.probe import probe_in_gate
+from gpuguard.claims.restrictions import (
+    DENIED,
+    QUARANTINED,
+    SET_BACK,
+    quarantine_text,
+    read_restrictions,
+    restriction_files,
+)
 from gpuguard.claims.shares import sharing_of
-from gpuguard.errors import InvalidRequest
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.history.queries import query_store, store_path
 from gpuguard.model import ClaimRecord, Device, Snapshot
 from gpuguard.procfs import stats_of
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
-from gpuguard.queue.calendar import PlannedReservation, reservation_text
+from gpuguard.queue.calendar import PlannedReservation
 from gpuguard.queue.priority import QueueRules, Ticket, order
-from gpuguard.queue.reservations import ReservationCalendar
+from gpuguard.queue.reservations import ReservationCalendar, reservation_calendar
+from gpuguard.queue.settings import read_queue_settings
 from gpuguard.queue.tickets import IgnoredFile, read_tickets, unread_since
 from gpuguard.request import Request
 from gpuguard.select import choose, claimed_by, possible, usable_together
 from gpuguard.users import parties
 
-UNRESPONSIVE_SECONDS = 15.0  # a ticket whose bell is not read for so long is passed over
+UNRESPONSIVE_SECONDS = 15.0  # a ticket whose waker is not read for so long is passed over
+USAGE_SECONDS = 60.0  # the greatest age of what is known of the users' GPU time
+_known_usage: dict[str, tuple[float, dict[int, float] | None]] = {}  # path -> monotonic time, answer
 
 
 @dataclass(frozen=True)
@@ -34,14 +48,14 @@ class QueueFacts:
 
     Args:
         claims: that live.
-        barred: uuid -> why it is out of service, in words.
+        quarantined: uuid -> why it is out of service, in words.
         denied: uids that may make no claim now.
         usage: uid -> recent GPU-seconds; None: not counted here.
         set_back: ids of tickets, and uids as text, that were moved to the end of the queue.
-        bookings: reservations that count.
+        reservations: that count.
         reserved: all of them, to be shown.
         changes_at: unix time at which the next of these is over by itself.
-        mark_files: in which barred and denied stand.
+        restriction_files: where a change of the restrictions would show.
     """
 
     claims: Sequence[ClaimRecord] = ()
@@ -51,42 +65,78 @@ class QueueFacts:
     set_back: frozenset[str] = frozenset()
     reservations: tuple[PlannedReservation, ...] = ()
     changes_at: float = float("inf")
-    mark_files: tuple[str, ...] = ()
+    restriction_files: tuple[str, ...] = ()
     reserved: ReservationCalendar = field(default_factory=ReservationCalendar)
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """The queue at one moment."""
+    """The queue at one moment; *unresponsive*: ids of tickets whose processes do not respond, so they are passed."""
 
-    places: tuple[QueuePosition, ...]
+    positions: tuple[QueuePosition, ...]
     ignored: tuple[IgnoredFile, ...]
     snapshot: Snapshot
     facts: QueueFacts
     now: float
-    unresponsive: frozenset[str] = (
-        frozenset()
-    )  # ids of tickets that are passed over, because their processes do not respond
+    unresponsive: frozenset[str] = frozenset()
 
     def of(self, ticket_id: str) -> QueuePosition | None:
         """The position of a ticket."""
-        return next((place for place in self.places if place.ticket.id == ticket_id), None)
+        return next((position for position in self.positions if position.ticket.id == ticket_id), None)
 
-    def kept_for_others(self, ticket_id: str) -> dict[str, str]:
-        """uuid -> for which user it is kept, of the devices on which others may start now, or that are reserved for
-        them.
 
-        A share is not kept from other shares: the plan does not count memory, the claim does.
-        """
-        mine = self.of(ticket_id)
-        shares = bool(mine and mine.request and mine.request.share)
-        reserved = {uuid: reservation_text(booking, self.now) for uuid, booking in mine.kept.items()} if mine else {}
-        return reserved | {
-            uuid: f"about to be claimed by {place.ticket.user}, who waited for it"
-            for place in self.places
-            if place.now and place.ticket.id != ticket_id and not (shares and place.request and place.request.share)
-            for uuid in place.devices
-        }
+def read_queue(
+    directory: LockDirectory, snapshot: Snapshot, mine: Ticket | None = None, *, rules: QueueRules | None = None
+) -> QueueState:
+    """The queue as it is now; with *mine* at its end, if that has no file yet.
+
+    Args:
+        directory: of the claims.
+        snapshot: with the fields that the requests of the queue need.
+        mine: the caller's ticket.
+        rules: of the site; None: as its file says.
+    """
+    if rules is None:
+        rules = read_queue_settings().rules
+    return queue_state(directory, snapshot, read_queue_facts(directory, snapshot, rules), rules, mine)
+
+
+def read_queue_facts(directory: LockDirectory, snapshot: Snapshot, rules: QueueRules) -> QueueFacts:
+    """The claims, restrictions, reservations and recent use, as they are now."""
+    now = time.time()
+    uuids = [device.uuid for device in snapshot.devices]
+    quarantined = read_restrictions(directory, QUARANTINED, now)
+    denied = read_restrictions(directory, DENIED, now)
+    set_back = {} if directory.keeper is None else read_restrictions(directory, SET_BACK, now)
+    restrictions = (*quarantined.values(), *denied.values(), *set_back.values())
+    ends = [restriction.until for restriction in restrictions if restriction.until is not None]
+    with Gate(directory):
+        claims = probe_in_gate(directory, uuids)  # holders, from all of /proc, do not matter here
+    reserved = reservation_calendar(directory, uuids, claims, now)
+    return QueueFacts(
+        claims=claims,
+        quarantined={uuid: quarantine_text(quarantined[uuid]) for uuid in uuids if uuid in quarantined},
+        denied=frozenset(int(uid) for uid in denied if uid.isdecimal() and len(uid) <= 10),
+        usage=_recent_usage(directory, rules) if rules.fair_share else {},
+        set_back=frozenset(set_back),
+        reservations=reserved.reservations,
+        reserved=reserved,
+        changes_at=min([*ends, reserved.changes_at]),
+        restriction_files=restriction_files(directory) if restrictions else (),
+    )
+
+
+def _recent_usage(directory: LockDirectory, rules: QueueRules) -> dict[int, float] | None:
+    """uid -> recent GPU-seconds from the daemon's store; None without one."""
+    path, now = store_path(directory), time.monotonic()
+    read_at, known = _known_usage.get(path, (-USAGE_SECONDS, None))
+    if now - read_at >= USAGE_SECONDS:
+        try:
+            known = query_store(path, lambda usage: usage.decayed(rules.half_life))
+        except GpuguardError:
+            known = None
+        _known_usage[path] = now, known
+    return known
 
 
 def queue_state(
@@ -101,81 +151,81 @@ def queue_state(
     if mine and all(ticket.id != mine.id for ticket in tickets):
         tickets.append(replace(mine, owner_uid=parties([mine.uid])[mine.uid]))
     elif mine:
-        tickets = [replace(one, requests=mine.requests) if one.id == mine.id else one for one in tickets]
-    tickets = [replace(one, set_back=not facts.set_back.isdisjoint((one.id, str(one.owner)))) for one in tickets]
+        tickets = [replace(ticket, requests=mine.requests) if ticket.id == mine.id else ticket for ticket in tickets]
+    tickets = [
+        replace(ticket, set_back=not facts.set_back.isdisjoint((ticket.id, str(ticket.owner)))) for ticket in tickets
+    ]
     now, own = time.time(), mine and mine.id
     unresponsive: dict[str, str] = {}
-    usage = _together(used_by(facts.claims, now) if facts.usage is None else facts.usage)
-    machine = _machine(snapshot, facts, {way for ticket in tickets for way in ticket.requests})
-    tickets = _passed_over(
-        tickets, {one.id: "its user may make no claim now" for one in tickets if one.uid in facts.denied}
-    )
+    usage = usage_of_owners(used_by(facts.claims, now) if facts.usage is None else facts.usage)
+    machine = _machine(snapshot, facts, {request for ticket in tickets for request in ticket.requests})
+    denied = {ticket.id: "its user may make no claim now" for ticket in tickets if ticket.uid in facts.denied}
+    tickets = _passed_over(tickets, denied)
     while True:
-        places = plan(order(tickets, usage, rules, now), machine, usage, rules, now)
-        if directory.keeper is not None and (further := _further_offers(places)):
+        positions = plan(order(tickets, usage, rules, now), machine, usage, rules, now)
+        if directory.keeper is not None and (further := _further_offers(positions)):
             tickets = _passed_over(tickets, dict.fromkeys(further, "another request of its user starts first"))
             continue
-        if all(has_waker(directory, place.ticket) for place in places if place.now and place.ticket.id != own):
-            return QueueState(tuple(places), tuple(ignored), snapshot, facts, now, frozenset(unresponsive))
-        # Where one does not, many may: the script that started them all may have been stopped.
-        unresponsive |= {
-            one.id: "it does not answer" for one in tickets if one.id != own and not has_waker(directory, one)
-        }
+        starting = [position.ticket for position in positions if position.now]
+        if all(ticket.id == own or is_responsive(directory, ticket) for ticket in starting):
+            return QueueState(tuple(positions), tuple(ignored), snapshot, facts, now, frozenset(unresponsive))
+        # Where one does not respond, many may not: the script that started them all may have been stopped.
+        for ticket in tickets:
+            if ticket.id != own and not is_responsive(directory, ticket):
+                unresponsive[ticket.id] = "it does not answer"
         tickets = _passed_over(tickets, unresponsive)
 
 
-def _further_offers(places: Sequence[QueuePosition]) -> set[str]:
+def _further_offers(positions: Sequence[QueuePosition]) -> set[str]:
     """Ids of the tickets that could start beside another one of their user, while another user waits.
 
-    Where users may be hostile, all tickets of one user keep devices from others as one ticket does: the next one has
-    its turn when that has started.
+    Where users may be hostile, all tickets of one user keep devices from others as one ticket does: the next one may
+    start when that has started.
     """
-    waiting = {place.ticket.owner for place in places if not place.now and place.request and not place.ticket.after}
+    waiting = {
+        position.ticket.owner
+        for position in positions
+        if not position.now and position.request and not position.ticket.after
+    }
     offered: set[int] = set()
     further = set()
-    for place in places:
-        if place.now:
-            user = place.ticket.owner
+    for position in positions:
+        if position.now:
+            user = position.ticket.owner
             if user in offered and waiting - {user}:
-                further.add(place.ticket.id)
+                further.add(position.ticket.id)
             offered.add(user)
     return further
 
 
-def reserved_for_others(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str, str]:
-    """uuid -> for which user it is reserved, of the devices that *ticket* must leave alone even in an empty queue."""
+def _passed_over(tickets: Sequence[Ticket], reasons: Mapping[str, str]) -> list[Ticket]:
+    return [
+        replace(ticket, after=ticket.after or reasons[ticket.id]) if ticket.id in reasons else ticket
+        for ticket in tickets
+    ]
+
+
+def kept_from(snapshot: Snapshot, facts: QueueFacts, ticket: Ticket) -> dict[str, PlannedReservation]:
+    """uuid -> for which reservation it is kept, of the devices that *ticket* must leave alone in an empty queue."""
     if not facts.reservations:
         return {}
-    now = time.time()
-    (place,) = plan([ticket], _machine(snapshot, facts, ticket.requests), {}, QueueRules(), now)
-    return {uuid: reservation_text(booking, now) for uuid, booking in place.kept.items()}
+    (position,) = plan([ticket], _machine(snapshot, facts, ticket.requests), {}, QueueRules(), time.time())
+    return dict(position.kept)
 
 
-def reserved_now(snapshot: Snapshot, reserved: ReservationCalendar) -> dict[str, str]:
-    """uuid -> for whom it is reserved, of the devices that are kept for reservations that have begun."""
-    begun = tuple(booking for booking in reserved.reservations if booking.begins <= reserved.now)
-    facts = QueueFacts(claims=snapshot.claims, quarantined=dict(snapshot.quarantined), reservations=begun)
-    nobody = Ticket(id="", uid=-1, user="", since=reserved.now, requests=(Request(),))
-    return reserved_for_others(snapshot, facts, nobody)
-
-
-def _passed_over(tickets: Sequence[Ticket], absent: Mapping[str, str]) -> list[Ticket]:
-    return [replace(one, after=one.after or absent[one.id]) if one.id in absent else one for one in tickets]
-
-
-def _machine(snapshot: Snapshot, facts: QueueFacts, ways: Collection[Request]) -> Machine:
-    family: dict[str, list[str]] = {}
+def _machine(snapshot: Snapshot, facts: QueueFacts, requests: Collection[Request]) -> Machine:
+    relatives: dict[str, list[str]] = {}
     for device in snapshot.devices:
         if device.parent_uuid:
-            family.setdefault(device.uuid, []).append(device.parent_uuid)
-            family.setdefault(device.parent_uuid, []).append(device.uuid)
+            relatives.setdefault(device.uuid, []).append(device.parent_uuid)
+            relatives.setdefault(device.parent_uuid, []).append(device.uuid)
     return Machine(
-        {way: fit(snapshot, way, facts) for way in ways},
+        {request: fit(snapshot, request, facts) for request in requests},
         ends_of(facts.claims),
-        {uuid: tuple(relatives) for uuid, relatives in family.items()},
+        {uuid: tuple(uuids) for uuid, uuids in relatives.items()},
         facts.reservations,
         fit(snapshot, Request(), facts).open if facts.reservations else frozenset(),
-        limits_of(facts.claims),
+        ends_of([replace(claim, expected=None) for claim in facts.claims]),  # by time limits alone
     )
 
 
@@ -189,12 +239,11 @@ def fit(snapshot: Snapshot, request: Request, facts: QueueFacts) -> Fit:
         return Fit((), frozenset())
     opened = {device.uuid for device in choice.eligible}
     others = [device for device in possible(choice).devices if device.uuid not in opened]
-    kind: Sequence[Device] = [*choice.eligible, *others]
+    devices: Sequence[Device] = [*choice.eligible, *others]
     if request.num_gpus > 1:
-        kind = usable_together(kind, request.num_gpus, opened)
-    return Fit(
-        tuple(device.uuid for device in kind), frozenset(device.uuid for device in kind if device.uuid in opened)
-    )
+        devices = usable_together(devices, request.num_gpus, opened)
+    uuids = tuple(device.uuid for device in devices)
+    return Fit(uuids, frozenset(uuids) & opened)
 
 
 def ends_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
@@ -211,17 +260,12 @@ def ends_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
     return {uuid: end for uuid, end in ends.items() if uuid not in unknown}
 
 
-def limits_of(claims: Sequence[ClaimRecord]) -> dict[str, float]:
-    """The same by time limits alone."""
-    return ends_of([replace_noun(claim, expected=None) for claim in claims])
-
-
-def _together(usage: Mapping[int, float]) -> dict[int, float]:
+def usage_of_owners(usage: Mapping[int, float]) -> dict[int, float]:
     """The use of all uids of a user together: with a new uid for each job a user would always have had nothing."""
-    found: dict[int, float] = {}
-    for uid, owner_uid in parties(usage).items():
-        found[owner_uid] = found.get(owner_uid, 0.0) + usage[uid]
-    return found
+    together: dict[int, float] = {}
+    for uid, owner in parties(usage).items():
+        together[owner] = together.get(owner, 0.0) + usage[uid]
+    return together
 
 
 def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
@@ -233,19 +277,15 @@ def used_by(claims: Sequence[ClaimRecord], now: float) -> dict[int, float]:
     return usage
 
 
-def has_waker(directory: LockDirectory, ticket: Ticket) -> bool:
-    """Whether its process would start: it is neither stopped nor stuck, and reads its bell."""
-    return not _stands_still(ticket) and unread_since(directory, ticket) > time.time() - UNRESPONSIVE_SECONDS
-
-
-def _stands_still(ticket: Ticket) -> bool:
-    try:
-        return ticket.pid is not None and os.stat(f"/proc/{ticket.pid}").st_uid == ticket.uid and is_stopped(ticket.pid)
-    except OSError:
-        return False
+def is_responsive(directory: LockDirectory, ticket: Ticket) -> bool:
+    """Whether its process would start: it is neither stopped nor stuck, and reads its waker."""
+    with suppress(OSError):
+        if ticket.pid is not None and os.stat(f"/proc/{ticket.pid}").st_uid == ticket.uid and is_stopped(ticket.pid):
+            return False
+    return unread_since(directory, ticket) > time.time() - UNRESPONSIVE_SECONDS
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process stands still (Ctrl-Z)."""
+    """Whether a process is stopped (Ctrl-Z)."""
     stat = stats_of((pid,))[pid]
     return stat is not None and stat.state in ("T", "t")

@@ -1,8 +1,12 @@
 """Tickets of the queue: one small file per request that waits, locked by the process that waits, so they end together.
 
-Beside each lies its *bell*, a FIFO into which any user may write a byte: "check again, you may start".  That is all
+Beside each lies its *waker*, a FIFO into which any user may write a byte: "check again, you may start".  That is all
 that it can do.  The owner and the arrival of a ticket come from the file system, never from its content; one that
 cannot be decoded does not count and is reported.  Does not decide who starts: see priority and backfill.
+
+    ticket.UID.ID.json  bell.UID.ID     of the user who waits
+    served.UID                          its time says when a request of that user last started although others waited
+    daemon/served.UID                   the same as the daemon saw it, where users may be hostile: the later one counts
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ import os
 import stat
 import struct
 import termios
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from gpuguard.claims.directory import LockDirectory, daemon_files, is_same_file, try_flock
 from gpuguard.claims.records import first_of_each, unfinished_path
@@ -32,60 +38,21 @@ from gpuguard.files import (
     status_in_place,
     write_all,
 )
-from gpuguard.jsonio import loads
+from gpuguard.jsonio import decode, loads, sound_fields
 from gpuguard.queue.priority import PRIORITIES, Ticket
-from gpuguard.request import Request
+from gpuguard.request import ANY_MEMORY, Request
 from gpuguard.users import parties, user_name
 
-# When a request of a user last started: while requests of theirs start, none of them is overdue.
-#
-#     served.UID           of that user, who could also remove or backdate it
-#     daemon/served.UID    of the daemon, where it gives the locks, because users may be hostile there
-#
-# The later one counts.  Which tickets are overdue: see priority.
-
-
-def note(directory: LockDirectory, uid: int, *, by_daemon: bool = False) -> None:
-    """Record that a request of *uid* started now, although others wait."""
-    path = daemon_files(directory).file(f"served.{uid}") if by_daemon else _own(directory, uid)
-    with suppress(OSError):
-        mark = open_or_create(path, os.O_WRONLY | os.O_NONBLOCK, 0o644)
-        try:
-            os.utime(mark)
-        finally:
-            os.close(mark)
-
-
-def last_served(directory: LockDirectory, uid: int) -> float | None:
-    """When that was, unix time; None: unknown."""
-    places: list[tuple[str, tuple[int, ...]]] = [(_own(directory, uid), (uid,))]
-    if directory.keeper is not None:
-        files = daemon_files(directory)
-        places.append((files.file(f"served.{uid}"), files.owners()))
-    times = []
-    for path, owners in places:
-        with suppress(OSError):
-            status = status_in_place(path)
-            times += [status.st_mtime] if status.st_uid in owners else []
-    return max(times, default=None)
-
-
-def _own(directory: LockDirectory, uid: int) -> str:
-    return f"{directory.records}/{directory.prefix}served.{uid}"
-
+T = TypeVar("T")
 
 MAX_BYTES = 8192
-MOST_ALTERNATIVES = 4  # alternatives of one request
+MOST_ALTERNATIVES = 4  # of one request
 MOST_MODELS = 16  # globs of one request, each of which is compared with the names of all devices
-MOST_UNHEARD = 4
+MOST_UNREAD = 4  # bytes in a waker
 MOST_OF_ONE = 1000  # tickets of one user; more of them are left out
 MOST_WANTED = 1024  # GPUs: a ticket may say what it likes, and sums of it are kept
 LONGEST_SECONDS = 10 * 365 * 86400.0
-
-_TUPLES = frozenset({"devices", "models", "exclude", "prefer", "within"})
-_WHOLE = frozenset({"num_gpus", "max_gpus", "min_free", "min_total", "max_processes", "tolerance", "memory", "slots"})
-_NUMBERS = frozenset({"min_free_fraction", "max_util", "max_memory_util", "max_temperature"})
-_WORDS = frozenset({"strategy", "within_reason", "mig"})
+LAST_TIME = 2.0**40  # unix time
 
 
 @dataclass(frozen=True)
@@ -95,6 +62,21 @@ class IgnoredFile:
     uid: int
     id: str
     reason: str
+
+
+@dataclass(frozen=True)
+class _TicketContent:
+    """What a ticket says beside its requests."""
+
+    priority: int = 0
+    time_limit_seconds: float | None = None
+    expected_seconds: float | None = None
+    promise_unix_seconds: float | None = None
+    pid: int | None = None
+    # For people: where one of these is none, the ticket counts without it.
+    after: str | None = None
+    note: str | None = None
+    command: tuple[str, ...] | None = None
 
 
 class OwnTicket:
@@ -114,10 +96,16 @@ class OwnTicket:
         self._ticket, self._bell = (_path(directory, kind, self.id) for kind in ("ticket", "bell"))
         self._descriptor = self.waker = -1
         unfinished = ticket, waker = unfinished_path(directory), unfinished_path(directory)
+        encoded = json.dumps(dict(content)).encode()
         try:
-            self.waker = _new_waker(waker)
+            os.mkfifo(waker, 0o600)
+            self.waker = os.open(waker, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             os.fchmod(self.waker, 0o622)
-            self._write(ticket, json.dumps(dict(content)).encode())
+            if len(encoded) > MAX_BYTES:
+                raise InvalidRequest("the request is too long to wait with: name fewer devices or models.")
+            self._descriptor = create_file(ticket)
+            try_flock(self._descriptor)
+            write_all(self._descriptor, encoded)
             os.rename(waker, self._bell)
             os.rename(ticket, self._ticket)  # others see it whole, and already locked
         except BaseException:
@@ -127,26 +115,19 @@ class OwnTicket:
             self.leave()
             raise
 
-    def _write(self, path: str, encoded: bytes) -> None:
-        if len(encoded) > MAX_BYTES:
-            raise InvalidRequest("the request is too long to wait with: name fewer devices or models.")
-        self._descriptor = create_file(path)
-        try_flock(self._descriptor)
-        write_all(self._descriptor, encoded)
-
     @property
     def counts(self) -> bool:
         """Whether others can see it: a clean-up of old files may have removed it."""
-        places = (self._descriptor, self._ticket), (self.waker, self._bell)
-        return all(is_same_file(*place, unsure=True) for place in places)
+        files = (self._descriptor, self._ticket), (self.waker, self._bell)
+        return all(is_same_file(descriptor, path, unsure=True) for descriptor, path in files)
 
     def send_heartbeat(self) -> None:
-        """Give a sign of life, see last_sign()."""
+        """Give a sign of life, see last_heartbeat()."""
         with suppress(OSError):
             os.utime(self.waker)
 
     def drain(self) -> bytes:
-        """The bytes that were written into the bell since the last time."""
+        """The bytes that were written into the waker since the last time."""
         try:
             return os.read(self.waker, 65536)
         except BlockingIOError:
@@ -158,20 +139,18 @@ class OwnTicket:
             with suppress(OSError):
                 if descriptor >= 0 and is_same_file(descriptor, path):
                     os.unlink(path)
-        ours, self._descriptor, self.waker = (self._descriptor, self.waker), -1, -1
-        for descriptor in ours:
+        descriptors, self._descriptor, self.waker = (self._descriptor, self.waker), -1, -1
+        for descriptor in descriptors:
             with suppress(OSError):
                 if descriptor >= 0:
                     os.close(descriptor)
 
 
-def _new_waker(path: str) -> int:
-    os.mkfifo(path, 0o600)
-    try:
-        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except BaseException:
-        os.unlink(path)
-        raise
+def new_ticket(requests: Sequence[Request], *, command: Sequence[str] = (), **fields: Any) -> Ticket:
+    """A ticket of this process that has no file yet, so no position; *fields* are further ones of Ticket."""
+    uid = os.geteuid()
+    facts = {"id": "", "uid": uid, "user": user_name(uid), "since": time.time(), "pid": os.getpid(), **fields}
+    return Ticket(requests=tuple(requests), command=tuple(command), **facts)
 
 
 def ticket_content(ticket: Ticket) -> dict[str, Any]:
@@ -199,40 +178,86 @@ def as_json(request: Request) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in facts.items()}
 
 
-def write_served(directory: LockDirectory) -> None:
-    """Record that a request of this user started now, although others wait: see priority.overdue."""
-    note(directory, os.geteuid())
+def as_request(content: Mapping[str, Any]) -> Request:
+    """The request with these conditions.
+
+    Raises:
+        ValueError: there is something that is none; InvalidRequest is one.
+    """
+    if content.get("tolerance") == 2**63:  # as version 0.1 writes ANY_MEMORY, to a daemon that was upgraded
+        content = {**content, "tolerance": ANY_MEMORY}
+    request = decode(Request, content, exact=True)
+    if len(request.models) > MOST_MODELS:
+        raise ValueError("it names too many models")
+    for uid in request.mine_as_free:
+        checked_number(uid, 0, 2**32)
+    return request
+
+
+def checked_number(value: T, least: float, most: float) -> T:
+    """*value* if it is None or between these; else a ValueError."""
+    number: Any = value
+    if number is not None and not least <= number <= most:
+        raise ValueError("a number or a time in it is none")
+    return value
+
+
+def record_start(directory: LockDirectory, uid: int, *, by_daemon: bool = False) -> None:
+    """Record that a request of *uid* started now, although others wait: see priority.order."""
+    path = daemon_files(directory).file(f"served.{uid}") if by_daemon else _path(directory, "served", str(uid))
+    with suppress(OSError):
+        mark = open_or_create(path, os.O_WRONLY | os.O_NONBLOCK, 0o644)
+        try:
+            os.utime(mark)
+        finally:
+            os.close(mark)
+
+
+def last_served(directory: LockDirectory, uid: int) -> float | None:
+    """When a request of *uid* last started, unix time; None: unknown."""
+    paths: list[tuple[str, tuple[int, ...]]] = [(_path(directory, "served", str(uid)), (uid,))]
+    if directory.keeper is not None:  # the user's own file could be removed or backdated
+        files = daemon_files(directory)
+        paths.append((files.file(f"served.{uid}"), files.owners()))
+    times = []
+    for path, owners in paths:
+        with suppress(OSError):
+            status = status_in_place(path)
+            times += [status.st_mtime] if status.st_uid in owners else []
+    return max(times, default=None)
 
 
 def read_tickets(directory: LockDirectory) -> tuple[list[Ticket], list[IgnoredFile]]:
     """All tickets, in no order, and those that do not count; files of ended processes are removed where permitted."""
     start = f"{directory.prefix}ticket."
+    names, ignored = first_of_each_user(directory, start, directory.names(), MOST_OF_ONE)
     tickets: list[Ticket] = []
-    there = [each for each in directory.names() if each.startswith(start) and each.endswith(".json")]
-    names, ignored = first_of_each_user(directory, there, MOST_OF_ONE)
     for name in names:
-        found = _read(directory, name, name[len(start) : -len(".json")])
-        if isinstance(found, Ticket):
-            tickets.append(found)
-        elif found:
-            ignored.append(found)
-    owner = parties({ticket.uid for ticket in tickets})
+        ticket = _read_ticket(directory, name, name[len(start) : -len(".json")])
+        if isinstance(ticket, Ticket):
+            tickets.append(ticket)
+        elif ticket:
+            ignored.append(ticket)
+    owners = parties({ticket.uid for ticket in tickets})
     last: dict[int, float | None] = {}
-    for uid, owner_uid in owner.items():
-        last[owner_uid] = max(filter(None, (last.get(owner_uid), last_served(directory, uid))), default=None)
-    return [replace(one, owner_uid=(owner_uid := owner[one.uid]), served=last[owner_uid]) for one in tickets], ignored
+    for uid, owner in owners.items():
+        last[owner] = max(filter(None, (last.get(owner), last_served(directory, uid))), default=None)
+    return [replace(ticket, owner_uid=(owner := owners[ticket.uid]), served=last[owner]) for ticket in tickets], ignored
 
 
-def first_of_each_user(directory: LockDirectory, names: list[str], most: int) -> tuple[list[str], list[IgnoredFile]]:
-    """Of each user's files the first *most*, and a line about the others."""
-    names, beyond = first_of_each(directory, names, most)
-    return names, [
-        IgnoredFile(uid, f"{n} more", f"{user_name(uid)} has {most} before them") for uid, n in beyond.items()
+def first_of_each_user(
+    directory: LockDirectory, start: str, names: Iterable[str], most: int
+) -> tuple[list[str], list[IgnoredFile]]:
+    """Of each user's finished files with that *start* of their name the first *most*, and a line about the others."""
+    finished = [name for name in names if name.startswith(start) and name.endswith(".json")]
+    first, beyond = first_of_each(directory, finished, most)
+    return first, [
+        IgnoredFile(uid, f"{count} more", f"{user_name(uid)} has {most} before them") for uid, count in beyond.items()
     ]
 
 
-def opened(path: str, place: str) -> int | IgnoredFile | None:
-    """A descriptor of the ordinary file at *path*, which is called *place* where it does not count; None: it is gone.
+def open_document(path: str, name: str) -> int | IgnoredFile | None:
+    """A descriptor of the ordinary file at *path*, which is called *name* where it does not count; None: it is gone.
 
     Raises:
         OSError: none can be opened now, which says nothing of the file: its owner would be passed over.
@@ -240,13 +265,92 @@ def opened(path: str, place: str) -> int | IgnoredFile | None:
     try:
         return open_regular(path)[0]
     except UntrustedFile as error:
-        return IgnoredFile(error.uid, place[:80], str(error.strerror))
+        return IgnoredFile(error.uid, name[:80], str(error.strerror))
+    except FileNotFoundError:
+        return None
     except OSError as error:
         if shortage(error):
             raise
-        return (
-            None if error.errno == errno.ENOENT else IgnoredFile(-1, place[:80], f"it cannot be read: {error.strerror}")
-        )
+        return IgnoredFile(-1, name[:80], f"it cannot be read: {error.strerror}")
+
+
+def read_document(
+    descriptor: int, name: str, shown: str, most_bytes: int, parse: Callable[[dict[str, Any], os.stat_result], T]
+) -> T | IgnoredFile:
+    """What *parse* makes of the JSON in a file.
+
+    Args:
+        descriptor: of the file.
+        name: UID.ID, as the file is called.
+        shown: what it is called where it cannot be understood.
+        most_bytes: that it may have.
+        parse: raises ValueError where something in it is none.
+    """
+    status = os.fstat(descriptor)
+    uid, _, number = name.partition(".")
+    if uid != str(status.st_uid) or not (number.isascii() and number.isalnum() and len(number) <= 32):
+        return IgnoredFile(status.st_uid, name[:80], "its name is not that of its owner")
+    try:
+        encoded = os.read(descriptor, most_bytes + 1)
+        if len(encoded) > most_bytes:
+            raise ValueError("it is too long")
+        content = loads(encoded)
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+        return parse(content, status)
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        return IgnoredFile(status.st_uid, shown, f"it cannot be understood: {error}"[:200])
+
+
+def _read_ticket(directory: LockDirectory, name: str, ticket_id: str) -> Ticket | IgnoredFile | None:
+    path = f"{directory.records}/{name}"
+    descriptor = open_document(path, ticket_id)
+    if not isinstance(descriptor, int):
+        return descriptor
+    try:
+        if not try_flock(descriptor, fcntl.LOCK_SH):
+            parse = partial(_ticket_of, ticket_id=ticket_id)
+            return read_document(descriptor, ticket_id, ticket_id, MAX_BYTES, parse)
+        # Its process has ended.
+        uid, number = os.fstat(descriptor).st_uid, ticket_id.partition(".")[2]
+        if os.geteuid() in (uid, 0) and number.isalnum():
+            with suppress(OSError):
+                if is_same_file(descriptor, path):
+                    os.unlink(path)
+                waker = _path(directory, "bell", f"{uid}.{number}")
+                if stat.S_ISFIFO(status_in_place(waker).st_mode):
+                    os.unlink(waker)
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _ticket_of(content: dict[str, Any], status: os.stat_result, ticket_id: str) -> Ticket:
+    requests = content["requests"]
+    if not isinstance(requests, list) or not 1 <= len(requests) <= MOST_ALTERNATIVES:
+        raise ValueError("it asks for nothing, or for too much")
+    texts = sound_fields(_TicketContent, content, ("after", "note", "command"))
+    said = decode(_TicketContent, {**content, "after": None, "note": None, "command": None, **texts})
+    return Ticket(
+        id=ticket_id,
+        uid=status.st_uid,
+        user=user_name(status.st_uid),
+        # Of the inode: it cannot be backdated, and a ticket that is changed loses its position.
+        since=status.st_ctime,
+        requests=tuple(as_request(request) for request in requests),
+        priority=checked_number(said.priority, min(PRIORITIES.values()), max(PRIORITIES.values())),
+        time_limit=_seconds(said.time_limit_seconds),
+        expected=_seconds(said.expected_seconds),
+        promise=_seconds(said.promise_unix_seconds, LAST_TIME),
+        after=said.after,
+        pid=checked_number(said.pid, 1, 2**22),
+        note=said.note,
+        command=said.command,
+    )
+
+
+def _seconds(value: float | None, most: float = LONGEST_SECONDS) -> float | None:
+    return None if value is None else float(checked_number(value, 0, most))
 
 
 def waiting_tickets(directory: LockDirectory) -> tuple[Ticket, ...] | None:
@@ -261,143 +365,31 @@ def wanted(waiting: Iterable[Ticket] | None) -> dict[int, int] | None:
     """uid -> GPUs that all requests of that user ask for; None: unknown."""
     if waiting is None:
         return None
-    found: dict[int, int] = {}
+    gpus: dict[int, int] = {}
     for ticket in waiting:
-        found[ticket.uid] = found.get(ticket.uid, 0) + min(max(0, ticket.num_gpus), MOST_WANTED)
-    return found
+        gpus[ticket.uid] = gpus.get(ticket.uid, 0) + min(max(0, ticket.num_gpus), MOST_WANTED)
+    return gpus
 
 
-def _read(directory: LockDirectory, name: str, place: str) -> Ticket | IgnoredFile | None:
-    path = f"{directory.records}/{name}"
-    descriptor = opened(path, place)
-    if not isinstance(descriptor, int):
-        return descriptor
-    try:
-        status = os.fstat(descriptor)
-        uid, _, number = place.partition(".")
-        if try_flock(descriptor, fcntl.LOCK_SH):
-            _remove_dead(directory, path, descriptor, status.st_uid, number)
-            return None
-        if uid != str(status.st_uid) or not number.isalnum():
-            return IgnoredFile(status.st_uid, place[:80], "its name is not that of its owner")
-        return _decoded(os.read(descriptor, MAX_BYTES + 1), status, place)
-    finally:
-        os.close(descriptor)
-
-
-def _remove_dead(directory: LockDirectory, path: str, descriptor: int, uid: int, number: str) -> None:
-    if os.geteuid() not in (uid, 0) or not number.isalnum():
-        return
-    with suppress(OSError):
-        if is_same_file(descriptor, path):
-            os.unlink(path)
-        waker = _path(directory, "bell", f"{uid}.{number}")
-        if stat.S_ISFIFO(status_in_place(waker).st_mode):
-            os.unlink(waker)
-
-
-def _decoded(encoded: bytes, status: os.stat_result, ticket_id: str) -> Ticket | IgnoredFile:
-    try:
-        if len(encoded) > MAX_BYTES:
-            raise ValueError("it is too long")
-        content = loads(encoded)
-        command = content.get("command")
-        requests = content["requests"]
-        if not isinstance(requests, list) or not 1 <= len(requests) <= MOST_ALTERNATIVES:
-            raise ValueError("it asks for nothing, or for too much")
-        return Ticket(
-            id=ticket_id,
-            uid=status.st_uid,
-            user=user_name(status.st_uid),
-            # Of the inode: it cannot be backdated, and a ticket that is changed loses its position.
-            since=status.st_ctime,
-            requests=tuple(as_request(each) for each in requests),
-            priority=whole(content.get("priority", 0), min(PRIORITIES.values()), max(PRIORITIES.values())),
-            time_limit=_seconds(content.get("time_limit_seconds")),
-            expected=_seconds(content.get("expected_seconds")),
-            promise=_seconds(content.get("promise_unix_seconds"), 2.0**40),
-            after=_text(content.get("after")),
-            pid=None if content.get("pid") is None else whole(content["pid"], 1, 2**22),
-            note=_text(content.get("note")),
-            command=tuple(_text(word) or "" for word in command) if isinstance(command, list) else None,
-        )
-    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        return IgnoredFile(status.st_uid, ticket_id, f"it cannot be understood: {error}"[:200])
-
-
-def as_request(content: Mapping[str, Any]) -> Request:
-    """The request with these conditions.
-
-    Raises:
-        ValueError: there is something that is none; InvalidRequest is one.
-    """
-    facts: dict[str, Any] = {}
-    for name, value in content.items():
-        if name in _TUPLES:
-            if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-                raise ValueError(f"{name} is no list of names")
-            facts[name] = tuple(value)
-            if name == "models" and len(value) > MOST_MODELS:
-                raise ValueError("it names too many models")
-        elif name in _WHOLE:
-            facts[name] = whole(value, -(2**63), 2**63)
-        elif name in _NUMBERS:
-            facts[name] = _number(value)
-        elif (name in _WORDS and isinstance(value, str)) or (name == "share" and isinstance(value, bool)):
-            facts[name] = value
-        elif name == "mine_as_free" and isinstance(value, list):
-            facts[name] = frozenset(whole(each, 0, 2**32) for each in value)
-        else:
-            raise ValueError(f"{name[:40]} is no condition of a request")
-    return Request(**facts)
-
-
-def whole(value: object, least: int, most: int) -> int:
-    """*value* if it is such a number; else a ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError("a number in it is none")
-    return value
-
-
-def _number(value: object) -> float:
-    # Nor is an integer that no float can be: of those it would be an OverflowError.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 2.0**63:
-        raise ValueError("a number in it is none")
-    return float(value)
-
-
-def _seconds(value: object, most: float = LONGEST_SECONDS) -> float | None:
-    if value is None:
-        return None
-    seconds = _number(value)
-    if not 0 <= seconds <= most:
-        raise ValueError("a time in it is none")
-    return seconds
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def wake(directory: LockDirectory, tickets: Collection[Ticket], sound: bytes) -> None:
-    """Wake some of those who wait; *sound* is one byte and says what for."""
+def wake(directory: LockDirectory, tickets: Collection[Ticket], message: bytes) -> None:
+    """Wake the processes of *tickets*; *message* is one byte and says what for."""
     for ticket in tickets:
-        with suppress(OSError):  # he has gone
+        with suppress(OSError):  # it has ended
             waker = _open_waker(directory, ticket)
             try:
                 # A process that has not read these will check anyway, and the last of them says since when it has not.
-                if _unheard(waker) < MOST_UNHEARD:
-                    os.write(waker, sound)
+                if _unread(waker) < MOST_UNREAD:
+                    os.write(waker, message)
             finally:
                 os.close(waker)
 
 
 def unread_since(directory: LockDirectory, ticket: Ticket) -> float:
-    """Since when a bell has unread bytes, unix time; inf: all were read, -inf: there is no reader."""
+    """Since when a waker has unread bytes, unix time; inf: all were read, -inf: there is no reader."""
     try:
         waker = _open_waker(directory, ticket)
         try:
-            return os.fstat(waker).st_mtime if _unheard(waker) else math.inf
+            return os.fstat(waker).st_mtime if _unread(waker) else math.inf
         finally:
             os.close(waker)
     except OSError as error:
@@ -405,7 +397,7 @@ def unread_since(directory: LockDirectory, ticket: Ticket) -> float:
 
 
 def last_heartbeat(directory: LockDirectory, ticket: Ticket) -> float:
-    """When its owner last gave a sign of life, or the bell was written to: unix time, -inf without a bell."""
+    """When its process last gave a sign of life, or the waker was written to: unix time, -inf without a waker."""
     try:
         return status_in_place(_path(directory, "bell", ticket.id)).st_mtime
     except OSError:
@@ -420,15 +412,15 @@ def _open_waker(directory: LockDirectory, ticket: Ticket) -> int:
     if stat.S_ISFIFO(status.st_mode) and status.st_uid == ticket.uid:
         return waker
     os.close(waker)
-    raise OSError(errno.EINVAL, "the bell is not the owner's", path)
+    raise OSError(errno.EINVAL, "the waker is not the owner's", path)
 
 
-def _unheard(waker: int) -> int:
+def _unread(waker: int) -> int:
     """How many bytes are unread."""
     count: int = struct.unpack("i", fcntl.ioctl(waker, termios.FIONREAD, bytes(4)))[0]
     return count
 
 
-def _path(directory: LockDirectory, kind: str, ticket_id: str) -> str:
+def _path(directory: LockDirectory, kind: str, name: str) -> str:
     extension = ".json" if kind == "ticket" else ""
-    return f"{directory.records}/{directory.prefix}{kind}.{ticket_id}{extension}"
+    return f"{directory.records}/{directory.prefix}{kind}.{name}{extension}"

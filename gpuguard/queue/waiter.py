@@ -3,8 +3,8 @@
 No server keeps the queue.  One of the waiting processes holds the lock `queue` and leads: the kernel wakes it when a
 claim or an unclaimed process ends, it samples once for all, and wakes those that may start now (see leader).  The
 others sleep, and read nothing; a process that is woken samples by itself before it claims.  When the leader ends, the
-kernel wakes the others and one of them takes over.  One of the others, the deputy, watches the leader and leads in its
-place as long as it does nothing: stopped (Ctrl-Z), stuck or hostile.  Where that fails, too, each of the others samples
+kernel wakes the others and one of them takes over.  One of the others, the deputy, watches the leader and leads for it
+as long as it does nothing: stopped (Ctrl-Z), stuck or hostile.  Where that fails, too, each of the others samples
 now and then.  Claims nothing: see lock.
 """
 
@@ -16,37 +16,258 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
+from gpuguard.backends import Backend
+from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, open_lock, try_flock
 from gpuguard.claims.records import read_record, read_records, record_path
 from gpuguard.claims.room import why_full
-from gpuguard.errors import ClaimError, InvalidRequest, LockDirectoryError, passing
-from gpuguard.model import ClaimRecord
-from gpuguard.queue.leader import YOUR_TURN, DirectoryWatch, Leader, ProcessWatch, flock_holder, wait_for
+from gpuguard.errors import (
+    BackendError,
+    ClaimError,
+    ImpossibleRequest,
+    InvalidRequest,
+    LockDirectoryError,
+    NotEnoughGpus,
+    passing,
+)
+from gpuguard.model import MEMORY, PROCESSES, VERIFY_FIELDS, ClaimRecord, Snapshot
+from gpuguard.queue.backfill import QueuePosition, promise
+from gpuguard.queue.calendar import PlannedReservation
+from gpuguard.queue.explain import kept_for_others, position_text
+from gpuguard.queue.leader import (
+    CHECK_SECONDS,
+    MAY_START,
+    POLL_SECONDS,
+    DirectoryWatch,
+    Leader,
+    ProcessWatch,
+    flock_holder,
+    wait_for,
+)
 from gpuguard.queue.priority import Ticket
-from gpuguard.queue.state import QueueState, has_waker, is_stopped
-from gpuguard.queue.tickets import OwnTicket, last_heartbeat, read_tickets, ticket_content, wake
+from gpuguard.queue.reservations import record_arrival, with_reserved_instances
+from gpuguard.queue.settings import read_queue_settings
+from gpuguard.queue.state import QueueState, is_responsive, is_stopped, read_queue
+from gpuguard.queue.tickets import (
+    OwnTicket,
+    last_heartbeat,
+    new_ticket,
+    read_tickets,
+    record_start,
+    ticket_content,
+    wake,
+)
+from gpuguard.request import Request, fields_needed
+from gpuguard.select import waiting_error
 
 NEW_LEADER = b"l"
-OWN_LOOK_SECONDS = 30.0  # a leader and a deputy that both do nothing delay the others by so much at most
+OWN_CHECK_SECONDS = 30.0  # a leader and a deputy that both do nothing delay the others by so much at most
 WATCH_SECONDS = 0.5  # between two signs of life of the leader, and between two checks of them by the deputy
 DEPUTY_SECONDS = 2.0  # between two checks of the others whether there is a deputy
 SILENT_SECONDS = 1.0  # a leader without a sign of life for so long is passed
 SIGNS_MISSED = 3  # so many times as long a leader may be silent
-TELL_SECONDS = 1.0  # between two lines of progress on a terminal
+PROGRESS_SECONDS = 1.0  # between two lines of progress on a terminal
+LOG_SECONDS = 30.0  # the same in a log, and between two checks of the claim that --after names
+REFRESH_SECONDS = 60.0  # the greatest age of the position that a waiting user reads
 WAKES, WAKE_SECONDS = 20.0, 2.0  # so often in a row a process may be woken for nothing, then once in so many seconds
 HEIRS = 3  # a leader that leaves wakes so many others
 
+_PID = re.compile(r"[1-9][0-9]{0,6}")
+
+
+class WaitingRequest:
+    """A request that may have to wait, from its first sample on until leave().
+
+    Args:
+        backend: of the machine.
+        directory: of the claims.
+        job: what the request is for, see lock.acquire.
+    """
+
+    def __init__(self, backend: Backend, directory: LockDirectory, job: JobDetails) -> None:
+        self._backend, self._directory = backend, directory
+        self._ticket = partial(
+            new_ticket,
+            priority=job.priority,
+            time_limit=job.time_limit,
+            expected=job.expected() if job.expected and job.time_limit is None else None,
+            note=job.note,
+            command=job.command,
+        )
+        self._rules = read_queue_settings().rules
+        self._waiter: Waiter | None = None
+        self._could_start = self._was_woken = False  # since the last check()
+        self._fields = frozenset({MEMORY, PROCESSES})  # that the requests of the queue need, if this process leads it
+        self._reservations: tuple[PlannedReservation, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has a ticket."""
+        return self._waiter is not None
+
+    def check(self, snapshot: Snapshot, requests: Sequence[Request]) -> QueueAnswer:
+        """Whether it may start now, by its own sample; any of *requests* will do."""
+        mine = self._waiter.ticket if self._waiter else self._ticket(requests)
+        answer = self._check(snapshot, requests, mine)
+        if self._could_start or (self._was_woken and not answer.startable):
+            answer = self._check(self._with_health(snapshot), requests, mine)
+        self._could_start, self._was_woken = bool(answer.startable), False
+        # A user who has to wait for their own reservation has come, too.
+        self._reservations = answer.queue.facts.reservations
+        record_arrival(self._directory, self._reservations)
+        return answer
+
+    def _check(self, snapshot: Snapshot, requests: Sequence[Request], mine: Ticket) -> QueueAnswer:
+        snapshot = with_reserved_instances(self._backend, self._directory, snapshot)
+        queue = read_queue(self._directory, snapshot, mine, rules=self._rules)
+        return QueueAnswer(queue, queue.of(mine.id), tuple(requests))
+
+    def _with_health(self, snapshot: Snapshot) -> Snapshot:
+        """With the health of all devices: a start that failed may have been planned on a broken one."""
+        try:
+            return snapshot.updated(self._backend.sample({PROCESSES, *VERIFY_FIELDS}))
+        except BackendError:
+            return snapshot
+
+    def sleep(
+        self,
+        snapshot: Snapshot,
+        requests: Sequence[Request],
+        deadline: float | None,
+        error: NotEnoughGpus,
+        on_wait: Callable[[NotEnoughGpus], object] | None,
+    ) -> NotEnoughGpus:
+        """Wait until it is worth to try again, or until the *deadline* (monotonic); returns why it had to wait."""
+        if self._waiter is None:
+            self._waiter = self._join(snapshot, requests)
+            error = self.check(snapshot, requests).explained(error)
+        checked_at = time.monotonic()
+
+        def report() -> None:
+            nonlocal error, checked_at
+            if on_wait is None:
+                return
+            if time.monotonic() - checked_at >= REFRESH_SECONDS:
+                checked_at, error = time.monotonic(), self.check(snapshot, requests).explained(error)
+            on_wait(error)
+
+        seconds = None if deadline is None else deadline - time.monotonic()
+        self._waiter.sleep(seconds, report, getattr(on_wait, "tell_every", None))
+        self._was_woken = True
+        return error
+
+    def started(self, claim: Claim) -> None:
+        """Record that it has its *claim*; if it has a reservation, its user has come to it."""
+        record_start(self._directory, os.geteuid())
+        # The end of a job on other devices is no sign of that: it would bring back a reservation that is over.
+        devices = {device.uuid for device in claim}
+        here = [reservation for reservation in self._reservations if not devices.isdisjoint(reservation.devices)]
+        claim.arrival_files = record_arrival(self._directory, here)
+
+    def resign(self) -> None:
+        """See Waiter.resign."""
+        if self._waiter:
+            self._waiter.resign()
+
+    def pause(self) -> None:
+        """See Waiter.pause."""
+        if self._waiter:
+            self._waiter.pause()
+
+    def resume(self) -> None:
+        """See Waiter.resume."""
+        if self._waiter:
+            self._waiter.resume()
+
+    def leave(self) -> None:
+        """Wait no longer."""
+        if self._waiter:
+            self._waiter.leave()
+
+    def _join(self, snapshot: Snapshot, requests: Sequence[Request]) -> Waiter:
+        mine = self._ticket(requests)
+        queue = read_queue(self._directory, snapshot, mine, rules=self._rules)
+        if position := queue.of(mine.id):
+            mine = replace(mine, promise=promise(position, self._rules, queue.now))
+        uuids = [device.uuid for device in snapshot.devices]
+        try:
+            return Waiter(self._directory, uuids, mine, partial(self._sample_for_all, queue))
+        except OSError as error:
+            why = why_full(self._directory, error)
+            raise LockDirectoryError(
+                f"no ticket can be written into {self._directory.records}: {why}.  Try --no-wait."
+            ) from error
+
+    def _sample_for_all(self, before: QueueState, with_health: bool) -> QueueState:
+        """A sample for all that wait.  While the driver fails, no request starts, and it is read again later."""
+        while True:
+            try:
+                snapshot = self._backend.sample(self._fields)
+                if with_health:
+                    snapshot = self._with_health(snapshot)
+                snapshot = with_reserved_instances(self._backend, self._directory, snapshot)
+                queue = read_queue(self._directory, snapshot, rules=self._rules)
+            except BackendError:
+                return replace(before, positions=())
+            requests = [request for position in queue.positions for request in position.ticket.requests]
+            needed = frozenset().union(*map(fields_needed, requests))
+            if needed <= self._fields:
+                return queue
+            self._fields |= needed
+
+
+@dataclass(frozen=True)
+class QueueAnswer:
+    """The position of one request at one moment; *requested* are its alternatives."""
+
+    queue: QueueState
+    position: QueuePosition | None
+    requested: tuple[Request, ...]
+
+    @property
+    def startable(self) -> tuple[Request, ...]:
+        """The alternative that may be claimed now; none while it has to wait."""
+        if self.position is None or not self.position.now or self.position.request is None:
+            return ()
+        chosen = self.requested[self.position.ticket.requests.index(self.position.request)]
+        return (chosen if len(self.queue.positions) == 1 else replace(chosen, max_gpus=None),)
+
+    @property
+    def is_later(self) -> bool:
+        """Whether the driver need not be read: another request starts first."""
+        return self.position is not None and not self.position.now and self.position.request is not None
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether it can never start, as the queue has it."""
+        return self.position is not None and self.position.request is None and self.position.ticket.after is None
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """uuid -> for which user it is kept, of devices that others may claim now."""
+        return kept_for_others(self.queue, self.position.ticket.id) if self.position else {}
+
+    def explained(self, error: NotEnoughGpus) -> NotEnoughGpus:
+        """*error* with queue position and estimated start; one that waiting cannot help is returned as it is."""
+        if self.position is None or isinstance(error, ImpossibleRequest):
+            return error
+        text, ticket = position_text(self.position, self.queue), self.position.ticket
+        if not ticket.id and not ticket.after:  # not queued, but could be
+            text = f"not now; it would be {text}"
+        return waiting_error(ticket.num_gpus, text, error)
+
 
 class Waiter:
-    """A request that waits in the queue, until leave().
+    """A process that waits in the queue, until leave().
 
     Args:
         directory: of the claims.
         uuids: of the machine's devices.
         ticket: what for; its id and time of arrival come from the file that is made.
-        look: samples the machine and the queue, for all that wait, see Leader.
+        read: samples the machine and the queue, for all that wait, see Leader.
 
     Raises:
         OSError: the ticket cannot be written.
@@ -54,15 +275,15 @@ class Waiter:
     """
 
     def __init__(
-        self, directory: LockDirectory, uuids: Sequence[str], ticket: Ticket, look: Callable[[bool], QueueState]
+        self, directory: LockDirectory, uuids: Sequence[str], ticket: Ticket, read: Callable[[bool], QueueState]
     ) -> None:
-        self._directory, self._uuids, self._look = directory, uuids, look
+        self._directory, self._uuids, self._read = directory, uuids, read
         self._leads: Leader | None = None
-        self._stands_in = False  # leads although another process has the lock of the queue
+        self._is_substitute = False  # leads although another process has the lock of the queue
         self._is_deputy = False
         self._leader_tickets: Sequence[Ticket] | None = None  # of the process that the deputy watches
         self._leader = ProcessWatch()  # whose end makes us try to lead
-        self._wakes, self._woken = WAKES, time.monotonic()
+        self._wakes, self._woken_at = WAKES, time.monotonic()
         self._queue, held = open_lock(directory, "queue"), None
         self._deputy = -1
         try:
@@ -79,31 +300,34 @@ class Waiter:
             os.close(self._queue)
             raise
 
-    def sleep(self, seconds: float | None, tell: Callable[[], object], every: float | None = None) -> None:
-        """Return when it is worth to try, and after *seconds*; *tell* is called every *every* seconds unless that is
+    def sleep(self, seconds: float | None, report: Callable[[], object], every: float | None = None) -> None:
+        """Return when it is worth to try, and after *seconds*; *report* is called every *every* seconds unless that is
         None."""
         until = None if seconds is None else time.monotonic() + seconds
-        own_look = time.monotonic() + OWN_LOOK_SECONDS
-        must_look = leaderless = True
+        own_check_at = time.monotonic() + OWN_CHECK_SECONDS
+        must_sample = may_lead = True
         while until is None or time.monotonic() < until:
-            if leaderless and self._takes_the_lead():
-                must_look = True
-            if self._leads and must_look:
+            if may_lead and self._takes_the_lead():
+                must_sample = True
+            if self._leads and must_sample:
                 self._held.send_heartbeat()
-                if self._leads.look(self.ticket.id):
-                    self._is_woken(until)
+                if self._leads.sample(self.ticket.id):
+                    self._slow_down(until)
                     return
-            tell()
+            report()
             ready = self._nap(until, every)
-            sounds = self._hush(ready, until)
+            messages = b""
+            if self._held.waker in ready:
+                self._slow_down(until)
+                messages = self._held.drain()
             if self._leads:
-                must_look = self._leads.must_look(ready)
-            elif YOUR_TURN in sounds:
+                must_sample = self._leads.must_sample(ready)
+            elif MAY_START in messages:
                 return
-            ended = not ready.isdisjoint(self._leader.descriptors)
-            leaderless = not self._leads and (NEW_LEADER in sounds or ended or self._must_lead())
-            if time.monotonic() >= own_look:
-                own_look, leaderless = time.monotonic() + OWN_LOOK_SECONDS, not self._leads
+            has_ended = not ready.isdisjoint(self._leader.descriptors)
+            may_lead = not self._leads and (NEW_LEADER in messages or has_ended or self._must_lead())
+            if time.monotonic() >= own_check_at:
+                own_check_at, may_lead = time.monotonic() + OWN_CHECK_SECONDS, not self._leads
                 if self._is_alone():
                     return
 
@@ -113,12 +337,12 @@ class Waiter:
             return
         self._held.leave()
         self._leader.close()
-        self.stand_aside()
+        self.resign()
         locks, self._queue, self._deputy = (self._queue, self._deputy), -1, -1
         for lock in locks:
             os.close(lock)
 
-    def stand_aside(self) -> None:
+    def resign(self) -> None:
         """Let another process lead, if this one does: others would wait for a leader that cannot sample.  The position
         stays."""
         leads, self._leads = self._leads, None
@@ -129,34 +353,40 @@ class Waiter:
                 self._find_heirs()
 
     def pause(self) -> None:
-        """Let another process lead while this one is stopped, until go_on(); from a signal handler, at any moment."""
+        """Let another process lead while this one is stopped, until resume(); from a signal handler, at any moment."""
         if self._queue >= 0:
             with suppress(OSError, ClaimError):
                 self._give_up_the_locks()
                 if self._leads:
                     self._find_heirs()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Lead again after pause(), unless another process does by now."""
         if self._queue >= 0 and self._leads:
             with suppress(ClaimError):
-                self._stands_in = not try_flock(self._queue)
+                self._is_substitute = not try_flock(self._queue)
 
     def _give_up_the_locks(self) -> None:
-        self._stands_in = False
+        self._is_substitute = False
         fcntl.flock(self._queue, fcntl.LOCK_UN)
         self._resign_as_deputy()
 
+    def _resign_as_deputy(self) -> None:
+        self._is_deputy = False
+        fcntl.flock(self._deputy, fcntl.LOCK_UN)
+
+    def _others(self) -> list[Ticket]:
+        return [ticket for ticket in read_tickets(self._directory)[0] if ticket.id != self.ticket.id]
+
     def _find_heirs(self) -> None:
-        others = [ticket for ticket in read_tickets(self._directory)[0] if ticket.id != self.ticket.id]
-        tickets = sorted(others, key=lambda ticket: -ticket.since)
-        heirs = (ticket for ticket in tickets if has_waker(self._directory, ticket))  # the newest will wait longest
+        tickets = sorted(self._others(), key=lambda ticket: -ticket.since)  # the newest will wait longest
+        heirs = (ticket for ticket in tickets if is_responsive(self._directory, ticket))
         wake(self._directory, [heir for heir, _ in zip(heirs, range(HEIRS), strict=False)], NEW_LEADER)
 
     def _nap(self, until: float | None, every: float | None) -> set[int]:
         """Sleep; the descriptors that are readable."""
         now = time.monotonic()
-        ends = [now + (every or (TELL_SECONDS if os.isatty(2) else OWN_LOOK_SECONDS))]
+        ends = [now + (every or (PROGRESS_SECONDS if os.isatty(2) else OWN_CHECK_SECONDS))]
         ends += [self._leads.until] if self._leads else []
         ends += [until] if until is not None else []
         others = self._leads.descriptors if self._leads else self._leader.descriptors
@@ -168,32 +398,34 @@ class Waiter:
                 return ready
             if self._leads:
                 self._held.send_heartbeat()
-            if self._must_end_standing_in() or (not self._leads and self._must_lead()):
+            if self._ends_substitution() or (not self._leads and self._must_lead()):
                 return ready
 
     def _must_lead(self) -> bool:
         """Whether the deputy has to lead: no process does, or one that does nothing for the others."""
         with suppress(OSError, ClaimError):
             self._is_deputy = try_flock(self._deputy)
-            if not self._is_deputy or self._leader_shows_life():
+            if not self._is_deputy or self._shows_life(self._leader_tickets, SILENT_SECONDS):
                 return False
             self._leader_tickets = self._find_leader()
-            return not self._leader_shows_life() and (self._leader_tickets is not None or try_flock(self._queue))
+            if self._shows_life(self._leader_tickets, SILENT_SECONDS):
+                return False
+            return self._leader_tickets is not None or try_flock(self._queue)
         return False
 
-    def _must_end_standing_in(self) -> bool:
+    def _ends_substitution(self) -> bool:
         """Whether the leader works again, so that this one leads no longer.  If the leader has gone, this one is it."""
-        if not self._stands_in:
+        if not self._is_substitute:
             return False
         with suppress(OSError, ClaimError):
             if try_flock(self._queue):
-                self._stands_in = False
+                self._is_substitute = False
                 self._resign_as_deputy()
                 return False
             self._leader_tickets = self._find_leader()
-            if self._leads and self._leader_shows_life():
+            if self._leads and self._shows_life(self._leader_tickets, SILENT_SECONDS):
                 self._leads.close()
-                self._leads, self._stands_in = None, False
+                self._leads, self._is_substitute = None, False
                 return True
         return False
 
@@ -202,29 +434,24 @@ class Waiter:
         pid = flock_holder(self._queue)
         if pid is None:
             return None
-        return [] if is_stopped(pid) else [one for one in read_tickets(self._directory)[0] if one.pid == pid]
+        return [] if is_stopped(pid) else self._tickets_of(pid)
 
-    def _leader_shows_life(self) -> bool:
-        """Whether the leader, as it was last found, is not stopped, and has given a sign of life just now."""
-        lately = time.time() - SILENT_SECONDS
-        tickets = self._leader_tickets or ()
-        return any(has_waker(self._directory, one) and last_heartbeat(self._directory, one) > lately for one in tickets)
+    def _tickets_of(self, pid: int) -> list[Ticket]:
+        return [ticket for ticket in read_tickets(self._directory)[0] if ticket.pid == pid]
 
-    def _resign_as_deputy(self) -> None:
-        self._is_deputy = False
-        fcntl.flock(self._deputy, fcntl.LOCK_UN)
+    def _shows_life(self, tickets: Sequence[Ticket] | None, seconds: float) -> bool:
+        """Whether the process of *tickets* is not stopped, and has given a sign of life within so many seconds."""
+        since = time.time() - seconds
+        return any(
+            is_responsive(self._directory, ticket) and last_heartbeat(self._directory, ticket) > since
+            for ticket in tickets or ()
+        )
 
-    def _hush(self, ready: set[int], until: float | None) -> bytes:
-        if self._held.waker not in ready:
-            return b""
-        self._is_woken(until)
-        return self._held.drain()
-
-    def _is_woken(self, until: float | None) -> None:
-        """A process that is woken for nothing again and again waits: any user can write into a bell."""
+    def _slow_down(self, until: float | None) -> None:
+        """A process that is woken for nothing again and again waits: any user can write into a waker."""
         now = time.monotonic()
-        self._wakes = min(WAKES, self._wakes + (now - self._woken) / WAKE_SECONDS) - 1
-        self._woken = now
+        self._wakes = min(WAKES, self._wakes + (now - self._woken_at) / WAKE_SECONDS) - 1
+        self._woken_at = now
         if self._wakes < 0:
             time.sleep(WAKE_SECONDS if until is None else max(0.0, min(WAKE_SECONDS, until - now)))
 
@@ -236,19 +463,18 @@ class Waiter:
                 break
             pid = flock_holder(self._queue)
             if not self._leader.watch([pid] if pid else []) and pid:
-                self._stands_in = self._must_lead()
-                if self._stands_in:
+                self._is_substitute = self._must_lead()
+                if self._is_substitute:
                     break
                 return False
         else:
             return False
-        if not self._stands_in:
+        if not self._is_substitute:
             self._resign_as_deputy()  # one of the others watches this one
         self._leader.close()
-        self._leads = Leader(self._directory, self._uuids, self._look)
+        self._leads = Leader(self._directory, self._uuids, self._read)
         with suppress(OSError, ClaimError):
-            others = [ticket for ticket in read_tickets(self._directory)[0] if ticket.id != self.ticket.id]
-            wake(self._directory, others, NEW_LEADER)  # whose end they must hear of from now on
+            wake(self._directory, self._others(), NEW_LEADER)  # whose end they must hear of from now on
         return True
 
     def _is_alone(self) -> bool:
@@ -263,40 +489,25 @@ class Waiter:
             self._held.send_heartbeat()
             return False
         pid = flock_holder(self._queue)
-        leader = [ticket for ticket in read_tickets(self._directory)[0] if ticket.pid == pid is not None]
-        lately = time.time() - SIGNS_MISSED * OWN_LOOK_SECONDS
-        return not any(
-            has_waker(self._directory, one) and last_heartbeat(self._directory, one) > lately for one in leader
-        )
-
-
-# Waiting for the end of something else before entering the queue: a claim, or a process of any user.
-#
-# Meanwhile a ticket shows it in the queue; no other request waits for it.  The kernel reports the end.
-
-
-LOOK_SECONDS = 30.0  # between two lines in a log, and two checks of the claim
-POLL_SECONDS = 2.0  # so often without inotify
-CHECK_SECONDS = (0.02, 0.2, 2.0)  # after its file was closed: its lock is given up a moment later
-
-_PID = re.compile(r"[1-9][0-9]{0,6}")
+        leader = [] if pid is None else self._tickets_of(pid)
+        return not self._shows_life(leader, SIGNS_MISSED * OWN_CHECK_SECONDS)
 
 
 def wait_until_over(
     what: str,
     directory: LockDirectory,
     ticket: Ticket,
-    tell: Callable[[str], object],
+    report: Callable[[str], object],
     environ: Mapping[str, str] = os.environ,
     has_ended: Callable[[str], bool] = lambda what: False,
 ) -> None:
-    """Return when the claim or the process *what* has ended.
+    """Return when the claim or the process *what* has ended; meanwhile a ticket shows that in the queue.
 
     Args:
         what: a pid; or the id of a claim, or the beginning of one.
         directory: of the claims.
-        ticket: of the waiting request, for others to see.
-        tell: called once in a while with what is waited for.
+        ticket: of the waiting request, for others to see; no other request waits for it.
+        report: called once in a while with what is waited for.
         environ: says inside which claim this runs.
         has_ended: whether there was such a claim, of an id that no living one has.
 
@@ -307,29 +518,29 @@ def wait_until_over(
     if not what:  # --after "$UNSET"
         raise InvalidRequest("--after is empty: name a claim or a process.")
     # The id of a claim has eight hexadecimal digits: one that looks like a pid is taken for a claim if there is one.
-    found = [claim for claim in read_records(directory) if claim.id.startswith(what)]
-    found = [claim for claim in found if claim.id == what] or found
-    if not found and _PID.fullmatch(what):
-        _until_process_ends(int(what), directory, ticket, tell)
+    claims = [claim for claim in read_records(directory) if claim.id.startswith(what)]
+    claims = [claim for claim in claims if claim.id == what] or claims
+    if not claims and _PID.fullmatch(what):
+        _wait_for_process(int(what), directory, ticket, report)
         return
-    if not found and has_ended(what):
+    if not claims and has_ended(what):
         return
-    if len(found) != 1:
-        raise InvalidRequest(_which_one(what, found))
+    if len(claims) != 1:
+        raise InvalidRequest(_which_one(what, claims))
     own = environ.get("GPUGUARD_CLAIM", "")
-    if own == found[0].id or own.startswith(f"{found[0].id}."):
+    if own == claims[0].id or own.startswith(f"{claims[0].id}."):
         raise InvalidRequest(f"--after {what} is the claim that this runs in: it would wait for itself.")
-    _until_claim_ends(found[0], directory, ticket, tell)
+    _wait_for_claim(claims[0], directory, ticket, report)
 
 
-def _which_one(what: str, found: list[ClaimRecord]) -> str:
-    if found:
-        return f"--after {what} could be {', '.join(claim.id for claim in found)}: write more of it."
+def _which_one(what: str, claims: list[ClaimRecord]) -> str:
+    if claims:
+        return f"--after {what} could be {', '.join(claim.id for claim in claims)}: write more of it."
     advice = "`gpuguard who` shows the claims, `gpuguard queue` who waits, `gpuguard events` which claims have ended."
     return f"--after {what}: there is no such claim or process now, and no event of such a claim.\n{advice}"
 
 
-def _until_process_ends(pid: int, directory: LockDirectory, ticket: Ticket, tell: Callable[[str], object]) -> None:
+def _wait_for_process(pid: int, directory: LockDirectory, ticket: Ticket, report: Callable[[str], object]) -> None:
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -340,29 +551,29 @@ def _until_process_ends(pid: int, directory: LockDirectory, ticket: Ticket, tell
         ) from None
     after = f"waits until process {pid} has ended"
     try:
-        with _seen_to_wait(directory, replace(ticket, after=after)):
-            tell(after)
-            while not wait_for([process], _pause()):
-                tell(after)
+        with _visible_ticket(directory, replace(ticket, after=after)):
+            report(after)
+            while not wait_for([process], _report_pause()):
+                report(after)
     finally:
         os.close(process)
 
 
-def _until_claim_ends(
-    claim: ClaimRecord, directory: LockDirectory, ticket: Ticket, tell: Callable[[str], object]
+def _wait_for_claim(
+    claim: ClaimRecord, directory: LockDirectory, ticket: Ticket, report: Callable[[str], object]
 ) -> None:
     after = f"waits until {claim.user}'s claim {claim.id} has ended"
     file = os.path.basename(record_path(directory, claim.uid, claim.id))
     checks: list[float] = []
     watch: DirectoryWatch | None = None
-    with suppress(OSError):  # none left: then one looks now and then
+    with suppress(OSError):  # none left: then it is checked now and then
         watch = DirectoryWatch(directory.records)
     try:
-        with _seen_to_wait(directory, replace(ticket, after=after)):
+        with _visible_ticket(directory, replace(ticket, after=after)):
             while _lives(directory, claim):
-                tell(after)
-                pause = checks.pop(0) if checks else _pause() if watch else min(POLL_SECONDS, _pause())
-                wait_for([watch.descriptor] if watch else [], pause)
+                report(after)
+                pause = _report_pause() if watch else min(POLL_SECONDS, _report_pause())
+                wait_for([watch.descriptor] if watch else [], checks.pop(0) if checks else pause)
                 if watch and not watch.names().isdisjoint({file, ""}):
                     checks = [*CHECK_SECONDS]
     finally:
@@ -379,12 +590,12 @@ def _lives(directory: LockDirectory, claim: ClaimRecord) -> bool:
         return True  # as far as can be seen now
 
 
-def _pause() -> float:
-    return TELL_SECONDS if os.isatty(2) else LOOK_SECONDS
+def _report_pause() -> float:
+    return PROGRESS_SECONDS if os.isatty(2) else LOG_SECONDS
 
 
 @contextmanager
-def _seen_to_wait(directory: LockDirectory, ticket: Ticket) -> Iterator[None]:
+def _visible_ticket(directory: LockDirectory, ticket: Ticket) -> Iterator[None]:
     """A ticket for others to see."""
     try:
         held = OwnTicket(directory, ticket_content(ticket))

@@ -42,8 +42,8 @@ from gpuguard.model import (
 from gpuguard.policies.files.loader import load_policies
 from gpuguard.policies.thresholds import MemoryRule, PowerRule, TemperatureRule
 from gpuguard.procfs import process_facts, read_memory
-from gpuguard.queue.explain import read_queue, start_text
-from gpuguard.queue.settings import read_queue_settings
+from gpuguard.queue.explain import start_text
+from gpuguard.queue.state import read_queue
 from gpuguard.queue.tickets import read_tickets
 from gpuguard.source import SnapshotSource
 from gpuguard.top.scene import Ancestor, Identity, Scene, Thresholds, Waits
@@ -209,10 +209,10 @@ class SceneFeed:
             directory = self._find_directory()
             if not read_tickets(directory)[0]:
                 return ()
-            queue = read_queue(directory, snapshot, read_queue_settings().rules)
+            queue = read_queue(directory, snapshot)
         except (GpuguardError, OSError):
             return ()  # the claims are missing too, and that is said
-        tickets = [(place.ticket, start_text(place, queue)) for place in queue.places]
+        tickets = [(position.ticket, start_text(position, queue)) for position in queue.positions]
         return tuple(Waits(ticket.user, ticket.num_gpus, ticket.since, when, ticket.note) for ticket, when in tickets)
 
     def _above(self, stats: Mapping[int, ProcessStat | None]) -> dict[int, Ancestor]:

@@ -11,10 +11,9 @@ from typing import Any
 
 from gpuguard.clusters.slurm import Queued
 from gpuguard.queue.backfill import QueuePosition
-from gpuguard.queue.calendar import clock_text
 from gpuguard.queue.explain import start_text
 from gpuguard.queue.priority import PRIORITIES
-from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus
+from gpuguard.queue.reservations import ReservationCalendar, ReservationStatus, clock_text
 from gpuguard.queue.settings import QueueSettings
 from gpuguard.queue.state import QueueState
 from gpuguard.request import spelled
@@ -150,14 +149,14 @@ def to_text(
 ) -> list[str]:
     """The screen: a row per request, when it starts and why not earlier below it; then what does not count."""
     simulated = "SIMULATED node " * line.snapshot.simulated
-    count = len(line.places)
+    count = len(line.positions)
     how = "fair share" if site.rules.fair_share else "order of arrival"
     title = f"{simulated}{neutralise(line.snapshot.host)}: {count or 'no'} request{'s' * (count != 1)} in line ({how})"
     lines = [paint(title if width is None else shorten(title, width), "bold")]
-    rows = [_row(place, line) for place in line.places]
+    rows = [_row(place, line) for place in line.positions]
     body = table(rows, ["#", "USER", "GPUS", "WAITED", "COMMAND"], align="><>>", width=width) if rows else []
     lines += body[:1]
-    for text, place in zip(body[1:], line.places, strict=True):
+    for text, place in zip(body[1:], line.positions, strict=True):
         lines += [text, *_folded(_prospects(place, line), _INDENT, width)]
     if kept := reservations_text(line.facts.reserved, width=width):
         lines += ["", *kept]
@@ -213,7 +212,7 @@ def to_json(line: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str 
         "simulated": line.snapshot.simulated,
         "taken_at": line.now,
         "fair_share": site.rules.fair_share,
-        "places": [_place_json(place, line) for place in line.places],
+        "places": [_place_json(place, line) for place in line.positions],
         "reservations": reservations_json(line.facts.reserved),
         "not_counted": [{"id": one.id, "uid": one.uid, "reason": one.reason} for one in line.ignored],
         "faults": [fault.lines(site.path)[0] for fault in site.faults],

@@ -29,8 +29,8 @@ from gpuguard.errors import GpuguardError
 from gpuguard.history.queries import Point, Usage, query_store, store_path
 from gpuguard.model import Device, Snapshot
 from gpuguard.procfs import process_facts
-from gpuguard.queue.explain import read_queue
 from gpuguard.queue.settings import read_queue_settings
+from gpuguard.queue.state import read_queue
 from gpuguard.sanitize import neutralise
 from gpuguard.views import queue, who
 
@@ -156,7 +156,7 @@ class FrameFeed:
                 ring.add(snapshot)
         uses = device_state.uses(snapshot, process_facts(snapshot))
         site = read_queue_settings()
-        state = read_queue(self._directory, snapshot, site.rules)
+        state = read_queue(self._directory, snapshot, rules=site.rules)
         content = who.to_json(snapshot, uses, age=age)
         content |= {
             "line": queue.to_json(state, site)["places"],
