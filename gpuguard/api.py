@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuguard.backends import Backend
-from gpuguard.backends.client import WorkerBackend, open_worker
+from gpuguard.backends.client import open_worker
 from gpuguard.backends.driver_files import UVM_NODE
 from gpuguard.claims.claim import SHARE_VARIABLES, Claim, JobDetails
 from gpuguard.claims.directory import LockDirectory, lock_directory
@@ -112,7 +112,11 @@ def grab_gpus(
         BackendError: the driver cannot be reached.
     """
     _refuse_texts({"num_gpus": num_gpus, "wait": wait, "max_procs": max_procs, "gpu_min_memory": gpu_min_memory})
-    refuse_when_too_late()
+    if cuda_runs():
+        raise CudaInitialized(
+            "CUDA runs in this process already and will not see another CUDA_VISIBLE_DEVICES.  "
+            "Call grab_gpus() before the first use of CUDA, or start the program with `gpuguard run -- ...`."
+        )
     if env_set_ok is False and is_restricted(_outer_environment()):
         raise InvalidRequest(
             "CUDA_VISIBLE_DEVICES is set already: unset it, or leave env_set_ok out to stay inside it."
@@ -131,7 +135,9 @@ def grab_gpus(
     ways = [_request(num_gpus=least, max_gpus=most, **conditions), *(_request(**way) for way in alternatives)]
     if len(ways) > MOST_ALTERNATIVES:
         raise InvalidRequest(f"{len(ways) - 1} alternatives are too many: name at most {MOST_ALTERNATIVES - 1}.")
-    job = JobDetails(note, sys.orig_argv or sys.argv, priority=_priority(priority))
+    if priority not in PRIORITIES:
+        raise InvalidRequest(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}.")
+    job = JobDetails(note, sys.orig_argv or sys.argv, priority=PRIORITIES[priority])
     return _claimed(ways, job, wait, on_wait, strict, backend, directory)
 
 
@@ -154,7 +160,7 @@ def select_devices(
         NotEnoughGpus: fewer are eligible.
     """
     name, request = _backend_name(backend), _request(num_gpus=num_gpus, **conditions)
-    with _opened(name) as driver:
+    with open_worker(name) as driver:
         allocator = Allocator(driver, _place(directory, name, make=False), [request], environ=_outer_environment())
         _, choice = allocator.preview()
         if not choice.devices:
@@ -180,7 +186,7 @@ def snapshot(fields: Iterable[str] | None = None, *, backend: str | None = None)
     if unknown := asked - ALL_FIELDS - {IDLE_PROCESSES, BRIEF}:
         names = ", ".join(sorted(ALL_FIELDS))
         raise InvalidRequest(f"there is no group of fields {min(unknown)!r}: choose among {names}.")
-    with _opened(_backend_name(backend)) as driver:
+    with open_worker(_backend_name(backend)) as driver:
         return driver.sample(asked | {MODEL})
 
 
@@ -211,7 +217,10 @@ def _request(**conditions: Any) -> Request:
             alone = isinstance(value, str) or hasattr(value, "__index__")
             conditions[name] = tuple(str(word) for word in ((value,) if alone else value))
     if unknown := conditions.keys() - set(Request.__match_args__):
-        raise TypeError(_no_condition(min(unknown), Request.__match_args__))
+        name = min(unknown)
+        names = [*Request.__match_args__, "note", "wait", "backend", "directory", "priority"]
+        near = difflib.get_close_matches(name, names, n=1)
+        raise TypeError(f"there is no condition {name!r}{f': did you mean {near[0]!r}?' if near else ''}")
     if not hasattr(number := conditions.get("num_gpus", 1), "__index__"):
         raise InvalidRequest(f"{number!r} GPUs cannot be asked for: ask for a whole number.")
     return Request(**conditions)
@@ -221,17 +230,6 @@ def _refuse_texts(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, str) and name in _NUMBERS:
             raise InvalidRequest(f"{name} is a number{_NUMBERS[name]}: {value!r} is a text.")
-
-
-def _no_condition(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, [*names, "note", "wait", "backend", "directory", "priority"], n=1)
-    return f"there is no condition {name!r}{f': did you mean {near[0]!r}?' if near else ''}"
-
-
-def _priority(name: str) -> int:
-    if name not in PRIORITIES:
-        raise InvalidRequest(f"there is no priority {name!r}: choose one of {', '.join(PRIORITIES)}.")
-    return PRIORITIES[name]
 
 
 def _claimed(
@@ -246,7 +244,7 @@ def _claimed(
     name = _backend_name(backend)
     claim: Claim | None = None
     try:
-        with _opened(name) as driver:
+        with open_worker(name) as driver:
             place, environ = _place(directory, name), _outer_environment()
             if (again := claim_of_the_script(driver, place, environ)) is not None:
                 return again
@@ -343,11 +341,6 @@ def _backend_name(backend: str | None) -> str:
     return backend or os.environ.get("GPUGUARD_BACKEND") or "nvml"
 
 
-def _opened(name: str) -> WorkerBackend:
-    """The backend in a process of its own: NVML must not hang in this one, which may be anything by now."""
-    return open_worker(name)
-
-
 # The program around a claim: what of it runs already and would not see the devices, or has them.
 
 CUDA_DEVICES = (UVM_NODE, "/dev/kfd", "/dev/dxg")  # cuInit opens one of them, reading the driver does not
@@ -367,15 +360,6 @@ def cuda_runs() -> bool:
             if os.readlink(f"/proc/self/fd/{number}") in CUDA_DEVICES:
                 return True
     return False
-
-
-def refuse_when_too_late() -> None:
-    """Raise CudaInitialized where CUDA runs."""
-    if cuda_runs():
-        raise CudaInitialized(
-            "CUDA runs in this process already and will not see another CUDA_VISIBLE_DEVICES.  "
-            "Call grab_gpus() before the first use of CUDA, or start the program with `gpuguard run -- ...`."
-        )
 
 
 def claim_of_the_script(driver: Backend, place: LockDirectory, environ: Mapping[str, str]) -> Claim | None:

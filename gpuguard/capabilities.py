@@ -7,8 +7,11 @@ Decides nothing: see preflight, daemon.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import TYPE_CHECKING
+
+from gpuguard.users import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,8 +51,6 @@ def may_signal(uids: Iterable[int]) -> bool:
 
 def lacking() -> tuple[str, ...]:
     """What a guard lacks to act on others, in words; () when nothing."""
-    from gpuguard.users import user_name
-
     uid = os.geteuid()
     name = user_name(uid)
     advice = "Start it as root, or by systemd: see `gpuguard setup --print-unit`."
@@ -64,7 +65,7 @@ def lacking() -> tuple[str, ...]:
 
 def keep_to_ourselves() -> None:
     """Let no program that this thread and those it starts later run have the capabilities that the service gave us."""
-    if _told("CapAmb:") != 0:  # root has none: its guard does without ctypes, half a MiB
+    if _told("CapAmb:") != 0:
         _prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
 
 
@@ -82,7 +83,5 @@ def lend_for_reading() -> bool:
 
 def _prctl(option: int, *words: int) -> None:
     # A refusal changes nothing: what cannot be lowered is not there, what cannot be raised is not lent.
-    import ctypes
-
     arguments = [ctypes.c_ulong(word) for word in (*words, 0, 0, 0, 0)[:4]]
     ctypes.CDLL(None, use_errno=True).prctl(ctypes.c_int(option), *arguments)

@@ -12,7 +12,7 @@ a process of another user; and an id alone is no claim, since others may have co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpuguard.model import ClaimRecord, Device, GpuProcess, ProcessStat, Snapshot
@@ -120,7 +120,7 @@ def claims_on(snapshot: Snapshot, device: Device) -> tuple[ClaimRecord, ...]:
 
 def claim_of(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
     """The claim, of *claims* on its device, that *process* belongs to; None: to none."""
-    return (started_by(process, claims, stats) or _guessed_claim(process, claims)) if claims else None
+    return started_by(process, claims, stats) or _guessed_claim(process, claims)
 
 
 def _guessed_claim(process: GpuProcess, claims: Sequence[ClaimRecord]) -> ClaimRecord | None:
@@ -131,10 +131,14 @@ def _guessed_claim(process: GpuProcess, claims: Sequence[ClaimRecord]) -> ClaimR
 
 def started_by(process: GpuProcess, claims: Sequence[ClaimRecord], stats: Processes) -> ClaimRecord | None:
     """The claim, of *claims*, whose lock the process or an ancestor of it holds, or whose maker that is."""
-    for pid in _ancestry(process.pid, stats):
+    pid, passed = process.pid, set[int]()
+    while claims and pid > 1 and pid not in passed:
+        passed.add(pid)
         for claim in claims:
             if pid in claim.holders or (pid == claim.pid and _may_have_made(claim, pid, process, stats)):
                 return claim
+        stat = stats.get(pid)
+        pid = stat.parent if stat else 0
     return None
 
 
@@ -144,16 +148,6 @@ def _may_have_made(claim: ClaimRecord, pid: int, process: GpuProcess, stats: Pro
     stat = stats.get(pid)
     uid = process.uid if pid == process.pid else stat.uid if stat else None
     return uid is None or uid == claim.uid
-
-
-def _ancestry(pid: int, stats: Processes) -> Iterator[int]:
-    """*pid*, its parent, its grandparent, ... as far as they were looked up."""
-    passed: set[int] = set()
-    while pid > 1 and pid not in passed:
-        passed.add(pid)
-        yield pid
-        stat = stats.get(pid)
-        pid = stat.parent if stat else 0
 
 
 # Each device of a snapshot with what is on it.
@@ -292,8 +286,8 @@ def _processes_on(device: Device, claims: Sequence[ClaimRecord], stats: Processe
         return None
     found = []
     for process in device.processes:
-        starter = started_by(process, claims, stats) if claims else None
-        claim = starter or (_guessed_claim(process, claims) if claims else None)
+        starter = started_by(process, claims, stats)
+        claim = starter or _guessed_claim(process, claims)
         stat = stats.get(process.pid)
         stopped = stat.state in "Tt" if stat else None
         found.append(ProcessUse(process, claim.id if claim else None, stopped, guessed=claim is not starter))
@@ -317,7 +311,8 @@ def _divided(use: DeviceUse, found: Sequence[DeviceUse]) -> DeviceUse:
 def _claim_use(claim: ClaimRecord, state: str, snapshot: Snapshot, stats: Processes) -> ClaimUse:
     idle = {IDLE: True, CLAIMED: True, UNCLAIMED_USE: True, IN_USE: False}.get(state)
     job = [pid for pid in claim.holders if pid != claim.pid]
-    stopped = _stopped(job or ([] if claim.pid is None else [claim.pid]), stats)
+    known = [stat for pid in job or (claim.pid,) if pid is not None and (stat := stats.get(pid))]
+    stopped = all(stat.state in "Tt" for stat in known) if known else None
     return ClaimUse(claim, idle, _orphaned(claim, snapshot, stats), stopped)
 
 
@@ -338,11 +333,6 @@ def _orphaned(claim: ClaimRecord, snapshot: Snapshot, stats: Processes) -> bool 
     # Other users' holders cannot be seen, and the pid may be another process by now.  2 s: clocks are adjusted.
     born = snapshot.taken_at - snapshot.clock + wrapper.start_time
     return born > claim.since + 2
-
-
-def _stopped(pids: Sequence[int], stats: Processes) -> bool | None:
-    known = [stat for stat in map(stats.get, pids) if stat]
-    return all(stat.state in "Tt" for stat in known) if known else None
 
 
 def user_totals(found: Sequence[DeviceUse]) -> tuple[UserTotal, ...]:

@@ -145,11 +145,8 @@ def write_file(
         raise
     finally:
         os.close(descriptor)
-    if unfinished is None:
-        _remove_leftovers(path)
-
-
-def _remove_leftovers(path: str) -> None:
+    if unfinished is not None:
+        return
     directory, name = os.path.split(path)
     with suppress(OSError):  # what cannot be removed does no harm
         for other in os.listdir(directory or "."):

@@ -11,6 +11,7 @@ import pwd
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from gpuguard import procfs
 from gpuguard.model import GpuProcess, Snapshot
@@ -130,11 +131,17 @@ class HostUses:
         return {}
 
     def _received(self, identity: Identity, clock: float, host: str | None, asked: float | None) -> int | None:
-        """Bytes so far over a network of its own; at *asked* the process had none."""
+        """Bytes so far over a network of its own; *asked*: the clock when it was last seen in the *host*'s."""
         if asked is not None and clock - asked < NETWORK_SECONDS:
             self._in_host[identity] = asked
             return None
-        received = _own_network_bytes(identity[0], host)
+        pid, received = identity[0], None
+        if host is not None and _network_namespace(pid) not in (None, host):
+            with suppress(OSError, IndexError, ValueError):
+                with open(f"/proc/{pid}/net/dev", encoding="ascii", errors="replace") as lines:
+                    rows = [line.partition(":") for line in lines if ":" in line]
+                counts = [(name.strip(), row.split()) for name, _, row in rows]
+                received = sum(int(row[0]) + int(row[8]) for name, row in counts if name != "lo")
         if received is None:
             self._in_host[identity] = clock
         else:
@@ -150,7 +157,7 @@ class HostUses:
             asked = self._asked.get(uid)
             if uid < 0 or uid in self._asking or (asked is not None and snapshot.clock - asked <= GROUPS_SECONDS):
                 continue
-            # One a look: a service that does not know them may need long for it, and rootless containers have many.
+            # One a sample: a service that does not know them may need long for it, and rootless containers have many.
             if asked is None or not again:
                 again = again or asked is not None
                 self._ask(uid, snapshot.clock)
@@ -159,9 +166,15 @@ class HostUses:
     def _ask(self, uid: int, clock: float) -> None:
         def answer() -> None:
             try:
-                names = _group_names(uid)
-                if names is not None:
-                    self._groups[uid] = names
+                user, names = pwd.getpwuid(uid), set()
+                for number in os.getgrouplist(user.pw_name, user.pw_gid):
+                    try:
+                        names.add(grp.getgrgid(number).gr_name)
+                    except KeyError:
+                        names.add(str(number))
+                self._groups[uid] = frozenset(names)
+            except (KeyError, OSError):  # there is no such user now
+                return
             finally:
                 self._asking.discard(uid)
 
@@ -197,36 +210,7 @@ def _network_namespace(pid: int | str) -> str | None:
         return None
 
 
-def _own_network_bytes(pid: int, host: str | None) -> int | None:
-    """Bytes over the network namespace of a process; None for the *host*'s, where they are everybody's."""
-    if host is None or _network_namespace(pid) in (None, host):
-        return None
-    try:
-        with open(f"/proc/{pid}/net/dev", encoding="ascii", errors="replace") as lines:
-            rows = [line.partition(":") for line in lines if ":" in line]
-        counts = [(name.strip(), row.split()) for name, _, row in rows]
-        return sum(int(row[0]) + int(row[8]) for name, row in counts if name != "lo")
-    except (OSError, IndexError, ValueError):
-        return None
-
-
 def _rate(before: tuple[float, float] | None, clock: float, count: float) -> float | None:
     if before is None or clock <= before[0] or count < before[1]:
         return None
     return (count - before[1]) / (clock - before[0])
-
-
-def _group_names(uid: int) -> frozenset[str] | None:
-
-    try:
-        user = pwd.getpwuid(uid)
-        numbers = os.getgrouplist(user.pw_name, user.pw_gid)
-    except (KeyError, OSError):
-        return None
-    names = set()
-    for number in numbers:
-        try:
-            names.add(grp.getgrgid(number).gr_name)
-        except KeyError:
-            names.add(str(number))
-    return frozenset(names)

@@ -32,15 +32,8 @@ def loads(encoded: bytes, deepest: int = DEEPEST) -> Any:
     Raises:
         ValueError: it is not such a text, or nested more deeply than *deepest* brackets.
     """
-    return _DECODER.decode(_shallow(encoded, deepest))
-
-
-def _shallow(encoded: bytes, deepest: int) -> str:
-    """The text of *encoded*.  Raises ValueError where a parser would go down more than *deepest* brackets in it.
-
-    Python's parser takes one frame of the C stack for each bracket.  A thread has 128 KiB of it with musl, where
-    1,000 brackets end the process; 1 MiB ends after 9,000 with Python 3.13.  So they are counted before it runs.
-    """
+    # Python's parser takes one frame of the C stack for each bracket.  A thread has 128 KiB of it with musl, where
+    # 1,000 brackets end the process; 1 MiB ends after 9,000 with Python 3.13.  So they are counted before it runs.
     if encoded.count(b"[") + encoded.count(b"{") > deepest:
         # Outside of strings JSON has no backslash: a parser stops at the first, so what comes behind does not count.
         strings = encoded.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
@@ -49,7 +42,7 @@ def _shallow(encoded: bytes, deepest: int) -> str:
             brackets = brackets.replace(b"[]", b"")
         if brackets:  # or they are not in pairs: then it is not JSON either
             raise ValueError("it is nested too deeply")
-    return encoded.decode("utf-8", "surrogatepass")
+    return _DECODER.decode(encoded.decode("utf-8", "surrogatepass"))
 
 
 def _finite(word: str) -> float:

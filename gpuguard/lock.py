@@ -11,16 +11,18 @@ Does not rank devices (see select), decides nothing about the queue (see queue) 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpuguard.claims.claim import Claim, JobDetails, lock_parts, unlock
+from gpuguard.claims.claim import Claim, JobDetails, lock_device, lock_parts, unlock
 from gpuguard.claims.directory import Gate
 from gpuguard.claims.probe import locked_devices, probe
 from gpuguard.claims.records import read_record
 from gpuguard.claims.restrictions import restrictions_against
+from gpuguard.claims.shares import join, sharing_now, sharing_of
 from gpuguard.clusters import outer_devices
 from gpuguard.errors import (
     BackendError,
@@ -303,9 +305,8 @@ class Allocator:
     ) -> Claim | None:
         """The claim of the best devices.  Fills *held* with what it has locked, also where it is interrupted."""
         shares = request.share and not self.outer
-        if shares:
-            from gpuguard.claims.shares import join, sharing_now  # only a share needs it
         verified: set[str] = set()
+        divisible: set[str] = set()  # uuids that were read again because instances of theirs may be locked
         while True:
             sharing = sharing_now(self.directory, held, snapshot) if shares else {}
             choice = choose(snapshot, request, taken, sharing)
@@ -318,7 +319,12 @@ class Allocator:
             wanted = {device.uuid for device in devices}
             for uuid in held.keys() - wanted:
                 unlock(held.pop(uuid))
-            if not all(self._lock_device(request, device, taken, held) for device in devices):
+            lost = next((device for device in devices if not self._lock_device(request, device, taken, held)), None)
+            if lost and lost.uuid not in divisible and self._may_be_divided(lost):
+                divisible.add(lost.uuid)
+                del taken[lost.uuid]
+                snapshot = self._verify(request, snapshot, [lost.uuid], taken)
+            if lost:
                 continue
             if unread := wanted - verified:
                 # Whatever happened between the first look and the lock shows now: a foreign process, a lost device.
@@ -344,6 +350,18 @@ class Allocator:
             return False
         held[device.uuid] = locks
         return True
+
+    def _may_be_divided(self, device: Device) -> bool:
+        """Whether the lock that could not be had may be that of one of its instances, which were not read yet."""
+        if device.mig_mode is not None or device.parent_uuid or self.outer:
+            return False
+        try:
+            lock = lock_device(self.directory, device.uuid, fcntl.LOCK_SH)  # as the GPU of a claimed instance is locked
+        except LockDirectoryError:
+            return False
+        if lock is not None:
+            unlock((lock,))
+        return lock is not None
 
     def _sample_all(self, *, list_processes: bool) -> tuple[list[Request], Snapshot]:
         """A first look at all devices, and the requests within the limits that others have set for this process.
@@ -407,8 +425,6 @@ class Allocator:
         """uuid -> who shares the device, for a request that may join them."""
         if not request.share or self.outer or not claims:
             return {}
-        from gpuguard.claims.shares import sharing_of  # only a share needs it
-
         return sharing_of(snapshot, claims)
 
     def _join_queue(self) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gpuguard.sanitize import of_claim, of_snapshot
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -160,8 +162,6 @@ class ClaimRecord:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from gpuguard.sanitize import of_claim
-
         return of_claim(self)
 
 
@@ -196,8 +196,6 @@ class Snapshot:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from gpuguard.sanitize import of_snapshot
-
         return of_snapshot(self)
 
     def updated(self, newer: Snapshot) -> Snapshot:

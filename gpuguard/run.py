@@ -20,26 +20,27 @@ from gpuguard.device_state import IDLE_TOLERANCE, mean_watts
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError, ClaimError, ClaimLost, shortage
 from gpuguard.history import audit_log
-from gpuguard.jobs.drain import (
+from gpuguard.jobs.processes import (
     DRAIN_SECONDS,
+    NEVER,
     SHARED_DRAIN_SECONDS,
+    TIME_LIMIT,
     Drain,
+    Escalation,
     StillInUse,
+    answer_release_request,
+    callers_variables,
     children,
     descendants,
-    patiently,
-)
-from gpuguard.jobs.escalation import (
-    NEVER,
-    TIME_LIMIT,
-    Escalation,
-    answer_release_request,
+    execute,
+    failure,
     is_stopped,
     kill_tree,
+    patiently,
     signal_job,
     signal_tree,
+    start,
 )
-from gpuguard.jobs.spawn import callers_variables, execute, failure, start
 from gpuguard.model import HEALTH, MEMORY, POWER, UTILIZATION, Event
 
 if TYPE_CHECKING:
@@ -354,8 +355,10 @@ class JobSupervisor:
     def finish(self) -> JobEnd:
         """Release the devices once the job is really off them."""
         wall_time = time.monotonic() - self.began
-        if (code := self.exec_error()) is not None:
-            status, message = failure(self.program, code)
+        code = os.read(self.exec_report, 16)  # the errno with which exec failed, else nothing
+        os.close(self.exec_report)
+        if code:
+            status, message = failure(self.program, int(code))
             self.notify(message)
             self.claim.release()
             ended = JobEnd(status, None, wall_time, "could not be started")
@@ -386,14 +389,6 @@ class JobSupervisor:
             others=self.others,
             longest=DRAIN_SECONDS if self.claim.memory is None else SHARED_DRAIN_SECONDS,
         )
-
-    def exec_error(self) -> int | None:
-        """The errno with which exec failed, or None."""
-        try:
-            code = os.read(self.exec_report, 16)
-        finally:
-            os.close(self.exec_report)
-        return int(code) if code else None
 
     def final_status(self) -> tuple[int, int | None]:
         """Exit status, and the signal that this process should die of."""

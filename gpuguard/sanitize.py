@@ -45,7 +45,12 @@ def neutralise(text: str) -> str:
         else:
             visible = character.isprintable() and ord(character) not in _INVISIBLE
             marks = 0
-        pieces.append(character if visible else _written_out(character))
+        if visible:
+            pieces.append(character)
+        elif "\udc80" <= character <= "\udcff":  # a byte of an argument that is no text (PEP 383)
+            pieces.append(f"\\x{ord(character) - 0xDC00:02x}")
+        else:
+            pieces.append(character.encode("unicode_escape").decode("ascii"))
     return "".join(pieces)
 
 
@@ -73,12 +78,6 @@ def neutral_command(words: Sequence[str] | None, *, brief: bool = False) -> str:
         return "n/a"
     program = [word.rpartition("/")[2] or word for word in words[:1]] if brief else words[:1]
     return neutralise(" ".join(map(shlex.quote, [*program, *words[1:]])))
-
-
-def _written_out(character: str) -> str:
-    if "\udc80" <= character <= "\udcff":  # a byte of an argument that is no text (PEP 383)
-        return f"\\x{ord(character) - 0xDC00:02x}"
-    return character.encode("unicode_escape").decode("ascii")
 
 
 # Tables for notebooks: what `_repr_html_` gives.  Everything is escaped, as the names are others' text.
@@ -111,14 +110,15 @@ def of_held(claim: Claim) -> str:
     since = "" if claim.since is None else f"since {strftime('%H:%M', localtime(claim.since))}"
     title = f"<p><b>{escaped(f'claim {claim.id}')}</b> {escaped(since)}</p>"
     rows = (
-        [str(place), *_device_row(device, ())[:2], _share(claim, device), device.uuid]
+        [
+            str(place),
+            *_device_row(device, ())[:2],
+            format_bytes(device.memory_total if claim.memory is None else claim.memory),
+            device.uuid,
+        ]
         for place, device in enumerate(claim)
     )
     return title + _table(_HELD_HEADS, rows)
-
-
-def _share(claim: Claim, device: Device) -> str:
-    return format_bytes(device.memory_total if claim.memory is None else claim.memory)
 
 
 def escaped(text: str) -> str:

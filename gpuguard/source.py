@@ -12,11 +12,12 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from gpuguard.backends import Backend, is_recorded
-from gpuguard.claims.directory import DaemonFiles, LockDirectory, daemon_files, open_lock_file, try_flock
+from gpuguard.claims.directory import LockDirectory, daemon_files, open_lock_file, try_flock
 from gpuguard.claims.holders import inode_of
 from gpuguard.claims.probe import ClaimWatcher, probe
 from gpuguard.claims.restrictions import restrictions_against
@@ -83,7 +84,10 @@ class SnapshotSource:
         """The driver."""
         if self._backend is None:
             self._backend = self._open()
-            self._prepare()
+            # Find out who holds the locks while the other process loads the driver's library.
+            with suppress(ClaimError, OSError):  # it will be tried again, and said
+                if (directory := self._find_directory()) is not None:
+                    self._watcher.prepare(directory)
         return self._backend
 
     def close(self) -> None:
@@ -102,14 +106,6 @@ class SnapshotSource:
             return None
         snapshot = read_state(directory, clock, simulated=self._name.startswith("simulated"))
         return snapshot if snapshot and self._suits(snapshot) else None
-
-    def _prepare(self) -> None:
-        """Find out which processes hold the locks while the other process loads the driver's library."""
-        try:
-            if (directory := self._find_directory()) is not None:
-                self._watcher.prepare(directory)
-        except (ClaimError, OSError):
-            return  # it will be tried again, and said
 
 
 def read_claims(
@@ -132,13 +128,10 @@ def with_claims(snapshot: Snapshot, find_directory: FindDirectory, read: ReadCla
     except (ClaimError, OSError) as error:
         reason = " ".join((shortage(error) or str(error)).split())
         return replace(snapshot, claims=(), gaps=(*gaps, Gap(None, "claims", reason)))
-    return replace(snapshot, claims=_dated(claims, snapshot.claims), gaps=gaps)
-
-
-def _dated(claims: Sequence[ClaimRecord], known: Sequence[ClaimRecord]) -> tuple[ClaimRecord, ...]:
-    """*claims*, as old as the daemon knows them: a record says what its owner likes."""
-    since = {(claim.uid, claim.id): claim.since for claim in known if claim.since is not None}
-    return tuple([replace(claim, since=since.get((claim.uid, claim.id), claim.since)) for claim in claims])
+    # As old as the daemon knows them: a record says what its owner likes.
+    since = {(claim.uid, claim.id): claim.since for claim in snapshot.claims if claim.since is not None}
+    dated = tuple([replace(claim, since=since.get((claim.uid, claim.id), claim.since)) for claim in claims])
+    return replace(snapshot, claims=dated, gaps=gaps)
 
 
 def joined(
@@ -213,8 +206,10 @@ def lock_daemon(directory: LockDirectory) -> int | None:
     try:
         descriptor = open_lock_file(files, "daemon.lock")
     except OSError as error:
+        owner = "the owner of the directory" if files.owner is None else user_name(files.owner)
+        user = "root" if files.owner == 0 else f"root or as {owner}"
         raise LockDirectoryError(
-            f"{path} cannot be opened: {error.strerror}.  Run the daemon as {_who_may(files)}; "
+            f"{path} cannot be opened: {error.strerror}.  Run the daemon as {user}; "
             f"`sudo gpuguard setup` gives it a directory for a user of its own."
         ) from error
     try:
@@ -253,7 +248,10 @@ def write_state(directory: LockDirectory, snapshot: Snapshot, interval: float) -
     Raises:
         OSError: it cannot be written.
     """
-    content: dict[str, Any] = {"schema": 1, "daemon": _us(), "interval_seconds": interval}
+    pid = os.getpid()
+    if pid not in _starts:
+        _starts[pid] = start_time(pid)
+    content: dict[str, Any] = {"schema": 1, "daemon": [pid, _starts[pid]], "interval_seconds": interval}
     for public in _forms(snapshot):
         content["snapshot"] = public
         encoded = json.dumps(content, separators=(",", ":")).encode("ascii")
@@ -273,13 +271,19 @@ def read_state(directory: LockDirectory, clock: float, *, simulated: bool) -> Sn
     try:
         files = daemon_files(directory)
         content = loads(read_file(files.file("state.json"), MAX_BYTES, files.owners()))
-        snapshot, interval = _unpack(content["snapshot"]), float(content["interval_seconds"])
+        snapshot, interval = decode_snapshot(content["snapshot"]), float(content["interval_seconds"])
         fresh = 0 <= clock - snapshot.clock <= FRESH_INTERVALS * interval
     except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
         return None  # of another version, or torn by something else than us
     if not fresh or snapshot.simulated != simulated:
         return None
     return snapshot if _runs(content.get("daemon")) or daemon_lives(directory) else None
+
+
+def decode_snapshot(packed: dict[str, Any]) -> Snapshot:
+    """A published snapshot.  Raises ValueError, TypeError, KeyError or AttributeError: it is none."""
+    gaps = [dict(zip(("device", "field", "reason"), gap, strict=True)) for gap in packed["gaps"]]
+    return decode(Snapshot, {**packed, "gaps": gaps}, exact=True)
 
 
 def was_written_lately(directory: LockDirectory) -> bool:
@@ -299,20 +303,6 @@ def _runs(process: Any) -> bool:
 
 def _path(directory: LockDirectory, name: str) -> str:
     return daemon_files(directory).file(name)
-
-
-def _who_may(files: DaemonFiles) -> str:
-    if files.owner == 0:
-        return "root"
-    return f"root or as {'the owner of the directory' if files.owner is None else user_name(files.owner)}"
-
-
-def _us() -> list[float | None]:
-    """This process, as _runs() asks."""
-    pid = os.getpid()
-    if pid not in _starts:
-        _starts[pid] = start_time(pid)
-    return [pid, _starts[pid]]
 
 
 def _processes_are_hidden() -> bool:
@@ -366,11 +356,5 @@ def _public(snapshot: Snapshot, private: tuple[str, ...]) -> dict[str, Any]:
     return {**whole, "devices": devices, "gaps": gaps, "claims": claims}
 
 
-def _known(noun: object, private: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {name: value for name, value in vars(noun).items() if value is not None and name not in private}
-
-
-def _unpack(packed: dict[str, Any]) -> Snapshot:
-    names = ("device", "field", "reason")
-    gaps = [dict(zip(names, gap, strict=True)) for gap in packed["gaps"]]
-    return decode(Snapshot, {**packed, "gaps": gaps}, exact=True)
+def _known(value: object, private: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {name: field for name, field in vars(value).items() if field is not None and name not in private}

@@ -71,25 +71,6 @@ def collector(
     return Collector(source, watched, interval, None if devices is None else frozenset(devices), dict(environ))
 
 
-class Statistic:
-    """Mean, least, most and newest of one number."""
-
-    __slots__ = ("count", "last", "most", "smallest", "total")
-
-    def __init__(self, value: float) -> None:
-        self.count, self.total = 1, value
-        self.smallest = self.most = self.last = value
-
-    def add(self, value: float) -> None:
-        """Count one more."""
-        self.count, self.total, self.last = self.count + 1, self.total + value, value
-        self.smallest, self.most = min(self.smallest, value), max(self.most, value)
-
-    def numbers(self) -> dict[str, float]:
-        """By name."""
-        return {"mean": self.total / self.count, "min": self.smallest, "max": self.most, "last": self.last}
-
-
 class TagStatistics:
     """What was seen since a tag began."""
 
@@ -100,32 +81,27 @@ class TagStatistics:
     def clear(self) -> None:
         """Begin anew."""
         self.began, self.samples = time.monotonic(), 0
-        self.statistics: dict[str, Statistic] = {}
+        # By the name of a number: how often it was known, its sum, least, most and newest value.
+        self.sums: dict[str, tuple[int, float, float, float, float]] = {}
 
     def add(self, numbers: Mapping[str, float | None]) -> None:
         """Count a sample; a number that is not known counts for nothing."""
         self.samples += 1
         for name, value in numbers.items():
-            if value is None:
-                continue
-            if name in self.statistics:
-                self.statistics[name].add(float(value))
-            else:
-                self.statistics[name] = Statistic(float(value))
+            if value is not None:
+                count, total, least, most, _ = self.sums.get(name, (0, 0.0, value, value, value))
+                self.sums[name] = count + 1, total + value, min(least, value), max(most, value), float(value)
 
     def numbers(self) -> dict[str, float]:
         """``{"train/gpu:0/power_draw (W)/mean": 311.5, ..., "train/duration (s)": 60.2}``."""
         prefix = f"{self.name}/" if self.name else ""
-        found = {
-            f"{prefix}{name}/{kind}": value
-            for name, statistic in self.statistics.items()
-            for kind, value in statistic.numbers().items()
-        }
-        return {
-            **found,
-            f"{prefix}duration (s)": time.monotonic() - self.began,
-            f"{prefix}samples": float(self.samples),
-        }
+        found: dict[str, float] = {}
+        for name, (count, total, least, most, newest) in self.sums.items():
+            kinds = {"mean": total / count, "min": float(least), "max": float(most), "last": newest}
+            found |= {f"{prefix}{name}/{kind}": value for kind, value in kinds.items()}
+        found[f"{prefix}duration (s)"] = time.monotonic() - self.began
+        found[f"{prefix}samples"] = float(self.samples)
+        return found
 
 
 class Collector:
@@ -145,8 +121,7 @@ class Collector:
         self.trouble: str | None = None
         self._source, self._pids, self._interval = source, pids, interval
         self._devices, self._environ = devices, environ
-        self._backend: Backend | None = None
-        self._opened: WorkerBackend | None = None  # the same where it is our own
+        self._opened: WorkerBackend | None = None  # the backend where it is our own
         self._hosts, self._fields, self._process = HostNumbers(), FIELDS, os.getpid()
         self._tags = [TagStatistics("")]
         self._newest: float | None = None  # when the last look ended
@@ -178,7 +153,7 @@ class Collector:
         with self._looking:
             if self._opened:
                 self._opened.leave()
-            self._backend = self._opened = self._newest = None
+            self._opened = self._newest = None
 
     def __enter__(self) -> Collector:
         return self.start()
@@ -255,8 +230,11 @@ class Collector:
         for pid, members in trees.items():
             numbers |= {f"pid:{pid}/host/{name}": value for name, value in self._hosts.tree(pid, members).items()}
         snapshot = self._sample()
-        for device in self._own(snapshot) if snapshot else ():
-            scope = _scope(device)
+        uuids = self._uuids(snapshot) if snapshot else None
+        for device in snapshot.devices if snapshot else ():
+            if uuids is not None and device.uuid not in uuids:
+                continue
+            scope = f"gpu:{device.index}" + (f".{device.gpu_instance_id}" if device.parent_uuid else "")
             for name, (field, scale) in _DEVICE.items():
                 value = getattr(device, field)
                 numbers[f"{scope}/{name}"] = None if value is None else value / scale
@@ -267,12 +245,13 @@ class Collector:
 
     def _sample(self) -> Snapshot | None:
         try:
-            if self._backend is None:
-                self._backend = self._open()
-            snapshot = self._backend.sample(self._fields)
+            backend = self._source
+            if isinstance(backend, str):
+                backend = self._opened = self._opened or open_worker(backend)
+            snapshot = backend.sample(self._fields)
             if HEALTH not in self._fields and any(uuid.startswith("MIG-") for uuid in self._uuids(snapshot) or ()):
                 self._fields |= {HEALTH}  # which is what finds instances
-                snapshot = self._backend.sample(self._fields)
+                snapshot = backend.sample(self._fields)
         except BackendError as error:
             if self.trouble is None:
                 warnings.warn(f"gpuguard.collector has no numbers of GPUs: {error}", RuntimeWarning, stacklevel=2)
@@ -281,26 +260,10 @@ class Collector:
         self.trouble = None
         return snapshot
 
-    def _open(self) -> Backend:
-        if not isinstance(self._source, str):
-            return self._source
-
-        self._opened = open_worker(self._source)
-        return self._opened
-
-    def _own(self, snapshot: Snapshot) -> list[Device]:
-        uuids = self._uuids(snapshot)
-        return [device for device in snapshot.devices if uuids is None or device.uuid in uuids]
-
     def _uuids(self, snapshot: Snapshot) -> Collection[str] | None:
         if self._devices is not None:
             return self._devices
         return outer_devices(self._environ, snapshot.devices).uuids
-
-
-def _scope(device: Device) -> str:
-    instance = f".{device.gpu_instance_id}" if device.parent_uuid else ""
-    return f"gpu:{device.index}{instance}"
 
 
 def _share(device: Device, members: Collection[int]) -> dict[str, float | None]:

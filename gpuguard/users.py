@@ -102,7 +102,7 @@ def _decoded(content: bytes) -> list[tuple[int, float, int]]:
     given, firsts = [], dict[bytes, int]()
     for line in content.split(b"\n"):
         user, *numbers = line.split(b":")
-        if len(numbers) == 2 and all(each.isdigit() and len(each) < 11 for each in numbers):
+        if len(numbers) == 2 and all(number.isdigit() and len(number) < 11 for number in numbers):
             begin, count = map(int, numbers)
             given.append((begin, float(begin + count), firsts.setdefault(user, begin)))
     return sorted(given)

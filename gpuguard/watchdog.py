@@ -151,7 +151,8 @@ class Watchdog:
                 isolate=self._isolate,
             )
             self._judged_by = policies
-        if any(note.kind == "resampling" for note in judgement.notes) and not _is_same(before, self._view):
+        is_new = before is None or before.clock != self._view.clock
+        if is_new and any(note.kind == "resampling" for note in judgement.notes):
             self._pending.clear()  # what waited through a pause without a sample has no reason any more
         self._act(judgement.verdicts, policies, protected)
         self._note(judgement.notes)
@@ -406,10 +407,6 @@ def pace(before: Snapshot | None, now: Snapshot, pause: float, interval: tuple[f
 def _uids(snapshot: Snapshot) -> frozenset[int]:
     uids = {process.uid for device in snapshot.devices for process in device.processes or () if process.uid is not None}
     return frozenset(uids | {claim.uid for claim in snapshot.claims})
-
-
-def _is_same(before: RuleView | None, now: RuleView) -> bool:
-    return before is not None and before.clock == now.clock
 
 
 def _rises(before: Snapshot, now: Snapshot) -> bool:

@@ -425,7 +425,7 @@ def test_no_value_of_a_snapshot_does_anything_to_a_terminal_or_ends_a_view(tmp_p
     feed = a_feed(tmp_path, lambda: seen[-1])
     for where, encoded in mutants(a_state(tmp_path)["snapshot"], brief=THE_SAME):
         try:
-            seen.append(state._unpack(json.loads(encoded)))
+            seen.append(state.decode_snapshot(json.loads(encoded)))
         except (ValueError, ArithmeticError, TypeError, KeyError, AttributeError):
             continue  # as read_state()
         if len(seen[-1].devices) > 100:

@@ -18,7 +18,7 @@ from nodes import SECONDS, Gpuguard
 from gpuguard.claims.directory import lock_directory
 from gpuguard.claims.probe import locked_devices
 from gpuguard.claims.records import read_records
-from gpuguard.jobs import drain, spawn
+from gpuguard.jobs import processes
 from gpuguard.queue.tickets import read_tickets
 
 LIMITS = sorted(luck("limits").sample(range(3, 40), 3))
@@ -134,9 +134,9 @@ DEAF = ("sh", "-c", "trap '' TERM; sleep 60 & wait; wait")
     ("module", "owner", "name", "words", "status"),
     [
         ("posixpath", "os", "pidfd_open", ("--", "sh", "-c", "exit 6"), 6),
-        ("gpuguard.jobs.drain", "Drain", "wait_until_free", ("--", "sh", "-c", "exit 6"), 6),
-        ("gpuguard.jobs", "escalation", "descendants", ("--time-limit", "500ms", "--grace", "200ms", "--", *DEAF), 124),
-        ("gpuguard.jobs", "escalation", "read_stat", ("--time-limit", "500ms", "--", "sleep", "60"), 124),
+        ("gpuguard.jobs.processes", "Drain", "wait_until_free", ("--", "sh", "-c", "exit 6"), 6),
+        ("gpuguard.jobs", "processes", "descendants", ("--time-limit", "500ms", "--grace", "200ms", "--", *DEAF), 124),
+        ("gpuguard.jobs", "processes", "read_stat", ("--time-limit", "500ms", "--", "sleep", "60"), 124),
     ],
 )
 def test_a_machine_without_files_for_a_moment_costs_a_job_neither_its_end_nor_its_status(
@@ -161,7 +161,7 @@ def test_a_job_for_which_there_is_no_file_or_process_for_a_moment_starts_a_momen
         return really()
 
     monkeypatch.setattr(os, name, once)
-    pid, report = spawn.start(["true"], os.environ, (), ())
+    pid, report = processes.start(["true"], os.environ, (), ())
     os.close(report)
 
     assert os.waitpid(pid, 0) == (pid, 0)
@@ -176,4 +176,4 @@ def test_a_process_that_cannot_be_looked_at_for_want_of_a_descriptor_is_not_take
     monkeypatch.setattr(os, "open", full)
 
     with pytest.raises(OSError, match="Too many open files in system"):
-        drain.descendants()
+        processes.descendants()

@@ -18,7 +18,7 @@ from wrapped import until
 
 from gpuguard import procfs
 from gpuguard.errors import GpuguardError
-from gpuguard.jobs import adopt, device_filter
+from gpuguard.jobs import adopt, isolation
 from gpuguard.jobs.adopt import ProcessFamily
 
 # A process that starts a child when it is told so on its stdin, says the child's pid, and can start it in a session of
@@ -218,7 +218,7 @@ def filters() -> str:
     if os.geteuid() != 0:
         return "NOT TESTED: device filters need root"
     try:
-        device_filter.check()
+        isolation.check_device_filter()
     except GpuguardError as error:
         return f"NOT TESTED: {error}".splitlines()[0]
     return ""
@@ -229,14 +229,14 @@ needs_filter = pytest.mark.skipif(bool(filters()), reason=filters() or "can be h
 
 @pytest.mark.usefixtures("alone")
 def test_a_kernel_without_device_filters_refuses_the_job(monkeypatch, tmp_path):
-    def refused(code: bytes) -> int:
+    def refused(command: int, attributes: bytes) -> int:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(device_filter, "load", refused)
-    monkeypatch.setattr(device_filter, "own_cgroup", lambda: str(tmp_path))
+    monkeypatch.setattr(isolation, "bpf", refused)
+    monkeypatch.setattr(isolation, "own_cgroup", lambda: str(tmp_path))
 
     with pytest.raises(GpuguardError, match="takes no device filter from us \\(Operation not permitted\\)"):
-        device_filter.prepare_cgroup({}, "x")
+        isolation.prepare_cgroup({}, "x")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -257,7 +257,7 @@ def root(tmp_path: Path, fake: FakeNvml) -> Gpuguard:
 
 def groups() -> list[str]:
     """The cgroups of isolated jobs."""
-    return [name for name in os.listdir(device_filter.own_cgroup()) if name.startswith(device_filter.PREFIX)]
+    return [name for name in os.listdir(isolation.own_cgroup()) if name.startswith(isolation.PREFIX)]
 
 
 @pytest.mark.usefixtures("alone")
@@ -268,7 +268,7 @@ def test_root_can_open_only_what_he_claimed(root, nodes, manner):
     done = root("run", "--gpus", "1,3", "--isolate", *manner, "--", sys.executable, "-c", OPEN, *nodes, "/dev/null")
 
     assert done.stdout.split()[1::2] == ["EPERM", "ENXIO", "EPERM", "ENXIO", "opened"], done.stderr
-    device_filter.sweep(device_filter.own_cgroup())
+    isolation.sweep(isolation.own_cgroup())
     assert groups() == []
 
 
@@ -289,7 +289,7 @@ def test_root_cannot_make_the_nodes_of_others(root: Gpuguard, tmp_path: Path) ->
 def test_the_cgroup_goes_with_the_job(root):
     during = root("run", "--isolate", "--", "sh", "-c", "grep ^0:: /proc/self/cgroup")
 
-    assert device_filter.PREFIX in during.stdout
+    assert isolation.PREFIX in during.stdout
     assert groups() == []
 
 
@@ -318,10 +318,10 @@ def test_a_killed_wrapper_leaves_the_filter_on_and_the_next_job_clears_up(root, 
 @pytest.mark.root
 @needs_filter
 def test_a_cgroup_whose_maker_lives_is_not_swept():
-    parent = device_filter.own_cgroup()
-    _, close = device_filter.prepare_cgroup({}, f"test-{os.getpid()}")
+    parent = isolation.own_cgroup()
+    _, close = isolation.prepare_cgroup({}, f"test-{os.getpid()}")
 
-    device_filter.sweep(parent)  # flock goes by the open file, so that this process stands for another one
+    isolation.sweep(parent)  # flock goes by the open file, so that this process stands for another one
     assert len(groups()) == 1
     close()
     assert groups() == []

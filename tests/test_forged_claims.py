@@ -34,7 +34,7 @@ from gpuguard.claims.release import lock_handle, release_locks
 from gpuguard.cli import doctor
 from gpuguard.errors import ClaimError
 from gpuguard.files import file_system
-from gpuguard.jobs import device_filter
+from gpuguard.jobs import isolation
 from gpuguard.model import ClaimRecord, ProcessStat
 from gpuguard.policies.amounts import parse_memory_amount
 from gpuguard.policies.thresholds import MemoryRule
@@ -277,4 +277,4 @@ def test_the_name_of_a_cgroup_is_one_name(end: str, monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(os, "access", lambda path, how: True)
 
-    assert device_filter.own_cgroup() == f"/sys/fs/cgroup/mine{end}0::/another"
+    assert isolation.own_cgroup() == f"/sys/fs/cgroup/mine{end}0::/another"

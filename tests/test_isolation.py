@@ -28,9 +28,7 @@ from wrapped import until
 
 from gpuguard.errors import GpuguardError
 from gpuguard.jobs import isolation
-from gpuguard.jobs import isolation as namespaces
-from gpuguard.jobs.device_filter import BLOCK, CHARACTER, program
-from gpuguard.jobs.isolation import Nodes
+from gpuguard.jobs.isolation import Nodes, filter_program
 
 DEVICES = 4
 ALL = [f"/dev/nvidia{index}" for index in range(DEVICES)]
@@ -119,7 +117,7 @@ def test_without_bubblewrap_the_job_is_refused_and_told_what_to_install(monkeypa
     monkeypatch.setenv("PATH", "/nonexistent")
 
     with pytest.raises(GpuguardError, match="apt install bubblewrap"):
-        namespaces.check_bubblewrap()
+        isolation.check_bubblewrap()
 
 
 def test_where_there_are_no_namespaces_the_job_is_refused_and_told_what_to_allow(monkeypatch, tmp_path):
@@ -129,7 +127,7 @@ def test_where_there_are_no_namespaces_the_job_is_refused_and_told_what_to_allow
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(GpuguardError, match=r"(?s)No permissions to create new namespace.*sysctl"):
-        namespaces.check_bubblewrap()
+        isolation.check_bubblewrap()
 
 
 # Ordinary users: a namespace
@@ -364,6 +362,8 @@ def test_an_isolated_job_obeys_the_terminal(alice, monkeypatch):
 
 # The device filter, executed by a small interpreter of its own: it refuses what isolation hides, and nothing else.
 
+BLOCK, CHARACTER = 1, 2  # BPF_DEVCG_DEV_* of linux/bpf.h
+
 
 READ_WRITE, MAKE = 6, 1  # BPF_DEVCG_ACC_READ | BPF_DEVCG_ACC_WRITE, BPF_DEVCG_ACC_MKNOD of linux/bpf.h
 INSTRUCTION = struct.Struct("=BBhi")
@@ -405,7 +405,7 @@ nodes = st.builds(Nodes, minors, minors, st.none() | st.integers(234, 511))
 
 @given(nodes, st.integers(0, 600) | st.sampled_from([195, 507]), st.integers(0, 2**20 - 1) | st.integers(0, 300))
 def test_it_refuses_exactly_the_hidden_nodes(wanted, major, minor):
-    code = program(wanted.rules())
+    code = filter_program(wanted.rules())
 
     assert executed(code, CHARACTER, major, minor) == (not wanted.hides(major, minor))
     assert executed(code, CHARACTER, major, minor, MAKE) == (not wanted.hides(major, minor))
@@ -422,14 +422,14 @@ def test_it_refuses_exactly_the_hidden_nodes(wanted, major, minor):
     ],
 )  # fmt: skip
 def test_a_job_on_one_device(major, minor, allowed):
-    code = program(Nodes(frozenset({1}), frozenset({12}), 507).rules())
+    code = filter_program(Nodes(frozenset({1}), frozenset({12}), 507).rules())
 
     assert executed(code, CHARACTER, major, minor) == allowed
 
 
 @given(nodes)
 def test_every_jump_goes_forward_and_stays_inside(wanted):
-    lines = list(INSTRUCTION.iter_unpack(program(wanted.rules())))
+    lines = list(INSTRUCTION.iter_unpack(filter_program(wanted.rules())))
 
     for place, (opcode, _, offset, _) in enumerate(lines):
         if opcode in (0x15, 0x55, 0x25):
@@ -438,7 +438,7 @@ def test_every_jump_goes_forward_and_stays_inside(wanted):
 
 @pytest.mark.parametrize("place", range(4, 8))
 def test_a_program_with_another_constant_is_caught(place):
-    right = program(Nodes(frozenset({1})).rules())
+    right = filter_program(Nodes(frozenset({1})).rules())
     wrong = bytearray(right)
     wrong[place * 8 + 4] ^= 1
 

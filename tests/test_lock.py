@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process
 from claiming import acquire, preview
 
+from gpuguard import model
 from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.claims.probe import locked_devices, probe
 from gpuguard.claims.records import MOST_OF_ONE, read_records, write_record
 from gpuguard.errors import ClaimError, ClaimLost, ImpossibleRequest, NotEnoughGpus, WaitTimeout
+from gpuguard.model import Snapshot
 from gpuguard.request import Request
 
 
@@ -261,6 +264,24 @@ def test_mig_instances_are_claimed_one_by_one_and_go_by_uuid(directory: LockDire
         assert first.environment()["CUDA_VISIBLE_DEVICES"] == first[0].uuid
         with pytest.raises(NotEnoughGpus):
             acquire(machine, Request(), directory)
+
+
+def test_the_instance_that_is_left_is_found_although_the_driver_shows_instances_only_with_the_health(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of the whole GPU, which looked free, could not be had, and so its instances were never looked for."""
+    machine, sample = divided(), Machine.sample
+
+    def briefly(machine: Machine, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
+        snapshot = sample(machine, fields, devices)
+        if model.HEALTH in fields:
+            return snapshot
+        gpus = [device for device in snapshot.devices if device.parent_uuid is None]
+        return replace(snapshot, devices=tuple(replace(gpu, mig_mode=None, problems=None) for gpu in gpus))
+
+    monkeypatch.setattr(Machine, "sample", briefly)
+    with acquire(machine, Request(), directory) as first, acquire(machine, Request(), directory) as second:
+        assert {first[0].uuid, second[0].uuid} == {device.uuid for device in machine.devices[1:]}
 
 
 def test_a_claimed_instance_excludes_a_claim_on_its_whole_gpu(directory: LockDirectory) -> None:

@@ -18,8 +18,8 @@ from builders import GIB, MIB, a_device, a_process, a_snapshot
 from wrapped import Wrapped, content, end, first_line, python, until
 
 from gpuguard import procfs
-from gpuguard.jobs import drain
-from gpuguard.jobs.escalation import NEVER, TIME_LIMIT, Escalation, EscalationStep
+from gpuguard.jobs import processes
+from gpuguard.jobs.processes import NEVER, TIME_LIMIT, Escalation, EscalationStep
 from gpuguard.model import MEMORY, PROCESSES, GpuProcess, Snapshot
 
 # Leaves a process in a session of its own behind, prints its pid, and ends when PLACE/go is there.
@@ -193,8 +193,8 @@ def asked_after_a_job(
 ) -> list[set[str]]:
     """What a driver is asked whose device *held* so much before a job that left all children but *others*: none."""
     driver = Driver(memory_used)
-    there = drain.children() or frozenset()
-    settling = drain.Drain(
+    there = processes.children() or frozenset()
+    settling = processes.Drain(
         (a_device(0, memory_used=held, processes=tuple(before)),),
         driver,
         pause=lambda seconds: None,
@@ -219,7 +219,7 @@ def test_memory_that_is_more_than_before_or_unknown_is_judged_with_the_processes
 
 
 def test_what_a_device_held_before_a_job_is_no_residue_of_it(stranger):
-    others = {each for each in drain.children() or () if each[0] != stranger.pid}
+    others = {each for each in processes.children() or () if each[0] != stranger.pid}
 
     assert asked_after_a_job(5 * GIB + 512 * MIB, held=5 * GIB) == [{MEMORY}]
     assert asked_after_a_job(5 * GIB + 512 * MIB, others, held=5 * GIB) == [{MEMORY, PROCESSES}]
@@ -240,13 +240,13 @@ def test_beside_a_process_of_unknown_memory_nobody_knows_what_there_was_before()
 
 
 def test_while_something_of_the_job_lives_the_processes_are_asked_for(stranger):
-    others = {each for each in drain.children() or () if each[0] != stranger.pid}
+    others = {each for each in processes.children() or () if each[0] != stranger.pid}
 
     assert asked_after_a_job(4 * MIB, others) == [{MEMORY, PROCESSES}]
 
 
 def test_one_of_the_job_that_got_the_pid_of_a_child_from_before_it_is_of_the_job(stranger):
-    before = {(pid, start - 0.01 * (pid == stranger.pid)) for pid, start in drain.children() or ()}
+    before = {(pid, start - 0.01 * (pid == stranger.pid)) for pid, start in processes.children() or ()}
 
     assert asked_after_a_job(4 * MIB, before) == [{MEMORY, PROCESSES}]
 
@@ -265,7 +265,7 @@ def test_a_child_of_which_proc_tells_nothing_may_be_of_the_job(stranger, monkeyp
 
 
 def test_children_are_those_of_every_thread_until_they_are_reaped():
-    before = drain.children()
+    before = processes.children()
     ended = subprocess.Popen(["true"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     started: list[subprocess.Popen[bytes]] = []
@@ -278,7 +278,7 @@ def test_children_are_those_of_every_thread_until_they_are_reaped():
     thread = threading.Thread(target=start)
     thread.start()
     until(lambda: started)
-    there = drain.children()
+    there = processes.children()
     assert before is not None and there is not None
     assert {pid for pid, _ in there - before} == {ended.pid, started[0].pid}
     started[0].kill()
@@ -286,7 +286,7 @@ def test_children_are_those_of_every_thread_until_they_are_reaped():
     ended.wait()
     done.set()
     thread.join()
-    assert (drain.children() or set()) <= before
+    assert (processes.children() or set()) <= before
 
 
 # The time limit

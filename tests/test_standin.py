@@ -13,7 +13,7 @@ from builders import GIB, a_device, a_process, a_snapshot, a_uuid
 from fake_nvml import NOT_SUPPORTED, FakeNvml
 from test_pid_reuse import NAMESPACE, has_a_namespace
 
-from gpuguard.jobs.limits import JobLimits, LimitFinding, StandIn, policies_of, share_policy, used_before
+from gpuguard.jobs.limits import AssumedProcess, JobLimits, LimitFinding, policies_of, share_policy, used_before
 from gpuguard.model import ClaimRecord, Device
 from gpuguard.policies.amounts import parse_memory_amount
 
@@ -29,7 +29,7 @@ def judged(
     memory = parse_memory_amount(limits.pop("memory")) if "memory" in limits else None
     policies = policies_of(memory, limits.pop("temperature", None), limits.pop("idle", None))
     claim = ClaimRecord("c1", 1001, "alice", (a_uuid(0),))
-    job = JobLimits(policies, claim, stand_in=StandIn(ALONE if before is None else before, known))
+    job = JobLimits(policies, claim, assumed=AssumedProcess(ALONE if before is None else before, known))
     pid = limits.pop("pid", JOB)
     return [
         job.judge(a_snapshot(sample, clock=10_000 + 2.5 * number), FAMILY, 2.5, pid=pid)
@@ -110,7 +110,7 @@ def test_nobody_is_called_a_stranger_by_a_pid_that_means_somebody_else():
 
 
 def caveats(*limits: str, before: dict[str, int] | None = None, known: bool = False) -> list[str]:
-    return list(StandIn(ALONE if before is None else before, known).caveats(limits, [a_device(0)]))
+    return list(AssumedProcess(ALONE if before is None else before, known).caveats(limits, [a_device(0)]))
 
 
 def test_where_pids_are_ours_nothing_is_said():
@@ -139,7 +139,7 @@ def test_of_a_share_too_it_is_said_once_that_it_cannot_be_kept():
     claim = ClaimRecord("c1", 1001, "alice", (a_uuid(0),), memory=10 * GIB)
 
     def said(known: bool, rows: Any) -> list[str]:
-        job = JobLimits((share_policy(10 * GIB),), claim, stand_in=StandIn({}, known))
+        job = JobLimits((share_policy(10 * GIB),), claim, assumed=AssumedProcess({}, known))
         samples = [a_snapshot(using(GIB, processes=rows, processes_plausible=True), clock=10_000 + n) for n in range(5)]
         return [text for sample in samples for text in job.judge(sample, FAMILY, 1.0, pid=JOB).blind]
 

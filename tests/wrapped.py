@@ -25,8 +25,8 @@ from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.claims.probe import probe
 from gpuguard.enforcement import signals
 from gpuguard.errors import BackendError
-from gpuguard.jobs import drain
-from gpuguard.jobs.spawn import become_subreaper
+from gpuguard.jobs import processes
+from gpuguard.jobs.processes import become_subreaper
 from gpuguard.model import Snapshot
 from gpuguard.request import Request
 
@@ -167,7 +167,7 @@ def main(place: Path, steering: dict[str, Any], command: list[str]) -> None:
     claim = acquire(backend, Request(devices=("0",)), a_directory(place / "claims"), wait=0.0)
     (place / "samples").write_text("")
     for name, value in steering["constants"].items():
-        setattr(run if hasattr(run, name) else drain, name, value)
+        setattr(run if hasattr(run, name) else processes, name, value)
     settings = run.JobSettings(**steering["options"])
     ended = run.run(command, claim, backend, settings, notify=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
     print(f"ended: {ended}", file=sys.stderr)

@@ -34,7 +34,7 @@ from gpuguard.cli.queue_options import (
 from gpuguard.cli.terminal import WaitProgress, is_terminal, print_notice
 from gpuguard.enforcement import signals
 from gpuguard.errors import GpuguardError, InvalidRequest
-from gpuguard.jobs.spawn import become_subreaper
+from gpuguard.jobs.processes import become_subreaper
 from gpuguard.lock import Allocator
 from gpuguard.model import ClaimRecord
 from gpuguard.procfs import in_first_pid_namespace
@@ -239,7 +239,7 @@ def limits_of(args: argparse.Namespace, time_limit: float | None) -> tuple[tuple
 
 def _limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, backend: Backend) -> JobLimits:
     """What run() judges the job by, after a notice about what it cannot judge here."""
-    from gpuguard.jobs.limits import JobLimits, StandIn, share_policy, used_before  # for jobs with limits alone
+    from gpuguard.jobs.limits import AssumedProcess, JobLimits, share_policy, used_before  # for jobs with limits alone
 
     if claim.memory is not None:
         policies = (*policies, share_policy(claim.memory))
@@ -249,16 +249,15 @@ def _limits_for(policies: tuple[Policy, ...], claim: Claim, request: Request, ba
     is_nested = "." in claim.id  # then the outer job uses the devices too
     alone = not (is_nested or request.share or request.max_processes or request.mine_as_free)
     pids_known = backend.simulated or in_first_pid_namespace() is not False
-    stand_in = StandIn(used_before(claim) if alone else {}, pids_known)
-    for text in stand_in.caveats([policy.name for policy in policies], claim):
+    assumed = AssumedProcess(used_before(claim) if alone else {}, pids_known)
+    for text in assumed.caveats([policy.name for policy in policies], claim):
         print_notice(text)
-    return JobLimits(policies, record, present, stand_in)
+    return JobLimits(policies, record, present, assumed)
 
 
 def _preload_for_job(claim: Claim, command: Sequence[str] | None) -> None:
     """Load what a job of days may need yet, as gpuguard may be upgraded under it; write how long *command* takes."""
     try:
-        from gpuguard.claims import release  # noqa: F401
         from gpuguard.views import text  # noqa: F401
 
         if command:

@@ -85,7 +85,7 @@ class ProcessFamily:
                 return
             living = {number for stat in everything.values() for number in (stat.group, stat.session)}
             self._led = {leader: started for leader, started in self._led.items() if leader in living}
-            new = [pid for pid, stat in everything.items() if pid not in self.members and self._is_ours(stat)]
+            new = [pid for pid, stat in everything.items() if pid not in self.members and self._belongs(stat)]
             # Once more after each: a child may have had a child before its pidfd was open.
             if not [pid for pid in new if self._add(pid, everything[pid].start_time)]:
                 return
@@ -123,7 +123,7 @@ class ProcessFamily:
             del self.members[self._pids.pop(descriptor)]
             os.close(descriptor)
 
-    def _is_ours(self, stat: Stat) -> bool:
+    def _belongs(self, stat: Stat) -> bool:
         if stat.parent in self.members:
             return True
         return any(stat.start_time >= self._led.get(number, math.inf) for number in (stat.group, stat.session))
@@ -135,8 +135,8 @@ class ProcessFamily:
             pidfd = os.pidfd_open(pid)
         except OSError:
             return False
-        stat = _living(pid)  # read behind the pidfd: it is the one that the pidfd means
-        if stat is None or started not in (None, stat.start_time):
+        stat = stats_of((pid,))[pid]  # read behind the pidfd: it is the one that the pidfd means
+        if stat is None or not stat.lives or started not in (None, stat.start_time):
             os.close(pidfd)
             return False
         self.members[pid], self._pids[pidfd] = stat.start_time, pid
@@ -144,11 +144,6 @@ class ProcessFamily:
         if pid in (stat.group, stat.session):
             self._led[pid] = stat.start_time
         return True
-
-
-def _living(pid: int) -> Stat | None:
-    stat = stats_of((pid,))[pid]
-    return stat if stat and stat.lives else None
 
 
 def detach(keep: Collection[int]) -> None:
@@ -205,13 +200,17 @@ def adopt(
         command = _check_owners(pids)
         snapshot = backend.sample(_FIELDS)
         devices = _used_by(family, snapshot, pids)
-        _check_restrictions(directory, devices)
+        uuids = [device.uuid for device in devices]
+        restrictions = restrictions_against(directory, uuids, os.geteuid(), time.time())
+        for device in devices:
+            if device.uuid in restrictions:
+                raise ClaimError(f"GPU {device.index} cannot be claimed: {restrictions[device.uuid]}.")
         granted = _from_daemon(directory, snapshot, devices, held) if directory.closed else None
         with Gate(directory):
             refused = None if granted else _lock_all(directory, devices, held)
             if refused is None:
                 # Whatever happened between the first sample and the locks shows now.
-                again = backend.sample(_FIELDS, [device.uuid for device in devices])
+                again = backend.sample(_FIELDS, uuids)
                 family.refresh()  # behind the sample: a pid in it that is another process by now is no member's
                 devices = _confirmed(again, devices, family)
         if refused:
@@ -277,13 +276,6 @@ def _refuse_others(devices: Iterable[Device], family: ProcessFamily) -> None:
                 raise ClaimError(f"process {process.pid} of yours computes on GPU {device.index} too:{hint}")
             user = process.user or "somebody"
             raise ClaimError(f"{user} computes on GPU {device.index} too (pid {process.pid}): it is not yours alone.")
-
-
-def _check_restrictions(directory: LockDirectory, devices: Sequence[Device]) -> None:
-    reasons = restrictions_against(directory, [device.uuid for device in devices], os.geteuid(), time.time())
-    for device in devices:
-        if device.uuid in reasons:
-            raise ClaimError(f"GPU {device.index} cannot be claimed: {reasons[device.uuid]}.")
 
 
 def _lock_all(directory: LockDirectory, devices: Iterable[Device], held: list[Lock]) -> Device | None:

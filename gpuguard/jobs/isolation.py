@@ -2,8 +2,9 @@
 
 For an ordinary user bubblewrap builds a mount namespace whose /dev lacks the nodes of all other GPUs, and the job
 enters it: no process stays in between, so signals, exit codes and the terminal work as without.  For root, who could
-make the nodes again, the job starts in a cgroup of its own with a filter on its devices.  Either keeps accidents away
-from other people's devices; neither is a wall against somebody who means harm, see docs/isolation.md.
+make the nodes again, the job starts in a cgroup of its own with a filter on its devices: a program of type
+BPF_PROG_TYPE_CGROUP_DEVICE, which the kernel asks at every open() and mknod() of a device.  Either keeps accidents away
+from other people's devices; neither is a wall against those who mean harm, see docs/isolation.md.
 
 Where neither can be had the job is refused, never started without.  Knows NVIDIA's nodes alone.
 """
@@ -11,12 +12,16 @@ Where neither can be had the job is refused, never started without.  Knows NVIDI
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import re
 import shutil
 import stat
+import struct
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +38,10 @@ if TYPE_CHECKING:
 MAJOR = 195  # of NVIDIA's nodes: Documentation/admin-guide/devices.txt of Linux
 LAST_GPU_MINOR = 247  # NV_MINOR_DEVICE_NUMBER_REGULAR_MAX; 254 is nvidia-modeset, 255 nvidiactl, which all jobs share
 
+# Of a filter: major number -> (highest minor that is refused, minors that are allowed nevertheless), for character
+# devices.  Everything else is allowed.
+FilterRules = Mapping[int, tuple[int, Collection[int]]]
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -48,8 +57,8 @@ class Nodes:
             return minor <= LAST_GPU_MINOR and minor not in self.gpus
         return major == self.capability_major and minor not in self.capabilities
 
-    def rules(self) -> dict[int, tuple[int, Collection[int]]]:
-        """The same for devicefilter.program()."""
+    def rules(self) -> FilterRules:
+        """The same for a filter."""
         found: dict[int, tuple[int, Collection[int]]] = {MAJOR: (LAST_GPU_MINOR, self.gpus)}
         if self.capability_major is not None:
             found[self.capability_major] = (2**20, self.capabilities)  # a minor number has 20 bits
@@ -78,9 +87,7 @@ def check(backend: Backend) -> None:
     if backend.simulated:
         raise InvalidRequest("--isolate hides device nodes, and a simulated GPU has none: drop --isolate.")
     if os.geteuid() == 0:
-        from gpuguard.jobs import device_filter
-
-        device_filter.check()
+        check_device_filter()
     else:
         check_bubblewrap()
 
@@ -97,9 +104,7 @@ def isolate(
     nodes = nodes_of(backend.sample({MODEL, HEALTH}, [device.uuid for device in claim]).devices, claim.devices)
     environment = environment_of(claim.devices, visible)
     if os.geteuid() == 0:
-        from gpuguard.jobs import device_filter
-
-        return Isolation(environment, *device_filter.prepare_cgroup(nodes.rules(), claim.id))
+        return Isolation(environment, *prepare_cgroup(nodes.rules(), claim.id))
 
     missing = [path for path in needed(nodes, dev) if not os.path.exists(path)]
     if missing:
@@ -108,7 +113,9 @@ def isolate(
             f"{', '.join(missing)} does not exist yet, and could not be made once the job is isolated.  "
             "Run `nvidia-modprobe -u -c 0`, or any program with CUDA, once, and start this again."
         )
-    environment[TRUSTED] = _trusted(directory)
+    # It lets a gpuguard in the job know the directories of root's, which look like nobody's to it.
+    seen = [os.stat(path) for path in dict.fromkeys((directory.path, directory.locks, directory.records))]
+    environment[TRUSTED] = " ".join(f"{status.st_dev}:{status.st_ino}" for status in seen if is_roots(status))
     return Isolation(environment, *prepare_namespace(hidden(nodes, dev), dev))
 
 
@@ -123,19 +130,13 @@ def environment_of(devices: Sequence[Device], visible: str) -> dict[str, str]:
     return visible_devices.variables(range(len(devices)))
 
 
-def _trusted(directory: LockDirectory) -> str:
-    """What lets a gpuguard in the job know the directories of root's, which look like nobody's to it."""
-    seen = [os.stat(path) for path in dict.fromkeys((directory.path, directory.locks, directory.records))]
-    return " ".join(f"{each.st_dev}:{each.st_ino}" for each in seen if is_roots(each))
-
-
 def nodes_of(
     facts: Sequence[Device], claimed: Sequence[Device], minors: str = CAPABILITY_MINORS, majors: str = "/proc/devices"
 ) -> Nodes:
     """The nodes of the *claimed* devices, of which the driver has told *facts*."""
     known = {device.uuid: device for device in facts}
     gpus, wanted = set(), []
-    for device in (known.get(each.uuid, each) for each in claimed):
+    for device in (known.get(device.uuid, device) for device in claimed):
         minor = device.minor_number
         if minor is None:
             raise GpuguardError(f"the driver does not say which node GPU {device.index} has: it cannot be isolated.")
@@ -187,12 +188,11 @@ def _text(path: str) -> str:
         return ""
 
 
-# A mount namespace in which some device nodes do not exist, built by bubblewrap for an ordinary user.
+# For an ordinary user: a mount namespace in which some device nodes do not exist.
 #
 # bubblewrap starts a shell in there that says its pid and waits; this process opens the two namespaces of that shell
 # and lets it end.  The job enters them by setns() just before exec, so that no bubblewrap stands between us and the
 # job: it would die of a Ctrl-C that the job survives, and would not pass signals on.
-
 
 _PR_SET_NO_NEW_PRIVS = 38  # prctl(2)
 
@@ -239,7 +239,7 @@ def _folder(path: str, hidden: Collection[str]) -> Iterator[str]:
     for entry in entries:
         if entry.is_symlink():
             yield from ("--symlink", os.readlink(entry.path), entry.path)
-        elif entry.is_dir() and any(each.startswith(f"{entry.path}/") for each in hidden):
+        elif entry.is_dir() and any(node.startswith(f"{entry.path}/") for node in hidden):
             yield from _folder(entry.path, hidden)
         elif entry.path not in hidden:
             yield from ("--dev-bind-try", entry.path, entry.path)
@@ -266,23 +266,19 @@ def _build(options: list[str]) -> tuple[int, int]:
         assert shell.stdin and shell.stdout and shell.stderr
         try:
             if first := shell.stdout.readline().strip():
-                return _namespaces_of(int(first))
-            raise _refused(shell.stderr.read().strip())
+                flags = os.O_RDONLY | os.O_CLOEXEC
+                user = os.open(f"/proc/{int(first)}/ns/user", flags)
+                try:
+                    return user, os.open(f"/proc/{int(first)}/ns/mnt", flags)
+                except OSError:
+                    os.close(user)
+                    raise
+            raise _no_namespace(shell.stderr.read().strip())
         finally:
             shell.stdin.close()  # the shell reads to its end
 
 
-def _namespaces_of(pid: int) -> tuple[int, int]:
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    user = os.open(f"/proc/{pid}/ns/user", flags)
-    try:
-        return user, os.open(f"/proc/{pid}/ns/mnt", flags)
-    except OSError:
-        os.close(user)
-        raise
-
-
-def _refused(message: str) -> GpuguardError:
+def _no_namespace(message: str) -> GpuguardError:
     return GpuguardError(
         f"--isolate cannot be had: {message or 'bubblewrap ended at once'}.\n"
         "Ordinary users need user namespaces here.  As root: `sysctl user.max_user_namespaces=10000`; on Debian also "
@@ -295,3 +291,194 @@ def _checked(result: int) -> None:
     if result:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+# For root: a cgroup for one job, with a filter on its device nodes.
+#
+# It lies below our own cgroup, so every limit that holds for us holds for the job.  The filter goes by the numbers of
+# a node, not by its name, and lives as long as the cgroup: it stays when this process is killed.  Then only the empty
+# directory is left when the job ends, and the next isolated job removes it: a lock on the directory says whether its
+# maker still needs it.
+
+PREFIX = "gpuguard-"
+_TRIES = 20  # a directory that is not locked yet may be taken for one that was left
+
+_CHARACTER = 2  # BPF_DEVCG_DEV_CHAR of linux/bpf.h: the low half of access_type
+
+# Fields of struct bpf_cgroup_dev_ctx, to which register 1 points.
+_ACCESS_TYPE, _MAJOR, _MINOR = 0, 4, 8
+
+_LOAD_WORD, _AND, _MOVE, _EXIT, _JUMP_EQUAL, _JUMP_NOT_EQUAL, _JUMP_ABOVE = 0x61, 0x57, 0xB7, 0x95, 0x15, 0x55, 0x25
+
+_SYSCALL_BPF = {
+    "x86_64": 321, "aarch64": 280, "riscv64": 280, "loongarch64": 280, "ppc64le": 361,
+}  # fmt: skip
+_PROG_LOAD, _PROG_ATTACH = 5, 8
+_PROG_TYPE_CGROUP_DEVICE, _ATTACH_CGROUP_DEVICE = 15, 6
+# Beside the programs of systemd (DeviceAllow=) and of outer jobs: an open must pass all of them.
+_ALLOW_MULTI = 2
+_ATTRIBUTES_SIZE = 128  # zeros behind what an older kernel knows are accepted
+
+
+def check_device_filter() -> None:
+    """Whether root can filter devices here.
+
+    Raises:
+        GpuguardError: no; the message says why.
+    """
+    own_cgroup()
+    os.close(_load_filter({}))
+
+
+def filter_program(rules: FilterRules) -> bytes:
+    """The filter's instructions."""
+    code: list[tuple[int, int, int, int, str | None]] = []  # opcode, registers, offset, constant, where it jumps to
+    places: dict[str, int] = {}
+
+    def put(opcode: int, register: int, constant: int = 0, *, jump: str | None = None, offset: int = 0) -> None:
+        code.append((opcode, register, offset, constant, jump))
+
+    for register, field in ((2, _ACCESS_TYPE), (3, _MAJOR), (4, _MINOR)):
+        put(_LOAD_WORD, 1 << 4 | register, offset=field)
+    put(_AND, 2, 0xFFFF)
+    put(_JUMP_NOT_EQUAL, 2, _CHARACTER, jump="allow")
+    for major, (highest, allowed) in sorted(rules.items()):
+        put(_JUMP_NOT_EQUAL, 3, major, jump=f"behind {major}")
+        put(_JUMP_ABOVE, 4, highest, jump="allow")
+        for minor in sorted(allowed):
+            put(_JUMP_EQUAL, 4, minor, jump="allow")
+        put(_MOVE, 0, 0)
+        put(_EXIT, 0)
+        places[f"behind {major}"] = len(code)
+    places["allow"] = len(code)
+    put(_MOVE, 0, 1)
+    put(_EXIT, 0)
+    return b"".join(
+        struct.pack("=BBhi", opcode, register, offset if jump is None else places[jump] - place - 1, constant)
+        for place, (opcode, register, offset, constant, jump) in enumerate(code)
+    )
+
+
+def _load_filter(rules: FilterRules) -> int:
+    """Hand the filter to the kernel, which checks it; its descriptor."""
+    instructions = filter_program(rules)
+    code = ctypes.create_string_buffer(instructions, len(instructions))
+    licence = ctypes.create_string_buffer(b"Proprietary")  # the kernel's word for "calls none of the GPL functions"
+    addresses = ctypes.addressof(code), ctypes.addressof(licence)
+    attributes = struct.pack("=IIQQ", _PROG_TYPE_CGROUP_DEVICE, len(instructions) // 8, *addresses)
+    try:
+        descriptor = bpf(_PROG_LOAD, attributes)
+    except OSError as error:  # EPERM without the right to do it, ENOSYS or EINVAL where there are no such programs
+        raise _no_filter(f"the kernel takes no device filter from us ({error.strerror})") from error
+    os.set_inheritable(descriptor, False)
+    return descriptor
+
+
+def bpf(command: int, attributes: bytes) -> int:
+    """bpf(2), which the C library does not have.  Raises OSError."""
+    machine = os.uname().machine
+    if machine not in _SYSCALL_BPF:
+        raise OSError(errno.ENOSYS, f"the number of bpf(2) on {machine} is not known")
+    # A 32-bit Python on a 64-bit kernel would use other numbers.
+    if ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise OSError(errno.ENOSYS, "a 32-bit Python cannot call bpf(2) here")
+    buffer = ctypes.create_string_buffer(attributes, _ATTRIBUTES_SIZE)
+    library = ctypes.CDLL(None, use_errno=True)
+    result: int = library.syscall(_SYSCALL_BPF[machine], command, buffer, _ATTRIBUTES_SIZE)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def prepare_cgroup(rules: FilterRules, name: str) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Make the cgroup of the job *name*, with a filter for *rules*; how to enter it, and how to remove it."""
+    parent = own_cgroup()
+    sweep(parent)
+    filter_ = _load_filter(rules)
+    path = f"{parent}/{PREFIX}{name}"
+    try:
+        directory = _make_cgroup(path)
+        try:
+            bpf(_PROG_ATTACH, struct.pack("=IIII", directory, filter_, _ATTACH_CGROUP_DEVICE, _ALLOW_MULTI))
+            processes = os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:
+            os.rmdir(path)
+            os.close(directory)
+            raise
+    except OSError as error:
+        raise _no_filter(f"{path}: {error.strerror}") from error
+    finally:
+        os.close(filter_)  # the cgroup keeps it
+
+    def enter() -> None:
+        os.write(processes, b"0")
+
+    def close() -> None:
+        os.close(processes)
+        with suppress(OSError):  # a process that is left keeps it, with the filter
+            os.rmdir(path)
+        os.close(directory)
+
+    return enter, close
+
+
+def sweep(parent: str) -> None:
+    """Remove the empty cgroups whose makers were killed."""
+    for name in os.listdir(parent):
+        if not name.startswith(PREFIX):
+            continue
+        try:
+            directory = os.open(f"{parent}/{name}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue  # somebody was quicker
+        with suppress(OSError):  # its maker lives, or a process is left in it
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rmdir(f"{parent}/{name}")
+        os.close(directory)
+
+
+def own_cgroup() -> str:
+    """The directory of the cgroup (version 2) that this process is in.
+
+    Raises:
+        GpuguardError: there is none that we can see and write.
+    """
+    # What users name, cgroups and places of mounts, may hold any other end of a line.
+    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
+        own = next((line[3:].rstrip("\n") for line in lines if line.startswith("0::")), None)
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
+        mounts = [line.split(" ") for line in lines if " - cgroup2 " in line]
+    for fields in mounts:
+        root, place = (re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), word) for word in fields[3:5])
+        below = root.rstrip("/")
+        if own is not None and (own == root or own.startswith(f"{below}/")):
+            path = (place + own[len(below) :]).rstrip("/")
+            if os.access(path, os.W_OK):
+                return path
+            raise _no_filter(f"{path} cannot be written to, as in a container")
+    raise _no_filter("no cgroup file system of version 2 is mounted")
+
+
+def _make_cgroup(path: str) -> int:
+    """Make the directory and lock it."""
+    for _ in range(_TRIES):
+        try:
+            os.mkdir(path)
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # swept already
+            continue
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(directory), os.stat(path)):
+                return directory
+        os.close(directory)
+    raise FileNotFoundError(errno.ENOENT, "somebody removes it again and again", path)
+
+
+def _no_filter(why: str) -> GpuguardError:
+    return GpuguardError(
+        f"--isolate cannot be had: {why}.\n"
+        "Root needs a writable cgroup file system of version 2 and the right to use bpf(2) (not in an ordinary "
+        "container).  Or run the job as an ordinary user with bubblewrap installed."
+    )

@@ -53,7 +53,7 @@ def used_before(devices: Sequence[Device]) -> dict[str, int]:
 
 
 @dataclass
-class StandIn:
+class AssumedProcess:
     """What is known of the devices of a job besides their processes.
 
     Args:
@@ -192,13 +192,13 @@ class JobLimits:
         policies: from policies_of().
         claim: that of the job, with its devices.
         present: pids that were on the devices before the job: their owners need no warning.
-        stand_in: what the job is judged by where the driver does not tell which processes are its own.
+        assumed: what the job is judged by where the driver does not tell which processes are its own.
     """
 
     policies: Sequence[Policy]
     claim: ClaimRecord
     present: Collection[int] = ()
-    stand_in: StandIn = field(default_factory=StandIn)
+    assumed: AssumedProcess = field(default_factory=AssumedProcess)
     _memory: EngineMemory = field(default_factory=EngineMemory)
     _reported: set[object] = field(default_factory=set)
     _unknown: set[tuple[str, str]] = field(default_factory=set)  # (limit, uuid) in the last sample
@@ -209,8 +209,8 @@ class JobLimits:
             replace(policy, devices_at_least=everywhere) if policy.name == "idle-limit" else policy
             for policy in self.policies
         ]
-        if not self.stand_in.pids_known:  # reported before the start: see StandIn.caveats
-            unkept = set(self.claim.devices) - self.stand_in.before.keys()
+        if not self.assumed.pids_known:  # reported before the start: see AssumedProcess.caveats
+            unkept = set(self.claim.devices) - self.assumed.before.keys()
             self._reported |= {(limit, uuid) for limit in MEMORY_LIMITS for uuid in unkept}
 
     @property
@@ -229,7 +229,7 @@ class JobLimits:
             interval: seconds between samples.
             pid: of the command itself, as long as it lives.
         """
-        own, texts = self._with_stand_in(snapshot, self._own(snapshot, family), family, pid)
+        own, texts = self._with_assumed(snapshot, self._own(snapshot, family), family, pid)
         judgement = engine.evaluate(own, self.policies, self._memory, interval=interval)
         last = {policy.name: len(policy.steps) - 1 for policy in self.policies}
         due = [verdict for verdict in judgement.verdicts if verdict.step == last[verdict.policy]]
@@ -260,39 +260,34 @@ class JobLimits:
         """The job's devices with the job's processes and its claim, and nothing of others."""
         claimed = set(self.claim.devices)
         parents = {device.parent_uuid for device in snapshot.devices if device.uuid in claimed}
-        devices = [
-            replace(device, processes=self._own_processes(device, family))
-            for device in snapshot.devices
-            if device.uuid in claimed | parents or device.parent_uuid in claimed
-        ]
+        devices, living = [], family.items()
+        for device in snapshot.devices:
+            if device.uuid not in claimed | parents and device.parent_uuid not in claimed:
+                continue
+            if device.processes is not None:
+                # A pid with another start time was given to another process.
+                own = [process for process in device.processes if (process.pid, process.start_time) in living]
+                device = replace(device, processes=tuple(own))
+            devices.append(device)
         return replace(snapshot, devices=tuple(devices), claims=(self.claim,))
 
-    def _own_processes(self, device: Device, family: Mapping[int, float]) -> tuple[GpuProcess, ...] | None:
-        if device.processes is None:
-            return None
-        return tuple(process for process in device.processes if self._is_own(process, family))
-
-    def _is_own(self, process: GpuProcess, family: Mapping[int, float]) -> bool:
-        started = family.get(process.pid)
-        return started is not None and process.start_time == started  # else the pid was given to another process
-
-    def _with_stand_in(
+    def _with_assumed(
         self, snapshot: Snapshot, own: Snapshot, family: Mapping[int, float], pid: int | None
     ) -> tuple[Snapshot, list[str]]:
         """*own* with one process for the job where it is unknown which are its own, and what the owner should know."""
         started = family.get(pid) if pid is not None else None
         process = None if pid is None or started is None else (pid, started)
-        if process is None and self.stand_in.pids_known:
+        if process is None and self.assumed.pids_known:
             return own, []
         claimed = [device for device in snapshot.devices if device.uuid in self.claim.devices]
-        needed = self.stand_in.needed(claimed)
+        needed = self.assumed.needed(claimed)
         devices = [
-            self.stand_in.put_on(device, process, self.claim) if device.uuid in needed else device
+            self.assumed.put_on(device, process, self.claim) if device.uuid in needed else device
             for device in own.devices
         ]
         texts = []
         for device in devices:
-            if device.uuid in needed and self.stand_in.pids_known and device.uuid not in self._reported:
+            if device.uuid in needed and self.assumed.pids_known and device.uuid not in self._reported:
                 self._reported.add(device.uuid)
                 what = f"the driver lists no processes on GPU {device.index}"
                 texts.append(f"{what}: the limits of the job are judged by the whole GPU.")
@@ -311,7 +306,7 @@ class JobLimits:
     def _strangers(self, snapshot: Snapshot, family: Mapping[int, float]) -> list[str]:
         """Processes of others that came to a device of the job; those without a known owner are left alone."""
         texts: list[str] = []
-        if not self.stand_in.pids_known or self.claim.memory is not None:  # neighbours are no strangers
+        if not self.assumed.pids_known or self.claim.memory is not None:  # neighbours are no strangers
             return texts
         for device in snapshot.devices:
             for process in judged_processes(device) if device.uuid in self.claim.devices else ():

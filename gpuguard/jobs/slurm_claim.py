@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pwd
 import select
 import signal
 import time
@@ -89,8 +90,6 @@ def _in_words(error: NotEnoughGpus) -> str:
 
 def become(uid: int) -> None:
     """Act as *uid* from now on; root stays the real user, so that *uid* cannot signal this process or look into it."""
-    import pwd
-
     with suppress(KeyError):
         os.setegid(pwd.getpwuid(uid).pw_gid)
     os.setgroups([])

@@ -1,0 +1,505 @@
+"""The processes of a job: how they are started, ended one signal after the other, and waited for.
+
+Started as if nothing stood before them: their signals, exit code and error messages.  Ended by an escalation; that of a
+time limit is known from the start of the job on, and its checkpoint signal comes before the time is over; any other
+limit that is reached, and a request to stop, begins one at once.  The first that begins goes on to its end.  Waited for
+until none of them uses the devices and the memory is really free: a claim that ends before gives the next job a device
+that is still full.
+
+Does not judge limits (see limits), and prints and records nothing: see run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpuguard import procfs
+from gpuguard.claims.records import ENDING, REFUSED, RELEASED, STOP, ReleaseRequest
+from gpuguard.claims.release import in_use
+from gpuguard.enforcement import signals
+from gpuguard.errors import BackendError, ClaimError, shortage
+from gpuguard.model import HEALTH, MEMORY, POWER, PROCESS_DETAILS, PROCESSES, ClaimRecord
+from gpuguard.procfs import read_stat
+from gpuguard.units import format_duration
+from gpuguard.users import user_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from typing import Any
+
+    from gpuguard.backends import Backend
+    from gpuguard.claims.claim import Claim
+    from gpuguard.model import Device, Snapshot
+
+    Process = tuple[int, float]  # pid, start time in seconds since boot
+
+EXIT_FAILED = 125  # of gpuguard itself
+EXIT_NOT_EXECUTABLE = 126
+EXIT_NOT_FOUND = 127
+
+NEVER = float("inf")
+KILL_SECONDS = 5.0  # for how long killing a tree is repeated, because its members can fork meanwhile
+TIME_LIMIT = "time limit"
+
+DRAINED = "settled"  # this word and the next ones are outcomes in the audit log
+NOT_DRAINED = "memory did not settle"
+DRIVER_UNREACHABLE = "driver unreachable"
+INTERRUPTED = "interrupted"
+DRAIN_SECONDS = 60.0  # the driver frees within a second or so; longer means a fault that waiting does not cure
+# On a shared device what a neighbour leaves looks the same, so waiting ends when the driver usually is ready.
+SHARED_DRAIN_SECONDS = 2.0
+QUIET_SECONDS = 2.0  # before that nobody wonders why the prompt does not come back
+POLL_SECONDS = (0.1, 1.0)  # first and longest pause while the memory is being freed
+TRIES = 100  # of a read that finds no file or memory, each after the first of these pauses
+USER_POLL_SECONDS = 5.0  # between two samples while a process outlives the job; the end of an adopted one wakes us
+
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+_SELF = "gpuguard run"  # as the author of an answer
+
+
+def descendants() -> dict[int, float]:
+    """Living processes below this one, with those it adopted: pid -> start time in seconds since boot."""
+    return {pid: stat.start_time for pid, stat in procfs.descendants(os.getpid()).items()}
+
+
+def children() -> frozenset[Process] | None:
+    """What this process started or adopted and has not reaped; None: the kernel does not say."""
+    stats = procfs.own_children()
+    return None if stats is None else frozenset((pid, stat.start_time) for pid, stat in stats.items())
+
+
+def patiently(call: Callable[..., Any], *words: Any, **more: Any) -> Any:
+    """What *call* returns, tried again for a while where no file or memory is left: the job runs, and needs us."""
+    for _ in range(TRIES):
+        try:
+            return call(*words, **more)
+        except OSError as error:
+            if not shortage(error):
+                raise
+        time.sleep(POLL_SECONDS[0])
+    return call(*words, **more)
+
+
+# Starting them: as a child, or in place of this process.
+
+
+def become_subreaper() -> None:
+    """Adopt what the job leaves behind, so that a process that outlives it can be seen and waited for."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def callers_variables() -> dict[str, str]:
+    """os.environ without LC_CTYPE where only this interpreter has set it (PEP 538), as in cron, which has no locale."""
+    variables = dict(os.environ)
+    if variables.get("LC_CTYPE") in ("C.UTF-8", "C.utf8", "UTF-8"):
+        try:
+            with open("/proc/self/environ", "rb") as came:  # what exec brought along: setenv() does not reach it
+                if b"\0LC_CTYPE=" not in b"\0" + came.read():
+                    del variables["LC_CTYPE"]
+        except OSError:  # hidden: it does no harm
+            pass
+    return variables
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    pass_fds: Sequence[int],
+    blocked: Collection[int],
+    enter: Callable[[], None] | None = None,
+) -> tuple[int, int]:
+    """Fork and exec.
+
+    Args:
+        command: program and arguments.
+        environment: all of it.
+        pass_fds: descriptors that the program inherits.
+        blocked: signals that are blocked here from before the fork on; the program does not see that.
+        enter: called in the new process; puts it into its namespaces or cgroup.
+
+    Returns:
+        Its pid, and a descriptor from which the errno of a failed exec can be read, as a number in ASCII.
+    """
+    report, child_report = patiently(os.pipe)  # a user who has waited for hours shall not lose the devices for that
+    # An ignored SIGCHLD would make the kernel reap the job and keep its exit status to itself.
+    children_ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid: int = patiently(os.fork)
+    if pid == 0:
+        try:
+            if children_ignored:
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            os.write(child_report, b"%d" % execute(command, environment, pass_fds, mask, enter))
+        finally:
+            os._exit(EXIT_NOT_FOUND)
+    os.close(child_report)
+    return pid, report
+
+
+def execute(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    pass_fds: Sequence[int],
+    mask: Collection[int] | None = None,
+    enter: Callable[[], None] | None = None,
+) -> int:
+    """Exec with the signal dispositions that this process was started with; returns the errno when that fails."""
+    # Python ignores SIGPIPE and SIGXFSZ from its start on; whatever else is ignored was inherited (nohup) and stays so.
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would swallow a Ctrl-C between here and exec
+    try:
+        for descriptor in pass_fds:
+            os.set_inheritable(descriptor, True)
+        if enter is not None:
+            try:
+                enter()
+            except OSError as error:  # a job that was to be isolated is never started without it
+                why = f"the job could not be isolated ({error.strerror}), so it was not started"
+                os.write(2, f"gpuguard: {why}.\n".encode())
+                os._exit(EXIT_FAILED)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if not command[0]:
+            return errno.ENOENT
+        os.execvpe(command[0], list(command), environment)
+    except OSError as error:
+        return error.errno or errno.EINVAL
+
+
+def failure(program: str, code: int) -> tuple[int, str]:
+    """Exit code and message for a *program* that could not be started, as a shell has them."""
+    reason, is_missing = os.strerror(code), code in (errno.ENOENT, errno.ENOTDIR)
+    is_absent, is_denied, is_script = code == errno.ENOENT, code == errno.EACCES, program.endswith(".py")
+    variable, has_value, _ = program.partition("=")
+    if is_absent and os.path.isfile(program) and "/" not in program:
+        how = f"python {program}" if is_script else f"./{program}"
+        text = f"command not found in PATH, but here.  Write `gpuguard run ... -- {how}`."
+    elif is_absent and "/" in program and os.path.exists(program):
+        text = "the interpreter that its first line names does not exist."
+    elif is_missing and " " in program.strip():
+        text = "command not found.  Leave out the quotes around the command; where it needs a shell: sh -c '...'."
+    elif is_absent and has_value and variable.isidentifier():
+        text = f"command not found.  To set a variable: env {program} CMD."
+    elif is_missing:
+        text = "command not found.  Is it installed, and in PATH?"
+    elif code == errno.ENOEXEC:
+        text = f"{reason}.  A script needs a first line such as #!/bin/sh."
+    elif is_denied and is_script:
+        text = f"{reason}.  Write `gpuguard run ... -- python {program}`."
+    elif is_denied and os.path.isdir(program):
+        text = "it is a directory, not a program."
+    elif is_denied:
+        text = f"{reason}.  `chmod +x` makes a file a program."
+    else:
+        text = f"{reason}."
+    return EXIT_NOT_FOUND if is_missing else EXIT_NOT_EXECUTABLE, f"{program or repr(program)}: {text}"
+
+
+# Ending them.
+
+
+@dataclass(frozen=True)
+class EscalationStep:
+    """One signal on the way to the end of a job."""
+
+    signum: int
+    pause: float  # seconds until the next one is due
+    kind: str  # of its event
+    why: str
+    short_why: str  # for the owner, who has read the whole before
+    limit: str | None = None  # "memory-limit"
+
+    @property
+    def name(self) -> str:
+        """``"SIGTERM"``."""
+        return signal.Signals(self.signum).name
+
+    @property
+    def words(self) -> str:
+        """For the owner of the job."""
+        target = "the job and all its processes" if self.signum == signal.SIGKILL else "the job"
+        return f"{self.short_why}: {self.name} to {target}."
+
+
+class Escalation:
+    """Which signal comes next, and when; time is an argument, in seconds of time.monotonic().
+
+    Args:
+        began: when the job began.
+        time_limit: seconds until SIGTERM, None for no such limit.
+        grace: seconds between two signals.
+        checkpoint: the first signal, None for none.
+    """
+
+    def __init__(self, began: float, time_limit: float | None, grace: float, checkpoint: int | None) -> None:
+        self.due = NEVER  # when the next signal is to be sent
+        self.why: str | None = None  # the last one was sent
+        self._grace, self._checkpoint = grace, checkpoint
+        self._ahead: tuple[EscalationStep, ...] = ()
+        if time_limit is None:
+            return
+        over = "the time limit is over"
+        self.due, self._ahead = began + time_limit, self._last_steps(TIME_LIMIT, over, over)
+        if checkpoint:
+            # Never at once: a job in its first moments has no handler yet, and would end of the signal.
+            early = min(grace, time_limit / 2)
+            soon = f"{over} in {format_duration(early)}"
+            self.due -= early
+            self._ahead = (EscalationStep(checkpoint, early, TIME_LIMIT, soon, soon), *self._ahead)
+
+    def begin(self, now: float, kind: str, why: str, limit: str | None = None) -> None:
+        """Begin an escalation at once, unless another one goes on already."""
+        if self.why is not None:
+            return
+        short_why = "the grace is over" if self._checkpoint else why
+        self.due, self._ahead = now, self._last_steps(kind, why, short_why, limit)
+        if self._checkpoint:
+            self._ahead = (EscalationStep(self._checkpoint, self._grace, kind, why, why, limit), *self._ahead)
+
+    def next_step(self, now: float) -> EscalationStep | None:
+        """The next signal if it is due."""
+        if now < self.due:
+            return None
+        step, *ahead = self._ahead
+        self._ahead, self.due, self.why = tuple(ahead), now + step.pause, step.why
+        return step
+
+    def _last_steps(
+        self, kind: str, why: str, short_why: str, limit: str | None = None
+    ) -> tuple[EscalationStep, EscalationStep]:
+        return (
+            EscalationStep(signal.SIGTERM, self._grace, kind, why, short_why, limit),
+            EscalationStep(signal.SIGKILL, NEVER, kind, why, "the grace is over too", limit),
+        )
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped now."""
+    stat = patiently(read_stat, pid)
+    return stat is not None and stat.state == "T"
+
+
+def signal_job(pid: int, pidfd: int, signum: int) -> None:
+    """Signal the command itself, which decides what becomes of its children."""
+    signals.forward(pidfd, signum)
+    if is_stopped(pid):  # a stopped process keeps the signal pending
+        signals.forward(pidfd, signal.SIGCONT)
+
+
+def signal_tree(signum: int) -> int:
+    """Signal every living process below this one, but not this one; returns how many there were."""
+    family: dict[int, float] = patiently(descendants)
+    for pid, started in family.items():
+        try:
+            pidfd = patiently(os.pidfd_open, pid)
+        except ProcessLookupError:
+            continue
+        stat = patiently(read_stat, pid)  # read behind the pidfd: it is still the one that was found below us
+        if stat and stat.start_time == started:
+            signals.forward(pidfd, signum)
+        os.close(pidfd)
+    return len(family)
+
+
+def kill_tree(reap: Callable[[], None]) -> None:
+    """SIGKILL every descendant until none is left; *reap* collects those that have ended."""
+    until = time.monotonic() + KILL_SECONDS
+    while signal_tree(signal.SIGKILL) and time.monotonic() < until:
+        signal.sigtimedwait({signal.SIGCHLD}, 0.02)
+        reap()
+
+
+def answer_release_request(
+    request: ReleaseRequest, claim: Claim, backend: Backend, escalation: Escalation, notify: Callable[[str], None]
+) -> None:
+    """Answer *request*: end the job, or release the devices without.
+
+    Who may write there is decided by the kernel (see claims.records).  Devices are released only while no process of
+    the job computes on them, by a sample of our own; what cannot be seen counts as a process.  What is promised is done
+    by the next reassert() of the claim, or by *escalation*.
+    """
+    if request.what == STOP:
+        answer = ReleaseRequest(ENDING, _SELF)
+    elif reason := _in_use(claim, backend):
+        answer = ReleaseRequest(REFUSED, _SELF, reason)
+    else:
+        answer = ReleaseRequest(RELEASED, request.by, request.why)
+    try:
+        claim.answer(answer)
+    except (OSError, ClaimError) as error:
+        notify(f"a request to release the claim {request.in_words()} could not be answered: {error}")
+        return
+    if answer.what == ENDING:
+        escalation.begin(time.monotonic(), "release", f"to be released {request.in_words()}")
+    elif answer.what == REFUSED:
+        notify(f"the claim was to be released {request.in_words()}.  Refused: {answer.why}.")
+
+
+def _in_use(claim: Claim, backend: Backend) -> str | None:
+    """Why the devices cannot be released now: a process of the job computes there, or that is unknown."""
+    fields = {MEMORY, PROCESSES, PROCESS_DETAILS} | ({HEALTH} if any(device.parent_uuid for device in claim) else set())
+    uuids, uid = tuple(device.uuid for device in claim), os.geteuid()
+    try:
+        snapshot = backend.sample(fields, list(uuids))
+    except BackendError as error:
+        return f"whether it is used cannot be seen: {error}"
+    holders = (os.getpid(), *descendants())
+    return in_use(ClaimRecord(claim.id, uid, user_name(uid), uuids, pid=os.getpid(), holders=holders), snapshot)
+
+
+# Waiting until they and the memory are gone.  Reads only.
+
+
+class StillInUse(Exception):
+    """Waiting was cut short by a signal while processes of the job still use a device: the claim is theirs now.
+
+    Args:
+        signum: the signal.
+        users: the processes, in words.
+    """
+
+    def __init__(self, signum: int, users: str) -> None:
+        super().__init__(users)
+        self.signum = signum
+        self.users = users
+
+
+@dataclass(frozen=True)
+class Drain:
+    """The devices of a job that has ended, and what their claim waits for.
+
+    Args:
+        devices: the claimed devices as they were before the job.
+        backend: read at least once.
+        pause: waits up to so many seconds, less when a child ends; returns a signal that asks us to stop waiting.
+        notify: gets a text when the user would wonder why it takes so long.
+        count: gets each snapshot, with the energy that its devices have used; None: it is not wanted.
+        tolerance: bytes above the state before the job that count as free.
+        others: children of this process that are not of the job, from before it.
+        longest: seconds to wait for memory that no process holds any more.
+    """
+
+    devices: Sequence[Device]
+    backend: Backend
+    pause: Callable[[float], int | None]
+    notify: Callable[[str], None]
+    count: Callable[[Snapshot], None] | None
+    tolerance: int
+    others: frozenset[Process] = frozenset()
+    longest: float = DRAIN_SECONDS
+
+    def wait_until_free(self) -> str:
+        """Wait until no process of the job uses the devices and their memory is back where it was: the outcome.
+
+        Raises:
+            StillInUse: a signal came while processes of the job still use a device.
+        """
+        try:
+            # A list of processes is the dearest that a driver can be asked for: not where no process of the job lives,
+            # and the devices hold no more than before whatever is on it.
+            living = children()
+            if living is not None and living <= self.others and self._is_clear(self._sample((MEMORY,))):
+                return DRAINED
+            return self._wait_for_memory(self._wait_for_users(self._sample()))
+        except BackendError:
+            return DRIVER_UNREACHABLE
+
+    def _wait_for_users(self, snapshot: Snapshot) -> Snapshot:
+        known: set[int] = set()
+        while users := users_of(snapshot, self.devices):
+            if not users.keys() <= known:
+                self.notify(f"the job ended, but {_in_words(users)}: the claim stays until that ends.")
+                known |= users.keys()
+            if signum := self.pause(USER_POLL_SECONDS):
+                raise StillInUse(signum, _in_words(users))
+            try:
+                snapshot = self._sample()
+            except BackendError:
+                continue  # those that were seen to use a device are believed to use it as long as they live
+        return snapshot
+
+    def _wait_for_memory(self, snapshot: Snapshot) -> str:
+        began, delay, notified = time.monotonic(), POLL_SECONDS[0], False
+        while full := [device.index for device in self.devices if _residue(snapshot, device) > self.tolerance]:
+            waited = time.monotonic() - began
+            if waited > self.longest:
+                return NOT_DRAINED
+            if waited > QUIET_SECONDS and not notified:
+                gpus = ", ".join(map(str, full))
+                self.notify(f"the job ended; waiting for the driver to free the memory of GPU {gpus} ...")
+                notified = True
+            if self.pause(delay):
+                return INTERRUPTED
+            delay = min(delay * 1.5, POLL_SECONDS[1])
+            snapshot = self._sample()
+        return DRAINED
+
+    def _is_clear(self, snapshot: Snapshot) -> bool:
+        """Whether the devices hold no more than before the job, whatever holds it."""
+        for before in self.devices:
+            now, used_before = snapshot.device(before.uuid), _unaccounted(before)
+            if now is None or now.memory_used is None or used_before is None:
+                return False
+            if now.memory_used - used_before > self.tolerance:
+                return False
+        return True
+
+    def _sample(self, groups: Collection[str] = (MEMORY, PROCESSES)) -> Snapshot:
+        fields = {*groups, POWER} if self.count else {*groups}
+        fields |= {HEALTH} if any(device.parent_uuid for device in self.devices) else set()
+        snapshot = self.backend.sample(fields, [device.uuid for device in self.devices])
+        if self.count:
+            self.count(snapshot)
+        return snapshot
+
+
+def users_of(snapshot: Snapshot, devices: Sequence[Device]) -> dict[int, tuple[int, ...]]:
+    """Descendants of this process that use *devices*: pid -> the indices of those.  An unknown list names none."""
+    users: dict[int, tuple[int, ...]] = {}
+    for device in devices:
+        now = snapshot.device(device.uuid)
+        for process in (now.processes if now else None) or ():
+            users[process.pid] = (*users.get(process.pid, ()), device.index)
+    if not users:
+        return {}
+    family = descendants()
+    return {pid: indices for pid, indices in users.items() if pid in family}
+
+
+def _residue(snapshot: Snapshot, before: Device) -> int:
+    """Bytes that the device holds for no process, above the state before the job; 0 when that cannot be known."""
+    now = snapshot.device(before.uuid)
+    used_now, used_before = _unaccounted(now) if now else None, _unaccounted(before)
+    return 0 if used_now is None or used_before is None else used_now - used_before
+
+
+def _unaccounted(device: Device) -> int | None:
+    """Used bytes without those of living processes: what a dead one leaves is what has to be freed."""
+    if device.memory_used is None:
+        return None
+    living = [process for process in device.processes or () if os.path.exists(f"/proc/{process.pid}")]
+    if any(process.memory_used is None for process in living):
+        return None
+    return device.memory_used - sum(process.memory_used or 0 for process in living)
+
+
+def _in_words(users: dict[int, tuple[int, ...]]) -> str:
+    """``"pid 4321 (tensorboard) still uses GPU 3"``, with a name that the process chose itself."""
+    texts = []
+    for pid, indices in users.items():
+        try:
+            with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
+                name = comm.read().rstrip("\n")
+        except OSError:
+            name = "?"
+        texts.append(f"pid {pid} ({name}) still uses GPU {','.join(map(str, indices))}")
+    return " and ".join(texts)
