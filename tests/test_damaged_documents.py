@@ -35,7 +35,7 @@ from gpuguard.backtest import recording
 from gpuguard.claims import grants, records, restrictions
 from gpuguard.claims.directory import LockDirectory, daemon_files, lock_directory
 from gpuguard.claims.restrictions import boot_id
-from gpuguard.cli import deny
+from gpuguard.cli.restrictions import line_of
 from gpuguard.daemon.exemptions import Exemptions
 from gpuguard.device_state import uses
 from gpuguard.enforcement import limits
@@ -118,7 +118,7 @@ def of_marks(kind: str) -> Reader:
         directory = directory_in(place)
         Path(daemon_files(directory).file(f"{kind}.json")).write_bytes(encoded)
         for mark in restrictions.read_restrictions(directory, kind, NOW).values():
-            assert all(text.isprintable() for text in (deny.line_of(mark, NOW), restrictions.denial_text(mark)))
+            assert all(text.isprintable() for text in (line_of(mark, NOW), restrictions.denial_text(mark)))
             json_text(restrictions.to_json(mark))
         Exemptions(directory, lambda kept: None, lambda: (), lambda event: None)
         restrictions.restrictions_against(directory, ["GPU-1"], 7, NOW)

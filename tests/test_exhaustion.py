@@ -97,7 +97,7 @@ really = reserve.write
 def write(*words):
     def full(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    reserve._reserved = full
+    reserve._calendar = full
     return really(*words)
 reserve.write = write
 main(sys.argv[1:])

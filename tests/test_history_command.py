@@ -22,7 +22,7 @@ from test_who import DOCUMENT, documented, printed
 
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
-from gpuguard.cli.times import period
+from gpuguard.cli.history import period
 from gpuguard.errors import InvalidRequest
 from gpuguard.history import audit_log as log
 from gpuguard.history.schema import WIDTH

@@ -15,7 +15,7 @@ from claiming import acquire
 from pretended import Pretended
 
 from gpuguard.claims.directory import LockDirectory
-from gpuguard.cli.times import parse_when
+from gpuguard.cli.reserve import parse_when
 from gpuguard.errors import InvalidRequest, LockDirectoryError
 from gpuguard.lock import has_queue
 from gpuguard.model import ClaimRecord

@@ -23,15 +23,21 @@ from builders import (
 from gpuguard import device_state
 from gpuguard.device_state import chosen, user_totals, uses
 from gpuguard.model import Gap, ProcessStat
+from gpuguard.queue.priority import Ticket
 from gpuguard.queue.reservations import ReservationStatus
 from gpuguard.queue.tickets import IgnoredFile
+from gpuguard.request import Request
 from gpuguard.sanitize import display_width
 from gpuguard.views.text import json_text
-from gpuguard.views.who import LABELS, QueuedRequest, gap_lines, to_json, to_text
+from gpuguard.views.who import LABELS, gap_lines, to_json, to_text
 
 BUSY: dict[str, Any] = {"memory_used": 10 * GIB, "utilization": 90.0}
 ALICE = a_process(pid=4711)
 BOB = a_process(pid=4800, uid=1002, user="bob")
+
+
+def a_ticket(user, pid, *, since=0.0, **fields):
+    return Ticket("t", 1002, user, since, (Request(num_gpus=2),), pid=pid, **fields)
 
 
 def state_of(device, *claims, **fields):
@@ -244,7 +250,7 @@ def a_hostile_snapshot():
 
 @pytest.mark.parametrize("width", [None, 12, 80, 200])
 def test_hostile_text_is_shown_and_does_no_harm(width):
-    waiting = (QueuedRequest("\x1bbob", 1, 2, None, "\n", ("\u202e",)),)
+    waiting = (a_ticket("\x1bbob", 1, note="\n", command=("\u202e",)),)
     snapshot = a_hostile_snapshot()
     reserved = a_reserved(
         ReservationStatus(a_reservation(user=1, note="\x1b[31m"), "\n" * 3),
@@ -269,7 +275,7 @@ def test_the_screen_as_a_whole():
     title, *rest = to_text(
         snapshot,
         uses(snapshot, {4700: None, 4711: ProcessStat(4700, "S")}),
-        (QueuedRequest("bob", 812, 2, 1_700_000_000.0 - 65),),
+        (a_ticket("bob", 812, since=1_700_000_000.0 - 65),),
     )
 
     assert re.fullmatch(r"SIMULATED node node1: 3 GPUs, driver 550\.54\.15, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", title)
@@ -382,7 +388,7 @@ def printed(path: str, value: object, found: dict[str, set[str]] | None = None) 
 
 def a_full_output():
     snapshot = a_hostile_snapshot()
-    waiting, reserved = (QueuedRequest("bob", 1, 2),), a_reserved()
+    waiting, reserved = (a_ticket("bob", 1),), a_reserved()
     return json.loads(json_text(to_json(snapshot, uses(snapshot), waiting, reserved=reserved)))
 
 

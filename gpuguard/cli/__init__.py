@@ -11,16 +11,16 @@ import difflib
 import errno
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gpuguard.cli.parser import Parser, parse, parser_of
+from gpuguard.cli.parser import Parser, SubcommandRow, with_joined_alternatives
 from gpuguard.errors import BackendError, GpuguardError, InvalidRequest, NotEnoughGpus, WaitTimeout, shortage
 from gpuguard.sanitize import neutralise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
     from typing import NoReturn
 
 COMMANDS = {
@@ -86,20 +86,18 @@ def run_command_line(words: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except GpuguardError as error:
-        _say("\n".join(map(neutralise, str(error).splitlines())))
+        _report("\n".join(map(neutralise, str(error).splitlines())))
         return exit_code(command, error)
     except Exception as error:  # the border of this process: a user gets a sentence, a developer more
         if "GPUGUARD_DEBUG" in os.environ:
             raise
-        _say(_sentence(error))
+        _report(_sentence(error))
         return EXIT_RUN_FAILED if command in STARTING else EXIT_NO
 
 
-def _say(text: str) -> None:
-    try:
+def _report(text: str) -> None:
+    with suppress(OSError):  # a full disk, or a closed pipe: the exit code says it
         print(f"gpuguard: {text}", file=sys.stderr, flush=True)
-    except OSError:  # a full disk, or a closed pipe: the exit code tells
-        return
 
 
 def _sentence(error: Exception) -> str:
@@ -122,15 +120,10 @@ def exit_code(command: str, error: GpuguardError) -> int:
     return EXIT_NO_DRIVER if isinstance(error, BackendError) else EXIT_NO
 
 
-def build_parser(command: str) -> Parser:
-    """The parser of one sub-command."""
-    return parser_of(command_module(command), command)
-
-
 def _dispatch(command: str, words: list[str]) -> int:
     if command == "help" and words[1:]:
-        whose = words[1:2] if words[1] in STARTING else words[1:3]  # behind run stands what would be run
-        return _dispatch(words[1], [*whose, "--help"])
+        named = words[1:2] if words[1] in STARTING else words[1:3]  # behind run stands what would be run
+        return _dispatch(words[1], [*named, "--help"])
     if command in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -141,18 +134,30 @@ def _dispatch(command: str, words: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         raise InvalidRequest(_unknown(command))
-    module = command_module(command)
+    parser = build_parser(command)
     try:
-        args = parse(module, command, words[1:])
+        args = parser.parse_args(with_joined_alternatives(parser, words[1:]))
     except SystemExit as end:  # --help
         return end.code if isinstance(end.code, int) else EXIT_USAGE
-    status: int = module.main(args)
-    return status
+    return subcommand(command).main(args)
 
 
-def command_module(command: str) -> ModuleType:
-    """The module of one sub-command."""
-    return import_module(f"gpuguard.cli.{command.replace('-', '_')}")
+def build_parser(command: str) -> Parser:
+    """The parser of one sub-command."""
+    row = subcommand(command)
+    parser = Parser(prog=f"gpuguard {command}", description=row.purpose)
+    row.add_options(parser)
+    return parser
+
+
+def subcommand(command: str) -> SubcommandRow:
+    """One sub-command: its help, its options and what it does."""
+    if command in ("deny", "quarantine"):
+        from gpuguard.cli import restrictions
+
+        return restrictions.SUBCOMMANDS[command]
+    module = import_module(f"gpuguard.cli.{command.replace('-', '_')}")
+    return SubcommandRow(module.__doc__ or "", module.add_options, module.main)
 
 
 def overview() -> str:
@@ -184,7 +189,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if None in (sys.stdin, sys.stdout, sys.stderr):
         _fill_standard_streams()
     status = run_command_line(words)
-    _flush_standard_streams()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # the reader is gone, or the stream closed
+            stream.flush()
     os._exit(status)  # at once: a thread that hangs in a driver or a mail server must not keep the command
 
 
@@ -195,11 +202,3 @@ def _fill_standard_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-
-
-def _flush_standard_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):  # the reader is gone, or the stream closed
-            continue

@@ -218,14 +218,14 @@ def _script(shell: str) -> str:
 
 def whole_parser() -> argparse.ArgumentParser:
     """One parser for `gpuguard` and all of its commands, which else are made one at a time."""
-    from gpuguard.cli import COMMANDS, command_module
+    from gpuguard.cli import COMMANDS, subcommand
     from gpuguard.cli.parser import Parser
 
-    parser = Parser(prog="gpuguard", allow_abbrev=False)
+    parser = Parser(prog="gpuguard")
     parser.add_argument("-V", "--version", action="store_true", help="show the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, purpose in COMMANDS.items():
-        command_module(name).add_options(commands.add_parser(name, help=purpose, allow_abbrev=False))
+        subcommand(name).add_options(commands.add_parser(name, help=purpose))
     return parser
 
 

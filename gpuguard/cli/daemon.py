@@ -21,12 +21,11 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
 
 from gpuguard import capabilities
 from gpuguard.backends.client import open_worker
 from gpuguard.cli.metrics import add_expose_option, page_server
-from gpuguard.cli.options import add_source_options, directory_of, quantity
+from gpuguard.cli.options import add_source_options, choose_log, directory_of, quantity
 from gpuguard.daemon import service
 from gpuguard.daemon.client import ReloadReply, StatusReply, query_daemon
 from gpuguard.daemon.requests import status_reply
@@ -41,7 +40,7 @@ from gpuguard.procfs import in_first_pid_namespace
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count, parse_duration
 from gpuguard.views.events import to_text
-from gpuguard.views.policy_status import lines
+from gpuguard.views.policy import status_lines
 
 SHORTEST_SECONDS = 0.1
 LONGEST_SECONDS = 600.0
@@ -87,7 +86,9 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest("--enforce needs a policy file: name it with --policy.")
     service.clean_environment(os.environ, root=capabilities.is_powerful())
     capabilities.keep_to_ourselves()
-    _choose_log(args)
+    if args.events:
+        os.environ["GPUGUARD_EVENTS"] = os.path.abspath(args.events)
+    choose_log(args, is_admin=capabilities.is_powerful())
     settings = service.DaemonSettings(args.policy, args.enforce, interval, args.i_share_host_pids)
     if args.enforce and not in_first_pid_namespace() and not args.i_share_host_pids:
         _print("this is a pid namespace of its own, so nothing will be signalled: the driver's pids may be the host's.")
@@ -98,8 +99,12 @@ def main(args: argparse.Namespace) -> int:
             return service.EXIT_RUNNING
         server = _metrics_server(args)
         backend, counter = open_worker(args.backend), EventCounter()
+
+        def print_event(event: Event) -> None:
+            _print(to_text(line_of(event)))
+
         try:
-            guard = service.Daemon(backend, directory, settings, _print, _print_event, counter.append)
+            guard = service.Daemon(backend, directory, settings, _print, print_event, counter.append)
             if not args.once:
                 if server:
                     server.start(pages(DaemonFacts(guard, directory, counter).read, ()))
@@ -125,7 +130,7 @@ def _print_status(guard: service.Daemon, judgement: Judgement, enforcing: bool) 
         _print(f"{note.policy or 'all policies'}: nothing is done, {note.kind}: {note.text}")
     rows = tuple(map(status_reply, guard.watchdog.status()))
     if rows or not judgement.notes:
-        for line in lines(asdict(StatusReply(enforcing, rows, 0)), time.time(), "anybody"):
+        for line in status_lines(StatusReply(enforcing, rows, 0), time.time(), "anybody"):
             _print(line)
 
 
@@ -148,18 +153,6 @@ def _reload(args: argparse.Namespace) -> int:
         return service.EXIT_FAULTY
     _print(f"{reply.path} is read again: {format_count(reply.policies, 'policy', 'policies')}.")
     return 0
-
-
-def _choose_log(args: argparse.Namespace) -> None:
-    simulated = args.backend.startswith("simulated")
-    if args.events:
-        os.environ["GPUGUARD_EVENTS"] = os.path.abspath(args.events)
-    elif "GPUGUARD_EVENTS" not in os.environ and capabilities.is_powerful() and not simulated:
-        os.environ["GPUGUARD_EVENTS"] = MACHINE_EVENTS
-
-
-def _print_event(event: Event) -> None:
-    _print(to_text(line_of(event)))
 
 
 def _print(text: str) -> None:

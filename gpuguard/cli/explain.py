@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
         snapshot, choice = Allocator(backend, directory, [request]).preview(with_reasons=True)
     finally:
         backend.close()
-    turn = turn_of(directory, snapshot, request)
+    turn = _turn(directory, snapshot, request)
     outer = outer_devices(os.environ, snapshot.devices)
     limits = ". Note: ".join(filter(None, (outer.reason, outer.warning)))
     if args.json:
@@ -48,11 +48,11 @@ def main(args: argparse.Namespace) -> int:
     return 0 if choice.devices and (turn is None or turn[0]) else 1
 
 
-def turn_of(directory: LockDirectory, snapshot: Snapshot, request: Request) -> tuple[bool, str] | None:
+def _turn(directory: LockDirectory, snapshot: Snapshot, request: Request) -> tuple[bool, str] | None:
     """(whether it could start now, where it would stand in the queue and why); None where no request waits."""
     if not has_queue(directory) or outer_claim(directory):
         return None
-    mine = new_ticket([request])
-    queue = read_queue(directory, snapshot, mine)
-    position = queue.of(mine.id)
+    ticket = new_ticket([request])
+    queue = read_queue(directory, snapshot, ticket)
+    position = queue.of(ticket.id)
     return None if position is None else (position.now, position_text(position, queue))

@@ -21,14 +21,14 @@ import time
 from dataclasses import asdict
 
 from gpuguard.claims.restrictions import KEPT
-from gpuguard.cli import deny
 from gpuguard.cli.options import add_source_options, directory_of
+from gpuguard.cli.restrictions import reason_of, seconds_of, show
 from gpuguard.daemon.client import EndedReply, ExemptionReply, StatusReply, query_daemon
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_duration
-from gpuguard.views.policy_status import lines
+from gpuguard.views.policy import status_lines
 from gpuguard.views.text import json_text, put
 
 
@@ -48,15 +48,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     directory = directory_of(args)
     if args.list:
-        return deny.show(directory, KEPT, as_json=args.json)
+        return show(directory, KEPT, as_json=args.json)
+    target: dict[str, object] = {} if args.user is None else {"uid": Accounts().user(args.user)}
     if args.status:
-        return _status(args)
-    seconds, reason = deny.seconds_of(args), deny.reason_of(args)
+        status = query_daemon(directory, {"do": "status", **target}, StatusReply)
+        _put(args, status, *status_lines(status, time.time()))
+        return 0
+    seconds, reason = seconds_of(args), reason_of(args)
     if args.end == (seconds is not None):
         raise InvalidRequest("say for how long, by --for 4h; or --end, or --list.")
     if directory.owner is None:
         raise GpuguardError("without a directory of root's no daemon can be asked: run `sudo gpuguard setup` once.")
-    target = _target(args)
+    if args.device is not None:
+        target["device"] = args.device
     if args.end:
         ended = query_daemon(directory, {"do": "end", **target}, EndedReply)
         _put(args, ended, f"ended: {ended.ended}." if ended.ended else "nothing was kept.")
@@ -71,19 +75,5 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _status(args: argparse.Namespace) -> int:
-    target = {"uid": Accounts().user(args.user)} if args.user is not None else {}
-    reply = query_daemon(directory_of(args), {"do": "status", **target}, StatusReply)
-    _put(args, reply, *lines(asdict(reply), time.time()))
-    return 0
-
-
-def _target(args: argparse.Namespace) -> dict[str, object]:
-    """The fields of a request that say who and what it is about."""
-    target: dict[str, object] = {} if args.user is None else {"uid": Accounts().user(args.user)}
-    return target if args.device is None else {**target, "device": args.device}
-
-
 def _put(args: argparse.Namespace, reply: EndedReply | ExemptionReply | StatusReply, *text: str) -> None:
-    shown = [json_text({"schema": 1, **asdict(reply)})] if args.json else [neutralise(line) for line in text]
-    put(shown, sys.stdout)
+    put([json_text({"schema": 1, **asdict(reply)})] if args.json else map(neutralise, text), sys.stdout)

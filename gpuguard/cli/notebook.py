@@ -21,7 +21,7 @@ from typing import Any
 from gpuguard import api, device_state
 from gpuguard.claims.claim import Claim
 from gpuguard.cli.options import add_choice_options, add_source_options, quantity, request_of
-from gpuguard.cli.parser import HelpFormatter, Parser
+from gpuguard.cli.parser import Parser
 from gpuguard.cli.queue_options import PRIORITY_NAMES
 from gpuguard.errors import ClaimLost, CudaInitialized, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
 from gpuguard.model import Snapshot
@@ -74,7 +74,7 @@ def run_line(shell: Any, line: str) -> None:
     if not words:
         _show_all(shell)
         return
-    parser = Parser(prog="%gpus", description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = Parser(prog="%gpus", description=__doc__)
     _add_options(parser)
     try:
         args = parser.parse_args(words)

@@ -9,9 +9,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from gpuguard.backends import Backend
+from gpuguard.backends.client import open_worker
+from gpuguard.claims.directory import LockDirectory, lock_directory
 from gpuguard.device_state import IDLE_TOLERANCE
 from gpuguard.errors import InvalidRequest
-from gpuguard.model import WHO_FIELDS
+from gpuguard.history import audit_log
+from gpuguard.model import WHO_FIELDS, Event
 from gpuguard.request import SLOTS, STRATEGIES, Request
 from gpuguard.source import SnapshotSource
 from gpuguard.units import parse_bytes, parse_celsius, parse_percent
@@ -20,11 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import TypeVar
 
-    from gpuguard.claims.directory import LockDirectory
-
     T = TypeVar("T")
 
-_told: set[str] = set()  # directories of which it was said that they do not exist
+_reported: set[str] = set()  # directories of which it was said that they do not exist
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -54,18 +55,14 @@ def _path(text: str) -> str:
 
 def backend_of(args: argparse.Namespace) -> Backend:
     """The backend that --backend names, in a process of its own, so that a driver that hangs cannot hang us."""
-    from gpuguard.backends.client import open_worker
-
     return open_worker(args.backend, on_slow=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
 
 
 def directory_of(args: argparse.Namespace, *, make: bool = False) -> LockDirectory:
-    """The claim directory of --backend and --dir; who only looks makes none, and is told of a missing one."""
-    from gpuguard.claims.directory import lock_directory
-
+    """The claim directory of --backend and --dir, after a notice where it is missing and nobody makes it."""
     directory = lock_directory(args.dir, backend=args.backend, make=make)
-    if args.dir and args.dir not in _told and directory.is_missing():
-        _told.add(args.dir)
+    if args.dir and args.dir not in _reported and directory.is_missing():
+        _reported.add(args.dir)
         named_by = "GPUGUARD_DIR" if args.dir == os.environ.get("GPUGUARD_DIR") else "--dir"
         why = "no claim was ever made there" if os.path.lexists(args.dir) else "it does not exist yet"
         print(f"gpuguard: nothing is claimed in {args.dir} ({named_by}): {why}.", file=sys.stderr)
@@ -79,7 +76,7 @@ def check_users(names: list[str]) -> None:
         InvalidRequest: no account is called so, or it is a uid, whose user has a name.
     """
     if names:
-        from gpuguard.policies.files.decoder import Accounts
+        from gpuguard.policies.files.decoder import Accounts  # over 10 ms, for --user alone
         from gpuguard.users import user_name
 
         accounts = Accounts()
@@ -89,14 +86,11 @@ def check_users(names: list[str]) -> None:
                 raise InvalidRequest(f"--user {name}: write the name, {user_name(uid)}.")
 
 
-# Where a device is named: an index, a uuid or the beginning of one.
-_LIST = "LIST"
-
 # flag, metavar, help; the value stays text until request_of(), so that a fault can say what to write instead
 _OPTIONS = (
-    ("--gpus", _LIST, "only these: indices, uuids or beginnings of uuids, as in 0,3 (without -n: all of them)"),
-    ("--exclude", _LIST, "not these"),
-    ("--prefer", _LIST, "these first, in this order, if they are eligible"),
+    ("--gpus", "LIST", "only these: indices, uuids or beginnings of uuids, as in 0,3 (without -n: all of them)"),
+    ("--exclude", "LIST", "not these"),
+    ("--prefer", "LIST", "these first, in this order, if they are eligible"),
     ("--min-free", "SIZE", "each has at least so much free memory, as in 20GiB"),
     ("--min-total", "SIZE", "each has at least so much memory in all"),
     ("--max-util", "PERCENT", "each is at most so busy, as in 10%%"),
@@ -205,6 +199,21 @@ def quantity(option: str, text: str | None, parse: Callable[[str], T]) -> T | No
         return None if text is None else parse(text)
     except InvalidRequest as fault:
         raise InvalidRequest(f"{option}: {fault}") from None
+
+
+def choose_log(args: argparse.Namespace, *, is_admin: bool | None = None) -> None:
+    """Let an administrator's events (None: root's) go where the daemon of this machine writes its own."""
+    simulated = args.backend.startswith("simulated")
+    is_admin = os.geteuid() == 0 if is_admin is None else is_admin
+    if "GPUGUARD_EVENTS" not in os.environ and is_admin and not simulated:
+        os.environ["GPUGUARD_EVENTS"] = audit_log.MACHINE_EVENTS
+
+
+def log_event(args: argparse.Namespace, event: Event) -> None:
+    """Write down what a command did by hand, or say that it cannot be written down."""
+    choose_log(args)
+    if not audit_log.append(event):
+        print(f"gpuguard: done, but the log cannot be written: {audit_log.complaint()}.", file=sys.stderr)
 
 
 def snapshot_source(args: argparse.Namespace, fields: Collection[str] = WHO_FIELDS) -> SnapshotSource:

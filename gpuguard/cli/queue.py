@@ -18,6 +18,11 @@ import sys
 from gpuguard.cli import terminal
 from gpuguard.cli.fleet import add_fleet_options, has_hosts
 from gpuguard.cli.options import add_source_options, directory_of, snapshot_source
+from gpuguard.clusters import slurm
+from gpuguard.queue.settings import read_queue_settings
+from gpuguard.queue.state import read_queue
+from gpuguard.views import queue as view
+from gpuguard.views.text import json_text, put, style
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,28 +34,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if has_hosts(args):
-        from gpuguard.cli import fleet
+        from gpuguard.cli import fleet  # ssh, for those who ask for other hosts
 
         return fleet.queue(args)
-    from gpuguard.clusters import slurm as slurm_queue
-    from gpuguard.queue.settings import read_queue_settings
-    from gpuguard.queue.state import read_queue
-    from gpuguard.views import queue
-    from gpuguard.views import queue as slurm
-    from gpuguard.views.text import json_text, put, style
-
     directory, site, source = directory_of(args), read_queue_settings(), snapshot_source(args)
     try:
         snapshot, _ = source.sample()
     finally:
         source.close()
-    line = read_queue(directory, snapshot, rules=site.rules)
-    jobs = slurm_queue.jobs() if slurm_queue.is_here() else ()
+    queue = read_queue(directory, snapshot, rules=site.rules)
+    jobs = slurm.jobs() if slurm.is_here() else ()
     if args.json:
-        put([json_text(queue.to_json(line, site, jobs))], sys.stdout)
+        put([json_text(view.to_json(queue, site, jobs))], sys.stdout)
         return 0
     width, paint = terminal.size()[0], style(sys.stdout, os.environ)
-    put(queue.to_text(line, site, width=width, paint=paint), sys.stdout)
+    put(view.to_text(queue, site, width=width, paint=paint), sys.stdout)
     if jobs:
-        put(["", *slurm.slurm_text(jobs, line.now, width=width, paint=paint)], sys.stdout)
+        put(["", *view.slurm_text(jobs, queue.now, width=width, paint=paint)], sys.stdout)
     return 0

@@ -1,17 +1,24 @@
-"""The options about the waiting line, of run and wait."""
+"""The options about waiting in the queue, of run and wait, and what they do."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 from typing import TYPE_CHECKING
 
+from gpuguard.claims.probe import probe
+from gpuguard.cli.events import read_events
 from gpuguard.cli.options import add_choice_options, quantity, request_of
-from gpuguard.cli.parser import HelpFormatter
+from gpuguard.cli.terminal import WaitProgress, print_notice
 from gpuguard.enforcement import signals
 from gpuguard.errors import InvalidRequest
+from gpuguard.files import exists_in_place
+from gpuguard.history.audit_log import devices_of
 from gpuguard.lock import go_on_waiting, pause_waiting
+from gpuguard.queue.estimates import expected_seconds
+from gpuguard.run import LEFT
 from gpuguard.units import parse_duration
 
 if TYPE_CHECKING:
@@ -21,7 +28,6 @@ if TYPE_CHECKING:
 
     from gpuguard.claims.claim import JobDetails
     from gpuguard.claims.directory import LockDirectory
-    from gpuguard.cli.terminal import WaitProgress
     from gpuguard.request import Request
 
 _FOR_EVER = "for ever"  # --wait without a duration
@@ -73,33 +79,27 @@ def alternatives_of(args: argparse.Namespace) -> list[Request]:
     """
     if len(args.alternatives) > MOST_ALTERNATIVES:
         raise InvalidRequest(f"--or can be given {MOST_ALTERNATIVES} times: leave out what you like least.")
-    return [_request(text) for text in args.alternatives]
-
-
-def _request(text: str) -> Request:
-    import shlex
-
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, exit_on_error=False, formatter_class=HelpFormatter
-    )
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_choice_options(parser)
-    try:
-        args, unknown = parser.parse_known_args(shlex.split(text))
-        if unknown or not text.strip():
-            raise InvalidRequest(f"{unknown[0] if unknown else 'nothing'} is no option that says which GPUs")
-        return request_of(args)
-    except (argparse.ArgumentError, ValueError) as fault:
-        reason = str(fault).removeprefix("argument ").rstrip(".")
-        raise InvalidRequest(f"--or {text!r}: {reason}.\nWrite options that say which GPUs: --or '-n 1'.") from None
+    requests = []
+    for text in args.alternatives:
+        try:
+            parsed, unknown = parser.parse_known_args(shlex.split(text))
+            if unknown or not text.strip():
+                raise InvalidRequest(f"{unknown[0] if unknown else 'nothing'} is no option that says which GPUs")
+            requests.append(request_of(parsed))
+        except (argparse.ArgumentError, ValueError) as fault:
+            reason = str(fault).removeprefix("argument ").rstrip(".")
+            raise InvalidRequest(f"--or {text!r}: {reason}.\nWrite options that say which GPUs: --or '-n 1'.") from None
+    return requests
 
 
 def priority_of(args: argparse.Namespace) -> int:
-    """-1, 0 or 1; with a word about it where the site permits less."""
+    """-1, 0 or 1, after a notice where the site permits less."""
     wanted = PRIORITY_NAMES.index(args.priority) - 1
     if wanted <= 0:
         return wanted
-    from gpuguard.cli.terminal import print_notice
-    from gpuguard.queue.settings import read_queue_settings
+    from gpuguard.queue.settings import read_queue_settings  # 20 ms, for who wants more than others
 
     rules = read_queue_settings().rules
     highest = rules.highest_of.get(os.geteuid(), rules.highest)
@@ -109,57 +109,46 @@ def priority_of(args: argparse.Namespace) -> int:
 
 
 def expectation_of(command: Sequence[str]) -> Callable[[], float | None]:
-    """Says how many seconds the job will take, by what this user's jobs took before; looked up when it is needed."""
-
-    def expected() -> float | None:
-        from gpuguard.queue.estimates import expected_seconds
-
-        return expected_seconds(command)
-
-    return expected
+    """A function that estimates how many seconds the job will take, by what this user's jobs took before."""
+    return lambda: expected_seconds(command)
 
 
 def follow(args: argparse.Namespace, directory: LockDirectory, requests: Sequence[Request], job: JobDetails) -> None:
     """Wait for the end of what --after names, if it names anything."""
     if args.after is None:
         return
-    from gpuguard.cli.terminal import WaitProgress
-    from gpuguard.queue.tickets import new_ticket
+    from gpuguard.queue.tickets import new_ticket  # 60 ms, for --after alone
     from gpuguard.queue.waiter import wait_until_over
 
     ticket = new_ticket(requests, time_limit=job.time_limit, priority=job.priority, note=job.note, command=job.command)
-    telling = WaitProgress(args.quiet)
-    try:
-        wait_until_over(
-            args.after, directory, ticket, telling.tell, has_ended=lambda what: _has_ended(what, directory, args.quiet)
-        )
-    finally:
-        telling.done()
+    progress = WaitProgress(args.quiet)
 
-
-def _has_ended(what: str, directory: LockDirectory, quiet: bool) -> bool:
-    """Whether there was a claim with that id, by all events that this user may read, and it has ended."""
-    from gpuguard.claims.probe import probe
-    from gpuguard.cli.events import read_events
-    from gpuguard.cli.terminal import print_notice
-    from gpuguard.files import exists_in_place
-    from gpuguard.history.audit_log import devices_of
-    from gpuguard.run import LEFT
-
-    lines = [line for line in read_events() if line.get("claim") == what]
-    if not any(line.get("kind") == "release" and line.get("outcome") != LEFT for line in lines):
-        # Who was killed said nothing at the end.  The devices tell a claim of another host whose log this is, too
-        # (NFS), and a lock without a record may be that of the claim.
-        uuids = {uuid for line in lines for uuid in devices_of(line)}
-        here = bool(uuids) and all(exists_in_place(directory.lock_path(uuid)) for uuid in uuids)
-        if not here or any(claim.since is None for claim in probe(directory, uuids)):
+    def has_ended(claim: str) -> bool:
+        if not _has_ended(claim, directory):
             return False
-    if not quiet:
-        print_notice(f"the claim {what} has ended already: nothing to wait for.")
-    return True
+        if not args.quiet:
+            print_notice(f"the claim {claim} has ended already: nothing to wait for.")
+        return True
+
+    try:
+        wait_until_over(args.after, directory, ticket, progress.report, has_ended=has_ended)
+    finally:
+        progress.done()
 
 
-def stand_aside_when_stopped(telling: WaitProgress) -> Any:
+def _has_ended(claim: str, directory: LockDirectory) -> bool:
+    """Whether there was a claim with that id, by all events that this user may read, and it has ended."""
+    lines = [line for line in read_events() if line.get("claim") == claim]
+    if any(line.get("kind") == "release" and line.get("outcome") != LEFT for line in lines):
+        return True
+    # A process that was killed wrote no event of its end.  The devices show a claim of another host whose log this is,
+    # too (NFS), and a lock without a record may be that of the claim.
+    uuids = {uuid for line in lines for uuid in devices_of(line)}
+    here = bool(uuids) and all(exists_in_place(directory.lock_path(uuid)) for uuid in uuids)
+    return here and all(held.since is not None for held in probe(directory, uuids))
+
+
+def stand_aside_when_stopped(progress: WaitProgress) -> Any:
     """From now on Ctrl-Z lets other processes lead the queue, and says so, before it stops this one as it always does.
 
     Returns:
@@ -168,7 +157,7 @@ def stand_aside_when_stopped(telling: WaitProgress) -> Any:
 
     def stop(signum: int, frame: FrameType | None) -> None:
         if pause_waiting():
-            telling.stopped()
+            progress.stopped()
         signals.stop_self(signum)
         go_on_waiting()
 

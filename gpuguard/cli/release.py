@@ -20,11 +20,10 @@ import time
 from typing import TYPE_CHECKING
 
 from gpuguard.claims.records import YIELD, ReleaseRequest
-from gpuguard.cli import deny
-from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.cli.options import add_source_options, backend_of, directory_of, log_event
+from gpuguard.cli.restrictions import reason_of
 from gpuguard.daemon import release
 from gpuguard.errors import InvalidRequest
-from gpuguard.history import audit_log
 from gpuguard.model import Event
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_count
@@ -51,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
             raise InvalidRequest("which one?  Name a claim: `gpuguard release ID`.")
         return _print_claims(args, directory)
     claim = release.find_claim(directory, args.claim, os.geteuid())
-    request = ReleaseRequest(YIELD, user_name(os.geteuid()), deny.reason_of(args), time.time())
+    request = ReleaseRequest(YIELD, user_name(os.geteuid()), reason_of(args), time.time())
     if args.stop:
         how = release.stop(directory, claim, request, report=lambda text: print(f"gpuguard: {text}", file=sys.stderr))
     else:
@@ -95,9 +94,7 @@ def _print_claims(args: argparse.Namespace, directory: LockDirectory) -> int:
 
 
 def _log(args: argparse.Namespace, claim: ClaimRecord, how: str) -> None:
-    deny.choose_log(args)
     facts = (("uid", claim.uid), ("by_uid", os.getuid()))
     message = f"{how}: {args.reason}" if args.reason else how
     event = Event(time.time(), "release", "released", claim.user, claim.devices, None, claim.id, message, facts)
-    if not audit_log.append(event):
-        print(f"gpuguard: done, but the log cannot be written: {audit_log.complaint()}.", file=sys.stderr)
+    log_event(args, event)

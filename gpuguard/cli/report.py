@@ -12,7 +12,9 @@ see docs/report.md.
 from __future__ import annotations
 
 import argparse
+import grp
 import os
+import pwd
 import socket
 import stat
 import sys
@@ -21,9 +23,8 @@ from collections.abc import Collection
 
 from gpuguard.cli import terminal
 from gpuguard.cli.events import read_events
-from gpuguard.cli.history import writes_braille
+from gpuguard.cli.history import add_moment_options, period, writes_braille
 from gpuguard.cli.options import add_source_options, directory_of
-from gpuguard.cli.times import add_moment_options, period
 from gpuguard.errors import GpuguardError
 from gpuguard.files import write_file
 from gpuguard.history.queries import Watch, query_store, store_path
@@ -93,9 +94,6 @@ def _write(path: str, page: str) -> None:
 
 def _groups_of(uid: int) -> Collection[str]:
     """The groups of a user, without one of his own name that he alone is in."""
-    import grp
-    import pwd
-
     try:
         user = pwd.getpwuid(uid)
         numbers = os.getgrouplist(user.pw_name, user.pw_gid)

@@ -14,24 +14,27 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 
 from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.probe import probe
+from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_restrictions
 from gpuguard.cli import terminal
-from gpuguard.cli.deny import choose_log
 from gpuguard.cli.options import (
     add_source_options,
     backend_of,
     directory_of,
+    log_event,
     quantity,
     selectors,
     snapshot_source,
     whole_number,
 )
-from gpuguard.cli.times import parse_when
 from gpuguard.errors import GpuguardError, ImpossibleRequest, InvalidRequest
-from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Snapshot
+from gpuguard.model import HEALTH, MEMORY, MODEL, PROCESSES, Event, Snapshot
+from gpuguard.policies.files.decoder import Accounts
 from gpuguard.queue.reservations import (
     MOST_NOTE,
     Reservation,
@@ -45,9 +48,14 @@ from gpuguard.queue.reservations import (
 )
 from gpuguard.request import Request
 from gpuguard.sanitize import neutralise
-from gpuguard.units import parse_bytes, parse_duration
+from gpuguard.select import choose, not_enough, possible, usable_together
+from gpuguard.units import format_count, parse_bytes, parse_duration
+from gpuguard.users import user_name
 from gpuguard.views import queue as view
 from gpuguard.views.text import json_text, put
+
+_FORMS = 'write 09:00, "tomorrow 09:00", 2026-11-23T14:00, "in 2h" or now'
+_MOMENT = re.compile(r"(?:(\d{4})-(\d{1,2})-(\d{1,2})[T ]|(tomorrow) )?(\d{1,2}):(\d{2})")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,42 +84,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     wanted = [name for name in ("num_gpus", "gpus", "from_", "for_", "user", "note") if getattr(args, name) is not None]
-    if args.cancel is not None:
-        if wanted:
-            raise InvalidRequest("--cancel ends a reservation: leave out what makes one.")
-        return _cancel(args)
-    if not wanted:
-        return _show(args, _now(args))
-    return _make(args)
-
-
-def _now(args: argparse.Namespace) -> ReservationCalendar:
+    if args.cancel is None and wanted:
+        return _make(args)
+    if args.cancel is not None and wanted:
+        raise InvalidRequest("--cancel ends a reservation: leave out what makes one.")
     source = snapshot_source(args)
     try:
         snapshot, _ = source.sample()
     finally:
         source.close()
-    return _reserved(directory_of(args), snapshot)
+    directory = directory_of(args)
+    calendar = _calendar(directory, snapshot)
+    if args.cancel is not None:
+        return _cancel(args, directory, calendar)
+    if args.json:
+        put([json_text({"schema": 1, "reservations": view.reservations_json(calendar)})], sys.stdout)
+    else:
+        put(view.reservations_text(calendar, width=terminal.size()[0]) or ["nothing is reserved."], sys.stdout)
+    return 0
 
 
-def _reserved(directory: LockDirectory, snapshot: Snapshot) -> ReservationCalendar:
-    from gpuguard.claims.probe import probe
-
+def _calendar(directory: LockDirectory, snapshot: Snapshot) -> ReservationCalendar:
     uuids = [device.uuid for device in snapshot.devices]
     return reservation_calendar(directory, uuids, probe(directory, uuids), time.time())
 
 
-def _show(args: argparse.Namespace, found: ReservationCalendar) -> int:
-    if args.json:
-        put([json_text({"schema": 1, "reservations": view.reservations_json(found)})], sys.stdout)
-    else:
-        put(view.reservations_text(found, width=terminal.size()[0]) or ["nothing is reserved."], sys.stdout)
-    return 0
-
-
 def _make(args: argparse.Namespace) -> int:
     begins, ends = _times(args)
-    uid, user = _whom(args)
+    uid = os.geteuid() if args.user is None else Accounts().user(args.user)
+    if os.geteuid() not in (0, uid):
+        raise InvalidRequest("only root can reserve for others: leave --user out, or ask an administrator.")
     request, directory, backend = _request(args), directory_of(args, make=True), backend_of(args)
     try:
         snapshot = backend.sample({MEMORY, PROCESSES, MODEL, HEALTH})
@@ -119,23 +121,29 @@ def _make(args: argparse.Namespace) -> int:
         backend.close()
     devices = _devices(directory, snapshot, request, begins)
     now = time.time()
-    wanted = Reservation("", os.geteuid(), uid, user, request.num_gpus, begins, ends, devices, now, args.note)
-    if why := what_if(wanted, _reserved(directory, snapshot), [device.uuid for device in snapshot.devices]):
+    wanted = Reservation("", os.geteuid(), uid, user_name(uid), request.num_gpus, begins, ends, devices, now, args.note)
+    if why := what_if(wanted, _calendar(directory, snapshot), [device.uuid for device in snapshot.devices]):
         raise GpuguardError(f"this cannot be reserved: {why}.\n`gpuguard reserve` shows what is reserved already.")
     made = write_reservation(directory, wanted)
     try:
-        # Somebody may have done the same at the same moment: then whoever came first has it.
-        status = next((one for one in _reserved(directory, snapshot).statuses if one.reservation.key == made.key), None)
+        # Another user may have done the same at the same moment: then the first one has it.
+        statuses = _calendar(directory, snapshot).statuses
+        status = next((status for status in statuses if status.reservation.key == made.key), None)
         if status is None or status.why_not:
             raise GpuguardError(f"this cannot be reserved: {status.why_not if status else 'its file is gone'}.")
     except BaseException:  # also where that cannot be seen: nobody would know that it is there
         remove_reservation(directory, made)
         raise
-    _write_down(args, "made", made)
-    return _tell(args, status, snapshot, now)
+    _log(args, "made", made)
+    if args.json:
+        put([json_text({"schema": 1, "reservations": [view.reservation_json(status, now)]})], sys.stdout)
+    else:
+        put(map(neutralise, _made_lines(status, snapshot, now)), sys.stdout)
+    return 0
 
 
 def _times(args: argparse.Namespace) -> tuple[float, float]:
+    """Begin and end in unix time."""
     now = time.time()
     seconds = quantity("--for", args.for_, parse_duration)
     if seconds is None:
@@ -148,14 +156,39 @@ def _times(args: argparse.Namespace) -> tuple[float, float]:
     return round(begins, 3), round(begins + seconds, 3)
 
 
-def _whom(args: argparse.Namespace) -> tuple[int, str]:
-    from gpuguard.policies.files.decoder import Accounts
-    from gpuguard.users import user_name
+def parse_when(text: str, now: float) -> float:
+    """The unix time that the *text* of --from means, in local time.
 
-    uid = os.geteuid() if args.user is None else Accounts().user(args.user)
-    if os.geteuid() not in (0, uid):
-        raise InvalidRequest("only root can reserve for others: leave --user out, or ask an administrator.")
-    return uid, user_name(uid)
+    "09:00" is the next one; one that is skipped when summer time begins is later.
+
+    Raises:
+        InvalidRequest: it is none, or a date in the past.
+    """
+    words = " ".join(text.strip().lower().split())
+    if words == "now":
+        return now
+    if words.startswith("in "):
+        try:
+            return now + parse_duration(words[3:])
+        except InvalidRequest as fault:
+            raise InvalidRequest(f"--from: {fault}") from None
+    match = _MOMENT.fullmatch(words.replace("t", " ") if words[:1].isdecimal() else words)
+    if not match:
+        raise InvalidRequest(f"--from: {text[:40]!r} is no time: {_FORMS}.")
+    year, month, day, tomorrow, *clock = match.groups()
+    hour, minute = map(int, clock)
+    today = time.localtime(now)
+    dated = (int(year), int(month), int(day)) if year else (today.tm_year, today.tm_mon, today.tm_mday + bool(tomorrow))
+    if hour > 23 or minute > 59 or (year and not (1 <= dated[1] <= 12 and 1 <= dated[2] <= 31)):
+        raise InvalidRequest(f"--from: there is no {text[:40]!r}: {_FORMS}.")
+    when = time.mktime((*dated, hour, minute, 0, 0, 0, -1))
+    if year and time.localtime(when)[:3] != dated:
+        raise InvalidRequest(f"--from: there is no {text[:40]!r}: that month has fewer days.")
+    if year and when < now - 60:
+        raise InvalidRequest(f"--from {text[:40]} is in the past: {_FORMS}.")
+    if when < now - 60 and not tomorrow:
+        when = time.mktime((today.tm_year, today.tm_mon, today.tm_mday + 1, hour, minute, 0, 0, 0, -1))
+    return when
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -178,76 +211,59 @@ def _devices(directory: LockDirectory, snapshot: Snapshot, request: Request, whe
     Raises:
         ImpossibleRequest: there are too few on this machine.
     """
-    from gpuguard.claims.restrictions import QUARANTINED, quarantine_text, read_restrictions
-    from gpuguard.select import choose, not_enough, possible, usable_together
-
     choice = choose(snapshot, request, {})
     error = not_enough(snapshot, request, choice)
     if len(choice.devices) < request.num_gpus and isinstance(error, ImpossibleRequest):
         raise error
-    marks = read_restrictions(directory, QUARANTINED, when)
-    could = [device for device in possible(choice).devices if device.uuid not in marks]
+    quarantined = read_restrictions(directory, QUARANTINED, when)
+    could = [device for device in possible(choice).devices if device.uuid not in quarantined]
     could.sort(key=lambda device: device.parent_uuid is not None)  # between equals whole GPUs
     kind = usable_together(could, request.num_gpus)
     if len(kind) < request.num_gpus:
-        reasons = "; ".join(sorted({quarantine_text(mark) for mark in marks.values()}))
+        reasons = "; ".join(sorted({quarantine_text(restriction) for restriction in quarantined.values()}))
         raise GpuguardError(
             f"too few devices are in service then ({reasons or 'whole GPUs and instances do not mix'})."
         )
     return tuple(device.uuid for device in kind)
 
 
-def _tell(args: argparse.Namespace, status: ReservationStatus, snapshot: Snapshot, now: float) -> int:
-    if args.json:
-        put([json_text({"schema": 1, "reservations": [view.reservation_json(status, now)]})], sys.stdout)
-        return 0
-
-    it = status.reservation
-    gpus = f"{it.num_gpus} GPU{'s' * (it.num_gpus != 1)}"
-    lines = [
-        f"reserved: {gpus} for {it.user} from {clock_text(it.begins, now)} to {clock_text(it.ends, now)} (id {it.id})."
-    ]
+def _made_lines(status: ReservationStatus, snapshot: Snapshot, now: float) -> list[str]:
+    made = status.reservation
+    until = f"{clock_text(made.begins, now)} to {clock_text(made.ends, now)}"
+    lines = [f"reserved: {format_count(made.num_gpus, 'GPU')} for {made.user} from {until} (id {made.id})."]
     if status.no_show_at is not None:
-        lines.append(f"It is over at {clock_text(status.no_show_at, now)} unless {it.user} makes a claim by then.")
-    busy = _in_use_until_then(it, snapshot)
-    if len(it.devices) - len(busy) < it.num_gpus:
+        lines.append(f"It is over at {clock_text(status.no_show_at, now)} unless {made.user} makes a claim by then.")
+    busy = sum(device.uuid in made.devices and bool(device.processes) for device in snapshot.devices)
+    if len(made.devices) - busy < made.num_gpus:
         lines.append(
-            f"Now {len(busy)} of the {len(it.devices)} devices that will do are in use, and no job is ended for it: "
+            f"Now {busy} of the {len(made.devices)} devices that will do are in use, and no job is ended for it: "
             "`gpuguard who` shows whose."
         )
-    put([neutralise(line) for line in lines], sys.stdout)
-    return 0
+    return lines
 
 
-def _in_use_until_then(it: Reservation, snapshot: Snapshot) -> list[str]:
-    return [device.uuid for device in snapshot.devices if device.uuid in it.devices and device.processes]
-
-
-def _cancel(args: argparse.Namespace) -> int:
-    directory, found = directory_of(args), _now(args)
-    named = [one for one in found.statuses if one.reservation.id == args.cancel]
-    mine = [one for one in named if one.reservation.maker == os.geteuid()] or named
-    if not mine:
+def _cancel(args: argparse.Namespace, directory: LockDirectory, calendar: ReservationCalendar) -> int:
+    named = [status for status in calendar.statuses if status.reservation.id == args.cancel]
+    own = [status for status in named if status.reservation.maker == os.geteuid()] or named
+    if not own:
         raise GpuguardError(f"there is no reservation {args.cancel}: `gpuguard reserve` shows those that there are.")
-    if len(mine) > 1:
+    if len(own) > 1:
         raise GpuguardError(f"several users have a reservation {args.cancel}: run this as one of them.")
-    remove_reservation(directory, mine[0].reservation)
-    _write_down(args, "cancelled", mine[0].reservation)
+    cancelled = own[0].reservation
+    remove_reservation(directory, cancelled)
+    _log(args, "cancelled", cancelled)
     if args.json:
-        put([json_text({"schema": 1, "reservations": [view.reservation_json(mine[0], found.now)]})], sys.stdout)
+        put([json_text({"schema": 1, "reservations": [view.reservation_json(own[0], calendar.now)]})], sys.stdout)
     else:
-        put([f"cancelled: reservation {args.cancel} of {neutralise(mine[0].reservation.user)}."], sys.stdout)
+        put([f"cancelled: reservation {args.cancel} of {neutralise(cancelled.user)}."], sys.stdout)
     return 0
 
 
-def _write_down(args: argparse.Namespace, outcome: str, one: Reservation) -> None:
-    """Leave an Event where the other commands do; a log that cannot be written stops nobody."""
-    from gpuguard.history import audit_log
-    from gpuguard.model import Event
-
-    choose_log(args)
+def _log(args: argparse.Namespace, outcome: str, reservation: Reservation) -> None:
     facts = (
-        ("num_gpus", one.num_gpus), ("begins_unix_seconds", one.begins), ("ends_unix_seconds", one.ends),
+        ("num_gpus", reservation.num_gpus),
+        ("begins_unix_seconds", reservation.begins),
+        ("ends_unix_seconds", reservation.ends),
         ("by_uid", os.getuid()),
-    )  # fmt: skip
-    audit_log.append(Event(time.time(), "reserve", outcome, one.user, message=one.note, facts=facts))
+    )
+    log_event(args, Event(time.time(), "reserve", outcome, reservation.user, message=reservation.note, facts=facts))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 from gpuguard.backends import Backend
@@ -34,7 +33,7 @@ from gpuguard.lock import Allocator
 from gpuguard.model import MODEL, Device
 from gpuguard.request import Request
 from gpuguard.select import not_enough
-from gpuguard.views.text import json_text
+from gpuguard.views.text import json_text, picked, put
 
 _NVISEL = {
     "--min-free": ("-f", "--min-free-memory"),
@@ -89,7 +88,12 @@ def main(args: argparse.Namespace) -> int:
             devices = backend.sample({MODEL}, [device.uuid for device in devices]).devices
     finally:
         backend.close()
-    sys.stdout.write(_json(devices) if args.json else _listed(devices, args.format, args.sep))
+    if args.json:
+        chosen = [picked(device, "index", "uuid", "name") for device in devices]
+        put([json_text({"schema": 1, "devices": chosen})], sys.stdout)
+    else:
+        names = names_of(devices, by_uuid=args.format == "uuid")
+        sys.stdout.write(args.sep.join(names) + ("\0" if args.sep == "\0" else "\n"))
     return 0
 
 
@@ -116,13 +120,3 @@ def _request(args: argparse.Namespace) -> Request:
     if args.inherit:
         request = replace(request, devices=selectors("-i", args.inherit))
     return replace(request, strategy="first") if args.no_sort else request
-
-
-def _json(devices: Sequence[Device]) -> str:
-    chosen = [{"index": device.index, "uuid": device.uuid, "name": device.name} for device in devices]
-    return json_text({"schema": 1, "devices": chosen}) + "\n"
-
-
-def _listed(devices: Sequence[Device], form: str, separator: str) -> str:
-    names = names_of(devices, by_uuid=form == "uuid")
-    return separator.join(names) + ("\0" if separator == "\0" else "\n")

@@ -24,8 +24,7 @@ from itertools import groupby
 from gpuguard.backends.driver_files import DEVICE_NODE
 from gpuguard.claims.claim import Claim, JobDetails
 from gpuguard.claims.records import read_record
-from gpuguard.cli import deny
-from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
+from gpuguard.cli.options import add_source_options, backend_of, choose_log, directory_of, quantity
 from gpuguard.cli.parser import SubcommandRow, add_actions
 from gpuguard.clusters import slurm
 from gpuguard.clusters.slurm import Allocation
@@ -244,7 +243,7 @@ def _task_prolog(args: argparse.Namespace) -> int:
 def _refuse_other_than_root(args: argparse.Namespace) -> None:
     if os.geteuid() != 0:
         raise GpuguardError(f"slurmd calls `gpuguard slurm {args.action}` as root.")
-    deny.choose_log(args)
+    choose_log(args)
 
 
 def _put_back(given: Allocation, reason: str) -> tuple[str, bool]:

@@ -1,4 +1,4 @@
-"""What a command tells on stderr while it works: lines in a log, or one line of a terminal that is written anew."""
+"""Notices on stderr, how a wait goes on, and the screen of a command that draws again and again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from gpuguard.units import format_duration
+from gpuguard.sanitize import neutralise
+from gpuguard.units import format_count, format_duration
+from gpuguard.views.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,10 +30,10 @@ class WaitProgress:
 
     def missing(self, missing: NotEnoughGpus) -> None:
         """Say what is missing; on a terminal, whose one line is soon full, without what was asked for just now."""
-        text, asked = str(missing), f"wanted {missing.wanted} GPU{'s' * (missing.wanted != 1)}: "
-        self.tell(text.removeprefix(asked) if rewrites() else text)
+        text, wanted = str(missing), f"wanted {format_count(missing.wanted, 'GPU')}: "
+        self.report(text.removeprefix(wanted) if rewrites() else text)
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Say it, if it is time; the first time all of its lines in a log."""
         now, terminal = time.monotonic(), rewrites()
         if self._quiet or (self._last and now - self._last < (1.0 if terminal else WAITING_LINE_SECONDS)):
@@ -56,31 +58,23 @@ class WaitProgress:
 
 
 def print_notice(text: str, *, again: bool = False) -> None:
-    """Tell the user on stderr; with *again* in one line of the terminal, which the next one overwrites."""
-    from gpuguard.sanitize import neutralise
-    from gpuguard.views.text import shorten
-
+    """Write *text* to stderr; with *again* in one line of the terminal, which the next one overwrites."""
     lines = [neutralise(line) for line in f"gpuguard: {text}".splitlines()]
     if again:
         # With room for the ^C of a user who has waited long enough: on a second row it would keep the line there.
-        write("\r\x1b[K" + shorten(lines[0], _columns() - 1 - len("^C")))
+        try:
+            columns = os.get_terminal_size(2).columns or 80
+        except OSError:  # it was closed just now
+            columns = 80
+        write("\r\x1b[K" + shorten(lines[0], columns - 1 - len("^C")))
     else:
         write("\n".join(lines) + "\n")
 
 
-def _columns() -> int:
-    try:
-        return os.get_terminal_size(2).columns or 80
-    except OSError:  # it was closed just now
-        return 80
-
-
 def write(text: str) -> None:
     """To stderr, whatever has become of it: a job must not end because its log or its terminal is gone."""
-    try:
+    with suppress(OSError):
         print(text, end="", file=sys.stderr, flush=True)
-    except OSError:
-        return
 
 
 def rewrites() -> bool:
@@ -88,14 +82,12 @@ def rewrites() -> bool:
 
     Nor can it in the background, where that line is what the user types.
     """
-    return is_terminal() and os.environ.get("TERM") not in ("dumb", "unknown") and not _is_in_background()
-
-
-def _is_in_background() -> bool:
-    try:
-        return os.tcgetpgrp(2) != os.getpgrp()
-    except OSError:  # not the terminal of this session: so without job control
+    if not is_terminal() or os.environ.get("TERM") in ("dumb", "unknown"):
         return False
+    try:
+        return os.tcgetpgrp(2) == os.getpgrp()
+    except OSError:  # not the terminal of this session: so without job control
+        return True
 
 
 def is_terminal() -> bool:
@@ -116,8 +108,6 @@ def drawn(lines: Sequence[str]) -> str:
 
 def fitting(lines: list[str], else_use: str) -> list[str]:
     """*lines* that fit on the terminal; those that do not are counted, and *else_use* says how to see them."""
-    from gpuguard.views.text import shorten
-
     columns, rows = size()
     room = max(2, (rows or 24) - 1)
     if len(lines) <= room:

@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gpuguard import device_state
-from gpuguard.cli import deny, terminal
+from gpuguard.cli import terminal
 from gpuguard.cli.fleet import add_fleet_options, has_hosts
-from gpuguard.cli.options import add_source_options, backend_of, check_users, directory_of, quantity
+from gpuguard.cli.options import add_source_options, backend_of, check_users, choose_log, directory_of, quantity
 from gpuguard.cli.who import chosen_devices
 from gpuguard.clusters.visible_devices import visible_uuids
 from gpuguard.errors import GpuguardError, InvalidRequest
@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
     every = quantity("--every", args.every or "1s", parse_duration)
     if every is None or every < 0.1:
         raise InvalidRequest("--every needs at least 100ms between two looks.")
-    feed = SceneFeed(args.backend, lambda: backend_of(args), lambda: directory_of(args), lambda: deny.choose_log(args))
+    feed = SceneFeed(args.backend, lambda: backend_of(args), lambda: directory_of(args), lambda: choose_log(args))
     feed.fresh, feed.tree = args.fresh, args.tree
     try:
         scene = feed.sample()  # a fault of the first sample ends the command; later ones are shown and may pass

@@ -31,8 +31,11 @@ from gpuguard.cli.terminal import WaitProgress, print_notice
 from gpuguard.enforcement import signals
 from gpuguard.errors import InvalidRequest
 from gpuguard.lock import Allocator
+from gpuguard.views.text import json_text, picked, put
 
 if TYPE_CHECKING:
+    from typing import Literal
+
     from gpuguard.notify.targets import Target
 
 _TERMINAL = "terminal"
@@ -63,44 +66,52 @@ def main(args: argparse.Namespace) -> int:
     request, ways, wait = request_of(args), alternatives_of(args), wait_of(args)
     target = _target(args.notify)
     directory, backend = directory_of(args, make=True), backend_of(args)
-    telling, priority = WaitProgress(args.quiet), priority_of(args)
-    former = stand_aside_when_stopped(telling)
+    progress, priority = WaitProgress(args.quiet), priority_of(args)
+    former = stand_aside_when_stopped(progress)
     try:
         job = JobDetails(command=_WORDS, priority=priority)
         follow(args, directory, [request, *ways], job)
         # For a moment it is claimed: so the answer is what `run` would have got, and not a guess.
-        claim = Allocator(backend, directory, [request, *ways], job=job, on_wait=telling.missing).acquire(wait)
+        claim = Allocator(backend, directory, [request, *ways], job=job, on_wait=progress.missing).acquire(wait)
         devices = claim.devices
         claim.release()
     except KeyboardInterrupt:
-        telling.done()
+        progress.done()
         signals.die_of(signal.SIGINT)
     finally:
         signal.signal(signal.SIGTSTP, former)
-        telling.done()
+        progress.done()
         backend.close()
     names = ",".join(device.uuid if device.parent_uuid else str(device.index) for device in devices)
     if args.json:
-        from gpuguard.views.text import json_text
-
-        found = [{"index": device.index, "uuid": device.uuid} for device in devices]
-        sys.stdout.write(json_text({"schema": 1, "devices": found}) + "\n")
+        content = {"schema": 1, "devices": [picked(device, "index", "uuid") for device in devices]}
+        put([json_text(content)], sys.stdout)
     else:
-        sys.stdout.write(f"{names}\n")
-    sys.stdout.flush()
+        put([names], sys.stdout)
     if target is not None:
-        _tell(target, names)
+        _notify(target, names)
     return 0
 
 
 def _target(where: str | None) -> str | Target | None:
-    """The target of notify that *where* means; a wrong one is said before anybody waits for hours."""
+    """The target of notify that *where* means; a wrong one is reported before the wait of hours."""
     if where is None or where == _TERMINAL:
         return where
-    from gpuguard.notify.sender import problems
+    from gpuguard.notify.sender import problems  # 30 ms, for --notify alone
+    from gpuguard.notify.targets import Apprise, Email, Hook, Secret, Webhook
 
+    target: Target
     try:
-        target = _meant(where)
+        if where.startswith("env:"):
+            target = Apprise(Secret(env=where[4:]))
+        elif match := _SMTP.fullmatch(where):
+            server, port, address = match.groups()
+            encryption: Literal["none", "starttls"] = "none" if server in _LOOPBACK else "starttls"
+            target = Email((address,), server=server, port=int(port or 0), security=encryption)
+        elif "://" in where:
+            target = Webhook(where)
+        else:
+            target = Hook((where,)) if where.startswith("/") else Email((where,))
         for problem in problems({"--notify": target}):
             raise InvalidRequest(problem.removeprefix("--notify: "))
     except InvalidRequest as fault:
@@ -108,22 +119,7 @@ def _target(where: str | None) -> str | Target | None:
     return target
 
 
-def _meant(where: str) -> Target:
-    from gpuguard.notify.targets import Apprise, Email, Hook, Secret, Webhook
-
-    if where.startswith("env:"):
-        return Apprise(Secret(env=where[4:]))
-    if found := _SMTP.fullmatch(where):
-        server, port, address = found.groups()
-        return Email(
-            (address,), server=server, port=int(port or 0), security="none" if server in _LOOPBACK else "starttls"
-        )
-    if "://" in where:
-        return Webhook(where)
-    return Hook((where,)) if where.startswith("/") else Email((where,))
-
-
-def _tell(target: str | Target, names: str) -> None:
+def _notify(target: str | Target, names: str) -> None:
     if isinstance(target, str):
         if os.isatty(2):
             sys.stderr.write("\a")

@@ -36,6 +36,7 @@ from gpuguard.views import who
 from gpuguard.views.text import json_text, put, style
 
 if TYPE_CHECKING:
+    from gpuguard.queue.priority import Ticket
     from gpuguard.queue.reservations import ReservationCalendar
 
 _FEWER = "use --device or --user"
@@ -108,14 +109,14 @@ def _reserved(args: argparse.Namespace, snapshot: Snapshot) -> ReservationCalend
 
     try:
         uuids = [device.uuid for device in snapshot.devices]
-        found = reservation_calendar(directory, uuids, snapshot.claims, time.time())
+        calendar = reservation_calendar(directory, uuids, snapshot.claims, time.time())
     except (ClaimError, OSError):
         return None
-    statuses = tuple(status for status in found.statuses if not args.user or status.reservation.user in args.user)
-    return replace(found, statuses=statuses)
+    statuses = tuple(status for status in calendar.statuses if not args.user or status.reservation.user in args.user)
+    return replace(calendar, statuses=statuses)
 
 
-def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> list[who.QueuedRequest]:
+def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> list[Ticket]:
     """The requests that wait, as `gpuguard queue` ranks them."""
     directory = _directory_with(args, "ticket.")
     if directory is None:
@@ -126,11 +127,7 @@ def _waiting(args: argparse.Namespace, snapshot: Snapshot) -> list[who.QueuedReq
         positions = read_queue(directory, snapshot).positions
     except (GpuguardError, OSError):
         return []  # the claims are missing too, and that is said
-    tickets = [position.ticket for position in positions if not args.user or position.ticket.user in args.user]
-    return [
-        who.QueuedRequest(ticket.user, ticket.pid, ticket.num_gpus, ticket.since, ticket.note, ticket.command)
-        for ticket in tickets
-    ]
+    return [position.ticket for position in positions if not args.user or position.ticket.user in args.user]
 
 
 def _directory_with(args: argparse.Namespace, kind: str) -> LockDirectory | None:

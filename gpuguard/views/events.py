@@ -5,7 +5,6 @@ What users wrote (notes, commands, names) is neutralised.  Does not read the log
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from gpuguard.history.audit_log import Line, devices_of, facts_of, is_number
 from gpuguard.sanitize import neutralise
 from gpuguard.units import format_bytes, format_duration
+from gpuguard.views.text import local_time
 
 # By these the guard knows its actions again after a restart; people know them by user, pid and policy.
 _FOR_THE_GUARD = frozenset({"start_time_seconds", "signature", "clock_seconds", "boot"})
@@ -54,6 +54,7 @@ def to_json(events: Sequence[Line], torn: int) -> dict[str, Any]:
 def to_text(line: Line) -> str:
     """``"11-20 17:40:02  terminate  sent  alice  pid 4711  GPU-1f2e3d4c  uses 41.0GiB (hogs)"``."""
     pid, uuids = line.get("pid"), devices_of(line)
+    facts = [_fact_text(name, value) for name, value in facts_of(line).items() if name not in _FOR_THE_GUARD]
     parts = [
         _moment(line["time_unix_seconds"]),
         str(line.get("kind", "n/a")),
@@ -63,14 +64,9 @@ def to_text(line: Line) -> str:
         " ".join(uuid[:12] for uuid in uuids),
         f"claim {line['claim']}" if line.get("claim") else "",
         str(line.get("message") or ""),
-        _facts_text(facts_of(line)),
+        f"({', '.join(facts)})" if facts else "",
     ]
     return "  ".join(neutralise(part) for part in parts if part)
-
-
-def _facts_text(facts: Mapping[str, Any]) -> str:
-    shown = [_fact_text(name, value) for name, value in facts.items() if name not in _FOR_THE_GUARD]
-    return f"({', '.join(shown)})" if shown else ""
 
 
 def _fact_text(name: str, value: object) -> str:
@@ -83,7 +79,7 @@ def _fact_text(name: str, value: object) -> str:
 
 
 def _moment(unix: float) -> str:
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(unix))
+    return local_time(unix, "%m-%d %H:%M:%S")
 
 
 _WORDS: Mapping[str, Callable[[Any], str]] = {  # the first that fits

@@ -9,16 +9,17 @@ from __future__ import annotations
 import csv
 import io
 import math
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpuguard.history.queries import KnownValue, Point, Watch
-from gpuguard.sanitize import display_width, neutralise
+from gpuguard.sanitize import neutralise
 from gpuguard.units import format_duration
 from gpuguard.views.charts import bucketed, plot, scale_of
-from gpuguard.views.text import Paint, shorten
+from gpuguard.views.text import Paint, local_time, picked, shorten
 
 PLAIN_COLUMNS = 80  # of a chart that goes into a file
 
@@ -86,7 +87,8 @@ def to_text(
         known = [point.mean * metric.factor * metric.shown for point in course.points if point.mean is not None]
         if not known:
             continue
-        scale = scale_of(known, unit, lowest=min(metric.lowest, _floor(known)), highest=metric.highest)
+        lowest = min(metric.lowest, 10.0 * math.floor(min(known) / 10.0))
+        scale = scale_of(known, unit, lowest=lowest, highest=metric.highest)
         room = columns - 3 - max(len(f"{scale.highest:.3g} {unit}"), len(f"{scale.lowest:.3g}"))
         drawn = bucketed(course.points, watch.begin, watch.end, room if ascii_only else room * 2)
         values = [None if value is None else value * metric.factor * metric.shown for value in drawn]
@@ -96,47 +98,34 @@ def to_text(
 
 def remarks(watch: Watch, width: int | None) -> list[str]:
     """What is not known of that time, in sentences; none if everything is."""
-    said = []
     span = max(watch.end - watch.begin, 1e-9)
     if watch.store_begins is None:
         return ["The daemon has written nothing down yet."]
     if watch.end <= watch.begin:
         return [f"No slot of the record begins in so short a time: they are {watch.width} s wide."]
+    sentences = []
     if watch.store_begins >= watch.begin + watch.width:
-        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(watch.store_begins))
-        said.append(f"The record begins {began}: nothing is known of the time before.")
+        sentences.append(f"The record begins {local_time(watch.store_begins)}: nothing is known of the time before.")
     if watch.seen < span * 0.995 - 2 * watch.width:
         share = min(99, math.floor(100 * watch.seen / span))
         part = f"{share} %" if share or not watch.seen else "less than 1 %"
-        said.append(
-            f"The daemon saw {part} of this time ({format_duration(watch.seen)}); of the rest nothing is known."
-        )
-    return [piece for line in said for piece in _wrapped(line, width)]
-
-
-def _wrapped(line: str, width: int | None) -> list[str]:
-    if width is None or display_width(line) <= width:
-        return [line]
-    import textwrap
-
-    return textwrap.wrap(line, max(20, width))
+        seen = format_duration(watch.seen)
+        sentences.append(f"The daemon saw {part} of this time ({seen}); of the rest nothing is known.")
+    if width is None:
+        return sentences
+    return [line for sentence in sentences for line in textwrap.wrap(sentence, max(20, width))]
 
 
 def zone(moment: float) -> str:
     """The time zone of this machine (or $TZ) at a unix time: ``"CET (+01:00)"``."""
     local = time.localtime(moment)
-    offset = time.strftime("%z", local)
-    name = neutralise(time.strftime("%Z", local))
+    offset, name = time.strftime("%z", local), neutralise(time.strftime("%Z", local))
     return "UTC" if name in ("UTC", "GMT") else f"{name} ({offset[:3]}:{offset[3:5]})"
 
 
 def format_span(begin: float, end: float) -> str:
     """``"2026-11-20 08:00 to 2026-11-21 08:00"`` of two unix times."""
-    return " to ".join(time.strftime("%Y-%m-%d %H:%M", time.localtime(moment)) for moment in (begin, end))
-
-
-def _floor(known: Sequence[float]) -> float:
-    return 10.0 * math.floor(min(known) / 10.0)
+    return f"{local_time(begin)} to {local_time(end)}"
 
 
 def _name(device: KnownValue) -> str:
@@ -162,13 +151,11 @@ def to_json(metric: Metric, courses: Sequence[DeviceHistory], watch: Watch) -> d
     """The object that docs/json.md describes."""
     return {
         "schema": 1,
-        "metric": next(name for name, each in METRICS.items() if each is metric),
+        "metric": next(name for name, known in METRICS.items() if known is metric),
         **period_json(watch),
         "devices": [
             {
-                "uuid": course.device.uuid,
-                "index": course.device.index,
-                "name": course.device.name,
+                **picked(course.device, "uuid", "index", "name"),
                 "parent_uuid": course.device.parent,
                 "points": [_point(metric, point) for point in course.points],
             }
@@ -207,7 +194,7 @@ def to_csv(metric: Metric, courses: Sequence[DeviceHistory]) -> list[str]:
     for course in courses:
         for point in course.points:
             facts: Mapping[str, Any] = _point(metric, point)
-            local = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(point.time))
+            local = local_time(point.time, "%Y-%m-%dT%H:%M:%S%z")
             device = course.device.uuid, course.device.index
             rows.append((int(point.time), local, *device, *(facts[name] for name in names[4:])))
     return csv_lines(names, rows)
@@ -219,7 +206,7 @@ def csv_lines(names: Sequence[str], rows: Sequence[Sequence[object]]) -> list[st
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
-        writer.writerow([harmless_cell(each) if isinstance(each, str) else each for each in row])
+        writer.writerow([harmless_cell(cell) if isinstance(cell, str) else cell for cell in row])
     return stream.getvalue().splitlines()
 
 

@@ -1,19 +1,20 @@
-"""A policy file in plain sentences: who is meant, when, and what happens then.
+"""A policy file in plain sentences: who is meant, when, and what happens then; and what its policies find now.
 
 Rules and actions are described by the first sentence of their help, so a new one needs nothing here.  Does not read
-files: see policyfile.
+files: see policies.files.loader.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import time
+import signal
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from gpuguard.daemon.client import PolicyStatusReply, StatusReply
 from gpuguard.enforcement.actions import ACTION_KEYS
 from gpuguard.enforcement.identity import Protected
 from gpuguard.enforcement.preflight import INTERACTIVE_SECONDS
@@ -21,6 +22,7 @@ from gpuguard.policies.files.decoder import keys_of, name_of
 from gpuguard.policies.files.keys import DAYS
 from gpuguard.policies.files.loader import PolicyFile
 from gpuguard.policies.policy import DISRUPTIVE, Policy, Scope, Step
+from gpuguard.sanitize import neutralise
 from gpuguard.units import (
     format_bytes,
     format_count,
@@ -31,7 +33,7 @@ from gpuguard.units import (
     parse_percent,
 )
 from gpuguard.users import user_name
-from gpuguard.views.text import table
+from gpuguard.views.text import local_time, table
 
 _WRITTEN: Mapping[Any, Callable[[Any], str]] = {
     parse_bytes: format_bytes,
@@ -52,7 +54,7 @@ def sentences(file: PolicyFile) -> Iterator[str]:
     for policy in file.policies:
         yield ""
         yield policy.name
-        yield from (f"  {line}" for line in _policy(policy, file))
+        yield from (f"  {line}" for line in _policy(policy))
 
 
 def _protected(protected: Protected) -> Iterator[str]:
@@ -61,43 +63,47 @@ def _protected(protected: Protected) -> Iterator[str]:
         ("members of", sorted(protected.groups)),
         ("programs", protected.executables),
     ]
-    named = [f"{what} {', '.join(names)}" for what, each in parts if (names := list(each))]
+    named = [f"{what} {', '.join(names)}" for what, values in parts if (names := list(values))]
     if named:
         yield f"Nor to {'; '.join(named)}."
 
 
-def _policy(policy: Policy, file: PolicyFile) -> Iterator[str]:
+def _policy(policy: Policy) -> Iterator[str]:
     held = f"for {format_duration(policy.hold)} without a break" if policy.hold else "at one moment"
     conditions = "this" if len(policy.rules) == 1 else f"{policy.join} of this"
     yield f"When {conditions} holds {held}:"
-    yield from (f"  - {rule_text(rule)}" for rule in policy.rules)
-    yield from _whom(policy)
-    yield from _occasion(policy)
+    for rule in policy.rules:
+        values = ", ".join(f"{key}: {text}" for key, text in written(rule))
+        yield f"  - {first_sentence(type(rule))}" + (f"  ({values})" if values else "")
+    yield f"It is about {scope_text(policy.only) or 'everybody'}."
+    for scope in policy.exempt:
+        until = f" until {local_time(scope.until)}" if scope.until is not None else ""
+        yield f"It spares {scope_text(scope)}{until}."
+    if policy.start_grace:
+        yield f"Processes and claims younger than {format_duration(policy.start_grace)} are innocent."
+    if policy.devices_at_least > 1:
+        yield f"It must hold on {policy.devices_at_least} devices of the same user at once."
+    yield from _schedule(policy)
     yield "Then, counted from when it began:"
     rows, elapsed = [], policy.hold
     for step in policy.steps:
         elapsed += step.after
         rows.append((f"  after {format_duration(elapsed)}", step_text(step)))
     yield from table(rows)
-    yield from _restraint(policy)
+    yield (
+        f"If that would hit more than {format_count(policy.at_most_users, 'user')} or "
+        f"{format_count(policy.at_most_processes, 'process', 'processes')} at the same moment, "
+        f"{'only as many as that are, the oldest breach first' if policy.some_beyond else 'nobody is hit'}."
+    )
+    if policy.cooldown:
+        yield f"After the last step the same one is left alone for {format_duration(policy.cooldown)}."
     if policy.enforce:
         yield "Enforced, if the daemon is started with --enforce; else only logged."
     else:
         yield "Dry run: mode is observe, so what would be done is only logged."
 
 
-def _whom(policy: Policy) -> Iterator[str]:
-    yield f"It is about {scope_text(policy.only) or 'everybody'}."
-    for scope in policy.exempt:
-        until = f" until {_local(scope.until)}" if scope.until is not None else ""
-        yield f"It spares {scope_text(scope)}{until}."
-    if policy.start_grace:
-        yield f"Processes and claims younger than {format_duration(policy.start_grace)} are innocent."
-    if policy.devices_at_least > 1:
-        yield f"It must hold on {policy.devices_at_least} devices of the same user at once."
-
-
-def _occasion(policy: Policy) -> Iterator[str]:
+def _schedule(policy: Policy) -> Iterator[str]:
     times = []
     if policy.hours is not None:
         times.append(" to ".join(f"{int(at // 3600):02}:{int(at // 60 % 60):02}" for at in policy.hours))
@@ -107,26 +113,6 @@ def _occasion(policy: Policy) -> Iterator[str]:
         yield f"Only {' '.join(times)}, local time; outside of that every ladder ends."
     if policy.claimed_above is not None:
         yield f"Only while more than {policy.claimed_above:g}% of the devices are claimed."
-
-
-def _restraint(policy: Policy) -> Iterator[str]:
-    yield (
-        f"If that would hit more than {format_count(policy.at_most_users, 'user')} or "
-        f"{format_count(policy.at_most_processes, 'process', 'processes')} at the same moment, "
-        f"{'only as many as that are, the oldest breach first' if policy.some_beyond else 'nobody is hit'}."
-    )
-    if policy.cooldown:
-        yield f"After the last step the same one is left alone for {format_duration(policy.cooldown)}."
-
-
-def _local(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
-
-
-def rule_text(rule: Any) -> str:
-    """The first sentence of the rule's help, and the keys that were written (or matter)."""
-    values = ", ".join(f"{key}: {text}" for key, text in written(rule))
-    return first_sentence(type(rule)) + (f"  ({values})" if values else "")
 
 
 def first_sentence(noun: type) -> str:
@@ -139,16 +125,9 @@ def step_text(step: Step) -> str:
     """What a step does."""
     text = first_sentence(ACTION_KEYS[step.action])
     text = f"{step.action}: {text[:1].lower()}{text[1:]}"
-    options = ", ".join(f"{key}: {_option(key, value)}" for key, value in step.options)
-    return f"{text}  ({options})" if options else text
-
-
-def _option(key: str, value: Any) -> str:
-    import signal
-
-    if key == "signal":
-        return signal.Signals(value).name
-    return str(value)
+    values: list[tuple[str, Any]] = list(step.options)
+    options = [f"{key}: {signal.Signals(value).name if key == 'signal' else value}" for key, value in values]
+    return f"{text}  ({', '.join(options)})" if options else text
 
 
 def scope_text(scope: Scope) -> str:
@@ -168,7 +147,7 @@ def written(noun: Any) -> Iterator[tuple[str, str]]:
     """(key, value as one writes it) of what is not at its default, and of what has no default."""
     kind: Any = type(noun)
     hints, _ = keys_of(kind)
-    defaults = {each.name: each.default for each in fields(noun)}
+    defaults = {field.name: field.default for field in fields(noun)}
     for key, hint in hints.items():
         name = name_of(kind, key)
         value = getattr(noun, name)
@@ -178,7 +157,7 @@ def written(noun: Any) -> Iterator[tuple[str, str]]:
 
 def _text_of(value: Any, hint: Any) -> str:
     if isinstance(value, tuple | frozenset):
-        return f"[{', '.join(user_name(one) if type(one) is int else str(one) for one in value)}]"
+        return f"[{', '.join(user_name(item) if type(item) is int else str(item) for item in value)}]"
     for note in _notes(hint):
         if note in _WRITTEN:
             return _WRITTEN[note](value)
@@ -190,3 +169,34 @@ def _text_of(value: Any, hint: Any) -> str:
 def _notes(hint: Any) -> tuple[Any, ...]:
     own = tuple(getattr(hint, "__metadata__", ()))
     return own + tuple(note for part in typing.get_args(hint) for note in _notes(part))
+
+
+def status_lines(status: StatusReply, now: float, person: str = "you") -> list[str]:
+    """For whom which condition holds since when, what was done, what comes when.
+
+    Args:
+        status: what the daemon finds.
+        now: unix time.
+        person: against whom there is nothing where there is nothing.
+    """
+    lines = [_status_line(row, now, status.enforcing and row.enforce) for row in status.standing]
+    if status.left_out:
+        lines.append(f"and {status.left_out} more")
+    return [neutralise(line) for line in lines] or [f"no policy has anything against {person} now."]
+
+
+def _status_line(row: PolicyStatusReply, now: float, enforced: bool) -> str:
+    what = {"process": f"pid {row.pid}", "claim": f"claim {row.claim}", "user": "all of it"}.get(row.kind, row.kind)
+    user = f"{row.user}, " if row.user else ""
+    where = f" on {row.device}" if row.device else ""
+    since = format_duration(max(0, round(now - row.since_unix_seconds)))
+    done = f", last step {row.last}" if row.last else ""
+    if row.next is None:
+        then = "no step is left"
+    elif row.next_unix_seconds is None:
+        then = f"{row.next} waits for the step before it"
+    else:
+        left = round(row.next_unix_seconds - now)
+        when = f"in {format_duration(left)}" if left > 0 else "with the next look"
+        then = f"{row.next} {when}, if nothing changes{'' if enforced else ' (a dry run: only written down)'}"
+    return f"{user}{what}{where}: {row.policy} for {since}{done}; {then}"

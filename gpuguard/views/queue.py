@@ -1,11 +1,10 @@
-"""The waiting line for people and for programs: what `gpuguard queue` prints.
+"""The queue, reservations and Slurm's jobs for people and for programs: `gpuguard queue`, `reserve` and `who`.
 
-Does not plan: see plan and turn.
+Does not plan: see queue.backfill and queue.reservations.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +18,7 @@ from gpuguard.queue.state import QueueState
 from gpuguard.request import spelled
 from gpuguard.sanitize import display_width, neutral_command, neutralise
 from gpuguard.units import format_duration
-from gpuguard.views.text import Paint, shorten, table
-
-# Slurm's jobs for people and for programs, beside the line and the claims of this machine.
+from gpuguard.views.text import Paint, local_time, picked, shorten, table
 
 
 def slurm_text(
@@ -54,89 +51,68 @@ def slurm_json(found: Sequence[Queued] | str) -> list[dict[str, Any]] | None:
         return None
     return [
         {
-            "job": job.job,
-            "user": job.user,
-            "name": job.name,
-            "state": job.state,
+            **picked(job, "job", "user", "name", "state", "reason", "start", "nodes"),
             "num_gpus_per_node": job.gpus,
-            "reason": job.reason,
             "submitted_at": job.submitted,
-            "start": job.start,
-            "nodes": job.nodes,
         }
         for job in found
     ]
 
 
-# Reservations for people and for programs: what `gpuguard reserve`, `who` and `queue` show of them.
-#
-# Does not say which count: see reservations.
-
-
-_HEADER = ["RESERVED FOR", "GPUS", "FROM", "UNTIL", "ID", "NOW"]
-
-
 def reservations_text(reserved: ReservationCalendar, *, width: int | None = None) -> list[str]:
     """A table, and the files that do not count below it; nothing where there are none."""
-    rows = [_reservation_row(one, reserved.now) for one in reserved.statuses]
-    lines = table(rows, _HEADER, align="<>", width=width) if rows else []
-    for one in reserved.ignored:
-        owner = "somebody" if one.uid < 0 else f"uid {one.uid}"
-        text = neutralise(f"not counted: reservation {one.id} of {owner}: {one.reason}")
+    rows = [_reservation_row(status, reserved.now) for status in reserved.statuses]
+    heads = ["RESERVED FOR", "GPUS", "FROM", "UNTIL", "ID", "NOW"]
+    lines = table(rows, heads, align="<>", width=width) if rows else []
+    for ignored in reserved.ignored:
+        owner = "somebody" if ignored.uid < 0 else f"uid {ignored.uid}"
+        text = neutralise(f"not counted: reservation {ignored.id} of {owner}: {ignored.reason}")
         lines.append(text if width is None else shorten(text, width))
     return lines
 
 
-def _reservation_row(one: ReservationStatus, now: float) -> list[str]:
-    it = one.reservation
-    note = f'"{neutralise(it.note)}"' if it.note else ""
+def _reservation_row(status: ReservationStatus, now: float) -> list[str]:
+    reservation = status.reservation
+    note = f'"{neutralise(reservation.note)}"' if reservation.note else ""
     return [
-        neutralise(it.user),
-        str(it.num_gpus),
-        clock_text(it.begins, now),
-        clock_text(it.ends, now),
-        neutralise(it.id),
-        "  ".join(filter(None, [note, neutralise(state(one, now))])),
+        neutralise(reservation.user),
+        str(reservation.num_gpus),
+        clock_text(reservation.begins, now),
+        clock_text(reservation.ends, now),
+        neutralise(reservation.id),
+        "  ".join(filter(None, [note, neutralise(state(status, now))])),
     ]
 
 
-def state(one: ReservationStatus, now: float) -> str:
+def state(status: ReservationStatus, now: float) -> str:
     """``"begins in 3h"``, ``"1 of 2 used"``, ``"over at 09:30 unless alice comes"``."""
-    it = one.reservation
-    if one.why_not:
-        return f"does not count: {one.why_not}"
-    if one.over and one.no_show_at is not None:
-        return f"over: {it.user} had no claim by {clock_text(one.no_show_at, now)}"
-    if it.begins > now:
-        return f"begins in {format_duration(round(it.begins - now))}"
-    if one.no_show_at is not None:
-        return f"over at {clock_text(one.no_show_at, now)} unless {it.user} comes"
-    return f"{min(it.num_gpus, len(one.held))} of {it.num_gpus} used"
+    reservation = status.reservation
+    if status.why_not:
+        return f"does not count: {status.why_not}"
+    if status.over and status.no_show_at is not None:
+        return f"over: {reservation.user} had no claim by {clock_text(status.no_show_at, now)}"
+    if reservation.begins > now:
+        return f"begins in {format_duration(round(reservation.begins - now))}"
+    if status.no_show_at is not None:
+        return f"over at {clock_text(status.no_show_at, now)} unless {reservation.user} comes"
+    return f"{min(reservation.num_gpus, len(status.held))} of {reservation.num_gpus} used"
 
 
 def reservations_json(reserved: ReservationCalendar) -> list[dict[str, Any]]:
     """The list that docs/json.md describes; unknown is None."""
-    return [reservation_json(one, reserved.now) for one in reserved.statuses]
+    return [reservation_json(status, reserved.now) for status in reserved.statuses]
 
 
-def reservation_json(one: ReservationStatus, now: float) -> dict[str, Any]:
+def reservation_json(status: ReservationStatus, now: float) -> dict[str, Any]:
     """One of them."""
-    it = one.reservation
+    reservation = status.reservation
     return {
-        "id": it.id,
-        "user": it.user,
-        "uid": it.uid,
-        "made_by_uid": it.maker,
-        "made": it.made,
-        "num_gpus": it.num_gpus,
-        "begins": it.begins,
-        "ends": it.ends,
-        "devices": list(it.devices),
-        "used": min(it.num_gpus, len(one.held)),
-        "counts": one.counts,
-        "over_at": one.no_show_at,
-        "state": state(one, now),
-        "note": it.note,
+        **picked(reservation, "id", "user", "uid", "made", "num_gpus", "begins", "ends", "devices", "note"),
+        "made_by_uid": reservation.maker,
+        "used": min(reservation.num_gpus, len(status.held)),
+        "counts": status.counts,
+        "over_at": status.no_show_at,
+        "state": state(status, now),
     }
 
 
@@ -162,9 +138,9 @@ def to_text(
         lines += ["", *kept]
     if line.ignored:
         lines += ["", "Not counted:"]
-        for one in line.ignored:
-            owner = "somebody" if one.uid < 0 else f"uid {one.uid}"
-            lines += _folded(neutralise(f"ticket {one.id} of {owner}: {one.reason}"), "  ", width)
+        for ignored in line.ignored:
+            owner = "somebody" if ignored.uid < 0 else f"uid {ignored.uid}"
+            lines += _folded(neutralise(f"ticket {ignored.id} of {owner}: {ignored.reason}"), "  ", width)
     if site.faults:
         lines += ["", *_folded("The rules of this site do not count, because their file has faults:", "", width)]
         lines += [text for fault in site.faults for text in fault.lines(neutralise(site.path))]
@@ -200,7 +176,7 @@ def _prospects(place: QueuePosition, line: QueueState) -> str:
     promise = place.ticket.promise
     if promise is not None and promise > line.now and not place.now:
         form = "%H:%M" if promise - line.now < 20 * 3600 else "%a %d %b %H:%M"
-        text += f"; at the latest {time.strftime(form, time.localtime(promise))}, if time limits are kept"
+        text += f"; at the latest {local_time(promise, form)}, if time limits are kept"
     return text
 
 
@@ -214,7 +190,7 @@ def to_json(line: QueueState, site: QueueSettings, jobs: Sequence[Queued] | str 
         "fair_share": site.rules.fair_share,
         "places": [_place_json(place, line) for place in line.positions],
         "reservations": reservations_json(line.facts.reserved),
-        "not_counted": [{"id": one.id, "uid": one.uid, "reason": one.reason} for one in line.ignored],
+        "not_counted": [picked(ignored, "id", "uid", "reason") for ignored in line.ignored],
         "faults": [fault.lines(site.path)[0] for fault in site.faults],
         "slurm_jobs": slurm_json(jobs),
     }
@@ -224,23 +200,15 @@ def _place_json(place: QueuePosition, line: QueueState) -> dict[str, Any]:
     ticket = place.ticket
     return {
         "number": place.number,
-        "id": ticket.id,
-        "user": ticket.user,
-        "uid": ticket.uid,
-        "pid": ticket.pid,
-        "since": ticket.since,
+        **picked(ticket, "id", "user", "uid", "pid", "since", "num_gpus", "after", "note", "command"),
         "waited_seconds": max(0.0, line.now - ticket.since),
         "requests": [spelled(way) for way in ticket.requests],
-        "num_gpus": ticket.num_gpus,
         "priority": _NAMES.get(ticket.priority),
         "time_limit_seconds": ticket.time_limit,
         "expected_seconds": ticket.expected,
         "expected_start": place.start,
         "latest_start": ticket.promise,
         "starts_now": place.now,
-        "devices": list(place.devices),
+        "devices": place.devices,
         "why": start_text(place, line),
-        "after": ticket.after,
-        "note": ticket.note,
-        "command": list(ticket.command) if ticket.command is not None else None,
     }

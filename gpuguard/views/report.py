@@ -7,7 +7,6 @@ history.report.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from gpuguard.sanitize import display_width, neutralise
 from gpuguard.units import format_bytes, format_duration, format_rounded
 from gpuguard.views.charts import bucketed, round_marks, stacked
 from gpuguard.views.history import csv_lines, format_span, period_json, remarks, zone
-from gpuguard.views.text import Paint, shorten, table
+from gpuguard.views.text import Paint, local_time, picked, shorten, table
 
 HOUR, KWH = 3600.0, 3.6e6
 MIN_BAR = 12  # columns: in a narrower terminal numbers tell more
@@ -77,7 +76,8 @@ DEVICE_COLUMNS = (  # of DeviceTotal, in hours that they were watched
 CLAIM_COLUMNS = (  # of ClaimRow
     Column("Claim", lambda claim: claim.id, is_text=True),
     Column("User", lambda claim: claim.user or "n/a", is_text=True),
-    Column("Ended", lambda claim: time.strftime("%m-%d %H:%M", time.localtime(claim.ended)), is_text=True),
+    Column("Ended", lambda claim: local_time(claim.ended, "%m-%d %H:%M"), is_text=True),
+    Column("Took", lambda claim: format_duration(claim.seconds)),
     Column("GPUs", lambda claim: str(len(claim.devices))),
     Column("GPU-hours", lambda claim: hours(claim.gpu_seconds)),
     Column("Utilization", lambda claim: format_rounded(claim.utilization, " %")),
@@ -200,6 +200,8 @@ def _table_lines(
 ) -> list[str]:
     """A table, or where that is too wide several, each with the first column: half a number is a wrong one.
 
+    Text in the last column is shortened instead.
+
     Args:
         columns: of the table.
         rows: of which they show something.
@@ -211,18 +213,20 @@ def _table_lines(
     if longest is not None:
         cells = [[shorten(first, longest), *rest] for first, *rest in cells]
     widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
+    if columns[-1].is_text:
+        widths[-1] = len(headers[-1])
     blocks, taken = [[0]], widths[0]
-    for place in range(1, len(widths)):
-        if width is not None and taken + 2 + widths[place] > width and len(blocks[-1]) > 1:
+    for number in range(1, len(widths)):
+        if width is not None and taken + 2 + widths[number] > width and len(blocks[-1]) > 1:
             blocks.append([0])
             taken = widths[0]
-        blocks[-1].append(place)
-        taken += 2 + widths[place]
+        blocks[-1].append(number)
+        taken += 2 + widths[number]
     lines: list[str] = []
     for block in blocks:
-        align = "".join("<" if columns[place].is_text else ">" for place in block)
-        picked = [[row[place] for place in block] for row in (headers, *cells)]
-        lines += ["", *table(picked[1:], picked[0], align=align, width=width)]
+        align = "".join("<" if columns[number].is_text else ">" for number in block)
+        heads, *body = ([row[number] for number in block] for row in (headers, *cells))
+        lines += ["", *table(body, heads, align=align, width=width)]
     return lines[1:]
 
 
@@ -240,10 +244,7 @@ def _waster_lines(report: Report, width: int | None, paint: Paint) -> list[str]:
 
 
 def _claim_lines(rows: Sequence[ClaimRow], unfinished: int, width: int | None) -> list[str]:
-    headers = [column.header if column.header == "kWh" else column.header.upper() for column in CLAIM_COLUMNS]
-    cells = [[neutralise(column.cell(row)) for column in CLAIM_COLUMNS] for row in rows]
-    align = "".join("<" if column.is_text else ">" for column in CLAIM_COLUMNS)
-    lines = table(cells, headers, align=align, width=width) if rows else ["No claim ended in this time."]
+    lines = _table_lines(CLAIM_COLUMNS, rows, width) if rows else ["No claim ended in this time."]
     lines += ["", "From the audit logs that you may read: your own, and the machine's."]
     if unfinished:
         lines.append(f"{unfinished} more began in this time and have no end in the log: they run, or were killed.")
@@ -268,8 +269,7 @@ def to_json(report: Report, claims: Claims | None, host: str) -> dict[str, Any]:
 
 def _usage_json(row: UsageRow) -> dict[str, Any]:
     return {
-        "name": row.name,
-        "uid": row.uid,
+        **picked(row, "name", "uid"),
         "uuid": row.device,
         **{f"{part}_gpu_seconds": getattr(row, part) for part in TIMES},
         "energy_joules": row.energy,
@@ -281,8 +281,7 @@ def _usage_json(row: UsageRow) -> dict[str, Any]:
 def _device_json(device: DeviceTotal) -> dict[str, Any]:
     return {
         "uuid": device.device,
-        "index": device.index,
-        "name": device.name,
+        **picked(device, "index", "name"),
         "parent_uuid": device.parent,
         "watched_seconds": device.seen,
         "claimed_seconds": device.claimed if _claims_known(device) else None,
@@ -295,17 +294,13 @@ def _device_json(device: DeviceTotal) -> dict[str, Any]:
 
 def _claim_json(claim: ClaimRow) -> dict[str, Any]:
     return {
-        "id": claim.id,
-        "user": claim.user,
-        "devices": list(claim.devices),
-        "ended": claim.ended,
+        **picked(claim, "id", "user", "devices", "ended"),
         "wall_time_seconds": claim.seconds,
         "gpu_seconds": claim.gpu_seconds,
         "utilization_percent": claim.utilization,
         "energy_joules": claim.energy,
         "peak_memory_bytes": claim.peak_memory,
-        "exit_status": claim.exit_status,
-        "command": claim.command,
+        **picked(claim, "exit_status", "command"),
     }
 
 
@@ -376,7 +371,7 @@ def to_html(report: Report, claims: Claims | None, host: str, now: float) -> str
         body += ["<h2>Devices</h2>", _table_html(DEVICE_COLUMNS, report.devices), *_courses(report)]
     elif claims is None:
         body.append("<p>Nothing was seen in this time.</p>")
-    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
+    written = local_time(now)
     body.append(f'<p class="faint">Written by gpuguard on {written}.  GPU-hours count each user of a shared GPU.</p>')
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -393,18 +388,18 @@ def _text(text: str) -> str:
 
 def _table_html(columns: Sequence[Column], rows: Sequence[object], bars: Sequence[str] = ()) -> str:
     """A table; *bars* stand behind the first column."""
-    heads = [f"<th{_kind(column)}>{escape(column.header)}</th>" for column in columns]
-    lines = [[f"<td{_kind(column)}>{_text(column.cell(row))}</td>" for column in columns] for row in rows]
+    kinds = [' class="text"' if column.is_text else "" for column in columns]
+    heads = [f"<th{kind}>{escape(column.header)}</th>" for kind, column in zip(kinds, columns, strict=True)]
+    lines = [
+        [f"<td{kind}>{_text(column.cell(row))}</td>" for kind, column in zip(kinds, columns, strict=True)]
+        for row in rows
+    ]
     if bars:
         heads.insert(1, "<th></th>")
         for line, bar in zip(lines, bars, strict=True):
             line.insert(1, f"<td>{bar}</td>")
     body = "\n".join(f"<tr>{''.join(line)}</tr>" for line in lines)
     return f'<div class="wide"><table>\n<tr>{"".join(heads)}</tr>\n{body}\n</table></div>'
-
-
-def _kind(column: Column) -> str:
-    return ' class="text"' if column.is_text else ""
 
 
 def _legend(colour: str, text: str) -> str:

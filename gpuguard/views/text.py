@@ -1,24 +1,18 @@
-"""Text for terminals: a table printer, colours, JSON.
+"""Text for terminals: a table printer, colours, times of day; and JSON.
 
 What strangers wrote passes the neutraliser of gpuguard.sanitize first.  Does not read anything.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
-from gpuguard.sanitize import columns_of
-from gpuguard.sanitize import display_width as display_width
-from gpuguard.sanitize import neutral_command as neutral_command
-from gpuguard.sanitize import neutralise as neutralise
+from gpuguard.sanitize import columns_of, display_width
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import Any, TextIO
-
-    Paint = Callable[[str, str], str]
-else:
-    Paint = object
+Paint = Callable[[str, str], str]  # (text, "red" or "bold red") -> text
 
 _COLOURS = {
     "red": "31", "green": "32", "yellow": "33", "cyan": "36", "bold": "1", "dim": "2", "faint": "2", "reverse": "7",
@@ -55,33 +49,26 @@ def table(
         width: columns of the terminal; the last column is shortened to fit.  None (a pipe): nothing is.
         paint: puts colour on a cell: (padded cell, its column) -> cell.
     """
-    body = [list(row) for row in rows]
-    whole = ([list(headers)] if headers else []) + body
-    if not whole:
-        return []
+    whole = [*([headers] if headers else []), *rows]
     widths = [max(map(display_width, column)) for column in zip(*whole, strict=True)]
     lines = []
     for number, row in enumerate(whole):
-        colour = paint if number or not headers else None
-        lines.append(_line(row, widths, align, width, colour))
+        left, cells = width, []
+        last = max((column for column, cell in enumerate(row) if cell), default=0)
+        for column, cell in enumerate(row[: last + 1]):
+            blanks = " " * (widths[column] - display_width(cell))
+            if align[column : column + 1] == ">":
+                cell = blanks + cell
+            elif column != last:  # no blanks at the end of a line: they wrap on a terminal, and show up in a diff
+                cell += blanks
+            if left is not None:
+                cell = shorten(cell, left)
+                left = max(0, left - widths[column] - 2)
+            cells.append(paint(cell, column) if paint and (number or not headers) else cell)
+            if left == 0:
+                break
+        lines.append("  ".join(cells))
     return lines
-
-
-def _line(
-    row: list[str], widths: list[int], align: str, width: int | None, paint: Callable[[str, int], str] | None
-) -> str:
-    left, cells, last = width, [], max((place for place, cell in enumerate(row) if cell), default=0)
-    for place, cell in enumerate(row[: last + 1]):
-        right = align[place : place + 1] == ">"
-        # No blanks at the end of a line: they wrap on a terminal, and show up in a diff.
-        padded = cell if place == last and not right else _padded(cell, widths[place], right)
-        if left is not None:
-            padded = shorten(padded, left)
-            left = max(0, left - widths[place] - 2)
-        cells.append(paint(padded, place) if paint else padded)
-        if left == 0:
-            break
-    return "  ".join(cells)
 
 
 def style(stream: TextIO, environ: Mapping[str, str]) -> Paint:
@@ -101,26 +88,27 @@ def style(stream: TextIO, environ: Mapping[str, str]) -> Paint:
 
 def put(lines: Iterable[str], stream: TextIO) -> None:
     """Print *lines* at once, also into a pipe; what the encoding of *stream* lacks is written out, and never fails."""
-    stream.write(writable("".join(f"{line}\n" for line in lines), stream))
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write("".join(f"{line}\n" for line in lines).encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
 
 
-def writable(text: str, stream: TextIO) -> str:
-    """*text* in what the encoding of *stream* has."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+def local_time(unix: float, form: str = "%Y-%m-%d %H:%M") -> str:
+    """A unix time in this machine's zone, or that of $TZ."""
+    return time.strftime(form, time.localtime(unix))
+
+
+def picked(value: object, *names: str) -> dict[str, Any]:
+    """The attributes of *value* that stand in JSON under their own names."""
+    return {name: getattr(value, name) for name in names}
 
 
 def json_text(content: Mapping[str, Any], indent: int | None = 2) -> str:
     """*content* as one JSON object in ASCII, valid for every reader: bytes that are no text become U+FFFD."""
-    import json
-
     return json.dumps(_valid(content), indent=indent, ensure_ascii=True, allow_nan=False)
 
 
 def _valid(content: Any) -> Any:
-    from collections.abc import Mapping
-
     if isinstance(content, str):
         return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in content)
     if isinstance(content, Mapping):
@@ -128,8 +116,3 @@ def _valid(content: Any) -> Any:
     if isinstance(content, (list, tuple)):
         return [_valid(value) for value in content]
     return content
-
-
-def _padded(cell: str, width: int, right: bool) -> str:
-    blanks = " " * (width - display_width(cell))
-    return blanks + cell if right else cell + blanks

@@ -5,9 +5,8 @@ docs/json.md describes every field of the JSON, and a test compares the two.  Wh
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from gpuguard import device_state
@@ -15,20 +14,20 @@ from gpuguard.device_state import (
     ClaimUse,
     DeviceUse,
     ProcessUse,
-    UserTotal,
     computes,
     may_compute,
     model_name,
     user_label,
 )
 from gpuguard.eligibility import Sharing, memory_left, sharing_on, slots_left
-from gpuguard.model import Device, Gap, Snapshot
+from gpuguard.model import Device, Snapshot
 from gpuguard.request import SLOTS
 from gpuguard.sanitize import neutral_command, neutralise
-from gpuguard.units import format_bytes, format_duration, format_rounded
-from gpuguard.views.text import Paint, shorten, table
+from gpuguard.units import format_bytes, format_count, format_duration, format_rounded
+from gpuguard.views.text import Paint, local_time, picked, shorten, table
 
 if TYPE_CHECKING:
+    from gpuguard.queue.priority import Ticket
     from gpuguard.queue.reservations import ReservationCalendar
 
 LABELS = {  # exact state: (words, colour)
@@ -45,31 +44,17 @@ LABELS = {  # exact state: (words, colour)
 }
 _INDENT = "     "
 _SHORTEST_NAME = 16  # columns of it: "GeForce RTX 4090"
-MOST_CLAIMS = (
-    10  # lines of one user below a device: 8 can share it, but a user may write any number of records about it
-)
+MOST_CLAIMS = 10  # lines of a user below a device: 8 can share it, but there may be any number of records about it
 # Why another field is unknown is no news here: no SXM module has a fan.  The JSON names them all.
 _NOT_SHOWN = set(Device.__match_args__) - {
     "name", "memory_total", "memory_used", "processes", "utilization", "problems", "temperature", "power_draw",
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class QueuedRequest:
-    """A request that waits for devices."""
-
-    user: str
-    pid: int | None
-    num_gpus: int
-    since: float | None = None  # unix time
-    note: str | None = None
-    command: tuple[str, ...] | None = None
-
-
 def to_text(
     snapshot: Snapshot,
     found: Sequence[DeviceUse],
-    waiting: Sequence[QueuedRequest] = (),
+    waiting: Sequence[Ticket] = (),
     *,
     reserved: ReservationCalendar | None = None,
     width: int | None = None,
@@ -90,9 +75,15 @@ def to_text(
     title = _title(snapshot, age)
     lines = [paint(shorten(title, width) if width else title, "bold"), *_device_lines(snapshot, found, width, paint)]
     if totals := device_state.user_totals(tuple(found)):
-        lines += ["", *_total_lines(totals, width)]
+        rows = [
+            [neutralise(user_label(total.user)), str(total.devices), str(total.processes),
+             format_bytes(total.memory_used), str(total.claimed), str(total.idle)]
+            for total in totals
+        ]  # fmt: skip
+        heads = ["USER", "GPUS", "PROCESSES", "MEMORY", "CLAIMED", "IDLE"]
+        lines += ["", *table(rows, heads, align="<>>>>>", width=width)]
     if waiting:
-        rows = [_waiting_row(request, snapshot.taken_at) for request in waiting]
+        rows = [_waiting_row(ticket, snapshot.taken_at) for ticket in waiting]
         lines += ["", *table(rows, ["WAITING", "GPUS", "SINCE", "PID", "COMMAND"], align="<>>>", width=width)]
     if reserved:
         from gpuguard.views.queue import reservations_text  # loads the queue: only where something is reserved
@@ -106,21 +97,21 @@ def to_text(
 
 def _title(snapshot: Snapshot, age: float | None) -> str:
     whole = [device for device in snapshot.devices if not device.parent_uuid]
-    parts = [f"{len(whole)} GPU{'s' * (len(whole) != 1)}"]
+    parts = [format_count(len(whole), "GPU")]
     if snapshot.driver_version:
         parts.append(f"driver {snapshot.driver_version}")
-    parts.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.taken_at)))
+    parts.append(local_time(snapshot.taken_at, "%Y-%m-%d %H:%M:%S"))
     if age is not None:
         parts.append(f"seen by the daemon {format_duration(age)} ago")
     kind = f"{'RECORDED ' * snapshot.recorded}{'SIMULATED node ' * snapshot.simulated}"
-    host = f"{kind}{snapshot.host}"
-    return neutralise(f"{host}: {', '.join(parts)}")
+    return neutralise(f"{kind}{snapshot.host}: {', '.join(parts)}")
 
 
 def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | None, paint: Paint) -> list[str]:
     if not found:
         return ["nothing to show"]
-    heads, cells = ["GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "STATE"], [_device_row(use) for use in found]
+    heads = ["GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "STATE"]
+    cells = [_device_row(use) for use in found]
     if width is not None:  # the name gives way to the state, not the profile of a MIG instance at its end
         over = sum(2 + max(map(len, column)) for column in zip(heads, *cells, strict=True)) - 2 - width
         room = max(_SHORTEST_NAME, max(len(row[1]) for row in cells) - max(0, over))
@@ -131,29 +122,27 @@ def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | N
         heads,
         align="<<>>>>",
         width=width,
-        paint=lambda cell, place: paint(cell, _colour(cell)) if place == 6 else cell,
+        paint=lambda cell, column: paint(cell, _colour(cell)) if column == 6 else cell,
     )
-    rows = [(place, row) for place, use in enumerate(found) for row in _rows_below(use, snapshot, width is not None)]
-    below = table((row for _, row in rows), align="<<<>>", width=None if width is None else width - len(_INDENT))
-    below_each: list[list[str]] = [[] for _ in found]
-    for (place, _), text in zip(rows, below, strict=True):
-        below_each[place].append(_INDENT + text)
+    below = [list(_rows_below(use, snapshot, width is not None)) for use in found]
+    texts = iter(table(chain(*below), align="<<<>>", width=None if width is None else width - len(_INDENT)))
     lines = devices[:1]
-    for line, use, texts in zip(devices[1:], found, below_each, strict=True):
+    for line, use, rows in zip(devices[1:], found, below, strict=True):
         lines.append(line)
         if use.reason:
             why = f"{_INDENT}why: {neutralise(use.reason)}"
             lines.append(why if width is None else shorten(why, width))
-        lines += texts
+        lines += [_INDENT + next(texts) for _ in rows]
     return lines
 
 
 def _device_row(use: DeviceUse) -> list[str]:
     device = use.device
+    known = device.memory_used is not None or device.memory_total is not None
     return [
         device.label,
         neutralise(model_name(device)),
-        _of(device.memory_used, device.memory_total),
+        f"{format_bytes(device.memory_used)}/{format_bytes(device.memory_total)}" if known else "n/a",
         format_rounded(device.utilization, "%"),
         format_rounded(device.temperature, "C"),
         format_rounded(device.power_draw, "W"),
@@ -166,9 +155,8 @@ def _left(use: DeviceUse) -> str:
     sharing = _sharing(use)
     if not sharing.count:
         return ""
-    slots = slots_left(sharing, SLOTS)
     left = "an unknown part" if sharing.unknown else format_bytes(_memory_left(use, sharing))
-    return f", shared: {left} and {slots} slot{'s' * (slots != 1)} left"
+    return f", shared: {left} and {format_count(slots_left(sharing, SLOTS), 'slot')} left"
 
 
 def _sharing(use: DeviceUse) -> Sharing:
@@ -234,20 +222,11 @@ def _process_row(running: ProcessUse, snapshot: Snapshot, brief: bool) -> list[s
     ]
 
 
-def _total_lines(totals: Sequence[UserTotal], width: int | None) -> list[str]:
-    rows = [
-        [neutralise(user_label(row.user)), *map(str, (row.devices, row.processes)), format_bytes(row.memory_used),
-         *map(str, (row.claimed, row.idle))]
-        for row in totals
-    ]  # fmt: skip
-    return table(rows, ["USER", "GPUS", "PROCESSES", "MEMORY", "CLAIMED", "IDLE"], align="<>>>>>", width=width)
-
-
-def _waiting_row(request: QueuedRequest, now: float) -> list[str]:
-    note = f'"{neutralise(request.note)}"  ' if request.note else ""
-    since = format_duration(None if request.since is None else now - request.since)
-    command = note + neutral_command(request.command)
-    return [neutralise(request.user), str(request.num_gpus), since, str(request.pid), command]
+def _waiting_row(ticket: Ticket, now: float) -> list[str]:
+    note = f'"{neutralise(ticket.note)}"  ' if ticket.note else ""
+    since = format_duration(now - ticket.since)
+    command = note + neutral_command(ticket.command)
+    return [neutralise(ticket.user), str(ticket.num_gpus), since, str(ticket.pid), command]
 
 
 def gap_lines(snapshot: Snapshot) -> list[str]:
@@ -260,35 +239,27 @@ def gap_lines(snapshot: Snapshot) -> list[str]:
         if gap.field not in _NOT_SHOWN:
             unknown.setdefault((gap.device, gap.reason), []).append(gap.field)
     alike: dict[tuple[str, str], list[str | None]] = {}
-    known = _by_uuid(snapshot)
     for (device, reason), names in unknown.items():
         alike.setdefault((", ".join(sorted(names)), reason), []).append(device)
-    return [neutralise(f"{_where(devices, known)}{names}: {reason}") for (names, reason), devices in alike.items()]
-
-
-def _where(uuids: list[str | None], known: Mapping[str, Device]) -> str:
-    devices = [known[uuid] for uuid in filter(None, uuids) if uuid in known]
-    if not devices:
-        return ""
-    if len(devices) > 1 and len(devices) == len(known):
-        return "all GPUs: "
-    return f"GPU {', '.join(device.label for device in devices)}: "
-
-
-def _by_uuid(snapshot: Snapshot) -> dict[str, Device]:
-    return {device.uuid: device for device in snapshot.devices}
+    known = {device.uuid: device.label for device in snapshot.devices}
+    lines = []
+    for (fields, reason), uuids in alike.items():
+        labels = [known[uuid] for uuid in uuids if uuid in known]
+        where = "all GPUs: " if 1 < len(labels) == len(known) else f"GPU {', '.join(labels)}: " if labels else ""
+        lines.append(neutralise(f"{where}{fields}: {reason}"))
+    return lines
 
 
 def to_json(
     snapshot: Snapshot,
     found: Sequence[DeviceUse],
-    waiting: Sequence[QueuedRequest] = (),
+    waiting: Sequence[Ticket] = (),
     *,
     reserved: ReservationCalendar | None = None,
     age: float | None = None,
 ) -> dict[str, Any]:
     """The object that docs/json.md describes; unknown is None."""
-    known = _by_uuid(snapshot)
+    index_of = {device.uuid: device.index for device in snapshot.devices}
     reservations = []
     if reserved:
         from gpuguard.views.queue import reservations_json  # loads the queue: only where something is reserved
@@ -296,56 +267,33 @@ def to_json(
         reservations = reservations_json(reserved)
     return {
         "schema": 1,
-        "host": snapshot.host,
-        "backend": snapshot.backend,
-        "simulated": snapshot.simulated,
-        "recorded": snapshot.recorded,
-        "taken_at": snapshot.taken_at,
+        **picked(snapshot, "host", "backend", "simulated", "recorded", "taken_at"),
         "age_seconds": None if age is None else round(age, 3),
         "driver_version": snapshot.driver_version,
         "devices": [_device_json(use, snapshot) for use in found],
-        "users": [_total_json(row) for row in device_state.user_totals(tuple(found))],
-        "waiting": [
+        "users": [
             {
-                "user": request.user,
-                "pid": request.pid,
-                "num_gpus": request.num_gpus,
-                "since": request.since,
-                "note": request.note,
-                "command": request.command,
+                **picked(total, "user", "devices", "processes", "claimed", "idle"),
+                "memory_used_bytes": total.memory_used,
             }
-            for request in waiting
+            for total in device_state.user_totals(tuple(found))
         ],
+        "waiting": [picked(ticket, "user", "pid", "num_gpus", "since", "note", "command") for ticket in waiting],
         "reservations": reservations,
-        "gaps": [_gap_json(gap, known) for gap in snapshot.gaps],
-    }
-
-
-def _total_json(row: UserTotal) -> dict[str, Any]:
-    return {
-        "user": row.user,
-        "devices": row.devices,
-        "processes": row.processes,
-        "memory_used_bytes": row.memory_used,
-        "claimed": row.claimed,
-        "idle": row.idle,
+        "gaps": [
+            {**picked(gap, "device", "field", "reason"), "index": index_of.get(gap.device or "")}
+            for gap in snapshot.gaps
+        ],
     }
 
 
 def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
     device, sharing = use.device, _sharing(use)
     return {
-        "index": device.index,
-        "label": device.label,
-        "uuid": device.uuid,
-        "name": device.name,
-        "pci_bus_id": device.pci_bus_id,
-        "parent_uuid": device.parent_uuid,
-        "mig_profile": device.mig_profile,
+        **picked(device, "index", "label", "uuid", "name", "pci_bus_id", "parent_uuid", "mig_profile"),
         "state": use.plain_state,
         "exact_state": use.state,
-        "reason": use.reason,
-        "problems": use.problems,
+        **picked(use, "reason", "problems"),
         "memory_total_bytes": device.memory_total,
         "memory_used_bytes": device.memory_used,
         "memory_free_bytes": device.memory_free,
@@ -365,47 +313,27 @@ def _device_json(use: DeviceUse, snapshot: Snapshot) -> dict[str, Any]:
 def _claim_json(held: ClaimUse) -> dict[str, Any]:
     record = held.record
     return {
-        "id": record.id,
+        **picked(record, "id", "pid", "since", "note", "command", "alive", "holders"),
         "user": held.user,
         "uid": None if held.user is None else record.uid,
-        "pid": record.pid,
-        "since": record.since,
-        "note": record.note,
-        "command": record.command,
         "memory_bytes": record.memory,
-        "alive": record.alive,
-        "holders": record.holders,
-        "idle": held.idle,
-        "orphaned": held.orphaned,
-        "stopped": held.stopped,
+        **picked(held, "idle", "orphaned", "stopped"),
     }
 
 
 def _process_json(running: ProcessUse, snapshot: Snapshot) -> dict[str, Any]:
     process = running.process
     return {
-        "pid": process.pid,
-        "user": process.user,
-        "uid": process.uid,
+        **picked(process, "pid", "user", "uid", "kind", "command", "executable", "container"),
+        **picked(process, "working_directory", "conda_environment"),
         "memory_used_bytes": process.memory_used,
         "utilization_percent": process.utilization,
-        "kind": process.kind,
         "computes": computes(process),
-        "command": process.command,
-        "executable": process.executable,
         "claim": running.claim,
         "claim_guessed": running.guessed,
         "stopped": running.stopped,
         "running_seconds": _running(running, snapshot),
-        "container": process.container,
-        "working_directory": process.working_directory,
-        "conda_environment": process.conda_environment,
     }
-
-
-def _gap_json(gap: Gap, known: Mapping[str, Device]) -> dict[str, Any]:
-    device = known.get(gap.device) if gap.device else None
-    return {"device": gap.device, "index": device.index if device else None, "field": gap.field, "reason": gap.reason}
 
 
 def _running(running: ProcessUse, snapshot: Snapshot) -> float | None:
@@ -415,7 +343,3 @@ def _running(running: ProcessUse, snapshot: Snapshot) -> float | None:
 
 def _colour(label: str) -> str:
     return next((colour for words, colour in LABELS.values() if label.startswith(words)), "")
-
-
-def _of(used: int | None, total: int | None) -> str:
-    return "n/a" if used is None and total is None else f"{format_bytes(used)}/{format_bytes(total)}"

@@ -1,0 +1,183 @@
+"""The commands `deny` and `quarantine`, and what `keep` shares with them.
+
+A restriction is an entry of a file in the claim directory that root alone can write: it holds without a daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+
+from gpuguard.claims.directory import LockDirectory
+from gpuguard.claims.restrictions import (
+    DENIED,
+    MAX_REASON,
+    QUARANTINED,
+    Restriction,
+    change,
+    read_restrictions,
+    to_json,
+)
+from gpuguard.cli.options import add_source_options, backend_of, directory_of, log_event, quantity
+from gpuguard.cli.parser import SubcommandRow
+from gpuguard.errors import GpuguardError, InvalidRequest
+from gpuguard.model import Event
+from gpuguard.policies.files.decoder import Accounts
+from gpuguard.request import resolve
+from gpuguard.sanitize import neutralise
+from gpuguard.units import format_duration, parse_duration
+from gpuguard.users import user_name
+from gpuguard.views.text import json_text, put
+
+LONGEST_SECONDS = 365 * 86400.0
+_WHOLE_UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+_DENY = """Let a user make no new claims for a time.  Claims that they have stay, and so do their processes.
+
+sudo gpuguard deny bob --for 2h --reason "ask me first"
+sudo gpuguard deny bob --end
+gpuguard deny                        who is denied now
+
+It is a file in the directory of the claims that root alone can write: it holds without a daemon, and ends by itself.
+It is about claims; use of a device without one is found by policies (the rules unclaimed and trespass).
+"""
+_QUARANTINE = """Take a device out of service: nobody gets a new claim of it.  The owner of a claim keeps it.
+
+sudo gpuguard quarantine 3 --reason "XID 79, being replaced"
+sudo gpuguard quarantine GPU-8f31c2d4-... --for 2d
+sudo gpuguard quarantine 3 --end
+gpuguard quarantine                  what is quarantined now
+
+A whole uuid is taken as it is, without asking a driver that may hang.  It is a file in the directory of the claims that
+root alone can write: it holds without a daemon, until the next boot.
+"""
+
+
+def _deny_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("user", metavar="USER", nargs="?", help="name or uid; without it, show who is denied")
+    parser.add_argument("--for", dest="for_", metavar="DURATION", help="how long, like 2h")
+    parser.add_argument("--reason", metavar="TEXT", help="shown to the user")
+    parser.add_argument("--end", action="store_true", help="permit claims again")
+    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_source_options(parser)
+
+
+def _deny(args: argparse.Namespace) -> int:
+    if args.user is None:
+        if args.for_ or args.reason or args.end:
+            raise InvalidRequest("whom?  Name a user: `gpuguard deny USER --for 2h`.")
+        return show(directory_of(args), DENIED, as_json=args.json)
+    uid = Accounts().user(args.user)
+    if uid == 0:
+        raise InvalidRequest("root cannot be denied anything.")
+    if args.end == (seconds_of(args) is not None):
+        raise InvalidRequest("say for how long, by --for 2h; or --end.")
+    return _change(args, directory_of(args, make=not args.end), "deny", str(uid), user_name(uid))
+
+
+def _quarantine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "device", metavar="DEVICE", nargs="?", help="index or uuid; without it, show what is quarantined"
+    )
+    parser.add_argument("--for", dest="for_", metavar="DURATION", help="how long, like 2d (default: until --end)")
+    parser.add_argument("--reason", metavar="TEXT", help="shown to everybody who wants the device")
+    parser.add_argument("--end", action="store_true", help="put it into service again")
+    parser.add_argument("--json", action="store_true", help="one object for programs: see docs/json.md")
+    add_source_options(parser)
+
+
+def _quarantine(args: argparse.Namespace) -> int:
+    directory = directory_of(args, make=args.device is not None and not args.end)
+    if args.device is None:
+        if args.for_ or args.reason or args.end:
+            raise InvalidRequest("which one?  Name a device: `gpuguard quarantine 3`.")
+        return show(directory, QUARANTINED, as_json=args.json)
+    if args.end and seconds_of(args) is not None:
+        raise InvalidRequest("either --for or --end.")
+    known = read_restrictions(directory, QUARANTINED, time.time()) if args.end else ()
+    beginning = [uuid for uuid in known if uuid.startswith(args.device)]
+    if _WHOLE_UUID.fullmatch(args.device) or (len(beginning) == 1 and not args.device.isdigit()):
+        return _change(args, directory, "quarantine", beginning[0] if beginning else args.device)
+    backend = backend_of(args)
+    try:
+        uuid = resolve([args.device], backend.sample({}).devices, "DEVICE")[0]
+    finally:
+        backend.close()
+    return _change(args, directory, "quarantine", uuid)
+
+
+SUBCOMMANDS = {
+    "deny": SubcommandRow(_DENY, _deny_options, _deny),
+    "quarantine": SubcommandRow(_QUARANTINE, _quarantine_options, _quarantine),
+}
+
+
+def _change(
+    args: argparse.Namespace, directory: LockDirectory, command: str, name: str, user: str | None = None
+) -> int:
+    """Make or end the restriction of *name*, leave an event of it, and show all of its kind."""
+    kind = DENIED if command == "deny" else QUARANTINED
+    now, seconds, reason = time.time(), seconds_of(args), reason_of(args)
+    administrator = "the administrator" if os.geteuid() == 0 else "the owner of the directory"
+    until = None if seconds is None else now + seconds
+    restriction, ended = Restriction(name, now, until, reason, administrator, user), []
+
+    def update(restrictions: dict[str, Restriction]) -> None:
+        if args.end:
+            ended.extend([restrictions.pop(name)] if name in restrictions else [])
+        else:
+            restrictions[name] = restriction
+
+    if not (args.end and directory.is_missing()):  # whose name is misspelt: nothing is to be made there
+        change(directory, kind, update)
+    if args.end and not ended:
+        print(f"{user or name} was not {kind}.")
+        return 1
+    facts = (("until_unix_seconds", until), ("by_uid", os.getuid()))
+    devices = () if command == "deny" else (name,)
+    outcome = "ended" if args.end else kind
+    log_event(args, Event(time.time(), command, outcome, user, devices, message=reason or None, facts=facts))
+    return show(directory, kind, as_json=args.json)
+
+
+def seconds_of(args: argparse.Namespace) -> float | None:
+    """The value of --for, between a second and a year."""
+    seconds = quantity("--for", args.for_, parse_duration)
+    if seconds is not None and not 1 <= seconds <= LONGEST_SECONDS:
+        raise InvalidRequest("--for: write 1s to 365d.")
+    return seconds
+
+
+def reason_of(args: argparse.Namespace) -> str:
+    """The value of --reason."""
+    reason: str = args.reason or ""
+    if len(reason) > MAX_REASON:
+        raise InvalidRequest(f"--reason has at most {MAX_REASON} characters.")
+    return reason
+
+
+def show(directory: LockDirectory, kind: str, *, as_json: bool) -> int:
+    """Print the restrictions of a kind."""
+    if directory.owner is None:
+        raise GpuguardError(
+            "nothing is denied, quarantined or kept without a directory of root's: run `sudo gpuguard setup` once."
+        )
+    now = time.time()
+    restrictions = sorted(read_restrictions(directory, kind, now).values(), key=lambda restriction: restriction.since)
+    if as_json:
+        put([json_text({"schema": 1, kind: [to_json(restriction) for restriction in restrictions]})], sys.stdout)
+    else:
+        put([line_of(restriction, now) for restriction in restrictions] or [f"nothing is {kind}."], sys.stdout)
+    return 0
+
+
+def line_of(restriction: Restriction, now: float) -> str:
+    """``"bob  for another 1h59m  by the administrator: too many jobs"``."""
+    what = f"{restriction.user} ({restriction.name})" if restriction.user else restriction.name
+    until = restriction.until
+    left = "until it is ended" if until is None else f"for another {format_duration(round(until - now))}"
+    reason = f": {restriction.reason}" if restriction.reason else ""
+    return neutralise(f"{what}  {left}  by {restriction.by}{reason}")
