@@ -48,7 +48,6 @@ PLANTED = {
     "any-fit": lambda: setattr(plan._Planner, "_held_back_by", none),
 }
 PLANTED[os.environ["VARIANT"]]()
-sample = turn.Backend
 with open(os.environ["PLACE"] + "/samples", "a") as notes:
     from gpuguard.backends import client as isolated
     look = isolated.WorkerBackend.sample

@@ -308,7 +308,7 @@ def test_whose_turn_it_is_on_one_device_does_not_get_another_one_that_somebody_w
 def test_processes_of_others_cannot_be_overlooked_on_request(broker):
     node = broker.environment["GPUGUARD_BACKEND"].partition(":")[2]
     with a_user(node, "0", 2**30):
-        claim = CLAIM.replace('"conditions": {}', '"conditions": {"mine_as_free": [0], "tolerance": 2**60}')
+        claim = CLAIM.replace('"conditions": {}', '"conditions": {"mine_as_free": [0], "tolerance": 2**50}')
         said = json.loads(broker.python(BOB, claim, broker.uuids[0]))
 
     assert said["descriptors"] == 0 and "refused" in said

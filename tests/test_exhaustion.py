@@ -93,13 +93,13 @@ def test_on_a_full_disk_a_job_has_its_devices_or_does_not_start(tmp_path, what):
 NO_LOOK = """
 import errno, os, sys
 from gpuguard.cli import main, reserve
-really = reserve.write
+really = reserve.write_reservation
 def write(*words):
     def full(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     reserve._calendar = full
     return really(*words)
-reserve.write = write
+reserve.write_reservation = write
 main(sys.argv[1:])
 """
 

@@ -44,8 +44,8 @@ from gpuguard.daemon import release as asking
 records.MOST_OF_ONE = reservations.MOST_OF_ONE = 1
 directory = lock_directory(sys.argv[1])
 print([one.note for one in records.read_records(directory)])
-print(tickets.read_tickets(directory)[0], reservations.read_reservations(directory, 0.0)[0])
-print(tickets.last_served(directory, 1))
+found, read = tickets.read_tickets(directory)[0], reservations.read_reservations(directory, 0.0)[0]
+print(found, read, tickets.last_served(directory, 1))
 tickets.record_start(directory, 1)
 print(room.room_for_records(directory).path, is_same_file(0, sys.argv[2]))
 asking._holders, asking.listens = lambda *_: (os.getpid(),), lambda pid: True
