@@ -3,7 +3,7 @@
 It is /run/gpuguard: root's, with one lock file per GPU that everybody can lock and nobody can remove.  A tmpfiles.d
 file makes it again after each boot.  Without it claims work too, by files in /run/lock or /tmp, but containers and
 services with a private /tmp would not share them.  The daemon gets a user of its own, gpuguard, with a directory in it.
-What users write there (records, places in line) lies on a small file system of its own, so that nobody can fill /run.
+What users write there (records, tickets) lies on a small file system of its own, so that nobody can fill /run.
 
   sudo gpuguard setup              install /etc/tmpfiles.d/gpuguard.conf and make user and directories now
   sudo gpuguard setup --systemd    and the service that guards them: it only observes, by /etc/gpuguard/policy.yaml
@@ -92,30 +92,55 @@ def main(args: argparse.Namespace) -> int:
     if args.remove:
         return setup_remove.remove(ADMIN_DIRECTORY)
     if args.print_unit:
-        return _print_unit(args)
+        print(setup_service.unit_for(args.daemon_user or USER), end="")
+        if doubt := setup_service.doubts_about(sys.executable):
+            print(f"gpuguard: {doubt}", file=sys.stderr)
+        return 0
     if args.systemd:
-        _refuse_systemd(args)
-    if args.dir is None and not args.print:
-        _refuse_other_devices(args.backend)
+        if args.dir:
+            raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away, and GPUGUARD_DIR.")
+        setup_service.refuse_where_it_cannot_work(args.daemon_user or USER)
+    if args.dir is None and not args.print and (is_recorded(args.backend) or args.backend.startswith("simulated")):
+        raise InvalidRequest(
+            f"{ADMIN_DIRECTORY} is for the GPUs of this machine, not for those of --backend {args.backend}.\n"
+            "`unset GPUGUARD_BACKEND`, or name another directory with --dir.  The simulated node needs no setup."
+        )
+
     uuids = _uuids(args)
-    user = args.daemon_user or (keeper_of(path) or "root" if args.dir else USER)
     if args.lock_files:
-        return _make_lock_files(args.dir, uuids)
-    broker = is_brokered(path) if args.broker is None else args.broker
+        _make_lock_files(lock_directory(args.dir), uuids)
+        return 0
+    is_brokered = _is_brokered(path)  # now; setting it up again changes nothing, unless it is asked for
+    keeper = user_name(os.lstat(f"{path}/lock/gate").st_uid) if is_brokered else "root"
+    user = args.daemon_user or (keeper if args.dir else USER)
+    broker = is_brokered if args.broker is None else args.broker
     lines = tmpfiles_lines(path, uuids, user, broker=broker)
     if args.print:
         print("\n".join(lines))
         return 0
+
     if args.dir is None:
-        _install(lines, user)
+        if os.geteuid() != 0:
+            raise LockDirectoryError(
+                f"only root can make {ADMIN_DIRECTORY}.  Run `sudo gpuguard setup`; or `gpuguard setup --dir PATH` "
+                "for a directory of your own, which nobody but you will use."
+            )
+        if user != "root":
+            setup_service.make_user(user)
+        setup_service.write(setup_service.TMPFILES, "\n".join(lines) + "\n")
+        setup_service.mount_claims(f"{ADMIN_DIRECTORY}/claims")
     if args.broker and os.geteuid() != 0:
         raise LockDirectoryError("only root can give the lock files to the daemon alone.  Run it with sudo.")
     make_directory(path, uuids)
     if user != "root":
-        make_daemon_directory(path, user)
-    if broker or is_brokered(path):
+        _make_daemon_directory(path, user)
+    if broker or _is_brokered(path):
         change_broker(path, user, brokered=broker)
-    print(f"{path} is ready: {len(uuids)} GPU{'s' * (len(uuids) != 1)}." + _next_step(args, uuids))
+
+    next_step = "Try `gpuguard who`." if uuids else "Run it again when the driver works."
+    if args.dir:
+        next_step = f"Use it with --dir {args.dir} or GPUGUARD_DIR={args.dir}."
+    print(f"{path} is ready: {len(uuids)} GPU{'s' * (len(uuids) != 1)}.  {next_step}")
     if args.dir is None and not os.path.ismount(f"{path}/claims"):
         print(setup_service.UNBOUNDED.format(path=path))
     if args.systemd:
@@ -127,16 +152,15 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _install(lines: list[str], user: str) -> None:
-    if os.geteuid() != 0:
-        raise LockDirectoryError(
-            f"only root can make {ADMIN_DIRECTORY}.  Run `sudo gpuguard setup`; or `gpuguard setup --dir PATH` "
-            "for a directory of your own, which nobody but you will use."
-        )
-    if user != "root":
-        setup_service.make_user(user)
-    setup_service.write(setup_service.TMPFILES, "\n".join(lines) + "\n")
-    setup_service.mount_claims(f"{ADMIN_DIRECTORY}/claims")
+def _uuids(args: argparse.Namespace) -> list[str]:
+    backend = backend_of(args)
+    try:
+        return [device.uuid for device in backend.sample({HEALTH}).devices if not device.uuid.startswith("unknown")]
+    except BackendError as error:
+        print(f"gpuguard: no lock files for GPUs yet, because {error}", file=sys.stderr)
+        return []
+    finally:
+        backend.close()
 
 
 def make_directory(path: str, uuids: list[str]) -> None:
@@ -148,20 +172,18 @@ def make_directory(path: str, uuids: list[str]) -> None:
     root = os.geteuid() == 0
     modes = {path: 0o755, f"{path}/lock": 0o755, f"{path}/claims": 0o1777 if root else 0o755}
     try:
-        for place, mode in modes.items():
-            if not os.path.lexists(place):
-                os.mkdir(place)
-                os.chmod(place, mode)  # whatever the umask
+        for folder, mode in modes.items():
+            if not os.path.lexists(folder):
+                os.mkdir(folder)
+                os.chmod(folder, mode)  # whatever the umask
     except OSError as error:
         raise LockDirectoryError(
             f"{path} cannot be made: {error.strerror}.  Name another directory with --dir."
         ) from error
-    directory = lock_directory(path)
-    for name in lock_names(uuids):
-        os.close(open_lock(directory, name))
+    _make_lock_files(lock_directory(path), uuids)
 
 
-def make_daemon_directory(path: str, name: str) -> None:
+def _make_daemon_directory(path: str, name: str) -> None:
     """Make the directory of the daemon in *path*, or give the one that is there to *name*.
 
     Raises:
@@ -186,7 +208,7 @@ def make_daemon_directory(path: str, name: str) -> None:
 
 def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: bool = False) -> list[str]:
     """What systemd-tmpfiles must do at boot: see tmpfiles.d(5)."""
-    names = lock_names(uuids)
+    names = _lock_names(uuids)
     keeper = user if broker else "root"
     return [
         "# Claims of GPUs: made by `gpuguard setup`.  Run it again when GPUs or MIG instances have changed.",
@@ -203,74 +225,24 @@ def tmpfiles_lines(path: str, uuids: list[str], user: str = "root", *, broker: b
     ]
 
 
-def lock_names(uuids: list[str]) -> list[str]:
+def _lock_names(uuids: list[str]) -> list[str]:
     """All lock files of a machine: only root can make one later."""
-    return [
-        "gate",
-        "queue",
-        *uuids,
-        *(f"{uuid}.nested" for uuid in uuids),
-        *(slot for one in uuids for slot in slot_names(one)),
-    ]
+    slots = [name for uuid in uuids for name in slot_names(uuid)]
+    return ["gate", "queue", *uuids, *(f"{uuid}.nested" for uuid in uuids), *slots]
 
 
-def _uuids(args: argparse.Namespace) -> list[str]:
-    backend = backend_of(args)
-    try:
-        return [device.uuid for device in backend.sample({HEALTH}).devices if not device.uuid.startswith("unknown")]
-    except BackendError as error:
-        print(f"gpuguard: no lock files for GPUs yet, because {error}", file=sys.stderr)
-        return []
-    finally:
-        backend.close()
-
-
-def _print_unit(args: argparse.Namespace) -> int:
-    print(setup_service.unit_for(args.daemon_user or USER), end="")
-    if doubt := setup_service.doubts_about(sys.executable):
-        print(f"gpuguard: {doubt}", file=sys.stderr)
-    return 0
-
-
-def _refuse_systemd(args: argparse.Namespace) -> None:
-    if args.dir:
-        raise InvalidRequest(f"--systemd is about {ADMIN_DIRECTORY}: leave --dir away, and GPUGUARD_DIR.")
-    setup_service.refuse_where_it_cannot_work(args.daemon_user or USER)
-
-
-def _refuse_other_devices(backend: str) -> None:
-    if is_recorded(backend) or backend.startswith("simulated"):
-        raise InvalidRequest(
-            f"{ADMIN_DIRECTORY} is for the GPUs of this machine, not for those of --backend {backend}.\n"
-            "`unset GPUGUARD_BACKEND`, or name another directory with --dir.  The simulated node needs no setup."
-        )
-
-
-def _make_lock_files(path: str | None, uuids: list[str]) -> int:
-    directory = lock_directory(path)
-    for name in lock_names(uuids):
+def _make_lock_files(directory: LockDirectory, uuids: list[str]) -> None:
+    for name in _lock_names(uuids):
         os.close(open_lock(directory, name))
-    return 0
 
 
-def _next_step(args: argparse.Namespace, uuids: list[str]) -> str:
-    if args.dir:
-        return f"  Use it with --dir {args.dir} or GPUGUARD_DIR={args.dir}."
-    return "  Try `gpuguard who`." if uuids else "  Run it again when the driver works."
-
-
-def is_brokered(path: str) -> bool:
+def _is_brokered(path: str) -> bool:
     """Whether the lock files of *path* are the daemon's alone now."""
     try:
         found = os.lstat(f"{path}/lock/gate")
     except OSError:
         return False
     return stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == BROKERED
-
-
-def keeper_of(path: str) -> str | None:
-    """The user whose daemon gives the locks of *path* now, so that setting it up again changes nothing."""
-    return user_name(os.lstat(f"{path}/lock/gate").st_uid) if is_brokered(path) else None
 
 
 def change_broker(path: str, user: str, *, brokered: bool) -> None:
@@ -284,8 +256,15 @@ def change_broker(path: str, user: str, *, brokered: bool) -> None:
     directory = replace(directory, keeper=account.pw_uid if brokered else directory.keeper)
     try:
         with Gate(directory):
-            if not brokered and is_brokered(path):
-                _refuse_shares(directory)
+            if not brokered and _is_brokered(path):
+                # A share that the daemon gave holds its slot alone, which excludes no process that takes the device's
+                # own lock.
+                slots = grant_of(directory, [name for name in names_of(directory) if ".slot" in name])
+                if shared := sorted({name.partition(".slot")[0] for name in slots}):
+                    raise LockDirectoryError(
+                        f"{len(shared)} devices are shared by claims that the daemon gave ({', '.join(shared)}): wait "
+                        "until these have ended (`gpuguard who` shows them), then run it again.  Nothing was changed."
+                    )
             for name in names_of(directory):
                 _change_file(directory, name, account, brokered=brokered)
         if not brokered:
@@ -298,16 +277,6 @@ def change_broker(path: str, user: str, *, brokered: bool) -> None:
         raise LockDirectoryError(f"{directory.locks} cannot be changed: {error.strerror}.  Run it again.") from error
 
 
-def _refuse_shares(directory: LockDirectory) -> None:
-    """A share that the daemon gave holds its slot alone, which excludes no process that takes the device's own lock."""
-    slots = grant_of(directory, [name for name in names_of(directory) if ".slot" in name])
-    if shared := sorted({name.partition(".slot")[0] for name in slots}):
-        raise LockDirectoryError(
-            f"{len(shared)} devices are shared by claims that the daemon gave ({', '.join(shared)}): wait until these "
-            "have ended (`gpuguard who` shows them), then run it again.  Nothing was changed."
-        )
-
-
 def _change_file(directory: LockDirectory, name: str, account: pwd.struct_passwd, *, brokered: bool) -> None:
     descriptor = open_lock(directory, name)
     try:
@@ -315,7 +284,7 @@ def _change_file(directory: LockDirectory, name: str, account: pwd.struct_passwd
         os.fchown(descriptor, *((account.pw_uid, account.pw_gid) if brokered else (0, 0)))
         os.fchmod(descriptor, BROKERED if brokered else 0o444)
         if brokered and was_open and name != "gate":
-            # The file that was looked at, whatever bears its name by now: the directory may be another user's already.
+            # The file that was opened, whatever bears its name by now: the directory may be another user's already.
             with open(f"/proc/self/fd/{descriptor}", "wb") as file:
                 file.write(EARLIER)
         if brokered and name != "gate":

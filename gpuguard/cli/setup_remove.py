@@ -32,9 +32,11 @@ def remove(directory: str) -> int:
     if os.geteuid() != 0:
         raise LockDirectoryError("only root can remove what root has installed.  Run `sudo gpuguard setup --remove`.")
     unit, mount, policy = setup_service.UNIT, setup_service.MOUNT_UNIT, setup_service.POLICY
-    files = [path for path in (unit, mount, policy, setup_service.SYSUSERS, setup_service.TMPFILES) if is_there(path)]
+    files = [
+        path for path in (unit, mount, policy, setup_service.SYSUSERS, setup_service.TMPFILES) if os.path.lexists(path)
+    ]
     ours = [path for path in files if is_as_written(path)]
-    changed = [path for path in files if path not in ours and setup_service.was_written(path)]
+    changed = [path for path in files if path not in ours and _was_written(path)]
     user = setup_service.made_user()
     if not ours and not user and not os.path.lexists(directory):
         print("Nothing is installed.")
@@ -49,7 +51,10 @@ def remove(directory: str) -> int:
         if mount in ours:
             setup_service.systemctl("disable", setup_service.MOUNT)
     for path in ours:
-        _unlink(path)
+        try:
+            os.unlink(path)
+        except OSError as error:
+            raise LockDirectoryError(f"{path} cannot be removed: {error.strerror}.") from error
         print(f"{path} is removed.")
     if {unit, mount} & {*ours} and setup_service.is_booted() and shutil.which("systemctl"):
         setup_service.systemctl("daemon-reload")
@@ -62,22 +67,16 @@ def remove(directory: str) -> int:
         os.rmdir(os.path.dirname(policy))
     for path in changed:
         print(f"{path} stays: it has been changed since it was installed.")
-    stay = [path for path in (os.path.dirname(MACHINE_EVENTS), MACHINE_STATE, f"{unit}.d") if is_there(path)]
+    stay = [path for path in (os.path.dirname(MACHINE_EVENTS), MACHINE_STATE, f"{unit}.d") if os.path.lexists(path)]
     if stay:
         print(f"What stays: {', '.join(stay)} (log, history, what you wrote yourself).")
     return 0
 
 
-def is_there(path: str) -> bool:
-    """Whether there is something at *path*, be it a link to nothing."""
-    return os.path.lexists(path)
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError as error:
-        raise LockDirectoryError(f"{path} cannot be removed: {error.strerror}.") from error
+def _was_written(path: str) -> bool:
+    """Whether setup has written *path*, whatever became of it since."""
+    begins = setup_service.SEAL.encode()
+    return (setup_service.content_of(path) or b"").startswith(begins) or setup_service.listed("files", path) is not None
 
 
 def clear(path: str) -> None:
@@ -95,7 +94,10 @@ def clear(path: str) -> None:
             print(f"{path} stays until the next boot: {busy}.")
             return
         # With all locks in our hands no claim can be made; those who wait for one find then that its file is gone.
-        _unmount(f"{path}/claims")
+        if os.path.ismount(f"{path}/claims"):
+            done = subprocess.run(["umount", "--lazy", f"{path}/claims"], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise LockDirectoryError(f"{path}/claims stays: {' '.join(done.stderr.split())}.")
         held.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
         _empty(held[-1])
         os.rmdir(path)
@@ -127,15 +129,6 @@ def lock_all(path: str, held: list[int]) -> str | None:
             if not try_flock(descriptor) or not is_same_file(descriptor, file):
                 return f"{file} is held, by a claim, a request in the queue, or a daemon"
     return None
-
-
-def _unmount(claims: str) -> None:
-    """Take the file system away, whoever looks at it; the locks of all claims must be held by the caller."""
-    if not os.path.ismount(claims):
-        return
-    done = subprocess.run(["umount", "--lazy", claims], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise LockDirectoryError(f"{claims} stays: {' '.join(done.stderr.split())}.")
 
 
 def _empty(folder: int) -> None:

@@ -36,8 +36,9 @@ UNBOUNDED = (
 )
 
 _LARGEST = 2**20  # bytes: no file of ours has more
-_SEAL = "# Written by `gpuguard setup`.  The SHA-256 of what follows: "
+SEAL = "# Written by `gpuguard setup`.  The SHA-256 of what follows: "
 _PYTHON = "/usr/bin/python3"  # in the unit as it is packaged
+_SYSTEM_WIDE = "Install gpuguard for the system, for example into /opt/gpuguard, and call setup from there."
 _STARTED = """\
 The service runs, and only observes: `systemctl status gpuguard`, `gpuguard events --follow`.
 It judges by {policy}.  To switch it on, twice: see docs/daemon.md.
@@ -74,11 +75,6 @@ def is_as_written(path: str) -> bool:
     return content == sealed or hashlib.sha256(content).hexdigest() == listed("files", path)
 
 
-def was_written(path: str) -> bool:
-    """Whether setup has written *path*, whatever became of it since."""
-    return (content_of(path) or b"").startswith(_SEAL.encode()) or listed("files", path) is not None
-
-
 def listed(*keys: str) -> str | None:
     """The text at *keys* of the list that gpuguard 0.1 kept; None where there is none."""
     try:
@@ -91,7 +87,7 @@ def listed(*keys: str) -> str | None:
 
 
 def _sealed(content: bytes) -> bytes:
-    return f"{_SEAL}{hashlib.sha256(content).hexdigest()}\n".encode() + content
+    return f"{SEAL}{hashlib.sha256(content).hexdigest()}\n".encode() + content
 
 
 def packaged(name: str) -> str:
@@ -128,7 +124,17 @@ def make_user(name: str) -> None:
     if account is None:
         # Its file comes first, with and without systemd: it says that the user is ours to remove.
         write(SYSUSERS, f"# The user of the daemon.\n{sysusers_line(name)}\n")
-        _run_user_tool(name)
+        words: list[str] = []
+        if sysusers := shutil.which("systemd-sysusers"):
+            words = [sysusers, SYSUSERS]
+        elif useradd := shutil.which("useradd"):
+            home = ["--no-create-home", "--home-dir", "/", "--shell", "/usr/sbin/nologin"]
+            words = [useradd, "--system", "--user-group", *home, name]
+        try:
+            if words:
+                subprocess.run(words, check=False, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            raise LockDirectoryError(f"the user {name} cannot be made: {error.strerror}.") from error
         account = account_of(name)
     if account is None:
         os.unlink(SYSUSERS)
@@ -156,18 +162,6 @@ def made_user() -> str | None:
     return next((line.split()[1] for line in lines if line.startswith("u ")), None)
 
 
-def _run_user_tool(name: str) -> None:
-    sysusers, useradd = shutil.which("systemd-sysusers"), shutil.which("useradd")
-    try:
-        if sysusers:
-            subprocess.run([sysusers, SYSUSERS], check=False, stdin=subprocess.DEVNULL)
-        elif useradd:
-            home = ["--no-create-home", "--home-dir", "/", "--shell", "/usr/sbin/nologin"]
-            subprocess.run([useradd, "--system", "--user-group", *home, name], check=False, stdin=subprocess.DEVNULL)
-    except OSError as error:
-        raise LockDirectoryError(f"the user {name} cannot be made: {error.strerror}.") from error
-
-
 def mount_claims(claims: str) -> None:
     """Bound what users can write in *claims*: at each boot, and now where that directory is yet to be made.
 
@@ -177,12 +171,16 @@ def mount_claims(claims: str) -> None:
     Raises:
         LockDirectoryError: the unit cannot be installed.
     """
-    if _is_packaged(MOUNT) or _is_in_fstab(claims):
+    fstab = (content_of(FSTAB) or b"").decode(errors="replace").splitlines()
+    in_fstab = any(line.split()[1:2] == [claims] for line in fstab if not line.lstrip().startswith("#"))
+    if _is_packaged(MOUNT) or in_fstab:
         return
     if not shutil.which("systemctl"):
         if not os.path.lexists(claims):
             os.makedirs(claims, 0o755)
-            subprocess.run(["mount", "-t", "tmpfs", "-o", mount_options(), "tmpfs", claims], check=False)
+            lines = packaged(MOUNT).splitlines()
+            options = next(line.removeprefix("Options=") for line in lines if line.startswith("Options="))
+            subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", claims], check=False)
             os.chmod(claims, 0o1777)
         return
     if os.path.lexists(MOUNT_UNIT) and not is_as_written(MOUNT_UNIT):
@@ -191,16 +189,6 @@ def mount_claims(claims: str) -> None:
     if is_booted():
         systemctl("daemon-reload")
     systemctl("enable", *(["--now"] if is_booted() else []), MOUNT)
-
-
-def mount_options() -> str:
-    """Of the mount, as the unit has them."""
-    return next(line.partition("=")[2] for line in packaged(MOUNT).splitlines() if line.startswith("Options="))
-
-
-def _is_in_fstab(claims: str) -> bool:
-    lines = (content_of(FSTAB) or b"").decode(errors="replace").splitlines()
-    return any(line.split()[1:2] == [claims] for line in lines if not line.lstrip().startswith("#"))
 
 
 def _is_packaged(unit: str) -> str | None:
@@ -220,9 +208,8 @@ def refuse_where_it_cannot_work(user: str) -> None:
         raise LockDirectoryError("there is no systemd here.  Let what starts services here start `gpuguard daemon`.")
     if path := _is_packaged(SERVICE):
         raise LockDirectoryError(f"a package has installed {path}: run `sudo systemctl enable --now gpuguard`.")
-    if doubt := doubts_about(sys.executable) or open_to_others(
-        sys.executable, os.path.dirname(os.path.dirname(__file__))
-    ):
+    package = os.path.dirname(os.path.dirname(__file__))
+    if doubt := doubts_about(sys.executable) or open_to_others(sys.executable, package):
         raise LockDirectoryError(f"{doubt}\nNothing was changed.")
     ours = is_as_written(UNIT) or content_of(UNIT) == unit_for(user).encode()
     if os.path.lexists(UNIT) and not ours:
@@ -265,13 +252,13 @@ def unit_for(user: str) -> str:
 def doubts_about(executable: str) -> str | None:
     """Why the service could not run this Python, in words; None when nothing is known against it."""
     real = os.path.realpath(executable)
-    if any(path.startswith(("/home/", "/root/", "/run/user/")) for path in (executable, real)):
-        whole = executable if real == executable else f"{executable} (really {real})"
-        return (
-            f"{whole} lies in a home directory, which the service cannot see (ProtectHome=) and its owner could "
-            "change.  Install gpuguard for the system, for example into /opt/gpuguard, and call setup from there."
-        )
-    return None
+    if not any(path.startswith(("/home/", "/root/", "/run/user/")) for path in (executable, real)):
+        return None
+    whole = executable if real == executable else f"{executable} (really {real})"
+    return (
+        f"{whole} lies in a home directory, which the service cannot see (ProtectHome=) and its owner could "
+        f"change.  {_SYSTEM_WIDE}"
+    )
 
 
 def open_to_others(*paths: str) -> str | None:
@@ -287,7 +274,7 @@ def open_to_others(*paths: str) -> str | None:
             if status.st_uid != 0 or (status.st_mode & 0o022 and not sticky):
                 return (
                     f"{path} can be changed by others than root, and the service would run what they put there.  "
-                    "Install gpuguard for the system, for example into /opt/gpuguard, and call setup from there."
+                    f"{_SYSTEM_WIDE}"
                 )
             if path == "/":
                 break
