@@ -100,7 +100,7 @@ def _adopt(args: argparse.Namespace) -> tuple[Claim, ProcessFamily]:
         claim, family = adopt(backend, directory_of(args, make=True), args.pids, tree=args.tree, note=args.note)
     finally:
         backend.close()
-    _log("claim", "adopted", claim, list(family.members))
+    _log("claim", "adopted", claim, f"adopted: pid {', '.join(map(str, family.members))}"[:1000])
     return claim, family
 
 
@@ -143,20 +143,10 @@ def _release(claim: Claim, outcome: str) -> None:
     except ClaimLost:
         outcome = "was not held any more"  # it was released from outside
     claim.release()
-    _log("release", outcome, claim, [])
+    _log("release", outcome, claim)
 
 
-def _log(kind: str, outcome: str, claim: Claim, pids: list[int]) -> None:
-    audit_log.append(
-        Event(
-            time=time.time(),
-            kind=kind,
-            outcome=outcome,
-            user=os.environ.get("LOGNAME") or os.environ.get("USER"),
-            devices=tuple(device.uuid for device in claim),
-            pid=os.getpid(),
-            claim=claim.id,
-            message=f"adopted: pid {', '.join(map(str, pids))}"[:1000] if pids else None,
-            facts=(("uid", os.getuid()),),
-        )
-    )
+def _log(kind: str, outcome: str, claim: Claim, message: str | None = None) -> None:
+    user = os.environ.get("LOGNAME") or os.environ.get("USER")
+    devices, facts = tuple(device.uuid for device in claim), (("uid", os.getuid()),)
+    audit_log.append(Event(time.time(), kind, outcome, user, devices, os.getpid(), claim.id, message, facts))

@@ -6,22 +6,29 @@ Exit code: 0 all is well or there are only warnings, 1 something is at fault, 4 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 from gpuguard.backends.driver_files import kernel_version
 from gpuguard.backends.nvml_calls import has_glibc
-from gpuguard.claims.directory import LockDirectory, fault_of
-from gpuguard.claims.room import Room, room_for_records
+from gpuguard.claims.directory import fault_of, open_lock
+from gpuguard.claims.room import room_for_records
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
+from gpuguard.clusters import outer_devices
 from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE, ORDER_VARIABLE
-from gpuguard.errors import BackendError, ClaimError
-from gpuguard.model import CLOCKS, WHO_FIELDS, Snapshot
+from gpuguard.daemon.client import exchange
+from gpuguard.errors import BackendError, ClaimError, GpuguardError
+from gpuguard.files import file_system
+from gpuguard.model import CLOCKS, WHO_FIELDS
 from gpuguard.procfs import in_first_pid_namespace
+from gpuguard.queue.settings import read_queue_settings
 from gpuguard.source import hidepid_in
 from gpuguard.views import doctor
 from gpuguard.views.doctor import FAULT, DoctorFacts
@@ -37,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    facts = collect_facts(args, os.environ)
+    facts = _collect_facts(args)
     found = doctor.checks(facts)
     if args.json:
         put([json_text(doctor.to_json(facts, found))], sys.stdout)
@@ -48,27 +55,38 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_NO if doctor.worst(found) == FAULT else 0
 
 
-def collect_facts(args: argparse.Namespace, environ: Mapping[str, str]) -> DoctorFacts:
+def _collect_facts(args: argparse.Namespace) -> DoctorFacts:
     """Everything that the checks want to know, read now."""
     driver = _driver(args)
+    snapshot = driver["snapshot"]
+    outer = outer_devices(os.environ, snapshot.devices if snapshot else ())
+    queue = read_queue_settings()
+    faults = [" ".join(" ".join(fault.lines(queue.path)).split()) for fault in queue.faults]
+    library_error = None
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError as error:
+        library_error = str(error)
+    mounts = _read("/proc/self/mountinfo")
     return DoctorFacts(
         host=os.uname().nodename,
         backend=args.backend,
         uid=os.geteuid(),
         **driver,
         **_lock(args),
-        **_line(),
-        outer=_outer(environ, driver["snapshot"]),
-        library_error=_library_error(),
+        line_path=queue.path if os.path.lexists(queue.path) else None,
+        line_faults=tuple(faults),
+        outer=None if outer.uuids is None else (len(outer.uuids), outer.reason),
+        library_error=library_error,
         glibc=has_glibc(),
         kernel_version=kernel_version(),
         device_nodes=tuple(sorted(name for name in os.listdir("/dev") if name.startswith("nvidia"))),
         first_pid_namespace=in_first_pid_namespace(),
-        hidepid=_hidepid(),
-        container=_container(environ),
-        protected_regular=_number(_read("/proc/sys/fs/protected_regular")),
-        protected_hardlinks=_number(_read("/proc/sys/fs/protected_hardlinks")),
-        environ={name: environ[name] for name in VARIABLES if name in environ},
+        hidepid=None if mounts is None else hidepid_in(mounts),
+        container=_container(os.environ),
+        protected_regular=_number("/proc/sys/fs/protected_regular"),
+        protected_hardlinks=_number("/proc/sys/fs/protected_hardlinks"),
+        environ={name: os.environ[name] for name in VARIABLES if name in os.environ},
         python=sys.version.split()[0],
         packages={name: _version(name) for name in PACKAGES},
     )
@@ -88,80 +106,30 @@ def _driver(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _lock(args: argparse.Namespace) -> dict[str, Any]:
-    from gpuguard.claims.directory import open_lock
-    from gpuguard.files import file_system
-
     try:
         directory = directory_of(args)
         if not directory.closed and not directory.is_missing():
             os.close(open_lock(directory, "gate"))
     except (ClaimError, BackendError) as error:
         return {"lock_error": str(error)}
+    room = broker_error = None
+    with suppress(OSError):
+        room = room_for_records(directory)
+    if directory.keeper is not None:  # the daemon alone gives the locks
+        try:
+            exchange(directory, {"do": "claims"})
+        except GpuguardError as error:
+            broker_error = str(error)
     return {
         "lock_path": directory.path,
         "lock_owner": directory.owner,
         "lock_missing": directory.is_missing(),
         "file_system": file_system(directory.locks),
         "keeper": directory.keeper,
-        "broker_error": _broker_error(directory),
-        "room": _room(directory),
+        "broker_error": broker_error,
+        "room": room,
         "daemon_fault": fault_of(directory),
     }
-
-
-def _room(directory: LockDirectory) -> Room | None:
-    try:
-        return room_for_records(directory)
-    except OSError:
-        return None
-
-
-def _line() -> dict[str, Any]:
-    from gpuguard.queue.settings import read_queue_settings
-
-    file = read_queue_settings()
-    faults = [" ".join(" ".join(fault.lines(file.path)).split()) for fault in file.faults]
-    return {"line_path": file.path if os.path.lexists(file.path) else None, "line_faults": tuple(faults)}
-
-
-def _broker_error(directory: LockDirectory) -> str | None:
-    """Why the daemon gives no locks, where it alone does."""
-    from gpuguard.daemon.client import exchange
-    from gpuguard.errors import GpuguardError
-
-    if directory.keeper is None:
-        return None
-    try:
-        exchange(directory, {"do": "claims"})
-    except GpuguardError as error:
-        return str(error)
-    return None
-
-
-def _outer(environ: Mapping[str, str], snapshot: Snapshot | None) -> tuple[int, str] | None:
-    from gpuguard.clusters import outer_devices
-
-    outer = outer_devices(environ, snapshot.devices if snapshot else ())
-    return None if outer.uuids is None else (len(outer.uuids), outer.reason)
-
-
-def _library_error() -> str | None:
-    import ctypes
-
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _hidepid() -> str | None:
-    """The hidepid option of /proc; "" without one."""
-    try:
-        with open("/proc/self/mountinfo", "rb") as mounts:
-            return hidepid_in(mounts.read())
-    except OSError:
-        return None
 
 
 def _container(environ: Mapping[str, str]) -> str | None:
@@ -172,21 +140,20 @@ def _container(environ: Mapping[str, str]) -> str | None:
 
 
 def _version(package: str) -> str | None:
-    from importlib import metadata
-
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isdecimal() else None
+def _number(path: str) -> int | None:
+    text = (_read(path) or b"").strip()
+    return int(text) if text.isdigit() else None
 
 
-def _read(path: str) -> str | None:
+def _read(path: str) -> bytes | None:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
+        with open(path, "rb") as file:
+            return file.read()
     except OSError:
         return None

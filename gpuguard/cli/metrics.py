@@ -20,8 +20,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
-from typing import NoReturn
 
 from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
 from gpuguard.errors import GpuguardError, InvalidRequest, shortage
@@ -98,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidRequest("--compat does not go with --influx: those are names for Prometheus.")
     if args.token_file and not args.influx:
         raise InvalidRequest("--token-file is about --influx.")
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine = MachineFacts(
         args.backend,
         lambda: backend_of(args),
@@ -125,10 +123,16 @@ def main(args: argparse.Namespace) -> int:
 def _output(args: argparse.Namespace) -> Output:
     """What puts facts where they are wanted."""
     if args.influx == "-":
-        return lambda facts: print("\n".join(_lines(facts)), flush=True)
+        return lambda facts: print("\n".join(_influx_lines(facts)), flush=True)
     if args.influx:
-        client = InfluxClient(args.influx, _token(args))
-        return lambda facts: client.send(_lines(facts))
+        token = os.environ.get(TOKEN) or None
+        try:
+            if args.token_file:
+                token = Secret(file=os.path.abspath(args.token_file)).read()
+        except Undelivered as error:
+            raise InvalidRequest(f"--token-file: {error}.") from None
+        client = InfluxClient(args.influx, token)
+        return lambda facts: client.send(_influx_lines(facts))
     if args.textfile:
         directory = os.path.abspath(args.textfile)
         if not os.path.isdir(directory):
@@ -139,18 +143,9 @@ def _output(args: argparse.Namespace) -> Output:
     return lambda facts: print(prometheus_text(facts, args.compat), end="", flush=True)
 
 
-def _lines(facts: MetricFacts) -> list[str]:
+def _influx_lines(facts: MetricFacts) -> list[str]:
     host = facts.snapshot.host if facts.snapshot else os.uname().nodename
     return to_influx(metric_families(facts), host, facts.now)
-
-
-def _token(args: argparse.Namespace) -> str | None:
-    try:
-        if args.token_file:
-            return Secret(file=os.path.abspath(args.token_file)).read()
-    except Undelivered as error:
-        raise InvalidRequest(f"--token-file: {error}.") from None
-    return os.environ.get(TOKEN) or None
 
 
 def _put_all(machine: MachineFacts, output: Output, every: float | None) -> None:
@@ -178,7 +173,3 @@ def _put_all(machine: MachineFacts, output: Output, every: float | None) -> None
         if every is None:
             return
         time.sleep(max(0.1, every - (time.monotonic() - began)))
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

@@ -24,7 +24,6 @@ from gpuguard.cli.options import add_choice_options, add_source_options, quantit
 from gpuguard.cli.parser import Parser
 from gpuguard.cli.queue_options import PRIORITY_NAMES
 from gpuguard.errors import ClaimLost, CudaInitialized, GpuguardError, ImpossibleRequest, InvalidRequest, NotEnoughGpus
-from gpuguard.model import Snapshot
 from gpuguard.procfs import process_facts
 from gpuguard.request import Request
 from gpuguard.sanitize import neutralise, of_held
@@ -70,7 +69,10 @@ def run_line(shell: Any, line: str) -> None:
     Raises:
         GpuguardError: it cannot be done, with what to do about it.
     """
-    words = _split(line)
+    try:
+        words = shlex.split(line)
+    except ValueError as fault:
+        raise InvalidRequest(f"%gpus {line}: {fault}.") from None
     if not words:
         _show_all(shell)
         return
@@ -99,13 +101,6 @@ def run_line(shell: Any, line: str) -> None:
     _publish(shell, *_card(held))
 
 
-def _split(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as fault:
-        raise InvalidRequest(f"%gpus {line}: {fault}.") from None
-
-
 def _add_options(parser: Parser) -> None:
     parser.add_argument("what", metavar="N|release", nargs="?", help="how many GPUs (default: 1), or give them back")
     add_choice_options(parser)
@@ -129,12 +124,13 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
         0.0 if args.wait is None else None if args.wait == _FOR_EVER else quantity("--wait", args.wait, parse_duration)
     )
     source = {"backend": args.backend, "directory": args.dir}
+    notebook = os.path.basename(os.environ.get(_NAME_OF_NOTEBOOK, ""))
     context = api.claim(
         request.num_gpus,
         wait=wait,
         priority=args.priority,
-        on_wait=_say,
-        note=args.note or _note(),
+        on_wait=lambda error: print("waiting:", neutralise(str(error).splitlines()[0]), flush=True),
+        note=args.note or f"notebook {notebook}".strip(),
         **source,
         **conditions,
     )
@@ -151,15 +147,6 @@ def _claimed(args: Any, words: tuple[str, ...]) -> NotebookClaim:
         raise
 
 
-def _say(error: NotEnoughGpus) -> None:
-    print("waiting:", neutralise(str(error).splitlines()[0]), flush=True)
-
-
-def _note() -> str:
-    name = os.path.basename(os.environ.get(_NAME_OF_NOTEBOOK, ""))
-    return f"notebook {name}".strip()
-
-
 def _current() -> NotebookClaim | None:
     """What this kernel has.
 
@@ -171,7 +158,7 @@ def _current() -> NotebookClaim | None:
     try:
         _held[0].claim.reassert()
     except ClaimLost as lost:
-        _let_go()
+        _end_claim()
         raise ClaimLost(f"{lost}\nThis kernel has no GPUs now.  {_RESTART} and claim again.") from None
     return _held[0]
 
@@ -185,11 +172,11 @@ def _release() -> None:
             f"CUDA runs in this kernel and keeps memory on {_names(held.claim)} until it ends.  {_RESTART}: that gives "
             "the GPUs back."
         )
-    _let_go()
+    _end_claim()
     print(f"{_names(held.claim)}: given back.")
 
 
-def _let_go() -> None:
+def _end_claim() -> None:
     _held.pop().context.__exit__(None, None, None)
 
 
@@ -200,11 +187,8 @@ def _show_all(shell: Any) -> None:
     text, html = "this kernel has no GPUs: `%gpus 1` claims one.", "<p>This kernel has no GPUs: %gpus 1 claims one.</p>"
     if held:
         text, html = _card(held)
-    _publish(shell, "\n".join([text, *_lines(machine)]), html + machine._repr_html_())
-
-
-def _lines(machine: Snapshot) -> list[str]:
-    return who.to_text(machine, device_state.uses(machine, process_facts(machine)))
+    lines = who.to_text(machine, device_state.uses(machine, process_facts(machine)))
+    _publish(shell, "\n".join([text, *lines]), html + machine._repr_html_())
 
 
 def _publish(shell: Any, text: str, html: str) -> None:

@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING
 
-from gpuguard.backends import Backend
 from gpuguard.cli.options import add_source_options, backend_of, selectors
 from gpuguard.errors import InvalidRequest
+from gpuguard.request import resolve
 from gpuguard.units import parse_duration
-
-if TYPE_CHECKING:
-    from gpuguard.views.query import Query
+from gpuguard.views.query import csv_lines, help_lines, query_of, to_json
+from gpuguard.views.text import json_text, put
 
 _FORMATS = ("csv", "json", "noheader", "nounits")
 
@@ -40,9 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from gpuguard.views.query import help_lines, query_of
-    from gpuguard.views.text import put
-
     if args.help_query:
         put(help_lines(), sys.stdout)
         return 0
@@ -53,44 +48,28 @@ def main(args: argparse.Namespace) -> int:
     forms = frozenset(word.strip() for word in args.format.split(","))
     if not forms <= set(_FORMATS) or not forms & {"csv", "json"} or forms > {"json"}:
         raise InvalidRequest(f"--format={args.format}: write csv, csv,noheader, csv,noheader,nounits or json.")
-    every = _every(args)
+    every = None
+    if text := f"{args.loop_ms}ms" if args.loop_ms else args.loop:
+        # nvidia-smi's scripts have `-l 1`, so here alone a number without a unit is understood.
+        every = parse_duration(f"{text}s" if text.isdecimal() else text)
+        if every < 0.01:
+            raise InvalidRequest("--loop needs at least 10ms between two answers.")
     query = query_of(args.apps or args.fields, apps=bool(args.apps))
     backend = backend_of(args)
     try:
         header = "noheader" not in forms
         while True:
             began = time.monotonic()
-            _answer(args, backend, query, forms, header)
+            snapshot = backend.sample(query.groups)
+            named = selectors("--id", args.devices) if args.devices else None
+            uuids = frozenset(resolve(list(named), snapshot.devices, "--id")) if named else frozenset()
+            if "json" in forms:
+                put([json_text(to_json(snapshot, query, uuids), indent=2 if every is None else None)], sys.stdout)
+            else:
+                put(csv_lines(snapshot, query, uuids, header=header, units="nounits" not in forms), sys.stdout)
             if every is None:
                 return 0
             header = False  # once, as nvidia-smi does
             time.sleep(max(0.0, every - (time.monotonic() - began)))
     finally:
         backend.close()
-
-
-def _answer(args: argparse.Namespace, backend: Backend, query: Query, forms: frozenset[str], header: bool) -> None:
-    from gpuguard.request import resolve
-    from gpuguard.views.query import csv_lines, to_json
-    from gpuguard.views.text import json_text, put
-
-    snapshot = backend.sample(query.groups)
-    named = selectors("--id", args.devices) if args.devices else None
-    uuids = frozenset(resolve(list(named), snapshot.devices, "--id")) if named else frozenset()
-    if "json" in forms:
-        put([json_text(to_json(snapshot, query, uuids), indent=None if args.loop or args.loop_ms else 2)], sys.stdout)
-    else:
-        put(csv_lines(snapshot, query, uuids, header=header, units="nounits" not in forms), sys.stdout)
-    sys.stdout.flush()
-
-
-def _every(args: argparse.Namespace) -> float | None:
-    """Seconds between two answers; None: one is enough."""
-    text = f"{args.loop_ms}ms" if args.loop_ms else args.loop
-    if text is None:
-        return None
-    # nvidia-smi's scripts have `-l 1`, so here alone a number without a unit is understood.
-    every = parse_duration(f"{text}s" if text.isdecimal() else text)
-    if every < 0.01:
-        raise InvalidRequest("--loop needs at least 10ms between two answers.")
-    return every

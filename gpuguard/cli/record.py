@@ -17,18 +17,17 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
 
-from gpuguard.backends import is_recorded
+from gpuguard.backends import Backend, is_recorded
+from gpuguard.backends.replay import TapeWriter
+from gpuguard.backtest.masking import Mask
+from gpuguard.backtest.recording import pack
 from gpuguard.cli.options import add_source_options, backend_of, directory_of, quantity
 from gpuguard.cli.terminal import print_notice
 from gpuguard.errors import BackendError, ClaimError, GpuguardError, InvalidRequest
+from gpuguard.policies.view import RuleView
 from gpuguard.units import format_bytes, format_duration, parse_bytes, parse_duration
-
-if TYPE_CHECKING:
-    from gpuguard.backends import Backend
-    from gpuguard.claims.directory import LockDirectory
-    from gpuguard.policies.view import RuleView
+from gpuguard.watchdog import ViewReader
 
 SHORTEST_SECONDS = 0.1
 SMALLEST_BYTES = 64 * 1024
@@ -64,21 +63,24 @@ def main(args: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop.set())
     backend = backend_of(args)
     try:
-        return _record(args, backend, every, lasting, most, stop)
+        _record(args, backend, every, lasting, stop)
     finally:
         backend.close()
+    return 0
 
 
-def _record(args: argparse.Namespace, backend: Backend, every: float, lasting: float | None, most: int | None,
-            stop: threading.Event) -> int:  # fmt: skip
-    from gpuguard.backends.replay import TapeWriter
-    from gpuguard.backtest.masking import Mask
-    from gpuguard.backtest.recording import pack
-    from gpuguard.watchdog import ViewReader
-
-    reader = ViewReader(backend, _directory(args))
+def _record(
+    args: argparse.Namespace, backend: Backend, every: float, lasting: float | None, stop: threading.Event
+) -> None:
+    most = quantity("--max-size", args.max_size, parse_bytes)
+    try:
+        directory = directory_of(args)
+    except ClaimError as error:
+        print_notice(f"claims will be missing: {error}")
+        directory = None
+    reader = ViewReader(backend, directory)
     mask = Mask() if args.mask else None
-    view: RuleView | None = reader.read()  # a fault of the first look ends the command before there is a file
+    view: RuleView | None = reader.read()  # a fault of the first sample ends the command before there is a file
     head = {"interval_seconds": every, "masked": args.mask}
     tape = TapeWriter(args.file, head, most=None if most is None else most // 2, append=args.append)
     began, count, trouble = time.monotonic(), 0, ""
@@ -95,7 +97,9 @@ def _record(args: argparse.Namespace, backend: Backend, every: float, lasting: f
             try:
                 view, trouble = reader.read(), ""
             except BackendError as error:
-                view, trouble = None, _told_once(str(error), trouble)
+                view, before, trouble = None, trouble, str(error)
+                if trouble != before:
+                    print_notice(f"no sample for now: {trouble}")
     except OSError as error:
         raise GpuguardError(
             f"{args.file} cannot be written any more: {error.strerror}.  It is whole up to here."
@@ -105,18 +109,3 @@ def _record(args: argparse.Namespace, backend: Backend, every: float, lasting: f
     size = format_bytes(os.stat(args.file).st_size)
     over = format_duration(round(time.monotonic() - began, 1))
     print_notice(f"{count} sample{'s' * (count != 1)} over {over} in {args.file}, {size}.")
-    return 0
-
-
-def _told_once(trouble: str, before: str) -> str:
-    if trouble != before:
-        print_notice(f"no sample for now: {trouble}")
-    return trouble
-
-
-def _directory(args: argparse.Namespace) -> LockDirectory | None:
-    try:
-        return directory_of(args)
-    except ClaimError as error:
-        print_notice(f"claims will be missing: {error}")
-        return None

@@ -16,7 +16,10 @@ import os
 import sys
 from contextlib import redirect_stdout
 
+from gpuguard import cli
 from gpuguard.errors import InvalidRequest
+from gpuguard.fleet.hosts import VIEWS, asked
+from gpuguard.views.text import json_text, put
 
 LONGEST = 4096  # characters of a question
 
@@ -30,55 +33,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from gpuguard import cli
-
     command = args.ask if args.ask is not None else os.environ.get("SSH_ORIGINAL_COMMAND", "")
     words, reason = judged(command)
     if reason:
-        return _refused(command, reason)
+        content = {"schema": 1, "refused": command[:200], "reason": reason, "answered": list(VIEWS)}
+        put([json_text(content, indent=None)], sys.stdout)
+        return cli.EXIT_NO
     return cli.run_command_line([*words, *([] if "--json" in words else ["--json"])])
 
 
 def judged(command: str) -> tuple[list[str], str]:
-    """The words of gpuguard that *command* asks for; else why it is refused."""
-    from gpuguard.fleet.hosts import VIEWS, asked
+    """The words of gpuguard that *command* asks for; else why it is refused.
 
+    Options are judged by what argparse makes of them, not by their spelling.
+    """
     only = f"this key is for {', '.join(VIEWS)} of gpuguard alone"
     if not command.strip():
         return [], f"no command, and there is no shell here: {only}"
     words = asked(command) if len(command) <= LONGEST else []
     if not words:
         return [], only
-    try:
-        strange = _strange(words)
-    except InvalidRequest as fault:
-        return [], " ".join(str(fault).split())
-    return (words, "") if strange is None else ([], f"{strange} is not answered over ssh: {only}")
-
-
-def _strange(words: list[str]) -> str | None:
-    """An option among *words* that is not for strangers.  Judged by what argparse makes of it, not by its spelling."""
-    from gpuguard.cli import build_parser
-    from gpuguard.fleet.hosts import VIEWS
-
-    view, allowed = words[0], {*VIEWS[words[0]], "json"}
-    parser = build_parser(view)
+    parser = cli.build_parser(words[0])
     try:
         with redirect_stdout(io.StringIO()):
-            given = parser.parse_args(words[1:])
+            given = vars(parser.parse_args(words[1:]))
+    except InvalidRequest as fault:
+        return [], " ".join(str(fault).split())
     except SystemExit:  # -h may hide behind another option, as in -hn 2
-        return "--help"
-    for name, value in vars(given).items():
-        if name not in allowed and value != parser.get_default(name):
-            return f"--{name.replace('_', '-')}"
-    return None
-
-
-def _refused(command: str, reason: str) -> int:
-    from gpuguard.cli import EXIT_NO
-    from gpuguard.fleet.hosts import VIEWS
-    from gpuguard.views.text import json_text, put
-
-    content = {"schema": 1, "refused": command[:200], "reason": reason, "answered": list(VIEWS)}
-    put([json_text(content, indent=None)], sys.stdout)
-    return EXIT_NO
+        given = {"help": True}
+    for name, value in given.items():
+        if name not in (*VIEWS[words[0]], "json") and value != parser.get_default(name):
+            return [], f"--{name.replace('_', '-')} is not answered over ssh: {only}"
+    return words, ""

@@ -84,7 +84,10 @@ def main(args: argparse.Namespace) -> int:
         if not (device_state.chosen(scene.found, view.users, view.devices) or scene.snapshot.recorded):
             check_users(args.user)
         if args.once or not sys.stdout.isatty():
-            _once(feed, view)
+            time.sleep(_APART)
+            second, history = feed.sample(), History()
+            history.add(second)
+            put(_lines(second, history, replace(view, past=False), *terminal.size()), sys.stdout)
         elif args.plain or not _can_draw():
             _plain(feed, view, scene, every)
         else:
@@ -133,13 +136,6 @@ def _can_draw() -> bool:
     if os.environ.get("TERM", "dumb") in ("dumb", "unknown") or not sys.stdin.isatty():
         return False
     return importlib.util.find_spec("textual") is not None
-
-
-def _once(feed: SceneFeed, view: ScreenView) -> None:
-    time.sleep(_APART)
-    scene, history = feed.sample(), History()
-    history.add(scene)
-    put(_lines(scene, history, replace(view, past=False), *terminal.size()), sys.stdout)
 
 
 def _plain(feed: SceneFeed, view: ScreenView, scene: Scene, every: float) -> None:

@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
             f"--listen {args.listen} lets everybody on the network see who runs what: add --token-file PATH, made by\n"
             "`(umask 077; head -c 24 /dev/urandom | base64 > web-token)`, and put a proxy with TLS before it."
         )
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     source = _Source(args)
     try:
         source.joined()  # a driver that cannot be reached is reported here, not in a browser
@@ -78,10 +78,6 @@ def main(args: argparse.Namespace) -> int:
     finally:
         source.close()
     return 0
-
-
-def _end(_signal: int, _frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _serve(args: argparse.Namespace, source: _Source, token: str | None) -> None:
