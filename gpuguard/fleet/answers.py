@@ -13,6 +13,7 @@ from typing import Any
 
 from gpuguard.fleet.ssh import Reply
 from gpuguard.jsonio import decode, loads
+from gpuguard.model import Device
 from gpuguard.sanitize import neutralise
 
 DEPTH = 32  # of an answer: `who --json` has 6
@@ -56,39 +57,58 @@ class HostProcess:
 class HostDevice:
     """A device of `who --json` or `select --json`."""
 
-    index: int | None = None
-    uuid: str | None = None
+    index: int
+    uuid: str
+    label: str = ""
     parent_uuid: str | None = None
+    mig_profile: str | None = None
     name: str | None = None
     state: str | None = None
+    exact_state: str | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     utilization_percent: float | None = None
     claims: tuple[HostClaim, ...] = ()
     processes: tuple[HostProcess, ...] | None = None
 
+    @property
+    def device(self) -> Device:
+        """As views print it."""
+        instance = self.label.partition(".")[2]
+        return Device(
+            self.index,
+            self.uuid,
+            self.name,
+            parent_uuid=self.parent_uuid,
+            mig_profile=self.mig_profile,
+            gpu_instance_id=int(instance) if instance.isdecimal() else None,
+            memory_used=self.memory_used_bytes,
+            memory_total=self.memory_total_bytes,
+            utilization=self.utilization_percent,
+        )
+
 
 @dataclass(frozen=True)
 class HostUser:
-    """What a user has, by `who --json`."""
+    """What a user has, by `who --json`: the fields of a UserTotal, in that order."""
 
-    user: str | None = None
-    devices: int | None = None
-    processes: int | None = None
-    claimed: int | None = None
-    idle: int | None = None
-    memory_used_bytes: int | None = None
+    user: str | None
+    devices: int
+    processes: int
+    memory_used_bytes: int | None
+    claimed: int
+    idle: int
 
 
 @dataclass(frozen=True)
 class HostTicket:
     """A request that waits, by `queue --json`."""
 
-    number: int | None = None
-    user: str | None = None
-    num_gpus: int | None = None
-    waited_seconds: float | None = None
-    why: str | None = None
+    user: str
+    num_gpus: int
+    number: int = 0  # in the order of the queue; `who` says none
+    waited_seconds: float = 0.0
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -180,13 +200,11 @@ def _object(content: bytes) -> Facts:
     if not begin and not content.startswith(b"{"):
         raise ValueError("it is no JSON" if content.strip() else "it is empty")
     try:
-        found = loads(content[begin:], DEPTH)
+        found: Facts = loads(content[begin:], DEPTH)  # an object, since it begins with its bracket
     except UnicodeDecodeError:
         raise ValueError("it is no text") from None
     except json.JSONDecodeError:
         raise ValueError("it is no JSON, or only a part of it") from None
     except ValueError as error:  # of ours, or a number of 5,000 digits
         raise ValueError(str(error)[:100]) from None
-    if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
     return found

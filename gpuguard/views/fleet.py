@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuguard import device_state
+from gpuguard.device_state import UserTotal
 from gpuguard.fleet.answers import HostAnswer, HostDevice, HostReply, HostUser
 from gpuguard.sanitize import neutral_command
 from gpuguard.units import format_bytes, format_duration
 from gpuguard.views.charts import sparkline
 from gpuguard.views.text import Paint, shorten, table
-from gpuguard.views.who import LABELS
+from gpuguard.views.who import LABELS, TOTALS, device_cells, state_colour, total_cells
 
 SHOWN_ROWS = 256  # of one host: a machine has 8 devices, or 56 instances
 _CLAIMS = 8  # of a device
@@ -55,8 +56,8 @@ class FleetSums:
 
 def sums(answer: HostAnswer) -> FleetSums:
     """What `who --json` of one host comes to."""
-    divided = {device.parent_uuid for device in answer.devices} - {None}
-    whole = [device for device in answer.devices if device.uuid is None or device.uuid not in divided]
+    divided = {device.parent_uuid for device in answer.devices}
+    whole = [device for device in answer.devices if device.uuid not in divided]
     return FleetSums(
         Counter(device.state if device.state in LABELS else device_state.UNKNOWN for device in whole),
         _sum(device.memory_used_bytes for device in whole),
@@ -98,27 +99,22 @@ def host_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
     answer = reply.answer
     if answer is None:
         return []  # the end names all of those together
-    title = f"{'RECORDED ' * answer.recorded}{_simulated(answer)}{reply.host}: {in_words(sums(answer))}"
+    rows = []
+    for device in answer.devices[:SHOWN_ROWS]:
+        known = (state for state in (device.exact_state, device.state) if state in LABELS)
+        cells = device_cells(device.device, next(known, None) or device_state.UNKNOWN)
+        label, name, memory, utilization, *_, state = cells
+        rows.append([label, shorten(name, 40), memory, utilization, state, _users_of(device, answer.taken_at)])
     body = table(
-        [_device_row(device, answer.taken_at) for device in answer.devices[:SHOWN_ROWS]],
-        align="><>>",
+        rows,
+        align="<<>>",
         width=None if width is None else width - 2,
-        paint=lambda cell, place: paint(cell, _state_colour(cell)) if place == 4 else cell,
+        paint=lambda cell, place: paint(cell, state_colour(cell)) if place == 4 else cell,
     )
+    title = f"{'RECORDED ' * answer.recorded}{_simulated(answer)}{reply.host}: {in_words(sums(answer))}"
     more = len(answer.devices) - SHOWN_ROWS
     lines = [paint(_fit(title, width), "bold"), *(f"  {line}" for line in body)]
     return lines + ([f"  ... and {more} more"] if more > 0 else [])
-
-
-def _device_row(device: HostDevice, now: float | None) -> list[str]:
-    return [
-        f"{'.' * (device.parent_uuid is not None)}{'?' if device.index is None else device.index}",
-        shorten((device.name or "n/a").removeprefix("NVIDIA "), 40),
-        f"{format_bytes(device.memory_used_bytes)}/{format_bytes(device.memory_total_bytes)}",
-        "n/a" if device.utilization_percent is None else f"{device.utilization_percent:.0f}%",
-        LABELS.get(device.state or "", LABELS[device_state.UNKNOWN])[0],
-        _users_of(device, now),
-    ]
 
 
 def _users_of(device: HostDevice, now: float | None) -> str:
@@ -146,11 +142,11 @@ def queue_lines(reply: HostReply, width: int | None, paint: Paint) -> list[str]:
         return []  # of most hosts: the end says how many
     cells = [
         [
-            _count(ticket.number),
+            str(ticket.number),
             _name(ticket.user),
-            _count(ticket.num_gpus),
-            format_duration(None if ticket.waited_seconds is None else round(ticket.waited_seconds)),
-            shorten(ticket.why or "", 200),
+            str(ticket.num_gpus),
+            format_duration(round(ticket.waited_seconds)),
+            shorten(ticket.why, 200),
         ]
         for ticket in answer.places[:SHOWN_ROWS]
     ]
@@ -171,7 +167,7 @@ def room(reply: HostReply, form: str, separator: str) -> str | None:
     devices = reply.answer.devices if reply.answer is not None else ()
     if not devices:
         return None
-    by_uuid = form == "uuid" or any((device.uuid or "").startswith("MIG-") for device in devices)
+    by_uuid = form == "uuid" or any(device.uuid.startswith("MIG-") for device in devices)
     return separator.join(str(device.uuid if by_uuid else device.index) for device in devices)
 
 
@@ -180,16 +176,13 @@ def chosen(reply: HostReply) -> HostReply:
     if reply.answer is None:
         return reply
     devices = reply.answer.devices
-    sound = all(
-        device.index is not None and 0 <= device.index < 10_000 and _UUID.fullmatch(device.uuid or "")
-        for device in devices
-    )
     names = (room(reply, "index", ",") or "").split(",")
-    if not devices or not sound:
-        return replace(reply, answer=None, facts=None, error="its answer names no devices")
-    if len(set(names)) < len(names):  # of such a list CUDA sees none
-        return replace(reply, answer=None, facts=None, error="its answer names a device twice")
-    return reply
+    fault = None
+    if not devices or not all(0 <= device.index < 10_000 and _UUID.fullmatch(device.uuid) for device in devices):
+        fault = "its answer names no devices"
+    elif len(set(names)) < len(names):  # of such a list CUDA sees none
+        fault = "its answer names a device twice"
+    return replace(reply, answer=None, facts=None, error=fault) if fault else reply
 
 
 def room_line(reply: HostReply, devices: str | None, hosts: Sequence[str], width: int | None, paint: Paint) -> str:
@@ -209,14 +202,17 @@ def total_lines(replies: Sequence[HostReply], width: int | None) -> list[str]:
     for reply in replies:
         for user in reply.answer.users[:SHOWN_ROWS] if reply.answer is not None else ():
             totals.setdefault(_name(user.user), []).append(user)
-    cells = []
-    for name, rows in sorted(totals.items(), key=lambda item: (-(_sum(row.devices for row in item[1]) or 0), item[0])):
-        counts = [_count(_sum(getattr(row, column) for row in rows)) for column in ("devices", "processes")]
-        memory = format_bytes(_sum(row.memory_used_bytes for row in rows))
-        claimed, idle = _sum(row.claimed for row in rows), _sum(row.idle for row in rows)
-        cells.append([name, str(len(rows)), *counts, memory, _count(claimed), _count(idle)])
-    heads = ["USER", "HOSTS", "GPUS", "PROCESSES", "MEMORY", "CLAIMED", "IDLE"]
-    return table(cells, heads, align="<>>>>>>", width=width) if cells else []
+    rows = []
+    for name, on_hosts in totals.items():
+        devices, processes, claimed, idle = (
+            sum(getattr(user, field) for user in on_hosts) for field in ("devices", "processes", "claimed", "idle")
+        )
+        memory = _sum(user.memory_used_bytes for user in on_hosts)
+        total = UserTotal(name, devices, processes, None if memory is None else int(memory), claimed, idle)
+        cells = total_cells(total)
+        rows.append((-devices, name, [cells[0], str(len(on_hosts)), *cells[1:]]))
+    heads = [TOTALS[0], "HOSTS", *TOTALS[1:]]
+    return table([cells for *_, cells in sorted(rows)], heads, align="<>>>>>>", width=width) if rows else []
 
 
 def end_lines(replies: Sequence[HostReply], width: int | None, paint: Paint) -> list[str]:
@@ -329,13 +325,5 @@ def _simulated(answer: HostAnswer) -> str:
     return "SIMULATED node " * answer.simulated
 
 
-def _count(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.0f}"
-
-
 def _fit(line: str, width: int | None) -> str:
     return line if width is None else shorten(line, width)
-
-
-def _state_colour(label: str) -> str:
-    return next((colour for words, colour in LABELS.values() if label.strip() == words), "")

@@ -42,6 +42,7 @@ LABELS = {  # exact state: (words, colour)
     device_state.DIVIDED: ("divided (MIG)", "dim"),
     device_state.RESERVED: ("reserved", "yellow"),
 }
+TOTALS = ("USER", "GPUS", "PROCESSES", "MEMORY", "CLAIMED", "IDLE")
 _INDENT = "     "
 _SHORTEST_NAME = 16  # columns of it: "GeForce RTX 4090"
 MOST_CLAIMS = 10  # lines of a user below a device: 8 can share it, but there may be any number of records about it
@@ -75,13 +76,7 @@ def to_text(
     title = _title(snapshot, age)
     lines = [paint(shorten(title, width) if width else title, "bold"), *_device_lines(snapshot, found, width, paint)]
     if totals := device_state.user_totals(tuple(found)):
-        rows = [
-            [neutralise(user_label(total.user)), str(total.devices), str(total.processes),
-             format_bytes(total.memory_used), str(total.claimed), str(total.idle)]
-            for total in totals
-        ]  # fmt: skip
-        heads = ["USER", "GPUS", "PROCESSES", "MEMORY", "CLAIMED", "IDLE"]
-        lines += ["", *table(rows, heads, align="<>>>>>", width=width)]
+        lines += ["", *table(map(total_cells, totals), TOTALS, align="<>>>>>", width=width)]
     if waiting:
         rows = [_waiting_row(ticket, snapshot.taken_at) for ticket in waiting]
         lines += ["", *table(rows, ["WAITING", "GPUS", "SINCE", "PID", "COMMAND"], align="<>>>", width=width)]
@@ -122,7 +117,7 @@ def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | N
         heads,
         align="<<>>>>",
         width=width,
-        paint=lambda cell, column: paint(cell, _colour(cell)) if column == 6 else cell,
+        paint=lambda cell, column: paint(cell, state_colour(cell)) if column == 6 else cell,
     )
     below = [list(_rows_below(use, snapshot, width is not None)) for use in found]
     texts = iter(table(chain(*below), align="<<<>>", width=None if width is None else width - len(_INDENT)))
@@ -137,7 +132,12 @@ def _device_lines(snapshot: Snapshot, found: Sequence[DeviceUse], width: int | N
 
 
 def _device_row(use: DeviceUse) -> list[str]:
-    device = use.device
+    cells = device_cells(use.device, use.state)
+    return [*cells[:-1], cells[-1] + _left(use)]
+
+
+def device_cells(device: Device, state: str) -> list[str]:
+    """Label, name, memory, utilization, temperature, power and state, as a device of any host is printed."""
     known = device.memory_used is not None or device.memory_total is not None
     return [
         device.label,
@@ -146,7 +146,7 @@ def _device_row(use: DeviceUse) -> list[str]:
         format_rounded(device.utilization, "%"),
         format_rounded(device.temperature, "C"),
         format_rounded(device.power_draw, "W"),
-        LABELS[use.state][0] + _left(use),
+        LABELS[state][0],
     ]
 
 
@@ -220,6 +220,12 @@ def _process_row(running: ProcessUse, snapshot: Snapshot, brief: bool) -> list[s
         neutralise(", ".join(remarks)),
         container + neutral_command(process.command, brief=brief),
     ]
+
+
+def total_cells(total: UserTotal) -> list[str]:
+    """What a user has, below TOTALS."""
+    devices, processes, claimed, idle = map(str, (total.devices, total.processes, total.claimed, total.idle))
+    return [neutralise(user_label(total.user)), devices, processes, format_bytes(total.memory_used), claimed, idle]
 
 
 def _waiting_row(ticket: Ticket, now: float) -> list[str]:
@@ -341,5 +347,6 @@ def _running(running: ProcessUse, snapshot: Snapshot) -> float | None:
     return None if start is None else round(max(0.0, snapshot.clock - start), 2)
 
 
-def _colour(label: str) -> str:
+def state_colour(label: str) -> str:
+    """The colour of a cell that begins with the words of a state."""
     return next((colour for words, colour in LABELS.values() if label.startswith(words)), "")
