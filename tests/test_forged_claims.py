@@ -31,7 +31,6 @@ from gpuguard.claims.directory import lock_directory, open_lock
 from gpuguard.claims.probe import probe
 from gpuguard.claims.records import ReleaseRequest, record_path
 from gpuguard.claims.release import lock_handle, release_locks
-from gpuguard.cli import doctor
 from gpuguard.errors import ClaimError
 from gpuguard.files import file_system
 from gpuguard.jobs import isolation
@@ -248,7 +247,7 @@ assert told == told[:1] * len(told), told
 
 def all_that_is_read() -> list[object]:
     """What is asked of the mounts of this machine."""
-    hidden = source._processes_are_hidden(), doctor._hidepid()
+    hidden = source._processes_are_hidden(), source.hidepid_in(Path("/proc/self/mountinfo").read_bytes())
     return [*hidden, *map(file_system, ("/", "/proc", "/sys", "/dev/shm"))]
 
 
