@@ -222,7 +222,7 @@ def _process_row(running: ProcessUse, snapshot: Snapshot, brief: bool) -> list[s
     ]
 
 
-def total_cells(total: UserTotal) -> list[str]:
+def total_cells(total: device_state.UserTotal) -> list[str]:
     """What a user has, below TOTALS."""
     devices, processes, claimed, idle = map(str, (total.devices, total.processes, total.claimed, total.idle))
     return [neutralise(user_label(total.user)), devices, processes, format_bytes(total.memory_used), claimed, idle]
