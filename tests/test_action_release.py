@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, a_device, a_process
+from builders import GIB, a_claim_record, a_device, a_process
 from claimholders import Holder, a_holder
 from guarded import SOMEBODY, Listing
 from nodes import remove
@@ -234,6 +234,43 @@ def test_where_the_kernel_lends_no_files_the_line_says_what_the_unit_lacks(claim
     outcome = claimed.act(holder)
 
     assert (outcome.word, claimed.locked()) == (actions.REFUSED, 2) and "pidfd_getfd" in claimed.events[0].message
+
+
+def test_a_claim_whose_holder_ends_before_its_files_are_lent_is_left_alone(claimed, holder, monkeypatch):
+    def gone(pid: int) -> int:
+        raise ProcessLookupError(3, "No such process")
+
+    monkeypatch.setattr(os, "pidfd_open", gone)
+    outcome = claimed.act(holder)
+
+    assert (outcome.word, [check.check for check in outcome.failed]) == (actions.REFUSED, ["files"])
+    assert claimed.locked() == 2
+
+
+def test_a_claim_that_loses_a_device_while_it_is_checked_is_left_alone(claimed, holder):
+    sample, snapshot = claimed.machine.sample, claimed.machine.sample((), None)
+
+    def changing(*of: Any) -> Snapshot:
+        holder.does("fcntl.flock(locks[0].descriptor, fcntl.LOCK_UN)")
+        return sample(*of)
+
+    claimed.machine.sample = changing  # type: ignore[method-assign]
+    outcome = claimed.act(holder, snapshot=snapshot)
+
+    assert (outcome.word, [check.check for check in outcome.failed]) == (actions.REFUSED, ["claim"])
+    assert claimed.locked() == 1
+
+
+def test_a_claim_that_only_the_daemon_knows_is_over_when_nothing_is_locked(claimed):
+    """Where a broker hands the locks out, a claim need not have a record."""
+    claim = a_claim_record(*claimed.uuids[:2], id="1dea1234", uid=SOMEBODY)
+    snapshot = replace(claimed.snapshot, claims=(claim,))
+    subject = Subject("claim", uid=SOMEBODY, claim=claim.id, user="alice")
+    verdict = Verdict("idle-claims", Finding("age", subject, "held for 3h", ()), "release", 0, 0.0, enforce=True)
+    directory = replace(claimed.directory, keeper=os.geteuid())
+    [outcome] = actions.act(verdict, snapshot, ActionContext(**{**claimed.facts, "directory": directory}))
+
+    assert (outcome.word, outcome.why) == (actions.REFUSED, "it has ended")
 
 
 def test_claims_of_the_system_are_never_taken(claimed):

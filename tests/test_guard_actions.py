@@ -17,8 +17,9 @@ from users import interpreter
 
 from gpuguard import procfs
 from gpuguard.enforcement import actions, preflight, signals
-from gpuguard.enforcement.actions import ACTIONS, give_up_unkillable
+from gpuguard.enforcement.actions import ACTIONS, give_up_unkillable, parse_checkpoint_signal, parse_niceness
 from gpuguard.enforcement.limits import ActionLimits, PastAction
+from gpuguard.errors import InvalidRequest
 from gpuguard.model import Event, Snapshot, Verdict
 from gpuguard.policies.policy import COUNTED, ON_PROCESSES
 
@@ -98,6 +99,24 @@ def test_a_checkpoint_signal_reaches_a_program_that_waits_for_it():
         assert scene.dies()
 
 
+@pytest.mark.parametrize(("text", "number"), [("USR2", signal.SIGUSR2), ("sigusr1", signal.SIGUSR1), ("Hup", 1)])
+def test_a_policy_names_a_checkpoint_signal_as_kill_does(text, number):
+    assert parse_checkpoint_signal(text) == number
+
+
+@pytest.mark.parametrize("text", ["TERM", "SIGKILL", "STOP", "10", ""])
+def test_a_policy_names_no_other_signal_for_a_checkpoint(text):
+    with pytest.raises(InvalidRequest, match="write one of USR1, USR2"):
+        parse_checkpoint_signal(text)
+
+
+def test_a_niceness_is_written_as_a_number_from_1_to_19():
+    assert [parse_niceness(text) for text in ("1", "10", "19")] == [1, 10, 19]
+    for text in ("0", "20", "-5", "01", "nice"):
+        with pytest.raises(InvalidRequest, match="from 1 to 19"):
+            parse_niceness(text)
+
+
 @pytest.mark.parametrize("number", [0, 9, 15, 19, 64, True, "USR1", 10**9])
 def test_no_other_signal_passes_for_a_checkpoint(number):
     with a_program("for n in (10, 15): signal.signal(n, lambda *_: os._exit(0))") as scene:
@@ -154,6 +173,17 @@ def test_who_outlives_sigkill_is_given_up_and_its_device_left_alone(scene):
     assert scene.dies()
     assert give_up_unkillable(scene.context(), scene.snapshot) == ()
     assert scene.context().limits.unkillable == {}
+
+
+def test_the_targets_of_the_policies_are_told_once_of_a_process_that_outlives_sigkill(scene):
+    killed = PastAction(
+        procfs.boot_clock() - 61, "kill", (scene.pid, scene.process.start_time), ("GPU-x", "GPU-y"), live=True
+    )
+    scene.context(notifier=(post := Post()), alarm=("ops", "mail")).limits.record(killed)
+    give_up_unkillable(scene.context(), scene.snapshot)
+    give_up_unkillable(scene.context(), scene.snapshot)
+
+    assert post.asked == ["ops", "mail"]
 
 
 @pytest.mark.parametrize("deed", [{"action": "terminate"}, {"live": False}, {"process": (2**22, 1.0)}])

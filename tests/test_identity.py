@@ -22,7 +22,6 @@ from guarded import SOMEBODY, Scene, a_child, a_scene, somebody
 from gpuguard import procfs
 from gpuguard.claims.release import is_supervisor
 from gpuguard.enforcement import identity
-from gpuguard.enforcement.actions import write_to_terminal
 from gpuguard.enforcement.identity import Protected
 from gpuguard.policies.files.decoder import Accounts
 from gpuguard.policies.files.loader import parse
@@ -122,17 +121,6 @@ def test_a_program_on_a_file_system_that_tells_root_nothing_is_known_by_its_path
     facts = identity.facts_of(os.getpid())
     assert (facts.executable, facts.executable_owner) == (path, None)
     assert not identity.runs_one_of(facts, (path,)), "a path is nothing that protects: anybody can mount there"
-
-
-@pytest.mark.terminal
-def test_a_terminal_that_may_not_be_opened_takes_no_messages(monkeypatch):
-    ours, theirs = os.openpty()
-    number, uid = os.fstat(theirs).st_rdev, os.fstat(theirs).st_uid
-    monkeypatch.setattr(os, "open", refused)
-
-    assert write_to_terminal(number, uid, "hello", last=True) == "the terminal takes no messages"
-    os.close(ours)
-    os.close(theirs)
 
 
 MOUNTED = 'mount --bind "$0" /usr/bin/login && exec /usr/bin/login -c "import time; print(flush=True); time.sleep(600)"'

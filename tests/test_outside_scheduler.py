@@ -44,7 +44,7 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
         if scheduler:
             guard.scheduled = node.given
         with a_user(place, "0", 10 * GIB):
-            node.learn()
+            node.refresh()
             for _ in range(3):
                 guard.step()
         return [event for event in events if event.kind == "terminate"]

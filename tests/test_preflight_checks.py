@@ -19,7 +19,7 @@ from gpuguard.enforcement.preflight import Preflight, targets
 from gpuguard.errors import DriverUnresponsive
 
 Change = Callable[[Preflight], Preflight]
-CHECKS = {name: check.ask for name, check in {**preflight.EARLY, **preflight.LATE}.items()}
+CHECKS = {name: check.check for name, check in {**preflight.EARLY, **preflight.LATE}.items()}
 CLOCK = 1000.0
 
 

@@ -52,7 +52,7 @@ USER = """
 import os, signal, sys, time
 {setup}
 from gpuguard.backends import simulated
-simulated.use(None, {start}, {utilization}, ramp_to={end}, over=0.6, spec={place!r})
+simulated.use(None, {start}, {utilization}, ramp=({end}, 0.6), spec={place!r})
 print(os.getpid(), flush=True)
 time.sleep(60)
 """

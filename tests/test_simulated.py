@@ -121,7 +121,7 @@ def test_a_use_that_lasts_for_a_while_ends_although_its_process_lives(place):
 
 def test_memory_that_a_process_grows_to_is_reached_in_time(place):
     backend = start(place)
-    simulated.use([0], GIB, ramp_to=3 * GIB, over=1000.0, spec=place)
+    simulated.use([0], GIB, ramp=(3 * GIB, 1000.0), spec=place)
     first = one(backend).memory_used
 
     assert eventually(lambda: one(backend).memory_used > first)

@@ -65,7 +65,7 @@ def test_an_implausible_process_list_is_marked_as_such(place):
 def test_processes_that_grow_together_stop_at_what_the_device_has(place):
     backend = start(place, "T4")
     with a_user(place, "0", 9 * GIB):
-        simulated.use("0", GIB, ramp_to=9 * GIB, spec=place)
+        simulated.use("0", GIB, ramp=(9 * GIB, 0.0), spec=place)
         device = one(backend)
 
     assert len(device.processes) == 2
@@ -144,7 +144,7 @@ def test_a_damaged_state_is_an_error_that_says_how_to_start_again(place, text):
 
 def test_a_state_survives_being_written_and_read(place):
     backend = start(place, "1xA100-40GB:mig=1g.5gb+1xRTX4090")
-    simulated.use("1", GIB, 10.0, ramp_to=2 * GIB, over=5.0, lasting=60.0, spec=place)
+    simulated.use("1", GIB, 10.0, ramp=(2 * GIB, 5.0), lasting=60.0, spec=place)
     change(place, 1, temperature=WorkPattern(1.0, 2.0, 3.0, 4.0), faults=("hang",), unknown=("name",), latency=0.5)
     state = simulated_node.load(backend.directory)
 

@@ -242,7 +242,7 @@ def test_of_an_array_one_task_is_cancelled_and_the_others_run_on(cluster, monkey
     tasks = [f"{array}_{number}" for number in range(3)]
     cluster.wait_for(lambda: all(cluster.jobs().get(task, ("",))[0] == "RUNNING" for task in tasks))
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-    word, _ = slurm.told(array)
+    word, _ = slurm.job_status(array)
 
     assert word in tasks  # one task bears the number of them all
     assert slurm.against_cancelling(array, ALICE.pw_uid) is None

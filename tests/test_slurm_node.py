@@ -207,7 +207,7 @@ def test_while_no_thread_can_be_started_nothing_is_known_and_the_look_goes_on(mo
 def test_an_answer_is_good_for_a_while_and_then_says_nothing(monkeypatch):
     controller = Controller(a_job())
     node = SlurmNode(controller, "n1", is_root=True, every=1000.0)
-    node.learn()
+    node.refresh()
     controller.answers = False
     now = boot_clock()
 
@@ -217,7 +217,7 @@ def test_an_answer_is_good_for_a_while_and_then_says_nothing(monkeypatch):
 
 def test_whoever_came_after_the_question_is_innocent_until_the_next():
     node = SlurmNode(Controller(), "n1", is_root=True, every=1000.0)
-    node.learn()
+    node.refresh()
     now = boot_clock()
     old, new = a_process(1, uid=BOB, start_time=now - 60), a_process(2, uid=EVE, start_time=now + 1)
 
@@ -231,7 +231,7 @@ def test_another_user_than_root_knows_only_what_slurm_shows_to_everybody(private
     controller = Controller(a_job())
     controller.private = private
     node = SlurmNode(controller, "n1", is_root=False)
-    node.learn()
+    node.refresh()
 
     assert (node.given(at(boot_clock())) != {}) is seen
 
@@ -241,7 +241,7 @@ def test_an_answer_that_took_long_is_not_asked_for_again_soon(monkeypatch):
     clock = iter([0.0, 10.0])
     monkeypatch.setattr(slurm_node.time, "monotonic", lambda: next(clock, 100.0))
     node = SlurmNode(controller, "n1", is_root=True)
-    node.learn()
+    node.refresh()
 
     assert node._next == 10.0 * slurm_node.REST
 
@@ -273,14 +273,14 @@ def test_why_nothing_is_known_is_said_once(monkeypatch):
     said: list[str] = []
     controller = Controller(gpus=3)
     node = SlurmNode(controller, "n1", is_root=True, every=1000.0, say=said.append)
-    node.learn()
+    node.refresh()
     for _ in range(3):
         assert node.given(at(boot_clock())) == {}
     controller.gpus = 4
-    node.learn()
+    node.refresh()
     assert node.given(at(boot_clock()))
     controller.answers = False
-    node.learn()
+    node.refresh()
     assert node.given(at(boot_clock())), "the last answer is good for a while"
     node.given(at(boot_clock() + 2 * slurm_node.STALE_SECONDS))
     monkeypatch.setattr(slurm_node, "is_here", lambda: False)
@@ -288,7 +288,7 @@ def test_why_nothing_is_known_is_said_once(monkeypatch):
     monkeypatch.setattr(slurm_node, "is_here", lambda: True)
     controller.answers, controller.private = True, "jobs"
     stranger = SlurmNode(controller, "n1", is_root=False, say=said.append)
-    stranger.learn()
+    stranger.refresh()
     assert stranger.given(at(boot_clock())) == {}
 
     assert said == [

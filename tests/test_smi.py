@@ -19,7 +19,7 @@ from smi_files import a_program, smi_xml, write_smi
 from gpuguard import backends
 from gpuguard.backends import smi
 from gpuguard.backends.client import open_worker
-from gpuguard.backends.smi_fields import ROWS
+from gpuguard.backends.smi import ROWS
 from gpuguard.claims.directory import lock_directory
 from gpuguard.cli import run_command_line
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive, LockDirectoryError

@@ -167,6 +167,23 @@ def test_a_terminal_that_nobody_reads_does_not_hold_up_the_guard():
     os.close(theirs)
 
 
+@pytest.mark.terminal
+def test_a_terminal_that_its_owner_keeps_to_themselves_is_left_alone_by_a_guard_without_root(monkeypatch):
+    ours, theirs = os.openpty()
+    number, uid = os.fstat(theirs).st_rdev, os.fstat(theirs).st_uid
+
+    def refuse(path: str, flags: int) -> int:
+        raise PermissionError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        outcome = write_to_terminal(number, uid, "hello", last=True)
+    os.close(ours)
+    os.close(theirs)
+
+    assert outcome == "the terminal takes no messages"
+
+
 @pytest.mark.parametrize("terminal", [0, os.makedev(4, 1), os.makedev(1, 3), os.makedev(136, 250_000)])
 def test_only_a_pseudo_terminal_that_exists_is_written_to(terminal):
     assert write_to_terminal(terminal, os.getuid(), "hello") == "no terminal"

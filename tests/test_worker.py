@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from builders import a_claim_record, a_device, a_process, a_snapshot
@@ -303,7 +304,8 @@ def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(
 ) -> None:
     monkeypatch.setattr(client, "STARVED_SECONDS", 0.5)
     asked: list[int] = []
-    monkeypatch.setattr(client, "_is_runnable", lambda pid: not asked.append(pid))
+    runnable = SimpleNamespace(state="R")
+    monkeypatch.setattr(client, "stats_of", lambda pids: asked.extend(pids) or dict.fromkeys(pids, runnable))
     worker.write_mark(silent.mark, 4)
     begun = time.monotonic()
     late = client._overdue(silent, 0.01)
@@ -315,7 +317,10 @@ def test_an_answer_that_comes_at_the_last_moment_counts(
     silent: worker.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.write_mark(silent.mark, 0)
-    monkeypatch.setattr(client, "_is_runnable", lambda pid: bool(worker.send(silent.requests, ("ready",))))
+    runnable = SimpleNamespace(state="R")
+    monkeypatch.setattr(
+        client, "stats_of", lambda pids: worker.send(silent.requests, ("ready",)) or dict.fromkeys(pids, runnable)
+    )
 
     assert client._overdue(silent, 0.01) is None
 

@@ -69,7 +69,7 @@ class WorkerBackend:
             ahead = not (self._ready or self._skip)
             request = (tuple(fields), None if devices is None else tuple(devices), tuple(self._skip), ahead)
             try:
-                self._ask(request)
+                self._send_request(request)
                 return self._named(self._reply(NEXT_DEVICE_SECONDS if hung_before else DEVICE_SECONDS), request[1])
             except _Stuck as stuck:
                 self._abandon()
@@ -107,7 +107,7 @@ class WorkerBackend:
     def __exit__(self, *_: object) -> None:
         self.leave()
 
-    def _ask(self, request: tuple[object, ...]) -> None:
+    def _send_request(self, request: tuple[object, ...]) -> None:
         channel = self._channel = self._channel or self._started()
         worker.write_mark(channel.mark, None)
         try:
@@ -141,7 +141,9 @@ class WorkerBackend:
             if reply is None:
                 raise errors.DriverUnresponsive("the driver library crashed while it initialised.  Try `nvidia-smi`.")
             _raise_error(reply)
-            _refuse_another_version(reply)
+            if reply[1:] != (__version__,):
+                another = f"gpuguard {reply[1]}" if reply[1:] else "another gpuguard"
+                raise errors.BackendError(errors.INSTALLED_ANEW.format(another, __version__))
         except _Stuck as stuck:
             self._abandon()
             raise errors.DriverUnresponsive(f"{stuck.reason}.  Try `nvidia-smi`; if it hangs too, reboot.") from None
@@ -204,7 +206,7 @@ def _overdue(channel: worker.Channel, seconds: float) -> worker.Mark | None:
             pause = min(left, seconds)  # no longer, should the mark have been read half
         elif mark != late:
             late, starved_until, pause = mark, now + STARVED_SECONDS, 0.0
-        elif now < starved_until and _is_runnable(channel.process.pid):
+        elif now < starved_until and (stat := stats_of((pid := channel.process.pid,))[pid]) and stat.state == "R":
             pause = 0.2
         elif worker.read_mark(channel.mark) == mark:  # else it goes on with another device
             return None if poll.poll(0) else mark
@@ -231,15 +233,3 @@ def _raise_error(reply: tuple[object, ...]) -> None:
         error: errors.GpuguardError = getattr(errors, str(name))(message)
         vars(error).update(attributes)  # type: ignore[call-overload]
         raise error
-
-
-def _refuse_another_version(reply: tuple[object, ...]) -> None:
-    if reply[1:] == (__version__,):
-        return
-    another = f"gpuguard {reply[1]}" if reply[1:] else "another gpuguard"
-    raise errors.BackendError(errors.INSTALLED_ANEW.format(another, __version__))
-
-
-def _is_runnable(pid: int) -> bool:
-    stat = stats_of((pid,))[pid]
-    return stat is not None and stat.state == "R"

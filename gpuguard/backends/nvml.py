@@ -45,13 +45,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
     from typing import Any
 
-# How old what ask_seldom() tells may be for who looks at all devices again and again: limits and modes, which an
-# administrator sets, fans, and replaced rows, for which nobody is stopped; and that nobody draws or is a client of MPS.
+# How old the answers of call_seldom() may be for a caller that samples all devices again and again: limits and modes,
+# which an administrator sets, fans, and replaced rows, for which no job is stopped; and that no process draws or is a
+# client of MPS.
 # Less where another process computes: nvml_fields._forget.  A caller that names devices is about to act on what it
 # sees, so it is told what is true of them now.
 SETTINGS_SECONDS = 10.0
-# How old temperature and power draw may be for a person before a screen, who wants BRIEF: power takes 365 us of a real
-# driver, and is a mean of a second.  Who looks every 2 s, as `who --watch` does, sees those of now.
+# How old temperature and power draw may be for a person before a screen, who wants BRIEF: power is a mean of a second.
+# A sample every 2 s, as `who --watch` takes it, has those of now.
 RECENT_SECONDS = 1.5
 SLOW_SECONDS = 0.0005  # for the first device; below that the others are read before threads have begun
 MOST_DEVICES = 1024  # of a machine: each that is counted takes a call, a number without a meaning takes hours
@@ -201,7 +202,7 @@ class Nvml:
         return found
 
     def _named(self, opened: KnownDevice) -> KnownDevice | CallResult:
-        """*opened*, or why nobody can claim it: by its uuid nobody is told from others."""
+        """*opened*, or why it cannot be claimed: its uuid does not tell it from others."""
         owner = self._owners.setdefault(opened.uuid, opened.index) if is_uuid(opened.uuid) else None
         if owner == opened.index:
             return opened
@@ -318,11 +319,10 @@ def _lost(opened: KnownDevice, fields: Collection[str]) -> tuple[Device, list[Ga
     return device, [Gap(opened.uuid, group, reason) for group in sorted(set(fields) - {model.BRIEF})]
 
 
-# The first look at many devices: several threads ask the driver ahead, while the devices are read one after the other.
-#
-# NVML may be called from several threads at once, and whoever looks only once mostly waits for it.  The answers lie
-# with the device until it is read in its turn, as if it were asked only then: what they mean, and which device a
-# driver hangs on, is found out there.  A later look asks alone: threads cost CPU time, and nobody waits for it.
+# The first sample of many devices: several threads call the driver ahead, while the devices are read one after the
+# other.  NVML may be called from several threads at once, and a caller that samples only once mostly waits for it.  The
+# answers lie with the device until it is read in its turn, as if it were called only then: what they mean, and which
+# device a driver hangs on, is found out there.  Later samples use no threads, which cost CPU time.
 
 
 THREADS = 8
@@ -363,7 +363,7 @@ def prefetch_all(reading: Prefetch) -> None:
     """Ask what a reading of its fields asks at first."""
     try:
         for group, reader in READERS.items():
-            if group in reading.fields and group != IDLE_PROCESSES:  # nobody knows yet whether they are asked for
+            if group in reading.fields and group != IDLE_PROCESSES:  # whether they are needed is not known yet
                 (list_processes if group == PROCESSES else reader)(reading)
         for group in ROWS:
             if group in reading.fields:
@@ -375,8 +375,8 @@ def prefetch_all(reading: Prefetch) -> None:
 class Prefetch(Reading):
     """A reading of which only the answers are kept, for another one."""
 
-    def ask(self, function: str, *arguments: Any) -> CallResult:
-        """As Reading.ask()."""
+    def call(self, function: str, *arguments: Any) -> CallResult:
+        """As Reading.call()."""
         answer = call(self.nvml, function, self.device.handle, *arguments)
         asked = (function, *arguments)
         self.device.ahead[asked] = answer
@@ -385,27 +385,25 @@ class Prefetch(Reading):
         return answer
 
 
-# MIG instances: parts of a device that are devices of their own, with their own uuid, memory and processes.
-#
-# What belongs to the whole board (temperature, bus, NUMA node) is taken over from the parent.  Utilization of an
-# instance is not told by the driver, and stays unknown.
-
-
 def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
-    """The instances of a device in MIG mode, each with its gaps.  Raises DeviceLost."""
-    count = parent.ask_once("mig places", "nvmlDeviceGetMaxMigDeviceCount")
+    """The instances of a device in MIG mode, each with its gaps.  Raises DeviceLost.
+
+    What belongs to the whole board (temperature, bus, NUMA node) is taken over from the parent.  Utilization of an
+    instance is not told by the driver, and stays unknown.
+    """
+    count = parent.call_once("mig places", "nvmlDeviceGetMaxMigDeviceCount")
     if count.code:
         parent.gap("mig instances", count.reason)
     uuids: list[str] = []
     for number in range(count.value or 0):
-        handle = parent.ask("nvmlDeviceGetMigDeviceHandleByIndex", number)
+        handle = parent.call("nvmlDeviceGetMigDeviceHandleByIndex", number)
         if handle.code == NOT_FOUND:
             continue  # the places that are taken need not be the first ones
         if handle.code:
             parent.gap("mig instances", f"instance {number}: {handle.reason}")
             continue
         instance = Reading(parent.nvml, KnownDevice(parent.device.index, handle.value, ""), parent.fields)
-        uuid = instance.ask("nvmlDeviceGetUUID")
+        uuid = instance.call("nvmlDeviceGetUUID")
         sound = not uuid.code and uuid.value.startswith("MIG-") and is_uuid(uuid.value)
         if not sound or uuid.value in uuids:
             parent.gap("mig instances", f"instance {number}: {uuid.reason or f'its uuid is {uuid.value!r:.40}'}")
@@ -417,12 +415,12 @@ def instances(parent: Reading) -> Iterator[tuple[Device, list[Gap]]]:
 
 
 def _read(instance: Reading, parent: Reading) -> Device:
-    name = instance.ask("nvmlDeviceGetName")
-    profile = str(name.value or "").partition(" MIG ")[2] or _profile(instance.ask("nvmlDeviceGetAttributes_v2"))
+    name = instance.call("nvmlDeviceGetName")
+    profile = str(name.value or "").partition(" MIG ")[2] or _profile(instance.call("nvmlDeviceGetAttributes_v2"))
     if model.MODEL in instance.fields:
-        instance.take("name", name)
-    instance.take("gpu_instance_id", instance.ask("nvmlDeviceGetGpuInstanceId"))
-    instance.take("compute_instance_id", instance.ask("nvmlDeviceGetComputeInstanceId"))
+        instance.set_field("name", name)
+    instance.set_field("gpu_instance_id", instance.call("nvmlDeviceGetGpuInstanceId"))
+    instance.set_field("compute_instance_id", instance.call("nvmlDeviceGetComputeInstanceId"))
     if model.MEMORY in instance.fields:
         read_memory(instance)
     if model.PROCESSES in instance.fields:

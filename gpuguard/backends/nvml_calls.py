@@ -58,7 +58,6 @@ NEEDS_GLIBC = (
 class CallResult:
     """What a call gave: a value, or a code and why."""
 
-    # No noun: a sample of 8 devices makes 220 of them, for a third of what nouns cost.
     __slots__ = ("code", "reason", "value")
 
     def __init__(self, value: Any = None, code: int = 0, reason: str = "") -> None:
@@ -97,8 +96,8 @@ PROCESS_LISTS = frozenset(
 def process_list(nvml: Any, function: str) -> Callable[[Any], list[tuple[int, int | None]]]:
     """A function for the pid and the bytes of each process of a device, in one call of the driver.
 
-    The binding's own asks for the length of the list first, and a real driver takes 4.5 ms for each of the two calls
-    (RTX 4090, driver 610).  Bindings before 12.575 have none for version 2, whose rows are those of version 3.
+    The binding's own asks for the length of the list first, which takes a real driver as long as the list.  Bindings
+    before 12.575 have none for version 2, whose rows are those of version 3.
     """
     library = ctypes.CDLL("libnvidia-ml.so.1")  # the one that the binding has loaded
     entry = getattr(library, function, None)
@@ -188,8 +187,8 @@ class KnownDevice:
         self.uuid = uuid
         self.static: dict[str, CallResult] = {}
         self.constants: dict[str, Any] = {}  # fields of the device that never change
-        self.settings: dict[str, CallResult] = {}  # answers that are kept for a while: see ask_seldom
-        self.recent: dict[str, CallResult] = {}  # answers that are kept for a moment: see ask_recent
+        self.settings: dict[str, CallResult] = {}  # answers that are kept for a while: see call_seldom
+        self.recent: dict[str, CallResult] = {}  # answers that are kept for a moment: see call_recently
         self.ahead: dict[tuple[Any, ...], CallResult] = {}  # by function and arguments: see nvml_ahead
         self.used: int | None = None  # bytes in use when its processes were last listed
         self.instances: frozenset[str] = frozenset()  # uuids of its MIG instances, as last seen
@@ -217,7 +216,7 @@ class Reading:
         self.stats: dict[int, Stat] = {}  # of the processes that it lists
         self.memory_doubt: str | None = None  # why the memory of its processes cannot be checked
 
-    def ask(self, function: str, *arguments: Any) -> CallResult:
+    def call(self, function: str, *arguments: Any) -> CallResult:
         """Call *function* for this device.  Raises DeviceLost."""
         ahead = self.device.ahead
         told = ahead.pop((function, *arguments), None) if ahead else None
@@ -229,45 +228,45 @@ class Reading:
                 self.problem(PROBLEMS[RESET_REQUIRED])
         return answer
 
-    def ask_once(self, key: str, function: str, *arguments: Any) -> CallResult:
-        """As ask(), but an answer that cannot change is kept for the life of this process."""
-        answer = self.device.static.get(key) or self.ask(function, *arguments)
+    def call_once(self, key: str, function: str, *arguments: Any) -> CallResult:
+        """As call(), but an answer that cannot change is kept for the life of this process."""
+        answer = self.device.static.get(key) or self.call(function, *arguments)
         if answer.code == 0 or answer.code in NEVER:
             self.device.static[key] = answer
         return answer
 
-    def ask_unless_never(self, function: str, *arguments: Any) -> CallResult:
-        """As ask(), but a driver that does not have it is asked only once."""
-        answer = self.device.static.get(function) or self.ask(function, *arguments)
+    def call_if_supported(self, function: str, *arguments: Any) -> CallResult:
+        """As call(), but a driver that does not have it is asked only once."""
+        answer = self.device.static.get(function) or self.call(function, *arguments)
         if answer.code in NEVER:
             self.device.static[function] = answer
         return answer
 
-    def ask_seldom(self, function: str) -> CallResult:
-        """As ask_unless_never(), but an answer is kept for a while: see nvml.SETTINGS_SECONDS."""
-        answer = self.device.settings.get(function) or self.ask_unless_never(function)
+    def call_seldom(self, function: str) -> CallResult:
+        """As call_if_supported(), but an answer is kept for a while: see nvml.SETTINGS_SECONDS."""
+        answer = self.device.settings.get(function) or self.call_if_supported(function)
         if answer.code == 0:
             self.device.settings[function] = answer
         return answer
 
-    def ask_where_told(self, function: str, *arguments: Any, key: str = "") -> CallResult:
-        """As ask(), but a device that does not tell it is asked again only after a while: see nvml.SETTINGS_SECONDS."""
+    def call_where_supported(self, function: str, *arguments: Any, key: str = "") -> CallResult:
+        """As call(), but that a device does not tell it is kept for a while: see nvml.SETTINGS_SECONDS."""
         key = key or function
-        answer = self.device.settings.get(key) or self.ask(function, *arguments)
+        answer = self.device.settings.get(key) or self.call(function, *arguments)
         if answer.code in NEVER:
             self.device.settings[key] = answer
         return answer
 
-    def ask_recent(self, function: str, *arguments: Any, key: str) -> CallResult:
-        """As ask_where_told(), but for who wants only BRIEF an answer is kept for a moment: see nvml.RECENT_SECONDS."""
+    def call_recently(self, function: str, *arguments: Any, key: str) -> CallResult:
+        """As call_where_supported(), but with BRIEF an answer is kept for a moment: see nvml.RECENT_SECONDS."""
         if BRIEF not in self.fields:
-            return self.ask_where_told(function, *arguments, key=key)
-        answer = self.device.recent.get(key) or self.ask_where_told(function, *arguments, key=key)
+            return self.call_where_supported(function, *arguments, key=key)
+        answer = self.device.recent.get(key) or self.call_where_supported(function, *arguments, key=key)
         if answer.code == 0:
             self.device.recent[key] = answer
         return answer
 
-    def take(self, name: str, answer: CallResult, convert: Callable[[Any], Any] | None = None) -> bool:
+    def set_field(self, name: str, answer: CallResult, convert: Callable[[Any], Any] | None = None) -> bool:
         """Set a field of the device, or leave a gap."""
         if answer.code:
             self.gap(name, answer.reason)

@@ -173,27 +173,27 @@ def read_row(reading: Reading, row: FieldRow) -> None:
     """Read one field."""
     for function in row.functions:
         if row.static:
-            answer = reading.ask_once(f"{row.field} {function}", function, *row.arguments)
+            answer = reading.call_once(f"{row.field} {function}", function, *row.arguments)
         elif row.setting:
-            answer = reading.ask_seldom(function)
+            answer = reading.call_seldom(function)
         elif row.recent:
-            answer = reading.ask_recent(function, *row.arguments, key=row.field + function)
+            answer = reading.call_recently(function, *row.arguments, key=row.field + function)
         else:
-            answer = reading.ask_where_told(function, *row.arguments, key=row.field + function)
+            answer = reading.call_where_supported(function, *row.arguments, key=row.field + function)
         if answer.code != FUNCTION_NOT_FOUND:
             break
-    if reading.take(row.field, answer, row.convert) and row.static:
+    if reading.set_field(row.field, answer, row.convert) and row.static:
         reading.device.constants[row.field] = reading.values[row.field]
 
 
 def memory_of(reading: Reading) -> CallResult:
     """A nvmlMemory_t: version 2, which tells the reserve apart, else version 1."""
     if "memory v1" not in reading.device.static:
-        answer = reading.ask("nvmlDeviceGetMemoryInfo", MEMORY_V2)
+        answer = reading.call("nvmlDeviceGetMemoryInfo", MEMORY_V2)
         if answer.code not in NEVER:
             return answer
         reading.device.static["memory v1"] = answer
-    return reading.ask("nvmlDeviceGetMemoryInfo")
+    return reading.call("nvmlDeviceGetMemoryInfo")
 
 
 def read_memory(reading: Reading) -> None:
@@ -225,7 +225,7 @@ def _fits(total: int, used: int, free: int, reserved: int) -> bool:
 
 
 def read_processes(reading: Reading) -> None:
-    """processes and processes_plausible; PROCESS_DETAILS adds graphics and MPS processes and who they all are."""
+    """processes and processes_plausible; PROCESS_DETAILS adds graphics and MPS processes and whose they all are."""
     details, kinds = PROCESS_DETAILS in reading.fields, _kinds(reading)
     lists, failed, reason = _plausible_lists(reading, kinds)
     if not details and "compute" in lists and _may_be_a_desktop(reading, lists["compute"]):
@@ -237,14 +237,14 @@ def read_processes(reading: Reading) -> None:
         reading.device.told, reading.device.listed = told, _merged(*told)
     rows = reading.device.listed
     # A desktop looks like a job when the list of graphics processes exists and could not be read.
-    reading.values["processes_plausible"] = reason is None and all(each.code in NEVER for each in failed.values())
+    reading.values["processes_plausible"] = reason is None and all(answer.code in NEVER for answer in failed.values())
     if reason is None:
         read = procfs.described if details else procfs.identified
         rows = [read(row, reading.stats.get(row.pid)) for row in rows]
         if details and BRIEF not in reading.fields:
             rows = _with_utilization(reading, rows)
     else:
-        # Whoever has these pids here is not who the driver means: they stay numbers.
+        # The processes that have these pids here are not those that the driver means: they stay numbers.
         reading.gap("processes", f"implausible list: {reason}")
     reading.values["processes"] = tuple(rows)
 
@@ -298,18 +298,18 @@ def _lists(reading: Reading, kinds: list[str]) -> tuple[Lists, dict[str, CallRes
 
 
 def _forget(reading: Reading, computing: CallResult) -> None:
-    """Forget what is kept of the device if somebody may have come since the last look."""
+    """Forget what is kept of the device if another process may have come since the last sample."""
     device, used = reading.device, reading.values.get("memory_used")
     known = {pid for pid, _ in device.told[0]["compute"]} if device.told else ()
     if computing.code or not all(pid in known for pid, _ in computing.value):
         device.settings.clear()  # clients of MPS are listed as compute processes, too
     elif used is None or device.used is None or used > device.used:
-        device.settings.pop("graphics", None)  # who draws needs memory
+        device.settings.pop("graphics", None)  # drawing needs memory
     device.used = used
 
 
 def _must_be_empty(kind: str, reading: Reading, computing: CallResult) -> bool:
-    """Whether a list other than that of who is *computing* need not be asked for: a third of what a look waits for."""
+    """Whether a list other than that of those *computing* need not be read."""
     if computing.code:
         return False
     if kind == "mps":  # a client is listed as a compute process, too, and so is the server that it talks to
@@ -320,11 +320,11 @@ def _must_be_empty(kind: str, reading: Reading, computing: CallResult) -> bool:
 
 
 def _list(reading: Reading, kind: str) -> CallResult:
-    answer = reading.ask(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses_v3")
+    answer = reading.call(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses_v3")
     if answer.code == FUNCTION_NOT_FOUND:
-        answer = reading.ask(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses_v2")
+        answer = reading.call(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses_v2")
     if kind != "compute" and not answer.code and not answer.value:
-        reading.device.settings[kind] = answer  # nobody: until somebody may have come, see _forget
+        reading.device.settings[kind] = answer  # none, until a process may have come: see _forget
     return answer
 
 
@@ -377,14 +377,14 @@ def _merged(lists: Lists, memory_total: int | None) -> list[GpuProcess]:
 def _with_utilization(reading: Reading, rows: list[GpuProcess]) -> list[GpuProcess]:
     """SM utilization of each process: mean of the driver's samples since the last time, else what was read just before.
 
-    The driver tells each sample once, to whom names the newest that he has.  Whoever looks again before a signal would
-    know nothing, so a mean is kept for KEPT_SECONDS, for that very process.
+    The driver gives each sample once, to a caller that names the newest that it has.  The second reading before a
+    signal would know nothing, so a mean is kept for KEPT_SECONDS, for that very process.
     """
     device, now = reading.device, time.monotonic()
     if not rows:
         device.utilizations = {}
         return rows
-    answer = reading.ask_where_told("nvmlDeviceGetProcessUtilization", device.utilization_seen)
+    answer = reading.call_where_supported("nvmlDeviceGetProcessUtilization", device.utilization_seen)
     if answer.code and answer.code != NOT_FOUND:  # NOT_FOUND: no sample since the last time
         reading.gap("processes (utilization)", answer.reason)
         return rows
@@ -418,14 +418,14 @@ def read_utilization(reading: Reading) -> None:
         reading.values["utilization"] = mean
         if model.BRIEF in reading.fields:
             return
-    rates = reading.ask("nvmlDeviceGetUtilizationRates")
-    reading.take("memory_utilization", rates, lambda rates: float(rates.memory))
+    rates = reading.call("nvmlDeviceGetUtilizationRates")
+    reading.set_field("memory_utilization", rates, lambda rates: float(rates.memory))
     if mean is None:
-        reading.take("utilization", rates, lambda rates: float(rates.gpu))
+        reading.set_field("utilization", rates, lambda rates: float(rates.gpu))
 
 
 def _mean_utilization(reading: Reading) -> float | None:
-    samples = reading.ask_where_told("nvmlDeviceGetSamples", UTILIZATION_SAMPLES, 0)
+    samples = reading.call_where_supported("nvmlDeviceGetSamples", UTILIZATION_SAMPLES, 0)
     if samples.value is None:
         return None
     kind, rows = samples.value
@@ -438,21 +438,21 @@ def _mean_utilization(reading: Reading) -> float | None:
 
 def read_health(reading: Reading) -> None:
     """problems, compute_mode, mig_mode."""
-    mode = reading.ask_seldom("nvmlDeviceGetComputeMode")
-    reading.take("compute_mode", mode, _COMPUTE_MODES.get)
+    mode = reading.call_seldom("nvmlDeviceGetComputeMode")
+    reading.set_field("compute_mode", mode, _COMPUTE_MODES.get)
     reading.fault("nvmlDeviceGetComputeMode", mode)
 
-    mig = reading.ask_seldom("nvmlDeviceGetMigMode")
+    mig = reading.call_seldom("nvmlDeviceGetMigMode")
     reading.fault("nvmlDeviceGetMigMode", mig)
     if mig.code in NEVER:
         reading.values["mig_mode"] = False  # a device or driver without MIG is not in MIG mode
     else:
-        reading.take("mig_mode", mig, lambda modes: modes[0] == 1)
+        reading.set_field("mig_mode", mig, lambda modes: modes[0] == 1)
 
     rows = remapped_rows(reading)
     reading.fault("nvmlDeviceGetRemappedRows", rows)
     if rows.code in NEVER:
-        pending = reading.ask_unless_never("nvmlDeviceGetRetiredPagesPendingStatus")
+        pending = reading.call_if_supported("nvmlDeviceGetRetiredPagesPendingStatus")
         reading.fault("nvmlDeviceGetRetiredPagesPendingStatus", pending)
         if pending.value == 1:
             reading.problem("page retirement pending")
@@ -466,35 +466,35 @@ def read_health(reading: Reading) -> None:
 
 def remapped_rows(reading: Reading) -> CallResult:
     """(corrected, uncorrected, pending, failed) of a device with row remapping (Ampere and later)."""
-    return reading.ask_seldom("nvmlDeviceGetRemappedRows")
+    return reading.call_seldom("nvmlDeviceGetRemappedRows")
 
 
 def read_ecc(reading: Reading) -> None:
     """ecc_*, retired_pages, remapped_rows."""
-    mode = reading.ask("nvmlDeviceGetEccMode")
-    reading.take("ecc_mode", mode, lambda modes: modes[0] == 1)
+    mode = reading.call("nvmlDeviceGetEccMode")
+    reading.set_field("ecc_mode", mode, lambda modes: modes[0] == 1)
     for uncorrected, kind in enumerate(("corrected", "uncorrected")):
         for aggregate, since in enumerate(("volatile", "aggregate")):
             name = f"ecc_{kind}_{since}"
             if mode.code or not reading.values.get("ecc_mode"):
                 reading.gap(name, mode.reason or "ECC is off")
             else:
-                reading.take(name, reading.ask("nvmlDeviceGetTotalEccErrors", uncorrected, aggregate))
-    pages = [reading.ask("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
+                reading.set_field(name, reading.call("nvmlDeviceGetTotalEccErrors", uncorrected, aggregate))
+    pages = [reading.call("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
     failed = next((answer for answer in pages if answer.code), None)
-    reading.take("retired_pages", failed or CallResult(sum(len(answer.value) for answer in pages)))
-    reading.take("remapped_rows", remapped_rows(reading), lambda rows: rows[0] + rows[1])
+    reading.set_field("retired_pages", failed or CallResult(sum(len(answer.value) for answer in pages)))
+    reading.set_field("remapped_rows", remapped_rows(reading), lambda rows: rows[0] + rows[1])
 
 
 def read_nvlink(reading: Reading) -> None:
     """nvlink_links: the active ones, or none at all; a link's other end never changes."""
     links = []
     for link in range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18)):
-        answer = reading.ask("nvmlDeviceGetNvLinkState", link)
+        answer = reading.call("nvmlDeviceGetNvLinkState", link)
         if answer.code == INVALID_ARGUMENT and link:
             break  # fewer links than the binding knows of
         if answer.value == 1:
-            answer = reading.ask_once(f"nvlink {link}", "nvmlDeviceGetNvLinkRemotePciInfo", link)
+            answer = reading.call_once(f"nvlink {link}", "nvmlDeviceGetNvLinkRemotePciInfo", link)
             links.append((link, bus_id(answer.value)))
         if answer.code:
             reading.gap("nvlink_links", f"link {link}: {answer.reason}")
@@ -503,15 +503,22 @@ def read_nvlink(reading: Reading) -> None:
 
 
 def read_nvlink_flow(reading: Reading) -> None:
-    """nvlink_tx, nvlink_rx: from counters, so the mean since this backend looked last."""
+    """nvlink_tx, nvlink_rx: from counters, so the mean since the last sample of this backend."""
     links = range(getattr(reading.nvml, "NVML_NVLINK_MAX_LINKS", 18))
     wanted = tuple([(number, link) for number in _NVLINK_COUNTERS for link in links])
-    answer = reading.ask_unless_never("nvmlDeviceGetFieldValues", wanted)
-    told = [] if answer.code else [each for each in answer.value if each.nvmlReturn == 0 and _is_sound(each)]
+    answer = reading.call_if_supported("nvmlDeviceGetFieldValues", wanted)
+    counters = () if answer.code else answer.value
+    told = [
+        counter
+        for counter in counters
+        if counter.nvmlReturn == 0
+        and counter.fieldId in _NVLINK_COUNTERS
+        and 0 <= counter.valueType < len(_SAMPLE_VALUES)
+    ]
     sums = dict.fromkeys(_NVLINK_COUNTERS.values(), 0)
-    for each in told:
-        sums[_NVLINK_COUNTERS[each.fieldId]] += getattr(each.value, _SAMPLE_VALUES[each.valueType])
-    before, at = reading.device.flow, max((each.timestamp for each in told), default=0) / 1e6
+    for counter in told:
+        sums[_NVLINK_COUNTERS[counter.fieldId]] += getattr(counter.value, _SAMPLE_VALUES[counter.valueType])
+    before, at = reading.device.flow, max((counter.timestamp for counter in told), default=0) / 1e6
     reading.device.flow = (at, sums) if told else None
     for name, count in sums.items():
         if not told:
@@ -519,11 +526,7 @@ def read_nvlink_flow(reading: Reading) -> None:
         elif before is None or at <= before[0] or count < before[1][name]:
             reading.gap(name, "a rate needs two looks")
         else:
-            reading.take(name, CallResult((count - before[1][name]) * 1024.0 / (at - before[0])))
-
-
-def _is_sound(counter: Any) -> bool:
-    return counter.fieldId in _NVLINK_COUNTERS and 0 <= counter.valueType < len(_SAMPLE_VALUES)
+            reading.set_field(name, CallResult((count - before[1][name]) * 1024.0 / (at - before[0])))
 
 
 # In this order: the process list is compared with the memory.

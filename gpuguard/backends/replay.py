@@ -127,7 +127,10 @@ def read_tape(path: str) -> Iterator[dict[str, Any]]:
             if place == 0 and "gpuguard_recording" not in content:
                 raise BackendError(f"{path} is no recording: `gpuguard record {path}` would make one.")
             if "gpuguard_recording" in content:
-                _check_version(path, content["gpuguard_recording"])
+                if (version := content["gpuguard_recording"]) != VERSION:
+                    raise BackendError(
+                        f"{path} is of version {version!r:.20}, and this gpuguard reads {VERSION}: update it."
+                    )
                 before = None
                 continue
             before = content["whole"] if "whole" in content else _changed(before, content["changed"])
@@ -136,11 +139,6 @@ def read_tape(path: str) -> Iterator[dict[str, Any]]:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise BackendError(f"{path}, line {place + 1}: this is no sample: {error!r:.100}.") from None
         yield before
-
-
-def _check_version(path: str, version: object) -> None:
-    if version != VERSION:
-        raise BackendError(f"{path} is of version {version!r:.20}, and this gpuguard reads {VERSION}: update it.")
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -181,18 +179,16 @@ def _unzipped(path: str, file: Any) -> Iterator[bytes]:
 def _change(before: Any, after: Any) -> Any:
     """What makes *after* of *before*; only for values that differ, or for whole samples."""
     if isinstance(before, dict) and isinstance(after, dict):
-        change = {key: _change(before.get(key), value) for key, value in after.items() if _differs(before, key, value)}
+        # 1 == 1.0 == True for Python, and not for a reader of the file.
+        same = {key for key in before.keys() & after.keys() if before[key] == after[key]}
+        same = {key for key in same if type(before[key]) is type(after[key])}
+        change = {key: _change(before.get(key), value) for key, value in after.items() if key not in same}
         gone = [key for key in before if key not in after]
         return {**change, _GONE: gone} if gone else change
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        places = (place for place, one in enumerate(after) if one != before[place])
+        places = (place for place, item in enumerate(after) if item != before[place])
         return {_ITEMS: {str(place): _change(before[place], after[place]) for place in places}}
     return {_SET: after} if isinstance(after, dict | list) else after
-
-
-def _differs(before: dict[str, Any], key: str, value: Any) -> bool:
-    # 1 == 1.0 == True for Python, and not for whoever reads the file.
-    return key not in before or before[key] != value or type(before[key]) is not type(value)
 
 
 def _changed(before: Any, change: Any) -> Any:
@@ -202,38 +198,31 @@ def _changed(before: Any, change: Any) -> Any:
         return change[_SET]
     if _ITEMS in change:
         items = list(before)
-        for place, one in change[_ITEMS].items():
-            items[int(place)] = _changed(items[int(place)], one)
+        for place, item in change[_ITEMS].items():
+            items[int(place)] = _changed(items[int(place)], item)
         return items
     whole = {key: value for key, value in before.items() if key not in change.get(_GONE, ())}
-    return whole | {key: _changed(before.get(key), one) for key, one in change.items() if key != _GONE}
+    return whole | {key: _changed(before.get(key), value) for key, value in change.items() if key != _GONE}
 
 
-# Snapshots as plain JSON values and back; what comes from a file is checked field by field.
-#
-# A recording may come from anybody: a text where a number should be must not reach a view or a rule.
-
-
-_NOUNS = (GpuProcess, Device, Gap, ClaimRecord)
-
-
-def pack(noun: object) -> dict[str, Any]:
-    """A noun of the model as plain values, without those that are what they are when nobody says anything."""
-    kind = type(noun)
-    return {name: _plain(value) for name, value in vars(noun).items() if value != getattr(kind, name, _NOTHING)}
-
-
-_NOTHING = object()
+def pack(record: object) -> dict[str, Any]:
+    """A dataclass of the model as plain JSON values, without those that are its defaults."""
+    missing, kind = object(), type(record)
+    return {name: _plain(value) for name, value in vars(record).items() if value != getattr(kind, name, missing)}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
-    return pack(value) if type(value) in _NOUNS else value
+        return [_plain(item) for item in value]
+    return pack(value) if isinstance(value, GpuProcess | Device | Gap | ClaimRecord) else value
 
 
 def unpack(packed: object) -> Snapshot:
-    """The snapshot that pack() made plain, as one of another time.  Raises BackendError."""
+    """The snapshot that pack() made plain, as one of another time.
+
+    A recording may come from anywhere, so every field is checked: a text where a number should be must not reach a view
+    or a rule.  Raises BackendError.
+    """
     try:
         snapshot = decode(Snapshot, packed)
     except ValueError as error:
@@ -288,8 +277,8 @@ class Replay:
         snapshot = unpack(self._now.get("snapshot"))
         if devices is None:
             return replace(snapshot, backend=self.name)
-        wanted = {*devices, *(one.parent_uuid for one in snapshot.devices if one.uuid in devices)} - {None}
-        chosen = (one for one in snapshot.devices if one.uuid in wanted or one.parent_uuid in wanted)
+        wanted = {*devices, *(device.parent_uuid for device in snapshot.devices if device.uuid in devices)} - {None}
+        chosen = (device for device in snapshot.devices if device.uuid in wanted or device.parent_uuid in wanted)
         return replace(snapshot, backend=self.name, devices=tuple(chosen))
 
     def close(self) -> None:

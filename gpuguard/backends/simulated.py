@@ -12,6 +12,7 @@ import stat
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuguard import model, procfs
@@ -22,6 +23,7 @@ from gpuguard.backends.simulated_node import (
     NodeDevice,
     SimulatedNode,
     Use,
+    WorkPattern,
     find,
     memory_reserved,
     memory_total,
@@ -35,10 +37,9 @@ from gpuguard.model import Device, Gap, GpuProcess
 from gpuguard.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Sequence
 
-    from gpuguard.backends.simulated_node import NodeDevice, SimulatedNode, Use
-    from gpuguard.model import Device, Gap, Snapshot
+    from gpuguard.model import Snapshot
 
 DEFAULT_SPEC = "8xH100-80GB"
 HANG_LOOK_SECONDS = 0.5  # how often a hanging call looks whether it still has to
@@ -48,7 +49,6 @@ _BROKEN = {"lost": ("lost", "the device is lost"), "reset": ("reset required", "
 
 def open(spec: str = "") -> Simulated:
     """The node in the directory *spec* (as for directory()); a node of DEFAULT_SPEC is made there if there is none."""
-
     place = directory(spec)
     if simulated_node.load(place) is None:
         simulated_node.create(place, lambda: new_node(DEFAULT_SPEC, place, _clock()))
@@ -62,7 +62,7 @@ def directory(spec: str = "") -> str:
         spec: a directory; empty: $GPUGUARD_SIM_DIR, else gpuguard-sim in $XDG_RUNTIME_DIR, else /tmp/gpuguard-sim-UID.
 
     Raises:
-        BackendError: it cannot be made, or it was not named and belongs to, or is open to, somebody else.
+        BackendError: it cannot be made, or it was not named and belongs to, or is open to, another user.
     """
     named = spec or os.environ.get("GPUGUARD_SIM_DIR", "")
     path = os.path.abspath(named) if named else _default_directory()
@@ -86,8 +86,7 @@ def use(
     memory: int = 0,
     utilization: float = 0.0,
     *,
-    ramp_to: int | None = None,
-    over: float = 0.0,
+    ramp: tuple[int, float] | None = None,
     lasting: float | None = None,
     kind: str = "compute",
     spec: str = "",
@@ -98,8 +97,7 @@ def use(
         devices: indices and uuids; None: what CUDA_VISIBLE_DEVICES leaves.
         memory: bytes on each device.
         utilization: percent of each device.
-        ramp_to: bytes that *memory* grows or shrinks to, evenly within *over* seconds.
-        over: seconds.
+        ramp: bytes that *memory* grows or shrinks to, evenly, and within how many seconds.
         lasting: seconds after which the use ends; None: as long as the process lives.
         kind: compute, graphics, compute+graphics or mps.
         spec: which node, as for directory().
@@ -109,24 +107,19 @@ def use(
 
     Raises:
         InvalidRequest: no such device.
-        GpuguardError: a device has not that much free memory, or lets nobody in.
+        GpuguardError: a device has not that much free memory, or lets no process in.
         BackendError: there is no node.
     """
-    from dataclasses import replace
-
-    from gpuguard import procfs
-    from gpuguard.backends import simulated_node
-    from gpuguard.backends.simulated_node import Use, WorkPattern
-
     pid = os.getpid()
     start = procfs.start_time(pid)
+    end, seconds = ramp or (memory, 0.0)
     uuids: tuple[str, ...] = ()
 
     def register(node: SimulatedNode) -> SimulatedNode:
         nonlocal uuids
         uuids = _chosen(node, devices)
         node, clock = settled_now(node), _clock()
-        course = WorkPattern(memory, memory if ramp_to is None else ramp_to, clock, over)
+        course = WorkPattern(memory, end, clock, seconds)
         until = None if lasting is None else clock + lasting
         node = replace(node, uses=tuple(use for use in node.uses if use.pid != pid or use.device not in uuids))
         for uuid in uuids:
@@ -151,7 +144,6 @@ class Simulated:
 
     def sample(self, fields: Collection[str], devices: Collection[str] | None = None) -> Snapshot:
         """As Backend.sample.  HEALTH shows MIG instances: each follows its parent and has its parent's index."""
-
         # Before anything is read, so that no process that started later is taken for one that was seen.
         taken_at, clock = time.time(), _clock()
         if any(uuid.startswith("MIG-") for uuid in devices or ()):
@@ -191,12 +183,15 @@ class Simulated:
         while "hang" in device.faults:
             time.sleep(HANG_LOOK_SECONDS)
             node = current(self.directory)
-            device = next((each for each in node.devices if each.uuid == device.uuid), device)
+            device = next((fresh for fresh in node.devices if fresh.uuid == device.uuid), device)
         time.sleep(device.latency)
         for fault, (problem, reason) in _BROKEN.items():
             if fault in device.faults:
                 return _refusing(device, problem, reason, fields)
-        return _check_answers(node, device, fields)
+        detailed, instances = model.PROCESS_DETAILS in fields, device.instances if model.HEALTH in fields else ()
+        parts = [ReadingContext(node, device, part, _clock(), detailed) for part in (None, *instances)]
+        shown = [read(part, fields) for part in parts]
+        return [part for part, _ in shown], [gap for _, gaps in shown for gap in gaps]
 
 
 def current(place: str) -> SimulatedNode:
@@ -205,23 +200,27 @@ def current(place: str) -> SimulatedNode:
     Raises:
         BackendError: there is none, or its file is damaged.
     """
-
     node = simulated_node.load(place)
     if node is None:
         raise BackendError(f"no simulated node is in {place}: `gpuguard sim start {DEFAULT_SPEC}` starts one.")
     if all(_is_alive(use) for use in node.uses):
         return node
     try:
-        # The moment of death is noted, for whoever samples later: memory that is released with a delay, energy.
+        # The moment of death is noted for later samples: memory that is released with a delay, energy.
         return simulated_node.update(place, settled_now)
     except BackendError:
-        return settled_now(node)  # somebody else's node, which we may only look at
+        return settled_now(node)  # a node of another user, which we may only read
 
 
 def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> tuple[str, ...]:
-
     if devices is None:
-        uuids = visible_uuids(os.environ, _all_devices(node))
+        everything = [Device(device.index, device.uuid) for device in node.devices]
+        everything += [
+            Device(device.index, instance.uuid, parent_uuid=device.uuid)
+            for device in node.devices
+            for instance in device.instances
+        ]
+        uuids = visible_uuids(os.environ, everything)
         if uuids == ():
             raise InvalidRequest(
                 "CUDA_VISIBLE_DEVICES leaves no device: name devices, or start this with `gpuguard run`."
@@ -234,17 +233,7 @@ def _chosen(node: SimulatedNode, devices: str | Sequence[int | str] | None) -> t
     return tuple(dict.fromkeys(first.get(uuid, uuid) for uuid in uuids))
 
 
-def _all_devices(node: SimulatedNode) -> list[Device]:
-    devices = [Device(device.index, device.uuid) for device in node.devices]
-    return devices + [
-        Device(device.index, instance.uuid, parent_uuid=device.uuid)
-        for device in node.devices
-        for instance in device.instances
-    ]
-
-
 def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> None:
-
     device = next(device for device in node.devices if uuid in node.of(device))
     if {"lost", "reset"} & set(device.faults) or device.compute_mode == "prohibited":
         raise GpuguardError(f"device {device.index} lets no process in: `gpuguard sim show` says why.")
@@ -259,25 +248,15 @@ def _check_room(node: SimulatedNode, uuid: str, memory: int, clock: float) -> No
         )
 
 
-def _check_answers(node: SimulatedNode, device: NodeDevice, fields: Collection[str]) -> tuple[list[Device], list[Gap]]:
-
-    detailed, instances = model.PROCESS_DETAILS in fields, device.instances if model.HEALTH in fields else ()
-    read_now = [read(ReadingContext(node, device, part, _clock(), detailed), fields) for part in (None, *instances)]
-    return [shown for shown, _ in read_now], [gap for _, gaps in read_now for gap in gaps]
-
-
 def _refusing(
     device: NodeDevice, problem: str, reason: str, missing: Collection[str]
 ) -> tuple[list[Device], list[Gap]]:
-    from gpuguard.model import Device, Gap
-
     broken = Device(index=device.index, uuid=device.uuid, problems=(problem,))
     return [broken], [Gap(device.uuid, name, reason) for name in sorted(missing)]
 
 
 def settled_now(node: SimulatedNode) -> SimulatedNode:
     """*node* without its dead processes and with its energy added up to now: what each change starts from."""
-
     return settled(node, _clock(), _is_alive)
 
 
@@ -297,7 +276,6 @@ def _default_directory() -> str:
 
 
 def _is_private(path: str) -> bool:
-
     try:
         facts = os.lstat(path)
     except OSError:
@@ -307,11 +285,6 @@ def _is_private(path: str) -> bool:
 
 def _clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-# What a driver would say about a device of the simulated node: one function per group of fields.
-#
-# Does not decide whether the driver answers at all (lost, hanging): see simulated.
 
 
 # The bus numbers of a real 8-GPU board; more devices are in further domains.
@@ -338,14 +311,14 @@ class ReadingContext:
         return {self.instance.uuid} if self.instance else self.node.of(self.device)
 
 
-def read(place: ReadingContext, fields: Collection[str]) -> tuple[Device, tuple[Gap, ...]]:
-    """The device at *place* with the groups in *fields*, and why what is missing is missing."""
-    device, instance = place.device, place.instance
+def read(context: ReadingContext, fields: Collection[str]) -> tuple[Device, tuple[Gap, ...]]:
+    """What a driver would say about the device in *context*: the groups in *fields*, and why what is missing is."""
+    device, instance = context.device, context.instance
     uuid = instance.uuid if instance else device.uuid
     values: Values = {}
     for group, reader in _READERS.items():
         if group in fields and not (instance and group in _OF_THE_WHOLE):
-            values |= reader(place)
+            values |= reader(context)
     gaps = [Gap(uuid, name, "this model does not have it") for name, value in values.items() if value is None]
     if device.instances:
         gaps += [Gap(uuid, name, "not told while the device is divided") for name in _NOT_WITH_MIG if name in values]
@@ -364,38 +337,38 @@ def pci_bus_id(device: NodeDevice) -> str:
     return f"{device.index // len(_BUSES):08X}:{_BUSES[device.index % len(_BUSES)]:02X}:00.0"
 
 
-def numa_node(whole: SimulatedNode, device: NodeDevice) -> int:
+def numa_node(node: SimulatedNode, device: NodeDevice) -> int:
     """The first half of four and more devices is on node 0, the second on node 1."""
-    count = len(whole.devices)
+    count = len(node.devices)
     return int(count >= 4 and device.index >= count // 2)
 
 
-def topology(whole: SimulatedNode, uuids: Collection[str]) -> tuple[tuple[str, str, str], ...]:
+def topology(node: SimulatedNode, uuids: Collection[str]) -> tuple[tuple[str, str, str], ...]:
     """(uuid, uuid, how they are connected) of each pair of those that were read."""
-    devices = [device for device in whole.devices if device.uuid in uuids]
+    devices = [device for device in node.devices if device.uuid in uuids]
     return tuple(
-        (one.uuid, other.uuid, _connection(whole, one, other))
-        for place, one in enumerate(devices)
-        for other in devices[place + 1 :]
+        (one.uuid, other.uuid, _connection(node, one, other))
+        for number, one in enumerate(devices)
+        for other in devices[number + 1 :]
     )
 
 
-def _connection(whole: SimulatedNode, one: NodeDevice, other: NodeDevice) -> str:
+def _connection(node: SimulatedNode, one: NodeDevice, other: NodeDevice) -> str:
     if one.model.nvlinks and one.model == other.model:
         return "NVLINK"
-    if numa_node(whole, one) != numa_node(whole, other):
+    if numa_node(node, one) != numa_node(node, other):
         return "SYS"
     return "PIX" if one.index // 2 == other.index // 2 else "NODE"
 
 
-def _total(place: ReadingContext) -> int:
-    return place.instance.memory_total if place.instance else place.device.model.memory_total
+def _total(context: ReadingContext) -> int:
+    return context.instance.memory_total if context.instance else context.device.model.memory_total
 
 
-def _memory(place: ReadingContext) -> Values:
-    total = _total(place)
-    reserved = simulated_node.memory_reserved(total)
-    used = simulated_node.memory_used(place.node, place.uuids, place.clock)
+def _memory(context: ReadingContext) -> Values:
+    total = _total(context)
+    reserved = memory_reserved(total)
+    used = memory_used(context.node, context.uuids, context.clock)
     return {
         "memory_total": total,
         "memory_used": used,
@@ -404,89 +377,87 @@ def _memory(place: ReadingContext) -> Values:
     }
 
 
-def _processes(place: ReadingContext) -> Values:
-    here = [use for use in place.node.uses if use.device in place.uuids and simulated_node.running(use, place.clock)]
-    total, listed = _total(place), []
-    left = total - simulated_node.memory_reserved(total)
+def _processes(context: ReadingContext, *, unless_busy: bool = False) -> Values:
+    if unless_busy and memory_used(context.node, context.uuids, context.clock) >= model.BUSY_MEMORY:
+        return {}
+    uses = [use for use in context.node.uses if simulated_node.running(use, context.clock)]
+    here = [use for use in uses if use.device in context.uuids]
+    total, listed = _total(context), []
+    left = total - memory_reserved(total)
     for use in here:
         # Several that grow at once would reach beyond the device: there the last one gets no more.
-        memory = min(int(use.memory.at(place.clock)), left)
+        memory = min(int(use.memory.at(context.clock)), left)
         left -= memory
-        listed.append(_process(use, place, memory))
-    if "implausible" not in place.device.faults:
+        listed.append(_process(use, context, memory))
+    if "implausible" not in context.device.faults:
         return {"processes": tuple(listed)}
     # What a driver of another version gave, in kind: memory sizes read as pids, pids of all ones.
     torn = (GpuProcess(1073741824, 0), GpuProcess(4294967295, 2**40), GpuProcess(0))
     return {"processes": (*listed, *torn), "processes_plausible": False}
 
 
-def _idle_processes(place: ReadingContext) -> Values:
-    used = _memory(place)["memory_used"]
-    return {} if isinstance(used, int) and used >= model.BUSY_MEMORY else _processes(place)
-
-
-def _process(use: Use, place: ReadingContext, memory: int) -> GpuProcess:
+def _process(use: Use, context: ReadingContext, memory: int) -> GpuProcess:
     registered = GpuProcess(use.pid, memory, use.kind, use.start_time)
-    found = procfs.described(registered) if place.detailed else procfs.identified(registered)
+    found = procfs.described(registered) if context.detailed else procfs.identified(registered)
     if found.start_time != use.start_time:
-        return registered  # it has just ended, and the pid may be somebody else's already
-    return replace(found, utilization=use.utilization) if place.detailed else found
+        return registered  # it has just ended, and the pid may be another process's already
+    return replace(found, utilization=use.utilization) if context.detailed else found
 
 
-def _utilization(place: ReadingContext) -> Values:
-    percent = simulated_node.utilization(place.node, place.device, place.clock)
+def _utilization(context: ReadingContext) -> Values:
+    percent = simulated_node.utilization(context.node, context.device, context.clock)
     return {"utilization": percent, "memory_utilization": round(percent * 0.55, 1)}
 
 
-def _health(place: ReadingContext) -> Values:
-    mig = bool(place.device.instances) if place.device.model.mig else None
-    values: Values = {"problems": (), "compute_mode": place.device.compute_mode, "mig_mode": mig}
-    if place.instance:
+def _health(context: ReadingContext) -> Values:
+    mig = bool(context.device.instances) if context.device.model.mig else None
+    values: Values = {"problems": (), "compute_mode": context.device.compute_mode, "mig_mode": mig}
+    if context.instance:
         values |= {
-            "parent_uuid": place.device.uuid,
-            "mig_profile": place.instance.profile,
-            "gpu_instance_id": place.instance.gpu_instance_id,
+            "parent_uuid": context.device.uuid,
+            "mig_profile": context.instance.profile,
+            "gpu_instance_id": context.instance.gpu_instance_id,
             "compute_instance_id": 0,
         }
     return values
 
 
-def _model(place: ReadingContext) -> Values:
-    numa = numa_node(place.node, place.device)
-    name = place.device.model.name
+def _model(context: ReadingContext) -> Values:
+    numa = numa_node(context.node, context.device)
+    name = context.device.model.name
     return {
-        "name": f"{name} MIG {place.instance.profile}" if place.instance else name,
-        "pci_bus_id": pci_bus_id(place.device),
-        "minor_number": place.device.index,
+        "name": f"{name} MIG {context.instance.profile}" if context.instance else name,
+        "pci_bus_id": pci_bus_id(context.device),
+        "minor_number": context.device.index,
         "numa_node": numa,
         "cpu_affinity": ("0-47,96-143", "48-95,144-191")[numa],
     }
 
 
-def _thermal(place: ReadingContext) -> Values:
-    celsius = simulated_node.temperature(place.node, place.device, place.clock)
-    facts = place.device.model
+def _thermal(context: ReadingContext) -> Values:
+    celsius = simulated_node.temperature(context.node, context.device, context.clock)
+    facts = context.device.model
     fan = min(max(celsius - 30.0, 0.0) * 1.6, 100.0) if facts.fan else None
     return {
         "temperature": float(round(celsius)),
         "temperature_slowdown": facts.temperature_slowdown,
         "temperature_shutdown": facts.temperature_shutdown,
-        "fan_speed": None if fan is None or place.instance else float(round(fan)),
+        "fan_speed": None if fan is None or context.instance else float(round(fan)),
     }
 
 
-def _power(place: ReadingContext) -> Values:
+def _power(context: ReadingContext) -> Values:
     return {
-        "power_draw": round(simulated_node.power_draw(place.node, place.device, place.clock), 1),
-        "power_limit": place.device.model.power_limit,
-        "total_energy": round(simulated_node.total_energy(place.node, place.device, place.clock), 3),
+        "power_draw": round(simulated_node.power_draw(context.node, context.device, context.clock), 1),
+        "power_limit": context.device.model.power_limit,
+        "total_energy": round(simulated_node.total_energy(context.node, context.device, context.clock), 3),
     }
 
 
-def _clocks(place: ReadingContext) -> Values:
-    facts = place.device.model
-    busy = simulated_node.utilization(place.node, place.device, place.clock) > 0
-    hot = simulated_node.temperature(place.node, place.device, place.clock) >= facts.temperature_slowdown
+def _clocks(context: ReadingContext) -> Values:
+    facts = context.device.model
+    busy = simulated_node.utilization(context.node, context.device, context.clock) > 0
+    hot = simulated_node.temperature(context.node, context.device, context.clock) >= facts.temperature_slowdown
     share = 0.4 if hot else 1.0 if busy else 0.17
     return {
         "clock_sm": int(facts.clock_sm_max * share),
@@ -499,8 +470,8 @@ def _clocks(place: ReadingContext) -> Values:
     }
 
 
-def _ecc(place: ReadingContext) -> Values:
-    known = place.device.model.ecc
+def _ecc(context: ReadingContext) -> Values:
+    known = context.device.model.ecc
     counters = ("corrected_volatile", "uncorrected_volatile", "corrected_aggregate", "uncorrected_aggregate")
     return {
         "ecc_mode": known or None,
@@ -510,33 +481,30 @@ def _ecc(place: ReadingContext) -> Values:
     }
 
 
-def _pcie(place: ReadingContext) -> Values:
-    facts = place.device.model
-    flow = simulated_node.utilization(place.node, place.device, place.clock) / 100 * _BUSY_PCIE_SHARE
+def _pcie(context: ReadingContext) -> Values:
+    facts = context.device.model
+    flow = simulated_node.utilization(context.node, context.device, context.clock) / 100 * _BUSY_PCIE_SHARE
     flow *= 16 * LANES_BYTES[facts.pcie_generation]
     return {"pcie_generation": facts.pcie_generation, "pcie_width": 16, "pcie_tx": flow, "pcie_rx": flow * 2.5}
 
 
-def _nvlink(place: ReadingContext) -> Values:
-    return {"nvlink_links": _links(place)}
-
-
-def _links(place: ReadingContext) -> tuple[tuple[int, str], ...]:
-    peers = [each for each in place.node.devices if each != place.device and each.model == place.device.model]
-    links = place.device.model.nvlinks if peers else 0
+def _links(context: ReadingContext) -> tuple[tuple[int, str], ...]:
+    own = context.device
+    peers = [device for device in context.node.devices if device != own and device.model == own.model]
+    links = own.model.nvlinks if peers else 0
     return tuple((link, pci_bus_id(peers[link % len(peers)])) for link in range(links))
 
 
-def _nvlink_flow(place: ReadingContext) -> Values:
-    busy = simulated_node.utilization(place.node, place.device, place.clock) / 100
-    flow = busy * len(_links(place)) * _BUSY_LINK
+def _nvlink_flow(context: ReadingContext) -> Values:
+    busy = simulated_node.utilization(context.node, context.device, context.clock) / 100
+    flow = busy * len(_links(context)) * _BUSY_LINK
     return {"nvlink_tx": flow, "nvlink_rx": flow}
 
 
 _READERS: dict[str, Callable[[ReadingContext], Values]] = {
     model.MEMORY: _memory,
     model.PROCESSES: _processes,
-    model.IDLE_PROCESSES: _idle_processes,
+    model.IDLE_PROCESSES: partial(_processes, unless_busy=True),
     model.UTILIZATION: _utilization,
     model.HEALTH: _health,
     model.MODEL: _model,
@@ -545,10 +513,10 @@ _READERS: dict[str, Callable[[ReadingContext], Values]] = {
     model.CLOCKS: _clocks,
     model.ECC: _ecc,
     model.PCIE: _pcie,
-    model.NVLINK: _nvlink,
+    model.NVLINK: lambda context: {"nvlink_links": _links(context)},
     model.NVLINK_FLOW: _nvlink_flow,
 }
 # An instance has nothing of its own to say here, and real drivers say nothing.
 _OF_THE_WHOLE = (model.POWER, model.CLOCKS, model.ECC, model.PCIE, model.NVLINK, model.NVLINK_FLOW)
-# Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for the whole device and for its instances.
+# Real drivers answer NVML_ERROR_NOT_SUPPORTED to these, for the node device and for its instances.
 _NOT_WITH_MIG = ("utilization", "memory_utilization")

@@ -2,7 +2,10 @@
 
 Everything is a function of the state and the clock, so a temperature can climb and energy can add up although no
 process of ours runs.  Memory and utilization follow the processes; temperature and power follow the utilization.
-Pure: does not read the state (see node_file), nor whether a process lives (see simulated).
+
+The state is in one file, which several terminals share.  Readers need no lock, because the file is only ever replaced
+as a whole; writers take turns by an flock on a file beside it (not on the state itself: a lock on a file that gets
+replaced guards nothing).  The format is private to this module.  Does not look at processes: see simulated.
 """
 
 from __future__ import annotations
@@ -23,12 +26,6 @@ from typing import Any
 from gpuguard.errors import BackendError, InvalidRequest
 from gpuguard.files import read_file, write_file
 from gpuguard.jsonio import decode, loads
-
-# Node specs: ``"8xH100-80GB"``, ``"2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb"`` -> the devices of a simulated node.
-#
-# A model that is not in MODELS needs a memory: ``"4xFoo-24GB"``.  As on the box it comes in, GB means GiB here.
-# Knows nothing of what the devices do: see node.
-
 
 MiB = 2**20
 DEVICES_AT_MOST = 64
@@ -90,7 +87,9 @@ _PROFILE = re.compile(r"([1-7])g\.(\d{1,3})gb")
 
 
 def parse_spec(spec: str) -> tuple[SpecPart, ...]:
-    """The devices of *spec*, in index order.
+    """The devices of *spec*, in index order: "8xH100-80GB", "2xA100-40GB+1xA100-40GB:mig=3g.20gb,3g.20gb".
+
+    A model that is not in MODELS needs a memory: "4xFoo-24GB".  As on the box it comes in, GB means GiB here.
 
     Raises:
         InvalidRequest: it cannot be understood, or no such device can exist; says what can.
@@ -155,7 +154,7 @@ def _check_profiles(model: Model, profiles: tuple[str, ...], group: str) -> None
         )
 
 
-IDLE_MEMORY = 2**20  # bytes: a driver shows 1 MiB on a device that nobody uses
+IDLE_MEMORY = 2**20  # bytes: a driver shows 1 MiB on an unused device
 RESERVED_SHARE = 0.0068  # of the memory: 551 MiB of the 81559 MiB of an H100
 IDLE_TEMPERATURE = 31.0
 BUSY_WARMING = 40.0  # degrees on top of that at 100 %
@@ -379,21 +378,13 @@ def changed(node: SimulatedNode, uuids: tuple[str, ...], change: Mapping[str, ob
     for uuid in uuids:
         if uuid not in known:
             raise InvalidRequest(f"{uuid} is a MIG instance: name the device that it belongs to.")
-    devices = tuple(replace(each, **change) if each.uuid in uuids else each for each in node.devices)  # type: ignore[arg-type]
+    devices = tuple(replace(device, **change) if device.uuid in uuids else device for device in node.devices)  # type: ignore[arg-type]
     return replace(node, devices=devices)
 
 
 def _uuid(kind: str, *facts: object) -> str:
-
     digits = hashlib.sha256("\0".join(map(str, facts)).encode()).hexdigest()
     return f"{kind}-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:32]}"
-
-
-# The state of the simulated node in one file, which several terminals share.
-#
-# Readers need no lock, because the file is only ever replaced as a whole; writers take turns by an flock on a file
-# beside it (not on the state itself: a lock on a file that gets replaced guards nothing).  The format is private to
-# this module.  Does not look at processes: see simulated.
 
 
 STATE = "node.json"
@@ -436,7 +427,7 @@ def create(directory: str, make: Callable[[], SimulatedNode], *, replace: bool =
 
 
 def update(directory: str, change: Callable[[SimulatedNode], SimulatedNode]) -> SimulatedNode:
-    """Change the node while nobody else does; returns what it is now.
+    """Change the node while no other process does; returns what it is now.
 
     Raises:
         BackendError: there is no node, or it cannot be written.
@@ -453,7 +444,7 @@ def update(directory: str, change: Callable[[SimulatedNode], SimulatedNode]) -> 
 
 
 def remove(directory: str) -> bool:
-    """Remove the node; whether there was one.  The lock file stays: somebody may be waiting for it."""
+    """Remove the node; whether there was one.  The lock file stays: another process may be waiting for it."""
     with _locked(directory):
         try:
             os.unlink(os.path.join(directory, STATE))
@@ -466,34 +457,26 @@ def remove(directory: str) -> bool:
 def _locked(directory: str) -> Iterator[None]:
     path = os.path.join(directory, LOCK)
     try:
-        lock = _open_lock(path)
+        try:
+            # flock needs no write access, so users who may only read the directory can take their turn, too.
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            lock = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise BackendError(f"the simulated node cannot be changed: {error}.") from None
     try:
         deadline = time.monotonic() + LOCK_SECONDS
-        while not _try_lock(lock):
-            if time.monotonic() > deadline:
-                raise BackendError(f"a stopped process holds {path}: `fuser -v {path}` shows it.")
-            time.sleep(0.002)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BackendError(f"a stopped process holds {path}: `fuser -v {path}` shows it.") from None
+                time.sleep(0.002)
         yield
     finally:
         os.close(lock)
-
-
-def _open_lock(path: str) -> int:
-    try:
-        # flock needs no write access, so users who may only read the directory can take their turn, too.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _save(directory: str, node: SimulatedNode) -> None:

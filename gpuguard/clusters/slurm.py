@@ -179,7 +179,7 @@ def steps(job: str | None = None) -> dict[int, tuple[str, str]]:
 
 def step_of(pid: int) -> tuple[str, str] | None:
     """The job and the step for which a process is slurmstepd; None when it is none."""
-    # Its title is written over its command line.  Only root's counts: anybody can call himself so, and a program of
+    # Its title is written over its command line.  Only root's counts: any program can call itself so, and one of
     # root's with the set-user-ID bit, too.
     if uid_behind(pid) not in (0, os.getuid()):
         return None
@@ -187,7 +187,7 @@ def step_of(pid: int) -> tuple[str, str] | None:
     return (title[1].decode(), title[2].decode()) if title else None
 
 
-def told(job: str) -> tuple[str, SlurmReply | None]:
+def job_status(job: str) -> tuple[str, SlurmReply | None]:
     """The word by which Slurm means this job alone, and what it says of it; None where that is not certain.
 
     One task of an array bears the number of the array: `scancel 12` ends all tasks, `scancel 12_3` that one.
@@ -208,7 +208,7 @@ def told(job: str) -> tuple[str, SlurmReply | None]:
 
 def is_over(given: Allocation) -> bool | None:
     """Whether the controller knows that the job does not have its devices any more; None: it does not say."""
-    _, answer = told(given.job)
+    _, answer = job_status(given.job)
     if answer is None:
         return None
     if answer.status:
@@ -234,13 +234,13 @@ def job_of(pids: Sequence[int]) -> str | None:
 
 
 def against_cancelling(job: str | None, uid: int | None) -> str | None:
-    """Why the job must not be cancelled for what a user does; None when it is his and runs."""
+    """Why the job must not be cancelled for what a user does; None when it is theirs and runs."""
     if job is None:
         return "it belongs to no Slurm job"
-    _, answer = told(job)
+    _, answer = job_status(job)
     if answer is None or answer.status:
         return f"Slurm says nothing certain about job {job}: {answer.reason if answer else 'it does not answer'}"
-    # What users write into their jobs can only add to these, and then nobody is meant.
+    # What users write into their jobs can only add to these, and then no job is meant.
     if set(re.findall(r"(?:^|\s)UserId=\S*\((\d+)\)", answer.output)) != {str(uid)}:
         return f"job {job} is not the one of uid {uid}"
     states = set(re.findall(r"(?:^|\s)JobState=(\w+)", answer.output))
@@ -249,7 +249,7 @@ def against_cancelling(job: str | None, uid: int | None) -> str | None:
 
 def cancel(job: str) -> str | None:
     """End a job; None when Slurm does it, else why not."""
-    word, known = told(job)
+    word, known = job_status(job)
     answer = run_slurm("scancel", word) if known and not known.status else None
     if answer is None:
         return f"Slurm cannot be called, or does not answer in {SECONDS:.0f} s: try `scancel {word}` by hand"
@@ -270,7 +270,7 @@ def put_back(given: Allocation, reason: str) -> str | None:
     Returns:
         "requeued" or "cancelled"; None when Slurm did neither.
     """
-    job, _ = told(given.job)
+    job, _ = job_status(given.job)
     run_slurm("scontrol", "update", f"JobId={job}", f"AdminComment=gpuguard: {reason}"[:1000])
     answer = run_slurm("scontrol", "requeue", job)
     if answer and answer.status == 0:
@@ -296,7 +296,7 @@ class Queued:
 
 
 def is_here() -> bool:
-    """Whether somebody can ask Slurm here."""
+    """Whether Slurm can be asked here."""
     return shutil.which("squeue") is not None and ("SLURM_CONF" in os.environ or slurm_node.is_here())
 
 

@@ -2,8 +2,8 @@
 
 `scontrol` is asked, because only the controller knows it all: an allocation without a step (salloc) leaves no trace on
 the node, and what stands in a process's environment can be written there by its owner.  Everything that is not certain
-counts in favour of people: a job whose devices are not told may have any of them, whoever started a process after the
-list was made may have got a device since, and where Slurm's numbers may not be the driver's, nothing is said at all.
+counts in favour of people: a job whose devices are not told may have any of them, a user who started a process after
+the list was made may have got a device since, and where Slurm's numbers may not be the driver's, nothing is said at all.
 What users can write into the list (names of jobs) can only name more people, never fewer.
 Asks in a thread of its own and waits for nothing.  Does not judge: see the rule outside_scheduler.
 """
@@ -139,7 +139,7 @@ def misnumbered(node: SlurmNodeState, devices: Sequence[Device]) -> str | None:
 
 
 def is_in(node: str, hostlist: str) -> bool:
-    """Whether "n1,n[08-09]" names a node; n09 is one of it.  A name with two brackets is nobody's.
+    """Whether "n1,n[08-09]" names a node; n09 is one of it.  A name with two brackets is no node's.
 
     The names are not made: users write into what looks like such a list, too, and a short one names millions.
     """
@@ -256,13 +256,13 @@ class SlurmNode:
         here, now = is_here(), time.monotonic()
         if here and now >= self._next and not (self._thread and self._thread.is_alive()):
             self._next = now + self._every
-            self._thread = threading.Thread(target=self.learn, name="gpuguard-slurm", daemon=True)
+            self._thread = threading.Thread(target=self.refresh, name="gpuguard-slurm", daemon=True)
             with suppress(RuntimeError):  # there are too many: it is asked the next time
                 self._thread.start()
         answer = self._answer
         if answer and not 0 <= snapshot.clock - answer[0] <= STALE_SECONDS:
             answer = None
-        self._tell(here, answer, snapshot)
+        self._report(here, answer, snapshot)
         if answer is None or not here:
             return {} if here else None
         asked, node, jobs = answer
@@ -274,8 +274,8 @@ class SlurmNode:
         }
         return given(jobs, node, snapshot.devices, frozenset(newcomers))
 
-    def _tell(self, here: bool, answer: Answer | None, snapshot: Snapshot) -> None:
-        """Say why the rule holds nowhere; somebody wrote it, or nobody would ask here."""
+    def _report(self, here: bool, answer: Answer | None, snapshot: Snapshot) -> None:
+        """Report why the rule holds nowhere, as a policy has it."""
         why = misnumbered(answer[1], snapshot.devices) if answer else None
         if not here:
             why = "this is no node of a Slurm cluster: it has neither a slurmd nor a slurm.conf"
@@ -287,7 +287,7 @@ class SlurmNode:
             self._say(f"outside_scheduler does not fire: {why}")
         self._told = why
 
-    def learn(self) -> None:
+    def refresh(self) -> None:
         """Ask now, and wait for the answer."""
         if not is_here():
             return

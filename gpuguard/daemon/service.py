@@ -159,7 +159,7 @@ class Daemon:
         self._remember()
         self._read_usage()
         if file:
-            self._slurm.learn()
+            self._slurm.refresh()
         try:
             self.watchdog.step()
             time.sleep(self.watchdog.interval[0])

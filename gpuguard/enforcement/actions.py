@@ -286,13 +286,13 @@ class DenyKeys:
 def _deny(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> ActionOutcome:
     """No new claims for the one user whom the verdict is about; accounts of the system are never meant."""
     subject, processes = verdict.finding.subject, verdict.finding.processes
-    uids = {each.uid for each in processes} if subject.uid is None else {subject.uid}
+    uids = {process.uid for process in processes} if subject.uid is None else {subject.uid}
     uid = uids.pop() if len(uids) == 1 else None
     if uid is None:
         return _logged(verdict, context, REFUSED, "no user in particular is meant")
     if identity.is_of_the_system(uid) or uid in context.protected:
         return _logged(verdict, context, REFUSED, f"uid {uid} is protected")
-    user = subject.user or next((each.user for each in processes if each.uid == uid), None)
+    user = subject.user or next((process.user for process in processes if process.uid == uid), None)
     return _restrict(verdict, context, restrictions.DENIED, str(uid), user)
 
 
@@ -433,12 +433,12 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
 
 def _refused(target: Preflight) -> ActionOutcome:
     verdict, process, failed = target.verdict, target.process, target.failed
-    text, waits = "; ".join(each.text for each in failed), [each.wait for each in failed]
+    text, waits = "; ".join(check.text for check in failed), [check.wait for check in failed]
     wait = None if None in waits else max(wait for wait in waits if wait is not None)
     # A refusal that waits comes back with every sample: one line is enough.
     whom = process.identity if process else verdict.finding.subject
     key = (whom, verdict.policy, verdict.action, target.live)
-    if target.context.limits.refused_anew(key, tuple(each.check for each in failed)):
+    if target.context.limits.refused_anew(key, tuple(check.check for check in failed)):
         target.context.append(_event(verdict, REFUSED, process, text))
     if process:
         _deny_restarts(target, process)
@@ -450,7 +450,7 @@ def _deny_restarts(target: Preflight, process: ProcessTarget) -> None:
 
     More signals would change nothing; without this two processes that are ended would buy the next one its safety.
     """
-    why = {each.check: each.text for each in target.failed}
+    why = {check.check: check.text for check in target.failed}
     if "restart loop" in why and why.keys() <= LIMITS and target.context.directory is not None:
         finding = replace(target.verdict.finding, why=why["restart loop"])
         verdict = replace(target.verdict, finding=finding, action="deny", options=(("for", HOUR),))
@@ -481,7 +481,7 @@ def _event(
         "step": verdict.step,
         "uid": process.uid if process else subject.uid,
         "start_time_seconds": process.start_time if process else subject.start_time,
-        "container": next((each.container for each in finding.processes if process and each.pid == pid), None),
+        "container": next((found.container for found in finding.processes if process and found.pid == pid), None),
     }
     facts |= facts_of(action) if action else {}
     return Event(
@@ -497,12 +497,10 @@ def _event(
     )
 
 
-# Processes that outlive SIGKILL sit in a driver or on a dead file system, where no signal reaches them.
-
-
 def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[ActionOutcome, ...]:
     """Look after the processes that were killed: those that are still there a minute later are left alone for good.
 
+    They sit in a driver or on a dead file system, where no signal reaches them.
     Their devices are quarantined until an administrator ends that, but never more than half of the machine, and the
     targets of the policies' messages are told.  When such a process is gone after all, the guard acts on its devices
     again.  To be called after each sample.

@@ -170,7 +170,7 @@ class Preflight:
     def action(self) -> PastAction:
         """What is about to be done, for the limits and for the audit log."""
         snapshot = self.fresh or self.snapshot
-        devices = [device for uuid in self.devices if (device := snapshot.device(uuid))] if self.process else ()
+        devices = [device for device in snapshot.devices if device.uuid in self.devices] if self.process else ()
         return PastAction(
             clock=self.clock,
             action=self.verdict.action,
@@ -178,7 +178,9 @@ class Preflight:
             devices=self.devices,
             live=self.live,
             signature=identity.signature(self.facts, self._claim_of_process()),
-            memory_used=tuple((each.uuid, each.memory_used) for each in devices if each.memory_used is not None),
+            memory_used=tuple(
+                (device.uuid, device.memory_used) for device in devices if device.memory_used is not None
+            ),
             memory=self.process.memory_used if self.process else None,
             policy=self.verdict.policy if self.process else "",
             uid=self.uid,
@@ -199,7 +201,7 @@ def targets(verdict: Verdict, snapshot: Snapshot) -> tuple[ProcessTarget, ...]:
     if subject.kind == "process" and subject.pid is not None:
         wanted = [(subject.pid, subject.start_time, subject.uid, subject.user)]
     else:
-        wanted = [(each.pid, each.start_time, each.uid, each.user) for each in verdict.finding.processes]
+        wanted = [(row.pid, row.start_time, row.uid, row.user) for row in verdict.finding.processes]
     found = []
     for pid, started, uid, user in dict.fromkeys(wanted):
         rows = {
@@ -248,7 +250,7 @@ def check_process(
         yield replace(target, failed=(FailedCheck("pidfd", f"it cannot be held: {error}"),))
         return
     try:
-        fresh = _ask_driver(target, "listed")
+        fresh = _sample_again(target, "listed")
         if isinstance(fresh, FailedCheck):
             yield replace(target, failed=(fresh,))
             return
@@ -281,7 +283,7 @@ def check_claim(verdict: Verdict, snapshot: Snapshot, context: ActionContext) ->
         except (ClaimError, OSError) as error:
             yield replace(target, failed=(FailedCheck("files", str(error)),))
             return
-        fresh = _ask_driver(target, "unused")
+        fresh = _sample_again(target, "unused")
         if isinstance(fresh, FailedCheck):
             yield replace(target, failed=(fresh,))
             return
@@ -299,7 +301,7 @@ def preflight(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> t
     return tuple(found)
 
 
-def _ask_driver(target: Preflight, check: str) -> Snapshot | FailedCheck:
+def _sample_again(target: Preflight, check: str) -> Snapshot | FailedCheck:
     try:
         return target.context.backend.sample(WHO_FIELDS, list(target.devices))
     except BackendError as error:
@@ -427,7 +429,7 @@ def _rows_now(target: Preflight) -> list[GpuProcess]:
 
 def _protected(target: Preflight) -> str | None:
     uids = (target.uid,) if target.claim else target.facts.uids if target.facts else (None,)
-    for uid in uids:
+    for uid in dict.fromkeys(uids):
         if uid is None:
             return "whose it is cannot be read"
         if identity.is_of_the_system(uid):
@@ -515,7 +517,8 @@ def _unused(target: Preflight) -> str | None:
         return unknown
     if users:
         return f"pid {users[0].pid} computes under it"
-    if any(each.memory_used is None or each.memory_used > idle_limit(each) for each in target.fresh.devices):
+    devices = target.fresh.devices
+    if any(device.memory_used is None or device.memory_used > idle_limit(device) for device in devices):
         return "memory is in use, though nobody is listed"
     return None
 
@@ -546,9 +549,9 @@ def _effect_seen(past: PastAction, now: Snapshot) -> bool:
 
 @dataclass(frozen=True)
 class PreflightCheck:
-    """A row of the table: what is asked, and of which targets."""
+    """A row of the table: the check, and for which targets."""
 
-    ask: Callable[[Preflight], str | tuple[FailedCheck, ...] | None]
+    check: Callable[[Preflight], str | tuple[FailedCheck, ...] | None]
     process: bool = True
     claim: bool = False
 
@@ -588,7 +591,7 @@ def _failed(checks: Mapping[str, PreflightCheck], target: Preflight) -> tuple[Fa
     for name, check in checks.items():
         if not (check.claim if target.claim else check.process):
             continue
-        answer = check.ask(target)
+        answer = check.check(target)
         if isinstance(answer, str):
             found.append(FailedCheck(name, answer))
         elif answer:
