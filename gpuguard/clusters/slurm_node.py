@@ -3,8 +3,8 @@
 `scontrol` is asked, because only the controller knows it all: an allocation without a step (salloc) leaves no trace on
 the node, and what stands in a process's environment can be written there by its owner.  Everything that is not certain
 counts in favour of people: a job whose devices are not told may have any of them, a user who started a process after
-the list was made may have got a device since, and where Slurm's numbers may not be the driver's, nothing is said at all.
-What users can write into the list (names of jobs) can only name more people, never fewer.
+the list was made may have got a device since, and where Slurm's numbers may not be the driver's, nothing is said at
+all.  What users can write into the list (names of jobs) can only name more people, never fewer.
 Asks in a thread of its own and waits for nothing.  Does not judge: see the rule outside_scheduler.
 """
 

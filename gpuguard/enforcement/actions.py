@@ -417,7 +417,7 @@ def _carry_out(do: Callable[[Preflight], Result], target: Preflight) -> ActionOu
         return ActionOutcome(GONE, "it had ended before", pid)
     if target.failed:
         return _refused(target)
-    action = target.action()
+    action = target.action
     if not context.append(_event(verdict, ABOUT_TO if target.live else DRY_RUN, process, action=action)):
         return ActionOutcome(UNRECORDED, "nothing could be written down, so nothing was done", pid)
     context.limits.record(action)

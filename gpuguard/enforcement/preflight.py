@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 from gpuguard import capabilities, procfs
@@ -113,9 +113,11 @@ class ProcessTarget:
         return self.pid, -1.0 if self.start_time is None else self.start_time
 
 
-@dataclass(frozen=True)
+@dataclass
 class Preflight:
     """One target, a process or a claim, with everything that the checks go by, and those that failed.
+
+    It is filled while it is checked, and not changed after that.
 
     Args:
         verdict: what is to be done.
@@ -167,6 +169,12 @@ class Preflight:
         """The uuids that are touched."""
         return self.process.devices if self.process else self.claim.devices if self.claim else ()
 
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """Of the process or the holder."""
+        return procfs.ancestors(self.identity[0])
+
+    @cached_property
     def action(self) -> PastAction:
         """What is about to be done, for the limits and for the audit log."""
         snapshot = self.fresh or self.snapshot
@@ -190,7 +198,7 @@ class Preflight:
         """The id of the claim that the process or an ancestor of it holds or made; "" without one."""
         if not self.process:
             return ""
-        family = {self.process.pid, *procfs.ancestors(self.process.pid)}
+        family = {self.process.pid, *self.ancestors}
         own = (claim for claim in self.snapshot.claims if claim.uid == self.process.uid)
         return next((claim.id for claim in own if family & {claim.pid, *claim.holders}), "")
 
@@ -228,7 +236,7 @@ def slurm_job(target: Preflight) -> str | None:
     if target.claim:
         return slurm.job_of_claim(target.claim.id)
     pid = target.identity[0]
-    return slurm.job_of((pid, *procfs.ancestors(pid)))
+    return slurm.job_of((pid, *procfs.ancestors(pid)))  # read anew, also after the checks
 
 
 @contextmanager
@@ -237,59 +245,54 @@ def check_process(
 ) -> Iterator[Preflight]:
     """*process* with a pidfd and the checks that failed; the pidfd is closed afterwards."""
     target = Preflight(verdict, snapshot, context, boot_clock(), process)
-    target = replace(target, failed=_failed(EARLY, target))
+    target.failed = _failed(EARLY, target)
     if target.failed:
         yield target  # no system call has seen this pid yet
         return
     try:
-        pidfd = os.pidfd_open(process.pid)
+        target.pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
-        yield replace(target, ended=True)
+        target.ended = True
+        yield target
         return
     except OSError as error:
-        yield replace(target, failed=(FailedCheck("pidfd", f"it cannot be held: {error}"),))
+        target.failed = (FailedCheck("pidfd", f"it cannot be held: {error}"),)
+        yield target
         return
     try:
-        fresh = _sample_again(target, "listed")
-        if isinstance(fresh, FailedCheck):
-            yield replace(target, failed=(fresh,))
-            return
-        facts = identity.facts_of(process.pid)
-        target = replace(target, pidfd=pidfd, fresh=fresh, facts=facts, clock=boot_clock())
-        yield replace(target, failed=_failed(LATE, target), ended=identity.has_ended(pidfd))
+        if _samples_again(target, "listed"):
+            target.facts, target.clock = identity.facts_of(process.pid), boot_clock()
+            target.failed, target.ended = _failed(LATE, target), identity.has_ended(target.pidfd)
+        yield target
     finally:
-        os.close(pidfd)
+        os.close(target.pidfd)
 
 
 @contextmanager
 def check_claim(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> Iterator[Preflight]:
     """The claim of *verdict* with its files borrowed and the checks that failed."""
     target = Preflight(verdict, snapshot, context, boot_clock())
-    claim = _claim_meant(verdict, snapshot, context.directory)
-    if isinstance(claim, FailedCheck) or context.directory is None:
-        yield replace(target, failed=(claim,) if isinstance(claim, FailedCheck) else ())
-        return
-    target = replace(target, claim=claim)
-    target = replace(target, failed=_failed(EARLY, target))
-    if target.failed:
+    claim, directory = _claim_meant(verdict, snapshot, context.directory), context.directory
+    if isinstance(claim, FailedCheck):
+        target.failed = (claim,)
         yield target
         return
+    assert directory is not None  # or no claim were meant
+    target.claim = claim
+    target.failed = _failed(EARLY, target)
     with ExitStack() as stack:
         try:
-            locks = stack.enter_context(lock_handle(context.directory, claim))
-        except NotPermitted:
-            yield replace(target, failed=(FailedCheck("files", _FORBIDDEN),))
-            return
+            if not target.failed:
+                target.locks = stack.enter_context(lock_handle(directory, claim))
         except (ClaimError, OSError) as error:
-            yield replace(target, failed=(FailedCheck("files", str(error)),))
-            return
-        fresh = _sample_again(target, "unused")
-        if isinstance(fresh, FailedCheck):
-            yield replace(target, failed=(fresh,))
-            return
-        fresh = replace(fresh, claims=probe(context.directory, claim.devices))
-        target = replace(target, locks=locks, fresh=fresh, clock=boot_clock())
-        yield replace(target, failed=_failed(LATE, target))
+            text = _FORBIDDEN if isinstance(error, NotPermitted) else str(error)
+            target.failed = (FailedCheck("files", text),)
+        if not target.failed and _samples_again(target, "unused"):
+            assert target.fresh
+            target.fresh = replace(target.fresh, claims=probe(directory, claim.devices))
+            target.clock = boot_clock()
+            target.failed = _failed(LATE, target)
+        yield target
 
 
 def preflight(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[FailedCheck, ...]:
@@ -301,11 +304,13 @@ def preflight(verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> t
     return tuple(found)
 
 
-def _sample_again(target: Preflight, check: str) -> Snapshot | FailedCheck:
+def _samples_again(target: Preflight, check: str) -> bool:
+    """Whether the driver answers once more; where it does not, *check* has failed."""
     try:
-        return target.context.backend.sample(WHO_FIELDS, list(target.devices))
+        target.fresh = target.context.backend.sample(WHO_FIELDS, list(target.devices))
     except BackendError as error:
-        return FailedCheck(check, f"the driver cannot be asked again: {error}")
+        target.failed = (FailedCheck(check, f"the driver cannot be asked again: {error}"),)
+    return target.fresh is not None
 
 
 def _claim_meant(verdict: Verdict, snapshot: Snapshot, directory: LockDirectory | None) -> ClaimRecord | FailedCheck:
@@ -380,8 +385,8 @@ def _listed(target: Preflight) -> str | None:
 
 def _unlisted(target: Preflight, snapshot: Snapshot) -> str | None:
     pid, started = target.identity
-    for uuid in target.devices:
-        device = snapshot.device(uuid)
+    devices = {device.uuid: device for device in snapshot.devices}
+    for device in map(devices.get, target.devices):
         if device is None or device.processes is None or not device.processes_plausible:
             return "the driver's list of processes cannot be believed"
         if [row.start_time for row in device.processes if row.pid == pid] != [started]:
@@ -423,8 +428,8 @@ def _owner(target: Preflight) -> str | None:
 
 def _rows_now(target: Preflight) -> list[GpuProcess]:
     """What the driver listed on the target's devices, asked again."""
-    devices = [target.fresh.device(uuid) for uuid in target.devices] if target.fresh else []
-    return [row for device in devices if device for row in device.processes or ()]
+    devices = target.fresh.devices if target.fresh else ()
+    return [row for device in devices if device.uuid in target.devices for row in device.processes or ()]
 
 
 def _protected(target: Preflight) -> str | None:
@@ -466,7 +471,7 @@ def _family(target: Preflight) -> str | None:
         return "gpuguard itself stands on it"
     if target.claim:
         return None
-    if own in procfs.ancestors(pid):
+    if own in target.ancestors:
         return "it is a part of gpuguard"
     if target.facts is None or target.facts.group == os.getpgrp():
         return "it is in gpuguard's process group"
@@ -533,7 +538,7 @@ def _limits(target: Preflight) -> tuple[FailedCheck, ...]:
     def effect_seen(past: PastAction) -> bool:
         return target.process is None or _effect_seen(past, target.fresh or target.snapshot)
 
-    return tuple(target.context.limits.failed(target.action(), effect_seen))
+    return tuple(target.context.limits.failed(target.action, effect_seen))
 
 
 def _effect_seen(past: PastAction, now: Snapshot) -> bool:
