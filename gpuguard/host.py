@@ -74,7 +74,7 @@ class HostNumbers:
 
 def members_of(pid: int) -> dict[int, Stat]:
     """*pid* and its descendants, as far as they live."""
-    own = procfs.stats_of((pid,))[pid]
+    own = procfs.stat_of(pid)
     return {**({pid: own} if own and own.lives else {}), **procfs.descendants(pid)}
 
 
@@ -104,7 +104,7 @@ class HostUses:
             for process in _processes(snapshot)
             if process.start_time is not None
         }
-        stats = procfs.stats_of({pid for pid, _ in known}) if stats is None else stats
+        stats = {pid: procfs.stat_of(pid) for pid, _ in known} if stats is None else stats
         cpu, network, uses = self._cpu, self._network, {}
         self._cpu, self._network = {}, {}
         in_host, self._in_host = self._in_host, {}

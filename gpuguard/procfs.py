@@ -20,7 +20,7 @@ from gpuguard.model import GpuProcess, ProcessStat, Snapshot
 from gpuguard.users import user_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from typing import Any
 
 LONGEST = 2**18  # bytes that are read of an environment; what stands behind is cut off
@@ -153,14 +153,14 @@ def read_stat(pid: int) -> Stat | None:
         return None
 
 
-def stats_of(pids: Iterable[int]) -> dict[int, Stat | None]:
-    """Who each of *pids* is now; None: it cannot be read."""
-    return {pid: parse_stat(read_proc(f"/proc/{pid}/stat") or b"") for pid in pids}
+def stat_of(pid: int) -> Stat | None:
+    """As read_stat(), but None also where no descriptor is left."""
+    return parse_stat(read_proc(f"/proc/{pid}/stat") or b"")
 
 
 def start_time(pid: int) -> float | None:
     """Seconds since boot at which the process started; None: it cannot be read."""
-    stat = stats_of((pid,))[pid]
+    stat = stat_of(pid)
     return stat.start_time if stat else None
 
 
@@ -272,17 +272,17 @@ def own_children() -> dict[int, Stat] | None:
             pids.update(map(int, _read(f"/proc/self/task/{thread}/children", 2**16).split()))
     except OSError:
         return None
-    stats = stats_of(pids)
+    stats = {pid: stat_of(pid) for pid in pids}
     return None if None in stats.values() else {pid: stat for pid, stat in stats.items() if stat}
 
 
 def ancestors(pid: int) -> tuple[int, ...]:
     """The parent of *pid*, its parent, ... up to the first process, as far as they can be read."""
     found: dict[int, None] = {}
-    stat = stats_of((pid,))[pid]
+    stat = stat_of(pid)
     while stat and stat.parent > 0 and stat.parent not in found:
         found[stat.parent] = None
-        stat = stats_of((stat.parent,))[stat.parent]
+        stat = stat_of(stat.parent)
     return tuple(found)
 
 
@@ -310,7 +310,7 @@ def process_facts(
         pid = todo.pop()
         if pid in seen or pid <= 0:
             continue
-        stat = read[pid] if pid in read else stats_of((pid,))[pid]
+        stat = read[pid] if pid in read else stat_of(pid)
         seen[pid] = stat and _process_stat(pid, stat, closely=pid in owners)
         if stat and ancestors:
             todo.append(stat.parent)
@@ -371,7 +371,7 @@ def identified(process: GpuProcess, stat: Stat | None = None) -> GpuProcess:
 
 def described(process: GpuProcess, stat: Stat | None = None) -> GpuProcess:
     """The process with everything that can be read about it; *stat*: of it, if that was just read."""
-    stat = stat or stats_of((process.pid,))[process.pid]
+    stat = stat or stat_of(process.pid)
     if stat is None:
         return identified(process)
     now = time.monotonic()

@@ -36,7 +36,7 @@ from gpuguard.policies.escalation import EngineMemory, PolicyStatus, policy_stat
 from gpuguard.policies.policy import Judgement, Note, Policy
 from gpuguard.policies.rules import needs_of
 from gpuguard.policies.view import RuleView, SubjectIdentity, identity_of
-from gpuguard.procfs import boot_clock, process_facts, stats_of
+from gpuguard.procfs import boot_clock, process_facts, stat_of
 from gpuguard.source import with_claims
 
 T = TypeVar("T")
@@ -267,7 +267,7 @@ class Watchdog:
     def _view_of(self, snapshot: Snapshot, policies: Sequence[Policy]) -> RuleView:
         if not policies:
             return RuleView(snapshot)
-        stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
+        stats = {process.pid: stat_of(process.pid) for device in snapshot.devices for process in device.processes or ()}
         needs, host = self._needs, self._host
         return RuleView(
             snapshot,
@@ -410,8 +410,9 @@ def _uids(snapshot: Snapshot) -> frozenset[int]:
 
 
 def _rises(before: Snapshot, now: Snapshot) -> bool:
+    former = {device.uuid: device for device in before.devices}
     for device in now.devices:
-        old = before.device(device.uuid)
+        old = former.get(device.uuid)
         if old is None:
             continue
         if None not in (old.memory_used, device.memory_used, device.memory_total):
@@ -444,6 +445,6 @@ class ViewReader:
     def read(self) -> RuleView:
         """The machine now.  Raises BackendError."""
         snapshot = with_claims(self._backend.sample(RECORDED_FIELDS), lambda: self._directory)
-        stats = stats_of({process.pid for device in snapshot.devices for process in device.processes or ()})
+        stats = {process.pid: stat_of(process.pid) for device in snapshot.devices for process in device.processes or ()}
         host, groups = self._hosts.sample(snapshot, stats, debuggers=True), self._hosts.groups(snapshot)
         return RuleView(snapshot, host=host, groups=groups, seen=process_facts(snapshot, stats))

@@ -244,10 +244,10 @@ def described_twice(request: pytest.FixtureRequest) -> Iterator[tuple[GpuProcess
     change, places_are_shown = request.param
     environment = {**os.environ, "CODE": CHANGING, "CHANGE": CHANGES[change]}
     words = [sys.executable, "-c", CHANGING, "a"]
-    real = procfs.stats_of
+    real = procfs.stat_of
     with pytest.MonkeyPatch.context() as patch, subprocess.Popen(words, env=environment, **PIPES) as job:
         if not places_are_shown:
-            patch.setattr(procfs, "stats_of", lambda pids: {pid: hidden(stat) for pid, stat in real(pids).items()})
+            patch.setattr(procfs, "stat_of", lambda pid: hidden(real(pid)))
         assert job.stdin and job.stdout
         job.stdout.readline()
         before = procfs.described(GpuProcess(job.pid))
@@ -294,10 +294,10 @@ def test_a_process_whose_memory_is_not_shown_to_us_is_known_by_its_start_alone(m
 
     for shown in (hidden, b" ".join(words[:44])):  # the kernel before 3.5 shows nobody
         monkeypatch.setattr(procfs, "read_proc", lambda path, shown=shown: shown)
-        stat = procfs.stats_of([1])[1]
+        stat = procfs.stat_of(1)
         assert stat and (stat.start_time, stat.layout) == (started, None)
     monkeypatch.setattr(procfs, "read_proc", lambda path: told)
-    stat = procfs.stats_of([1])[1]
+    stat = procfs.stat_of(1)
     assert stat and stat.layout is not None
 
 

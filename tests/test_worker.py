@@ -305,7 +305,7 @@ def test_a_worker_that_gets_no_cpu_has_a_grace_and_no_more(
     monkeypatch.setattr(client, "STARVED_SECONDS", 0.5)
     asked: list[int] = []
     runnable = SimpleNamespace(state="R")
-    monkeypatch.setattr(client, "stats_of", lambda pids: asked.extend(pids) or dict.fromkeys(pids, runnable))
+    monkeypatch.setattr(client, "stat_of", lambda pid: asked.append(pid) or runnable)
     worker.write_mark(silent.mark, 4)
     begun = time.monotonic()
     late = client._overdue(silent, 0.01)
@@ -318,9 +318,7 @@ def test_an_answer_that_comes_at_the_last_moment_counts(
 ) -> None:
     worker.write_mark(silent.mark, 0)
     runnable = SimpleNamespace(state="R")
-    monkeypatch.setattr(
-        client, "stats_of", lambda pids: worker.send(silent.requests, ("ready",)) or dict.fromkeys(pids, runnable)
-    )
+    monkeypatch.setattr(client, "stat_of", lambda pid: worker.send(silent.requests, ("ready",)) or runnable)
 
     assert client._overdue(silent, 0.01) is None
 

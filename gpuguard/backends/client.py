@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from gpuguard import __version__, errors
 from gpuguard.backends import worker
 from gpuguard.model import Device, Gap
-from gpuguard.procfs import stats_of
+from gpuguard.procfs import stat_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -206,7 +206,7 @@ def _overdue(channel: worker.Channel, seconds: float) -> worker.Mark | None:
             pause = min(left, seconds)  # no longer, should the mark have been read half
         elif mark != late:
             late, starved_until, pause = mark, now + STARVED_SECONDS, 0.0
-        elif now < starved_until and (stat := stats_of((pid := channel.process.pid,))[pid]) and stat.state == "R":
+        elif now < starved_until and (stat := stat_of(channel.process.pid)) and stat.state == "R":
             pause = 0.2
         elif worker.read_mark(channel.mark) == mark:  # else it goes on with another device
             return None if poll.poll(0) else mark

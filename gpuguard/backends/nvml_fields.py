@@ -355,7 +355,7 @@ def _implausibility(reading: Reading, lists: Lists, used: int | None) -> str | N
 
 def _is_alive(reading: Reading, pid: int) -> bool:
     """As procfs.alive(); what is read of those that are goes into *reading*."""
-    stat = procfs.stats_of((pid,))[pid]
+    stat = procfs.stat_of(pid)
     if stat is None:
         return procfs.alive(pid)
     reading.stats[pid] = stat

@@ -29,7 +29,7 @@ from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.device_state import may_compute, usable_devices
 from gpuguard.errors import ClaimError, GpuguardError
 from gpuguard.model import HEALTH, MEMORY, PROCESS_DETAILS, PROCESSES, Device, GpuProcess, Snapshot
-from gpuguard.procfs import Stat, in_first_pid_namespace, processes, stats_of, uid_of
+from gpuguard.procfs import Stat, in_first_pid_namespace, processes, stat_of, uid_of
 from gpuguard.request import ANY_MEMORY, Request
 from gpuguard.users import user_name
 
@@ -135,7 +135,7 @@ class ProcessFamily:
             pidfd = os.pidfd_open(pid)
         except OSError:
             return False
-        stat = stats_of((pid,))[pid]  # read behind the pidfd: it is the one that the pidfd means
+        stat = stat_of(pid)  # read behind the pidfd: it is the one that the pidfd means
         if stat is None or not stat.lives or started not in (None, stat.start_time):
             os.close(pidfd)
             return False

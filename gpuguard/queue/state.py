@@ -26,7 +26,7 @@ from gpuguard.claims.shares import sharing_of
 from gpuguard.errors import GpuguardError, InvalidRequest
 from gpuguard.history.queries import query_store, store_path
 from gpuguard.model import ClaimRecord, Device, Snapshot
-from gpuguard.procfs import stats_of
+from gpuguard.procfs import stat_of
 from gpuguard.queue.backfill import Fit, Machine, QueuePosition, plan
 from gpuguard.queue.calendar import PlannedReservation
 from gpuguard.queue.priority import QueueRules, Ticket, order
@@ -287,5 +287,5 @@ def is_responsive(directory: LockDirectory, ticket: Ticket) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped (Ctrl-Z)."""
-    stat = stats_of((pid,))[pid]
+    stat = stat_of(pid)
     return stat is not None and stat.state in ("T", "t")
