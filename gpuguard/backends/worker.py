@@ -35,7 +35,8 @@ SentProcesses = dict[str, tuple[GpuProcess, ...]]  # by uuid: the processes of a
 Mark = tuple["int | None", float]  # the index of the device that is read, None: none; and since when (monotonic)
 
 
-_workers: dict[subprocess.Popen[bytes], finalize[..., Any]] = {}  # not reaped yet -> what ends it
+# Not reaped yet -> what ends it, and whose worker it is: a forked process leaves those of its parent alone.
+_workers: dict[subprocess.Popen[bytes], tuple[finalize[..., Any], int]] = {}
 
 
 class Channel:
@@ -53,11 +54,11 @@ class Channel:
         self.process, self.requests, self.replies, self.mark = process, requests, replies, mark
         self._end = finalize(self, os.close, life)
         self._close = finalize(self, close_all, (requests, replies, mark))
-        self._close.atexit = False  # a thread may still read from them while the program ends
-        if not _workers:
-            atexit.unregister(_end_all)
-            atexit.register(_end_all)
-        _workers[process] = self._end
+        # A thread may still read from them while the program ends: only _end_all() ends a worker then.
+        self._close.atexit = self._end.atexit = False
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+        _workers[process] = self._end, os.getpid()
 
     def close(self) -> None:
         """End the worker, unless it hangs in the driver; reap() takes note of its end."""
@@ -78,9 +79,10 @@ def reap() -> None:
 def _end_all() -> None:
     """End what is left when the program ends, and reap what ends in time."""
     until = time.monotonic() + LEAVING_SECONDS
-    for end in tuple(_workers.values()):
+    own = {process: end for process, (end, pid) in tuple(_workers.items()) if pid == os.getpid()}
+    for end in own.values():
         end()
-    for process in tuple(_workers):
+    for process in own:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, until - time.monotonic()))
 

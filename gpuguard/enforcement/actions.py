@@ -54,7 +54,7 @@ class ActionOutcome:
     wait: float | None = None  # seconds after which the same verdict is worth another try; None: it is settled
 
 
-# Actions on processes and claims.  Each function is the last call of a preflight that found nothing.
+# Each function for a process or a claim is the last call of a preflight that found nothing.
 
 
 def _forward(target: Preflight, signum: int) -> Result:
@@ -191,9 +191,6 @@ def _cancel(target: Preflight) -> Result:
     ended = job is None or (target.process is not None and identity.has_ended(target.pidfd))
     fault = "its job has ended" if ended or job is None else slurm.cancel(job)
     return (FAILED, fault) if fault else (SENT if target.process else DONE, "")
-
-
-# Actions that touch no process and no claim.
 
 
 @dataclass(frozen=True)
@@ -528,17 +525,16 @@ def give_up_unkillable(context: ActionContext, snapshot: Snapshot) -> tuple[Acti
 
 
 def _quarantine_devices(past: PastAction, why: str, context: ActionContext, snapshot: Snapshot) -> None:
-    for place, uuid in enumerate(past.devices):
+    """Take the devices out of service; the targets are told once."""
+    for number, uuid in enumerate(past.devices):
         device = snapshot.device(uuid)
         rows = [row for row in (device.processes or () if device else ()) if (row.pid, row.start_time) == past.process]
         finding = Finding("unkillable", Subject("device", device=uuid), why, tuple(rows))
         verdict = Verdict(past.policy or "unkillable", finding, "quarantine", 0, past.clock, enforce=True)
         act(verdict, snapshot, context)
-        for name in context.alarm if place == 0 else ():
+        for name in context.alarm if number == 0 else ():
             act(replace(verdict, action="notify", options=(("to", name),)), snapshot, context)
 
-
-# A few lines on the terminal of a process: never waits for a terminal, and never becomes its session's.
 
 WRITTEN = "written"
 NO_TERMINAL = "no terminal"
@@ -551,7 +547,7 @@ _PSEUDO_TERMINALS = range(136, 144)  # major numbers of /dev/pts/N
 
 
 def write_to_terminal(terminal: int, uid: int, text: str, *, last: bool = False, place: str = "/dev/pts") -> str:
-    """Write *text* to a pseudo-terminal, if it belongs to *uid* and takes messages.
+    """Write *text* to a pseudo-terminal, if it belongs to *uid* and takes messages; never waits for one.
 
     Args:
         terminal: its device number, as in /proc/PID/stat.

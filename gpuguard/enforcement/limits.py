@@ -126,15 +126,17 @@ class ActionLimits:
         found += [
             _repetition(lately, action),
             _escalation(lately, action),
-            self._unkillable(action) or _killed(lately, action),
+            self._unkillable(lately, action),
         ]
         yield from (check for check in found if check)
 
-    def _unkillable(self, action: PastAction) -> FailedCheck | None:
+    def _unkillable(self, lately: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
         if action.process in self.unkillable:
             return FailedCheck("unkillable", "it outlived SIGKILL: no further signal can help")
         if any(not set(action.devices).isdisjoint(devices) for devices in self.unkillable.values()):
             return FailedCheck("unkillable", "a process on this device outlived SIGKILL: the device is left alone")
+        if _times_of(lately, action.process, "kill"):
+            return FailedCheck("unkillable", "it was killed before: no further signal can help")
         return None
 
 
@@ -208,12 +210,6 @@ def _escalation(lately: Iterable[PastAction], action: PastAction) -> FailedCheck
     return None
 
 
-def _killed(lately: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
-    if _times_of(lately, action.process, "kill"):
-        return FailedCheck("unkillable", "it was killed before: no further signal can help")
-    return None
-
-
 def _restart_loop(disruptive: Iterable[PastAction], action: PastAction) -> FailedCheck | None:
     if not action.signature:
         return None
@@ -239,9 +235,6 @@ def _shorten(memory: dict[object, float] | dict[object, object]) -> None:
             del memory[key]
 
 
-# The actions of the last hour, out of the audit log.  Where that cannot be read, or a line of it means nothing, there
-# may have been one: no crash can lose an action, and a guard that is restarted each minute signals no more often.
-
 OUTCOMES = {"about to": True, "dry run": False}  # of the lines that stand before an action: whether it was enforced
 BEGIN = re.compile(rb'\{"schema": 1, "time_unix_seconds": (\d{1,12}(?:\.\d+)?)[,}]')
 
@@ -258,7 +251,10 @@ class RecoveredActions:
 
 
 def recover_actions(path: str, clock: float, now: float) -> RecoveredActions:
-    """The actions in the log at *path* and in the older file beside it.
+    """The actions of the last hour in the log at *path* and in the older file beside it.
+
+    Where that cannot be read, or a line of it means nothing, there may have been one: no crash can lose an action, and
+    a guard that is restarted each minute signals no more often.
 
     Args:
         path: of the log; one that does not exist has none.
@@ -328,9 +324,6 @@ def _feared(count: int, clock: float) -> tuple[PastAction, ...]:
     )
 
 
-# How many lines of the audit log may be about one user.  The last 30,000 are kept: a user who starts and ends what a
-# policy looks at, again and again, would push out within minutes what was done to others.
-
 BURST_LINES = 1_000  # about one user, and then
 SECONDS_PER_LINE = 10.0  # one: 3 MB a day
 REPORT_SECONDS = 60.0  # between two lines that say how many were left out
@@ -342,13 +335,14 @@ class _LeftOut:
 
     since: float  # unix time
     clock: float
-    user: str | None
     counts: Counter[str] = field(default_factory=Counter)
 
 
 class AuditQuota:
-    """How many lines each user has had; clocks are in seconds and never go back.
+    """How many lines of the audit log each user has had; clocks are in seconds and never go back.
 
+    The last 30,000 lines are kept: a user who starts and ends what a policy looks at, again and again, would push out
+    within minutes what was done to others.
     The line of an action, what announces it, and what became of it are always written.  All users without a name count
     as one: a user who may use user namespaces has 65536 such uids.
     """
@@ -370,7 +364,7 @@ class AuditQuota:
         user = event.user if event.user and not event.user.isdecimal() else None
         spent = max(clock, self._spent.get(user, clock)) + SECONDS_PER_LINE
         if spent - clock > BURST_LINES * SECONDS_PER_LINE:
-            left_out = self._left_out.setdefault(user, _LeftOut(event.time, clock, user))
+            left_out = self._left_out.setdefault(user, _LeftOut(event.time, clock))
             left_out.counts[event.outcome if event.kind == "note" else event.kind] += 1
             return False
         self._spent[user] = spent
