@@ -212,7 +212,7 @@ class Law:
 
     def act(self, verdict: Verdict, snapshot: Snapshot, context: ActionContext) -> tuple[ActionOutcome, ...]:
         found = [Preflight(verdict, snapshot, context, snapshot.clock, each) for each in targets(verdict, snapshot)]
-        if any(preflight.EARLY["sampled"].ask(target) for target in found):
+        if any(preflight.EARLY["sampled"].check(target) for target in found):
             return (ActionOutcome("refused"),)  # one that waited, while the list was garbled
         self.check(verdict)
         if self.waits and self.waits.pop():

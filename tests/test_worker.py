@@ -104,7 +104,7 @@ def test_processes_that_are_as_before_do_not_cross_the_border_again_and_those_th
     assert len(marshal.dumps(worker.pack(snapshot, sent))) < len(marshal.dumps(worker.pack(snapshot, {})))
 
 
-def test_a_new_sampler_tells_anew_what_the_one_before_it_had_told(backend: WorkerBackend) -> None:
+def test_a_new_worker_sends_anew_what_the_one_before_it_had_sent(backend: WorkerBackend) -> None:
     with subprocess.Popen([*SIM, "use", "--device", "1", "--memory", "1GiB"], stdout=subprocess.DEVNULL) as job:
         try:
             eventually(lambda: bool(backend.sample(WHO_FIELDS).devices[1].processes))
@@ -380,18 +380,18 @@ def test_closing_twice_is_harmless(node: str) -> None:
 
 
 def test_who_looks_again_and_again_leaves_no_zombies(node: str) -> None:
-    samplers = []
+    workers = []
     for _ in range(3):
         source = open_worker(node)
         source.sample(SELECT_FIELDS)
         assert source._channel
-        samplers.append(source._channel.process.pid)
+        workers.append(source._channel.process.pid)
         source.close()
         # It ends as soon as it is abandoned, and is reaped by whoever is the next to be closed.
-        assert eventually(lambda: not runs(samplers[-1]))
+        assert eventually(lambda: not runs(workers[-1]))
 
-    left = [pid for pid in samplers if Path(f"/proc/{pid}").exists()]
-    assert left == samplers[-1:] or left == []
+    left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert left == workers[-1:] or left == []
 
 
 def test_workers_that_nobody_closes_are_reaped_when_the_program_ends(node: str) -> None:

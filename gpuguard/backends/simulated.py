@@ -132,7 +132,7 @@ def use(
 
 
 class Simulated:
-    """The Backend.  A sampler process sets *progress* and *skip*."""
+    """The Backend.  A worker sets *progress* and *skip*."""
 
     name = "simulated"
     simulated = True
