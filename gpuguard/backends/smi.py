@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from xml.parsers import expat
 
 from gpuguard import model, procfs
-from gpuguard.backends.nvml_fields import kibibytes
 from gpuguard.backends.plausibility import OF_THE_BOARD, PLAUSIBLE, implausibility, is_uuid
 from gpuguard.errors import BackendError, DriverNotFound, DriverPermission, DriverUnresponsive
 from gpuguard.model import PROCESS_DETAILS, Device, Gap, GpuProcess, Snapshot
@@ -162,24 +161,19 @@ _THROTTLE = {"hw_thermal_slowdown": "hw_thermal_slowdown", "display_clocks_setti
 _NOT_TOLD = "nvidia-smi does not tell it"
 
 
-def number(unit: str, scale: float = 1) -> Callable[[str], float | None]:
-    """A converter of ``"12.5 W"``."""
+def number(unit: str, scale: float = 1, kind: type[float] = float) -> Callable[[str], Any]:
+    """A converter of ``"12.5 W"`` or, with *kind* int, ``"8116 MiB"``; of other words it makes None."""
 
-    def convert(text: str) -> float | None:
+    def convert(text: str) -> Any:
         match = _NUMBER.fullmatch(text)
-        return float(match[1]) * scale if match and match[2] == unit else None
+        return kind(float(match[1]) * scale) if match and match[2] == unit else None
 
     return convert
 
 
-def whole(unit: str, scale: int = 1) -> Callable[[str], int | None]:
-    """A converter of ``"8116 MiB"``."""
-
-    def convert(text: str) -> int | None:
-        match = _NUMBER.fullmatch(text)
-        return int(float(match[1]) * scale) if match and match[2] == unit else None
-
-    return convert
+count, mebibytes, megahertz = number("", kind=int), number("MiB", 2**20, int), number("MHz", kind=int)
+watts, celsius, percent = number("W"), number("C"), number("%")
+bytes_per_second = number("KB/s", 1024)  # KiB, as in NVML
 
 
 def name_of(text: str) -> str | None:
@@ -205,17 +199,6 @@ def _pstate(text: str) -> int | None:
     return int(text[1:]) if re.fullmatch(r"P\d{1,2}", text, re.ASCII) else None
 
 
-_COUNT = whole("")
-mebibytes, watts, celsius, percent, megahertz = whole("MiB", 2**20), number("W"), number("C"), number("%"), whole("MHz")
-_rate = number("KB/s")
-
-
-def bytes_per_second(text: str) -> float | None:
-    """``"550 KB/s"``, which are KiB, as in NVML."""
-    rate = _rate(text)
-    return None if rate is None else kibibytes(int(rate))
-
-
 @dataclass(frozen=True)
 class XmlFieldRow:
     """One field of a device: where it is (the first place that has a value), and what makes a value of it."""
@@ -232,7 +215,7 @@ ROWS: dict[str, tuple[XmlFieldRow, ...]] = {
     model.MODEL: (
         XmlFieldRow("name", ("product_name",), name_of),
         XmlFieldRow("pci_bus_id", ("pci/pci_bus_id",), _bus_id),
-        XmlFieldRow("minor_number", ("minor_number",), whole("")),
+        XmlFieldRow("minor_number", ("minor_number",), count),
     ),
     model.UTILIZATION: (
         XmlFieldRow("utilization", ("utilization/gpu_util",), percent),
@@ -270,8 +253,11 @@ ROWS: dict[str, tuple[XmlFieldRow, ...]] = {
         XmlFieldRow(
             "pcie_generation",
             (f"{_LINK}/pcie_gen/device_current_link_gen", f"{_LINK}/pcie_gen/current_link_gen"),
-            whole("")),
-        XmlFieldRow("pcie_width", (f"{_LINK}/link_widths/current_link_width",), lambda word: _COUNT(word.rstrip("x"))),
+            count),
+        XmlFieldRow(
+            "pcie_width",
+            (f"{_LINK}/link_widths/current_link_width",),
+            lambda word: count(word.removesuffix("x"))),
         XmlFieldRow("pcie_tx", ("pci/tx_util",), bytes_per_second),
         XmlFieldRow("pcie_rx", ("pci/rx_util",), bytes_per_second),
     ),
@@ -391,7 +377,7 @@ def _add_up(reading: SmiReading, field: str, ways: list[list[str]]) -> None:
     reason = ""
     for places in ways:
         words = [reading.element.word(place) for place in places]
-        counts = [None if word is None else whole("")(word) for word in words]
+        counts = [None if word is None else count(word) for word in words]
         known = [count for count in counts if count is not None and count >= 0]
         if len(known) == len(places):
             reading.values[field] = sum(known)
