@@ -171,7 +171,7 @@ def number(unit: str, scale: float = 1, kind: type[float] = float) -> Callable[[
     return convert
 
 
-count, mebibytes, megahertz = number("", kind=int), number("MiB", 2**20, int), number("MHz", kind=int)
+whole, mebibytes, megahertz = number("", kind=int), number("MiB", 2**20, int), number("MHz", kind=int)
 watts, celsius, percent = number("W"), number("C"), number("%")
 bytes_per_second = number("KB/s", 1024)  # KiB, as in NVML
 
@@ -215,7 +215,7 @@ ROWS: dict[str, tuple[XmlFieldRow, ...]] = {
     model.MODEL: (
         XmlFieldRow("name", ("product_name",), name_of),
         XmlFieldRow("pci_bus_id", ("pci/pci_bus_id",), _bus_id),
-        XmlFieldRow("minor_number", ("minor_number",), count),
+        XmlFieldRow("minor_number", ("minor_number",), whole),
     ),
     model.UTILIZATION: (
         XmlFieldRow("utilization", ("utilization/gpu_util",), percent),
@@ -253,11 +253,11 @@ ROWS: dict[str, tuple[XmlFieldRow, ...]] = {
         XmlFieldRow(
             "pcie_generation",
             (f"{_LINK}/pcie_gen/device_current_link_gen", f"{_LINK}/pcie_gen/current_link_gen"),
-            count),
+            whole),
         XmlFieldRow(
             "pcie_width",
             (f"{_LINK}/link_widths/current_link_width",),
-            lambda word: count(word.removesuffix("x"))),
+            lambda word: whole(word.removesuffix("x"))),
         XmlFieldRow("pcie_tx", ("pci/tx_util",), bytes_per_second),
         XmlFieldRow("pcie_rx", ("pci/rx_util",), bytes_per_second),
     ),
@@ -377,7 +377,7 @@ def _add_up(reading: SmiReading, field: str, ways: list[list[str]]) -> None:
     reason = ""
     for places in ways:
         words = [reading.element.word(place) for place in places]
-        counts = [None if word is None else count(word) for word in words]
+        counts = [None if word is None else whole(word) for word in words]
         known = [count for count in counts if count is not None and count >= 0]
         if len(known) == len(places):
             reading.values[field] = sum(known)
