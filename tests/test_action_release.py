@@ -252,7 +252,8 @@ def test_a_claim_that_loses_a_device_while_it_is_checked_is_left_alone(claimed, 
 
     def changing(*of: Any) -> Snapshot:
         holder.does("fcntl.flock(locks[0].descriptor, fcntl.LOCK_UN)")
-        return sample(*of)
+        changed: Snapshot = sample(*of)
+        return changed
 
     claimed.machine.sample = changing  # type: ignore[method-assign]
     outcome = claimed.act(holder, snapshot=snapshot)
