@@ -23,7 +23,7 @@ from gpuguard.claims.probe import locked_devices, probe
 from gpuguard.claims.records import read_record
 from gpuguard.claims.restrictions import restrictions_against
 from gpuguard.claims.shares import join, sharing_now, sharing_of
-from gpuguard.clusters import outer_devices
+from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.errors import (
     BackendError,
     GpuguardError,
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25  # between two looks at the locks while waiting inside a claim; no driver call
 DRIVER_SECONDS = 600.0  # for which a driver may fail a request that waits: it is being loaded anew, or was killed
 SAMPLE_SECONDS = 2.0  # between two samples while locks are free but devices look busy, or nothing can be seen
+
+_JUST_NOW = "claimed just now"
 
 _waiting: list[WaitingRequest] = []  # requests of this process that may wait, for pause_waiting()
 
@@ -320,7 +322,8 @@ class Allocator:
             for uuid in held.keys() - wanted:
                 unlock(held.pop(uuid))
             lost = next((device for device in devices if not self._lock_device(request, device, taken, held)), None)
-            if lost and lost.uuid not in divisible and self._may_be_divided(lost):
+            is_claimed = lost is not None and taken[lost.uuid] == _JUST_NOW
+            if lost and is_claimed and lost.uuid not in divisible and self._may_be_divided(lost):
                 divisible.add(lost.uuid)
                 del taken[lost.uuid]
                 snapshot = self._verify(request, snapshot, [lost.uuid], taken)
@@ -346,7 +349,7 @@ class Allocator:
             taken[device.uuid] = str(error)
             return False
         if locks is None:
-            taken.setdefault(device.uuid, "claimed just now")
+            taken.setdefault(device.uuid, _JUST_NOW)
             return False
         held[device.uuid] = locks
         return True
@@ -355,10 +358,7 @@ class Allocator:
         """Whether the lock that could not be had may be that of one of its instances, which were not read yet."""
         if device.mig_mode is not None or device.parent_uuid or self.outer:
             return False
-        try:
-            lock = lock_device(self.directory, device.uuid, fcntl.LOCK_SH)  # as the GPU of a claimed instance is locked
-        except LockDirectoryError:
-            return False
+        lock = lock_device(self.directory, device.uuid, fcntl.LOCK_SH)  # as the GPU of a claimed instance is locked
         if lock is not None:
             unlock((lock,))
         return lock is not None

@@ -17,13 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GIB, MIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot
+from builders import GIB, MIB, Machine, a_claim_record, a_device, a_mig_instance, a_process, a_snapshot, a_uuid
 from claiming import acquire, preview
 from fake_nvml import FakeNvml
 from nodes import Gpuguard
 
 from gpuguard.claims.directory import lock_directory
-from gpuguard.device_state import DIVIDED, FREE, IDLE, IN_USE, DeviceUse, claims_on, usable_devices, user_label, uses
+from gpuguard.device_state import (
+    DIVIDED,
+    FREE,
+    IDLE,
+    IN_USE,
+    DeviceUse,
+    chosen,
+    claims_on,
+    mean_watts,
+    usable_devices,
+    user_label,
+    uses,
+)
 from gpuguard.errors import NotEnoughGpus
 from gpuguard.metrics.facts import MetricFacts
 from gpuguard.metrics.families import metric_families
@@ -214,6 +226,52 @@ def test_the_machines_have_every_state():
     states = {use.state for seed in range(MACHINES) for use in uses(*a_random_machine(seed))}
 
     assert states == set(who.LABELS)
+
+
+NOW = a_snapshot().taken_at
+BORN = {"since": NOW - 3600.0}  # a claim of an hour ago; the machine was started 10,000 s ago
+
+
+@pytest.mark.parametrize(
+    ("claim", "stats", "orphaned"),
+    [
+        ({"pid": None}, {}, None),
+        ({}, {}, None),
+        ({}, {4711: None}, True),
+        ({}, {4711: ProcessStat(1, "Z")}, True),
+        ({"since": None}, {4711: ProcessStat(1, "S", 9000.0)}, False),
+        (BORN, {4711: ProcessStat(1, "S", 6000.0)}, False),
+        (BORN, {4711: ProcessStat(1, "S", 9000.0)}, True),
+        ({"holders": (99,)}, {99: ProcessStat(1, "S", inner_pid=4711)}, False),
+        ({"holders": (99,)}, {99: ProcessStat(1, "S")}, True),
+    ],
+    ids=["unknown pid", "not looked up", "gone", "a zombie", "undated", "lives", "reused", "in a container", "left"],
+)
+def test_a_claim_is_orphaned_when_its_wrapper_has_ended(claim, stats, orphaned):
+    snapshot = a_snapshot(a_device(0), claims=(a_claim_record(**{"pid": 4711, **claim}),))
+    (use,) = uses(snapshot, stats)
+
+    assert use.claims[0].orphaned is orphaned
+
+
+def test_of_a_machine_only_what_belongs_to_some_users_on_some_devices_is_shown():
+    bobs = a_process(uid=1002, user="bob")
+    found = uses(a_snapshot(a_device(0, processes=(a_process(), bobs)), a_device(1, processes=(bobs,)), a_device(2)))
+    none = frozenset[str]()
+
+    assert chosen(found, none, none) == found
+    assert [use.device.index for use in chosen(found, none, frozenset({a_uuid(2)}))] == [2]
+    assert [use.device.index for use in chosen(found, frozenset({"bob"}), none)] == [0, 1]
+    assert [row.process.user for row in chosen(found, frozenset({"bob"}), none)[0].processes or ()] == ["bob"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "watts"),
+    [(100.0, 400.0, 150.0), (None, 400.0, None), (100.0, None, None), (400.0, 100.0, None), (0.0, 1e9, None)],
+    ids=["drawn", "unknown before", "unknown now", "began anew", "more than any device draws"],
+)
+def test_what_a_device_has_drawn_is_told_by_its_counter_where_that_can_be(before, now, watts):
+    assert mean_watts(a_device(total_energy=before), a_device(total_energy=now), 2.0) == watts
 
 
 SECOND_COPIES = [

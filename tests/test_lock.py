@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from builders import GIB, Machine, a_device, a_mig_instance, a_process
-from claiming import acquire, preview
+from claiming import acquire, lock_best, preview
 
 from gpuguard import model
 from gpuguard.claims.claim import Claim
@@ -255,6 +255,14 @@ def test_the_job_sees_uuids_on_request(directory: LockDirectory) -> None:
 def divided() -> Machine:
     parent = a_device(0, mig_mode=True)
     return Machine(parent, a_mig_instance(parent, 0), a_mig_instance(parent, 1))
+
+
+def test_a_claim_for_others_has_the_record_that_they_write(directory: LockDirectory) -> None:
+    claim = lock_best(Machine(), Request(), directory, {})
+
+    assert claim and read_records(directory) == []
+    assert locked_devices(directory, [claim[0].uuid]) == {claim[0].uuid}
+    claim.release()
 
 
 def test_mig_instances_are_claimed_one_by_one_and_go_by_uuid(directory: LockDirectory) -> None:

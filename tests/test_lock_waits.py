@@ -16,7 +16,7 @@ from gpuguard.claims.claim import Claim
 from gpuguard.claims.directory import LockDirectory, lock_directory, open_lock, try_flock
 from gpuguard.claims.probe import locked_devices
 from gpuguard.errors import ClaimError, ImpossibleRequest, NotEnoughGpus, WaitTimeout
-from gpuguard.lock import Allocator
+from gpuguard.lock import Allocator, go_on_waiting, pause_waiting
 from gpuguard.model import HEALTH, IDLE_PROCESSES
 from gpuguard.queue import reservations, tickets
 from gpuguard.queue.leader import MAY_START
@@ -33,6 +33,19 @@ def two() -> Machine:
 
 
 # In line
+
+
+def test_a_request_that_waits_lets_others_lead_while_its_process_is_stopped(directory: LockDirectory) -> None:
+    machine, said = Machine(a_device(0)), []
+
+    def stop(_: NotEnoughGpus) -> None:
+        said.append(pause_waiting())
+        go_on_waiting()
+
+    with acquire(machine, Request(), directory), pytest.raises(WaitTimeout):
+        acquire(machine, Request(), directory, wait=0.5, on_wait=stop)
+
+    assert said and all(said) and not pause_waiting()
 
 
 @pytest.fixture

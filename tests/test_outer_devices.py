@@ -8,7 +8,7 @@ import pytest
 from builders import a_device, a_mig_instance, a_snapshot, a_uuid
 from sources import module_name, modules, tree
 
-from gpuguard.clusters import Outer, outer_devices
+from gpuguard.clusters.visible_devices import Outer, outer_devices
 from gpuguard.request import Request
 from gpuguard.select import choose
 

@@ -106,7 +106,7 @@ def test_while_it_lasts_beyond_the_time_to_wait_it_is_the_reason(directory, monk
     failing = Failing(monkeypatch, os, "open", errno.EMFILE, times=10**6)
 
     with pytest.raises(WaitTimeout, match=r"cannot be seen now.*see `ulimit -n`"):
-        waits_behind_another(directory, lambda _: setattr(failing, "armed", True), wait=0.5)
+        waits_behind_another(directory, lambda _: setattr(failing, "armed", True), wait=2.0)
 
 
 def test_before_he_has_a_place_and_without_waiting_it_is_an_error(directory, monkeypatch):

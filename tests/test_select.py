@@ -19,7 +19,7 @@ from gpuguard.errors import ImpossibleRequest, NotEnoughGpus
 from gpuguard.model import Gap
 from gpuguard.queue.state import QueueFacts, fit
 from gpuguard.request import ANY_MEMORY, Request, spelled
-from gpuguard.select import choose, not_enough, possible
+from gpuguard.select import choose, not_enough, possible, waiting_error
 
 BOB = a_process(pid=812, user="bob", uid=1002, memory_used=41 * GIB, start_time=10_000.0 - 3 * 3600 - 12 * 60)
 
@@ -202,6 +202,18 @@ def test_what_may_pass_says_who_is_in_the_way():
         "wanted 2 GPUs, but only 1 is free now.",
         "  device 0: 41.0GiB used by bob (pid 812, python train.py, 3h12m)",
     ]
+
+
+def test_a_request_that_waits_says_why_and_the_reasons_that_are_known():
+    machine = a_snapshot(a_device(0, processes=(BOB,), memory_used=41 * GIB))
+    missing = error(machine, Request(1))
+
+    assert str(waiting_error(2)) == "wanted 2 GPUs."
+    assert str(waiting_error(1, "number 2 of 3", missing)).splitlines()[:2] == [
+        "wanted 1 GPU: number 2 of 3.",
+        "  device 0: 41.0GiB used by bob (pid 812, python train.py, 3h12m)",
+    ]
+    assert waiting_error(1, "", missing).refused == missing.refused
 
 
 def test_an_outer_limit_is_said_once():

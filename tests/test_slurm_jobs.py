@@ -15,8 +15,9 @@ from nodes import Gpuguard
 from gpuguard.cli import build_parser
 from gpuguard.cli import slurm as slurm_setup
 from gpuguard.cli.submit import command_line
-from gpuguard.clusters import outer_devices, slurm
+from gpuguard.clusters import slurm
 from gpuguard.clusters.slurm import Allocation, allocation, devices_of
+from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.errors import ClaimError, InvalidRequest
 from gpuguard.views import queue as views
 

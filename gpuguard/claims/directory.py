@@ -95,13 +95,13 @@ def lock_directory(path: str | None = None, *, backend: str = "nvml", make: bool
     Raises:
         LockDirectoryError: it cannot be trusted or used; the message says what to do.
     """
-    if is_recorded(backend):
-        raise LockDirectoryError(f"{backend} is of another time or machine: nothing on it can be claimed or guarded.")
     if path is None and backend.startswith("simulated"):
         from gpuguard.backends.simulated import directory  # a real machine does not need it
 
         path = directory(backend.partition(":")[2])
         return _subdirectories(path, own=True, make=make, check_file_system=False)
+    if is_recorded(backend):
+        raise LockDirectoryError(f"{backend} is of another time or machine: nothing on it can be claimed or guarded.")
     if path is not None:
         return _subdirectories(os.path.abspath(path), own=True, make=make)
     if os.path.lexists(ADMIN_DIRECTORY):

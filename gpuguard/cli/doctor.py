@@ -21,8 +21,7 @@ from gpuguard.claims.directory import fault_of, open_lock
 from gpuguard.claims.room import room_for_records
 from gpuguard.cli import EXIT_NO, EXIT_NO_DRIVER, terminal
 from gpuguard.cli.options import add_source_options, backend_of, directory_of
-from gpuguard.clusters import outer_devices
-from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE, ORDER_VARIABLE
+from gpuguard.clusters.visible_devices import CONTAINER_VARIABLE, CUDA_VARIABLE, ORDER_VARIABLE, outer_devices
 from gpuguard.daemon.client import exchange
 from gpuguard.errors import BackendError, ClaimError, GpuguardError
 from gpuguard.files import file_system

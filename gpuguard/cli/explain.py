@@ -14,7 +14,7 @@ import sys
 
 from gpuguard.claims.directory import LockDirectory
 from gpuguard.cli.options import add_choice_options, add_source_options, backend_of, directory_of, request_of
-from gpuguard.clusters import outer_devices
+from gpuguard.clusters.visible_devices import outer_devices
 from gpuguard.lock import Allocator, has_queue, outer_claim
 from gpuguard.model import Snapshot
 from gpuguard.queue.explain import position_text

@@ -1,13 +1,24 @@
-"""CUDA_VISIBLE_DEVICES and its kin, read as CUDA reads them, and written.
+"""What an outer scheduler, a container or the user has decided already: the devices that may be chosen among here.
 
-A list ends at its first entry that names no device; -1, the empty list and a device named twice leave nothing.  Indices
-are in PCI order: the only order that the driver, nvidia-smi and `gpuguard run` share.  Of NVIDIA_VISIBLE_DEVICES, by
-which a container runtime is told what to let in, only "nothing" counts: inside the container what is visible is the
-answer already.  Does not read the real environment: it is an argument.
+Each source is a function of (environment, devices) that says which uuids it allows and why, or None when it has no
+opinion.  All opinions must agree on a device.  Does not read the real environment: it is an argument.
+
+CUDA_VISIBLE_DEVICES and its kin are read as CUDA reads them, and written: a list ends at its first entry that names no
+device; -1, the empty list and a device named twice leave nothing.  Indices are in PCI order: the only order that the
+driver, nvidia-smi and `gpuguard run` share.
+
+A job of Slurm's gets what Slurm gave it; one that got no GPU must not take what is there.  SLURM_STEP_GPUS and
+SLURM_JOB_GPUS carry the numbers of the whole machine, so they are read only where the job sees more devices than it was
+given: where Slurm hides the others (ConstrainDevices), the visible ones are numbered from 0 again and all of them are
+the job's.
+
+Of NVIDIA_VISIBLE_DEVICES, by which a container runtime is told what to let in, only "nothing" counts: inside the
+container what is visible is the answer already.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -20,8 +31,44 @@ CUDA_VARIABLE, ORDER_VARIABLE, CONTAINER_VARIABLE = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES",
 )  # fmt: skip
 PCI_ORDER = "PCI_BUS_ID"
+SLURM_VARIABLES = (CUDA_VARIABLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
+_MOST = 1024  # GPUs of a node
 
 Opinion = tuple[tuple[str, ...], str]  # uuids that are allowed, and why, for people
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The outer set.
+
+    Args:
+        uuids: allowed devices in the order of the outer list; None when nothing restricts them.
+        reason: what restricts them, for people: "CUDA_VISIBLE_DEVICES=3 allows only device 3".
+        warning: why the list may mean other devices than its author thought, "" when it is clear.
+    """
+
+    uuids: tuple[str, ...] | None = None
+    reason: str = ""
+    warning: str = ""
+
+
+def outer_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Outer:
+    """The devices that *environ* leaves to this process.
+
+    The uuid of a MIG instance is believed even when *devices* do not contain it (its GPU was not divided yet when it
+    was sampled), and a GPU that is allowed allows its instances.
+    """
+    sources = [cuda_devices, container_devices]
+    if "SLURM_JOB_ID" in environ:
+        environ = _of_whole_machine(environ, devices)
+        sources.insert(1, slurm_devices)
+    opinions = [opinion for source in sources if (opinion := source(environ, devices)) is not None]
+    if not opinions:
+        return Outer()
+    uuids, _ = opinions[0]
+    for others, _ in opinions[1:]:
+        uuids = tuple(uuid for uuid in uuids if uuid in others)
+    return Outer(uuids, "; ".join(reason for _, reason in opinions), doubt(environ, devices))
 
 
 def variables(names: Iterable[object]) -> dict[str, str]:
@@ -108,3 +155,58 @@ def _uuid_of(entry: str, gpus: Sequence[Device], devices: Sequence[Device]) -> s
     if not matches and entry.upper().startswith("MIG-"):
         return entry
     return matches[0] if len(matches) == 1 else None
+
+
+def slurm_devices(environ: Mapping[str, str], devices: Sequence[Device]) -> Opinion | None:
+    """What a Slurm job was given; None (no opinion) elsewhere and where CUDA_VISIBLE_DEVICES says it."""
+    job = environ.get("SLURM_JOB_ID")
+    if not job or is_restricted(environ):
+        return None
+    variable = next((name for name in SLURM_VARIABLES if name in environ), None)
+    if variable is None:
+        return (), f"Slurm job {job} was given no GPU (ask Slurm for one: --gres=gpu:1)"
+    gpus = {device.index: device.uuid for device in devices if device.parent_uuid is None}
+    given = _numbers(environ[variable])
+    if variable == "GPU_DEVICE_ORDINAL" or len(given) >= len(gpus) > 0:
+        return None
+    uuids = tuple(gpus[number] for number in given if number in gpus)
+    return (
+        uuids,
+        f"{variable}={environ[variable]} of Slurm job {job} allows {len(uuids) or 'no'} of {len(gpus)} devices",
+    )
+
+
+def _of_whole_machine(environ: Mapping[str, str], devices: Sequence[Device]) -> Mapping[str, str]:
+    """*environ* with CUDA_VISIBLE_DEVICES in the numbers of *devices*.
+
+    Under ConstrainDevices Slurm counts a job's devices from 0, as its processes see them.  Where the list of devices
+    shows the others all the same, number 0 is not the first of them, but the first of SLURM_STEP_GPUS.
+    """
+    visible, claim = entries(environ), environ.get("GPUGUARD_CLAIM", "")
+    variable = next((name for name in SLURM_VARIABLES[1:3] if name in environ), None)
+    if variable is None or "SLURM_JOB_ID" not in environ or not visible or not all(map(_is_number, visible)):
+        return environ
+    given, shown = _numbers(environ[variable]), sum(device.parent_uuid is None for device in devices)
+    # What Slurm itself wrote stands in GPU_DEVICE_ORDINAL, too; `gpuguard run` writes the numbers that it sees.
+    by_slurm = _numbers(environ.get("GPU_DEVICE_ORDINAL", ",".join(visible)))
+    by_us = claim and not claim.removeprefix("slurm").isdecimal()
+    if by_us or shown <= len(given) or by_slurm == given or by_slurm != list(range(len(given))):
+        return environ
+    wanted = [int(number) for number in visible]
+    if any(number >= len(given) for number in wanted):
+        return environ
+    return {**environ, **variables(given[number] for number in wanted)}
+
+
+def _numbers(text: str) -> list[int]:
+    """[0, 1, 2, 5] of "0-2,5"."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if _is_number(first) and _is_number(last or first):
+            numbers += range(int(first), min(int(last or first), int(first) + _MOST) + 1)
+    return numbers
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10  # Python makes none of 5,000 digits
